@@ -1,0 +1,356 @@
+"""The commands of the control pipe: what each is called, what it takes, what it answers, and since which driver.
+
+The table is data, and everything that speaks or imitates the control pipe reads it: `system/control` to talk, the
+contract suite to know what each driver answers, the simulator to answer. A command that a driver does not know is
+answered with `Unknown command "..."` and status 0 by every driver (measured: 470.256.02, 535.261.03, 550.163.01,
+555.58.02), which is how mpsd finds out, and also how it frames a conversation (see `mark`).
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, Generic, TypeVar
+
+from mpsd.core.errors import (
+    ControlError,
+    ControlGarbledError,
+    ControlNoAnswerError,
+    ControlUnknownCommandError,
+    InvalidRequestError,
+    ServerNotFoundError,
+)
+from mpsd.core.units import GIB, MIB, ActiveThreadPercentage, PinnedDeviceMemLimit
+
+T = TypeVar("T")
+
+
+class Lines(StrEnum):
+    """How many lines a command answers when all is well. Answers carry no delimiter, so this decides the framing."""
+
+    ONE = "one"
+    NONE_OR_ONE = "none or one"
+    MANY = "many"
+
+
+class Effect(StrEnum):
+    """Whether a command changes anything: what a stranger's hand is recognised by."""
+
+    READS = "reads"
+    CHANGES = "changes"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One command of NVIDIA's front-end."""
+
+    name: str
+    grammar: str
+    """Its arguments, in the words of NVIDIA's man page."""
+    since: int
+    """The oldest of the measured driver branches that knows it."""
+    lines: Lines
+    effect: Effect
+    verified_by: str | None = None
+    """The command that reads back what this one sets."""
+
+
+ROWS: Final = (
+    Row("get_server_list", "", 470, Lines.MANY, Effect.READS),
+    Row("get_server_status", "PID", 550, Lines.ONE, Effect.READS),
+    Row("start_server", "-uid UID", 470, Lines.NONE_OR_ONE, Effect.CHANGES, "get_server_list"),
+    Row("shutdown_server", "PID [-f]", 470, Lines.NONE_OR_ONE, Effect.CHANGES, "get_server_list"),
+    Row("get_client_list", "PID", 470, Lines.MANY, Effect.READS),
+    Row("get_device_client_list", "[PID]", 470, Lines.MANY, Effect.READS),
+    Row("ps", "[-p PID]", 535, Lines.MANY, Effect.READS),
+    Row("terminate_client", "SERVER_PID CLIENT_PID", 535, Lines.MANY, Effect.CHANGES, "get_client_list"),
+    Row(
+        "set_default_active_thread_percentage",
+        "PERCENTAGE",
+        470,
+        Lines.ONE,
+        Effect.CHANGES,
+        "get_default_active_thread_percentage",
+    ),
+    Row("get_default_active_thread_percentage", "", 470, Lines.ONE, Effect.READS),
+    Row(
+        "set_active_thread_percentage",
+        "PID PERCENTAGE",
+        470,
+        Lines.NONE_OR_ONE,
+        Effect.CHANGES,
+        "get_active_thread_percentage",
+    ),
+    Row("get_active_thread_percentage", "PID", 470, Lines.NONE_OR_ONE, Effect.READS),
+    Row(
+        "set_default_device_pinned_mem_limit",
+        "DEVICE VALUE",
+        535,
+        Lines.NONE_OR_ONE,
+        Effect.CHANGES,
+        "get_default_device_pinned_mem_limit",
+    ),
+    Row("get_default_device_pinned_mem_limit", "DEVICE", 535, Lines.NONE_OR_ONE, Effect.READS),
+    Row(
+        "set_device_pinned_mem_limit",
+        "PID DEVICE VALUE",
+        535,
+        Lines.NONE_OR_ONE,
+        Effect.CHANGES,
+        "get_device_pinned_mem_limit",
+    ),
+    Row("get_device_pinned_mem_limit", "PID DEVICE", 535, Lines.NONE_OR_ONE, Effect.READS),
+    Row(
+        "set_default_client_priority",
+        "PRIORITY",
+        535,
+        Lines.NONE_OR_ONE,
+        Effect.CHANGES,
+        "get_default_client_priority",
+    ),
+    Row("get_default_client_priority", "", 535, Lines.ONE, Effect.READS),
+    Row("quit", "[-t SECONDS]", 470, Lines.NONE_OR_ONE, Effect.CHANGES),
+)
+
+TABLE: Final = {row.name: row for row in ROWS}
+
+
+@dataclass(frozen=True, slots=True)
+class Command(Generic[T]):
+    """One line to the control daemon, and how its answer becomes a value."""
+
+    row: Row
+    arguments: tuple[str, ...]
+    parse: Callable[[Sequence[str]], T]
+    """Turns the lines that came back into a value; raises ControlError for anything it does not understand."""
+
+    @property
+    def line(self) -> str:
+        """The command as it goes down the pipe, without the newline."""
+        return " ".join((self.row.name, *self.arguments))
+
+
+# -- framing -----------------------------------------------------------------------------------------------------------
+
+_UNKNOWN = re.compile(r'Unknown command "(.*)"')
+_SERVER_NOT_FOUND = re.compile(r"Server (?:[0-9]+ )?not found!?")
+
+
+def mark(nonce: str, number: int) -> str:
+    """Return a line that no control daemon knows, and that each therefore echoes back: a delimiter for answers."""
+    return f"mpsd-{nonce}-{number}"
+
+
+def is_mark(line: str) -> bool:
+    """Tell whether a command in the control daemon's log is one of mpsd's marks."""
+    return line.startswith("mpsd-")
+
+
+def echo_of(line: str) -> str:
+    """Return what a control daemon answers to a command it does not know."""
+    return f'Unknown command "{line}"'
+
+
+def changes_something(line: str) -> bool:
+    """Tell whether a command seen in the log can have changed anything. What nobody knows changes nothing."""
+    row = TABLE.get(line.split(" ", 1)[0].strip())
+    return row is not None and row.effect is Effect.CHANGES
+
+
+# -- parsing -----------------------------------------------------------------------------------------------------------
+
+
+def refusal(command: str, lines: Sequence[str]) -> ControlError | None:
+    """Return the error that an answer amounts to when it is one of the refusals that every command shares."""
+    if not lines:
+        return None
+    name = command.split(" ", 1)[0]
+    unknown = _UNKNOWN.fullmatch(lines[0])
+    if unknown is not None and unknown.group(1) == name:
+        row = TABLE[name]
+        return ControlUnknownCommandError(
+            f"this control daemon does not know {name}",
+            hint=f"it comes with driver {row.since}; use that or a newer one, or do without",
+        )
+    if _SERVER_NOT_FOUND.fullmatch(lines[0]) is not None:
+        return ServerNotFoundError(
+            f"the control daemon answered {lines[0]!r} to {command!r}", hint="list its servers with: mpsctl daemons"
+        )
+    return None
+
+
+def _garbled(command: str, lines: Sequence[str]) -> ControlGarbledError:
+    return ControlGarbledError(
+        f"the control daemon answered {list(lines)!r} to {command!r}",
+        hint="if the driver is newer than 555, report this with its version",
+    )
+
+
+def _one(command: str, lines: Sequence[str]) -> str:
+    refused = refusal(command, lines)
+    if refused is not None:
+        raise refused
+    if not lines:
+        raise ControlNoAnswerError(
+            f"the control daemon took {command!r} and answered nothing, as it does while a server is busy",
+            hint="ask again when the server is up; its log lines say why it is not",
+        )
+    if len(lines) != 1:
+        raise _garbled(command, lines)
+    return lines[0]
+
+
+_TENTHS = re.compile(r"([0-9]{1,3})\.([0-9])")
+
+
+def parse_percentage(command: str, lines: Sequence[str]) -> int:
+    """Parse `25.0` into 250 tenths of a percent."""
+    match = _TENTHS.fullmatch(_one(command, lines))
+    if match is None:
+        raise _garbled(command, lines)
+    return int(match.group(1)) * 10 + int(match.group(2))
+
+
+_LIMIT = re.compile(r"([0-9]+)([GM])")
+
+
+def parse_mem_limit(command: str, lines: Sequence[str]) -> int | None:
+    """Parse `8G` or `512M` into bytes; no line at all means that no limit is set."""
+    if not lines:
+        return None
+    match = _LIMIT.fullmatch(_one(command, lines))
+    if match is None:
+        raise _garbled(command, lines)
+    return int(match.group(1)) * (GIB if match.group(2) == "G" else MIB)
+
+
+def parse_pids(command: str, lines: Sequence[str]) -> tuple[int, ...]:
+    """Parse one pid a line, or none."""
+    refused = refusal(command, lines)
+    if refused is not None:
+        raise refused
+    if not all(line.strip().isdecimal() for line in lines):
+        raise _garbled(command, lines)
+    return tuple(int(line) for line in lines)
+
+
+_STATUS = re.compile(r"[A-Z][A-Z_]*")
+
+
+def _parse_status(command: str, lines: Sequence[str]) -> str:
+    line = _one(command, lines)
+    if _STATUS.fullmatch(line) is None:
+        raise _garbled(command, lines)
+    return line
+
+
+def _parse_nothing(command: str, lines: Sequence[str]) -> None:
+    refused = refusal(command, lines)
+    if refused is not None:
+        raise refused
+    if lines:
+        raise _garbled(command, lines)
+
+
+# -- the commands that mpsd speaks -------------------------------------------------------------------------------------
+
+
+def _command(
+    name: str, arguments: tuple[str | int, ...], parse: Callable[[str, Sequence[str]], T]
+) -> Command[T]:
+    texts = tuple(str(argument) for argument in arguments)
+    line = " ".join((name, *texts))
+    return Command(TABLE[name], texts, lambda lines: parse(line, lines))
+
+
+def _ordinal(device: int) -> int:
+    if isinstance(device, bool) or device < 0:
+        raise InvalidRequestError(
+            f"{device!r} is not the ordinal of a device",
+            hint="a control daemon counts the GPUs it sees from 0; mpsd's see one each",
+        )
+    return device
+
+
+def get_server_list() -> Command[tuple[int, ...]]:
+    """Ask for the pids of the servers."""
+    return _command("get_server_list", (), parse_pids)
+
+
+def get_server_status(server: int) -> Command[str]:
+    """Ask for a server's state word: INITIALIZING, ACTIVE or FAULT."""
+    return _command("get_server_status", (server,), _parse_status)
+
+
+def get_client_list(server: int) -> Command[tuple[int, ...]]:
+    """Ask for the pids of a server's clients. A busy server answers nothing, as one without clients does."""
+    return _command("get_client_list", (server,), parse_pids)
+
+
+def get_default_active_thread_percentage() -> Command[int]:
+    """Ask for the percentage that the next server starts with, in tenths; the cheapest proof of life there is."""
+    return _command("get_default_active_thread_percentage", (), parse_percentage)
+
+
+def get_default_device_pinned_mem_limit(device: int) -> Command[int | None]:
+    """Ask for the memory limit that the next server starts with, in bytes; None when there is none."""
+    return _command("get_default_device_pinned_mem_limit", (_ordinal(device),), parse_mem_limit)
+
+
+def start_server(uid: int) -> Command[None]:
+    """Start a server for a uid ahead of its first client. Silence says nothing: look at the server list."""
+    return _command("start_server", ("-uid", uid), _parse_nothing)
+
+
+def quit_daemon(seconds: int | None) -> Command[None]:
+    """Stop the control daemon; with `seconds`, its servers are forced when that time is over."""
+    return _command("quit", () if seconds is None else ("-t", seconds), _parse_nothing)
+
+
+# -- settings: set, read back, compare -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Setting(Generic[T]):
+    """A value to be set: the command that sets it, the one that reads it back, and what must come back."""
+
+    limit: str
+    wanted: T
+    setter: str
+    getter: Command[T]
+
+    @property
+    def lines(self) -> Lines:
+        """How many lines setter and getter answer together when all is well: one each at most."""
+        return Lines.ONE if TABLE[self.setter.split(" ", 1)[0]].lines is self.getter.row.lines is Lines.ONE else Lines.MANY
+
+    def read_back(self, lines: Sequence[str]) -> T:
+        """Return what the getter said: the last line, after whatever the setter had to say."""
+        name = self.setter.split(" ", 1)[0]
+        refused = refusal(self.setter, lines)
+        if refused is not None:
+            raise refused
+        setter_lines = 1 if TABLE[name].lines is Lines.ONE else 0
+        return self.getter.parse(lines[setter_lines:])
+
+
+def default_active_thread_percentage(wanted: ActiveThreadPercentage) -> Setting[int]:
+    """Give the next server this percentage."""
+    return Setting(
+        "active_thread_percentage",
+        wanted.tenths,
+        f"set_default_active_thread_percentage {wanted}",
+        get_default_active_thread_percentage(),
+    )
+
+
+def default_device_pinned_mem_limit(device: int, wanted: PinnedDeviceMemLimit | None) -> Setting[int | None]:
+    """Give the next server this memory limit on the device with this ordinal; `None` takes a limit away."""
+    value = "0" if wanted is None else wanted.grammar
+    return Setting(
+        "pinned_device_mem_limit",
+        None if wanted is None else wanted.as_reported.bytes,
+        f"set_default_device_pinned_mem_limit {_ordinal(device)} {value}",
+        get_default_device_pinned_mem_limit(device),
+    )
+

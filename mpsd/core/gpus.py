@@ -1,0 +1,63 @@
+"""What mpsd makes of a GPU: whether it can run MPS, which one a caller names, and how new its driver is. Pure."""
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from mpsd.core.errors import InvalidRequestError
+from mpsd.core.limits import MINIMUM_COMPUTE_CAPABILITY
+from mpsd.core.model import Gpu
+
+_DRIVER_VERSION: Final = re.compile(r"([0-9]+)(?:\.[0-9]+)*")
+
+_UUID_START: Final = "GPU-"
+"""What every UUID of a GPU starts with, as NVML writes it. (A MIG device's starts with `MIG-`.)"""
+
+
+def unsupported(gpu: Gpu) -> tuple[str, str] | None:
+    """Return why this GPU cannot run MPS as mpsd runs it, and what to do about it; None when it can."""
+    if gpu.compute_capability < MINIMUM_COMPUTE_CAPABILITY:
+        least = _dotted(MINIMUM_COMPUTE_CAPABILITY)
+        return (
+            f"its compute capability is {_dotted(gpu.compute_capability)}, and MPS needs {least} or newer",
+            "leave this GPU to work that does not share it",
+        )
+    if gpu.mig:
+        # MPS does run inside a MIG device, but mpsd runs one control daemon for a whole GPU, and MIG leaves none whole.
+        return (
+            "MIG mode is on, and mpsd shares whole GPUs",
+            f"turn MIG off (nvidia-smi -i {gpu.index} -mig 0), or leave this GPU to MIG",
+        )
+    return None
+
+
+def _dotted(compute_capability: tuple[int, int]) -> str:
+    major, minor = compute_capability
+    return f"{major}.{minor}"
+
+
+def select(gpus: Sequence[Gpu], wanted: str) -> Gpu:
+    """Return the GPU that `wanted` names: by index, by UUID, or by the start of a UUID that only one GPU has.
+
+    The start of a UUID is `GPU-` and at least one digit more, as CUDA_VISIBLE_DEVICES takes it. Raises
+    InvalidRequestError when no GPU is named so, or more than one.
+    """
+    is_start = wanted.startswith(_UUID_START) and wanted != _UUID_START
+    named = [gpu for gpu in gpus if str(gpu.index) == wanted or (is_start and gpu.uuid.startswith(wanted))]
+    if len(named) == 1:
+        return named[0]
+    if named:
+        raise InvalidRequestError(f"{wanted!r} is the start of {len(named)} GPUs' UUIDs", hint=_known(named))
+    raise InvalidRequestError(f"{wanted!r} is no GPU of this node", hint=_known(gpus))
+
+
+def _known(gpus: Sequence[Gpu]) -> str:
+    if not gpus:
+        return "no GPU of this node could be read: see why with: mpsctl gpus"
+    return "name one by index or UUID: " + ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus)
+
+
+def driver_branch(version: str) -> int | None:
+    """Return the branch of a driver, 535 of "535.261.03"; None for what is not a driver's version."""
+    match = _DRIVER_VERSION.fullmatch(version)
+    return int(match[1]) if match else None

@@ -1,0 +1,234 @@
+"""The life of a control daemon: a total table of what each event means in each state.
+
+Existence and readiness are facts that the supervisor keeps with their own times; the state says what may be done. Every
+pair of state and event has an outcome here: a state to go to, `IGNORE` where the event changes nothing, or `BUG` where
+it cannot happen unless mpsd is wrong.
+"""
+
+from enum import StrEnum
+from typing import Final
+
+
+class State(StrEnum):
+    """What a control daemon is to mpsd at this moment."""
+
+    DOWN = "down"
+    """It does not run, and nothing was tried yet or it was stopped by an operator's word."""
+    STARTING = "starting"
+    """It runs, started or adopted, and has not yet answered with every limit in force. Nobody is admitted."""
+    READY = "ready"
+    """It answers, and every limit read back."""
+    UNRESPONSIVE = "unresponsive"
+    """It runs and does not answer within the deadline. It is left alone: its clients may be fine."""
+    HELD = "held"
+    """It is ready, and an operator lets nobody in."""
+    DRAINING = "draining"
+    """Nobody is let in, and mpsd waits for the clients to leave."""
+    STOPPING = "stopping"
+    """It was told to quit and has not gone yet."""
+    COOLING = "cooling"
+    """It died; a new one starts when the delay is over."""
+    FAILED = "failed"
+    """It died too often, or cannot work as things are: an operator mends the cause and resets it."""
+
+
+class Event(StrEnum):
+    """What can happen to a control daemon."""
+
+    STARTED = "started"
+    """A process was started by mpsd."""
+    ADOPTED = "adopted"
+    """A process of ours was found running, by evidence."""
+    REFUSED = "refused"
+    """A check before the start says that it cannot work."""
+    VERIFIED = "verified"
+    """It answered, and every limit was compared."""
+    SILENT = "silent"
+    """It did not answer within the deadline."""
+    DIED = "died"
+    """The process is gone, as its pidfd says, or could not even be started."""
+    COOLED = "cooled"
+    """The delay after a death is over."""
+    GAVE_UP = "gave_up"
+    """The death tally says that starting again is pointless."""
+    HOLD = "hold"
+    """An operator: let nobody in."""
+    DRAIN = "drain"
+    """An operator: let nobody in, and wait for the clients."""
+    RESUME = "resume"
+    """An operator: let people in again."""
+    STOP = "stop"
+    """An operator: stop the daemon."""
+    RESET = "reset"
+    """An operator: forget the deaths and try again."""
+
+
+class Outcome(StrEnum):
+    """What an event means in a state when it leads to no other state."""
+
+    IGNORE = "ignore"
+    BUG = "bug"
+
+
+IGNORE, BUG = Outcome.IGNORE, Outcome.BUG
+
+_S, _E = State, Event
+
+TABLE: Final[dict[State, dict[Event, State | Outcome]]] = {
+    _S.DOWN: {
+        _E.STARTED: _S.STARTING,
+        _E.ADOPTED: _S.STARTING,
+        _E.REFUSED: _S.FAILED,
+        _E.VERIFIED: BUG,
+        _E.SILENT: BUG,
+        _E.DIED: _S.COOLING,
+        _E.COOLED: IGNORE,
+        _E.GAVE_UP: BUG,
+        _E.HOLD: IGNORE,
+        _E.DRAIN: IGNORE,
+        _E.RESUME: IGNORE,
+        _E.STOP: IGNORE,
+        _E.RESET: IGNORE,
+    },
+    _S.STARTING: {
+        _E.STARTED: BUG,
+        _E.ADOPTED: BUG,
+        _E.REFUSED: BUG,
+        _E.VERIFIED: _S.READY,
+        _E.SILENT: _S.UNRESPONSIVE,
+        _E.DIED: _S.COOLING,
+        _E.COOLED: IGNORE,
+        _E.GAVE_UP: BUG,
+        _E.HOLD: IGNORE,
+        _E.DRAIN: IGNORE,
+        _E.RESUME: IGNORE,
+        _E.STOP: _S.STOPPING,
+        _E.RESET: IGNORE,
+    },
+    _S.READY: {
+        _E.STARTED: BUG,
+        _E.ADOPTED: BUG,
+        _E.REFUSED: BUG,
+        _E.VERIFIED: IGNORE,
+        _E.SILENT: _S.UNRESPONSIVE,
+        _E.DIED: _S.COOLING,
+        _E.COOLED: IGNORE,
+        _E.GAVE_UP: BUG,
+        _E.HOLD: _S.HELD,
+        _E.DRAIN: _S.DRAINING,
+        _E.RESUME: IGNORE,
+        _E.STOP: _S.STOPPING,
+        _E.RESET: IGNORE,
+    },
+    _S.UNRESPONSIVE: {
+        _E.STARTED: BUG,
+        _E.ADOPTED: BUG,
+        _E.REFUSED: BUG,
+        _E.VERIFIED: _S.READY,
+        _E.SILENT: IGNORE,
+        _E.DIED: _S.COOLING,
+        _E.COOLED: IGNORE,
+        _E.GAVE_UP: BUG,
+        _E.HOLD: IGNORE,
+        _E.DRAIN: IGNORE,
+        _E.RESUME: IGNORE,
+        _E.STOP: _S.STOPPING,
+        _E.RESET: IGNORE,
+    },
+    _S.HELD: {
+        _E.STARTED: BUG,
+        _E.ADOPTED: BUG,
+        _E.REFUSED: BUG,
+        _E.VERIFIED: IGNORE,
+        _E.SILENT: _S.UNRESPONSIVE,
+        _E.DIED: _S.COOLING,
+        _E.COOLED: IGNORE,
+        _E.GAVE_UP: BUG,
+        _E.HOLD: IGNORE,
+        _E.DRAIN: _S.DRAINING,
+        _E.RESUME: _S.READY,
+        _E.STOP: _S.STOPPING,
+        _E.RESET: IGNORE,
+    },
+    _S.DRAINING: {
+        _E.STARTED: BUG,
+        _E.ADOPTED: BUG,
+        _E.REFUSED: BUG,
+        _E.VERIFIED: IGNORE,
+        _E.SILENT: _S.UNRESPONSIVE,
+        _E.DIED: _S.COOLING,
+        _E.COOLED: IGNORE,
+        _E.GAVE_UP: BUG,
+        _E.HOLD: _S.HELD,
+        _E.DRAIN: IGNORE,
+        _E.RESUME: _S.READY,
+        _E.STOP: _S.STOPPING,
+        _E.RESET: IGNORE,
+    },
+    _S.STOPPING: {
+        _E.STARTED: BUG,
+        _E.ADOPTED: BUG,
+        _E.REFUSED: BUG,
+        _E.VERIFIED: IGNORE,
+        _E.SILENT: IGNORE,
+        _E.DIED: _S.DOWN,
+        _E.COOLED: IGNORE,
+        _E.GAVE_UP: BUG,
+        _E.HOLD: IGNORE,
+        _E.DRAIN: IGNORE,
+        _E.RESUME: IGNORE,
+        _E.STOP: IGNORE,
+        _E.RESET: IGNORE,
+    },
+    _S.COOLING: {
+        _E.STARTED: BUG,
+        _E.ADOPTED: BUG,
+        _E.REFUSED: BUG,
+        _E.VERIFIED: IGNORE,
+        _E.SILENT: IGNORE,
+        _E.DIED: IGNORE,
+        _E.COOLED: _S.DOWN,
+        _E.GAVE_UP: _S.FAILED,
+        _E.HOLD: IGNORE,
+        _E.DRAIN: IGNORE,
+        _E.RESUME: IGNORE,
+        _E.STOP: _S.DOWN,
+        _E.RESET: _S.DOWN,
+    },
+    _S.FAILED: {
+        _E.STARTED: BUG,
+        _E.ADOPTED: BUG,
+        _E.REFUSED: IGNORE,
+        _E.VERIFIED: IGNORE,
+        _E.SILENT: IGNORE,
+        _E.DIED: IGNORE,
+        _E.COOLED: IGNORE,
+        _E.GAVE_UP: IGNORE,
+        _E.HOLD: IGNORE,
+        _E.DRAIN: IGNORE,
+        _E.RESUME: IGNORE,
+        _E.STOP: IGNORE,
+        _E.RESET: _S.DOWN,
+    },
+}
+
+RUNNING: Final = frozenset({_S.STARTING, _S.READY, _S.UNRESPONSIVE, _S.HELD, _S.DRAINING, _S.STOPPING})
+"""The states in which there is a process."""
+
+ANSWERED: Final = frozenset({_S.READY, _S.HELD, _S.DRAINING})
+"""The states in which the process answered when it was last asked."""
+
+
+class LifecycleBugError(Exception):
+    """An event that cannot happen in this state happened: mpsd is wrong."""
+
+
+def step(state: State, event: Event) -> State | None:
+    """Return the state that `event` leads to from `state`, or None where it changes nothing.
+
+    Raises LifecycleBugError for a pair that cannot happen.
+    """
+    outcome = TABLE[state][event]
+    if outcome is BUG:
+        raise LifecycleBugError(f"{event} cannot happen to a control daemon that is {state}")
+    return None if outcome is IGNORE else State(outcome)

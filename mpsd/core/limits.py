@@ -1,0 +1,34 @@
+"""Facts about MPS and the hardware it runs on, each with the place where it can be looked up."""
+
+MINIMUM_COMPUTE_CAPABILITY = (3, 5)
+"""MPS needs compute capability 3.5. Source: NVIDIA, "Multi-Process Service", section "Limitations"."""
+
+VOLTA = (7, 0)
+"""V100 is compute capability 7.0, the first with Volta MPS. Source: NVIDIA, CUDA C++ Programming Guide, "Compute
+Capabilities". (NVIDIA's own device plugin compares with 7.5 and so takes V100 for older than it is.)"""
+
+CLIENTS_BEFORE_VOLTA = 16
+"""Client contexts per device before Volta. Source: NVIDIA, "Multi-Process Service", "Volta MPS"."""
+
+CLIENTS_VOLTA = 48
+"""Client contexts per device on Volta and later, up to driver 580 (CUDA 13.0). Source: as above."""
+
+CLIENTS_R590 = 60
+"""Client contexts per device from driver 590 (CUDA 13.1) on. Source: NVIDIA MPS documentation, release 590 and later."""
+
+R590 = 590
+"""The first driver branch with `CLIENTS_R590`."""
+
+SOCKET_PATH_BYTES = 107
+"""The longest path of a unix socket: sizeof(sun_path) less the terminating NUL. Source: unix(7). A control daemon
+started with a longer one exits in silence with status 0 or 1 and listens nowhere (measured, all four versions)."""
+
+LONGEST_SOCKET_NAME = "control_privileged"
+"""The longest name of the sockets that a control daemon binds in its pipe directory (measured, all four versions)."""
+
+
+def clients_max(compute_capability: tuple[int, int], driver_branch: int | None) -> int:
+    """Client contexts that MPS admits on one device; an unknown driver branch counts as the older, smaller figure."""
+    if compute_capability < VOLTA:
+        return CLIENTS_BEFORE_VOLTA
+    return CLIENTS_R590 if driver_branch is not None and driver_branch >= R590 else CLIENTS_VOLTA

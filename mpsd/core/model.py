@@ -1,0 +1,219 @@
+"""The values that travel through the house: readings, processes, GPUs, control daemons and leases. No behaviour."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from typing import Generic, TypeAlias, TypeVar
+
+from mpsd.core.lifecycle import State
+from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Known(Generic[T]):
+    """A reading that was taken."""
+
+    value: T
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """A reading that could not be taken, and why. It is never treated as healthy, nor as zero."""
+
+    reason: str
+
+
+Reading: TypeAlias = Known[T] | Unknown
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """Which process this is: a pid alone is reused, a pid with its start time is not (within one boot)."""
+
+    pid: int
+    start_ticks: int
+    """Start time in clock ticks since boot, as /proc/PID/stat has it: no wall clock can move it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonProcess:
+    """The evidence that a process is a control daemon of ours."""
+
+    identity: ProcessIdentity
+    executable: str
+    pipe_directory: str
+    started: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who holds a lease: uid and gid as the kernel gave them (they authorise), the process whose life it is tied to."""
+
+    uid: int
+    gid: int
+    pid: int
+    started: datetime | None
+
+
+# -- GPUs --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What does not change about a GPU while the driver is loaded."""
+
+    index: int
+    uuid: str
+    name: str
+    memory_total: int
+    """Bytes."""
+    compute_capability: tuple[int, int]
+    mig: bool
+    driver_version: str
+    """As the driver writes it, such as 535.261.03."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuUsage:
+    """What changes about a GPU, read at one moment."""
+
+    memory_used: int
+    """Bytes that are in use on the whole GPU, by whomever."""
+    processes: Mapping[int, int] = field(default_factory=dict)
+    """Bytes held by pid, MPS clients included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """The GPUs of a node: those that could be read, and one `Unknown` for each index that could not."""
+
+    gpus: tuple[Gpu, ...]
+    unknown: Mapping[int, Unknown] = field(default_factory=dict)
+
+
+class Health(StrEnum):
+    """Whether a GPU may be given out. Only `ok` may."""
+
+    OK = "ok"
+    UNKNOWN = "unknown"
+    UNSUPPORTED = "unsupported"
+
+
+# -- control daemons ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The two limits that a control daemon gives to servers it starts; a `None` memory limit means that there is none."""
+
+    active_thread_percentage: ActiveThreadPercentage
+    pinned_device_mem_limit: PinnedDeviceMemLimit | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBack:
+    """What a control daemon said about its limits when it was asked: tenths of a percent, and bytes (None: no limit).
+
+    Plain numbers, since a stranger may have set what mpsd would refuse.
+    """
+
+    active_thread_percentage_tenths: int
+    pinned_device_mem_limit: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """A limit that is not what mpsd set, since when, and the command that did it where the log names one."""
+
+    limit: str
+    wanted: float | int | None
+    found: float | int | None
+    since: datetime
+    command: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """An `nvidia-cuda-mps-server`: its pid, its state word where the driver tells one, and the pids of its clients.
+
+    An orphan's control daemon is dead: it runs on, no new daemon knows it, and it holds its part of the GPU.
+    """
+
+    pid: int
+    status: str | None = None
+    clients: tuple[int, ...] = ()
+    orphan: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Daemon:
+    """Everything there is to say about one control daemon: intent, existence and readiness are three separate facts."""
+
+    name: str
+    gpu: str
+    state: State
+    because: str
+    since: datetime
+    process: DaemonProcess | None
+    ready_since: datetime | None
+    pipe_directory: str
+    wanted: Limits
+    limits: ReadBack | None
+    drift: tuple[Drift, ...] = ()
+    servers: tuple[Server, ...] = ()
+    version: str | None = None
+    has_mem_limit: bool = True
+    """Whether its driver knows a pinned device memory limit at all; those before 495 do not."""
+    hint: str | None = None
+
+
+# -- leases ------------------------------------------------------------------------------------------------------------
+
+
+class LeaseState(StrEnum):
+    """Where a lease is in its life. `waiting` and `active` come with the queue and with attribution."""
+
+    WAITING = "waiting"
+    GRANTED = "granted"
+    ACTIVE = "active"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRequest:
+    """What a caller asks for. A fraction stands for that part of one GPU's threads and of its memory."""
+
+    threads: ActiveThreadPercentage | None = None
+    memory: PinnedDeviceMemLimit | None = None
+    fraction: float | None = None
+    gpu: str = "any"
+    name: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    request_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A promise: this holder may use this much of these GPUs until the lease ends."""
+
+    id: str
+    state: LeaseState
+    because: str
+    gpu: str
+    daemon: str
+    owner: Owner
+    active_thread_percentage: ActiveThreadPercentage
+    pinned_device_mem_limit: PinnedDeviceMemLimit
+    env: Mapping[str, str]
+    created: datetime
+    granted: datetime | None
+    ended: datetime | None = None
+    name: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    request_id: str | None = None

@@ -1,0 +1,68 @@
+"""The death tally: whether a control daemon that died is started at once, later, or not again until an operator says so."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """One death: when (seconds of a clock that does not jump), and how the process ended as far as anybody could tell."""
+
+    at: float
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """How many deaths within how many seconds are too many, and how the delay between starts grows."""
+
+    deaths: int = 5
+    """This many deaths within the window are too many."""
+    window: float = 60.0
+    """Seconds for which a death counts."""
+    first_delay: float = 0.5
+    """Seconds before the start that follows the second death in the window; the first is followed at once."""
+    longest_delay: float = 15.0
+    """Seconds at most before any start."""
+
+
+class Verdict(StrEnum):
+    """What to do about a death."""
+
+    AT_ONCE = "at_once"
+    LATER = "later"
+    GIVE_UP = "give_up"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do about a death, after how many seconds, and why in one sentence."""
+
+    verdict: Verdict
+    delay: float
+    because: str
+
+
+def recent(deaths: Sequence[Death], policy: RestartPolicy, now: float) -> tuple[Death, ...]:
+    """Return the deaths that still count."""
+    return tuple(death for death in deaths if now - death.at <= policy.window)
+
+
+def decide(deaths: Sequence[Death], policy: RestartPolicy, now: float, jitter: float) -> Decision:
+    """Say what follows the latest of `deaths`.
+
+    The first death in the window is answered at once: clients wait for nobody. Each further one doubles the delay, spread
+    by `jitter` in [0, 1) over its upper half, so that eight daemons felled by one cause do not return in step.
+    """
+    counting = recent(deaths, policy, now)
+    count = len(counting)
+    last = counting[-1].how if counting else "unknown"
+    tally = f"{count} death{'s' if count != 1 else ''} within {policy.window:g} s, the last one: {last}"
+    if count >= policy.deaths:
+        return Decision(Verdict.GIVE_UP, 0.0, f"{tally}; giving up")
+    if count <= 1:
+        return Decision(Verdict.AT_ONCE, 0.0, f"{tally}; starting again at once")
+    full = min(policy.longest_delay, policy.first_delay * 2.0 ** (count - 2))
+    delay = full * (1 + jitter) / 2
+    return Decision(Verdict.LATER, delay, f"{tally}; starting again in {delay:.1f} s")

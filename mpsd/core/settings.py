@@ -1,0 +1,374 @@
+"""The one table of settings. Each field below is a row: its type, default, unit, meaning, and whether a reload applies it.
+
+The file is TOML. Parsing, `mpsd check`, `/v1/config`, the README's table and the reload all come from these rows, so that
+none of them can say something else than the others.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final, TypeAlias, TypeVar, cast
+
+from mpsd.core.errors import ConfigurationError, MpsdError
+from mpsd.core.model import Limits
+from mpsd.core.units import MIB, ActiveThreadPercentage, PinnedDeviceMemLimit, format_size, parse_duration, parse_size
+
+T = TypeVar("T")
+
+Plain: TypeAlias = str | int | float | None
+"""What a TOML or JSON value of a setting can be."""
+
+
+class Layout(StrEnum):
+    """How control daemons and GPUs belong together. One each: a fault, or a restart, then concerns one GPU only."""
+
+    PER_GPU = "per-gpu"
+
+
+class ComputeMode(StrEnum):
+    """What to do about the GPU's compute mode."""
+
+    LEAVE = "leave"
+
+
+class Placement(StrEnum):
+    """Which GPU is taken when the caller does not care."""
+
+    BEST_FIT = "best-fit"
+    SPREAD = "spread"
+
+
+class LogFormat(StrEnum):
+    """How log lines look."""
+
+    AUTO = "auto"
+    JSON = "json"
+    TEXT = "text"
+
+
+# -- parsers: a TOML value in, a typed value out, ValueError or InvalidRequestError otherwise -------------------------------
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("it is not text")
+    return value
+
+
+def _path(value: object) -> Path:
+    path = Path(_text(value))
+    if not path.is_absolute():
+        raise ValueError("it is not an absolute path")
+    return path
+
+
+def _optional_path(value: object) -> Path | None:
+    return None if value == "" else _path(value)
+
+
+def _mode(value: object) -> int:
+    text = _text(value)
+    try:
+        mode = int(text, 8)
+    except ValueError:
+        mode = -1
+    if not 0 <= mode <= 0o777:  # noqa: PLR2004 - the nine permission bits
+        raise ValueError('it is not an octal mode such as "0660"')
+    return mode
+
+
+def _seconds(value: object) -> float:
+    if not isinstance(value, (int, float)):
+        raise ValueError("it is not a number of seconds")
+    return parse_duration(value)
+
+
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError("it is not a whole number above zero")
+    return value
+
+
+def _size(value: object) -> int:
+    if not isinstance(value, (str, int)):
+        raise ValueError("it is not a size")
+    return 0 if value in {0, "0"} and not isinstance(value, bool) else parse_size(value)
+
+
+def _percentage(value: object) -> ActiveThreadPercentage:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError("it is not a number")
+    return ActiveThreadPercentage.parse(value)
+
+
+def _mem_limit(value: object) -> PinnedDeviceMemLimit | None:
+    if not isinstance(value, (str, int)):
+        raise ValueError("it is not a size")
+    return PinnedDeviceMemLimit.parse(value)
+
+
+def _factor(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value <= 100:  # noqa: PLR2004
+        raise ValueError("it is not a factor from 1.0 to 100")
+    return float(value)
+
+
+def _choice(choices: type[StrEnum]) -> Callable[[object], Any]:
+    def parse(value: object) -> StrEnum:
+        try:
+            return choices(_text(value))
+        except ValueError:
+            raise ValueError("it is not one of " + ", ".join(f'"{choice}"' for choice in choices)) from None
+
+    return parse
+
+
+def row(default: T, parse: Callable[[object], T], help_: str, *, unit: str = "", reload: bool = False) -> T:
+    """Declare a setting: a dataclass field that carries its own parser and documentation."""
+    return field(default=default, metadata={"parse": parse, "help": help_, "unit": unit, "reload": reload})
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Where mpsd writes."""
+
+    runtime_dir: Path = row(
+        Path("/run/mpsd"), _path, "the socket, the lock, and a pipe directory per control daemon; must be on a local file system"
+    )
+    state_dir: Path = row(Path("/var/lib/mpsd"), _path, "what must outlive a reboot")
+    log_dir: Path = row(Path("/var/log/mpsd"), _path, "a directory per control daemon with NVIDIA's control.log and server.log")
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """The socket that clients talk to."""
+
+    socket: Path | None = row(None, _optional_path, "the unix socket; mpsd.sock in the runtime directory by default")
+    mode: int = row(0o666, _mode, "its permissions; what a caller may do is decided by its uid, not by this", unit="octal")
+    group: str = row("", _text, "the group that owns the socket; when set, only its members and root have a role")
+
+
+@dataclass(frozen=True, slots=True)
+class ControlDaemon:
+    """How control daemons are started and watched."""
+
+    control: str = row("nvidia-cuda-mps-control", _text, "NVIDIA's control program: a path, or a name looked up in PATH")
+    layout: Layout = row(Layout.PER_GPU, _choice(Layout), "one control daemon for each GPU")
+    compute_mode: ComputeMode = row(ComputeMode.LEAVE, _choice(ComputeMode), "leave the GPU's compute mode as it is")
+    start_deadline: float = row(10.0, _seconds, "for a daemon to listen once it was started", unit="s", reload=True)
+    answer_deadline: float = row(3.0, _seconds, "for one conversation with a daemon", unit="s", reload=True)
+    probe_interval: float = row(15.0, _seconds, "between two proofs of life of a quiet daemon", unit="s", reload=True)
+    deaths: int = row(5, _count, "this many deaths within `death_window` are too many: the daemon is failed", reload=True)
+    death_window: float = row(60.0, _seconds, "for which a death counts", unit="s", reload=True)
+    log_size: int = row(16 * MIB, _size, "that NVIDIA's control.log may keep before its older half goes", unit="bytes", reload=True)
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultLimits:
+    """The limits that each control daemon gives to the servers it starts."""
+
+    active_thread_percentage: ActiveThreadPercentage = row(
+        ActiveThreadPercentage(1000), _percentage, "of the GPU's threads, in steps of 0.1", unit="%", reload=True
+    )
+    pinned_device_mem_limit: PinnedDeviceMemLimit | None = row(
+        None, _mem_limit, "of device memory for each client process; absent: no limit", unit="bytes", reload=True
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Who gets in."""
+
+    threads_oversubscription: float = row(
+        1.0, _factor, "the threads granted on a GPU may sum up to this many times 100 %", unit="factor", reload=True
+    )
+    memory_reserve: int = row(512 * MIB, _size, "of each GPU's memory that is never granted", unit="bytes", reload=True)
+    placement: Placement = row(
+        Placement.BEST_FIT, _choice(Placement), "which GPU when the caller names none: the fullest that fits, or the emptiest", reload=True
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """mpsd's own log, on stderr."""
+
+    format: LogFormat = row(LogFormat.AUTO, _choice(LogFormat), "json, text, or auto: text on a terminal and JSON elsewhere")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The effective settings, frozen: a reload makes another one and swaps it whole."""
+
+    paths: Paths = field(default_factory=Paths)
+    api: Api = field(default_factory=Api)
+    daemon: ControlDaemon = field(default_factory=ControlDaemon)
+    limits: DefaultLimits = field(default_factory=DefaultLimits)
+    admission: Admission = field(default_factory=Admission)
+    log: Log = field(default_factory=Log)
+
+    @property
+    def socket(self) -> Path:
+        """The path of the API socket."""
+        return self.api.socket or self.paths.runtime_dir / "mpsd.sock"
+
+    @property
+    def default_limits(self) -> Limits:
+        """The limits that every control daemon is to hold."""
+        return Limits(self.limits.active_thread_percentage, self.limits.pinned_device_mem_limit)
+
+    def under(self, root: Path) -> "Settings":
+        """Put everything that is written under one directory, as `--root` asks for."""
+        paths = Paths(runtime_dir=root / "run", state_dir=root / "state", log_dir=root / "log")
+        return replace(self, paths=paths, api=replace(self.api, socket=None))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table, for those who print it."""
+
+    key: str
+    default: object
+    unit: str
+    help: str
+    reload: bool
+
+
+_SECTIONS: Final = {section.name: section for section in fields(Settings)}
+
+
+def _section(name: str) -> type[Any]:
+    return cast("type[Any]", _SECTIONS[name].default_factory)
+
+
+def _rows(section: str) -> dict[str, Field[Any]]:
+    return {each.name: each for each in fields(_section(section))}
+
+
+def rows() -> Iterator[Row]:
+    """Every setting there is, in the order of the table."""
+    for section in _SECTIONS:
+        for each in _rows(section).values():
+            yield _row(section, each)
+
+
+def _row(section: str, each: "Field[Any]") -> Row:
+    return Row(
+        f"{section}.{each.name}", each.default, each.metadata["unit"], each.metadata["help"], each.metadata["reload"]
+    )
+
+
+def _unknown(kind: str, name: str, known: list[str]) -> ConfigurationError:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "known are: " + ", ".join(known)
+    return ConfigurationError(f"unknown {kind} {name!r}", hint=hint)
+
+
+def parse(text: str) -> Settings:
+    """Return the settings that a TOML document asks for. Raises ConfigurationError, and never guesses."""
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"the configuration is not TOML: {error}", hint="mend that line") from error
+    return from_mapping(document)
+
+
+def from_mapping(document: Mapping[str, object]) -> Settings:
+    """Return the settings that a parsed document asks for. Raises ConfigurationError as `parse` does."""
+    sections: dict[str, object] = {}
+    for section, values in document.items():
+        if section not in _SECTIONS:
+            raise _unknown("section", section, list(_SECTIONS))
+        if not isinstance(values, dict):
+            raise ConfigurationError(f"{section!r} is not a section", hint=f"write [{section}] on a line of its own")
+        known = _rows(section)
+        parsed: dict[str, object] = {}
+        for name, value in values.items():
+            if name not in known:
+                raise _unknown("setting", f"{section}.{name}", [f"{section}.{each}" for each in known])
+            try:
+                parsed[name] = known[name].metadata["parse"](value)
+            except (ValueError, MpsdError) as error:
+                meant = _row(section, known[name])
+                unit = f" ({meant.unit})" if meant.unit else ""
+                raise ConfigurationError(
+                    f"{meant.key} = {value!r}: {error}",
+                    hint=f"{meant.help}{unit}; the default is {render(meant, meant.default)}",
+                    limit=meant.key,
+                ) from error
+        sections[section] = _section(section)(**parsed)
+    return replace(Settings(), **cast("dict[str, Any]", sections))
+
+
+def plain(each: Row, value: object) -> Plain:
+    """Return a setting's value as TOML and JSON can carry it, in the words that a person would write."""
+    if each.unit == "octal":
+        return f"{value:04o}"
+    if each.unit == "bytes" and isinstance(value, int):
+        return format_size(value) if value else 0
+    match value:
+        case ActiveThreadPercentage():
+            return float(value)
+        case PinnedDeviceMemLimit() | Path() | StrEnum():
+            return str(value)
+        case str() | int() | float() | None:
+            return value
+        case _:
+            raise TypeError(f"{each.key} holds {value!r}, which no configuration file can")
+
+
+def render(each: Row, value: object) -> str:
+    """Print a setting's value as the configuration file has it; one that is not there as `absent`."""
+    shown = plain(each, value)
+    return "absent" if shown is None else f'"{shown}"' if isinstance(shown, str) else str(shown)
+
+
+def document(settings: Settings) -> str:
+    """Return a TOML document that asks for just these settings, each with its meaning."""
+    lines: list[str] = []
+    for each in rows():
+        section, name = each.key.split(".")
+        if f"[{section}]" not in lines:
+            lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
+        value = settings.socket if each.key == "api.socket" else getattr(getattr(settings, section), name)
+        unit = f" ({each.unit})" if each.unit else ""
+        setting = f"# {name} =" if value is None else f"{name} = {render(each, value)}"
+        lines.append(f"{setting}  # {each.help}{unit}")
+    return "\n".join(lines) + "\n"
+
+
+def effective(settings: Settings) -> dict[str, dict[str, Plain]]:
+    """Return every setting with its value in force, as JSON can carry it."""
+    tree: dict[str, dict[str, Plain]] = {}
+    for each in rows():
+        section, name = each.key.split(".")
+        tree.setdefault(section, {})[name] = plain(each, getattr(getattr(settings, section), name))
+    tree["api"]["socket"] = str(settings.socket)
+    return tree
+
+
+def changed(old: Settings, new: Settings) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Name the settings that differ: those that a reload applies, and those that need a restart of mpsd."""
+    applied: list[str] = []
+    waiting: list[str] = []
+    for each in rows():
+        section, name = each.key.split(".")
+        if getattr(getattr(old, section), name) != getattr(getattr(new, section), name):
+            (applied if each.reload else waiting).append(each.key)
+    return tuple(applied), tuple(waiting)
+
+
+def reloaded(old: Settings, new: Settings) -> Settings:
+    """Take from `new` what a reload may apply, and keep the rest of `old`."""
+    applied, _ = changed(old, new)
+    result = old
+    for key in applied:
+        section, name = key.split(".")
+        part = replace(getattr(result, section), **{name: getattr(getattr(new, section), name)})
+        result = replace(result, **{section: part})
+    return result

@@ -1,0 +1,69 @@
+"""Who is at the other end of a unix socket, as the kernel says, and never as the caller does.
+
+Only uid and gid authorise; the process is for binding a lease to its life.
+"""
+
+import errno
+import os
+import socket
+import struct
+from dataclasses import dataclass
+from grp import getgrnam
+from typing import Final
+
+from mpsd.system import process
+from mpsd.system.process import Process
+
+_SO_PEERPIDFD: Final = 77
+"""From linux/socket.h, kernel 6.5 and later; CPython 3.11 to 3.13 have no name for it."""
+
+_SO_PEERGROUPS: Final = 59
+_UCRED: Final = struct.Struct("iII")
+_MOST_GROUPS: Final = 256
+"""CPython's getsockopt takes 1024 bytes at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The kernel's word on a caller; `pid` is 0 for a process that is not visible in mpsd's pid namespace."""
+
+    uid: int
+    gid: int
+    pid: int
+
+
+def caller(connection: socket.socket) -> Caller:
+    """Return the credentials of whoever connected."""
+    pid, uid, gid = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return Caller(uid, gid, pid)
+
+
+def in_group(connection: socket.socket, who: Caller, group: str) -> bool:
+    """Tell whether the caller's process is in a group, as its own or as a supplementary one."""
+    try:
+        wanted = getgrnam(group).gr_gid
+    except KeyError:
+        return False
+    try:
+        raw = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MOST_GROUPS)
+    except OSError as error:
+        if error.errno not in {errno.ERANGE, errno.ENOPROTOOPT}:
+            raise
+        raw = b""
+    return wanted == who.gid or wanted in struct.unpack(f"{len(raw) // 4}I", raw)
+
+
+def process_of(connection: socket.socket, who: Caller) -> Process | None:
+    """Watch the process that connected; None when it is gone, or not visible in mpsd's pid namespace.
+
+    SO_PEERPIDFD cannot be fooled by a reused pid. Without it (kernels before 6.5) the pid of the credentials is opened,
+    which is as good for as long as the connection is open and its process lives.
+    """
+    try:
+        pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError as error:
+        if error.errno not in {errno.ENOPROTOOPT, errno.EINVAL, errno.ESRCH, errno.ENODATA}:
+            raise
+        return process.find(who.pid) if who.pid > 0 else None
+    os.set_inheritable(pidfd, False)
+    return process.from_pidfd(pidfd)

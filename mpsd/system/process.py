@@ -1,0 +1,202 @@
+"""The one door to processes: mpsd starts, watches, signals and reaps them here and nowhere else.
+
+A process is known by pid and start time, watched through a pidfd, and started from an argument list with an environment
+that is built, not inherited.
+"""
+
+import asyncio
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from mpsd.core.model import ProcessIdentity
+
+_INHERITED: Final = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
+"""What a child gets of mpsd's own environment. No CUDA_* among them: NVIDIA's daemon takes defaults from those, and no
+NOTIFY_SOCKET: a child must not announce readiness in mpsd's name."""
+
+_DEFAULT_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+_MAXIMUM_OUTPUT: Final = 16 * 1024 * 1024
+
+
+def environment(extra: Mapping[str, str], *, path: Sequence[str] = ()) -> dict[str, str]:
+    """Build a child's environment: an allow-list of mpsd's own, `extra`, and `path` behind what PATH already has."""
+    built = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+    directories = built.get("PATH", _DEFAULT_PATH).split(os.pathsep)
+    directories += [directory for directory in path if directory not in directories]
+    return {**built, "PATH": os.pathsep.join(directories), **extra}
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return a process's start time in clock ticks since boot, or None when there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The second field is the program's name, in parentheses, and may itself hold any of these characters.
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def is_stopped(pid: int) -> bool:
+    """Tell whether a process is stopped, as after SIGSTOP; a cheap look that costs the process nothing."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] in {"T", "t"}
+
+
+def describe(returncode: int | None) -> str:
+    """Say how a process ended, from a return code as subprocess has it; None for a process that was no child."""
+    if returncode is None:
+        return "ended (it was adopted, so its status went to another parent)"
+    if returncode < 0:
+        return f"killed by {signal.Signals(-returncode).name}"
+    return f"exited with status {returncode}"
+
+
+class Process:
+    """A process that is watched: started here, or adopted. Close it when done; that does nothing to the process."""
+
+    def __init__(self, identity: ProcessIdentity, pidfd: int, child: subprocess.Popen[bytes] | None) -> None:
+        self.identity = identity
+        self._pidfd = pidfd
+        self._child = child
+        self._gone: asyncio.Future[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        """The process id, which is this process's for as long as it is not closed."""
+        return self.identity.pid
+
+    async def wait(self) -> int | None:
+        """Wait until the process is gone, and return its return code, or None when it is no child of mpsd.
+
+        Any number of tasks may wait, and each may be cancelled without disturbing the others.
+        """
+        if self._gone is None:
+            loop = asyncio.get_running_loop()
+            self._gone = loop.create_future()
+            loop.add_reader(self._pidfd, self._on_gone, loop, self._gone)
+        await asyncio.shield(self._gone)
+        return self._child.poll() if self._child is not None else None
+
+    def _on_gone(self, loop: asyncio.AbstractEventLoop, gone: "asyncio.Future[None]") -> None:
+        loop.remove_reader(self._pidfd)
+        if not gone.done():
+            gone.set_result(None)
+
+    def signal(self, number: signal.Signals) -> bool:
+        """Send a signal to this very process, never to another with its pid; False when it is gone already."""
+        try:
+            signal.pidfd_send_signal(self._pidfd, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._pidfd < 0:
+            return
+        if self._gone is not None and not self._gone.done():
+            self._gone.get_loop().remove_reader(self._pidfd)
+            self._gone.cancel()
+        os.close(self._pidfd)
+        self._pidfd = -1
+
+
+def from_pidfd(pidfd: int) -> Process | None:
+    """Watch the process behind a pidfd, which is taken over; None (and the pidfd closed) when it is gone or not visible.
+
+    A process in a pid namespace that mpsd cannot see has pid 0 here, and one that is gone has -1 (measured, kernel 6.18).
+    """
+    fields = dict(line.split(":\t", 1) for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines())
+    pid = int(fields.get("Pid", -1))
+    ticks = start_ticks(pid) if pid > 0 else None
+    if ticks is None:
+        os.close(pidfd)
+        return None
+    return Process(ProcessIdentity(pid, ticks), pidfd, None)
+
+
+def find(pid: int) -> Process | None:
+    """Watch whatever process has this pid now; None when there is none."""
+    ticks = start_ticks(pid)
+    return None if ticks is None else adopt(ProcessIdentity(pid, ticks))
+
+
+def adopt(identity: ProcessIdentity) -> Process | None:
+    """Watch a process that is no child of mpsd; None when it is gone, or when its pid belongs to another by now."""
+    try:
+        pidfd = os.pidfd_open(identity.pid)
+    except ProcessLookupError:
+        return None
+    # The look comes after the descriptor is held, so that what is looked at cannot change under it.
+    if start_ticks(identity.pid) != identity.start_ticks:
+        os.close(pidfd)
+        return None
+    return Process(identity, pidfd, None)
+
+
+def spawn(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    stdin: int = subprocess.DEVNULL,
+    stdout: int = subprocess.DEVNULL,
+    stderr: int = subprocess.STDOUT,
+    new_session: bool = False,
+) -> Process:
+    """Start a program with exactly this environment, and watch it. Raises OSError when it cannot be started.
+
+    `new_session` puts it out of reach of a terminal's signals, and lets it outlive mpsd.
+    """
+    child = subprocess.Popen(
+        list(argv), env=dict(env), stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=new_session, cwd="/"
+    )
+    # It cannot be reaped by anybody else, so that its pid is still its own here, even if it has ended already.
+    pidfd = os.pidfd_open(child.pid)
+    return Process(ProcessIdentity(child.pid, start_ticks(child.pid) or 0), pidfd, child)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What a program that was run to its end left behind. `returncode` is None when it overran and was killed."""
+
+    command: str
+    returncode: int | None
+    output: str
+
+
+async def run(argv: Sequence[str], *, env: Mapping[str, str], stdin: bytes, seconds: float) -> Finished:
+    """Run a program to its end, within a deadline, and return what it printed; kill and reap it when it overruns.
+
+    Its input and output are files in memory: there is no pipe to fill, so neither side can block on the other.
+    Raises OSError when it cannot be started.
+    """
+    source, sink = os.memfd_create("stdin"), os.memfd_create("stdout")
+    try:
+        os.write(source, stdin)
+        os.lseek(source, 0, os.SEEK_SET)
+        process = spawn(argv, env=env, stdin=source, stdout=sink)
+        try:
+            async with asyncio.timeout(seconds):
+                returncode = await process.wait()
+        except TimeoutError:
+            returncode = None
+        finally:
+            # Reached on cancellation too: whoever leaves here leaves no front-end behind, and no zombie.
+            process.signal(signal.SIGKILL)
+            await process.wait()
+            process.close()
+        output = os.pread(sink, _MAXIMUM_OUTPUT, 0).decode("utf-8", errors="replace")
+    finally:
+        os.close(source)
+        os.close(sink)
+    return Finished(shlex.join(argv), returncode, output)

@@ -1,0 +1,192 @@
+"""The directories that mpsd writes to: where each thing lies, the lock that makes mpsd the only one, and the socket.
+
+Every path is decided here, and everything is created with its final mode.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import socket
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from grp import getgrnam
+from pathlib import Path
+
+from mpsd.core.errors import AlreadyRunningError, ConfigurationError
+from mpsd.core.limits import LONGEST_SOCKET_NAME, SOCKET_PATH_BYTES
+from mpsd.core.settings import Settings
+
+@dataclass(frozen=True, slots=True)
+class DaemonPaths:
+    """Where one control daemon has its things."""
+
+    pipe_directory: Path
+    log_directory: Path
+
+    @property
+    def control_socket(self) -> Path:
+        """The socket that front-ends and clients look for."""
+        return self.pipe_directory / "control"
+
+    @property
+    def control_log(self) -> Path:
+        """The file that the daemon's own output is appended to."""
+        return self.log_directory / "control.log"
+
+    def create(self) -> None:
+        """Make both directories, for every uid to traverse and for mpsd alone to write.
+
+        MPS runs the server under the client's uid, and both need the path (the server fails with EACCES otherwise).
+        """
+        _make(self.pipe_directory, 0o755)
+        _make(self.log_directory, 0o755)
+
+
+class RunDir:
+    """The runtime directory, with the lock held for as long as this object is open."""
+
+    def __init__(self, settings: Settings, lock: int) -> None:
+        self._settings = settings
+        self._lock = lock
+
+    @classmethod
+    def claim(cls, settings: Settings) -> "RunDir":
+        """Create the directories and take the lock.
+
+        Raises AlreadyRunningError when another mpsd has it, ConfigurationError when a directory cannot be used.
+        """
+        for directory in (settings.paths.runtime_dir, settings.paths.state_dir, settings.paths.log_dir):
+            _make(directory, 0o755)
+        path = settings.paths.runtime_dir / "mpsd.lock"
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise AlreadyRunningError(
+                f"another mpsd has {settings.paths.runtime_dir}",
+                hint=f"see it with: mpsctl --socket {settings.socket} status; or give this one another --root",
+            ) from None
+        return cls(settings, lock)
+
+    def close(self) -> None:
+        """Let the lock go."""
+        os.close(self._lock)
+
+    def daemon(self, name: str) -> DaemonPaths:
+        """Say where the control daemon of this name has its things."""
+        paths = self._settings.paths
+        return DaemonPaths(paths.runtime_dir / "mps" / name, paths.log_dir / name)
+
+    def tally(self, name: str) -> Path:
+        """Say where the deaths of this control daemon are kept."""
+        return self._settings.paths.runtime_dir / f"{name}.tally.json"
+
+
+def check(settings: Settings, names: Sequence[str], *, private: bool) -> None:
+    """Refuse what cannot work, before anything is started.
+
+    `private` is what `--root` asks for: a node for whoever can reach that directory. Raises ConfigurationError.
+    """
+    longest = max((len(name) for name in names), default=0)
+    pipe = settings.paths.runtime_dir / "mps" / ("x" * longest) / LONGEST_SOCKET_NAME
+    for path in (pipe, settings.socket):
+        length = len(os.fsencode(path))
+        if length > SOCKET_PATH_BYTES:
+            raise ConfigurationError(
+                f"the socket path {path} has {length} bytes and a unix socket takes {SOCKET_PATH_BYTES}",
+                hint="choose a shorter paths.runtime_dir (or --root)",
+                limit="paths.runtime_dir",
+            )
+    if os.geteuid() == 0 and not private:
+        closed = closed_to_others(settings.paths.runtime_dir)
+        if closed is not None:
+            raise ConfigurationError(
+                f"{closed} lets no other uid through, and MPS runs a server under its client's uid, which needs the path",
+                hint=f"chmod o+x {closed}, or choose another paths.runtime_dir",
+                limit="paths.runtime_dir",
+            )
+
+
+def closed_to_others(path: Path) -> Path | None:
+    """Return the first existing directory on the way to `path` that another uid cannot traverse, if there is one."""
+    for directory in (*reversed(path.parents), path):
+        try:
+            mode = directory.stat().st_mode
+        except FileNotFoundError:
+            return None
+        if not mode & stat.S_IXOTH:
+            return directory
+    return None
+
+
+def find_program(name: str) -> Path:
+    """Return the control program's absolute path. Raises ConfigurationError when there is none to execute."""
+    found = shutil.which(name)
+    if found is None:
+        raise ConfigurationError(
+            f"there is no control program {name!r} to execute",
+            hint="install NVIDIA's driver with MPS, name the program with daemon.control or --control, or try --simulate 2",
+            limit="daemon.control",
+        )
+    return Path(found).absolute()
+
+
+def _make(directory: Path, mode: int) -> None:
+    """Make a directory and its parents. One that is there must be a real directory that no stranger can write to."""
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+            directory.chmod(mode)
+        found = directory.lstat()
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot make {directory}: {error.strerror}", hint="give a directory that mpsd may write, for example with --root"
+        ) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid not in {0, os.geteuid()} or found.st_mode & stat.S_IWOTH:
+        raise ConfigurationError(
+            f"{directory} is no directory of mpsd's own: a symbolic link, another user's, or writable for everybody",
+            hint="choose a directory that only mpsd writes to",
+        )
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"{directory} cannot be written: {os.strerror(errno.EACCES)}", hint="run as its owner")
+
+
+def publish(path: Path, mode: int, group: str) -> socket.socket:
+    """Return a listening unix socket at `path`, which appears there with its final owner and mode and not before.
+
+    Whatever lay there is replaced: the lock proves that no living mpsd uses it. Raises ConfigurationError.
+    """
+    hidden = path.with_name(f".{path.name}.{os.getpid()}")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        hidden.unlink(missing_ok=True)
+        listener.bind(os.fspath(hidden))
+        hidden.chmod(mode)
+        if group:
+            os.chown(hidden, -1, getgrnam(group).gr_gid)
+        listener.listen(1024)
+        hidden.rename(path)
+    except KeyError:
+        listener.close()
+        hidden.unlink(missing_ok=True)
+        raise ConfigurationError(
+            f"there is no group {group!r} on this machine", hint="create it or change api.group", limit="api.group"
+        ) from None
+    except OSError as error:
+        listener.close()
+        hidden.unlink(missing_ok=True)
+        raise ConfigurationError(f"cannot listen on {path}: {error.strerror}", hint="check api.socket") from error
+    return listener
+
+
+def unpublish(path: Path) -> None:
+    """Take the socket's name away, so that new callers are told at once that nobody is there.
+
+    The lock is still held, so nobody else can have published another socket under this name meanwhile.
+    """
+    path.unlink(missing_ok=True)

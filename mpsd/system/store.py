@@ -1,0 +1,25 @@
+"""Small files that must be whole or not there: written beside their place and renamed into it."""
+
+import os
+from pathlib import Path
+
+
+def write(path: Path, data: bytes) -> None:
+    """Replace a file's content at once, readable for its owner only. Raises OSError, and then nothing has changed."""
+    hidden = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        hidden.rename(path)
+    except OSError:
+        hidden.unlink(missing_ok=True)
+        raise
+
+
+def read(path: Path) -> bytes | None:
+    """Return a file's content, or None when there is none. Raises OSError for one that cannot be read."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,143 @@
+"""The program `mpsd`, and the one place that puts the house together: `run`, `demo` and `check`.
+
+What each command needs is imported when it runs, so that `mpsd --help` costs nothing.
+"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from mpsd import __version__
+from mpsd.core.errors import MpsdError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mpsd.core.settings import Settings
+    from mpsd.daemon.service import Plan
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="mpsd")
+def cli() -> None:
+    """Supervise NVIDIA MPS on this node: a control daemon for each GPU, its limits verified, its clients admitted.
+
+    Ask it with mpsctl.
+    """
+
+
+_CONFIG = click.option(
+    "--config", type=click.Path(path_type=Path, dir_okay=False), help="The configuration file; /etc/mpsd/mpsd.toml if it exists."
+)
+
+
+@cli.command()
+@_CONFIG
+@click.option("--root", type=click.Path(path_type=Path, file_okay=False), help="Put everything that is written under DIR.")
+@click.option("--simulate", type=click.IntRange(1, 64), metavar="N", help="Put N simulated GPUs in the place of NVML.")
+@click.option("--control", metavar="PROGRAM", help="The control program; NVIDIA's, or the simulator's when simulating.")
+def run(config: Path | None, root: Path | None, simulate: int | None, control: str | None) -> None:
+    """Run the service in the foreground; logs go to stderr, as JSON unless that is a terminal.
+
+    SIGTERM ends mpsd and leaves the control daemons running: the next mpsd adopts them. SIGHUP reloads the configuration.
+    """
+    from mpsd.daemon.service import read_configuration
+
+    def read() -> "Settings":
+        settings = read_configuration(config)
+        return settings if root is None else settings.under(root.absolute())
+
+    _serve(_plan(read(), read, simulate=simulate, control=control, private=root is not None))
+
+
+def _plan(
+    settings: "Settings", reread: "Callable[[], Settings]", *, simulate: int | None, control: str | None, private: bool
+) -> "Plan":
+    from mpsd.daemon.service import Plan
+    from mpsd.simulator.gpus import SimulatedGpus
+    from mpsd.system.control import ControlProgram
+    from mpsd.system.gpu import NvmlGpus
+    from mpsd.system.rundir import find_program
+
+    if simulate is not None and control is None:
+        program = ControlProgram((sys.executable, "-I", "-m", "mpsd.simulator.control"))
+    else:
+        program = ControlProgram((str(find_program(control or settings.daemon.control)),))
+    return Plan(
+        settings=settings,
+        program=program,
+        source=(lambda: SimulatedGpus(simulate)) if simulate is not None else NvmlGpus,
+        simulated=simulate is not None,
+        private=private,
+        reread=reread,
+    )
+
+
+def _serve(plan: "Plan") -> None:
+    import asyncio
+
+    from mpsd.daemon.service import serve
+
+    asyncio.run(serve(plan))
+
+
+@cli.command()
+@_CONFIG
+def check(config: Path | None) -> None:
+    """Parse and validate the configuration, print the effective settings as TOML, and exit with 0 or 78."""
+    from mpsd.core.settings import document
+    from mpsd.daemon.service import read_configuration
+
+    click.echo(document(read_configuration(config)), nl=False)
+
+
+@cli.command()
+def demo() -> None:
+    """Run a simulated node with two GPUs in a private directory, and say what to try. It leaves nothing behind."""
+    import tempfile
+    from dataclasses import replace
+
+    from mpsd.core.settings import Settings
+
+    with tempfile.TemporaryDirectory(prefix="mpsd-demo-") as root:
+        settings = Settings().under(Path(root))
+        plan = _plan(settings, lambda: settings, simulate=2, control=None, private=True)
+        what_to_try = _WHAT_TO_TRY.format(socket=settings.socket, mpsctl=_mpsctl())
+        _serve(replace(plan, stop_daemons_on_exit=True, announce=lambda: click.echo(what_to_try)))
+
+
+_WHAT_TO_TRY = """\
+A simulated node with 2 GPUs is running. In a second terminal:
+
+    export MPSD_SOCKET={socket}
+    {mpsctl} status
+    {mpsctl} run --threads 25 --memory 2GiB -- env | grep CUDA
+    {mpsctl} run --fraction 0.5 -- sleep 60 &
+    {mpsctl} leases
+    {mpsctl} run --threads 80 --memory 2GiB --gpu 0 -- true
+
+Ctrl-C here ends it, and leaves nothing behind.
+"""
+
+
+def _mpsctl() -> str:
+    """Return how to call mpsctl from another terminal: by its name if that is found there, by its path otherwise."""
+    import shutil
+
+    beside = Path(sys.argv[0]).absolute().with_name("mpsctl")
+    return "mpsctl" if shutil.which("mpsctl") or not beside.exists() else str(beside)
+
+
+def main() -> None:
+    """Run the program; an error of ours is one sentence, its code, and a hint."""
+    try:
+        cli(prog_name="mpsd")
+    except MpsdError as error:
+        click.echo(f"mpsd: {error.detail} [{error.code}]\n  hint: {error.hint}", err=True)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

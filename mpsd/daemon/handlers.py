@@ -1,0 +1,242 @@
+"""What each route of the API does: a request's value in, an answer's value out. Roles are not their business."""
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from mpsd import __version__
+from mpsd.core import limits, model, settings
+from mpsd.core.admission import Granted
+from mpsd.core.errors import CallerUnknownError, InvalidRequestError, NotFoundError, NotPermittedError
+from mpsd.core.gpus import driver_branch
+from mpsd.core.lifecycle import State
+from mpsd.core.model import Health, Known, Owner
+from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.daemon import wire
+from mpsd.daemon.node import GpuView, Node
+from mpsd.system import clock, peers, process
+from mpsd.system.credentials import Caller
+from mpsd.system.process import Process
+
+_OPERATIONS_KEPT: Final = 256
+
+_FAILS_OPEN: Final = (
+    "the compute mode is left as it is, so a process that does not use its lease's environment runs outside MPS,"
+    " without limits"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request as a handler gets it: who calls, what the path names, and the body's value."""
+
+    caller: Caller
+    admin: bool
+    process: Callable[[], Process | None]
+    """Watches the process that connected; whoever calls it owns what it returns."""
+    names: Mapping[str, str]
+    body: wire.LeaseRequest | None = None
+
+
+class Handlers:
+    """The handlers, on one node."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._operations: OrderedDict[str, wire.OperationOut] = OrderedDict()
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    async def healthz(self, _: Request) -> wire.HealthOut:
+        """Tell whether mpsd itself answers."""
+        return wire.HealthOut(ok=True, because="mpsd answers")
+
+    async def readyz(self, _: Request) -> wire.HealthOut:
+        """Tell whether the node is healthy; 503 when it is not."""
+        reasons = self._reasons()
+        return wire.HealthOut(ok=not reasons, because="; ".join(reasons) or "every control daemon is ready")
+
+    async def status(self, _: Request) -> wire.StatusOut:
+        """Return the node in one answer."""
+        node, reasons, daemons = self._node, self._reasons(), self._node.daemons()
+        gpus = [wire.Part(f"GPU {view.index}", view.health, view.because) for view in node.gpus()]
+        drift = [
+            f"{daemon.name}: {each.limit} is {each.found} instead of {each.wanted}"
+            + (f", by a foreign {each.command!r}" if each.command else "")
+            for daemon in daemons
+            for each in daemon.drift
+        ]
+        return wire.StatusOut(
+            healthy=not reasons,
+            because="; ".join(reasons) or "every control daemon is ready, and every limit reads back",
+            version=__version__,
+            simulated=node.simulated,
+            since=node.since,
+            gpus=gpus,
+            daemons=[wire.Part(daemon.name, daemon.state, daemon.because) for daemon in daemons],
+            drift=drift,
+            leases=len(node.leases()),
+            clients=sum(len(server.clients) for daemon in daemons for server in daemon.servers),
+            notes=self._notes(daemons),
+        )
+
+    def _notes(self, daemons: list[model.Daemon]) -> list[str]:
+        """Return what is not wrong and should be known."""
+        notes = [] if self._node.simulated else [_FAILS_OPEN]
+        notes += [
+            f"{each.name}: this driver has no pinned device memory limit (535 has), so memory is counted and not enforced"
+            for each in daemons
+            if not each.has_mem_limit
+        ]
+        return notes
+
+    def _reasons(self) -> list[str]:
+        """Return every reason why the node is not healthy, the gravest kind first."""
+        daemons, gpus = self._node.daemons(), self._node.gpus()
+        reasons = [f"GPU {view.index} is unknown: {view.because}" for view in gpus if view.health is Health.UNKNOWN]
+        reasons += [f"{each.name} is {each.state}: {each.because}" for each in daemons if each.state is not State.READY]
+        reasons += [f"{each.name}: {drift.limit} has drifted" for each in daemons for drift in each.drift]
+        reasons += [
+            f"{each.name}: server {server.pid} is an orphan, its control daemon is dead"
+            for each in daemons
+            for server in each.servers
+            if server.orphan
+        ]
+        if not daemons and not reasons:
+            reasons.append("no GPU of this node can run MPS: see mpsctl gpus")
+        return reasons
+
+    async def gpus(self, _: Request) -> wire.GpusOut:
+        """Return the GPUs."""
+        granted = self._node.granted()
+        return wire.GpusOut([self._gpu(view, granted) for view in self._node.gpus()])
+
+    def _gpu(self, view: GpuView, granted: dict[str, Granted]) -> wire.GpuOut:
+        gpu = view.gpu
+        given = granted.get(gpu.uuid, Granted()) if gpu else Granted()
+        clients = limits.clients_max(gpu.compute_capability, driver_branch(gpu.driver_version)) if gpu else None
+        return wire.GpuOut(
+            uuid=gpu.uuid if gpu else None,
+            index=view.index,
+            name=gpu.name if gpu else None,
+            memory_total=gpu.memory_total if gpu else None,
+            memory_reserved=self._node.settings.admission.memory_reserve,
+            threads_granted=given.threads / 10,
+            memory_granted=given.memory,
+            memory_held=view.usage.value.memory_used if isinstance(view.usage, Known) else None,
+            clients=given.clients,
+            clients_max=clients,
+            health=view.health,
+            because=view.because,
+            hint=view.hint,
+        )
+
+    async def daemons(self, _: Request) -> wire.DaemonsOut:
+        """Return the control daemons."""
+        return wire.DaemonsOut([wire.DaemonOut.of(each) for each in self._node.daemons()])
+
+    async def clients(self, _: Request) -> wire.ClientsOut:
+        """Return the clients of every server."""
+        holders = {lease.owner.pid: lease.id for lease in self._node.leases()}
+        return wire.ClientsOut(
+            [
+                wire.ClientOut(
+                    pid=pid,
+                    name=peers.command_of(pid),
+                    uid=peers.uid_of(pid),
+                    daemon=daemon.name,
+                    gpu=daemon.gpu,
+                    server=server.pid,
+                    lease=holders.get(pid),
+                )
+                for daemon in self._node.daemons()
+                for server in daemon.servers
+                for pid in server.clients
+            ]
+        )
+
+    async def leases(self, _: Request) -> wire.LeasesOut:
+        """Return the leases that have not ended."""
+        return wire.LeasesOut([wire.LeaseOut.of(lease) for lease in self._node.leases()])
+
+    async def lease(self, request: Request) -> wire.LeaseOut:
+        """Return one lease."""
+        return wire.LeaseOut.of(self._node.lease(request.names["id"]))
+
+    async def config(self, _: Request) -> wire.ConfigOut:
+        """Return the settings in force."""
+        return wire.ConfigOut(settings.effective(self._node.settings))
+
+    # -- leases -------------------------------------------------------------------------------------------------------
+
+    async def admit(self, request: Request) -> wire.LeaseOut:
+        """Grant a lease, or say why not."""
+        assert isinstance(request.body, wire.LeaseRequest)  # noqa: S101 - the route table says so
+        asked = _lease_request(request.body)
+        holder = _holder(request, request.body.pid)
+        owner = Owner(request.caller.uid, request.caller.gid, holder.pid, peers.started(holder.pid))
+        return wire.LeaseOut.of(self._node.admit(asked, owner, holder))
+
+    async def release(self, request: Request) -> None:
+        """End a lease; one that has ended already is fine."""
+        self._node.release(request.names["id"], request.caller.uid, admin=request.admin)
+
+    # -- operating ----------------------------------------------------------------------------------------------------
+
+    async def reset(self, request: Request) -> wire.OperationOut:
+        """Forget a control daemon's deaths and try again."""
+        name, now = request.names["name"], clock.now()
+        supervisor = self._node.supervisor(name)
+        supervisor.reset()
+        because = f"uid {request.caller.uid} reset {name}; it is {supervisor.snapshot().state}"
+        done = wire.OperationOut(f"op-{secrets.token_hex(5)}", name, "reset", "done", because, now, clock.now())
+        self._operations[done.id] = done
+        while len(self._operations) > _OPERATIONS_KEPT:
+            self._operations.popitem(last=False)
+        return done
+
+    async def operation(self, request: Request) -> wire.OperationOut:
+        """Return one operation."""
+        found = self._operations.get(request.names["id"])
+        if found is None:
+            raise NotFoundError(
+                f"there is no operation {request.names['id']!r}", hint="operations are kept until mpsd restarts"
+            )
+        return found
+
+
+def _lease_request(body: wire.LeaseRequest) -> model.LeaseRequest:
+    """Turn what came over the wire into the value that is decided upon. Raises InvalidRequestError."""
+    return model.LeaseRequest(
+        threads=None if body.threads is None else ActiveThreadPercentage.parse(body.threads),
+        memory=None if body.memory is None else PinnedDeviceMemLimit.parse(body.memory),
+        fraction=body.fraction,
+        gpu=body.gpu,
+        name=body.name,
+        labels=body.labels,
+        request_id=body.request_id,
+    )
+
+
+def _holder(request: Request, pid: int | None) -> Process:
+    """Return the process that the lease is tied to: the caller's, or another one of the same user.
+
+    Raises CallerUnknownError when the kernel does not show it, NotPermittedError when it is another user's.
+    """
+    if pid is None or pid == request.caller.pid:
+        connected = request.process()
+        if connected is None:
+            raise CallerUnknownError(
+                "the calling process is gone or not visible to mpsd, so no lease can be tied to its life",
+                hint="in a container, mpsd needs the host's pid namespace (hostPID: true, --pid=host)",
+            )
+        return connected
+    found = process.find(pid)
+    if found is None:
+        raise InvalidRequestError(f"there is no process {pid}", hint="name a process that runs", limit="pid")
+    if peers.uid_of(pid) != request.caller.uid and not request.admin:
+        found.close()
+        raise NotPermittedError(f"process {pid} is not one of uid {request.caller.uid}", hint="name one of your own")
+    return found

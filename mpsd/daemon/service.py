@@ -1,0 +1,120 @@
+"""`mpsd run` from its first line to its last: claim, listen, supervise, reload, and leave the control daemons alone."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpsd.core import settings as table
+from mpsd.core.errors import ConfigurationError
+from mpsd.core.settings import Settings
+from mpsd.daemon import log as logs
+from mpsd.daemon.api import Api
+from mpsd.daemon.log import Happened, Logger
+from mpsd.daemon.node import Node
+from mpsd.system import rundir
+from mpsd.system.control import ControlProgram
+from mpsd.system.gpu import GpuSource
+from mpsd.system.rundir import RunDir
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What this run of mpsd is to be, decided before anything is touched."""
+
+    settings: Settings
+    program: ControlProgram
+    source: Callable[[], GpuSource]
+    simulated: bool
+    private: bool
+    """Whether `--root` made it a node for those who can reach that directory."""
+    reread: Callable[[], Settings]
+    """Reads the configuration again. Raises ConfigurationError."""
+    stop_daemons_on_exit: bool = False
+    announce: Callable[[], None] = lambda: None
+    """Called once when the API answers."""
+
+
+async def serve(plan: Plan) -> None:
+    """Run the service until SIGTERM or SIGINT.
+
+    Raises ConfigurationError, AlreadyRunningError, NoDriverError and GpuUnknownError, all before anything is started.
+    """
+    settings = plan.settings
+    log = logs.configure(settings.log.format)
+    # Any local user could fill the log through aiohttp, which reports each malformed request with a traceback.
+    logging.getLogger("aiohttp").setLevel(logging.CRITICAL)
+    source = plan.source()
+    try:
+        inventory = await source.inventory()
+        names = [f"gpu{index}" for index in (*(gpu.index for gpu in inventory.gpus), *inventory.unknown)]
+        rundir.check(settings, names, private=plan.private)
+        run_dir = RunDir.claim(settings)
+        try:
+            node = Node(source, plan.program, run_dir, settings, log, simulated=plan.simulated)
+            await node.open(inventory)
+            await _run(plan, node, log)
+        finally:
+            run_dir.close()
+    finally:
+        source.close()
+
+
+async def _run(plan: Plan, node: Node, log: Logger) -> None:
+    settings = plan.settings
+    api = Api(node, settings.api.group, log)
+    listener = rundir.publish(settings.socket, settings.api.mode, settings.api.group)
+    over = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, over.set)
+    loop.add_signal_handler(signal.SIGHUP, _reload, plan, node, log)
+    log.info(Happened.NODE_STARTED, program=" ".join(plan.program.argv), simulated=plan.simulated)
+    try:
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(node.run())
+            await api.open(listener)
+            log.info(Happened.API_LISTENING, socket=str(settings.socket), mode=f"{settings.api.mode:04o}")
+            plan.announce()
+            await over.wait()
+            log.info(Happened.NODE_STOPPING, stop_daemons=plan.stop_daemons_on_exit)
+            node.leave()
+            rundir.unpublish(settings.socket)
+            await api.close()
+            if plan.stop_daemons_on_exit:
+                await node.stop_daemons()
+            running.cancel()
+    finally:
+        rundir.unpublish(settings.socket)
+        await api.close()
+        listener.close()
+
+
+def _reload(plan: Plan, node: Node, log: Logger) -> None:
+    """Read the configuration again, and swap it whole, or keep the old one and say so."""
+    try:
+        wanted = plan.reread()
+    except ConfigurationError as error:
+        log.error(Happened.SETTINGS_REFUSED, because=error.detail, hint=error.hint)
+        return
+    applied, waiting = table.changed(node.settings, wanted)
+    node.reload(table.reloaded(node.settings, wanted))
+    log.info(Happened.SETTINGS_RELOADED, applied=list(applied), needs_restart=list(waiting))
+
+
+def read_configuration(path: Path | None) -> Settings:
+    """Return the settings of a file, or the defaults where none is named and the usual one is absent.
+
+    Raises ConfigurationError for a file that cannot be read or does not parse.
+    """
+    usual = Path("/etc/mpsd/mpsd.toml")
+    try:
+        return table.parse((path or usual).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if path is None:
+            return Settings()
+        raise ConfigurationError(f"there is no configuration file {path}", hint="check --config") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path or usual} cannot be read: {error}", hint="check its permissions") from error

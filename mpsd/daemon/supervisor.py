@@ -1,0 +1,366 @@
+"""One supervisor for one control daemon: it starts or adopts it, proves it, watches it, and brings it back.
+
+The loop asks the state what there is to do, and does it. What happens meanwhile (a death, an operator's word, new
+settings) is noted and wakes the loop. The state has one writer, `_move`, which stamps it, says why, and tells the log.
+"""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+from datetime import datetime
+from typing import Final
+
+from mpsd.core.errors import (
+    ConfigurationError,
+    ControlError,
+    ControlUnknownCommandError,
+    ForeignDaemonError,
+    LimitNotHeldError,
+)
+from mpsd.core.lifecycle import ANSWERED, Event, State, step
+from mpsd.core.model import Daemon, DaemonProcess, Gpu
+from mpsd.core.restart import Death, RestartPolicy, Verdict, decide, recent
+from mpsd.core.settings import Settings
+from mpsd.daemon import evidence
+from mpsd.daemon.log import Happened, Logger
+from mpsd.daemon.observer import Observer
+from mpsd.daemon.tally import Tally
+from mpsd.system import clock, mpslog, process
+from mpsd.system.control import ControlProgram, variables
+from mpsd.system.process import Process
+from mpsd.system.rundir import RunDir
+
+_TICK: Final = 1.0
+"""Seconds between two looks at the log and the process."""
+
+_LISTEN_POLL: Final = 0.001
+"""Seconds between two looks for the socket of a daemon that starts: it appears 2 to 7 ms after exec (measured)."""
+
+_RUNG: Final = 5
+"""Seconds for each rung of the ladder: quit, SIGTERM, SIGKILL."""
+
+
+class Supervisor:
+    """The owner of one control daemon."""
+
+    def __init__(self, name: str, gpu: Gpu, program: ControlProgram, rundir: RunDir, settings: Settings, log: Logger) -> None:
+        self.name = name
+        self.gpu = gpu
+        self._program = program
+        self._paths = rundir.daemon(name)
+        self._settings = settings
+        self._log = log.bind(daemon=name)
+        self._tally = Tally(rundir.tally(name))
+        self._observer = Observer(program, self._paths, settings.daemon.answer_deadline, self._log)
+        self._group: asyncio.TaskGroup | None = None
+        self._wake = asyncio.Event()
+        self._down = asyncio.Event()
+
+        self._state = State.DOWN
+        self._because = "nothing was tried yet"
+        self._hint: str | None = None
+        self._since = clock.now()
+
+        self._wanted = True
+        """The intent: whether it should run at all."""
+        self._process: Process | None = None
+        self._evidence: DaemonProcess | None = None
+        self._fresh = True
+        """Whether the process was started by this mpsd, and so has no history."""
+        self._proved = False
+        """Whether the limits that are wanted now were set, or found set, and read back from this process."""
+        self._ready_since: datetime | None = None
+        self._dead: tuple[int | None] | None = None
+        """What the watcher noted when the process ended: its return code, or None in it for one that was adopted."""
+        self._due = 0.0
+        """When the next thing is due: the end of a delay, the deadline of a start, or the next proof of life."""
+        self._socket_before: tuple[int, int] | None = None
+
+    # -- what others may ask and say ----------------------------------------------------------------------------------
+
+    def snapshot(self) -> Daemon:
+        """Return everything there is to say about this control daemon at this moment."""
+        return Daemon(
+            name=self.name,
+            gpu=self.gpu.uuid,
+            state=self._state,
+            because=self._because,
+            hint=self._hint,
+            since=self._since,
+            process=self._evidence,
+            ready_since=self._ready_since,
+            pipe_directory=str(self._paths.pipe_directory),
+            wanted=self._settings.default_limits,
+            limits=self._observer.read_back,
+            drift=self._observer.drift,
+            servers=self._observer.servers,
+            version=self.gpu.driver_version,
+            has_mem_limit=self._observer.has_mem_limit,
+        )
+
+    def reset(self) -> None:
+        """Forget the deaths and try again, at an operator's word; a daemon that runs is not touched."""
+        self._wanted = True
+        self._note((), None)
+        self._move(Event.RESET, "an operator reset it")
+        self._wake.set()
+
+    def reload(self, settings: Settings) -> None:
+        """Take new settings; limits that differ are set and verified at the next look, for servers that start later."""
+        if settings.default_limits != self._settings.default_limits:
+            self._proved, self._due = False, 0.0
+        self._settings = settings
+        self._observer.pipe.deadline = settings.daemon.answer_deadline
+        self._wake.set()
+
+    async def stop(self) -> None:
+        """Stop the daemon by the ladder: quit, SIGTERM, and, loudly, SIGKILL; return when it is gone.
+
+        Its clients go with it, so this is for an operator's word only.
+        """
+        self._wanted = False
+        self._move(Event.STOP, "an operator stopped it")
+        self._wake.set()
+        if self._state is State.STOPPING:
+            self._down.clear()
+            await self._down.wait()
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Supervise until cancelled, and then leave the daemon running: its clients must not notice."""
+        self._tally.load()
+        try:
+            async with asyncio.TaskGroup() as self._group:
+                while True:
+                    self._wake.clear()
+                    if self._dead is not None:
+                        self._bury(*self._dead)
+                    await self._one_round()
+        finally:
+            if self._process is not None:
+                self._process.close()
+
+    async def _one_round(self) -> None:
+        match self._state:
+            case State.DOWN if self._tally.failed is not None:
+                self._move(Event.REFUSED, self._tally.failed, self._reset_hint)
+            case State.DOWN if self._wanted:
+                await self._arrive()
+            case State.DOWN | State.FAILED:
+                await self._sleep(None)
+            case State.STARTING:
+                await self._prove()
+            case State.READY | State.HELD | State.DRAINING | State.UNRESPONSIVE:
+                await self._watch()
+            case State.STOPPING:
+                await self._descend()
+            case State.COOLING if clock.monotonic() < self._due:
+                await self._sleep(self._due - clock.monotonic())
+            case State.COOLING:
+                self._move(Event.COOLED, self._because)
+
+    @property
+    def _reset_hint(self) -> str:
+        return f"mend the cause, then: mpsctl reset {self.name}"
+
+    async def _sleep(self, seconds: float | None) -> None:
+        """Wait until something happens, for this long at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+
+    def _move(self, event: Event, because: str, hint: str | None = None) -> None:
+        """Apply an event: the one place where the state changes, is stamped, and is told about."""
+        target = step(self._state, event)
+        if target is None:
+            return
+        before = self._state
+        self._state = target
+        self._since = clock.now()
+        self._because, self._hint = because, hint
+        if target not in ANSWERED:
+            self._ready_since = None
+        elif self._ready_since is None:
+            self._ready_since = self._since
+        if target is State.DOWN:
+            self._down.set()
+        pid = self._process.pid if self._process else None
+        self._log.info(Happened.DAEMON_STATE, state=target, before=before, because=because, pid=pid)
+
+    # -- arriving: adopt what is there, or start ----------------------------------------------------------------------
+
+    def _environment(self) -> dict[str, str]:
+        """Return the environment that the daemon gets: an allow-list, its directories, and its one GPU by UUID."""
+        extra = variables(self._paths.pipe_directory, self._paths.log_directory)
+        return process.environment({**extra, "CUDA_VISIBLE_DEVICES": self.gpu.uuid}, path=(self._program.directory,))
+
+    async def _arrive(self) -> None:
+        environment = self._environment()
+        try:
+            self._paths.create()
+            found = await asyncio.to_thread(evidence.look, self._paths, self._program, environment)
+        except (ConfigurationError, ForeignDaemonError) as error:
+            self._move(Event.REFUSED, error.detail, error.hint)
+            return
+        self._observer.orphaned(found.orphans)
+        adopted = process.adopt(found.daemon.identity) if found.daemon is not None else None
+        if adopted is None or found.daemon is None:
+            self._start(environment)
+        else:
+            self._take(adopted, found.daemon, fresh=False)
+            self._move(Event.ADOPTED, f"pid {adopted.pid} was found running, and adopted")
+
+    def _start(self, environment: dict[str, str]) -> None:
+        self._socket_before = self._socket()
+        try:
+            log = mpslog.open_for_daemon(self._paths.control_log)
+            try:
+                started = process.spawn((*self._program.argv, "-f"), env=environment, stdout=log, new_session=True)
+            finally:
+                os.close(log)
+        except OSError as error:
+            self._die(f"it could not be started: {error}")
+            return
+        proof = DaemonProcess(started.identity, self._program.argv[0], str(self._paths.pipe_directory), clock.now())
+        self._take(started, proof, fresh=True)
+        self._move(Event.STARTED, f"pid {started.pid} was started")
+
+    def _take(self, taken: Process, proof: DaemonProcess, *, fresh: bool) -> None:
+        """Watch this process from now on."""
+        assert self._group is not None  # noqa: S101 - the loop runs in it
+        self._process, self._evidence = taken, proof
+        self._fresh, self._proved = fresh, False
+        self._due = clock.monotonic() + self._settings.daemon.start_deadline
+        self._group.create_task(self._note_end(taken))
+
+    async def _note_end(self, watched: Process) -> None:
+        self._dead = (await watched.wait(),)
+        self._wake.set()
+
+    def _socket(self) -> tuple[int, int] | None:
+        """Return what tells one control socket from the next: a dead daemon's stays until a new one binds its own."""
+        try:
+            found = self._paths.control_socket.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_ino, found.st_ctime_ns
+
+    # -- proving and watching: it listens, it answers, and every limit reads back ---------------------------------------
+
+    async def _prove(self) -> None:
+        while self._fresh and not self._proved and self._socket() == self._socket_before:
+            if self._dead is not None:
+                return
+            if clock.monotonic() > self._due:
+                seconds = self._settings.daemon.start_deadline
+                self._move(Event.SILENT, f"it did not listen within {seconds:g} s", f"read {self._paths.control_log}")
+                return
+            await asyncio.sleep(_LISTEN_POLL)
+        await self._probe()
+        if self._state is State.STARTING:
+            await self._sleep(self._settings.daemon.probe_interval)
+
+    async def _watch(self) -> None:
+        """Look once a second; talk to the daemon only when there is reason to, or when a proof of life is due."""
+        assert self._process is not None  # noqa: S101 - there is one in every state that is watched
+        glance = self._observer.glance()
+        stopped = process.is_stopped(self._process.pid)
+        if stopped and self._state is State.UNRESPONSIVE:
+            # It cannot answer, so it is not asked; once it goes on, it is asked at once.
+            self._due = 0.0
+        elif stopped or glance.foreign or glance.news or clock.monotonic() >= self._due:
+            await self._probe(glance.foreign)
+        self._observer.shorten_log(self._settings.daemon.log_size)
+        await self._sleep(_TICK)
+
+    async def _probe(self, foreign: tuple[str, ...] = ()) -> None:
+        """Talk to the daemon, and let the state be what comes of it."""
+        wanted = self._settings.default_limits
+        try:
+            if self._proved:
+                await self._observer.read(wanted, foreign)
+            else:
+                await self._observer.enforce(wanted, fresh=self._fresh)
+        except (LimitNotHeldError, ControlUnknownCommandError) as error:
+            # It answers, so it is not silent; but a limit that does not hold opens no door.
+            self._because, self._hint = error.detail, error.hint
+            self._log.error(Happened.LIMITS_NOT_HELD, because=error.detail)
+        except ControlError as error:
+            if self._dead is None:
+                self._move(Event.SILENT, error.detail, error.hint)
+        else:
+            if not self._proved:
+                memory = wanted.pinned_device_mem_limit
+                self._log.info(
+                    Happened.LIMITS_VERIFIED,
+                    active_thread_percentage=float(wanted.active_thread_percentage),
+                    pinned_device_mem_limit=memory.bytes if memory else None,
+                )
+            self._proved, self._fresh = True, False
+            self._move(Event.VERIFIED, self._observer.verdict)
+            self._because = self._observer.verdict
+        self._due = clock.monotonic() + self._settings.daemon.probe_interval
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    def _bury(self, returncode: int | None) -> None:
+        """The process is gone, and the kernel said so: settle what it leaves behind."""
+        assert self._process is not None  # noqa: S101 - it is the one that ended
+        how = f"pid {self._process.pid} {process.describe(returncode)}"
+        self._process.close()
+        self._process = self._evidence = self._dead = None
+        self._observer.orphaned()
+        if self._state is State.STOPPING:
+            self._move(Event.DIED, how)
+        else:
+            self._die(how)
+
+    def _die(self, how: str) -> None:
+        """Note a death, and do what the tally says."""
+        now, daemon = clock.monotonic(), self._settings.daemon
+        policy = RestartPolicy(deaths=daemon.deaths, window=daemon.death_window)
+        deaths = (*recent(self._tally.deaths, policy, now), Death(now, how))
+        decision = decide(deaths, policy, now, random.random())  # noqa: S311 - jitter is no secret
+        self._log.warning(Happened.DAEMON_DEATH, how=how, verdict=decision.verdict, delay=decision.delay)
+        gave_up = decision.verdict is Verdict.GIVE_UP
+        self._note(deaths, decision.because if gave_up else None)
+        self._due = now + decision.delay
+        self._move(Event.DIED, decision.because)
+        if gave_up:
+            self._move(Event.GAVE_UP, decision.because, self._reset_hint)
+        elif decision.verdict is Verdict.AT_ONCE and self._wanted and self._group is not None:
+            # The kernel has just proved that ours is gone, so nobody needs to be looked for: clients wait for nothing.
+            self._move(Event.COOLED, decision.because)
+            self._start(self._environment())
+
+    def _note(self, deaths: tuple[Death, ...], failed: str | None) -> None:
+        try:
+            self._tally.note(deaths, failed)
+        except OSError as error:
+            self._log.error(Happened.TALLY_NOT_KEPT, because=str(error))
+
+    async def _descend(self) -> None:
+        """Climb down the ladder, each rung with its time, and never start with the last."""
+        assert self._process is not None  # noqa: S101 - there is one while it stops
+        try:
+            await self._observer.pipe.quit(_RUNG)
+        except ControlError as error:
+            self._log.warning(Happened.DAEMON_FORCED, rung="quit", because=error.detail)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if await self._gone_within(_RUNG):
+                return
+            self._log.warning(Happened.DAEMON_FORCED, rung=number.name, pid=self._process.pid)
+            self._process.signal(number)
+        await self._gone_within(_RUNG)
+
+    async def _gone_within(self, seconds: float) -> bool:
+        assert self._process is not None  # noqa: S101 - there is one while it stops
+        try:
+            async with asyncio.timeout(seconds):
+                await self._process.wait()
+        except TimeoutError:
+            return False
+        return True

@@ -1,0 +1,289 @@
+"""What goes over the API's wire: the requests that are taken and the answers that are given, and nothing else.
+
+These types are the API's document too (`/v1/openapi.json` is made from them), so their docstrings are for its readers.
+Times are RFC 3339 in UTC, memory is bytes, threads are percent, and a list is always an object with one array.
+"""
+
+from datetime import datetime
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from mpsd.core.model import Daemon, Drift, Lease, Owner, Server
+
+Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,62}\Z")]
+Text = Annotated[str, Meta(max_length=128, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]
+
+
+class LeaseRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What a caller asks for: threads and memory, or a fraction of one GPU."""
+
+    threads: float | None = None
+    """Percent of the GPU's threads, (0, 100], in steps of 0.1."""
+    memory: str | int | None = None
+    """Device memory, as `8GiB` or in bytes; granted in whole MiB."""
+    fraction: float | None = None
+    """That part of one GPU's threads and memory, (0, 1]."""
+    gpu: Text = "any"
+    """`any`, an index, a UUID, or a unique prefix of one."""
+    name: Text = ""
+    labels: dict[Label, Text] = {}
+    pid: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    """The process that the lease is tied to; the caller's own by default."""
+    request_id: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+\Z")] | None = None
+    """Makes a retry return the same lease."""
+
+
+class OwnerOut(Struct):
+    """Who holds a lease, as the kernel said."""
+
+    uid: int
+    gid: int
+    pid: int
+    start_time: datetime | None
+
+    @classmethod
+    def of(cls, owner: Owner) -> "OwnerOut":
+        """Make it from the value."""
+        return cls(owner.uid, owner.gid, owner.pid, owner.started)
+
+
+class LeaseOut(Struct):
+    """A lease: a promise of this much of a GPU, until it ends."""
+
+    id: str
+    state: str
+    because: str
+    gpus: list[str]
+    daemon: str
+    owner: OwnerOut
+    active_thread_percentage: float
+    pinned_device_mem_limit: int
+    env: dict[str, str]
+    clients: list[int]
+    name: str
+    labels: dict[str, str]
+    created: datetime
+    granted: datetime | None
+    ended: datetime | None
+
+    @classmethod
+    def of(cls, lease: Lease) -> "LeaseOut":
+        """Make it from the value."""
+        return cls(
+            id=lease.id,
+            state=lease.state,
+            because=lease.because,
+            gpus=[lease.gpu],
+            daemon=lease.daemon,
+            owner=OwnerOut.of(lease.owner),
+            active_thread_percentage=float(lease.active_thread_percentage),
+            pinned_device_mem_limit=lease.pinned_device_mem_limit.bytes,
+            env=dict(lease.env),
+            clients=[],
+            name=lease.name,
+            labels=dict(lease.labels),
+            created=lease.created,
+            granted=lease.granted,
+            ended=lease.ended,
+        )
+
+
+class LeasesOut(Struct):
+    """The leases that have not ended, oldest first."""
+
+    leases: list[LeaseOut]
+
+
+class LimitsOut(Struct):
+    """Limits in percent and bytes; null means that there is no such limit, or that it is not known."""
+
+    active_thread_percentage: float | None
+    pinned_device_mem_limit: int | None
+
+
+class DriftOut(Struct):
+    """A limit that is not what mpsd set, since when, and whose command did it, where the log names it."""
+
+    limit: str
+    wanted: float | int | None
+    found: float | int | None
+    since: datetime
+    command: str | None
+
+    @classmethod
+    def of(cls, drift: Drift) -> "DriftOut":
+        """Make it from the value."""
+        return cls(drift.limit, drift.wanted, drift.found, drift.since, drift.command)
+
+
+class ServerOut(Struct):
+    """An MPS server; an orphan's control daemon is dead."""
+
+    pid: int
+    status: str | None
+    clients: list[int]
+    orphan: bool
+
+    @classmethod
+    def of(cls, server: Server) -> "ServerOut":
+        """Make it from the value."""
+        return cls(server.pid, server.status, list(server.clients), server.orphan)
+
+
+class DaemonOut(Struct):
+    """A control daemon: what it is doing and why, which process it is, and the limits that it reports."""
+
+    name: str
+    gpu: str
+    state: str
+    because: str
+    hint: str | None
+    pid: int | None
+    start_time: datetime | None
+    pipe_directory: str
+    since: datetime
+    ready_since: datetime | None
+    limits: LimitsOut
+    """As read back from the daemon, which reports limits of 1 GiB and more in whole GiB, rounded down."""
+    limits_wanted: LimitsOut
+    """As configured."""
+    drift: list[DriftOut]
+    servers: list[ServerOut]
+    version: str | None
+    """The driver's."""
+
+    @classmethod
+    def of(cls, daemon: Daemon) -> "DaemonOut":
+        """Make it from the value."""
+        found, memory = daemon.limits, daemon.wanted.pinned_device_mem_limit
+        return cls(
+            name=daemon.name,
+            gpu=daemon.gpu,
+            state=daemon.state,
+            because=daemon.because,
+            hint=daemon.hint,
+            pid=daemon.process.identity.pid if daemon.process else None,
+            start_time=daemon.process.started if daemon.process else None,
+            pipe_directory=daemon.pipe_directory,
+            since=daemon.since,
+            ready_since=daemon.ready_since,
+            limits=LimitsOut(
+                found.active_thread_percentage_tenths / 10 if found else None,
+                found.pinned_device_mem_limit if found else None,
+            ),
+            limits_wanted=LimitsOut(float(daemon.wanted.active_thread_percentage), memory.bytes if memory else None),
+            drift=[DriftOut.of(each) for each in daemon.drift],
+            servers=[ServerOut.of(each) for each in daemon.servers],
+            version=daemon.version,
+        )
+
+
+class DaemonsOut(Struct):
+    """The control daemons, in the order of their GPUs."""
+
+    daemons: list[DaemonOut]
+
+
+class GpuOut(Struct):
+    """A GPU: what it has, what was granted of it, and what is really held; null stands for what could not be read."""
+
+    uuid: str | None
+    index: int
+    name: str | None
+    memory_total: int | None
+    memory_reserved: int
+    threads_granted: float
+    memory_granted: int
+    memory_held: int | None
+    clients: int
+    clients_max: int | None
+    health: str
+    because: str
+    hint: str | None
+
+
+class GpusOut(Struct):
+    """The GPUs of the node, by index."""
+
+    gpus: list[GpuOut]
+
+
+class ClientOut(Struct):
+    """A process that an MPS server lists as its client."""
+
+    pid: int
+    name: str
+    uid: int | None
+    daemon: str
+    gpu: str
+    server: int
+    lease: str | None
+
+
+class ClientsOut(Struct):
+    """The clients of all servers."""
+
+    clients: list[ClientOut]
+
+
+class Part(Struct):
+    """One part of the node in the summary."""
+
+    name: str
+    state: str
+    because: str
+
+
+class StatusOut(Struct):
+    """The node in one answer: whether it is healthy, and every reason why it is not."""
+
+    healthy: bool
+    because: str
+    version: str
+    simulated: bool
+    since: datetime
+    gpus: list[Part]
+    daemons: list[Part]
+    drift: list[str]
+    leases: int
+    clients: int
+    notes: list[str]
+    """What is not wrong and should be known."""
+
+
+class ConfigOut(Struct):
+    """The settings in force."""
+
+    config: dict[str, dict[str, str | int | float | None]]
+
+
+class OperationOut(Struct):
+    """What an operator asked of a control daemon, and what came of it."""
+
+    id: str
+    daemon: str
+    verb: str
+    state: str
+    because: str
+    started: datetime
+    ended: datetime | None
+
+
+class HealthOut(Struct):
+    """Whether mpsd itself answers, or whether the node is ready to admit anybody."""
+
+    ok: bool
+    because: str
+
+
+class Problem(Struct):
+    """An error, after RFC 9457: `code` for programs, `hint` for people, `limit` where one was hit."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+    hint: str
+    limit: str | None = None

@@ -129,6 +129,16 @@ class Command(Generic[T]):
         """The command as it goes down the pipe, without the newline."""
         return " ".join((self.row.name, *self.arguments))
 
+    @property
+    def script(self) -> tuple[str, ...]:
+        """What goes down the pipe."""
+        return (self.line,)
+
+    @property
+    def expects(self) -> int | None:
+        """How many lines come back when all is well, or None when that is not certain before."""
+        return 1 if self.row.lines is Lines.ONE else None
+
 
 # -- framing -----------------------------------------------------------------------------------------------------------
 
@@ -320,18 +330,28 @@ class Setting(Generic[T]):
     getter: Command[T]
 
     @property
-    def lines(self) -> Lines:
-        """How many lines setter and getter answer together when all is well: one each at most."""
-        return Lines.ONE if TABLE[self.setter.split(" ", 1)[0]].lines is self.getter.row.lines is Lines.ONE else Lines.MANY
+    def script(self) -> tuple[str, ...]:
+        """What goes down the pipe."""
+        return self.setter, self.getter.line
+
+    @property
+    def expects(self) -> int | None:
+        """How many lines come back when all is well, or None when that is not certain before."""
+        if self.wanted is None:
+            return None  # no limit reads back as silence, and a limit that is still there as a line
+        return self._setter_lines + 1
+
+    @property
+    def _setter_lines(self) -> int:
+        """A setter echoes the value now in force, or says nothing at all."""
+        return 1 if TABLE[self.setter.split(" ", 1)[0]].lines is Lines.ONE else 0
 
     def read_back(self, lines: Sequence[str]) -> T:
         """Return what the getter said: the last line, after whatever the setter had to say."""
-        name = self.setter.split(" ", 1)[0]
         refused = refusal(self.setter, lines)
         if refused is not None:
             raise refused
-        setter_lines = 1 if TABLE[name].lines is Lines.ONE else 0
-        return self.getter.parse(lines[setter_lines:])
+        return self.getter.parse(lines[self._setter_lines :])
 
 
 def default_active_thread_percentage(wanted: ActiveThreadPercentage) -> Setting[int]:

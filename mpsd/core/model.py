@@ -77,6 +77,8 @@ class Gpu:
     mig: bool
     driver_version: str
     """As the driver writes it, such as 535.261.03."""
+    memory_reserved: int = 0
+    """Bytes of the total that the driver keeps for itself; 0 where the driver, before 510, does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class GpuUsage:
 
     memory_used: int
     """Bytes that are in use on the whole GPU, by whomever."""
-    processes: Mapping[int, int] = field(default_factory=dict)
+    processes: Mapping[int, Reading[int]] = field(default_factory=dict)
     """Bytes held by pid, MPS clients included."""
 
 

@@ -122,7 +122,7 @@ class Handlers:
             index=view.index,
             name=gpu.name if gpu else None,
             memory_total=gpu.memory_total if gpu else None,
-            memory_reserved=self._node.settings.admission.memory_reserve,
+            memory_reserved=self._node.settings.admission.memory_reserve + (gpu.memory_reserved if gpu else 0),
             threads_granted=given.threads / 10,
             memory_granted=given.memory,
             memory_held=view.usage.value.memory_used if isinstance(view.usage, Known) else None,

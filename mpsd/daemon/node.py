@@ -264,7 +264,7 @@ class Node:
             gpu=gpu.uuid,
             daemon=daemon_name(gpu),
             threads=int(1000 * settings.threads_oversubscription),
-            memory=max(gpu.memory_total - settings.memory_reserve, 0),
+            memory=max(gpu.memory_total - gpu.memory_reserved - settings.memory_reserve, 0),
             clients=limits.clients_max(gpu.compute_capability, gpus.driver_branch(gpu.driver_version)),
             limits=self.settings.default_limits,
             refusal=_refusal(view, daemon),

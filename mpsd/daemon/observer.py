@@ -21,6 +21,9 @@ _DEVICE: Final = 0
 _NEWS: Final = ("NEW CLIENT", "NEW SERVER", "Starting new server", "Server ")
 """How log lines begin after which servers or clients may be others than before."""
 
+_MOST_WORDS: Final = 200
+"""Characters of a last line that are worth repeating."""
+
 
 @dataclass(frozen=True, slots=True)
 class Glance:
@@ -160,6 +163,14 @@ class Observer:
         news = any(line is not None and line.text.startswith(_NEWS) for line in map(parse, lines))
         self._orphans = tuple(each for each in self._orphans if process.start_ticks(each.pid) == each.start_ticks)
         return Glance(foreign, news)
+
+    def last_words(self) -> str:
+        """Return the last thing that the daemon wrote since the last look, or nothing; for the moment after its death."""
+        lines = [line for line in self._follower.read() if line.strip()]
+        if not lines:
+            return ""
+        line = parse(lines[-1])
+        return (line.text if line is not None else lines[-1])[-_MOST_WORDS:]
 
     def shorten_log(self, limit: int) -> None:
         """Keep the log within `limit` bytes; lines that were not read yet are never given up."""

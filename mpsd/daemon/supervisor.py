@@ -160,7 +160,7 @@ class Supervisor:
             case State.COOLING if clock.monotonic() < self._due:
                 await self._sleep(self._due - clock.monotonic())
             case State.COOLING:
-                self._move(Event.COOLED, self._because)
+                self._move(Event.COOLED, "the delay after its death is over")
 
     @property
     def _reset_hint(self) -> str:
@@ -310,6 +310,9 @@ class Supervisor:
         """The process is gone, and the kernel said so: settle what it leaves behind."""
         assert self._process is not None  # noqa: S101 - it is the one that ended
         how = f"pid {self._process.pid} {process.describe(returncode)}"
+        words = self._observer.last_words() if self._fresh else ""
+        if words:
+            how += f", and its last words were {words!r}"
         self._process.close()
         self._process = self._evidence = self._dead = None
         self._observer.orphaned()

@@ -9,16 +9,15 @@ it; and it sets nothing without reading it back.
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
-from mpsd.core.commands import Command, Lines, Setting, echo_of, mark, quit_daemon
+from mpsd.core.commands import Command, Setting, echo_of, mark, quit_daemon
 from mpsd.core.errors import (
     ControlBrokenError,
     ControlBusyError,
-    ControlGarbledError,
     ControlUnreachableError,
     ControlUnresponsiveError,
     LimitNotHeldError,
@@ -54,18 +53,6 @@ class Pending(Generic[T]):
         self.asked = asked
         self._lines: list[str] | None = None
 
-    @property
-    def lines(self) -> Lines:
-        """How many lines are expected when all is well."""
-        return self.asked.lines if isinstance(self.asked, Setting) else self.asked.row.lines
-
-    @property
-    def script(self) -> list[str]:
-        """What goes down the pipe: the command, or a setter and its getter."""
-        if isinstance(self.asked, Setting):
-            return [self.asked.setter, self.asked.getter.line]
-        return [self.asked.line]
-
     def bring(self, lines: list[str]) -> None:
         """Hand over the lines that came back."""
         self._lines = lines
@@ -78,7 +65,7 @@ class Pending(Generic[T]):
         """
         if self._lines is None:
             raise ControlBrokenError(
-                f"{'; '.join(self.script)!r} was never answered", hint="the conversation was not held to its end"
+                f"{'; '.join(self.asked.script)!r} was never answered", hint="the conversation was not held to its end"
             )
         if not isinstance(self.asked, Setting):
             return self.asked.parse(self._lines)
@@ -114,38 +101,43 @@ class Conversation:
         self.pending.append(answer)
         return answer
 
+    def _segments(self) -> Iterator[list[Pending[Any]]]:
+        """Yield what stands between two marks: answers of a certain length, and one of uncertain length at the end."""
+        segment: list[Pending[Any]] = []
+        for each in self.pending:
+            segment.append(each)
+            if each.asked.expects is None:
+                yield segment
+                segment = []
+        if segment:
+            yield segment
+
     def script(self, nonce: str) -> list[str]:
-        """Return the lines to send: a mark first, a mark last, and one after each answer of uncertain length."""
-        lines, number = [mark(nonce, 0)], 0
-        for position, each in enumerate(self.pending, start=1):
-            lines += each.script
-            if each.lines is not Lines.ONE or position == len(self.pending):
-                number += 1
-                lines.append(mark(nonce, number))
+        """Return the lines to send: a mark first, and one behind each segment."""
+        lines = [mark(nonce, 0)]
+        for number, segment in enumerate(self._segments(), start=1):
+            lines += [line for each in segment for line in each.asked.script]
+            lines.append(mark(nonce, number))
         return lines
 
     def distribute(self, nonce: str, output: list[str]) -> None:
         """Hand each answer to whom it belongs.
 
-        Raises CollisionError when nothing of the conversation was heard, ControlBrokenError when its end is missing, and
-        ControlGarbledError when an answer is longer or shorter than any answer can be.
+        Raises CollisionError when nothing of the conversation was heard, and ControlBrokenError when its end is missing.
         """
         if not output or output[0] != echo_of(mark(nonce, 0)):
             raise retry.CollisionError
-        rest, number, segment = output[1:], 0, list[Pending[Any]]()
-        for position, each in enumerate(self.pending, start=1):
-            segment.append(each)
-            if each.lines is not Lines.ONE or position == len(self.pending):
-                number += 1
-                end = echo_of(mark(nonce, number))
-                if end not in rest:
-                    raise ControlBrokenError(
-                        f"the control daemon answered as far as {_said(output)} and no further",
-                        hint="it died or was stopped in the middle: look at its state, then ask what is in force",
-                    )
-                cut = rest.index(end)
-                _share(segment, rest[:cut])
-                rest, segment = rest[cut + 1 :], []
+        rest = output[1:]
+        for number, segment in enumerate(self._segments(), start=1):
+            end = echo_of(mark(nonce, number))
+            if end not in rest:
+                raise ControlBrokenError(
+                    f"the control daemon answered as far as {_said(output)} and no further",
+                    hint="it died or was stopped in the middle: look at its state, then ask what is in force",
+                )
+            cut = rest.index(end)
+            _share(segment, rest[:cut])
+            rest = rest[cut + 1 :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +155,13 @@ class _Farewell:
 
 
 def _share(segment: list[Pending[Any]], lines: list[str]) -> None:
-    """Give all but the last their certain number of lines, and the last the remainder."""
+    """Give all but the last their certain number of lines, and the last the remainder.
+
+    Where a control daemon says more or less than it should, some of them get what they cannot parse, and none gets what
+    it could take for its own: that is an error for those, and never a success.
+    """
     for each in segment[:-1]:
-        count = len(each.script)
-        if len(lines) < count:
-            raise ControlGarbledError(
-                f"{'; '.join(each.script)!r} was answered with {len(lines)} lines instead of {count}",
-                hint="if the driver is newer than 555, report this with its version",
-            )
+        count = each.asked.expects or 0
         each.bring(lines[:count])
         lines = lines[count:]
     segment[-1].bring(lines)

@@ -1,8 +1,8 @@
 """The GPUs of the node, and what is in use on them, as NVIDIA's driver tells through NVML. The one importer of pynvml.
 
-NVML answers in microseconds, until a GPU or the driver locks up: then a call can hang in the kernel for minutes, where
-no signal reaches it. So all calls are made on one thread that nobody ever waits for without a deadline. While it is
-stuck, every reading is unknown, at once; when the call comes back, the readings do too.
+NVML answers at once, until a GPU or the driver locks up: then a call can hang in the kernel for minutes, where no
+signal reaches it. So all calls are made on one thread that nobody ever waits for without a deadline. While it is stuck,
+every reading is unknown, at once; when the call comes back, the readings do too.
 """
 
 import asyncio
@@ -21,6 +21,9 @@ from mpsd.core.model import Gpu, GpuUsage, Inventory, Known, Reading, Unknown
 T = TypeVar("T")
 
 _DEADLINE: Final = 5.0
+_OPENING: Final = 60.0
+"""Seconds for the driver to be opened: without persistence mode it sets up every GPU, each in a second or more."""
+
 _BACKLOG: Final = 64
 """Requests that may wait for the thread: each GPU of the largest node (16), several times over."""
 
@@ -88,16 +91,12 @@ class NvmlGpus:
         return Inventory(tuple(gpus), unknown)
 
     async def usage(self, gpu: Gpu) -> Reading[GpuUsage]:
-        """Return what is in use on this GPU now, which is found by its UUID.
-
-        It is unknown as a whole when the driver does not say what one of its processes holds: a process left out would
-        pass for one that holds nothing, and its limit for kept.
-        """
+        """Return what is in use on this GPU now, which is found by its UUID."""
         return await self._read(partial(self._nvml.usage, gpu.uuid))
 
     async def _open(self) -> "_Node":
         try:
-            return await self._thread.ask(self._nvml.open, self.deadline)
+            return await self._thread.ask(self._nvml.open, max(self.deadline, _OPENING))
         except _SilentError as silent:
             raise GpuUnknownError(str(silent), hint="see what the kernel says of it: dmesg | grep -i nvrm") from None
 
@@ -228,7 +227,7 @@ class _Nvml:
         try:
             handle = self._lib.nvmlDeviceGetHandleByIndex(index)
             major, minor = self._lib.nvmlDeviceGetCudaComputeCapability(handle)
-            total, _ = self._memory(handle)
+            total, reserved, _ = self._memory(handle)
             gpu = Gpu(
                 index=index,
                 uuid=str(self._lib.nvmlDeviceGetUUID(handle)),
@@ -237,6 +236,7 @@ class _Nvml:
                 compute_capability=(int(major), int(minor)),
                 mig=self._mig(handle),
                 driver_version=driver_version,
+                memory_reserved=reserved,
             )
         except self._lib.NVMLError as error:
             return Unknown(f"NVML: {error}")
@@ -246,11 +246,11 @@ class _Nvml:
         """Read what is in use on a GPU."""
         try:
             handle = self._lib.nvmlDeviceGetHandleByUUID(uuid)
-            _, used = self._memory(handle)
+            _, _, used = self._memory(handle)
             processes = self._processes(handle)
         except self._lib.NVMLError as error:
             return Unknown(f"NVML: {error}")
-        return processes if isinstance(processes, Unknown) else Known(GpuUsage(used, processes.value))
+        return Known(GpuUsage(used, processes))
 
     def _mig(self, handle: object) -> bool:
         """Tell whether MIG mode is on now, whatever it is going to be after a reset."""
@@ -260,26 +260,29 @@ class _Nvml:
             return False  # This GPU, or this driver (MIG came with 450), has no such mode.
         return bool(current == self._lib.NVML_DEVICE_MIG_ENABLE)
 
-    def _memory(self, handle: object) -> tuple[int, int]:
-        """Return total and used memory in bytes, both as nvidia-smi shows them.
+    def _memory(self, handle: object) -> tuple[int, int, int]:
+        """Return total, reserved and used memory in bytes, as nvidia-smi shows them.
 
         Version 1 counts what the driver keeps for itself as used, version 2 does not: 912 MB and 8 MB on the same A100
-        (github.com/Cldfire/nvml-wrapper/issues/57). Drivers before 510 have version 1 only.
+        (github.com/Cldfire/nvml-wrapper/issues/57). Drivers before 510 have version 1 only, and tell of no reserve.
         """
         try:
             memory = self._lib.nvmlDeviceGetMemoryInfo(handle, version=self._lib.nvmlMemory_v2)
         except self._lib.NVMLError_FunctionNotFound:
             memory = self._lib.nvmlDeviceGetMemoryInfo(handle)
-        return int(memory.total), int(memory.used)
+            return int(memory.total), 0, int(memory.used)
+        return int(memory.total), int(memory.reserved), int(memory.used)
 
-    def _processes(self, handle: object) -> Reading[dict[int, int]]:
-        """Return what each process holds in bytes, by pid; one that is listed twice counts once, at the larger.
+    def _processes(self, handle: object) -> dict[int, Reading[int]]:
+        """Return what each process holds in bytes, by pid; one that is listed twice counts once, at the larger figure.
+
+        A process of which the driver does not tell is there all the same: left out, it would pass for one that holds nothing.
 
         Version 2 of these functions comes first. Version 3 has the same struct in pynvml and in most drivers, a larger
         one in 535.43 to 535.86, where pynvml reads garbage, and is missing in 535.98 and, being newer, before 510
         (github.com/XuehaiPan/nvitop/pull/89).
         """
-        held: dict[int, int] = {}
+        held: dict[int, Reading[int]] = {}
         for kind in ("Compute", "MPSCompute"):
             name = f"nvmlDeviceGet{kind}RunningProcesses"
             try:
@@ -287,8 +290,10 @@ class _Nvml:
             except self._lib.NVMLError_FunctionNotFound:
                 processes = getattr(self._lib, f"{name}_v3")(handle)
             for process in processes:
+                pid, before = int(process.pid), held.get(int(process.pid))
                 if process.usedGpuMemory is None:
-                    return Unknown(f"NVML does not say how much memory process {process.pid} holds")
-                pid = int(process.pid)
-                held[pid] = max(held.get(pid, 0), int(process.usedGpuMemory))
-        return Known(held)
+                    held.setdefault(pid, Unknown(f"NVML does not say how much memory process {pid} holds"))
+                else:
+                    known = before.value if isinstance(before, Known) else 0
+                    held[pid] = Known(max(known, int(process.usedGpuMemory)))
+        return held

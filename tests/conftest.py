@@ -1,0 +1,99 @@
+"""The fixtures that every test has: a directory with a short path, and the proof that nothing was left behind."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from tests import real
+from tests.harness import Watch, kill, remove_tree
+
+# A property is not a measurement: a slow example on a busy machine is no failure. What is found is printed for replay.
+hypothesis.settings.register_profile("mpsd", hypothesis.settings(), deadline=None, print_blob=True)
+hypothesis.settings.load_profile("mpsd")
+
+_numbers = count(1)
+_reported: set[str] = set()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def private_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Give this run a directory of its own with a short path, and make it the place for temporary files.
+
+    Programs that the tests start inherit it as TMPDIR, so what stands in it was left by this run and by nobody else.
+    Others may pass through it (0711): an MPS client runs as another user.
+    """
+    kept_by_pytest = tmp_path_factory.getbasetemp()  # decided now, while TMPDIR is still the user's
+    parent = "/tmp" if os.access("/tmp", os.W_OK | os.X_OK) else None
+    root = Path(tempfile.mkdtemp(prefix="mt-", dir=parent))
+    root.chmod(0o711)
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"], tempfile.tempdir = str(root), None
+    watch = Watch((root, kept_by_pytest), root)
+    yield root
+    try:
+        _fail_on_leaks(watch, "the fixtures of this run")
+    finally:
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
+        tempfile.tempdir = None
+        remove_tree(root)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(private_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fail a test that leaves a process, a file descriptor or a file behind; end the processes that it left."""
+    watch = Watch((private_root, tmp_path_factory.getbasetemp()), private_root)
+    yield
+    _fail_on_leaks(watch, "this test")
+
+
+def _fail_on_leaks(watch: Watch, who: str) -> None:
+    __tracebackhide__ = True
+    lines, processes = watch.leaks()
+    for process in processes:
+        kill(process)
+    watch.remove_private_files()
+    lines = [line for line in lines if line not in _reported]  # a descriptor stays for ever: once is enough
+    _reported.update(lines)
+    if lines:
+        pytest.fail(f"{who} left behind:\n  " + "\n  ".join(lines), pytrace=False)
+
+
+@pytest.fixture
+def short_tmp(private_root: Path, nothing_left_behind: None) -> Iterator[Path]:  # noqa: ARG001 - it must outlast this one
+    """Give a private directory whose path is short enough for unix sockets below it (107 bytes); removed afterwards."""
+    path = private_root / f"{next(_numbers)}"
+    path.mkdir(mode=0o700)
+    yield path
+    remove_tree(path)
+
+
+# -- what is not on every machine --------------------------------------------------------------------------------------
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what cannot run here, or fail it where it has to run."""
+    for mark in item.iter_markers("real_daemon"):
+        missing = real.missing(*mark.args)
+        if missing is not None and real.required():
+            pytest.fail(f"{missing}, and {real.REQUIRE} is set", pytrace=False)
+        elif missing is not None:
+            pytest.skip(missing)
+    if item.get_closest_marker("gpu") is not None and not Path("/dev/nvidiactl").exists():
+        pytest.skip("no NVIDIA driver on this machine")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say loudly which of NVIDIA's control daemons the tests did without."""
+    absent = [branch for branch in real.BRANCHES if branch not in real.real_daemons()]
+    if absent:
+        names = ", ".join(str(branch) for branch in absent)
+        terminalreporter.section("NOT TESTED AGAINST NVIDIA'S OWN CONTROL DAEMON", sep="!", red=True, bold=True)
+        terminalreporter.line(f"missing: driver branch {names}. Fetch with: tests/real/fetch")

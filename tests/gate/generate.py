@@ -1,0 +1,120 @@
+"""The parts of README.md that are made from the code: the errors, the settings, and the life of a control daemon.
+
+`python -m tests.gate.generate` writes them between their markers, and the tests of this folder fail while they differ.
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from mpsd.core.errors import CallerError, CapacityError, ControlError, GpuError, MpsdError, OperatorError, catalogue
+from mpsd.core.lifecycle import TABLE, Event, State
+from mpsd.core.settings import render, rows
+
+README: Final = Path(__file__).resolve().parents[2] / "README.md"
+
+_DOING: Final[dict[type, str]] = {
+    CallerError: "the caller",
+    CapacityError: "the node's capacity",
+    OperatorError: "the operator",
+    ControlError: "MPS",
+    GpuError: "the GPU",
+    MpsdError: "mpsd",
+}
+"""Whose doing an error is, by the nearest of these classes that it derives from."""
+
+
+def _table(*lines: tuple[str, ...]) -> str:
+    head, *rest = lines
+    rule = tuple("---" for _ in head)
+    return "\n".join(f"| {' | '.join(map(_escaped, line))} |" for line in (head, rule, *rest))
+
+
+def _escaped(cell: str) -> str:
+    return cell.replace("|", "\\|")
+
+
+def _summary(documented: object) -> str:
+    """Return what a docstring says, on one line."""
+    return " ".join((documented.__doc__ or "").split())
+
+
+def errors_table() -> str:
+    """Return every error there is, as a Markdown table."""
+    lines = [("code", "whose doing", "status", "exit", "again?", "meaning")]
+    for error in catalogue():
+        doing = next(_DOING[group] for group in error.__mro__ if group in _DOING)
+        again = "yes" if error.retryable else "no"
+        lines.append((f"`{error.code}`", doing, f"{error.status}", f"{error.exit_code}", again, _summary(error)))
+    return _table(*lines)
+
+
+def settings_table() -> str:
+    """Return every setting there is, as a Markdown table."""
+    lines = [("setting", "default", "unit", "reload", "meaning")]
+    for row in rows():
+        default = "absent" if row.default is None else f"`{render(row, row.default)}`"
+        lines.append((f"`{row.key}`", default, row.unit, "yes" if row.reload else "restart", row.help))
+    return _table(*lines)
+
+
+def lifecycle_diagram() -> str:
+    """Return the states of a control daemon and what leads from one to another, as a Mermaid diagram."""
+    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {State.DOWN}"]
+    for state, outcomes in TABLE.items():
+        ways: dict[State, list[Event]] = {}
+        for event, outcome in outcomes.items():
+            if isinstance(outcome, State):
+                ways.setdefault(outcome, []).append(event)
+        lines += [f"    {state} --> {to}: {', '.join(events)}" for to, events in ways.items()]
+    return "\n".join([*lines, "```"])
+
+
+PARTS: Final[dict[str, Callable[[], str]]] = {
+    "errors": errors_table,
+    "settings": settings_table,
+    "lifecycle": lifecycle_diagram,
+}
+
+
+def between(name: str, text: str) -> re.Match[str]:
+    """Find the part of a document between the two markers of this name."""
+    found = list(re.finditer(rf"(?<=<!-- {name}:begin -->\n).*?(?=<!-- {name}:end -->)", text, re.DOTALL))
+    if len(found) != 1:
+        raise ValueError(f"README.md has {len(found)} parts between <!-- {name}:begin --> and <!-- {name}:end -->")
+    return found[0]
+
+
+def written(text: str) -> str:
+    """Return a README with every generated part as it is to be."""
+    for name in PARTS:
+        part = between(name, text)
+        text = text[: part.start()] + wanted(name) + text[part.end() :]
+    return text
+
+
+def wanted(name: str) -> str:
+    """Return what is to stand between the markers of this name."""
+    return f"\n{PARTS[name]()}\n\n"
+
+
+def assert_written(name: str) -> None:
+    """Fail while README.md has something else between these markers than what the code says."""
+    __tracebackhide__ = True
+    stands = between(name, README.read_text(encoding="utf-8")).group()
+    assert stands == wanted(name), f"README.md says something else about {name}: run python -m tests.gate.generate"
+
+
+def main() -> int:
+    """Write the generated parts into README.md."""
+    before = README.read_text(encoding="utf-8")
+    after = written(before)
+    README.write_text(after, encoding="utf-8")
+    print("README.md was written" if after != before else "README.md was up to date")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

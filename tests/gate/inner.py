@@ -1,0 +1,25 @@
+"""A pytest inside pytest: how the fixtures and hooks of tests/conftest.py are themselves tested."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+from tests.gate.source import ROOT
+
+
+def inner_pytest(folder: Path, text: str, *options: str, **environment: str) -> str:
+    """Run these tests in a process of their own, with this project's settings and fixtures; return what was printed."""
+    (folder / "test_inner.py").write_text(dedent(text), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-c", f"{ROOT}/pyproject.toml", "-p", "tests.conftest"]
+    command += ["-p", "no:cacheprovider", f"--rootdir={folder}", f"--basetemp={folder}/base", "--color=no", *options]
+    done = subprocess.run(
+        [*command, f"{folder}/test_inner.py"],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout + done.stderr

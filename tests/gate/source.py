@@ -1,0 +1,80 @@
+"""The source of mpsd and of its tests, parsed once, for the tests of this folder to walk over."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """One Python file."""
+
+    path: str
+    """Relative to the root of the tree, such as mpsd/core/units.py."""
+    text: str
+    tree: ast.Module
+
+    @property
+    def name(self) -> str:
+        """Its dotted name, such as mpsd.core.units."""
+        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    @property
+    def layer(self) -> str:
+        """The folder below mpsd that it is in, or its own name when it is in none."""
+        return self.path.split("/")[1].removesuffix(".py")
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """One name that a module imports from one place."""
+
+    line: int
+    module: str
+    name: str | None
+    at_start: bool
+    """Whether it is carried out when the module is imported, not when a function of it is called."""
+
+
+@cache
+def modules(folder: str) -> tuple[Module, ...]:
+    """Parse every Python file below a folder of the tree."""
+    files = (path for path in sorted((ROOT / folder).rglob("*.py")) if "__pycache__" not in path.parts)
+    return tuple(_parsed(path) for path in files)
+
+
+def _parsed(path: Path) -> Module:
+    text = path.read_text(encoding="utf-8")
+    return Module(f"{path.relative_to(ROOT)}", text, ast.parse(text, str(path)))
+
+
+def imports(module: Module) -> Iterator[Import]:
+    """Give every import of a module, wherever in it it stands."""
+    inside = {
+        id(node)
+        for function in ast.walk(module.tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(module.tree):
+        at_start = id(node) not in inside
+        if isinstance(node, ast.Import):
+            yield from (Import(node.lineno, alias.name, None, at_start) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (Import(node.lineno, node.module or "", alias.name, at_start) for alias in node.names)
+
+
+def dotted(node: ast.AST) -> str:
+    """Return `a.b.c` for an expression that is nothing but names and dots, and an empty text for every other."""
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=value, attr=name) if dotted(value):
+            return f"{dotted(value)}.{name}"
+        case _:
+            return ""

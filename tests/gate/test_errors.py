@@ -1,0 +1,84 @@
+"""The catalogue of errors is complete, consistent with the contract, and what README.md says it is."""
+
+import ast
+import re
+from http import HTTPStatus
+
+import pytest
+
+from mpsd.core.errors import MpsdError, catalogue
+from tests.gate.generate import assert_written
+from tests.gate.source import modules
+
+EXIT_CODES = {1, 2, 69, 75, 77, 78}
+"""What a program of mpsd ends with when something is wrong, by the contract."""
+
+
+@pytest.mark.parametrize("error", catalogue(), ids=lambda error: error.code)
+class TestEachError:
+    """What holds for every error that has a code."""
+
+    def test_is_documented(self, error: type[MpsdError]) -> None:
+        """Its docstring is its own, begins with a capital or a name, and ends like a sentence."""
+        assert re.fullmatch(r"[A-Z`m].*\.", (error.__doc__ or "").strip(), re.DOTALL)
+        assert error.__doc__ != (error.__mro__[1].__doc__)
+
+    def test_has_a_code_for_programs(self, error: type[MpsdError]) -> None:
+        """Its code is lower case with underscores, and named after its class."""
+        assert re.fullmatch(r"[a-z]+(_[a-z]+)*", error.code)
+        assert error.__name__ == error.code.title().replace("_", "") + "Error"
+
+    def test_keeps_the_contract(self, error: type[MpsdError]) -> None:
+        """Its status is an HTTP error, its exit code is one of the contract's, and the two say the same."""
+        assert HTTPStatus(error.status) >= HTTPStatus.BAD_REQUEST
+        assert error.exit_code in EXIT_CODES
+        assert (error.status == HTTPStatus.FORBIDDEN) == (error.exit_code == 77)
+        assert error.status != HTTPStatus.UNPROCESSABLE_ENTITY or error.exit_code == 2
+        assert error.exit_code != 75 or error.status in {HTTPStatus.CONFLICT, HTTPStatus.SERVICE_UNAVAILABLE}
+
+    def test_says_what_to_do(self, error: type[MpsdError]) -> None:
+        """It is raised with a sentence and a hint, and carries both."""
+        raised = error("the thing is broken", hint="mend it", limit="things")
+        assert (str(raised), raised.detail, raised.hint, raised.limit) == (
+            "the thing is broken",
+            "the thing is broken",
+            "mend it",
+            "things",
+        )
+
+
+def test_codes_are_unique() -> None:
+    """No two errors have the same code."""
+    codes = [error.code for error in catalogue()]
+    assert sorted(set(codes)) == sorted(codes)
+
+
+def test_the_catalogue_is_one_file() -> None:
+    """No class of mpsd derives from an error of the catalogue outside it, where no table would show it."""
+    names = {error.__name__ for error in MpsdError.__subclasses__()} | {error.__name__ for error in catalogue()}
+    elsewhere = [
+        f"{module.path}:{node.lineno}: {node.name}"
+        for module in modules("mpsd")
+        if module.path != "mpsd/core/errors.py"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ClassDef)
+        if {base.id for base in node.bases if isinstance(base, ast.Name)} & (names | {"MpsdError"})
+    ]
+    assert not elsewhere, "\n".join(elsewhere)
+
+
+def test_nobody_returns_a_third_truth() -> None:
+    """No function returns `bool | None`: it raises, or returns a member of an enum."""
+    tri_state = [
+        f"{module.path}:{node.lineno}: {node.name}"
+        for module in modules("mpsd")
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns is not None
+        if ast.unparse(node.returns) in {"bool | None", "None | bool", "Optional[bool]"}
+    ]
+    assert not tri_state, "\n".join(tri_state)
+
+
+def test_the_readme_has_this_table() -> None:
+    """README.md shows every error as the code has it."""
+    assert_written("errors")

@@ -1,0 +1,112 @@
+"""What the tests stand on does what it says: waiting, and the skips of what a machine does not have."""
+
+import asyncio
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests import real
+from tests.gate.inner import inner_pytest
+from tests.harness import eventually, wait_until
+
+NEEDY: Final = """
+import pytest
+from tests import real
+
+@pytest.mark.parametrize("daemon", real.real_daemon_params())
+def test_each(daemon):
+    assert daemon.control.name == "nvidia-cuda-mps-control"
+
+@pytest.mark.real_daemon
+def test_any():
+    pass
+"""
+
+
+def looks(*values: object) -> Iterator[object]:
+    """Give one value for each look, and raise those that are errors."""
+    for value in values:
+        if isinstance(value, Exception):
+            raise value
+        yield value
+
+
+def test_wait_until_returns_what_it_saw() -> None:
+    """The first true value ends the wait and is its result."""
+    seen = looks(None, 0, "", "there")
+    assert wait_until(lambda: next(seen), what="something") == "there"
+
+
+def test_wait_until_says_what_it_waited_for() -> None:
+    """When the time is over, the message names the condition and the last look, be it a value or an error."""
+
+    def refused() -> bool:
+        raise ConnectionRefusedError("nobody listens")
+
+    with pytest.raises(AssertionError, match=r"waited 0\.02 s for the moon; the last look saw \[\]"):
+        wait_until(list, what="the moon", deadline=0.02)
+    with pytest.raises(AssertionError, match=r"the last look saw ConnectionRefusedError\('nobody listens'\)"):
+        wait_until(refused, what="the socket", deadline=0.02, not_yet=(OSError,))
+
+
+def test_wait_until_hides_no_error() -> None:
+    """An error that was not named ends the wait at once."""
+    seen = looks(None, ZeroDivisionError("a defect"))
+    with pytest.raises(ZeroDivisionError):
+        wait_until(lambda: next(seen), what="something", not_yet=(OSError,))
+
+
+def test_eventually_takes_functions_and_coroutines() -> None:
+    """Inside an event loop the condition may be either, and the wait ends the same way."""
+
+    async def main() -> None:
+        seen = looks(None, "there", None, "here")
+
+        async def look() -> object:
+            return next(seen)
+
+        assert await eventually(look, what="something") == "there"
+        assert await eventually(lambda: next(seen), what="something") == "here"
+        with pytest.raises(AssertionError, match="for the moon"):
+            await eventually(lambda: None, what="the moon", deadline=0.02)
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def lonely(tmp_path: Path) -> Path:
+    """Make a cache that holds the control daemon of one branch only, beside things that are none."""
+    for name in ("535.1.02", "535.261.03"):
+        control = tmp_path / "cache" / name / real.CONTROL
+        control.parent.mkdir(parents=True)
+        control.write_text("#!/bin/sh\n", encoding="utf-8")
+        control.chmod(0o755)
+    for name in (".fetching-470-x", "550.163.01", "555"):
+        (tmp_path / "cache" / name).mkdir()
+    return tmp_path / "cache"
+
+
+def test_missing_daemons_skip_loudly(tmp_path: Path, lonely: Path) -> None:
+    """Where a real daemon is missing its tests skip, and the end of the run says so in capitals, with the remedy."""
+    said = inner_pytest(tmp_path, NEEDY, MPSD_REAL_DAEMONS=str(lonely), MPSD_REQUIRE_REAL_DAEMON="")
+    assert re.search(r"\b2 passed, 3 skipped\b", said), said
+    assert "NOT TESTED AGAINST NVIDIA'S OWN CONTROL DAEMON" in said
+    assert "missing: driver branch 470, 550, 555. Fetch with: tests/real/fetch" in said
+
+
+def test_missing_daemons_fail_where_they_are_required(tmp_path: Path, lonely: Path) -> None:
+    """With MPSD_REQUIRE_REAL_DAEMON=1 the same run is red, and names each that is missing."""
+    said = inner_pytest(tmp_path, NEEDY, MPSD_REAL_DAEMONS=str(lonely), MPSD_REQUIRE_REAL_DAEMON="1")
+    assert re.search(r"\b2 passed, 3 errors\b", said), said
+    for branch in (470, 550, 555):
+        assert f"no control daemon of driver branch {branch} in {lonely}" in said
+
+
+def test_the_newest_point_release_is_taken(lonely: Path) -> None:
+    """Of two point releases of a branch the newer counts, by number and not by spelling."""
+    assert (real.version_of(lonely / "535.261.03") or ()) > (real.version_of(lonely / "535.1.02") or ())
+    assert real.version_of(lonely / ".fetching-470-x") is None
+    assert real.version_of(lonely / "555") is None

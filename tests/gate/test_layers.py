@@ -1,0 +1,136 @@
+"""Imports point one way, no module reaches into another, and no room grows too large."""
+
+import sys
+from typing import Final
+
+from tests.gate.source import imports, modules
+
+MAY_IMPORT: Final = {
+    "__init__": frozenset[str](),
+    "core": frozenset({"core"}),
+    "system": frozenset({"core", "system"}),
+    "daemon": frozenset({"core", "system", "daemon"}),
+    "cli": frozenset({"core", "cli"}),
+    "simulator": frozenset({"core", "simulator"}),
+    "__main__": frozenset({"core", "system", "daemon", "cli", "simulator"}),  # the composition root
+}
+"""Which folders of mpsd each folder may import from."""
+
+LIBRARIES: Final = {
+    "__init__": frozenset[str](),
+    "core": frozenset[str](),
+    "system": frozenset({"psutil", "pynvml", "tenacity"}),
+    "daemon": frozenset({"aiohttp", "msgspec", "structlog"}),
+    "cli": frozenset({"click"}),
+    "simulator": frozenset[str](),
+    "__main__": frozenset({"click"}),
+}
+"""Which libraries each folder may import. The doors of single files are in pyproject.toml (see test_doors.py)."""
+
+CORE_STANDARD_LIBRARY: Final = frozenset(
+    {
+        "__future__",
+        "abc",
+        "bisect",
+        "collections",
+        "dataclasses",
+        "datetime",
+        "decimal",
+        "difflib",
+        "enum",
+        "fractions",
+        "functools",
+        "heapq",
+        "itertools",
+        "math",
+        "operator",
+        "pathlib",  # as a value: what touches the disk is called elsewhere
+        "re",
+        "string",
+        "textwrap",
+        "tomllib",  # from text, not from a file
+        "types",
+        "typing",
+    }
+)
+"""What core may use: nothing that does I/O, knows the time, waits, logs, or rolls dice."""
+
+SLOW_TO_IMPORT: Final = frozenset(
+    {"asyncio", "concurrent", "email", "http", "logging", "multiprocessing", "ssl", "subprocess", "tempfile", "urllib"}
+)
+"""What `mpsctl` does without to start: each of these costs a caller more than the whole of click."""
+
+LONGEST: Final = 400
+
+LONGER: Final[dict[str, str]] = {}
+"""Modules that may be longer than LONGEST lines, each with its argument."""
+
+
+def test_imports_point_one_way() -> None:
+    """Every module of mpsd imports only the folders of mpsd that its own folder may know."""
+    wrong = [
+        f"{module.path}:{each.line}: {module.layer} imports {each.module}"
+        for module in modules("mpsd")
+        for each in imports(module)
+        for parts in [f"{each.module}.{each.name}".split(".")]
+        if parts[0] == "mpsd" and parts[1] in MAY_IMPORT and parts[1] not in MAY_IMPORT[module.layer]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_folder_has_its_place() -> None:
+    """There is no folder of mpsd of which nobody said what it may import."""
+    assert {module.layer for module in modules("mpsd")} <= set(MAY_IMPORT)
+
+
+def test_libraries_stay_in_their_layer() -> None:
+    """Every module imports only the libraries that its folder may know."""
+    wrong = [
+        f"{module.path}:{each.line}: {module.layer} imports {each.module}"
+        for module in modules("mpsd")
+        for each in imports(module)
+        for top in [each.module.split(".")[0]]
+        if top != "mpsd" and top not in sys.stdlib_module_names and top not in LIBRARIES[module.layer]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_core_is_pure() -> None:
+    """Core imports a short list of the standard library, in which nothing does I/O or knows the time."""
+    wrong = [
+        f"{module.path}:{each.line}: core imports {each.module}"
+        for module in modules("mpsd/core")
+        for each in imports(module)
+        if each.module.split(".")[0] not in CORE_STANDARD_LIBRARY | {"mpsd"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_command_line_starts_light() -> None:
+    """Nothing of mpsd/cli imports, before a command of it runs, what takes long to import."""
+    wrong = [
+        f"{module.path}:{each.line}: {each.module} is imported at the start"
+        for module in modules("mpsd/cli")
+        for each in imports(module)
+        if each.at_start and each.module.split(".")[0] in SLOW_TO_IMPORT
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_private_names_stay_private() -> None:
+    """No module imports a name, or a module, that begins with an underscore."""
+    wrong = [
+        f"{module.path}:{each.line}: {each.module}.{each.name}"
+        for module in modules("mpsd")
+        for each in imports(module)
+        for part in [*each.module.split("."), each.name or ""]
+        if part.startswith("_") and not (part.startswith("__") and part.endswith("__"))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_rooms_are_small() -> None:
+    """No module is longer than 400 lines, unless it is named with an argument, and no such name is out of date."""
+    lengths = {module.path: module.text.count("\n") for module in modules("mpsd")}
+    too_long = {path: length for path, length in lengths.items() if length > LONGEST}
+    assert too_long.keys() == LONGER.keys(), too_long

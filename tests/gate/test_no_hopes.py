@@ -1,0 +1,86 @@
+"""No test replaces a part of mpsd by a mock or hopes that a sleep was long enough, and mpsd swallows no error."""
+
+import ast
+from collections.abc import Iterator
+from typing import Final
+
+from tests.gate.source import Module, dotted, imports, modules
+
+HARNESS: Final = "tests/harness.py"
+"""The one file of the tests that may sleep, between two looks at a condition."""
+
+BOUNDARIES: Final = {
+    "mpsd/daemon/api.py": "a defect answers one request with `internal`, and must not end mpsd",
+    "mpsd/system/gpu.py": "nothing is handled: what a call to NVML raised is raised where its answer is awaited",
+}
+"""Files of mpsd that may catch every error, each with the reason why there is nobody further out who could."""
+
+
+def sleeps(module: Module) -> Iterator[str]:
+    """Give each call of a sleep in a module, by whatever name it was imported."""
+    names = {"time.sleep", "asyncio.sleep"}
+    names |= {"sleep" for each in imports(module) if each.module in {"time", "asyncio"} and each.name == "sleep"}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call) and dotted(node.func) in names:
+            yield f"{module.path}:{node.lineno}"
+
+
+def mocks(module: Module) -> Iterator[str]:
+    """Give each place in a module where a part of the program is replaced by something that is not it."""
+    for each in imports(module):
+        if f"{each.module}.{each.name}".startswith(("unittest.mock", "mock.", "pytest_mock.")):
+            yield f"{module.path}:{each.line}"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call) and dotted(node.func).endswith(("monkeypatch.setattr", "monkeypatch.delattr")):
+            yield f"{module.path}:{node.lineno}"
+
+
+def swallows(module: Module) -> Iterator[str]:
+    """Give each handler in a module that catches every error there is."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.ExceptHandler):
+            caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+            if any(each is None or dotted(each) in {"Exception", "BaseException"} for each in caught):
+                yield f"{module.path}:{node.lineno}"
+
+
+def test_no_sleep_that_hopes() -> None:
+    """No test sleeps; it waits for a condition with a deadline (tests.harness.wait_until)."""
+    found = [place for module in modules("tests") if module.path != HARNESS for place in sleeps(module)]
+    assert not found, "\n".join(found)
+
+
+def test_no_mocks() -> None:
+    """Fakes are programs and files: no test patches a part of mpsd away."""
+    found = [place for module in modules("tests") for place in mocks(module)]
+    assert not found, "\n".join(found)
+
+
+def test_no_swallowed_errors() -> None:
+    """No part of mpsd catches every error, but for the boundaries named above; and each of those still does."""
+    found = [place for module in modules("mpsd") for place in swallows(module)]
+    assert {place.split(":")[0] for place in found} == BOUNDARIES.keys(), "\n".join(found)
+
+
+def test_every_form_is_seen() -> None:
+    """The tests above see what they are there to see."""
+    text = """
+import asyncio, time, unittest.mock
+from time import sleep
+from unittest import mock
+def f(monkeypatch):
+    sleep(1)
+    time.sleep(1)
+    asyncio.sleep(1)
+    monkeypatch.setattr(f, "x", 1)
+    monkeypatch.setenv("x", "y")
+    try: pass
+    except Exception: pass
+    except (OSError, BaseException): pass
+    except ValueError: pass
+    except: pass
+"""
+    module = Module("tests/x.py", text, ast.parse(text))
+    assert len(list(sleeps(module))) == 3
+    assert len(list(mocks(module))) == 3
+    assert len(list(swallows(module))) == 3

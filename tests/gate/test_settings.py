@@ -1,0 +1,62 @@
+"""The table of settings is complete, and what README.md says it is."""
+
+import re
+
+import pytest
+
+from mpsd.core.settings import Row, Settings, parse, render, rows
+from tests.gate.generate import assert_written
+
+CONTRACT = {
+    "paths.runtime_dir": "/run/mpsd",
+    "paths.state_dir": "/var/lib/mpsd",
+    "paths.log_dir": "/var/log/mpsd",
+    "api.socket": None,
+    "api.mode": ...,
+    "api.group": ...,
+    "daemon.control": "nvidia-cuda-mps-control",
+    "daemon.layout": "per-gpu",
+    "daemon.compute_mode": "leave",
+    "limits.active_thread_percentage": "100.0",
+    "limits.pinned_device_mem_limit": None,
+    "admission.threads_oversubscription": "1.0",
+    "admission.memory_reserve": ...,
+    "admission.placement": "best-fit",
+}
+"""The names that are fixed, with the defaults that are (`...` where it is not)."""
+
+
+@pytest.mark.parametrize("row", list(rows()), ids=lambda row: row.key)
+class TestEachSetting:
+    """What holds for every row."""
+
+    def test_is_documented(self, row: Row) -> None:
+        """Its help is one line that fits into a table, and no sentence of its own."""
+        assert re.fullmatch(r"[^\n|]+[^\n.]", row.help)
+
+    def test_default_reads_back(self, row: Row) -> None:
+        """Its default, written as the table shows it, is read from a file as the same value."""
+        if row.default is None:
+            return
+        section, name = row.key.split(".")
+        assert parse(f"[{section}]\n{name} = {render(row, row.default)}\n") == Settings()
+
+
+def test_keys_are_unique() -> None:
+    """No setting has two rows."""
+    keys = [row.key for row in rows()]
+    assert sorted(set(keys)) == sorted(keys)
+
+
+def test_the_contract_stands() -> None:
+    """The names that are fixed are there, with the defaults that are fixed."""
+    defaults = {row.key: row.default for row in rows()}
+    assert defaults.keys() >= CONTRACT.keys()
+    for key, default in CONTRACT.items():
+        if default is not ...:
+            assert (defaults[key] if defaults[key] is None else str(defaults[key])) == default, key
+
+
+def test_the_readme_has_this_table() -> None:
+    """README.md shows every setting as the code has it."""
+    assert_written("settings")

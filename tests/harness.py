@@ -1,0 +1,340 @@
+"""What every test needs: waiting for a condition, and proof that nothing was left behind.
+
+This is the only place in tests/ that may sleep (tests/gate/test_no_hopes.py), and it sleeps only between two looks.
+"""
+
+import asyncio
+import contextlib
+import gc
+import os
+import shutil
+import signal
+import stat
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar, overload
+
+T = TypeVar("T")
+
+_FIRST_PAUSE: Final = 0.001
+_LONGEST_PAUSE: Final = 0.05
+
+# -- waiting -----------------------------------------------------------------------------------------------------------
+
+
+class _Wait:
+    """One wait: until when, for what, and what the last look saw."""
+
+    def __init__(self, deadline: float, what: str) -> None:
+        self._deadline = deadline
+        self._what = what
+        self._end = time.monotonic() + deadline
+        self._pause = _FIRST_PAUSE
+
+    def next_pause(self, last: object) -> float:
+        """Return how long to sleep before the next look; raise AssertionError when the time is over."""
+        __tracebackhide__ = True
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise AssertionError(f"waited {self._deadline:g} s for {self._what}; the last look saw {last!r}")
+        pause = min(self._pause, left)
+        self._pause = min(self._pause * 1.5, _LONGEST_PAUSE)
+        return pause
+
+
+def wait_until(
+    condition: Callable[[], T | None],
+    *,
+    what: str,
+    deadline: float = 10.0,
+    not_yet: tuple[type[Exception], ...] = (),
+) -> T:
+    """Look until `condition` returns something true, and return that; AssertionError with the last look otherwise.
+
+    Errors of the types in `not_yet` count as a look that saw nothing; every other error is the test's own failure.
+    """
+    __tracebackhide__ = True
+    wait = _Wait(deadline, what)
+    while True:
+        last: object
+        try:
+            value = condition()
+            if value:
+                return value
+            last = value
+        except not_yet as error:
+            last = error
+        time.sleep(wait.next_pause(last))
+
+
+@overload
+async def eventually(
+    condition: Callable[[], Awaitable[T | None]],
+    *,
+    what: str,
+    deadline: float = ...,
+    not_yet: tuple[type[Exception], ...] = ...,
+) -> T: ...
+
+
+@overload
+async def eventually(
+    condition: Callable[[], T | None],
+    *,
+    what: str,
+    deadline: float = ...,
+    not_yet: tuple[type[Exception], ...] = ...,
+) -> T: ...
+
+
+async def eventually(
+    condition: Callable[[], object],
+    *,
+    what: str,
+    deadline: float = 10.0,
+    not_yet: tuple[type[Exception], ...] = (),
+) -> object:
+    """Wait as `wait_until` does, inside a running event loop; the condition may be a coroutine function."""
+    __tracebackhide__ = True
+    wait = _Wait(deadline, what)
+    while True:
+        last: object
+        try:
+            seen = condition()
+            value = await seen if isinstance(seen, Awaitable) else seen
+            if value:
+                return value
+            last = value
+        except not_yet as error:
+            last = error
+        await asyncio.sleep(wait.next_pause(last))
+
+
+# -- short private directories -----------------------------------------------------------------------------------------
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory of a test, also one in which the test took its own permissions away."""
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        return
+    except OSError:
+        for folder, names, _ in os.walk(path):
+            for name in [".", *names]:
+                with contextlib.suppress(OSError):
+                    Path(folder, name).chmod(stat.S_IRWXU, follow_symlinks=False)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# -- processes, as /proc has them --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A process at the moment of one look."""
+
+    pid: int
+    parent: int
+    start_ticks: int
+    state: str
+    command: str
+    pipe_directory: str
+
+    @property
+    def zombie(self) -> bool:
+        """Whether it has ended and was never waited for."""
+        return self.state == "Z"
+
+    def __str__(self) -> str:
+        """Name it so that a person finds what started it."""
+        parent = "a child" if self.parent == os.getpid() else f"re-parented to {self.parent}"
+        pipe = f", pipe directory {self.pipe_directory}" if self.pipe_directory else ""
+        end = ", ended and never waited for" if self.zombie else ""
+        return f"process {self.pid} ({parent}{pipe}{end}): {self.command}"
+
+
+def pids() -> frozenset[int]:
+    """Every process there is."""
+    return frozenset(int(name) for name in os.listdir("/proc") if name.isdecimal())  # noqa: PTH208 - twice in every test
+
+
+def look_at(pid: int) -> Running | None:
+    """Look at one process; None when it is gone. What another user's process hides is empty."""
+    folder = f"/proc/{pid}"
+    try:
+        name, _, rest = _read(f"{folder}/stat").rpartition(")")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = rest.split()
+    command = environment = ""
+    with contextlib.suppress(OSError):
+        command = _read(f"{folder}/cmdline").replace("\0", " ").strip()
+    with contextlib.suppress(OSError):
+        environment = _read(f"{folder}/environ")
+    pipe_directory = next(
+        (
+            value
+            for variable, _, value in (entry.partition("=") for entry in environment.split("\0"))
+            if variable == "CUDA_MPS_PIPE_DIRECTORY"
+        ),
+        "",
+    )
+    return Running(
+        pid=pid,
+        parent=int(fields[1]),
+        start_ticks=int(fields[19]),
+        state=fields[0],
+        command=command or name.partition("(")[2],
+        pipe_directory=pipe_directory,
+    )
+
+
+def _read(path: str) -> str:
+    return Path(path).read_text(encoding="utf-8", errors="surrogateescape")
+
+
+def kill(process: Running) -> None:
+    """End this very process, and reap it when it is a child."""
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(process.pid)
+        try:
+            now = look_at(process.pid)
+            if now is not None and now.start_ticks == process.start_ticks:
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        finally:
+            os.close(descriptor)
+    if process.parent == os.getpid():
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(process.pid, 0)
+
+
+# -- leaks -------------------------------------------------------------------------------------------------------------
+
+_KNOWN_PLACES: Final = (
+    ("/tmp", ("mpsd", "nvidia-mps")),  # NVIDIA's default pipe directory is /tmp/nvidia-mps
+    ("/run", ("mpsd",)),
+    ("/dev/shm", ("mpsd",)),
+    ("/var/lib", ("mpsd",)),
+    ("/var/log", ("mpsd", "nvidia-mps")),
+)
+"""Where mpsd, or a control daemon without its environment, would write when a test forgot to say where."""
+
+_GRACE: Final = 0.5
+"""Seconds for a process that is on its way out already: one that was told to quit is gone a few milliseconds later."""
+
+
+def _entries(folder: str, prefixes: tuple[str, ...]) -> Iterator[str]:
+    with contextlib.suppress(OSError):
+        names = os.listdir(folder)  # noqa: PTH208 - twice in every test
+        yield from (f"{folder}/{name}" for name in names if name.startswith(prefixes))
+
+
+def _descriptors(pid: int | str = "self") -> dict[int, str]:
+    """Return what each descriptor of a process stands for, as far as one may look."""
+    found: dict[int, str] = {}
+    with contextlib.suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # the descriptor of this very listing is closed by now
+                found[int(link.name)] = os.readlink(link)  # noqa: PTH115 - most of these are no paths
+    return found
+
+
+class Watch:
+    """What there was at one moment, to be compared with what there is later.
+
+    `ours` are the directories below which this run of the tests writes: a process that names one of them belongs to it,
+    whoever its parent is by now. `private` is the one of them in which nothing but short-lived directories stand.
+    """
+
+    def __init__(self, ours: Iterable[Path], private: Path) -> None:
+        self._ours = tuple(f"{path}" for path in ours)
+        self._private = f"{private}"
+        self._pids = pids()
+        self._descriptors = Counter(_descriptors().values())
+        self._files = self._look_for_files()
+
+    def leaks(self) -> tuple[list[str], list[Running]]:
+        """Say what was left behind, one line each, and which processes there are among that."""
+        lines, processes = self._look()
+        if not lines:
+            return lines, processes
+        gc.collect()  # what only waited for the collector closes now, and says so by a ResourceWarning of its own
+        end = time.monotonic() + _GRACE
+        lines, processes = self._look()
+        while not all(process.zombie for process in processes) and time.monotonic() < end:
+            time.sleep(_FIRST_PAUSE)
+            lines, processes = self._look()
+        return lines, processes
+
+    def _look(self) -> tuple[list[str], list[Running]]:
+        processes = self._new_processes()
+        lines = [*map(str, processes), *self._new_descriptors(), *self._new_files()]
+        return lines, processes
+
+    def _new_processes(self) -> list[Running]:
+        found = [process for pid in sorted(pids() - self._pids) if (process := look_at(pid)) is not None]
+        return [process for process in found if self._descends(process) or self._names_ours(process)]
+
+    def _descends(self, process: Running | None) -> bool:
+        while process is not None and process.parent > 1:
+            if process.parent == os.getpid():
+                return True
+            process = look_at(process.parent)
+        return False
+
+    def _names_ours(self, process: Running) -> bool:
+        return any(process.pipe_directory.startswith(path) or path in process.command for path in self._ours)
+
+    def _new_descriptors(self) -> Iterator[str]:
+        left = Counter(self._descriptors)
+        for number, target in sorted(_descriptors().items()):
+            if left[target] > 0:
+                left[target] -= 1
+            else:
+                yield f"file descriptor {number}: {target}{_socket_name(target)}"
+
+    def _look_for_files(self) -> frozenset[str]:
+        known = (path for folder, prefixes in _KNOWN_PLACES for path in _entries(folder, prefixes))
+        return frozenset((*known, *_entries(self._private, ("",))))
+
+    def _new_files(self) -> Iterator[str]:
+        for path in sorted(self._look_for_files() - self._files):
+            if path.startswith(self._private) or not _in_use_elsewhere(path):
+                yield f"file {path}"
+
+    def remove_private_files(self) -> None:
+        """Remove what was left in the private directory, so that it is reported once."""
+        for path in self._look_for_files() - self._files:
+            if path.startswith(self._private):
+                if Path(path).is_dir():
+                    remove_tree(Path(path))
+                else:
+                    Path(path).unlink(missing_ok=True)
+
+
+def _socket_name(target: str) -> str:
+    """Say which unix socket an inode is."""
+    if not target.startswith("socket:["):
+        return ""
+    inode = target.removeprefix("socket:[").removesuffix("]")
+    for line in _read("/proc/net/unix").splitlines()[1:]:
+        fields = line.split()
+        if fields[6] == inode:
+            return f" (a unix socket{f' at {fields[7]}' if fields[7:] else ''})"
+    return ""
+
+
+def _in_use_elsewhere(path: str) -> bool:
+    """Tell whether somebody else on this machine, who runs mpsd beside the tests, is the one who made this file."""
+    for pid in pids() - {os.getpid()}:
+        process = look_at(pid)
+        if process is None:
+            continue
+        names = (process.command, process.pipe_directory, *_descriptors(pid).values())
+        if any(path in name for name in names):
+            return True
+    return False

@@ -1,0 +1,200 @@
+"""A real mpsd as a process, for tests: started, asked over its socket and through mpsctl, and ended, with its daemons."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.harness import kill, look_at, pids, wait_until
+
+_ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the API answered."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        """The body, decoded."""
+        return json.loads(self.body)
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path) -> None:
+        super().__init__("mpsd", timeout=30)
+        self._path = path
+
+    def connect(self) -> None:
+        """Connect to the unix socket instead of a host."""
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(os.fspath(self._path))
+
+
+@dataclass
+class Node:
+    """An mpsd under a directory of its own."""
+
+    root: Path
+    simulate: int | None = 2
+    control: Path | None = None
+    """The control program; the simulator's when there is none."""
+    config: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    arguments: Sequence[str] = ()
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def socket(self) -> Path:
+        """The API socket."""
+        return self.root / "run" / "mpsd.sock"
+
+    @property
+    def stderr(self) -> Path:
+        """mpsd's own log."""
+        return self.root / "mpsd.stderr"
+
+    @property
+    def pid(self) -> int:
+        """mpsd's pid."""
+        assert self.process is not None
+        return self.process.pid
+
+    @property
+    def command(self) -> list[str]:
+        """How mpsd is called."""
+        command = [sys.executable, "-m", "mpsd", "run", "--root", str(self.root)]
+        if self.simulate is not None:
+            command += ["--simulate", str(self.simulate)]
+        if self.control is not None:
+            command += ["--control", str(self.control)]
+        if self.config is not None:
+            (self.root / "mpsd.toml").write_text(self.config)
+            command += ["--config", str(self.root / "mpsd.toml")]
+        return [*command, *self.arguments]
+
+    def launch(self) -> None:
+        """Start mpsd and do not wait for anything."""
+        with self.stderr.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **self.env}, cwd=_ROOT
+            )
+
+    def start(self, *, ready: bool = True) -> "Node":
+        """Start mpsd, and wait until it answers, or until every control daemon is ready."""
+        self.launch()
+        path = "/readyz" if ready else "/healthz"
+        wait_until(
+            lambda: self.exited() is None and self.get(path).status == 200,
+            what=f"mpsd to answer 200 on {path}; its log is {self.stderr}",
+            deadline=20,
+            not_yet=(OSError, http.client.HTTPException),
+        )
+        return self
+
+    def exited(self) -> int | None:
+        """Return mpsd's exit status, and fail when it has one: it was to run."""
+        assert self.process is not None
+        status = self.process.poll()
+        if status is not None:
+            raise AssertionError(f"mpsd exited with {status}: {self.stderr.read_text()}")
+        return None
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Send mpsd a signal, and return its exit status. The control daemons stay."""
+        assert self.process is not None
+        self.process.send_signal(number)
+        status = self.process.wait(timeout=30)
+        self.process = None
+        return status
+
+    def clean_up(self) -> None:
+        """End mpsd and every process that was started under this root, by pid."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(timeout=30)
+            self.process = None
+        for pid in pids():
+            found = look_at(pid)
+            if found is not None and found.pipe_directory.startswith(str(self.root)):
+                kill(found)
+
+    def request(self, method: str, path: str, body: object = None, *, headers: Mapping[str, str] | None = None) -> Answer:
+        """Send one request over the socket, as this very process."""
+        connection = _UnixConnection(self.socket)
+        try:
+            raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+            connection.request(method, path, raw, dict(headers or {}))
+            answer = connection.getresponse()
+            return Answer(answer.status, dict(answer.getheaders()), answer.read())
+        finally:
+            connection.close()
+
+    def get(self, path: str) -> Answer:
+        """GET a path."""
+        return self.request("GET", path)
+
+    def daemons(self) -> dict[str, Any]:
+        """Return the control daemons by name."""
+        return {each["name"]: each for each in self.get("/v1/daemons").json["daemons"]}
+
+    def wait_for_state(self, name: str, state: str, *, deadline: float = 15) -> Any:
+        """Wait until a control daemon has this state, and return it."""
+        return wait_until(
+            lambda: (found := self.daemons()[name])["state"] == state and found,
+            what=f"{name} to be {state}; the log is {self.stderr}",
+            deadline=deadline,
+        )
+
+    def mpsctl(self, *arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
+        """Run mpsctl against this node."""
+        return subprocess.run(
+            [sys.executable, "-m", "mpsd.cli.main", "--socket", str(self.socket), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            cwd=_ROOT,
+            stdin=subprocess.DEVNULL,
+            **options,
+        )
+
+    def front_end(self, name: str, script: str, **options: Any) -> "subprocess.CompletedProcess[str]":
+        """Run the bare front-end against one control daemon, as a stranger would."""
+        assert self.control is not None
+        pipe = str(self.root / "run" / "mps" / name)
+        return subprocess.run(
+            [str(self.control)],
+            input=script,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+            env={"PATH": os.environ["PATH"], "CUDA_MPS_PIPE_DIRECTORY": pipe},
+            **options,
+        )
+
+    def log(self) -> list[dict[str, Any]]:
+        """Return mpsd's own log lines."""
+        return [json.loads(line) for line in self.stderr.read_text().splitlines() if line.startswith("{")]
+
+
+def running(**options: Any) -> Iterator[Node]:
+    """Start a node, hand it over, and clean up behind it; for use in fixtures."""
+    node = Node(**options)
+    try:
+        yield node.start()
+    finally:
+        node.clean_up()

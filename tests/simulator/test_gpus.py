@@ -1,0 +1,58 @@
+"""The GPUs of a simulated node: as good as real ones to everything that asks for GPUs."""
+
+import asyncio
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mpsd.core.errors import InvalidRequestError
+from mpsd.core.gpus import driver_branch, unsupported
+from mpsd.core.model import GpuUsage, Known, Unknown
+from mpsd.simulator.gpus import SimulatedGpus
+
+if TYPE_CHECKING:
+    from mpsd.system.gpu import GpuSource
+
+
+@pytest.mark.parametrize("count", [1, 2, 17])
+def test_inventory_has_as_many_gpus_as_asked_for(count: int) -> None:
+    """So many, each with its own index and a UUID of the shape that NVIDIA's have; all of them can run MPS."""
+    source: GpuSource = SimulatedGpus(count)
+    inventory = asyncio.run(source.inventory())
+    assert inventory.unknown == {}
+    assert [gpu.index for gpu in inventory.gpus] == list(range(count))
+    assert len({gpu.uuid for gpu in inventory.gpus}) == count
+    for gpu in inventory.gpus:
+        assert re.fullmatch(r"GPU-[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}", gpu.uuid)
+        assert unsupported(gpu) is None
+        assert driver_branch(gpu.driver_version) == 555
+
+
+def test_gpus_are_the_same_each_time() -> None:
+    """A node that is simulated again has the GPUs that it had: leases and control daemons name them."""
+    assert asyncio.run(SimulatedGpus(3).inventory()) == asyncio.run(SimulatedGpus(3).inventory())
+
+
+def test_driver_version_is_a_choice() -> None:
+    """Whoever simulates a node with another control daemon says which driver that belongs to."""
+    (gpu,) = asyncio.run(SimulatedGpus(1, driver_version="470.256.02").inventory()).gpus
+    assert driver_branch(gpu.driver_version) == 470
+
+
+def test_nothing_is_in_use() -> None:
+    """On a simulated GPU nobody holds anything; of a GPU that is none of them nothing is known."""
+    source = SimulatedGpus(1)
+    (gpu,) = asyncio.run(source.inventory()).gpus
+    assert asyncio.run(source.usage(gpu)) == Known(GpuUsage(memory_used=0, processes={}))
+    stranger = replace(gpu, uuid="GPU-5ba1e000-0000-4000-8000-00000000000a")
+    assert isinstance(asyncio.run(source.usage(stranger)), Unknown)
+    source.close()
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_node_has_at_least_one_gpu(count: int) -> None:
+    """A simulated node without GPUs would simulate nothing."""
+    with pytest.raises(InvalidRequestError):
+        SimulatedGpus(count)

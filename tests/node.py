@@ -54,6 +54,8 @@ class Node:
     config: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     arguments: Sequence[str] = ()
+    rooted: bool = True
+    """Whether mpsd is told its directory by `--root`; otherwise the configuration has to name it."""
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -75,15 +77,30 @@ class Node:
     @property
     def command(self) -> list[str]:
         """How mpsd is called."""
-        command = [sys.executable, "-m", "mpsd", "run", "--root", str(self.root)]
+        command = [sys.executable, "-m", "mpsd", "run"]
+        if self.rooted:
+            command += ["--root", str(self.root)]
         if self.simulate is not None:
             command += ["--simulate", str(self.simulate)]
         if self.control is not None:
             command += ["--control", str(self.control)]
         if self.config is not None:
-            (self.root / "mpsd.toml").write_text(self.config)
-            command += ["--config", str(self.root / "mpsd.toml")]
+            self.configuration.write_text(self.config)
+            command += ["--config", str(self.configuration)]
         return [*command, *self.arguments]
+
+    @property
+    def configuration(self) -> Path:
+        """The file that `config` is written to."""
+        return self.root / "mpsd.toml"
+
+    def pipe_directory(self, name: str) -> Path:
+        """Say where a control daemon has its sockets."""
+        return self.root / "run" / "mps" / name
+
+    def control_log(self, name: str) -> Path:
+        """Say where a control daemon's own output goes."""
+        return self.root / "log" / name / "control.log"
 
     def launch(self) -> None:
         """Start mpsd and do not wait for anything."""
@@ -116,9 +133,31 @@ class Node:
         """Send mpsd a signal, and return its exit status. The control daemons stay."""
         assert self.process is not None
         self.process.send_signal(number)
+        return self.ended()
+
+    def ended(self) -> int:
+        """Wait until mpsd ends by itself, and return its exit status."""
+        assert self.process is not None
         status = self.process.wait(timeout=30)
         self.process = None
         return status
+
+    def refuse(self) -> tuple[int, str]:
+        """Start an mpsd that ends at once, and return its exit status and the last thing that it said."""
+        self.launch()
+        return self.ended(), self.stderr.read_text()
+
+    def reload(self, config: str) -> dict[str, Any]:
+        """Change the configuration under mpsd, send SIGHUP, and return what mpsd logged about it."""
+        self.config = config
+        self.configuration.write_text(config)
+        before = len(self.reloads())
+        os.kill(self.pid, signal.SIGHUP)
+        return wait_until(lambda: self.reloads()[before:], what=f"SIGHUP to be answered; the log is {self.stderr}")[0]
+
+    def reloads(self) -> list[dict[str, Any]]:
+        """Return what the log says about reloads."""
+        return [*self.events("settings_reloaded"), *self.events("settings_refused")]
 
     def clean_up(self) -> None:
         """End mpsd and every process that was started under this root, by pid."""
@@ -128,7 +167,7 @@ class Node:
             self.process = None
         for pid in pids():
             found = look_at(pid)
-            if found is not None and found.pipe_directory.startswith(str(self.root)):
+            if found is not None and found.pipe_directory.startswith(f"{self.root}/"):
                 kill(found)
 
     def request(self, method: str, path: str, body: object = None, *, headers: Mapping[str, str] | None = None) -> Answer:
@@ -174,7 +213,6 @@ class Node:
     def front_end(self, name: str, script: str, **options: Any) -> "subprocess.CompletedProcess[str]":
         """Run the bare front-end against one control daemon, as a stranger would."""
         assert self.control is not None
-        pipe = str(self.root / "run" / "mps" / name)
         return subprocess.run(
             [str(self.control)],
             input=script,
@@ -182,13 +220,33 @@ class Node:
             text=True,
             timeout=30,
             check=False,
-            env={"PATH": os.environ["PATH"], "CUDA_MPS_PIPE_DIRECTORY": pipe},
+            env=self.by_hand(name),
             **options,
         )
 
+    def by_hand(self, name: str) -> dict[str, str]:
+        """Return the environment of somebody who uses the control program by hand on this daemon's pipe directory."""
+        return {"PATH": os.environ["PATH"], "CUDA_MPS_PIPE_DIRECTORY": str(self.pipe_directory(name))}
+
+    def ask(self, name: str, script: str) -> list[str]:
+        """Ask a control daemon by hand, again when mpsd's own front-end was in the way, and return the lines."""
+        # A front-end that is turned away may be so in silence; what nobody knows is echoed, and so proves an answer.
+        proof = 'Unknown command "anybody-there"'
+        lines = wait_until(
+            lambda: proof in (said := self.front_end(name, f"anybody-there\n{script}\n").stdout.splitlines()) and said,
+            what=f"{name} to answer a front-end",
+        )
+        return lines[1:]
+
     def log(self) -> list[dict[str, Any]]:
         """Return mpsd's own log lines."""
-        return [json.loads(line) for line in self.stderr.read_text().splitlines() if line.startswith("{")]
+        text = self.stderr.read_text()
+        whole = text[: text.rfind("\n") + 1]
+        return [json.loads(line) for line in whole.splitlines() if line.startswith("{")]
+
+    def events(self, event: str, **facts: object) -> list[dict[str, Any]]:
+        """Return the log lines about an event with these facts."""
+        return [line for line in self.log() if line["event"] == event and facts.items() <= line.items()]
 
 
 def running(**options: Any) -> Iterator[Node]:

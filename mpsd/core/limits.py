@@ -20,8 +20,11 @@ R590 = 590
 """The first driver branch with `CLIENTS_R590`."""
 
 SOCKET_PATH_BYTES = 107
-"""The longest path of a unix socket: sizeof(sun_path) less the terminating NUL. Source: unix(7). A control daemon
-started with a longer one exits in silence with status 0 or 1 and listens nowhere (measured, all four versions)."""
+"""The longest path of a unix socket: sizeof(sun_path) less the terminating NUL. Source: unix(7)."""
+
+CONTROL_PATH_BYTES = 106
+"""The longest path of a control daemon's socket. One that would need a longer one says nothing, exits with status 1 and
+listens nowhere (measured, all four versions: with `-f`, the pipe directory may have 87 bytes, and not 88)."""
 
 LONGEST_SOCKET_NAME = "control_privileged"
 """The longest name of the sockets that a control daemon binds in its pipe directory (measured, all four versions)."""

@@ -24,6 +24,9 @@ _NEWS: Final = ("NEW CLIENT", "NEW SERVER", "Starting new server", "Server ")
 _MOST_WORDS: Final = 200
 """Characters of a last line that are worth repeating."""
 
+_MOST_COMMANDS: Final = 64
+"""Strangers' commands that are remembered until mpsd can ask what came of them; the latest count."""
+
 
 @dataclass(frozen=True, slots=True)
 class Glance:
@@ -50,6 +53,8 @@ class Observer:
         self._orphans: tuple[ProcessIdentity, ...] = ()
         self._follower = mpslog.LogFollower(paths.control_log)
         self._hand = ForeignHand()
+        self._unexplained: tuple[str, ...] = ()
+        """Commands of others since the limits were last read."""
 
     @property
     def servers(self) -> tuple[Server, ...]:
@@ -76,13 +81,13 @@ class Observer:
         else:
             await self.read(wanted)
         if fresh or self.drift:
-            await self._converse(wanted, apply=True, foreign=())
+            await self._converse(wanted, apply=True)
 
-    async def read(self, wanted: Limits, foreign: tuple[str, ...] = ()) -> None:
+    async def read(self, wanted: Limits) -> None:
         """Read every limit back, and compare. Raises ControlError as `ControlPipe.hold` does."""
-        await self._converse(wanted, apply=False, foreign=foreign)
+        await self._converse(wanted, apply=False)
 
-    async def _converse(self, wanted: Limits, *, apply: bool, foreign: tuple[str, ...]) -> None:
+    async def _converse(self, wanted: Limits, *, apply: bool) -> None:
         memory, talk = wanted.pinned_device_mem_limit, Conversation()
         tenths: Pending[int]
         mem_limit: Pending[int | None]
@@ -100,7 +105,7 @@ class Observer:
         await self._hold(talk)
         found = ReadBack(tenths.answer, self._mem_limit(mem_limit, wanted))
         self._servers = await self._meet(pids.answer)
-        self._compare(wanted, found, foreign)
+        self._compare(wanted, found)
 
     def _mem_limit(self, pending: Pending[int | None], wanted: Limits) -> int | None:
         """Return the memory limit; a driver that does not know the command has none, which is fine where none is wanted."""
@@ -140,10 +145,11 @@ class Observer:
                 servers[ProcessIdentity(pid, ticks)] = Server(pid, word, clients.answer)
         return servers
 
-    def _compare(self, wanted: Limits, found: ReadBack, foreign: tuple[str, ...]) -> None:
+    def _compare(self, wanted: Limits, found: ReadBack) -> None:
         """Keep what was found, and tell of drift when it comes and when it goes."""
         before, self.read_back = self.drift, found
-        self.drift = enforcement.drift(wanted, found, before, foreign, clock.now())
+        self.drift = enforcement.drift(wanted, found, before, self._unexplained, clock.now())
+        self._unexplained = ()
         for each in self.drift:
             if each not in before:
                 self._log.warning(
@@ -158,6 +164,7 @@ class Observer:
         """Read what was added to the log, and see which orphans are left: a few system calls, nothing for the daemon."""
         lines = self._follower.read()
         foreign = self._hand.seen(lines)
+        self._unexplained = (*self._unexplained, *foreign)[-_MOST_COMMANDS:]
         for command in foreign:
             self._log.warning(Happened.FOREIGN_COMMAND, command=command)
         news = any(line is not None and line.text.startswith(_NEWS) for line in map(parse, lines))
@@ -188,4 +195,4 @@ class Observer:
             if process.start_ticks(each.pid) == each.start_ticks:
                 self._orphans += (each,)
                 self._log.warning(Happened.SERVER_ORPHANED, server=each.pid)
-        self.read_back, self.drift, self._servers = None, (), {}
+        self.read_back, self.drift, self._servers, self._unexplained = None, (), {}, ()

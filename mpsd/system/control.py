@@ -28,6 +28,10 @@ T = TypeVar("T")
 
 _NO_DAEMON: Final = "Cannot find MPS control daemon process"
 
+_LEAST: Final = 0.5
+"""Seconds that a front-end has in any case. One that was started just before the deadline, behind others that were turned
+away, would otherwise be killed at once, and a daemon that strangers keep busy be taken for one that hangs."""
+
 
 @dataclass(frozen=True, slots=True)
 class ControlProgram:
@@ -216,9 +220,16 @@ class ControlPipe:
 
     async def _front_end(self, script: list[str], until: float) -> list[str]:
         """Say this in one front-end and return the lines that came back."""
-        seconds = max(until - clock.monotonic(), 0.001)
+        seconds = max(until - clock.monotonic(), _LEAST)
         text = "".join(f"{line}\n" for line in script).encode()
-        finished = await process.run(self._program.argv, env=self._environment, stdin=text, seconds=seconds)
+        try:
+            finished = await process.run(self._program.argv, env=self._environment, stdin=text, seconds=seconds)
+        except OSError as error:
+            # As while a driver is upgraded: it comes back, and until then only this is known.
+            raise ControlUnreachableError(
+                f"the front-end {self._program.argv[0]} could not be started: {error.strerror}",
+                hint="see that the control program is there and can be executed",
+            ) from error
         if finished.returncode is None:
             raise ControlUnresponsiveError(
                 f"the control daemon on {self._pipe_directory} did not answer in time",

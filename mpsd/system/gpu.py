@@ -67,11 +67,13 @@ class NvmlGpus:
     persistence mode is not set up anew for each reading.
     """
 
-    def __init__(self, deadline: float = _DEADLINE) -> None:
+    def __init__(self, deadline: float = _DEADLINE, opening: float = _OPENING) -> None:
         self._nvml = _Nvml()
         self._thread = _NvmlThread()
         self.deadline = deadline
-        """Seconds that NVML may take to open the driver, and for each reading of one GPU."""
+        """Seconds that NVML may take for each reading of one GPU."""
+        self.opening = opening
+        """Seconds that NVML may take to open the driver, which the first inventory waits for."""
 
     async def inventory(self) -> Inventory:
         """Return the GPUs of this node; one that NVML cannot read, or not in time, is unknown, and the others are not.
@@ -96,7 +98,7 @@ class NvmlGpus:
 
     async def _open(self) -> "_Node":
         try:
-            return await self._thread.ask(self._nvml.open, max(self.deadline, _OPENING))
+            return await self._thread.ask(self._nvml.open, self.opening)
         except _SilentError as silent:
             raise GpuUnknownError(str(silent), hint="see what the kernel says of it: dmesg | grep -i nvrm") from None
 
@@ -276,7 +278,8 @@ class _Nvml:
     def _processes(self, handle: object) -> dict[int, Reading[int]]:
         """Return what each process holds in bytes, by pid; one that is listed twice counts once, at the larger figure.
 
-        A process of which the driver does not tell is there all the same: left out, it would pass for one that holds nothing.
+        A process of which the driver does not tell is there all the same: left out, it would pass for one that holds
+        nothing.
 
         Version 2 of these functions comes first. Version 3 has the same struct in pynvml and in most drivers, a larger
         one in 535.43 to 535.86, where pynvml reads garbage, and is missing in 535.98 and, being newer, before 510

@@ -16,7 +16,7 @@ from grp import getgrnam
 from pathlib import Path
 
 from mpsd.core.errors import AlreadyRunningError, ConfigurationError
-from mpsd.core.limits import LONGEST_SOCKET_NAME, SOCKET_PATH_BYTES
+from mpsd.core.limits import CONTROL_PATH_BYTES, LONGEST_SOCKET_NAME, SOCKET_PATH_BYTES
 from mpsd.core.settings import Settings
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +93,11 @@ def check(settings: Settings, names: Sequence[str], *, private: bool) -> None:
     """
     longest = max((len(name) for name in names), default=0)
     pipe = settings.paths.runtime_dir / "mps" / ("x" * longest) / LONGEST_SOCKET_NAME
-    for path in (pipe, settings.socket):
+    for path, most in ((pipe, CONTROL_PATH_BYTES), (settings.socket, SOCKET_PATH_BYTES)):
         length = len(os.fsencode(path))
-        if length > SOCKET_PATH_BYTES:
+        if length > most:
             raise ConfigurationError(
-                f"the socket path {path} has {length} bytes and a unix socket takes {SOCKET_PATH_BYTES}",
+                f"the socket path {path} has {length} bytes, and it can have {most} at most",
                 hint="choose a shorter paths.runtime_dir (or --root)",
                 limit="paths.runtime_dir",
             )
@@ -161,7 +161,7 @@ def publish(path: Path, mode: int, group: str) -> socket.socket:
 
     Whatever lay there is replaced: the lock proves that no living mpsd uses it. Raises ConfigurationError.
     """
-    hidden = path.with_name(f".{path.name}.{os.getpid()}")
+    hidden = path.with_name(f".{os.getpid()}")  # no longer than the usual name: a socket's path is short of room
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
         hidden.unlink(missing_ok=True)

@@ -75,6 +75,14 @@ class CallerUnknownError(CallerError):
     exit_code = 77
 
 
+class QuotaError(CallerError):
+    """The caller's own quota does not allow it; the quota is named, and what is left of it."""
+
+    code = "quota"
+    status = 403
+    exit_code = 77
+
+
 class ExceedsDaemonLimitError(CallerError):
     """More was asked for than the control daemon's own limits give any client."""
 
@@ -111,6 +119,32 @@ class DaemonNotReadyError(CapacityError):
     """The GPU's control daemon is not ready, or one of its limits does not hold, so nobody is let in."""
 
     code = "daemon_not_ready"
+
+
+class QueueFullError(CapacityError):
+    """As many requests wait as may wait."""
+
+    code = "queue_full"
+
+
+class TooManyLeasesError(CapacityError):
+    """As many leases are held, or waited for, as this node keeps."""
+
+    code = "too_many_leases"
+
+
+class TooManyRequestsError(CapacityError):
+    """This uid has as many connections, or requests in flight, as one uid may have."""
+
+    code = "too_many_requests"
+    status = 429
+
+
+class StorageError(CapacityError):
+    """The lease could not be put on disk, so it was not granted: what a caller is told survives mpsd."""
+
+    code = "storage"
+    status = 507
 
 
 class StoppingError(CapacityError):

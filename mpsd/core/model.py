@@ -179,7 +179,7 @@ class Daemon:
 
 
 class LeaseState(StrEnum):
-    """Where a lease is in its life. `waiting` and `active` come with the queue and with attribution."""
+    """Where a lease is in its life: it waits, it is granted, clients of it are attached, it has ended."""
 
     WAITING = "waiting"
     GRANTED = "granted"
@@ -195,27 +195,52 @@ class LeaseRequest:
     memory: PinnedDeviceMemLimit | None = None
     fraction: float | None = None
     gpu: str = "any"
+    """`any`, or the UUID of the one GPU that it must be."""
+    among: tuple[str, ...] | None = None
+    """The UUIDs of the GPUs that its user may be on; None for all."""
+    gpus: int = 1
+    """On how many GPUs, all or nothing."""
+    processes: int = 1
+    """How many client processes it may have; threads and memory are the sum over them."""
+    priority: int = 0
+    """Higher goes first."""
     name: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
     request_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """A place on one GPU: what a lease comes to there."""
+
+    gpu: str
+    daemon: str
+    threads: ActiveThreadPercentage
+    memory: PinnedDeviceMemLimit
+    env: Mapping[str, str]
+    """What each client process must have in its environment to be held to its part."""
+
+
+@dataclass(frozen=True, slots=True)
 class Lease:
-    """A promise: this holder may use this much of these GPUs until the lease ends."""
+    """A promise: this holder may use this much of these GPUs until the lease ends; or its place in the queue for one.
+
+    `until` and `expires` are seconds of the clock that does not jump: the end of its waiting, and of its time to live.
+    """
 
     id: str
     state: LeaseState
     because: str
-    gpu: str
-    daemon: str
     owner: Owner
-    active_thread_percentage: ActiveThreadPercentage
-    pinned_device_mem_limit: PinnedDeviceMemLimit
-    env: Mapping[str, str]
+    holder: ProcessIdentity
+    request: LeaseRequest
+    arrival: int
     created: datetime
-    granted: datetime | None
+    shares: tuple[Share, ...] = ()
+    clients: tuple[ProcessIdentity, ...] = ()
+    """Client processes that were attributed to it, the living ones."""
+    until: float | None = None
+    ttl: float | None = None
+    expires: float | None = None
+    granted: datetime | None = None
     ended: datetime | None = None
-    name: str = ""
-    labels: Mapping[str, str] = field(default_factory=dict)
-    request_id: str | None = None

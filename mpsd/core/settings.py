@@ -18,7 +18,7 @@ from mpsd.core.units import MIB, ActiveThreadPercentage, PinnedDeviceMemLimit, f
 
 T = TypeVar("T")
 
-Plain: TypeAlias = str | int | float | None
+Plain: TypeAlias = str | int | float | None | list[str]
 """What a TOML or JSON value of a setting can be."""
 
 
@@ -32,6 +32,13 @@ class ComputeMode(StrEnum):
     """What to do about the GPU's compute mode."""
 
     LEAVE = "leave"
+
+
+class Users(StrEnum):
+    """How many uids a control daemon serves at a time."""
+
+    ONE = "one"
+    MANY = "many"
 
 
 class Placement(StrEnum):
@@ -63,6 +70,12 @@ def _path(value: object) -> Path:
     if not path.is_absolute():
         raise ValueError("it is not an absolute path")
     return path
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("it is not true or false")
+    return value
 
 
 def _optional_path(value: object) -> Path | None:
@@ -110,6 +123,24 @@ def _mem_limit(value: object) -> PinnedDeviceMemLimit | None:
     return PinnedDeviceMemLimit.parse(value)
 
 
+def _names(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
+        raise ValueError("it is not a list of names")
+    return tuple(value)
+
+
+def _priority(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not -100 <= value <= 100:  # noqa: PLR2004
+        raise ValueError("it is not a whole number from -100 to 100")
+    return value
+
+
+def _positive(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ValueError("it is not a number above zero")
+    return float(value)
+
+
 def _factor(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value <= 100:  # noqa: PLR2004
         raise ValueError("it is not a factor from 1.0 to 100")
@@ -151,7 +182,12 @@ class Api:
 
     socket: Path | None = row(None, _optional_path, "the unix socket; mpsd.sock in the runtime directory by default")
     mode: int = row(0o666, _mode, "its permissions; what a caller may do is decided by its uid, not by this", unit="octal")
-    group: str = row("", _text, "the group that owns the socket; when set, only its members and root have a role")
+    group: str = row("", _text, "the group that owns the socket")
+    connections_per_uid: int = row(256, _count, "connections that one uid may have open", reload=True)
+    requests_per_uid: int = row(128, _count, "requests of one uid that may be in flight, waiting ones included", reload=True)
+    header_deadline: float = row(10.0, _seconds, "for a connection to have sent a whole request", unit="s")
+    events: int = row(10_000, _count, "events that are kept")
+    open: bool = row(False, _flag, "let every user see the leases of all others, and not just their sums", reload=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +195,7 @@ class ControlDaemon:
     """How control daemons are started and watched."""
 
     control: str = row("nvidia-cuda-mps-control", _text, "NVIDIA's control program: a path, or a name looked up in PATH")
+    users: Users = row(Users.ONE, _choice(Users), "whether a control daemon serves one uid at a time, or many (-multiuser-server; drivers before 555 do not know it)")
     layout: Layout = row(Layout.PER_GPU, _choice(Layout), "one control daemon for each GPU")
     compute_mode: ComputeMode = row(ComputeMode.LEAVE, _choice(ComputeMode), "leave the GPU's compute mode as it is")
     start_deadline: float = row(10.0, _seconds, "for a daemon to listen once it was started", unit="s", reload=True)
@@ -189,9 +226,35 @@ class Admission:
         1.0, _factor, "the threads granted on a GPU may sum up to this many times 100 %", unit="factor", reload=True
     )
     memory_reserve: int = row(512 * MIB, _size, "of each GPU's memory that is never granted", unit="bytes", reload=True)
+    queue_length: int = row(1000, _count, "requests that may wait at a time", reload=True)
+    leases: int = row(20_000, _count, "leases in all, waiting ones included", reload=True)
+    usage_half_life: float = row(
+        3600.0, _seconds, "after which what a user had counts half, when the queue is put in order", unit="s"
+    )
     placement: Placement = row(
         Placement.BEST_FIT, _choice(Placement), "which GPU when the caller names none: the fullest that fits, or the emptiest", reload=True
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """Who may do what, by user name, by %group, or * for everybody; root and mpsd's own user may do everything."""
+
+    observers: tuple[str, ...] = row((), _names, "may read", reload=True)
+    users: tuple[str, ...] = row(("*",), _names, "may read, hold leases, and end their own", reload=True)
+    admins: tuple[str, ...] = row((), _names, "may do everything, also to the leases of others", reload=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What one user may have, under [quota.NAME]: NAME is a user, a %group, or * for who has no other."""
+
+    leases: int | None = row(None, _count, "leases at a time, waiting ones included")
+    threads: float | None = row(None, _positive, "of threads, summed over its leases; 100 is one GPU", unit="%")
+    memory: int | None = row(None, _size, "of device memory, summed over its leases", unit="bytes")
+    priority: int | None = row(None, _priority, "the highest that it may ask for; 0 where nothing is said")
+    ttl: float | None = row(None, _seconds, "the longest time to live, and the one that a lease gets which asks for none", unit="s")
+    gpus: tuple[str, ...] | None = row(None, _names, "the UUIDs of the GPUs that it may use")
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +273,10 @@ class Settings:
     daemon: ControlDaemon = field(default_factory=ControlDaemon)
     limits: DefaultLimits = field(default_factory=DefaultLimits)
     admission: Admission = field(default_factory=Admission)
+    roles: Roles = field(default_factory=Roles)
     log: Log = field(default_factory=Log)
+    quota: Mapping[str, Quota] = field(default_factory=dict)
+    """By user, %group, or *."""
 
     @property
     def socket(self) -> Path:
@@ -239,22 +305,28 @@ class Row:
     reload: bool
 
 
-_SECTIONS: Final = {section.name: section for section in fields(Settings)}
+_SECTIONS: Final = {section.name: section for section in fields(Settings) if section.name != "quota"}
 
 
 def _section(name: str) -> type[Any]:
     return cast("type[Any]", _SECTIONS[name].default_factory)
 
 
-def _rows(section: str) -> dict[str, Field[Any]]:
-    return {each.name: each for each in fields(_section(section))}
+def _fields(kind: type[Any]) -> dict[str, Field[Any]]:
+    return {each.name: each for each in fields(kind)}
 
 
 def rows() -> Iterator[Row]:
     """Every setting there is, in the order of the table."""
     for section in _SECTIONS:
-        for each in _rows(section).values():
+        for each in _fields(_section(section)).values():
             yield _row(section, each)
+
+
+def quota_rows() -> Iterator[Row]:
+    """Every setting of a quota."""
+    for each in _fields(Quota).values():
+        yield _row("quota.NAME", each)
 
 
 def _row(section: str, each: "Field[Any]") -> Row:
@@ -282,27 +354,37 @@ def from_mapping(document: Mapping[str, object]) -> Settings:
     """Return the settings that a parsed document asks for. Raises ConfigurationError as `parse` does."""
     sections: dict[str, object] = {}
     for section, values in document.items():
-        if section not in _SECTIONS:
-            raise _unknown("section", section, list(_SECTIONS))
+        if section not in {*_SECTIONS, "quota"}:
+            raise _unknown("section", section, [*_SECTIONS, "quota"])
         if not isinstance(values, dict):
             raise ConfigurationError(f"{section!r} is not a section", hint=f"write [{section}] on a line of its own")
-        known = _rows(section)
-        parsed: dict[str, object] = {}
-        for name, value in values.items():
-            if name not in known:
-                raise _unknown("setting", f"{section}.{name}", [f"{section}.{each}" for each in known])
-            try:
-                parsed[name] = known[name].metadata["parse"](value)
-            except (ValueError, MpsdError) as error:
-                meant = _row(section, known[name])
-                unit = f" ({meant.unit})" if meant.unit else ""
-                raise ConfigurationError(
-                    f"{meant.key} = {value!r}: {error}",
-                    hint=f"{meant.help}{unit}; the default is {render(meant, meant.default)}",
-                    limit=meant.key,
-                ) from error
-        sections[section] = _section(section)(**parsed)
+        if section == "quota":
+            sections[section] = {name: _parse_section(f"quota.{name}", Quota, quota) for name, quota in values.items()}
+        else:
+            sections[section] = _parse_section(section, _section(section), values)
     return replace(Settings(), **cast("dict[str, Any]", sections))
+
+
+def _parse_section(section: str, kind: type[T], values: object) -> T:
+    """Return the frozen section that these values make. Raises ConfigurationError."""
+    if not isinstance(values, dict):
+        raise ConfigurationError(f"{section!r} is not a section", hint=f"write [{section}] on a line of its own")
+    known = _fields(kind)
+    parsed: dict[str, object] = {}
+    for name, value in values.items():
+        if name not in known:
+            raise _unknown("setting", f"{section}.{name}", [f"{section}.{each}" for each in known])
+        try:
+            parsed[name] = known[name].metadata["parse"](value)
+        except (ValueError, MpsdError) as error:
+            meant = _row(section, known[name])
+            unit = f" ({meant.unit})" if meant.unit else ""
+            raise ConfigurationError(
+                f"{meant.key} = {value!r}: {error}",
+                hint=f"{meant.help}{unit}; the default is {render(meant, meant.default)}",
+                limit=meant.key,
+            ) from error
+    return kind(**parsed)
 
 
 def plain(each: Row, value: object) -> Plain:
@@ -316,6 +398,8 @@ def plain(each: Row, value: object) -> Plain:
             return float(value)
         case PinnedDeviceMemLimit() | Path() | StrEnum():
             return str(value)
+        case tuple():
+            return [str(item) for item in value]
         case str() | int() | float() | None:
             return value
         case _:
@@ -325,7 +409,11 @@ def plain(each: Row, value: object) -> Plain:
 def render(each: Row, value: object) -> str:
     """Print a setting's value as the configuration file has it; one that is not there as `absent`."""
     shown = plain(each, value)
-    return "absent" if shown is None else f'"{shown}"' if isinstance(shown, str) else str(shown)
+    if isinstance(shown, bool):
+        return str(shown).lower()
+    if isinstance(shown, str):
+        return f'"{shown}"'
+    return "absent" if shown is None else str(shown).replace("'", '"')
 
 
 def document(settings: Settings) -> str:
@@ -339,6 +427,12 @@ def document(settings: Settings) -> str:
         unit = f" ({each.unit})" if each.unit else ""
         setting = f"# {name} =" if value is None else f"{name} = {render(each, value)}"
         lines.append(f"{setting}  # {each.help}{unit}")
+    for name, quota in settings.quota.items():
+        lines += ["", f'[quota."{name}"]']
+        for each in quota_rows():
+            value = getattr(quota, each.key.rsplit(".", 1)[1])
+            if value is not None:
+                lines.append(f"{each.key.rsplit('.', 1)[1]} = {render(each, value)}  # {each.help}")
     return "\n".join(lines) + "\n"
 
 
@@ -349,6 +443,9 @@ def effective(settings: Settings) -> dict[str, dict[str, Plain]]:
         section, name = each.key.split(".")
         tree.setdefault(section, {})[name] = plain(each, getattr(getattr(settings, section), name))
     tree["api"]["socket"] = str(settings.socket)
+    for name, quota in settings.quota.items():
+        values = {each.key.rsplit(".", 1)[1]: each for each in quota_rows()}
+        tree[f"quota.{name}"] = {field_: plain(each, getattr(quota, field_)) for field_, each in values.items()}
     return tree
 
 
@@ -360,6 +457,8 @@ def changed(old: Settings, new: Settings) -> tuple[tuple[str, ...], tuple[str, .
         section, name = each.key.split(".")
         if getattr(getattr(old, section), name) != getattr(getattr(new, section), name):
             (applied if each.reload else waiting).append(each.key)
+    if old.quota != new.quota:
+        applied.append("quota")
     return tuple(applied), tuple(waiting)
 
 
@@ -368,6 +467,9 @@ def reloaded(old: Settings, new: Settings) -> Settings:
     applied, _ = changed(old, new)
     result = old
     for key in applied:
+        if key == "quota":
+            result = replace(result, quota=new.quota)
+            continue
         section, name = key.split(".")
         part = replace(getattr(result, section), **{name: getattr(getattr(new, section), name)})
         result = replace(result, **{section: part})

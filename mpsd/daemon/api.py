@@ -4,10 +4,11 @@ The dispatcher checks the caller's role before any handler is on the stack, so t
 no role gets 403 from every route, also from those that do not exist.
 """
 
+import asyncio
 import http
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Final, cast
+from typing import Final, TypeAlias, cast
 
 import msgspec
 from aiohttp import web
@@ -23,15 +24,28 @@ from mpsd.core.errors import (
     NotPermittedError,
 )
 from mpsd.daemon import wire
+from mpsd.daemon.callers import Callers, Known, require
+from mpsd.daemon.door import Door
+from mpsd.daemon.events import Event, Events
 from mpsd.daemon.handlers import Handlers, Request
 from mpsd.daemon.log import Happened, Logger
 from mpsd.daemon.node import Node
 from mpsd.daemon.openapi import document
-from mpsd.daemon.routes import OPENAPI_PATH, ROUTES, Role, Route
-from mpsd.system import credentials, peers
-from mpsd.system.credentials import Caller
+from mpsd.daemon.routes import EVENTS_PATH, OPENAPI_PATH, ROUTES, Role, Route
+from mpsd.system import credentials
+
+Body: TypeAlias = wire.LeaseRequest | wire.Renewal
 
 _MAXIMUM_BODY: Final = 64 * 1024
+
+_KEEP_ALIVE: Final = 75.0
+"""Seconds for which a connection may idle between two requests, or take to send the next one."""
+
+_SLOW: Final = 5.0
+"""Seconds that a reader may take for what was written to it."""
+
+_KNOWN: Final = web.RequestKey("known", Known)
+"""Where a request carries its caller."""
 
 
 def problem(error: MpsdError) -> web.Response:
@@ -52,25 +66,35 @@ def problem(error: MpsdError) -> web.Response:
 class Api:
     """The HTTP side of one node."""
 
-    def __init__(self, node: Node, group: str, log: Logger) -> None:
-        self._group = group
+    def __init__(self, node: Node, events: Events, log: Logger) -> None:
+        self._node = node
+        self._events = events
         self._log = log
+        self._callers = Callers()
         self._handlers = Handlers(node)
         self._document = msgspec.json.encode(document(ROUTES))
         self._needed: dict[web.AbstractRoute, Role] = {}
         self._runner: web.AppRunner | None = None
+        self._door: Door | None = None
 
-    async def open(self, listener: socket.socket) -> None:
-        """Answer on this socket from now on."""
+    async def serve(self, listener: socket.socket) -> None:
+        """Answer on this socket until cancelled."""
         application = web.Application(middlewares=[self._guard], client_max_size=_MAXIMUM_BODY)
         for route in ROUTES:
             added = application.router.add_route(route.method, route.path, self._serve(route))
             self._needed[added] = route.role
         application.router.add_route("GET", OPENAPI_PATH, self._describe)
+        application.router.add_route("GET", EVENTS_PATH, self._stream)
         # A caller that hangs up takes its request with it; without this, the handler would run on for nobody.
-        self._runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            application, access_log=None, handler_cancellation=True, shutdown_timeout=1.0, keepalive_timeout=_KEEP_ALIVE
+        )
         await self._runner.setup()
-        await web.SockSite(self._runner, listener).start()
+        assert self._runner.server is not None  # noqa: S101 - it was set up
+        self._door = Door(self._runner.server, listener, self._log)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._door.keep(lambda: self._node.settings))
+            group.create_task(self._door.sweep())
 
     async def close(self) -> None:
         """Finish what is being answered, and stop; once is enough."""
@@ -83,10 +107,15 @@ class Api:
         """Check the caller, and turn whatever goes wrong into a problem document."""
         try:
             connection = _connection(request)
+            if self._door is not None:
+                self._door.heard(request.transport)
             # What matches no route needs a role too: a stranger learns nothing, not even what exists.
             needed = self._needed.get(request.match_info.route, Role.OBSERVER)
-            _require(self._role(connection, credentials.caller(connection)), needed)
-            return await handler(request)
+            known = self._callers.know(connection, self._node.settings)
+            require(known.role, needed)
+            request[_KNOWN] = known
+            with self._callers.one_request(known.caller.uid, self._node.settings.api.requests_per_uid):
+                return await handler(request)
         except MpsdError as error:
             return problem(error)
         except web.HTTPException as error:
@@ -98,31 +127,65 @@ class Api:
             self._log.error(Happened.API_DEFECT, path=request.path, exc_info=error)
             return problem(InternalError("mpsd has a defect here", hint="its log has the details; please report them"))
 
-    def _role(self, connection: socket.socket, caller: Caller) -> Role | None:
-        """Return a caller's role, by uid and group alone."""
-        if caller.uid in {0, peers.own_uid()}:
-            return Role.ADMIN
-        if self._group and not credentials.in_group(connection, caller, self._group):
-            return None
-        return Role.USER
+    async def _read(self, request: web.Request) -> bytes:
+        """Return a request's body. Raises InvalidRequestError for one that does not come in time."""
+        seconds = self._node.settings.api.header_deadline
+        try:
+            async with asyncio.timeout(seconds):
+                return await request.read()
+        except TimeoutError:
+            raise InvalidRequestError(
+                f"the request's body did not come within {seconds:g} s", hint="send it at once", limit="api.header_deadline"
+            ) from None
 
     async def _describe(self, _: web.Request) -> web.Response:
         return web.Response(body=self._document, content_type="application/json")
 
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        """Answer with the kept events after a number, one a line, and with those that come where `follow` is true.
+
+        A follower that cannot keep up is dropped; it comes back with the last number that it has. One that asks for what
+        is not kept any more is told so, and not given a gap.
+        """
+        after, follow = _after(request), request.query.get("follow", "false") in {"true", "1"}
+        if after + 1 < self._events.oldest and after > 0:
+            raise InvalidRequestError(
+                f"the events after {after} are not kept any more; the oldest is {self._events.oldest}",
+                hint="start again from there, or keep more: api.events",
+                limit="api.events",
+            )
+        answer = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        await answer.prepare(request)
+        try:
+            if not follow:
+                await answer.write(b"".join(_line(event) for event in self._events.after(after)))
+            else:
+                async for event in self._events.follow(after):
+                    async with asyncio.timeout(_SLOW):
+                        await answer.write(_line(event))
+            await answer.write_eof()
+        except (ConnectionResetError, TimeoutError) as error:
+            # It hung up, which is how followers leave, or it is too slow, and is not waited for.
+            self._log.debug(Happened.FOLLOWER_LEFT, because=str(error))
+            if request.transport is not None:
+                request.transport.abort()
+        return answer
+
     def _serve(self, route: Route) -> Callable[[web.Request], Awaitable[web.Response]]:
         """Return the function that answers one route: decode, handle, encode."""
         handle = route.handler(self._handlers)
-        decoder = msgspec.json.Decoder(route.body) if route.body is not None else None
+        decoder: msgspec.json.Decoder[Body] | None = msgspec.json.Decoder(route.body) if route.body is not None else None
 
         async def serve(request: web.Request) -> web.Response:
-            connection = _connection(request)
-            caller = credentials.caller(connection)
+            connection, known = _connection(request), request[_KNOWN]
+            caller = known.caller
             asked = Request(
                 caller=caller,
-                admin=self._role(connection, caller) is Role.ADMIN,
+                person=known.person,
+                admin=known.role is Role.ADMIN,
                 process=lambda: credentials.process_of(connection, caller),
                 names=request.match_info,
-                body=_decode(decoder, await request.read()) if decoder is not None else None,
+                body=_decode(decoder, await self._read(request)) if decoder is not None else None,
             )
             answer = await handle(asked)
             if answer is None:
@@ -133,6 +196,17 @@ class Api:
         return serve
 
 
+def _after(request: web.Request) -> int:
+    text = request.query.get("after", "0")
+    if not text.isdecimal() or len(text) > 18:  # noqa: PLR2004 - what fits into 63 bits
+        raise InvalidRequestError(f"after={text[:40]!r} is not the number of an event", hint="give the last seq that you have")
+    return int(text)
+
+
+def _line(event: Event) -> bytes:
+    return msgspec.json.encode(event, enc_hook=str) + b"\n"
+
+
 def _connection(request: web.Request) -> socket.socket:
     """Return the socket that a request came in on. Raises NotPermittedError when it is gone already."""
     connection = request.get_extra_info("socket")
@@ -141,17 +215,7 @@ def _connection(request: web.Request) -> socket.socket:
     return cast("socket.socket", connection)
 
 
-def _require(role: Role | None, needed: Role) -> None:
-    """Let a caller pass whose role is enough. Raises NotPermittedError."""
-    if role is None:
-        raise NotPermittedError("your uid has no role here", hint="ask an administrator to add you to the group of api.group")
-    if role < needed:
-        raise NotPermittedError(
-            f"this needs the role {needed.name.lower()}, and yours is {role.name.lower()}", hint="ask root, or run it with sudo"
-        )
-
-
-def _decode(decoder: "msgspec.json.Decoder[wire.LeaseRequest]", body: bytes) -> wire.LeaseRequest:
+def _decode(decoder: "msgspec.json.Decoder[Body]", body: bytes) -> Body:
     """Return the body's value. Raises InvalidRequestError that says where it is wrong."""
     try:
         return decoder.decode(body)

@@ -4,15 +4,18 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Final
 
 from mpsd import __version__
-from mpsd.core import limits, model, settings
-from mpsd.core.admission import Granted
+from mpsd.core import limits, model, quota, settings
+from mpsd.core.admission import Amount
 from mpsd.core.errors import CallerUnknownError, InvalidRequestError, NotFoundError, NotPermittedError
 from mpsd.core.gpus import driver_branch
+from mpsd.core.ledger import Place
 from mpsd.core.lifecycle import State
-from mpsd.core.model import Health, Known, Owner
+from mpsd.core.model import Health, Known, Lease, LeaseState, Owner
+from mpsd.core.quota import Person
 from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.daemon import wire
 from mpsd.daemon.node import GpuView, Node
@@ -33,11 +36,12 @@ class Request:
     """A request as a handler gets it: who calls, what the path names, and the body's value."""
 
     caller: Caller
+    person: Person
     admin: bool
     process: Callable[[], Process | None]
     """Watches the process that connected; whoever calls it owns what it returns."""
     names: Mapping[str, str]
-    body: wire.LeaseRequest | None = None
+    body: wire.LeaseRequest | wire.Renewal | None = None
 
 
 class Handlers:
@@ -77,7 +81,8 @@ class Handlers:
             gpus=gpus,
             daemons=[wire.Part(daemon.name, daemon.state, daemon.because) for daemon in daemons],
             drift=drift,
-            leases=len(node.leases()),
+            leases=len(node.leases.ledger.leases),
+            waiting=len(node.leases.ledger.waiting),
             clients=sum(len(server.clients) for daemon in daemons for server in daemon.servers),
             notes=self._notes(daemons),
         )
@@ -110,12 +115,11 @@ class Handlers:
 
     async def gpus(self, _: Request) -> wire.GpusOut:
         """Return the GPUs."""
-        granted = self._node.granted()
-        return wire.GpusOut([self._gpu(view, granted) for view in self._node.gpus()])
+        return wire.GpusOut([self._gpu(view) for view in self._node.gpus()])
 
-    def _gpu(self, view: GpuView, granted: dict[str, Granted]) -> wire.GpuOut:
+    def _gpu(self, view: GpuView) -> wire.GpuOut:
         gpu = view.gpu
-        given = granted.get(gpu.uuid, Granted()) if gpu else Granted()
+        given = self._node.leases.ledger.taken(gpu.uuid) if gpu else Amount()
         clients = limits.clients_max(gpu.compute_capability, driver_branch(gpu.driver_version)) if gpu else None
         return wire.GpuOut(
             uuid=gpu.uuid if gpu else None,
@@ -139,7 +143,7 @@ class Handlers:
 
     async def clients(self, _: Request) -> wire.ClientsOut:
         """Return the clients of every server."""
-        holders = {lease.owner.pid: lease.id for lease in self._node.leases()}
+        holders = {lease.owner.pid: lease.id for lease in self._node.leases.ledger.leases.values()}
         return wire.ClientsOut(
             [
                 wire.ClientOut(
@@ -157,13 +161,39 @@ class Handlers:
             ]
         )
 
-    async def leases(self, _: Request) -> wire.LeasesOut:
-        """Return the leases that have not ended."""
-        return wire.LeasesOut([wire.LeaseOut.of(lease) for lease in self._node.leases()])
+    async def leases(self, request: Request) -> wire.LeasesOut:
+        """Return the leases that the caller may see, and the sums of the rest."""
+        ledger = self._node.leases.ledger
+        places = ledger.places(clock.monotonic())
+        seen = [lease for lease in ledger.all() if self._may_see(request, lease)]
+        hidden = [lease for lease in ledger.all() if not self._may_see(request, lease)]
+        shares = [share for lease in hidden for share in lease.shares]
+        return wire.LeasesOut(
+            [_lease_out(lease, places.get(lease.id)) for lease in seen],
+            wire.OthersOut(
+                leases=len(hidden),
+                waiting=sum(lease.state is LeaseState.WAITING for lease in hidden),
+                threads_granted=sum(share.threads.tenths for share in shares) / 10,
+                memory_granted=sum(share.memory.bytes for share in shares),
+            ),
+        )
+
+    def _may_see(self, request: Request, lease: Lease) -> bool:
+        return request.admin or self._node.settings.api.open or lease.owner.uid == request.caller.uid
+
+    def _theirs(self, request: Request, *, act: bool) -> Lease:
+        """Return the lease that the path names. Raises NotFoundError, NotPermittedError when it is another user's."""
+        lease = self._node.leases.find(request.names["id"])
+        allowed = request.admin or lease.owner.uid == request.caller.uid if act else self._may_see(request, lease)
+        if not allowed:
+            raise NotPermittedError(f"lease {lease.id} is another user's", hint="ask its owner, or an administrator")
+        return lease
 
     async def lease(self, request: Request) -> wire.LeaseOut:
         """Return one lease."""
-        return wire.LeaseOut.of(self._node.lease(request.names["id"]))
+        lease = self._theirs(request, act=False)
+        place = self._node.leases.ledger.places(clock.monotonic()).get(lease.id)
+        return _lease_out(lease, place)
 
     async def config(self, _: Request) -> wire.ConfigOut:
         """Return the settings in force."""
@@ -172,16 +202,27 @@ class Handlers:
     # -- leases -------------------------------------------------------------------------------------------------------
 
     async def admit(self, request: Request) -> wire.LeaseOut:
-        """Grant a lease, or say why not."""
+        """Grant a lease, now or after waiting for it, or say why not."""
         assert isinstance(request.body, wire.LeaseRequest)  # noqa: S101 - the route table says so
-        asked = _lease_request(request.body)
-        holder = _holder(request, request.body.pid)
-        owner = Owner(request.caller.uid, request.caller.gid, holder.pid, peers.started(holder.pid))
-        return wire.LeaseOut.of(self._node.admit(asked, owner, holder))
+        body = request.body
+        asked = _lease_request(body)
+        holder = _holder(request, body.pid)
+        started = clock.at_ticks(holder.identity.start_ticks)
+        owner = Owner(request.caller.uid, request.caller.gid, holder.pid, started)
+        return _lease_out(await self._node.admit(asked, owner, holder, request.person, wait=body.wait, ttl=body.ttl), None)
 
     async def release(self, request: Request) -> None:
         """End a lease; one that has ended already is fine."""
-        self._node.release(request.names["id"], request.caller.uid, admin=request.admin)
+        lease = self._theirs(request, act=True)
+        verb = "released" if lease.owner.uid == request.caller.uid else "revoked"
+        self._node.leases.release(lease.id, f"uid {request.caller.uid} {verb} it")
+
+    async def renew(self, request: Request) -> wire.LeaseOut:
+        """Give a lease more time."""
+        assert isinstance(request.body, wire.Renewal)  # noqa: S101 - the route table says so
+        lease = self._theirs(request, act=True)
+        ttl = quota.time_to_live(quota.quota_of(request.person, self._node.settings.quota), request.body.ttl)
+        return _lease_out(self._node.leases.renew(lease.id, ttl or request.body.ttl), None)
 
     # -- operating ----------------------------------------------------------------------------------------------------
 
@@ -207,6 +248,14 @@ class Handlers:
         return found
 
 
+def _lease_out(lease: Lease, place: Place | None) -> wire.LeaseOut:
+    """Return a lease as the wire has it, with the end of its time on the wall clock, where people look for it."""
+    expires = None
+    if lease.expires is not None and lease.state is not LeaseState.ENDED:
+        expires = clock.now() + timedelta(seconds=lease.expires - clock.monotonic())
+    return wire.LeaseOut.of(lease, expires=expires, place=place)
+
+
 def _lease_request(body: wire.LeaseRequest) -> model.LeaseRequest:
     """Turn what came over the wire into the value that is decided upon. Raises InvalidRequestError."""
     return model.LeaseRequest(
@@ -214,6 +263,9 @@ def _lease_request(body: wire.LeaseRequest) -> model.LeaseRequest:
         memory=None if body.memory is None else PinnedDeviceMemLimit.parse(body.memory),
         fraction=body.fraction,
         gpu=body.gpu,
+        gpus=body.gpus,
+        processes=body.processes,
+        priority=body.priority,
         name=body.name,
         labels=body.labels,
         request_id=body.request_id,

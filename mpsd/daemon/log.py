@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import TextIO
 
@@ -35,7 +36,15 @@ class Happened(StrEnum):
     TALLY_NOT_KEPT = "tally_not_kept"
     LEASE_GRANTED = "lease_granted"
     LEASE_REFUSED = "lease_refused"
+    LEASE_WAITS = "lease_waits"
+    LEASE_RENEWED = "lease_renewed"
+    LEASE_RESTORED = "lease_restored"
+    CLIENT_ATTRIBUTED = "client_attributed"
     LEASE_ENDED = "lease_ended"
+    DOOR_STUCK = "door_stuck"
+    FOLLOWER_LEFT = "follower_left"
+    STORE_FULL = "store_full"
+    STORE_SET_ASIDE = "store_set_aside"
     SETTINGS_RELOADED = "settings_reloaded"
     SETTINGS_REFUSED = "settings_refused"
 
@@ -46,8 +55,19 @@ def _in_reading_order(_: object, __: str, facts: structlog.typing.EventDict) -> 
     return {**first, **facts}
 
 
-def configure(form: LogFormat, stream: TextIO = sys.stderr) -> Logger:
-    """Return the logger of this process: text on a terminal and JSON elsewhere, unless the form says which."""
+def configure(
+    form: LogFormat, record: Callable[[Mapping[str, object]], None] | None = None, stream: TextIO = sys.stderr
+) -> Logger:
+    """Return the logger of this process: text on a terminal and JSON elsewhere, unless the form says which.
+
+    `record` is given every line's facts too: what is logged and what is told as an event are one and the same.
+    """
+
+    def recorded(_: object, __: str, facts: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        if record is not None and "exc_info" not in facts:
+            record(dict(facts))
+        return facts
+
     text = form is LogFormat.TEXT or (form is LogFormat.AUTO and stream.isatty())
     render: structlog.typing.Processor
     if text:
@@ -59,8 +79,9 @@ def configure(form: LogFormat, stream: TextIO = sys.stderr) -> Logger:
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True, key="at"),
-            structlog.processors.format_exc_info,
             _in_reading_order,
+            recorded,
+            structlog.processors.format_exc_info,
             render,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),

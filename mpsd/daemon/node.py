@@ -2,17 +2,19 @@
 
 import asyncio
 import contextlib
-import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from mpsd.core import admission, gpus, limits
-from mpsd.core.admission import Granted, Offer, Refusal
+from mpsd.core import gpus, limits, quota
+from mpsd.core.admission import Offer, Refusal
 from mpsd.core.errors import DaemonNotReadyError, GpuError, MpsdError, NotFoundError, NotPermittedError, StoppingError
+from mpsd.core.ledger import Rules
 from mpsd.core.lifecycle import State
-from mpsd.core.model import Daemon, Gpu, GpuUsage, Health, Inventory, Known, Lease, LeaseRequest, LeaseState, Owner, Reading, Unknown
-from mpsd.core.settings import Settings
+from mpsd.core.model import Daemon, Gpu, GpuUsage, Health, Inventory, Known, Lease, LeaseRequest, Owner, Reading, Unknown
+from mpsd.core.quota import Person
+from mpsd.core.settings import Settings, Users
+from mpsd.daemon.leases import Leases
 from mpsd.daemon.log import Happened, Logger
 from mpsd.daemon.supervisor import Supervisor
 from mpsd.system import clock, peers, rundir
@@ -24,8 +26,8 @@ from mpsd.system.rundir import RunDir
 _GPU_INTERVAL: Final = 10.0
 """Seconds between two readings of the GPUs."""
 
-_ENDED_KEPT: Final = 256
-"""Leases that ended and can still be asked for."""
+_OFFER_INTERVAL: Final = 0.2
+"""Seconds between two looks whether those who wait can have more than before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,12 @@ class GpuView:
     hint: str | None
 
 
+def rules(settings: Settings) -> Rules:
+    """Return what the settings say of admission as a whole."""
+    admission = settings.admission
+    return Rules(placement=admission.placement, queue_length=admission.queue_length, leases=admission.leases)
+
+
 def daemon_name(gpu: Gpu) -> str:
     """Name a GPU's control daemon, by the GPU's index."""
     return f"gpu{gpu.index}"
@@ -49,7 +57,15 @@ class Node:
     """Everything that mpsd supervises on this machine."""
 
     def __init__(
-        self, source: GpuSource, program: ControlProgram, run_dir: RunDir, settings: Settings, log: Logger, *, simulated: bool
+        self,
+        source: GpuSource,
+        program: ControlProgram,
+        run_dir: RunDir,
+        settings: Settings,
+        leases: Leases,
+        log: Logger,
+        *,
+        simulated: bool,
     ) -> None:
         self.settings = settings
         self.simulated = simulated
@@ -64,9 +80,9 @@ class Node:
         self._usage: dict[int, Reading[GpuUsage]] = {}
         self._unread: Mapping[int, Unknown] = {}
         self._supervisors: dict[str, Supervisor] = {}
-        self._leases: dict[str, Lease] = {}
-        self._ended: dict[str, Lease] = {}
-        self._holders: dict[str, asyncio.Task[None]] = {}
+        self._offers: list[Offer] = []
+        self._offered_at: object = None
+        self.leases = leases
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -77,18 +93,34 @@ class Node:
     async def run(self) -> None:
         """Supervise until cancelled, and then leave the control daemons running."""
         async with asyncio.TaskGroup() as self._group:
+            self._supervise()
+            self.leases.offer(self.offers())
+            self._group.create_task(self.leases.run())
+            self._group.create_task(self._follow_offers())
             while True:
-                self._supervise()
                 await asyncio.sleep(_GPU_INTERVAL)
                 if self._unread:
                     # What is not even countable stays as unread as it was.
                     with contextlib.suppress(GpuError):
                         await self._take_inventory(await self._source.inventory())
                 await self._read_usage()
+                self._supervise()
+
+    async def _follow_offers(self) -> None:
+        """Let those who wait have what becomes possible when a daemon or a GPU changes."""
+        while True:
+            await asyncio.sleep(_OFFER_INTERVAL)
+            before = self._offers
+            if self.offers() is not before:
+                self.leases.offer(self._offers)
+                self.leases.attribute(
+                    pid for daemon in self.daemons() for server in daemon.servers for pid in server.clients
+                )
 
     def leave(self) -> None:
         """Admit nobody any more: mpsd is on its way out."""
         self._stopping = True
+        self.leases.leave()
 
     async def stop_daemons(self) -> None:
         """Stop every control daemon, and their clients with them: for an operator's word only."""
@@ -99,6 +131,8 @@ class Node:
     def reload(self, settings: Settings) -> None:
         """Take new settings, and hand them on."""
         self.settings = settings
+        self._offered_at = None
+        self.leases.ledger.rules = rules(settings)
         for supervisor in self._supervisors.values():
             supervisor.reload(settings)
 
@@ -156,150 +190,79 @@ class Node:
             return GpuView(gpu.index, gpu, usage, Health.UNKNOWN, usage.reason, hint)
         return GpuView(gpu.index, gpu, usage, Health.OK, "it answers", None)
 
-    def granted(self) -> dict[str, Granted]:
-        """Return what is granted, by GPU."""
-        return admission.granted(self._leases.values())
-
-    def leases(self) -> list[Lease]:
-        """Return the leases that have not ended, oldest first."""
-        return list(self._leases.values())
-
-    def lease(self, lease_id: str) -> Lease:
-        """Return one lease, also when it ended not long ago. Raises NotFoundError."""
-        found = self._leases.get(lease_id) or self._ended.get(lease_id)
-        if found is None:
-            raise NotFoundError(f"there is no lease {lease_id!r}", hint="list them with: mpsctl leases")
-        return found
-
     # -- admitting ----------------------------------------------------------------------------------------------------
 
-    def admit(self, request: LeaseRequest, owner: Owner, holder: Process) -> Lease:
-        """Grant a lease to a holder, whose process is watched from now on, or raise the refusal.
+    async def admit(
+        self, request: LeaseRequest, owner: Owner, holder: Process, person: Person, *, wait: float | None, ttl: float | None
+    ) -> Lease:
+        """Grant a lease to a holder, whose process is taken over, or raise the refusal.
 
-        Nothing here waits, so that two callers cannot be given the same share. The holder is closed when it is refused.
-        Raises what `core.admission.place` does, and StoppingError.
+        Raises what `Leases.admit` does, QuotaError, NotPermittedError for a uid that cannot reach a control daemon, and
+        StoppingError.
         """
         try:
-            earlier = self._same_request(request, owner)
-            if earlier is not None:
-                holder.close()
-                return earlier
-            if self._stopping or self._group is None:
+            if self._stopping:
                 raise StoppingError("mpsd is stopping", hint="try again in a moment: the next mpsd takes over")
-            offers = self._offers(request.gpu)
-            share = admission.place(request, offers, self.granted(), self.settings.admission.placement)
-            self._check_reach(share.daemon, owner.uid)
+            self.leases.offer(self.offers())
+            limits_of = quota.quota_of(person, self.settings.quota)
+            request = replace(request, gpu=self._named(request.gpu), among=limits_of.gpus)
+            ttl = quota.time_to_live(limits_of, ttl)
+            ledger = self.leases.ledger
+            quota.check(limits_of, ledger.user(owner.uid), request.priority, ledger.worth(request))
+            self._check_reach(owner.uid)
         except MpsdError as refusal:
             holder.close()
-            self._log.info(Happened.LEASE_REFUSED, uid=owner.uid, pid=owner.pid, code=refusal.code, because=refusal.detail)
+            self._log.info(
+                Happened.LEASE_REFUSED, uid=owner.uid, pid=owner.pid, code=refusal.code, limit=refusal.limit, because=refusal.detail
+            )
             raise
-        now = clock.now()
-        lease = Lease(
-            id=f"lease-{secrets.token_hex(5)}",
-            state=LeaseState.GRANTED,
-            because=f"{share.threads} % of the threads and {share.memory} were free on {share.daemon}",
-            gpu=share.gpu,
-            daemon=share.daemon,
-            owner=owner,
-            active_thread_percentage=share.threads,
-            pinned_device_mem_limit=share.memory,
-            env=admission.environment(share, self._supervisors[share.daemon].snapshot().pipe_directory),
-            created=now,
-            granted=now,
-            name=request.name,
-            labels=request.labels,
-            request_id=request.request_id,
-        )
-        self._leases[lease.id] = lease
-        self._holders[lease.id] = self._group.create_task(self._end_with_holder(lease.id, holder))
-        self._log.info(
-            Happened.LEASE_GRANTED,
-            lease=lease.id,
-            uid=owner.uid,
-            pid=owner.pid,
-            gpu=lease.gpu,
-            active_thread_percentage=float(share.threads),
-            pinned_device_mem_limit=share.memory.bytes,
-            because=lease.because,
-        )
-        return lease
+        return await self.leases.admit(request, owner, holder, wait=wait, ttl=ttl)
 
-    def _check_reach(self, daemon: str, uid: int) -> None:
-        """Refuse a holder whose uid cannot reach the control socket: it would run without MPS, and without limits."""
-        closed = rundir.closed_to_others(self._run_dir.daemon(daemon).pipe_directory)
-        if closed is not None and uid not in {0, peers.own_uid()}:
+    def _named(self, wanted: str) -> str:
+        """Return the UUID of the GPU that a caller named, or `any`. Raises InvalidRequestError and DaemonNotReadyError."""
+        if wanted == "any":
+            return wanted
+        named = gpus.select(list(self._gpus.values()), wanted)
+        refused = gpus.unsupported(named)
+        if refused is not None:
+            raise DaemonNotReadyError(f"GPU {named.index} cannot be shared: {refused[0]}", hint=refused[1], limit="gpu")
+        return named.uuid
+
+    def _check_reach(self, uid: int) -> None:
+        """Refuse a holder whose uid cannot reach the control sockets: it would run without MPS, and without limits."""
+        if uid in {0, peers.own_uid()}:
+            return
+        closed = rundir.closed_to_others(self._run_dir.daemons)
+        if closed is not None:
             raise NotPermittedError(
-                f"uid {uid} cannot reach the control daemon: {closed} lets no other uid through",
+                f"uid {uid} cannot reach the control daemons: {closed} lets no other uid through",
                 hint=f"an administrator can open it: chmod o+x {closed}",
             )
 
-    def _same_request(self, request: LeaseRequest, owner: Owner) -> Lease | None:
-        if request.request_id is None:
-            return None
-        mine = (lease for lease in self._leases.values() if lease.owner.uid == owner.uid)
-        return next((lease for lease in mine if lease.request_id == request.request_id), None)
+    def offers(self) -> list[Offer]:
+        """Return what each GPU that can be shared has to give now; the same list for as long as nothing has changed."""
+        now = tuple((supervisor.revision, self._usage.get(index)) for index, supervisor in self._by_index())
+        if now != self._offered_at:
+            self._offered_at = now
+            self._offers = [self._offer(self._view(self._gpus[index]), supervisor) for index, supervisor in self._by_index()]
+        return self._offers
 
-    def _offers(self, wanted: str) -> list[Offer]:
-        views = [view for view in self.gpus() if view.gpu is not None]
-        chosen = views
-        if wanted != "any":
-            named = gpus.select([view.gpu for view in views if view.gpu is not None], wanted)
-            chosen = [view for view in views if view.gpu == named]
-        return [self._offer(view.gpu, view) for view in chosen if view.gpu is not None and self._usable(view, wanted)]
+    def _by_index(self) -> Iterator[tuple[int, Supervisor]]:
+        return ((supervisor.gpu.index, supervisor) for supervisor in self._supervisors.values())
 
-    def _usable(self, view: GpuView, wanted: str) -> bool:
-        if view.health is not Health.UNSUPPORTED:
-            return True
-        if wanted != "any":
-            raise DaemonNotReadyError(
-                f"GPU {view.index} cannot be shared: {view.because}", hint=view.hint or "name another GPU", limit="gpu"
-            )
-        return False
-
-    def _offer(self, gpu: Gpu, view: GpuView) -> Offer:
-        supervisor = self._supervisors.get(daemon_name(gpu))
-        daemon = supervisor.snapshot() if supervisor else None
-        settings = self.settings.admission
+    def _offer(self, view: GpuView, supervisor: Supervisor) -> Offer:
+        settings, daemon, gpu = self.settings, supervisor.snapshot(), supervisor.gpu
         return Offer(
             gpu=gpu.uuid,
-            daemon=daemon_name(gpu),
-            threads=int(1000 * settings.threads_oversubscription),
-            memory=max(gpu.memory_total - gpu.memory_reserved - settings.memory_reserve, 0),
+            daemon=daemon.name,
+            pipe_directory=daemon.pipe_directory,
+            threads=int(1000 * settings.admission.threads_oversubscription),
+            memory=max(gpu.memory_total - gpu.memory_reserved - settings.admission.memory_reserve, 0),
             clients=limits.clients_max(gpu.compute_capability, gpus.driver_branch(gpu.driver_version)),
-            limits=self.settings.default_limits,
+            limits=settings.default_limits,
+            many_users=settings.daemon.users is Users.MANY,
             refusal=_refusal(view, daemon),
         )
-
-    async def _end_with_holder(self, lease_id: str, holder: Process) -> None:
-        """End the lease when its holder is gone, however it went."""
-        try:
-            await holder.wait()
-            self._end(lease_id, f"its holder, pid {holder.pid}, is gone")
-        finally:
-            holder.close()
-
-    def release(self, lease_id: str, uid: int, *, admin: bool) -> None:
-        """End a lease at its owner's or an administrator's word; one that has ended already is fine.
-
-        Raises NotFoundError, and NotPermittedError for another user's lease.
-        """
-        lease = self.lease(lease_id)
-        if lease.owner.uid != uid and not admin:
-            raise NotPermittedError(f"lease {lease_id} belongs to uid {lease.owner.uid}", hint="ask its owner, or root")
-        self._end(lease_id, f"uid {uid} released it")
-
-    def _end(self, lease_id: str, because: str) -> None:
-        """End a lease: the one place where a lease ends."""
-        lease = self._leases.pop(lease_id, None)
-        if lease is None:
-            return
-        self._ended[lease_id] = replace(lease, state=LeaseState.ENDED, because=because, ended=clock.now())
-        while len(self._ended) > _ENDED_KEPT:
-            del self._ended[next(iter(self._ended))]
-        watching = self._holders.pop(lease_id)
-        if watching is not asyncio.current_task():
-            watching.cancel()
-        self._log.info(Happened.LEASE_ENDED, lease=lease_id, because=because)
 
     # -- operating ----------------------------------------------------------------------------------------------------
 
@@ -312,18 +275,18 @@ class Node:
         return found
 
 
-def _refusal(view: GpuView, daemon: Daemon | None) -> Refusal | None:
+def _refusal(view: GpuView, daemon: Daemon) -> Refusal | None:
     """Say why nobody is let in on this GPU, if so. What is unknown, or not as set, is not healthy."""
     if view.health is not Health.OK:
-        return Refusal(f"GPU {view.index} is {view.health}: {view.because}", view.hint or "see mpsctl gpus")
-    if daemon is None or daemon.state is not State.READY:
-        state = daemon.state if daemon else State.DOWN
-        because = daemon.because if daemon else "nothing was tried yet"
-        hint = (daemon.hint if daemon else None) or "try again in a moment; see mpsctl daemons"
-        return Refusal(f"the control daemon of GPU {view.index} is {state}: {because}", hint)
+        return Refusal("health", f"GPU {view.index} is {view.health}: {view.because}", view.hint or "see mpsctl gpus")
+    if daemon.state is not State.READY:
+        limit = "hold" if daemon.state in {State.HELD, State.DRAINING} else "health"
+        because = f"the control daemon of GPU {view.index} is {daemon.state}: {daemon.because}"
+        return Refusal(limit, because, daemon.hint or "try again in a moment; see mpsctl daemons")
     if daemon.drift:
         drift = daemon.drift[0]
         return Refusal(
+            "health",
             f"{drift.limit} of {daemon.name} is {drift.found} instead of {drift.wanted}: somebody else changed it",
             "see mpsctl daemons; nobody is admitted until it is set back",
         )

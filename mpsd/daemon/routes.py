@@ -13,6 +13,9 @@ from mpsd.daemon.handlers import Handlers, Request
 OPENAPI_PATH: Final = "/v1/openapi.json"
 """Where the document made from this table is; whoever may read may read it."""
 
+EVENTS_PATH: Final = "/v1/events"
+"""Where events are streamed, one JSON object a line; whoever may read may read them."""
+
 
 class Role(IntEnum):
     """What a caller may do; each includes those before it."""
@@ -35,7 +38,7 @@ class Route:
     handler: Callable[[Handlers], Callable[[Request], Awaitable[msgspec.Struct | None]]]
     answer: type[msgspec.Struct] | None
     status: int = 200
-    body: type[wire.LeaseRequest] | None = None
+    body: type[wire.LeaseRequest] | type[wire.Renewal] | None = None
     errors: tuple[int, ...] = ()
     """Statuses of errors beyond those that every route can answer."""
 
@@ -59,7 +62,10 @@ ROUTES: Final = (
         wire.LeaseOut,
         201,
         wire.LeaseRequest,
-        errors=(409, 413, 422, 503),
+        errors=(409, 413, 422, 503, 507),
+    ),
+    Route(
+        "POST", "/v1/leases/{id}/renew", Role.USER, lambda h: h.renew, wire.LeaseOut, 200, wire.Renewal, errors=(404, 413, 422)
     ),
     Route("DELETE", "/v1/leases/{id}", Role.USER, lambda h: h.release, None, 204, errors=(404,)),
     Route("POST", "/v1/daemons/{name}/reset", Role.ADMIN, lambda h: h.reset, wire.OperationOut, 202, errors=(404,)),

@@ -1,6 +1,7 @@
 """`mpsd run` from its first line to its last: claim, listen, supervise, reload, and leave the control daemons alone."""
 
 import asyncio
+import contextlib
 import logging
 import signal
 from collections.abc import Callable
@@ -9,13 +10,18 @@ from pathlib import Path
 
 from mpsd.core import settings as table
 from mpsd.core.errors import ConfigurationError
+from mpsd.core.ledger import Ledger
 from mpsd.core.settings import Settings
+from mpsd.core.usage import Usage
 from mpsd.daemon import log as logs
 from mpsd.daemon.api import Api
+from mpsd.daemon.events import HISTORY_SCHEMA, Events
+from mpsd.daemon.leases import LEASES_SCHEMA, Leases, known_usage
 from mpsd.daemon.log import Happened, Logger
-from mpsd.daemon.node import Node
+from mpsd.daemon.node import Node, rules
 from mpsd.system import rundir
 from mpsd.system.control import ControlProgram
+from mpsd.system.database import Database
 from mpsd.system.gpu import GpuSource
 from mpsd.system.rundir import RunDir
 
@@ -43,7 +49,6 @@ async def serve(plan: Plan) -> None:
     Raises ConfigurationError, AlreadyRunningError, NoDriverError and GpuUnknownError, all before anything is started.
     """
     settings = plan.settings
-    log = logs.configure(settings.log.format)
     # Any local user could fill the log through aiohttp, which reports each malformed request with a traceback.
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)
     source = plan.source()
@@ -52,19 +57,31 @@ async def serve(plan: Plan) -> None:
         names = [f"gpu{index}" for index in (*(gpu.index for gpu in inventory.gpus), *inventory.unknown)]
         rundir.check(settings, names, private=plan.private)
         run_dir = RunDir.claim(settings)
-        try:
-            node = Node(source, plan.program, run_dir, settings, log, simulated=plan.simulated)
+        with contextlib.ExitStack() as stack:
+            stack.callback(run_dir.close)
+            history = Database(run_dir.history, HISTORY_SCHEMA)
+            stack.callback(history.close)
+            store = Database(run_dir.leases, LEASES_SCHEMA)
+            stack.callback(store.close)
+            events = Events(history, settings.api.events)
+            stack.callback(events.flush)
+            log = logs.configure(settings.log.format, events.record)
+            for database in (store, history):
+                if database.set_aside is not None:
+                    log.error(Happened.STORE_SET_ASIDE, because=database.because, file=str(database.set_aside))
+            half_life = settings.admission.usage_half_life
+            ledger = Ledger(rules(settings), Usage(half_life, known_usage(history, half_life)))
+            leases = Leases(ledger, store, history, log)
+            node = Node(source, plan.program, run_dir, settings, leases, log, simulated=plan.simulated)
             await node.open(inventory)
-            await _run(plan, node, log)
-        finally:
-            run_dir.close()
+            await _run(plan, node, events, log)
     finally:
         source.close()
 
 
-async def _run(plan: Plan, node: Node, log: Logger) -> None:
+async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
     settings = plan.settings
-    api = Api(node, settings.api.group, log)
+    api = Api(node, events, log)
     listener = rundir.publish(settings.socket, settings.api.mode, settings.api.group)
     over = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -75,13 +92,14 @@ async def _run(plan: Plan, node: Node, log: Logger) -> None:
     try:
         async with asyncio.TaskGroup() as group:
             running = group.create_task(node.run())
-            await api.open(listener)
+            serving = group.create_task(api.serve(listener))
             log.info(Happened.API_LISTENING, socket=str(settings.socket), mode=f"{settings.api.mode:04o}")
             plan.announce()
             await over.wait()
             log.info(Happened.NODE_STOPPING, stop_daemons=plan.stop_daemons_on_exit)
             node.leave()
             rundir.unpublish(settings.socket)
+            serving.cancel()
             await api.close()
             if plan.stop_daemons_on_exit:
                 await node.stop_daemons()

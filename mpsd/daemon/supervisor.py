@@ -23,7 +23,7 @@ from mpsd.core.errors import (
 from mpsd.core.lifecycle import ANSWERED, Event, State, step
 from mpsd.core.model import Daemon, DaemonProcess, Gpu
 from mpsd.core.restart import Death, RestartPolicy, Verdict, decide, recent
-from mpsd.core.settings import Settings
+from mpsd.core.settings import Settings, Users
 from mpsd.daemon import evidence
 from mpsd.daemon.log import Happened, Logger
 from mpsd.daemon.observer import Observer
@@ -59,6 +59,8 @@ class Supervisor:
         self._wake = asyncio.Event()
         self._down = asyncio.Event()
 
+        self.revision = 0
+        """Grows whenever a snapshot might come out different."""
         self._state = State.DOWN
         self._because = "nothing was tried yet"
         self._hint: str | None = None
@@ -113,6 +115,7 @@ class Supervisor:
         if settings.default_limits != self._settings.default_limits:
             self._proved, self._due = False, 0.0
         self._settings = settings
+        self.revision += 1
         self._observer.pipe.deadline = settings.daemon.answer_deadline
         self._wake.set()
 
@@ -180,6 +183,7 @@ class Supervisor:
             return
         before = self._state
         self._state = target
+        self.revision += 1
         self._since = clock.now()
         self._because, self._hint = because, hint
         if target not in ANSWERED:
@@ -221,7 +225,7 @@ class Supervisor:
             self._socket_before = self._socket()
             log = mpslog.open_for_daemon(self._paths.control_log)
             try:
-                started = process.spawn((*self._program.argv, "-f"), env=environment, stdout=log, new_session=True)
+                started = process.spawn((*self._program.argv, *self._flags), env=environment, stdout=log, new_session=True)
             finally:
                 os.close(log)
         except ConfigurationError as error:
@@ -233,6 +237,11 @@ class Supervisor:
         proof = DaemonProcess(started.identity, self._program.argv[0], str(self._paths.pipe_directory), clock.now())
         self._take(started, proof, fresh=True)
         self._move(Event.STARTED, f"pid {started.pid} was started")
+
+    @property
+    def _flags(self) -> tuple[str, ...]:
+        """In the foreground, as a daemon that is watched must be; for many users where that was asked for."""
+        return ("-f", "-multiuser-server") if self._settings.daemon.users is Users.MANY else ("-f",)
 
     def _take(self, taken: Process, proof: DaemonProcess, *, fresh: bool) -> None:
         """Watch this process from now on."""
@@ -323,6 +332,7 @@ class Supervisor:
             self._move(Event.VERIFIED, self._observer.verdict)
             self._because = self._observer.verdict
         self._due = clock.monotonic() + self._settings.daemon.probe_interval
+        self.revision += 1
 
     # -- ending -------------------------------------------------------------------------------------------------------
 

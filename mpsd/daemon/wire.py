@@ -9,7 +9,9 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from mpsd.core.model import Daemon, Drift, Lease, Owner, Server
+from mpsd.core.ledger import Place
+from mpsd.core.model import Daemon, Drift, Lease, Owner, Server, Share
+from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
 
 Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,62}\Z")]
 Text = Annotated[str, Meta(max_length=128, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]
@@ -26,12 +28,29 @@ class LeaseRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """That part of one GPU's threads and memory, (0, 1]."""
     gpu: Text = "any"
     """`any`, an index, a UUID, or a unique prefix of one."""
+    gpus: Annotated[int, Meta(ge=1, le=64)] = 1
+    """On how many GPUs, all or nothing; the lease has as much on each."""
+    processes: Annotated[int, Meta(ge=1, le=1000)] = 1
+    """How many client processes it may have; threads and memory are the sum over them."""
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
+    """Higher goes first; above 0 only with a quota that allows it."""
+    wait: Annotated[float, Meta(ge=0, le=1e9)] | None = 0.0
+    """Seconds to wait for what is not free now; null: for ever."""
+    ttl: Annotated[float, Meta(gt=0, le=1e9)] | None = None
+    """Seconds after which the lease ends unless it is renewed; null: no such time."""
     name: Text = ""
     labels: dict[Label, Text] = {}
     pid: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     """The process that the lease is tied to; the caller's own by default."""
     request_id: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+\Z")] | None = None
     """Makes a retry return the same lease."""
+
+
+class Renewal(Struct, forbid_unknown_fields=True):
+    """How long a lease is to live from now on."""
+
+    ttl: Annotated[float, Meta(gt=0, le=1e9)]
+    """Seconds."""
 
 
 class OwnerOut(Struct):
@@ -48,51 +67,107 @@ class OwnerOut(Struct):
         return cls(owner.uid, owner.gid, owner.pid, owner.started)
 
 
+class ShareOut(Struct):
+    """What a lease has on one GPU, and what each of its client processes there must have in its environment."""
+
+    gpu: str
+    daemon: str
+    active_thread_percentage: float
+    pinned_device_mem_limit: int
+    env: dict[str, str]
+
+    @classmethod
+    def of(cls, share: Share) -> "ShareOut":
+        """Make it from the value."""
+        return cls(share.gpu, share.daemon, float(share.threads), share.memory.bytes, dict(share.env))
+
+
+class WaitOut(Struct):
+    """Where a waiting lease stands: its position from 1, and the limit that it waits for."""
+
+    position: int
+    waits_for: str
+    because: str
+
+
 class LeaseOut(Struct):
-    """A lease: a promise of this much of a GPU, until it ends."""
+    """A lease: a promise of this much of a GPU, until it ends; or a place in the queue for one.
+
+    Percentage, memory and environment are those on the first of its GPUs; `shares` has each. Null or empty: not yet.
+    """
 
     id: str
     state: str
     because: str
     gpus: list[str]
-    daemon: str
+    daemon: str | None
     owner: OwnerOut
-    active_thread_percentage: float
-    pinned_device_mem_limit: int
+    active_thread_percentage: float | None
+    pinned_device_mem_limit: int | None
     env: dict[str, str]
+    shares: list[ShareOut]
     clients: list[int]
+    processes: int
+    priority: int
     name: str
     labels: dict[str, str]
     created: datetime
     granted: datetime | None
     ended: datetime | None
+    expires: datetime | None
+    wait: WaitOut | None
 
     @classmethod
-    def of(cls, lease: Lease) -> "LeaseOut":
+    def of(cls, lease: Lease, *, expires: datetime | None, place: Place | None) -> "LeaseOut":
         """Make it from the value."""
+        request, shares = lease.request, [ShareOut.of(share) for share in lease.shares]
+        first = shares[0] if shares else None
         return cls(
             id=lease.id,
             state=lease.state,
             because=lease.because,
-            gpus=[lease.gpu],
-            daemon=lease.daemon,
+            gpus=[share.gpu for share in shares],
+            daemon=first.daemon if first else None,
             owner=OwnerOut.of(lease.owner),
-            active_thread_percentage=float(lease.active_thread_percentage),
-            pinned_device_mem_limit=lease.pinned_device_mem_limit.bytes,
-            env=dict(lease.env),
-            clients=[],
-            name=lease.name,
-            labels=dict(lease.labels),
+            active_thread_percentage=first.active_thread_percentage if first else _percent(request.threads),
+            pinned_device_mem_limit=first.pinned_device_mem_limit if first else _bytes(request.memory),
+            env=dict(first.env) if first else {},
+            shares=shares,
+            clients=[client.pid for client in lease.clients],
+            processes=request.processes,
+            priority=request.priority,
+            name=request.name,
+            labels=dict(request.labels),
             created=lease.created,
             granted=lease.granted,
             ended=lease.ended,
+            expires=expires,
+            wait=WaitOut(place.position, place.waits_for.limit, place.waits_for.because) if place else None,
         )
 
 
+def _percent(threads: ActiveThreadPercentage | None) -> float | None:
+    return None if threads is None else float(threads)
+
+
+def _bytes(memory: PinnedDeviceMemLimit | None) -> int | None:
+    return None if memory is None else memory.bytes
+
+
+class OthersOut(Struct):
+    """What all others have together, for a caller who may see no more of them."""
+
+    leases: int
+    waiting: int
+    threads_granted: float
+    memory_granted: int
+
+
 class LeasesOut(Struct):
-    """The leases that have not ended, oldest first."""
+    """The leases that have not ended: the caller's own, or everybody's where the caller may see them."""
 
     leases: list[LeaseOut]
+    others: OthersOut
 
 
 class LimitsOut(Struct):
@@ -247,6 +322,7 @@ class StatusOut(Struct):
     daemons: list[Part]
     drift: list[str]
     leases: int
+    waiting: int
     clients: int
     notes: list[str]
     """What is not wrong and should be known."""
@@ -255,7 +331,7 @@ class StatusOut(Struct):
 class ConfigOut(Struct):
     """The settings in force."""
 
-    config: dict[str, dict[str, str | int | float | None]]
+    config: dict[str, dict[str, str | int | float | list[str] | None]]
 
 
 class OperationOut(Struct):

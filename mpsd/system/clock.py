@@ -1,7 +1,9 @@
 """The two clocks: one for people, which may jump, and one for deadlines, which may not."""
 
+import os
 import time
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 
 
@@ -15,6 +17,13 @@ def monotonic() -> float:
     return time.monotonic()
 
 
+def at_ticks(ticks: int) -> datetime:
+    """Return the time of day, as the clock is set now, of a moment in clock ticks since boot, as /proc has them."""
+    since_boot = ticks / os.sysconf("SC_CLK_TCK")
+    return datetime.fromtimestamp(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot, UTC)
+
+
+@cache
 def boot_id() -> str:
     """Return the identity of this boot: what was counted or held under another one is over."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

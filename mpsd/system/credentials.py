@@ -8,7 +8,8 @@ import os
 import socket
 import struct
 from dataclasses import dataclass
-from grp import getgrnam
+from grp import getgrgid
+from pwd import getpwuid
 from typing import Final
 
 from mpsd.system import process
@@ -38,19 +39,31 @@ def caller(connection: socket.socket) -> Caller:
     return Caller(uid, gid, pid)
 
 
-def in_group(connection: socket.socket, who: Caller, group: str) -> bool:
-    """Tell whether the caller's process is in a group, as its own or as a supplementary one."""
+def user_name(uid: int) -> str:
+    """Return a user's name, or its number where the user database has no name for it."""
     try:
-        wanted = getgrnam(group).gr_gid
+        return getpwuid(uid).pw_name
     except KeyError:
-        return False
+        return str(uid)
+
+
+def groups(connection: socket.socket, who: Caller) -> tuple[str, ...]:
+    """Return the names of the groups that the caller's process is in, its own first; numbers where there is no name."""
     try:
         raw = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MOST_GROUPS)
     except OSError as error:
         if error.errno not in {errno.ERANGE, errno.ENOPROTOOPT}:
             raise
         raw = b""
-    return wanted == who.gid or wanted in struct.unpack(f"{len(raw) // 4}I", raw)
+    supplementary = struct.unpack(f"{len(raw) // 4}I", raw)
+    return tuple(_group_name(gid) for gid in dict.fromkeys((who.gid, *supplementary)))
+
+
+def _group_name(gid: int) -> str:
+    try:
+        return getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
 
 
 def process_of(connection: socket.socket, who: Caller) -> Process | None:

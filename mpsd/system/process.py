@@ -9,7 +9,7 @@ import os
 import shlex
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -21,6 +21,9 @@ _INHERITED: Final = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
 NOTIFY_SOCKET: a child must not announce readiness in mpsd's name."""
 
 _DEFAULT_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+_DEEPEST: Final = 128
+"""Ancestors that are looked at; a process tree that is deeper is none that anybody made on purpose."""
 
 _MAXIMUM_OUTPUT: Final = 16 * 1024 * 1024
 
@@ -41,6 +44,20 @@ def start_ticks(pid: int) -> int | None:
         return None
     # The second field is the program's name, in parentheses, and may itself hold any of these characters.
     return int(stat.rpartition(")")[2].split()[19])
+
+
+def ancestors(pid: int) -> Iterator[ProcessIdentity]:
+    """Yield a process and its ancestors, as far as they can be seen."""
+    for _ in range(_DEEPEST):
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        fields = stat.rpartition(")")[2].split()
+        yield ProcessIdentity(pid, int(fields[19]))
+        pid = int(fields[1])
+        if pid == 0:
+            return
 
 
 def is_stopped(pid: int) -> bool:

@@ -76,10 +76,25 @@ class RunDir:
         """Let the lock go."""
         os.close(self._lock)
 
+    @property
+    def daemons(self) -> Path:
+        """Where the pipe directories are."""
+        return self._settings.paths.runtime_dir / "mps"
+
+    @property
+    def leases(self) -> Path:
+        """The store of what ends with this boot."""
+        return self._settings.paths.runtime_dir / "leases.db"
+
+    @property
+    def history(self) -> Path:
+        """The store of what outlives it."""
+        return self._settings.paths.state_dir / "history.db"
+
     def daemon(self, name: str) -> DaemonPaths:
         """Say where the control daemon of this name has its things."""
         paths = self._settings.paths
-        return DaemonPaths(paths.runtime_dir / "mps" / name, paths.log_dir / name)
+        return DaemonPaths(self.daemons / name, paths.log_dir / name)
 
     def tally(self, name: str) -> Path:
         """Say where the deaths of this control daemon are kept."""

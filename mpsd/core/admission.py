@@ -5,6 +5,7 @@ Threads are counted in tenths of a percent and memory in bytes, all integers, so
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 
 from mpsd.core.errors import (
     CapacityError,
@@ -124,8 +125,10 @@ def share_on(request: LeaseRequest, offer: Offer) -> Share | Shortage:
     """Return what the request comes to on this GPU, or why its parts are too small to be parts."""
     threads, memory = request.threads, request.memory
     if request.fraction is not None:
-        threads = ActiveThreadPercentage.parse(request.fraction * 100)
-        memory = PinnedDeviceMemLimit(max(int(offer.memory * request.fraction) // MIB, 1))
+        # In decimals, as it was written: 0.29 of a GPU is 29 %, and not 28.9 % because 0.29 * 100 is 28.999999999999996.
+        part = Decimal(str(request.fraction))
+        threads = ActiveThreadPercentage.parse(str(part * 100))
+        memory = PinnedDeviceMemLimit(max(int(offer.memory * part) // MIB, 1))
     assert threads is not None and memory is not None  # noqa: S101, PT018 - `check` was called
     each_threads, each_memory = threads.tenths // request.processes, memory.mebibytes // request.processes
     if each_threads == 0 or each_memory == 0:

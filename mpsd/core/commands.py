@@ -273,8 +273,12 @@ def _command(
     return Command(TABLE[name], texts, lambda lines: parse(line, lines))
 
 
+DEVICES: Final = 32
+"""Ordinals below this are taken for devices, GPU or no GPU; others are ignored, and only the log says so (measured)."""
+
+
 def _ordinal(device: int) -> int:
-    if isinstance(device, bool) or device < 0:
+    if isinstance(device, bool) or not 0 <= device < DEVICES:
         raise InvalidRequestError(
             f"{device!r} is not the ordinal of a device",
             hint="a control daemon counts the GPUs it sees from 0; mpsd's see one each",
@@ -336,10 +340,11 @@ class Setting(Generic[T]):
 
     @property
     def expects(self) -> int | None:
-        """How many lines come back when all is well, or None when that is not certain before."""
-        if self.wanted is None:
-            return None  # no limit reads back as silence, and a limit that is still there as a line
-        return self._setter_lines + 1
+        """How many lines come back whatever becomes of it, or None when that is not certain before.
+
+        A memory limit that the daemon ignored, or never knew of, reads back as silence, or as complaints of any length.
+        """
+        return 2 if self._setter_lines and self.getter.row.lines is Lines.ONE else None
 
     @property
     def _setter_lines(self) -> int:

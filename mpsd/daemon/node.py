@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from mpsd.core import gpus, limits, quota
+from mpsd.core import admission, gpus, limits, quota
 from mpsd.core.admission import Offer, Refusal
 from mpsd.core.errors import DaemonNotReadyError, GpuError, MpsdError, NotFoundError, NotPermittedError, StoppingError
 from mpsd.core.ledger import Rules
@@ -203,6 +203,7 @@ class Node:
         try:
             if self._stopping:
                 raise StoppingError("mpsd is stopping", hint="try again in a moment: the next mpsd takes over")
+            admission.check(request)
             self.leases.offer(self.offers())
             limits_of = quota.quota_of(person, self.settings.quota)
             request = replace(request, gpu=self._named(request.gpu), among=limits_of.gpus)
@@ -288,6 +289,6 @@ def _refusal(view: GpuView, daemon: Daemon) -> Refusal | None:
         return Refusal(
             "health",
             f"{drift.limit} of {daemon.name} is {drift.found} instead of {drift.wanted}: somebody else changed it",
-            "see mpsctl daemons; nobody is admitted until it is set back",
+            daemon.hint or "see mpsctl daemons",
         )
     return None

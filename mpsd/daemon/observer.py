@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import shlex
 from dataclasses import dataclass
 from typing import Final
 
@@ -61,12 +62,19 @@ class Observer:
         """The servers of this daemon, and those of dead ones before it that live on."""
         return (*self._servers.values(), *(Server(each.pid, orphan=True) for each in self._orphans))
 
-    @property
-    def verdict(self) -> str:
-        """What the latest reading of the limits came to, in a sentence."""
+    def verdict(self, wanted: Limits) -> tuple[str, str | None]:
+        """Say what the latest reading of the limits came to, in a sentence, and the way out where one is needed."""
         if not self.drift:
-            return "it answers, and every limit reads back as set"
-        return "it answers, and " + ", ".join(f"{each.limit} is {each.found} instead of {each.wanted}" for each in self.drift)
+            return "it answers, and every limit reads back as set", None
+        settings = (
+            commands.default_active_thread_percentage(wanted.active_thread_percentage),
+            commands.default_device_pinned_mem_limit(_DEVICE, wanted.pinned_device_mem_limit),
+        )
+        drifted = {each.limit for each in self.drift}
+        setters = "".join(f"{setting.setter}\\n" for setting in settings if setting.limit in drifted)
+        front_end = f"CUDA_MPS_PIPE_DIRECTORY={self._paths.pipe_directory} {shlex.join(self._program.argv)}"
+        found = ", ".join(f"{each.limit} is {each.found} instead of {each.wanted}" for each in self.drift)
+        return f"it answers, and {found}", f"set it back: printf '{setters}' | {front_end}"
 
     # -- talking ------------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from mpsd.core.errors import (
     ForeignDaemonError,
     LimitNotHeldError,
 )
-from mpsd.core.lifecycle import ANSWERED, Event, State, step
+from mpsd.core.lifecycle import ANSWERED, RUNNING, Event, State, step
 from mpsd.core.model import Daemon, DaemonProcess, Gpu
 from mpsd.core.restart import Death, RestartPolicy, Verdict, decide, recent
 from mpsd.core.settings import Settings, Users
@@ -142,7 +142,10 @@ class Supervisor:
                     self._wake.clear()
                     if self._dead is not None:
                         self._bury(*self._dead)
-                    await self._one_round()
+                    try:
+                        await self._one_round()
+                    except OSError as error:
+                        await self._stumble(error)
         finally:
             if self._process is not None:
                 self._process.close()
@@ -165,6 +168,17 @@ class Supervisor:
                 await self._sleep(self._due - clock.monotonic())
             case State.COOLING:
                 self._move(Event.COOLED, "the delay after its death is over")
+
+    async def _stumble(self, error: OSError) -> None:
+        """The machine had no descriptor, memory or process left: what cannot be looked at is not known to be well.
+
+        It is no reason for mpsd to end, nor for the daemon; both look again.
+        """
+        if self._state in RUNNING:
+            hint = "see what the machine has run out of; mpsd looks again by itself"
+            self._move(Event.SILENT, f"mpsd could not look at it: {error.strerror}", hint)
+        self._due = 0.0
+        await asyncio.sleep(_TICK)
 
     @property
     def _reset_hint(self) -> str:
@@ -329,8 +343,8 @@ class Supervisor:
                     pinned_device_mem_limit=memory.bytes if memory else None,
                 )
             self._proved, self._fresh = True, False
-            self._move(Event.VERIFIED, self._observer.verdict)
-            self._because = self._observer.verdict
+            self._because, self._hint = self._observer.verdict(wanted)
+            self._move(Event.VERIFIED, self._because, self._hint)
         self._due = clock.monotonic() + self._settings.daemon.probe_interval
         self.revision += 1
 

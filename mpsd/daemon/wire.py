@@ -331,7 +331,7 @@ class StatusOut(Struct):
 class ConfigOut(Struct):
     """The settings in force."""
 
-    config: dict[str, dict[str, str | int | float | list[str] | None]]
+    config: dict[str, dict[str, str | bool | int | float | list[str] | None]]
 
 
 class OperationOut(Struct):

@@ -1,0 +1,53 @@
+"""The routes of mpsd's API that mpsctl calls, each as a method."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, cast
+
+from mpsd.cli.client import Client, segment
+
+if TYPE_CHECKING:
+    from mpsd.cli import shapes
+
+
+class Api(Client):
+    """mpsd, as a caller sees it. Every method raises UnreachableError, and the errors that mpsd answers."""
+
+    def status(self) -> "shapes.Status":
+        """Return the node in one answer."""
+        return cast("shapes.Status", self.get("/v1/status"))
+
+    def gpus(self) -> "shapes.Gpus":
+        """Return the GPUs."""
+        return cast("shapes.Gpus", self.get("/v1/gpus"))
+
+    def daemons(self) -> "shapes.Daemons":
+        """Return the control daemons."""
+        return cast("shapes.Daemons", self.get("/v1/daemons"))
+
+    def clients(self) -> "shapes.Clients":
+        """Return the clients of every server."""
+        return cast("shapes.Clients", self.get("/v1/clients"))
+
+    def leases(self) -> "shapes.Leases":
+        """Return the leases that have not ended."""
+        return cast("shapes.Leases", self.get("/v1/leases"))
+
+    def lease(self, lease: str) -> "shapes.Lease":
+        """Return one lease, also when it ended not long ago."""
+        return cast("shapes.Lease", self.get(f"/v1/leases/{segment(lease)}"))
+
+    def config(self) -> "shapes.Config":
+        """Return the settings in force."""
+        return cast("shapes.Config", self.get("/v1/config"))
+
+    def admit(self, request: Mapping[str, object]) -> "shapes.Lease":
+        """Take out a lease, tied to this very process unless the request names another."""
+        return cast("shapes.Lease", self.post("/v1/leases", request))
+
+    def release(self, lease: str) -> None:
+        """End a lease; one that has ended already is fine."""
+        self.delete(f"/v1/leases/{segment(lease)}")
+
+    def reset(self, daemon: str) -> "shapes.Operation":
+        """Forget a control daemon's deaths, and try again."""
+        return cast("shapes.Operation", self.post(f"/v1/daemons/{segment(daemon)}/reset", {}))

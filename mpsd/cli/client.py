@@ -1,0 +1,261 @@
+"""A small synchronous HTTP/1.1 client over a unix socket: what mpsd's API needs, and nothing that is slow to import."""
+
+import errno
+import json
+import os
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from typing import Final, Self
+
+from mpsd import __version__
+from mpsd.core.errors import MpsdError, UnreachableError, catalogue
+
+DEADLINE: Final = 10.0
+"""Seconds for one request, from connecting to the last byte of its answer."""
+
+_LONGEST_LINE: Final = 64 * 1024
+_UNRESERVED: Final = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
+
+_EXIT_CODES: Final = {401: 77, 403: 77, 404: 1, 409: 75, 429: 75, 503: 75}
+"""Exit codes by HTTP status, for an error whose code this mpsctl does not know."""
+
+
+class Client:
+    """One connection to mpsd, opened when it is first needed and kept for the requests that follow.
+
+    Every request raises UnreachableError when no mpsd answers it within the deadline, and else the error that mpsd
+    answered, as the class it had there.
+    """
+
+    def __init__(self, path: str, *, deadline: float = DEADLINE) -> None:
+        self._path = path
+        self._deadline = deadline
+        self._connection: _Connection | None = None
+
+    def __enter__(self) -> Self:
+        """Open nothing yet."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the connection."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; the next request opens another."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def get(self, path: str) -> object:
+        """Return the decoded JSON of a GET."""
+        return self._request("GET", path)
+
+    def post(self, path: str, body: Mapping[str, object]) -> object:
+        """Return the decoded JSON of a POST with a JSON body."""
+        return self._request("POST", path, json.dumps(body).encode())
+
+    def delete(self, path: str) -> None:
+        """DELETE what the path names."""
+        self._request("DELETE", path)
+
+    def _request(self, method: str, path: str, body: bytes = b"") -> object:
+        try:
+            status, answer = self._exchange(method, path, body)
+            document = json.loads(answer) if answer else None
+        except (OSError, EOFError, ValueError) as error:
+            self.close()
+            raise self._unanswered(error) from None
+        if status >= 400:  # noqa: PLR2004 - where errors begin in HTTP
+            raise error_of(status, document)
+        return document
+
+    def _unanswered(self, error: OSError | EOFError | ValueError) -> UnreachableError:
+        match error:
+            case TimeoutError():
+                return UnreachableError(
+                    f"mpsd took the request on {self._path} and did not answer within {self._deadline:g} s",
+                    hint="see in its log what keeps it busy; one that was stopped (SIGSTOP) does not answer either",
+                )
+            case ValueError():
+                return UnreachableError(
+                    f"what listens on {self._path} does not answer as mpsd does: {error}", hint=_ANOTHER_SOCKET
+                )
+            case _:
+                return UnreachableError(
+                    f"the connection to mpsd on {self._path} broke before it had answered; what it did is unknown",
+                    hint="see whether it still runs, and what it did, with: mpsctl status; mpsctl leases",
+                )
+
+    def _exchange(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+        end = time.monotonic() + self._deadline
+        if self._connection is None:
+            self._connection = _Connection(_connect(self._path, self._deadline))
+        self._connection.end = end
+        lines = [f"{method} {path} HTTP/1.1", "Host: mpsd", f"User-Agent: mpsctl/{__version__}"]
+        if body:
+            lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+        self._connection.send("\r\n".join([*lines, "", ""]).encode() + body)
+        status, answer, kept = self._connection.answer()
+        if not kept:
+            self.close()
+        return status, answer
+
+
+def segment(text: str) -> str:
+    """Return a text as one segment of a path, with everything quoted that has a meaning there."""
+    return "".join(chr(byte) if byte in _UNRESERVED else f"%{byte:02X}" for byte in os.fsencode(text))
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+_ANOTHER_SOCKET: Final = "name mpsd's socket with --socket or MPSD_SOCKET"
+_START_IT: Final = f"is mpsd running? Start it (systemctl start mpsd, or mpsd run), or {_ANOTHER_SOCKET}"
+
+
+def error_of(status: int, document: object) -> MpsdError:
+    """Return the error that a problem document stands for; one without a known code is judged by its HTTP status."""
+    fields = document if isinstance(document, dict) else {}
+    code, detail, hint, limit = (fields.get(name) for name in ("code", "detail", "hint", "limit"))
+    detail = str(detail or f"the answer was HTTP status {status}, without a reason")
+    hint = str(hint or f"is it mpsd that listens there? If not, {_ANOTHER_SOCKET}")
+    limit = None if limit is None else str(limit)
+    for known in catalogue():
+        if known.code == code:
+            return known(detail, hint=hint, limit=limit)
+    unknown = MpsdError(detail, hint=hint, limit=limit)
+    unknown.code = str(code or unknown.code)
+    unknown.exit_code = _EXIT_CODES.get(status, 2 if status < 500 else 1)  # noqa: PLR2004 - the caller's errors, and the others
+    return unknown
+
+
+def _connect(path: str, deadline: float) -> socket.socket:
+    """Connect, waiting for a busy mpsd to accept. Raises UnreachableError, which says why not."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        # In the kernel's own time: a non-blocking connect would fail at once when the queue of callers is full.
+        seconds = struct.pack("@ll", int(deadline), int(deadline % 1 * 1_000_000))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+        connection.connect(path)
+    except OSError as error:
+        connection.close()
+        raise _unreachable(path, deadline, error) from None
+    return connection
+
+
+def _unreachable(path: str, deadline: float, error: OSError) -> UnreachableError:
+    match error.errno:
+        case errno.ENOENT | errno.ENOTDIR:
+            return UnreachableError(f"there is no socket {path}", hint=_START_IT)
+        case errno.ECONNREFUSED:
+            return UnreachableError(f"nothing listens on {path}", hint=_START_IT)
+        case errno.EACCES | errno.EPERM:
+            return UnreachableError(
+                f"uid {os.getuid()} is not permitted to connect to {path}",
+                hint=f"join the group that api.group names, or become root; or {_ANOTHER_SOCKET}",
+            )
+        case errno.EAGAIN:
+            return UnreachableError(
+                f"mpsd did not take a connection on {path} within {deadline:g} s",
+                hint="see in its log what keeps it busy; one that was stopped (SIGSTOP) takes none either",
+            )
+        case _:
+            return UnreachableError(f"{path} cannot be connected to: {error.strerror or error}", hint=_ANOTHER_SOCKET)
+
+
+# -- HTTP --------------------------------------------------------------------------------------------------------------
+
+
+class _Connection:
+    """The bytes of one connection, and the answers in them.
+
+    Every method raises TimeoutError once `end` has passed, EOFError when the other side hangs up in the middle,
+    ConnectionError when the connection breaks, and ValueError for what is not HTTP.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.end = 0.0
+        self._connection = connection
+        self._received = bytearray()
+
+    def close(self) -> None:
+        """Close it."""
+        self._connection.close()
+
+    def send(self, request: bytes) -> None:
+        """Send a whole request."""
+        self._hurry()
+        self._connection.sendall(request, socket.MSG_NOSIGNAL)
+
+    def answer(self) -> tuple[int, bytes, bool]:
+        """Return status and body of the next answer, and whether the connection is good for another request."""
+        status = self._status()
+        headers = self._headers()
+        while 100 <= status < 200:  # noqa: PLR2004 - what is said before the answer proper
+            status = self._status()
+            headers = self._headers()
+        kept = headers.get(b"connection", b"").lower() != b"close"
+        if status in {204, 304}:
+            return status, b"", kept
+        if headers.get(b"transfer-encoding", b"").lower() == b"chunked":
+            return status, self._chunks(), kept
+        if b"content-length" in headers:
+            return status, self._take(int(headers[b"content-length"])), kept
+        return status, self._rest(), False
+
+    def _status(self) -> int:
+        version, _, rest = self._line().partition(b" ")
+        if not version.startswith(b"HTTP/1.") or not rest[:3].isdigit():
+            raise ValueError("it does not speak HTTP")
+        return int(rest[:3])
+
+    def _headers(self) -> dict[bytes, bytes]:
+        headers = {}
+        while line := self._line():
+            name, _, value = line.partition(b":")
+            headers[name.strip().lower()] = value.strip()
+        return headers
+
+    def _chunks(self) -> bytes:
+        body = bytearray()
+        while size := int(self._line().partition(b";")[0], 16):
+            body += self._take(size)
+            self._line()
+        self._headers()
+        return bytes(body)
+
+    def _line(self) -> bytes:
+        while (found := self._received.find(b"\n")) < 0:
+            if len(self._received) > _LONGEST_LINE:
+                raise ValueError("it sends a line without an end")
+            self._receive()
+        return self._take(found + 1).rstrip(b"\r\n")
+
+    def _take(self, size: int) -> bytes:
+        while len(self._received) < size:
+            self._receive()
+        taken = bytes(self._received[:size])
+        del self._received[:size]
+        return taken
+
+    def _rest(self) -> bytes:
+        try:
+            while True:
+                self._receive()
+        except EOFError:
+            return bytes(self._received)
+
+    def _receive(self) -> None:
+        self._hurry()
+        received = self._connection.recv(64 * 1024)
+        if not received:
+            raise EOFError
+        self._received += received
+
+    def _hurry(self) -> None:
+        """Let the next call have the time that is left, and no more."""
+        left = self.end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)

@@ -1,0 +1,73 @@
+"""The commands of `mpsctl`, each of which is imported when it is called."""
+
+import importlib
+from typing import Final
+
+import click
+
+from mpsd import __version__
+from mpsd.cli.api import Api
+
+_MODULES: Final = {
+    "admit": "leasing",
+    "clients": "reading",
+    "config": "reading",
+    "daemons": "reading",
+    "gpus": "reading",
+    "leases": "reading",
+    "release": "leasing",
+    "reset": "operating",
+    "run": "leasing",
+    "show": "reading",
+    "status": "reading",
+}
+"""The module of mpsd.cli in which each command is defined, under the command's own name."""
+
+
+class _Commands(click.Group):
+    """The commands, each imported when somebody asks for it."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        """Return their names."""
+        return list(_MODULES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's signature
+        """Return one of them."""
+        if cmd_name not in _MODULES:
+            return None
+        command: click.Command = getattr(importlib.import_module(f"mpsd.cli.{_MODULES[cmd_name]}"), cmd_name)
+        return command
+
+
+_EPILOG: Final = """\
+\b
+Exit status:
+    0   it was done; for status: the node is healthy
+    1   anything else
+    2   it was called wrongly
+    69  mpsd is unreachable
+    75  it does not fit now
+    77  refused, by policy or for want of permission
+    78  the configuration is wrong
+
+\b
+Completion, for bash (zsh_source and fish_source are there too):
+    eval "$(_MPSCTL_COMPLETE=bash_source mpsctl)"
+"""
+
+
+@click.group(cls=_Commands, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--socket",
+    metavar="PATH",
+    envvar="MPSD_SOCKET",
+    default="/run/mpsd/mpsd.sock",
+    show_envvar=True,
+    show_default=True,
+    help="Where mpsd listens.",
+)
+@click.version_option(__version__, prog_name="mpsctl")
+@click.pass_context
+def mpsctl(context: click.Context, socket: str) -> None:
+    """See what NVIDIA MPS does on this node, and take out a share of a GPU."""
+    context.obj = context.with_resource(Api(socket))

@@ -1,0 +1,60 @@
+"""The program `mpsctl`: how it begins, and how it ends.
+
+That is nearly all that it costs, so it imports click, json, socket and os, and nothing heavier; tests/cli holds it to
+that.
+"""
+
+import gc
+import io
+import os
+import signal
+import sys
+from typing import NoReturn
+
+
+def main() -> NoReturn:
+    """Run the program, and end at once: to take the interpreter apart would cost more than the answer did.
+
+    What was printed by then has been written: `click.echo` flushes.
+    """
+    gc.disable()  # it has no time to make garbage, and looking for some would delay its imports
+    _end_by_signals()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name that this terminal cannot show is no reason to fail
+    os._exit(_outcome())
+
+
+def _end_by_signals() -> None:
+    """Let signals end it as they end other programs, at once and without a word: Python has its own ideas.
+
+    So Ctrl-C does (130 to a shell), and a reader that has seen enough (`mpsctl leases | head -1`); and what
+    `mpsctl run` becomes finds its signals as they were.
+    """
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _outcome() -> int:
+    """Run the command, and return its exit status; an error of mpsd is one sentence, its code, and a hint."""
+    import click
+
+    from mpsd.cli.group import mpsctl
+    from mpsd.cli.render import plain
+    from mpsd.core.errors import MpsdError
+
+    try:
+        mpsctl(prog_name="mpsctl")
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 0
+    except MpsdError as error:
+        click.echo(f"mpsctl: {plain(error.detail)} [{error.code}]\n  hint: {plain(error.hint)}", err=True)
+        return error.exit_code
+    except OSError as error:
+        click.echo(f"mpsctl: the answer cannot be written: {error.strerror}", err=True)
+    return 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""How values look to a person, in plain text; and what makes foreign text harmless on a terminal.
+
+Names of leases and of processes are chosen by others. On a terminal, a control character in one of them could hide a
+line, or forge one, so each answer passes `plain` on its way to a table, and `as_json` on its way out as JSON.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import TypeVar, cast
+
+from mpsd.core.errors import InternalError
+
+T = TypeVar("T")
+
+_GAP = "  "
+_UNITS = (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
+_AGES = (("d", 86400), ("h", 3600), ("m", 60))
+
+
+def plain(value: T) -> T:
+    """Return a text, or a decoded answer, with every character escaped that prints as anything but itself."""
+    match value:
+        case str():
+            safe = value if value.isprintable() else "".join(map(_escaped, value))
+            return cast("T", safe)
+        case list():
+            return cast("T", [plain(each) for each in value])
+        case dict():
+            return cast("T", {plain(key): plain(each) for key, each in value.items()})
+        case _:
+            return value
+
+
+def _escaped(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
+
+
+def as_json(answer: object) -> str:
+    """Return what the API answered, indented: the same document, with what does not print escaped."""
+    text = json.dumps(answer, indent=2, ensure_ascii=False)
+    if text.replace("\n", "").isprintable():
+        return text
+    return "".join(each if each.isprintable() or each == "\n" else json.dumps(each)[1:-1] for each in text)
+
+
+def as_exports(variables: Mapping[str, str]) -> str:
+    """Return shell lines that export these variables. Raises InternalError for a name that no variable can have."""
+    from shlex import quote
+
+    wrong = [name for name in variables if not (name.isascii() and name.isidentifier())]
+    if wrong:
+        raise InternalError(f"mpsd named a variable {plain(wrong[0])!r}", hint="look at the lease with -o json")
+    return "\n".join(f"export {name}={quote(value)}" for name, value in variables.items())
+
+
+def columns(rows: Iterable[Sequence[str]]) -> str:
+    """Return rows as aligned columns, without blanks at the ends of lines."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = (_GAP.join(map(str.ljust, row, widths)) for row in rows)
+    return "\n".join(line.rstrip() for line in padded)
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, none: str) -> str:
+    """Return a table, or the sentence `none` where it would have no rows."""
+    return columns([headings, *rows]) if rows else none
+
+
+def size(count: int) -> str:
+    """Print bytes as `8GiB`, rounded down to two decimals."""
+    for unit, factor in _UNITS:
+        if count >= factor:
+            return f"{count * 100 // factor / 100:g}{unit}"
+    return f"{count}B"
+
+
+def percent(value: float) -> str:
+    """Print a percentage as `25%`."""
+    return f"{value:g}%"
+
+
+def age(then: str, now: datetime) -> str:
+    """Print how long ago a time of the API was, in its largest unit: `12s`, `3m`, `5h`, `9d`."""
+    seconds = max(int((now - datetime.fromisoformat(then)).total_seconds()), 0)
+    for unit, factor in _AGES:
+        if seconds >= factor:
+            return f"{seconds // factor}{unit}"
+    return f"{seconds}s"
+
+
+def plural(count: int, noun: str) -> str:
+    """Print a number of things."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

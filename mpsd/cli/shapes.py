@@ -1,0 +1,196 @@
+"""What the API answers, as mpsctl reads it: the shapes of `mpsd.daemon.wire`, for the type checker alone.
+
+mpsctl does not import them to run, and it validates nothing: what mpsd answers is printed. A test compares them with
+the types that mpsd answers with, field by field.
+"""
+
+from typing import TypedDict
+
+
+class Owner(TypedDict):
+    """Who holds a lease, as the kernel said."""
+
+    uid: int
+    gid: int
+    pid: int
+    start_time: str | None
+
+
+class Wait(TypedDict):
+    """Where a waiting lease stands."""
+
+    position: int
+    waits_for: str
+    because: str
+
+
+class Lease(TypedDict):
+    """A promise of this much of a GPU, until it ends; None or empty where there is nothing yet."""
+
+    id: str
+    state: str
+    because: str
+    gpus: list[str]
+    daemon: str | None
+    owner: Owner | None
+    active_thread_percentage: float | None
+    pinned_device_mem_limit: int | None
+    env: dict[str, str]
+    clients: list[int]
+    name: str
+    labels: dict[str, str]
+    created: str
+    granted: str | None
+    ended: str | None
+    expires: str | None
+    wait: Wait | None
+
+
+class Others(TypedDict):
+    """What those have whose leases are not shown."""
+
+    leases: int
+
+
+class Leases(TypedDict):
+    """The leases that have not ended, as far as the caller may see them."""
+
+    leases: list[Lease]
+    others: Others
+
+
+class Limits(TypedDict):
+    """Limits in percent and bytes; None where there is no such limit, or it is not known."""
+
+    active_thread_percentage: float | None
+    pinned_device_mem_limit: int | None
+
+
+class Drift(TypedDict):
+    """A limit that is not what mpsd set."""
+
+    limit: str
+    wanted: float | int | None
+    found: float | int | None
+    since: str
+    command: str | None
+
+
+class Server(TypedDict):
+    """An MPS server; an orphan's control daemon is dead."""
+
+    pid: int
+    status: str | None
+    clients: list[int]
+    orphan: bool
+
+
+class Daemon(TypedDict):
+    """A control daemon."""
+
+    name: str
+    gpu: str
+    state: str
+    because: str
+    hint: str | None
+    pid: int | None
+    start_time: str | None
+    pipe_directory: str
+    since: str
+    ready_since: str | None
+    limits: Limits
+    limits_wanted: Limits
+    drift: list[Drift]
+    servers: list[Server]
+    version: str | None
+
+
+class Daemons(TypedDict):
+    """The control daemons, in the order of their GPUs."""
+
+    daemons: list[Daemon]
+
+
+class Gpu(TypedDict):
+    """A GPU; None stands for what could not be read."""
+
+    uuid: str | None
+    index: int
+    name: str | None
+    memory_total: int | None
+    memory_reserved: int
+    threads_granted: float
+    memory_granted: int
+    memory_held: int | None
+    clients: int
+    clients_max: int | None
+    health: str
+    because: str
+    hint: str | None
+
+
+class Gpus(TypedDict):
+    """The GPUs of the node, by index."""
+
+    gpus: list[Gpu]
+
+
+class Client(TypedDict):
+    """A process that an MPS server lists as its client."""
+
+    pid: int
+    name: str
+    uid: int | None
+    daemon: str
+    gpu: str
+    server: int
+    lease: str | None
+
+
+class Clients(TypedDict):
+    """The clients of all servers."""
+
+    clients: list[Client]
+
+
+class Part(TypedDict):
+    """One part of the node in the summary."""
+
+    name: str
+    state: str
+    because: str
+
+
+class Status(TypedDict):
+    """The node in one answer."""
+
+    healthy: bool
+    because: str
+    version: str
+    simulated: bool
+    since: str
+    gpus: list[Part]
+    daemons: list[Part]
+    drift: list[str]
+    leases: int
+    waiting: int
+    clients: int
+    notes: list[str]
+
+
+class Config(TypedDict):
+    """The settings in force."""
+
+    config: dict[str, dict[str, object]]
+
+
+class Operation(TypedDict):
+    """What an operator asked of a control daemon, and what came of it."""
+
+    id: str
+    daemon: str
+    verb: str
+    state: str
+    because: str
+    started: str
+    ended: str | None

@@ -152,12 +152,16 @@ class Node:
         self.config = config
         self.configuration.write_text(config)
         before = len(self.reloads())
+        self.hang_up()
+        return wait_until(lambda: self.reloads()[before:], what=f"SIGHUP to be answered; the log is {self.stderr}")[-1]
+
+    def hang_up(self) -> None:
+        """Send mpsd SIGHUP."""
         os.kill(self.pid, signal.SIGHUP)
-        return wait_until(lambda: self.reloads()[before:], what=f"SIGHUP to be answered; the log is {self.stderr}")[0]
 
     def reloads(self) -> list[dict[str, Any]]:
         """Return what the log says about reloads."""
-        return [*self.events("settings_reloaded"), *self.events("settings_refused")]
+        return [line for line in self.log() if line["event"] in {"settings_reloaded", "settings_refused"}]
 
     def clean_up(self) -> None:
         """End mpsd and every process that was started under this root, by pid."""

@@ -75,7 +75,9 @@ def admit(api: Api, form: str, pid: int | None, **request: object) -> None:
     In a shell, for all that it starts from then on:
         eval "$(mpsctl admit --threads 25 --memory 8GiB -o env)"
 
-    When it is refused, `eval` fails with the same exit status. The lease is tied to the shell or other program that called mpsctl, and ends with it at the latest. A subshell
+    When it is refused, `eval` fails with the same exit status.
+
+    The lease is tied to the shell or other program that called mpsctl, and ends with it at the latest. A subshell
     counts as part of the shell that forked it, so a lease for a background job needs its pid (--pid $BASHPID). What is
     called through sudo or timeout must be told its shell (--pid $$). For a single command, `mpsctl run` is simpler.
     """  # noqa: D301 - click knows by that character what not to wrap

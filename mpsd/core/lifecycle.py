@@ -43,6 +43,8 @@ class Event(StrEnum):
     """A check before the start says that it cannot work."""
     VERIFIED = "verified"
     """It answered, and every limit was compared."""
+    UNPROVEN = "unproven"
+    """It answered, and a limit that is wanted now does not hold: the driver has no such limit, or it did not take."""
     SILENT = "silent"
     """It did not answer within the deadline."""
     DIED = "died"
@@ -80,6 +82,7 @@ TABLE: Final[dict[State, dict[Event, State | Outcome]]] = {
         _E.ADOPTED: _S.STARTING,
         _E.REFUSED: _S.FAILED,
         _E.VERIFIED: BUG,
+        _E.UNPROVEN: BUG,
         _E.SILENT: BUG,
         _E.DIED: _S.COOLING,
         _E.COOLED: IGNORE,
@@ -95,6 +98,7 @@ TABLE: Final[dict[State, dict[Event, State | Outcome]]] = {
         _E.ADOPTED: BUG,
         _E.REFUSED: BUG,
         _E.VERIFIED: _S.READY,
+        _E.UNPROVEN: IGNORE,
         _E.SILENT: _S.UNRESPONSIVE,
         _E.DIED: _S.COOLING,
         _E.COOLED: IGNORE,
@@ -110,6 +114,7 @@ TABLE: Final[dict[State, dict[Event, State | Outcome]]] = {
         _E.ADOPTED: BUG,
         _E.REFUSED: BUG,
         _E.VERIFIED: IGNORE,
+        _E.UNPROVEN: _S.STARTING,
         _E.SILENT: _S.UNRESPONSIVE,
         _E.DIED: _S.COOLING,
         _E.COOLED: IGNORE,
@@ -125,6 +130,7 @@ TABLE: Final[dict[State, dict[Event, State | Outcome]]] = {
         _E.ADOPTED: BUG,
         _E.REFUSED: BUG,
         _E.VERIFIED: _S.READY,
+        _E.UNPROVEN: _S.STARTING,
         _E.SILENT: IGNORE,
         _E.DIED: _S.COOLING,
         _E.COOLED: IGNORE,
@@ -140,6 +146,7 @@ TABLE: Final[dict[State, dict[Event, State | Outcome]]] = {
         _E.ADOPTED: BUG,
         _E.REFUSED: BUG,
         _E.VERIFIED: IGNORE,
+        _E.UNPROVEN: IGNORE,
         _E.SILENT: _S.UNRESPONSIVE,
         _E.DIED: _S.COOLING,
         _E.COOLED: IGNORE,
@@ -155,6 +162,7 @@ TABLE: Final[dict[State, dict[Event, State | Outcome]]] = {
         _E.ADOPTED: BUG,
         _E.REFUSED: BUG,
         _E.VERIFIED: IGNORE,
+        _E.UNPROVEN: IGNORE,
         _E.SILENT: _S.UNRESPONSIVE,
         _E.DIED: _S.COOLING,
         _E.COOLED: IGNORE,
@@ -170,6 +178,7 @@ TABLE: Final[dict[State, dict[Event, State | Outcome]]] = {
         _E.ADOPTED: BUG,
         _E.REFUSED: BUG,
         _E.VERIFIED: IGNORE,
+        _E.UNPROVEN: IGNORE,
         _E.SILENT: IGNORE,
         _E.DIED: _S.DOWN,
         _E.COOLED: IGNORE,
@@ -185,6 +194,7 @@ TABLE: Final[dict[State, dict[Event, State | Outcome]]] = {
         _E.ADOPTED: BUG,
         _E.REFUSED: BUG,
         _E.VERIFIED: IGNORE,
+        _E.UNPROVEN: IGNORE,
         _E.SILENT: IGNORE,
         _E.DIED: IGNORE,
         _E.COOLED: _S.DOWN,
@@ -200,6 +210,7 @@ TABLE: Final[dict[State, dict[Event, State | Outcome]]] = {
         _E.ADOPTED: BUG,
         _E.REFUSED: IGNORE,
         _E.VERIFIED: IGNORE,
+        _E.UNPROVEN: IGNORE,
         _E.SILENT: IGNORE,
         _E.DIED: IGNORE,
         _E.COOLED: IGNORE,

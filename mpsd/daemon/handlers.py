@@ -285,6 +285,12 @@ def _holder(request: Request, pid: int | None) -> Process:
                 hint="in a container, mpsd needs the host's pid namespace (hostPID: true, --pid=host)",
             )
         return connected
+    if request.caller.pid == 0 or process.is_nested(request.caller.pid):
+        raise InvalidRequestError(
+            f"process {pid} was named from within another pid namespace, where that number means another process",
+            hint="let the process that is to hold the lease ask for it itself: mpsctl run",
+            limit="pid",
+        )
     found = process.find(pid)
     if found is None:
         raise InvalidRequestError(f"there is no process {pid}", hint="name a process that runs", limit="pid")

@@ -176,7 +176,7 @@ class Observer:
         for command in foreign:
             self._log.warning(Happened.FOREIGN_COMMAND, command=command)
         news = any(line is not None and line.text.startswith(_NEWS) for line in map(parse, lines))
-        self._orphans = tuple(each for each in self._orphans if process.start_ticks(each.pid) == each.start_ticks)
+        self.see_orphans_off()
         return Glance(foreign, news)
 
     def last_words(self) -> str:
@@ -199,8 +199,17 @@ class Observer:
 
     def orphaned(self, found: tuple[ProcessIdentity, ...] = ()) -> None:
         """The daemon is gone: nothing that it said holds any more, and those of its servers that live are orphans."""
-        for each in {*self._servers, *found} - {*self._orphans}:
+        self.found_orphans((*self._servers, *found))
+        self.read_back, self.drift, self._servers, self._unexplained = None, (), {}, ()
+
+    def found_orphans(self, found: tuple[ProcessIdentity, ...]) -> None:
+        """Take in servers whose control daemon is dead, those that still live, and tell of each once."""
+        for each in {*found} - {*self._orphans}:
             if process.start_ticks(each.pid) == each.start_ticks:
                 self._orphans += (each,)
                 self._log.warning(Happened.SERVER_ORPHANED, server=each.pid)
-        self.read_back, self.drift, self._servers, self._unexplained = None, (), {}, ()
+
+    def see_orphans_off(self) -> bool:
+        """Forget the orphans that are gone; tell whether any is left."""
+        self._orphans = tuple(each for each in self._orphans if process.start_ticks(each.pid) == each.start_ticks)
+        return bool(self._orphans)

@@ -79,6 +79,8 @@ class Supervisor:
         """What the watcher noted when the process ended: its return code, or None in it for one that was adopted."""
         self._due = 0.0
         """When the next thing is due: the end of a delay, the deadline of a start, or the next proof of life."""
+        self._looked = False
+        """Whether servers of dead daemons were looked for since the last death."""
         self._socket_before: tuple[int, int] | None = None
 
     # -- what others may ask and say ----------------------------------------------------------------------------------
@@ -157,7 +159,9 @@ class Supervisor:
             case State.DOWN if self._wanted:
                 await self._arrive()
             case State.DOWN | State.FAILED:
-                await self._sleep(None)
+                await self._find_orphans()
+                # Nothing happens here by itself, but that orphans go.
+                await self._sleep(_TICK if self._observer.see_orphans_off() else None)
             case State.STARTING:
                 await self._prove()
             case State.READY | State.HELD | State.DRAINING | State.UNRESPONSIVE:
@@ -225,12 +229,25 @@ class Supervisor:
             self._move(Event.REFUSED, error.detail, error.hint)
             return
         self._observer.orphaned(found.orphans)
+        self._looked = True
         adopted = process.adopt(found.daemon.identity) if found.daemon is not None else None
         if adopted is None or found.daemon is None:
             self._start(environment)
         else:
             self._take(adopted, found.daemon, fresh=False)
             self._move(Event.ADOPTED, f"pid {adopted.pid} was found running, and adopted")
+
+    async def _find_orphans(self) -> None:
+        """Look for servers that a dead daemon left, unless that was done: it may have started one in its last second.
+
+        That takes its time, so it waits until clients have a daemon again.
+        """
+        if self._looked:
+            return
+        self._looked = True
+        with contextlib.suppress(ForeignDaemonError):
+            found = await asyncio.to_thread(evidence.look, self._paths, self._program, self._environment())
+            self._observer.found_orphans(found.orphans)
 
     def _start(self, environment: dict[str, str]) -> None:
         try:
@@ -295,6 +312,7 @@ class Supervisor:
     async def _watch(self) -> None:
         """Look once a second; talk to the daemon only when there is reason to, or when a proof of life is due."""
         assert self._process is not None  # noqa: S101 - there is one in every state that is watched
+        await self._find_orphans()
         glance = self._observer.glance()
         stopped = process.is_stopped(self._process.pid)
         if stopped and self._state is State.UNRESPONSIVE:
@@ -329,6 +347,8 @@ class Supervisor:
                 await self._observer.enforce(wanted, fresh=self._fresh)
         except (LimitNotHeldError, ControlUnknownCommandError) as error:
             # It answers, so it is not silent; but a limit that does not hold opens no door.
+            self._proved = False
+            self._move(Event.UNPROVEN, error.detail, error.hint)
             self._because, self._hint = error.detail, error.hint
             self._log.error(Happened.LIMITS_NOT_HELD, because=error.detail)
         except ControlError as error:
@@ -360,6 +380,7 @@ class Supervisor:
         self._process.close()
         self._process = self._evidence = self._dead = None
         self._observer.orphaned()
+        self._looked = False
         if self._state is State.STOPPING:
             self._move(Event.DIED, how)
         else:

@@ -60,6 +60,19 @@ def ancestors(pid: int) -> Iterator[ProcessIdentity]:
             return
 
 
+def is_nested(pid: int) -> bool:
+    """Tell whether a process lives in a pid namespace below mpsd's own, where its numbers for processes mean others.
+
+    NSpid in /proc/PID/status lists a process's pid in each namespace from that of /proc downwards. Source: proc(5).
+    """
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    pids = next((line for line in status.splitlines() if line.startswith("NSpid:")), "NSpid: 0").split()[1:]
+    return len(pids) > 1
+
+
 def is_stopped(pid: int) -> bool:
     """Tell whether a process is stopped, as after SIGSTOP; a cheap look that costs the process nothing."""
     try:

@@ -1,0 +1,104 @@
+"""A node to call, and the ways in which people call mpsctl: as a program, and as a command in a shell."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import real
+from tests.harness import remove_tree
+from tests.node import Node
+
+ROOT = Path(__file__).parents[2]
+
+_numbers = count(1)
+
+
+def run_mpsctl(socket: Path | str, *arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
+    """Run mpsctl to its end, against whatever listens there."""
+    return subprocess.run(
+        [sys.executable, "-m", "mpsd.cli.main", "--socket", str(socket), *arguments],
+        check=False,
+        **{"capture_output": True, "text": True, "timeout": 60, "cwd": ROOT, **options},
+    )
+
+
+def start_mpsctl(socket: Path | str, *arguments: str, **options: Any) -> "subprocess.Popen[str]":
+    """Start mpsctl, with pipes for all that it says."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "mpsd.cli.main", "--socket", str(socket), *arguments],
+        **{
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+            "cwd": ROOT,
+            **options,
+        },
+    )
+
+
+def end(process: "subprocess.Popen[str]") -> None:
+    """End a process that may have ended already, and close its pipes."""
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=30)
+
+
+def _node(root: Path, **options: Any) -> Node:
+    """Make a node; its control program is driver 535's where there is one, and the simulator's elsewhere."""
+    root.mkdir()
+    return Node(**{"root": root, "control": real.real_daemons().get(535), **options})
+
+
+@pytest.fixture(scope="module")
+def shared_node(private_root: Path) -> Iterator[Node]:
+    """Start a node that all tests of a module share."""
+    node = _node(private_root / f"cli{next(_numbers)}")
+    try:
+        yield node.start()
+    finally:
+        node.clean_up()
+        remove_tree(node.root)
+
+
+@pytest.fixture
+def node(shared_node: Node) -> Iterator[Node]:
+    """Give the shared node, without leases; what a test leaves of them is released."""
+    yield shared_node
+    for lease in shared_node.get("/v1/leases").json["leases"]:
+        shared_node.request("DELETE", f"/v1/leases/{lease['id']}")
+
+
+@pytest.fixture
+def make_node(short_tmp: Path) -> Iterator[Callable[..., Node]]:
+    """Give a maker of nodes, not started yet, for tests that disturb theirs."""
+    made: list[Node] = []
+
+    def make(**options: Any) -> Node:
+        made.append(_node(short_tmp / f"n{len(made)}", **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.clean_up()
+
+
+@pytest.fixture
+def in_path(node: Node, short_tmp: Path) -> dict[str, str]:
+    """Return an environment in which `mpsctl` is a command that calls the node, as after an installation."""
+    program = short_tmp / "bin" / "mpsctl"
+    program.parent.mkdir()
+    program.write_text(f"#!{sys.executable}\nfrom mpsd.cli.main import main\nmain()\n")
+    program.chmod(0o755)
+    return {
+        **os.environ,
+        "PATH": f"{program.parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "MPSD_SOCKET": str(node.socket),
+    }

@@ -1,0 +1,238 @@
+"""The client understands every way in which HTTP may answer, and says plainly when what it meets is not an answer."""
+
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import chain, repeat
+from pathlib import Path
+
+import pytest
+
+from mpsd.cli.client import Client, error_of, segment
+from mpsd.core.errors import DoesNotFitError, MpsdError, UnreachableError, catalogue
+from tests.cli.answering import Answering, answering, http
+from tests.cli.conftest import ROOT
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = HEAD + b"transfer-encoding: Chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param([http({"a": 1})], id="length"),
+        pytest.param([bytes([byte]) for byte in http({"a": 1})], id="byte by byte"),
+        pytest.param([CHUNKED, b'5\r\n{"a":\r\n', b"3;why=not\r\n 1}\r\n", b"0\r\nTrailer: x\r\n\r\n"], id="chunked"),
+        pytest.param([HEAD + b'\r\n{"a": 1}', Answering.hang_up], id="until the end"),
+        pytest.param([b"HTTP/1.1 100 Continue\r\n\r\n", http({"a": 1})], id="after 100"),
+        pytest.param([HEAD.replace(b"\r", b"") + b'content-length:8\n\n{"a": 1}'], id="bare newlines"),
+    ],
+)
+def test_bodies(short_tmp: Path, answer: Sequence[bytes]) -> None:
+    """A body arrives whole, however its end is told and in whatever pieces it comes."""
+    with answering(short_tmp / "s", answer), Client(str(short_tmp / "s")) as client:
+        assert client.get("/v1/status") == {"a": 1}
+
+
+def test_requests(short_tmp: Path) -> None:
+    """Requests go over one connection, each whole, with the length and the type of its body."""
+    created = http({"id": "x"}, "201 Created")
+    with answering(short_tmp / "s", http(1), created, b"HTTP/1.1 204 No Content\r\n\r\n") as server:
+        with Client(str(short_tmp / "s")) as client:
+            client.get("/v1/status")
+            client.post("/v1/leases", {"name": "ü"})
+            client.delete("/v1/leases/x")
+        assert server.connections == 1
+    get, post, delete = server.requests
+    assert get.startswith(b"GET /v1/status HTTP/1.1\r\nHost: mpsd\r\n")
+    assert get.endswith(b"\r\n\r\n")
+    head, _, body = post.partition(b"\r\n\r\n")
+    assert f"Content-Length: {len(body)}".encode() in head
+    assert b"Content-Type: application/json" in head
+    assert json.loads(body) == {"name": "ü"}
+    assert delete.startswith(b"DELETE /v1/leases/x HTTP/1.1\r\n")
+
+
+def test_closed_connections(short_tmp: Path) -> None:
+    """A server that closes the connection after its answer is connected to again."""
+    closing = [http(1, "200 OK", "Connection: close"), Answering.hang_up]
+    with answering(short_tmp / "s", closing, closing) as server, Client(str(short_tmp / "s")) as client:
+        assert client.get("/") == client.get("/") == 1
+        assert server.connections == 2
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param([Answering.hang_up], id="nothing"),
+        pytest.param([HEAD, Answering.hang_up], id="headers"),
+        pytest.param([HEAD + b"content-length: 9\r\n\r\n{", Answering.hang_up], id="body"),
+        pytest.param([CHUNKED + b"9\r\n{", Answering.hang_up], id="chunk"),
+        pytest.param([CHUNKED + b"1\r\n1\r\n", Answering.hang_up], id="last chunk"),
+    ],
+)
+def test_broken_off(short_tmp: Path, answer: Sequence[bytes]) -> None:
+    """An answer that breaks off is told as one, with what is unknown because of it."""
+    with answering(short_tmp / "s", answer), Client(str(short_tmp / "s")) as client:
+        with pytest.raises(UnreachableError, match="broke before it had answered") as error:
+            client.get("/")
+        assert "mpsctl leases" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param([b"SSH-2.0-OpenSSH_9.2\r\n"], id="another protocol"),
+        pytest.param([b"HTTP/1.1 abc\r\n\r\n"], id="no status"),
+        pytest.param([HEAD + b"content-length: many\r\n\r\n"], id="no length"),
+        pytest.param([CHUNKED + b"zz\r\n"], id="no chunk"),
+        pytest.param([HEAD + b"content-length: 5\r\n\r\nhello"], id="no JSON"),
+        pytest.param([HEAD + b"content-length: 1\r\n\r\n\xff"], id="no UTF-8"),
+        pytest.param([b"x" * 200_000], id="a line without an end"),
+    ],
+)
+def test_not_mpsd(short_tmp: Path, answer: Sequence[bytes]) -> None:
+    """What does not answer as mpsd does is told from an mpsd that is not there, with the way to another socket."""
+    with answering(short_tmp / "s", answer), Client(str(short_tmp / "s")) as client:
+        with pytest.raises(UnreachableError, match="does not answer as mpsd does") as error:
+            client.get("/")
+        assert "MPSD_SOCKET" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    "answer", [None, [http(1)[:20]], [CHUNKED + b"1\r\n1\r\n"]], ids=["silent", "headers", "chunks"]
+)
+def test_deadline(short_tmp: Path, answer: Sequence[bytes] | None) -> None:
+    """A server that takes a request and does not finish its answer is waited for until the deadline, and no longer."""
+    late = pytest.raises(UnreachableError, match=r"did not answer within 0\.2 s")
+    with answering(short_tmp / "s", answer), Client(str(short_tmp / "s"), deadline=0.2) as client, late:
+        client.get("/")
+
+
+def test_deadline_is_for_the_whole(short_tmp: Path) -> None:
+    """A server that always has one more byte to say keeps its caller no longer than one that says nothing."""
+    endless = chain([HEAD + b"content-length: 1000000000\r\n\r\n"], repeat(b"x"))
+    late = pytest.raises(UnreachableError, match=r"did not answer within 0\.2 s")
+    with answering(short_tmp / "s", endless), Client(str(short_tmp / "s"), deadline=0.2) as client, late:
+        client.get("/")
+
+
+def test_after_a_failure(short_tmp: Path) -> None:
+    """A request after one that failed does not take the remains of the old answer for its own."""
+    with answering(short_tmp / "s", [b"junk\r\n" + http(1)], http(2)) as server, Client(str(short_tmp / "s")) as client:
+        with pytest.raises(UnreachableError):
+            client.get("/")
+        assert client.get("/") == 2
+        assert server.connections == 2
+
+
+# -- connecting --------------------------------------------------------------------------------------------------------
+
+
+def test_no_socket(short_tmp: Path) -> None:
+    """Without a socket the path is named, and how to start mpsd or to name another."""
+    with pytest.raises(UnreachableError, match=f"there is no socket {short_tmp}/s") as error:
+        Client(f"{short_tmp}/s").get("/")
+    assert "is mpsd running?" in error.value.hint
+    assert "--socket" in error.value.hint
+    assert error.value.exit_code == 69
+
+
+def test_nobody_listens(short_tmp: Path) -> None:
+    """A socket that a dead mpsd left, and a file that is no socket, are told from no socket at all."""
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(f"{short_tmp}/s")
+    (short_tmp / "file").touch()
+    for name in ("s", "file"):
+        with pytest.raises(UnreachableError, match="nothing listens on"):
+            Client(f"{short_tmp}/{name}").get("/")
+
+
+def test_path_too_long() -> None:
+    """A path that no unix socket can have is refused with a reason, not with a traceback."""
+    with pytest.raises(UnreachableError, match="too long"):
+        Client("/" + 200 * "x").get("/")
+
+
+def test_no_room_in_the_queue(short_tmp: Path) -> None:
+    """An mpsd that takes no connection at the moment is given the deadline to take one."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{short_tmp}/s")
+        listener.listen(0)
+        with socket.socket(socket.AF_UNIX) as first:
+            first.connect(f"{short_tmp}/s")
+            with pytest.raises(UnreachableError, match="did not take a connection"):
+                Client(f"{short_tmp}/s", deadline=0.2).get("/")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can call as another user")
+def test_permission_denied(short_tmp: Path) -> None:
+    """A socket that a uid may not connect to is told as such: mpsd may be running well."""
+    with answering(short_tmp / "s"):
+        (short_tmp / "s").chmod(stat.S_IRWXU)
+        short_tmp.chmod(0o711)
+        script = (
+            "import os, sys; sys.path.insert(0, sys.argv[2]); from mpsd.cli.client import Client; os.setuid(65534);"
+            "\ntry: Client(sys.argv[1]).get('/')\nexcept Exception as error: print(error, error.hint)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(short_tmp / "s"), str(ROOT)], capture_output=True, text=True, check=False
+        )
+    assert "uid 65534 is not permitted to connect" in done.stdout, done.stderr
+    assert "api.group" in done.stdout
+
+
+# -- what mpsd answers when it says no ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("known", catalogue(), ids=lambda known: known.code)
+def test_errors_arrive_as_they_left(known: type[MpsdError]) -> None:
+    """Every error of the catalogue is raised here as the class that it had in mpsd, with all that it said."""
+    document = {"status": known.status, "code": known.code, "detail": "why", "hint": "what to do", "limit": "threads"}
+    error = error_of(known.status, document)
+    assert type(error) is known
+    assert (error.detail, error.hint, error.limit) == ("why", "what to do", "threads")
+    assert error.exit_code == known.exit_code
+
+
+@pytest.mark.parametrize(
+    ("status", "exit_code"),
+    [(400, 2), (403, 77), (404, 1), (409, 75), (422, 2), (429, 75), (500, 1), (502, 1), (503, 75)],
+)
+def test_errors_of_another_version(status: int, exit_code: int) -> None:
+    """A code that this mpsctl does not know is told as it is, with the exit code that its HTTP status stands for."""
+    error = error_of(status, {"code": "new_kind", "detail": "why", "hint": "what to do"})
+    assert (error.code, error.detail, error.exit_code) == ("new_kind", "why", exit_code)
+    assert MpsdError.code == "error"
+
+
+@pytest.mark.parametrize("document", [None, [], "text", {}, {"message": "page not found"}])
+def test_errors_of_somebody_else(document: object) -> None:
+    """An error without a reason is told with its status, and with the question who answered."""
+    error = error_of(404, document)
+    assert "404" in error.detail
+    assert "is it mpsd" in error.hint
+
+
+def test_an_error_is_raised(short_tmp: Path) -> None:
+    """A problem document is raised by the request that it answers, and the connection lives on."""
+    problem = http({"code": "does_not_fit", "detail": "10 % are left", "hint": "ask for less"}, "409 Conflict")
+    with answering(short_tmp / "s", problem, http(1)) as server, Client(str(short_tmp / "s")) as client:
+        with pytest.raises(DoesNotFitError, match="10 % are left"):
+            client.post("/v1/leases", {})
+        assert client.get("/") == 1
+        assert server.connections == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "quoted"),
+    [("lease-1.a_b~c", "lease-1.a_b~c"), ("a/b", "a%2Fb"), ("a b?c#d", "a%20b%3Fc%23d"), ("\r\nX: y", "%0D%0AX%3A%20y"),
+     ("ü", "%C3%BC"), ("\udcff", "%FF")],
+)  # fmt: skip
+def test_segments(text: str, quoted: str) -> None:
+    """What a caller names stays one segment of the path, whatever is in it."""
+    assert segment(text) == quoted

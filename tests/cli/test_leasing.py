@@ -1,0 +1,297 @@
+"""Leases are taken out for whoever they are meant for: a shell, a program, or the command that mpsctl becomes."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import end, run_mpsctl, start_mpsctl
+from tests.harness import wait_until
+from tests.node import Node
+
+SHARE = ("--threads", "10", "--memory", "1GiB")
+
+VARIABLES = {
+    "CUDA_MPS_PIPE_DIRECTORY",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
+    "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
+}
+
+
+def leases(node: Node) -> Any:
+    """Return the leases that have not ended."""
+    return node.get("/v1/leases").json["leases"]
+
+
+def ended(node: Node, lease: str) -> Any:
+    """Wait until a lease has ended, and return it."""
+    return wait_until(
+        lambda: (found := node.get(f"/v1/leases/{lease}").json)["state"] == "ended" and found, what=f"{lease} to end"
+    )
+
+
+# -- what is asked for -------------------------------------------------------------------------------------------------
+
+
+def test_admit(node: Node) -> None:
+    """Every option arrives as what it says, and the answer is the lease."""
+    done = node.mpsctl(
+        "admit", "--threads", "12.5", "--memory", "1536MiB", "--gpu", "1", "--name", "a b", "--label", "team=x=y",
+        "--label", "run=7", "--pid", str(os.getpid()), "-o", "json",
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    lease = json.loads(done.stdout)
+    assert lease == node.get(f"/v1/leases/{lease['id']}").json
+    assert (lease["active_thread_percentage"], lease["pinned_device_mem_limit"]) == (12.5, 1536 * 1024**2)
+    assert (lease["daemon"], lease["name"], lease["labels"]) == ("gpu1", "a b", {"team": "x=y", "run": "7"})
+    assert lease["owner"]["pid"] == os.getpid()
+
+
+def test_admit_forms(node: Node) -> None:
+    """The lease is printed as a table, or as export lines, and nothing else is."""
+    table = node.mpsctl("admit", *SHARE)
+    assert re.match(r"lease +lease-\w+\nstate +granted: ", table.stdout)
+    done = node.mpsctl("admit", *SHARE, "-o", "env")
+    assert {line.split("=")[0] for line in done.stdout.splitlines()} == {f"export {name}" for name in VARIABLES}
+
+
+def test_fraction(node: Node) -> None:
+    """A fraction stands for threads and memory, on the GPU that is named by its UUID."""
+    uuid = node.get("/v1/gpus").json["gpus"][1]["uuid"]
+    done = node.mpsctl("admit", "--fraction", "0.25", "--gpu", uuid, "-o", "json")
+    lease = json.loads(done.stdout)
+    assert (lease["gpus"], lease["active_thread_percentage"]) == ([uuid], 25.0)
+
+
+def test_release(node: Node) -> None:
+    """A lease is released at once; to release it again is no error, and changes nothing."""
+    lease = json.loads(node.mpsctl("admit", *SHARE, "-o", "json").stdout)["id"]
+    assert node.mpsctl("release", lease).returncode == 0
+    assert leases(node) == []
+    before = node.get(f"/v1/leases/{lease}").json
+    again = node.mpsctl("release", lease)
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+    assert node.get(f"/v1/leases/{lease}").json == before
+
+
+# -- whom it is for: admit ---------------------------------------------------------------------------------------------
+
+
+def test_a_program_that_calls(node: Node) -> None:
+    """A program that is no shell holds the leases that it takes out."""
+    done = node.mpsctl("admit", *SHARE, "-o", "json")
+    assert json.loads(done.stdout)["owner"]["pid"] == os.getpid()
+
+
+WAYS = {
+    "eval": 'eval "$(mpsctl admit $SHARE -o env)" || exit',
+    "piped": 'eval "$(mpsctl admit $SHARE -o env | cat)" || exit',
+    "more in the subshell": 'eval "$(:; mpsctl admit $SHARE -o env; :)" || exit',
+    "subshell in a subshell": 'eval "$(echo "$( (mpsctl admit $SHARE -o env; :); : )"; :)" || exit',
+    "assigned first": 'lines=$(mpsctl admit $SHARE -o env) && eval "$lines" || exit',
+    "function": 'take() { mpsctl admit $SHARE -o env; }; eval "$(take)" || exit',
+    "plain": "mpsctl admit $SHARE > /dev/null || exit",
+    "background": "{ mpsctl admit $SHARE > /dev/null; : ; } & wait $!",
+}
+"""How scripts take out a lease: in each of them, by a process that is gone by the next line."""
+
+
+def shells() -> list[Any]:
+    """Return the shells, those skipped that this machine does not have."""
+    wanted = ("sh", "bash", "dash")
+    return [
+        pytest.param(shell, marks=pytest.mark.skipif(not shutil.which(shell), reason=f"no {shell}")) for shell in wanted
+    ]
+
+
+@pytest.mark.parametrize("shell", shells())
+@pytest.mark.parametrize("way", WAYS)
+def test_a_shell_that_calls(node: Node, short_tmp: Path, in_path: dict[str, str], shell: str, way: str) -> None:
+    """A lease that a script takes out lives for as long as its shell does, however many subshells lay between them."""
+    script = short_tmp / "script"
+    script.write_text(f"{WAYS[way]}\necho $$\nread -r line\n")
+    with subprocess.Popen(
+        [shell, str(script)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**in_path, "SHARE": " ".join(SHARE)},
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == f"{process.pid}\n"
+            (lease,) = leases(node)
+            assert lease["owner"]["pid"] == process.pid
+        finally:
+            process.communicate("\n", timeout=30)
+    assert str(process.pid) in ended(node, lease["id"])["because"]
+
+
+def test_a_shell_called_alike(node: Node, short_tmp: Path, in_path: dict[str, str]) -> None:
+    """A shell within a shell of the same command line is a program of its own, and the lease is for the inner one."""
+    script = short_tmp / "script"
+    script.write_text(
+        f'if [ -z "$INNER" ]; then INNER=1 sh "$0"; echo outer; read -r line; exit; fi\n'
+        f"echo $$\nmpsctl admit {' '.join(SHARE)} -o json\nexit\n"
+    )
+    with subprocess.Popen(
+        ["sh", str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=in_path
+    ) as outer:
+        try:
+            assert outer.stdout is not None
+            lines = list(iter(outer.stdout.readline, "outer\n"))
+            lease = json.loads("".join(lines[1:]))
+            assert lease["owner"]["pid"] == int(lines[0]) != outer.pid
+            ended(node, lease["id"])
+            assert outer.poll() is None
+        finally:
+            outer.communicate("\n", timeout=30)
+
+
+def test_a_background_job(in_path: dict[str, str]) -> None:
+    """A subshell that lives on by itself is named with --pid."""
+    script = f"(mpsctl admit {' '.join(SHARE)} --pid $BASHPID -o json; echo $BASHPID) & wait"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, env=in_path)
+    text, _, pid = done.stdout.rstrip().rpartition("\n")
+    assert json.loads(text)["owner"]["pid"] == int(pid)
+
+
+def test_the_environment_of_a_shell(in_path: dict[str, str]) -> None:
+    """After `eval`, what the shell starts has the lease's environment, value for value."""
+    script = f'eval "$(mpsctl admit {" ".join(SHARE)} -o env)"; mpsctl leases -o json; exec env -0'
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, env=in_path)
+    end_of_json = done.stdout.rindex("}\n") + 2
+    (lease,) = json.loads(done.stdout[:end_of_json])["leases"]
+    environment = dict(entry.split("=", 1) for entry in done.stdout[end_of_json:].split("\0") if entry)
+    assert lease["env"].keys() == VARIABLES
+    assert lease["env"].items() <= environment.items()
+
+
+@pytest.mark.parametrize("shell", shells())
+def test_a_shell_that_is_refused(in_path: dict[str, str], shell: str) -> None:
+    """A refusal makes `eval` fail with the exit code of the refusal, so that no script goes on without limits."""
+    script = 'eval "$(mpsctl admit --threads 100 --memory 900GiB -o env)"; echo "went on, $?"'
+    done = subprocess.run([shell, "-c", script], capture_output=True, text=True, check=True, env=in_path)
+    assert done.stdout == "went on, 75\n"
+    assert "[never_fits]" in done.stderr
+    done = subprocess.run([shell, "-ec", script], capture_output=True, text=True, check=False, env=in_path)
+    assert (done.returncode, done.stdout) == (75, "")
+
+
+# -- whom it is for: run -----------------------------------------------------------------------------------------------
+
+
+def test_run(node: Node) -> None:
+    """The command is the same process, has the lease's environment beside its own, and its exit status is mpsctl's."""
+    script = 'echo $$; env -0 | grep -z -E "^(CUDA|KEPT)" | tr "\\0" "\\n"; exit 7'
+    environment = {**os.environ, "KEPT": "as it was", "CUDA_VISIBLE_DEVICES": "3"}
+    process = start_mpsctl(node.socket, "run", *SHARE, "--", "sh", "-c", script, env=environment)
+    stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (7, "")
+    pid, *entries = stdout.splitlines()
+    assert int(pid) == process.pid
+    variables = dict(entry.split("=", 1) for entry in entries)
+    assert variables.pop("KEPT") == "as it was"
+    assert variables.keys() == VARIABLES
+    assert variables["CUDA_VISIBLE_DEVICES"] in {gpu["uuid"] for gpu in node.get("/v1/gpus").json["gpus"]}
+
+
+def test_the_lease_of_a_command(node: Node) -> None:
+    """The lease is held by the command's process, and ends when that ends."""
+    process = start_mpsctl(node.socket, "run", *SHARE, "--name", "job", "--", "cat")
+    try:
+        (lease,) = wait_until(lambda: leases(node), what="the lease")
+        assert (lease["owner"]["pid"], lease["name"]) == (process.pid, "job")
+        process.communicate(timeout=60)
+        assert ended(node, lease["id"])["ended"] is not None
+    finally:
+        end(process)
+
+
+def test_signals_to_a_command(node: Node) -> None:
+    """A signal that is sent to mpsctl reaches the command, since it is the command; so does its death by a signal."""
+    script = (
+        "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5));"
+        "print('up', flush=True); signal.pause()"
+    )
+    for number, status in ((signal.SIGTERM, 5), (signal.SIGKILL, -signal.SIGKILL)):
+        process = start_mpsctl(node.socket, "run", *SHARE, "--", sys.executable, "-c", script)
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "up\n"
+            process.send_signal(number)
+            assert process.wait(timeout=60) == status
+        finally:
+            end(process)
+
+
+def test_signals_are_as_they_were(node: Node) -> None:
+    """A command has the same signals ignored and blocked with mpsctl as without: Python's habits do not stick to it."""
+    command = ["grep", "-E", "^Sig(Ign|Blk)", "/proc/self/status"]
+    bare = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    done = node.mpsctl("run", *SHARE, "--", *command)
+    assert done.stdout == bare
+
+
+def test_an_ignored_interrupt_stays_ignored(node: Node) -> None:
+    """What was started with SIGINT ignored, as by `nohup` or `&` in a script, becomes a command that ignores it."""
+    script = 'trap "" INT; exec "$@"'
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket),
+         "run", *SHARE, "--", "grep", "SigIgn", "/proc/self/status"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert int(done.stdout.split()[1], 16) & 1 << (signal.SIGINT - 1)
+
+
+def test_options_of_a_command(node: Node) -> None:
+    """What follows the command's name is the command's, with or without `--` before it."""
+    for dashes in ([], ["--"]):
+        done = node.mpsctl("run", *SHARE, *dashes, "printf", "%s\n", "--threads", "-o", "--", "--help")
+        assert done.stdout == "--threads\n-o\n--\n--help\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "reason"),
+    [
+        pytest.param("no-such-command", 127, "No such file or directory", id="not in PATH"),
+        pytest.param("/no/such/command", 127, "No such file or directory", id="no file"),
+        pytest.param("/", 126, "Permission denied", id="a directory"),
+        pytest.param("plain", 126, "Permission denied", id="not executable"),
+        pytest.param("nonsense", 126, "Exec format error", id="no program"),
+    ],
+)
+def test_a_command_that_cannot_run(node: Node, short_tmp: Path, command: str, status: int, reason: str) -> None:
+    """The exit status is a shell's, and the lease was released, not left to end with its holder."""
+    for name, mode in (("plain", 0o644), ("nonsense", 0o755)):
+        (short_tmp / name).write_text("nonsense")
+        (short_tmp / name).chmod(mode)
+    if command in {"plain", "nonsense"}:
+        command = str(short_tmp / command)
+    done = node.mpsctl("run", *SHARE, "--", command)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert done.stderr == f"mpsctl: {command}: {reason}\n"
+    last = node.events("lease_ended")[-1]
+    assert "released" in last["because"]
+
+
+def test_a_command_that_is_refused(node: Node, short_tmp: Path) -> None:
+    """A command whose lease is refused does not run."""
+    done = node.mpsctl("run", "--threads", "100", "--memory", "900GiB", "--", "touch", str(short_tmp / "ran"))
+    assert done.returncode == 75
+    assert not (short_tmp / "ran").exists()
+
+
+def test_run_needs_mpsd(short_tmp: Path) -> None:
+    """Nor does it run when there is no mpsd."""
+    done = run_mpsctl(short_tmp / "none", "run", *SHARE, "--", "touch", str(short_tmp / "ran"))
+    assert done.returncode == 69
+    assert not (short_tmp / "ran").exists()

@@ -1,0 +1,247 @@
+"""mpsctl as a program: how it is called, how it says no, how it ends, and how little it imports to start."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpsd import __version__
+from mpsd.core.errors import catalogue
+from tests.cli.answering import answering, http
+from tests.cli.conftest import ROOT, end, run_mpsctl, start_mpsctl
+from tests.node import Node
+
+MAIN = [sys.executable, "-m", "mpsd.cli.main"]
+
+
+def mpsctl_as_nobody(node: Node, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run mpsctl as a user without any rights, who could read nothing of the tests' own directories."""
+    script = (
+        "import os, sys; sys.path.insert(0, sys.argv.pop(1));"
+        "from mpsd.cli import group, leasing, main, operating, reading;"
+        "os.setgroups([]); os.setgid(65534); os.setuid(65534); main.main()"
+    )
+    command = [sys.executable, "-c", script, str(ROOT), "--socket", str(node.socket), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+# -- how it is called --------------------------------------------------------------------------------------------------
+
+
+def test_help() -> None:
+    """`--help` lists every command, every exit code of the catalogue, and how to have commands completed."""
+    done = subprocess.run([*MAIN, "--help"], capture_output=True, text=True, check=True, cwd=ROOT)
+    commands = re.findall(r"^  ([a-z]+)  ", done.stdout, re.MULTILINE)
+    assert commands == sorted(commands)
+    assert set(commands) >= {
+        "admit",
+        "clients",
+        "config",
+        "daemons",
+        "gpus",
+        "leases",
+        "release",
+        "reset",
+        "run",
+        "show",
+        "status",
+    }
+    codes = set(map(int, re.findall(r"^ +(\d+)  ", done.stdout, re.MULTILINE)))
+    assert codes >= {0, 1, 2, *(error.exit_code for error in catalogue())}
+    assert "_MPSCTL_COMPLETE=bash_source" in done.stdout
+    for command in commands:
+        subprocess.run([*MAIN, command, "-h"], stdout=subprocess.DEVNULL, check=True, cwd=ROOT)
+
+
+def test_version() -> None:
+    """`--version` says which."""
+    done = subprocess.run([*MAIN, "--version"], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == f"mpsctl, version {__version__}\n"
+
+
+def test_completion() -> None:
+    """The shell completes commands and their options."""
+    for typed, wanted in (("mpsctl sta", "status"), ("mpsctl admit --thr", "--threads")):
+        environment = {**os.environ, "_MPSCTL_COMPLETE": "bash_complete", "COMP_WORDS": typed}
+        environment["COMP_CWORD"] = str(len(typed.split()) - 1)
+        done = subprocess.run(MAIN, capture_output=True, text=True, check=True, cwd=ROOT, env=environment)
+        assert f"plain,{wanted}\n" in done.stdout
+
+
+def test_socket(node: Node, short_tmp: Path) -> None:
+    """The socket is named before the command or after it, or by MPSD_SOCKET, and an option wins over the variable."""
+    right, wrong = str(node.socket), str(short_tmp / "wrong")
+    for arguments, variable in (
+        (["--socket", right, "leases"], wrong),
+        (["leases", "--socket", right], wrong),
+        (["leases"], right),
+    ):
+        environment = {**os.environ, "MPSD_SOCKET": variable}
+        done = subprocess.run(
+            [*MAIN, *arguments], capture_output=True, text=True, check=False, cwd=ROOT, env=environment
+        )
+        assert (done.returncode, done.stdout) == (0, "no leases\n"), (arguments, done.stderr)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense"],
+        ["status", "extra"],
+        ["status", "-o", "env"],
+        ["show"],
+        ["run", "--threads", "5"],
+        ["run", "--threads", "5", "--", ""],
+        ["run", "--pid", "1", "--", "true"],
+        ["admit", "--threads", "many"],
+        ["admit", "--threads", "nan"],
+        ["admit", "--fraction", "inf"],
+        ["admit", "--label", "no-value"],
+        ["admit", "--pid", "x"],
+        ["reset"],
+        ["reset", "gpu0", "--all"],
+    ],
+    ids=" ".join,
+)
+def test_called_wrongly(short_tmp: Path, arguments: list[str]) -> None:
+    """What cannot be meant exits 2 and says so, without asking anybody."""
+    done = run_mpsctl(short_tmp / "none", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Usage:" in done.stderr
+
+
+# -- how it says no ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "code"),
+    [
+        (["admit", "--threads", "0", "--memory", "1GiB"], 2, "invalid_request"),
+        (["admit", "--threads", "10", "--memory", "10TB"], 2, "invalid_request"),
+        (["admit", "--threads", "10"], 2, "invalid_request"),
+        (["admit", "--threads", "10", "--memory", "1GiB", "--name", "\x1b[2J"], 2, "invalid_request"),
+        (["admit", "--threads", "10", "--memory", "1GiB", "--gpu", "7"], 2, "invalid_request"),
+        (["admit", "--threads", "10", "--memory", "1GiB", "--pid", "999999999"], 2, "invalid_request"),
+        (["show", "lease-nobody-has"], 1, "not_found"),
+        (["show", "../status"], 1, "not_found"),
+        (["release", "lease-nobody-has"], 1, "not_found"),
+        (["reset", "gpu7"], 1, "not_found"),
+        (["admit", "--threads", "10", "--memory", "900GiB"], 75, "never_fits"),
+    ],
+)
+def test_refusals(node: Node, arguments: list[str], status: int, code: str) -> None:
+    """A refusal is one sentence with its code, then a hint, both on stderr, and an exit code of its kind."""
+    done = node.mpsctl(*arguments)
+    assert (done.returncode, done.stdout) == (status, "")
+    first, second = done.stderr.splitlines()
+    assert first.startswith("mpsctl: ")
+    assert first.endswith(f" [{code}]")
+    assert re.fullmatch(r"  hint: \S.+", second)
+
+
+def test_does_not_fit(node: Node) -> None:
+    """What is granted to others is missing, and the refusal says how much is left."""
+    for gpu in ("0", "1"):
+        assert node.mpsctl("admit", "--threads", "60", "--memory", "1GiB", "--gpu", gpu).returncode == 0
+    done = node.mpsctl("run", "--threads", "50", "--memory", "1GiB", "--", "true")
+    assert done.returncode == 75
+    assert "40 % are left [does_not_fit]" in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can call as another user")
+def test_not_permitted(node: Node) -> None:
+    """A user may look, and neither end another's lease nor reset a daemon."""
+    lease = json.loads(node.mpsctl("admit", "--threads", "5", "--memory", "1GiB", "-o", "json").stdout)["id"]
+    assert mpsctl_as_nobody(node, "status").returncode == 0
+    for arguments in (
+        ["release", lease],
+        ["reset", "gpu0"],
+        ["admit", "--threads", "5", "--memory", "1GiB", "--pid", "1"],
+    ):
+        done = mpsctl_as_nobody(node, *arguments)
+        assert done.returncode == 77, done.stderr
+        assert "[not_permitted]" in done.stderr
+    assert node.get(f"/v1/leases/{lease}").json["state"] == "granted"
+
+
+@pytest.mark.parametrize(
+    "command", ["status", "gpus", "daemons", "clients", "leases", "config", "show x", "release x", "reset x"]
+)
+def test_unreachable(short_tmp: Path, command: str) -> None:
+    """Without an mpsd every command exits 69, names the socket, and says what to try."""
+    done = run_mpsctl(short_tmp / "none", *command.split())
+    assert (done.returncode, done.stdout) == (69, "")
+    assert f"there is no socket {short_tmp}/none [unreachable]" in done.stderr
+    assert "MPSD_SOCKET" in done.stderr
+
+
+# -- how it ends -------------------------------------------------------------------------------------------------------
+
+
+def test_a_reader_that_has_seen_enough(node: Node) -> None:
+    """Whoever closes the pipe, as `head -1` does, ends mpsctl without a word."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = run_mpsctl(node.socket, "config", capture_output=False, stdout=writer, stderr=subprocess.PIPE)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
+
+
+def test_ctrl_c(short_tmp: Path) -> None:
+    """Ctrl-C ends it without a word, and by the signal, so that a script that called it ends too: 130 to a shell."""
+    with answering(short_tmp / "s", None, None) as server:
+        process = start_mpsctl(short_tmp / "s", "status")
+        try:
+            assert server.asked.wait(30)
+            process.send_signal(signal.SIGINT)
+            stdout, stderr = process.communicate(timeout=30)
+        finally:
+            end(process)
+    assert (process.returncode, stdout, stderr) == (-signal.SIGINT, "", "")
+
+
+def test_no_room_for_the_answer(node: Node) -> None:
+    """An answer that cannot be written is an error, told in a sentence."""
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        done = run_mpsctl(node.socket, "config", capture_output=False, stdout=full, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (1, "mpsctl: the answer cannot be written: No space left on device\n")
+
+
+def test_unhealthy(short_tmp: Path) -> None:
+    """Status exits 1 unless mpsd said that the node is healthy."""
+    for healthy, status in ((True, 0), (False, 1), (None, 1)):
+        with answering(short_tmp / f"{healthy}", http({"healthy": healthy})):
+            assert run_mpsctl(short_tmp / f"{healthy}", "status", "-o", "json").returncode == status
+
+
+# -- what it imports ---------------------------------------------------------------------------------------------------
+
+
+def imported(program: str, *arguments: str) -> set[str]:
+    """Return the modules that a Python program has imported by its end."""
+    command = [sys.executable, "-c", f"import sys; {program}; print(*sys.modules, file=sys.stderr)", *arguments]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stderr.split())
+
+
+def test_it_starts_light(node: Node) -> None:
+    """`mpsctl status` imports click, json, socket and os with what these need, its own modules, and hardly more."""
+    needed = imported("import click, json, os, socket")
+    assert "click" in needed
+    status = imported("import mpsd.cli.main as main; main._outcome()", "--socket", str(node.socket), "status")
+    own = {module for module in status if module.split(".")[0] == "mpsd"}
+    assert own == {
+        "mpsd",
+        "mpsd.cli",
+        *(f"mpsd.cli.{name}" for name in ("api", "client", "command", "group", "main", "reading", "render", "views")),
+        "mpsd.core",
+        "mpsd.core.errors",
+    }
+    of_click = {"_locale", "locale"}  # once it has something to say in the user's language
+    assert status - needed - own <= of_click | {"_signal", "gc", "signal", "_struct", "struct"}

@@ -1,0 +1,208 @@
+"""Each command that reads shows what the API answers: as it stands with `-o json`, and as a table otherwise."""
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.answering import answering, http
+from tests.cli.conftest import run_mpsctl
+from tests.harness import wait_until
+from tests.node import Node
+
+ROUTES = {
+    "status": "/v1/status",
+    "gpus": "/v1/gpus",
+    "daemons": "/v1/daemons",
+    "clients": "/v1/clients",
+    "leases": "/v1/leases",
+    "config": "/v1/config",
+}
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\n"
+
+
+def admit(node: Node, **asked: Any) -> Any:
+    """Take out a lease for the tests' own process."""
+    answer = node.request("POST", "/v1/leases", {"threads": 25, "memory": "2GiB", **asked})
+    assert answer.status == 201, answer.body
+    return answer.json
+
+
+@pytest.mark.parametrize("command", ROUTES)
+def test_json(node: Node, command: str) -> None:
+    """`-o json` is the API's own document: every field under its name, in its order."""
+    admit(node, name="train", labels={"team": "a"})
+    done = node.mpsctl(command, "-o", "json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.dumps(json.loads(done.stdout)) == json.dumps(node.get(ROUTES[command]).json)
+
+
+@pytest.mark.parametrize(
+    ("command", "lines"),
+    [
+        (
+            "status",
+            [
+                r"healthy: .+",
+                r"0 +ok +.+",
+                r"gpu1 +ready +\d+\w +\d+ +100% +no limit.*",
+                r".*1 lease, 0 waiting, 0 clients; .+",
+            ],
+        ),
+        ("gpus", [r"GPU +HEALTH .+", r".+ 25% of 100% +2GiB of .+ +512MiB .+ GPU-[0-9a-f-]+ .+"]),
+        ("daemons", [r"DAEMON +STATE .+", r"gpu0 +ready .+/run/mps/gpu0", r"gpu1 +ready .+/run/mps/gpu1"]),
+        ("clients", [r"no clients"]),
+        ("leases", [r"LEASE +STATE .+", r"lease-\w+ +granted +gpu\d +25% +2GiB +\d+ +\d+ +\d+s +train"]),
+        ("config", [r"limits\.active_thread_percentage +100\.0", r"paths\.runtime_dir +/.+/run"]),
+    ],
+)
+def test_tables(node: Node, command: str, lines: list[str]) -> None:
+    """Without `-o`, and with `-o table`, the answer is lines for people."""
+    admit(node, name="train")
+    done = node.mpsctl(command)
+    assert (done.returncode, done.stderr) == (0, "")
+    found = done.stdout.splitlines()
+    for line in lines:
+        assert any(re.fullmatch(line, each) for each in found), (line, found)
+    again = node.mpsctl(command, "-o", "table")
+    assert [len(line.split()) for line in again.stdout.splitlines()] == [len(line.split()) for line in found]
+
+
+def test_show(node: Node) -> None:
+    """One lease is shown as JSON, as a table, and as export lines; also when it has ended."""
+    lease = admit(node, name="it's", labels={"team": "a b"})
+    assert json.loads(node.mpsctl("show", lease["id"], "-o", "json").stdout) == lease
+    table = node.mpsctl("show", lease["id"]).stdout
+    assert re.search(r"^name +it's$", table, re.MULTILINE)
+    assert re.search(r"^labels +team=a b$", table, re.MULTILINE)
+    exports = node.mpsctl("show", lease["id"], "-o", "env").stdout.splitlines()
+    assert [line.split("=")[0] for line in exports] == [f"export {name}" for name in lease["env"]]
+    node.request("DELETE", f"/v1/leases/{lease['id']}")
+    assert re.search(r"^state +ended: ", node.mpsctl("show", lease["id"]).stdout, re.MULTILINE)
+
+
+def test_names_with_tricks(node: Node) -> None:
+    """A name that would turn the line around on a terminal is escaped, in tables and in JSON."""
+    lease = admit(node, name="\u202egnp.exe")
+    for arguments in (["leases"], ["show", lease["id"]]):
+        assert "\\u202egnp.exe" in node.mpsctl(*arguments).stdout
+    text = node.mpsctl("leases", "-o", "json").stdout
+    assert "\u202e" not in text
+    assert json.loads(text)["leases"][0]["name"] == "\u202egnp.exe"
+
+
+@pytest.mark.parametrize("form", ["table", "json"])
+def test_names_with_escape_sequences(short_tmp: Path, form: str) -> None:
+    """Escape sequences in a process's name do nothing to the terminal, and forge no line."""
+    client = {"pid": 9, "name": HOSTILE, "uid": 0, "daemon": "gpu0", "gpu": "GPU-1", "server": 8, "lease": None}
+    with answering(short_tmp / "s", http({"clients": [client]})):
+        done = run_mpsctl(short_tmp / "s", "clients", "-o", form)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.replace("\n", "").isprintable()
+    assert "owned" in done.stdout
+    if form == "table":
+        assert len(done.stdout.splitlines()) == 2
+    else:
+        assert json.loads(done.stdout)["clients"] == [client]
+
+
+def test_errors_with_escape_sequences(short_tmp: Path) -> None:
+    """Nor do escape sequences in what mpsd says about a refusal."""
+    problem = http({"code": "not_found", "detail": f"no lease {HOSTILE}", "hint": HOSTILE}, "404 Not Found")
+    with answering(short_tmp / "s", problem):
+        done = run_mpsctl(short_tmp / "s", "show", "x")
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 2
+    assert done.stderr.replace("\n", "").isprintable()
+
+
+def test_names_that_the_terminal_cannot_show(node: Node) -> None:
+    """A name outside the terminal's character set is escaped, and no reason to fail."""
+    admit(node, name="漢 größe")
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = run_mpsctl(node.socket, "leases", env=environment, encoding="latin-1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\\u6f22 größe" in done.stdout
+
+
+def test_an_older_mpsd(short_tmp: Path) -> None:
+    """An answer that lacks what this mpsctl shows is told as one of another version; as JSON it is shown as it is."""
+    with answering(short_tmp / "s", http({"gpus": [{"index": 0}]}), http({"gpus": [{"index": 0}]})):
+        table = run_mpsctl(short_tmp / "s", "gpus")
+        plain = run_mpsctl(short_tmp / "s", "gpus", "-o", "json")
+    assert table.returncode == 1
+    assert "has no 'health'" in table.stderr
+    assert "different versions" in table.stderr
+    assert (plain.returncode, json.loads(plain.stdout)) == (0, {"gpus": [{"index": 0}]})
+
+
+# -- a node that is not well -------------------------------------------------------------------------------------------
+
+
+def test_a_daemon_that_hangs(make_node: Callable[..., Node]) -> None:
+    """A stopped daemon makes status exit 1: the first line says which and why, the next what to do; all is shown."""
+    node = make_node(config="[daemon]\nanswer_deadline = 0.5\nprobe_interval = 0.5\n").start()
+    pid = node.daemons()["gpu1"]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        node.wait_for_state("gpu1", "unresponsive")
+        done = node.mpsctl("status")
+        as_json = node.mpsctl("status", "-o", "json")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    first, second, *rest = done.stdout.splitlines()
+    assert (done.returncode, done.stderr) == (1, "")
+    assert first.startswith("NOT HEALTHY: gpu1 is unresponsive: ")
+    assert second.startswith("  gpu1: ")
+    assert any(re.match(r"gpu1 +unresponsive ", line) for line in rest)
+    assert any(re.match(r"gpu0 +ready ", line) for line in rest)
+    assert as_json.returncode == 1
+    assert json.loads(as_json.stdout)["healthy"] is False
+    node.wait_for_state("gpu1", "ready")
+    assert node.mpsctl("status").returncode == 0
+
+
+@pytest.mark.real_daemon(535)
+def test_drift(make_node: Callable[..., Node]) -> None:
+    """After a stranger's command, status says what was wanted, what was found, and what the command was."""
+    node = make_node(simulate=1).start()
+    node.ask("gpu0", "set_default_active_thread_percentage 10")
+    wait_until(lambda: node.mpsctl("status").returncode == 1, what="status to exit 1")
+    done = node.mpsctl("status")
+    text = "gpu0: active_thread_percentage is 10%, not 100%, since"
+    assert done.stdout.startswith("NOT HEALTHY: gpu0: active_thread_percentage has drifted")
+    (line,) = (line for line in done.stdout.splitlines() if text in line)
+    assert line.endswith("set by the foreign command 'set_default_active_thread_percentage 10'")
+    assert re.search(r"^gpu0 +ready +\S+ +\d+ +10% \(drift\) ", done.stdout, re.MULTILINE)
+
+
+def test_reset(make_node: Callable[..., Node]) -> None:
+    """A daemon that died too often is failed; status says what to type, and what it says brings the daemon back."""
+    node = make_node(config="[daemon]\ndeaths = 1\n").start()
+    assert node.mpsctl("reset", "gpu1").returncode == 0, "a daemon that runs may be reset too"
+    before = node.daemons()
+    os.kill(before["gpu1"]["pid"], signal.SIGKILL)
+    node.wait_for_state("gpu1", "failed")
+    assert "mpsctl reset gpu1" in node.mpsctl("status").stdout
+
+    done = node.mpsctl("reset", "gpu1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(r"op-\w+ done: .+\n", done.stdout)
+    after = node.wait_for_state("gpu1", "ready")
+    assert after["pid"] != before["gpu1"]["pid"]
+    assert node.daemons()["gpu0"] == before["gpu0"]
+
+    done = node.mpsctl("reset", "--all", "-o", "json")
+    assert done.returncode == 0
+    decoder, text, verbs = json.JSONDecoder(), done.stdout, []
+    while text.strip():
+        operation, length = decoder.raw_decode(text.lstrip())
+        verbs.append((operation["daemon"], operation["verb"]))
+        text = text.lstrip()[length:]
+    assert verbs == [("gpu0", "reset"), ("gpu1", "reset")]

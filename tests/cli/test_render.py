@@ -1,0 +1,153 @@
+"""Values are printed as a person writes them, and nothing that others chose does anything to a terminal."""
+
+import json
+import subprocess
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpsd.cli.render import age, as_exports, as_json, columns, percent, plain, plural, size, table
+from mpsd.core.errors import InternalError
+from mpsd.core.units import parse_size
+
+NOW = datetime(2026, 11, 21, 3, 0, tzinfo=UTC)
+
+SURROGATE = st.characters(categories=["Cs"])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@pytest.mark.parametrize(
+    ("count", "printed"),
+    [(0, "0B"), (1023, "1023B"), (1024, "1KiB"), (1536 * 1024, "1.5MiB"), (512 * 1024**2, "512MiB"),
+     (8 * 1024**3, "8GiB"), (80 * 1024**3 - 1, "79.99GiB"), (1024**4, "1TiB"), (5000 * 1024**4, "5000TiB")],
+)  # fmt: skip
+def test_sizes(count: int, printed: str) -> None:
+    """A size is printed in its largest unit, rounded down: what is printed as free is free."""
+    assert size(count) == printed
+
+
+@given(st.integers(1, 2**50))
+def test_sizes_never_promise_more(count: int) -> None:
+    """A printed size, typed in again, is never more than what it was made from."""
+    assert parse_size(size(count).replace("TiB", "GiB")) <= count
+
+
+@pytest.mark.parametrize(
+    ("value", "printed"), [(25.0, "25%"), (33.3, "33.3%"), (0.1, "0.1%"), (100.0, "100%"), (0, "0%")]
+)
+def test_percentages(value: float, printed: str) -> None:
+    """A percentage has the decimals that it needs."""
+    assert percent(value) == printed
+
+
+@pytest.mark.parametrize(
+    ("seconds", "printed"),
+    [(0, "0s"), (59.9, "59s"), (60, "1m"), (3599, "59m"), (3600, "1h"), (86399, "23h"), (86400, "1d"), (-5, "0s")],
+)
+def test_ages(seconds: float, printed: str) -> None:
+    """An age is told in its largest unit, rounded down; a time that lies ahead (the clock was set back) is now."""
+    assert age((NOW - timedelta(seconds=seconds)).isoformat().replace("+00:00", "Z"), NOW) == printed
+
+
+def test_plurals() -> None:
+    """One thing is not several."""
+    assert [plural(count, "lease") for count in range(3)] == ["0 leases", "1 lease", "2 leases"]
+
+
+def test_tables() -> None:
+    """Columns are aligned, lines end without blanks, and a table without rows is a sentence."""
+    assert table(("A", "LONGER", "C"), [("1", "2", ""), ("12345", "2", "3")], none="no rows") == (
+        "A      LONGER  C\n1      2\n12345  2       3"
+    )
+    assert table(("A",), [], none="no rows") == "no rows"
+    assert columns([("only", "row")]) == "only  row"
+
+
+@pytest.mark.parametrize(
+    ("text", "printed"),
+    [("plain ü 漢", "plain ü 漢"), ("\x1b[2J\x1b[1A", "\\x1b[2J\\x1b[1A"), ("a\nb\tc\r", "a\\nb\\tc\\r"),
+     ("\x9b31m", "\\x9b31m"),
+     ("\x7f", "\\x7f"), ("\u202egnp.exe", "\\u202egnp.exe"), ("\u2028", "\\u2028"), ("\ud800", "\\ud800")],
+)  # fmt: skip
+def test_harmless_text(text: str, printed: str) -> None:
+    """Escape sequences, line breaks, C1 controls and reversals of direction are shown, not carried out."""
+    assert plain(text) == printed
+
+
+@given(JSON)
+def test_harmless_answers(answer: object) -> None:
+    """Whatever a decoded answer holds, and wherever, all of its text prints as itself; the rest stays as it was."""
+
+    def walk(before: object, after: object) -> None:
+        match before, after:
+            case str(), str():
+                assert after.isprintable()
+                assert after == before or not before.isprintable()
+            case list(), list():
+                for pair in zip(before, after, strict=True):
+                    walk(*pair)
+            case dict(), dict():
+                assert all(key.isprintable() for key in after)
+                if len(before) == len(after):
+                    walk(list(before.values()), list(after.values()))
+            case _:
+                assert before is after
+
+    walk(answer, plain(answer))
+
+
+@given(JSON | st.text(SURROGATE))
+def test_json_is_the_same_document(answer: object) -> None:
+    """JSON comes out as the document that came in, with its keys in their order, and without a character that acts."""
+    text = as_json(answer)
+    assert json.dumps(json.loads(text)) == json.dumps(answer)
+    assert text.replace("\n", "").isprintable()
+
+
+def test_json_is_indented() -> None:
+    """JSON is readable, and text in other scripts stays text."""
+    assert as_json({"name": "ü", "n": 25.0}) == '{\n  "name": "ü",\n  "n": 25.0\n}'
+
+
+HOSTILE = (
+    "plain",
+    "",
+    "a b",
+    "it's",
+    '"$(echo no)"',
+    "`id`",
+    "$HOME",
+    "a\nb",
+    "a;b&c|d",
+    "*",
+    "!x",
+    "\\",
+    "~",
+    "ü",
+    "-n",
+)
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash", "dash"])
+def test_exports(shell: str) -> None:
+    """Export lines, evaluated by a shell, give programs each value as it was, whatever is in it."""
+    variables = {f"V{number}": value for number, value in enumerate(HOSTILE)}
+    script = 'eval "$1"; exec env -0'
+    done = subprocess.run(
+        [shell, "-c", script, shell, as_exports(variables)], capture_output=True, text=True, check=True
+    )
+    seen = dict(entry.split("=", 1) for entry in done.stdout.split("\0") if entry)
+    assert {name: seen.get(name) for name in variables} == variables
+
+
+@pytest.mark.parametrize("name", ["", "A B", "A;rm", "1A", "A=B", "Ä"])
+def test_exports_of_nonsense(name: str) -> None:
+    """A name that is no variable's is refused, and never handed to a shell."""
+    with pytest.raises(InternalError):
+        as_exports({name: "x"})

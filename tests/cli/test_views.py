@@ -1,0 +1,272 @@
+"""Each answer is shown whole, with what is wrong first, and what is unknown as unknown."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+from mpsd.cli import views
+
+NOW = datetime(2026, 11, 21, 3, 0, tzinfo=UTC)
+THEN = "2026-11-21T02:57:00.5Z"
+GIB = 1024**3
+
+
+def gpu(**other: Any) -> Any:
+    """Return a GPU as the API describes one that is well."""
+    return {
+        "uuid": "GPU-1",
+        "index": 0,
+        "name": "H100",
+        "memory_total": 80 * GIB,
+        "memory_reserved": GIB // 2,
+        "threads_granted": 25.0,
+        "memory_granted": 8 * GIB,
+        "memory_held": 3 * GIB,
+        "clients": 1,
+        "clients_max": 48,
+        "health": "ok",
+        "because": "it answers",
+        "hint": None,
+        **other,
+    }
+
+
+def daemon(**other: Any) -> Any:
+    """Return a control daemon as the API describes one that is well."""
+    return {
+        "name": "gpu0",
+        "gpu": "GPU-1",
+        "state": "ready",
+        "because": "it answers",
+        "hint": None,
+        "pid": 4711,
+        "start_time": THEN,
+        "pipe_directory": "/run/mpsd/mps/gpu0",
+        "since": THEN,
+        "ready_since": THEN,
+        "limits": {"active_thread_percentage": 100.0, "pinned_device_mem_limit": None},
+        "limits_wanted": {"active_thread_percentage": 100.0, "pinned_device_mem_limit": None},
+        "drift": [],
+        "servers": [],
+        "version": "535.261.03",
+        **other,
+    }
+
+
+def drift(**other: Any) -> Any:
+    """Return the drift of the percentage."""
+    return {
+        "limit": "active_thread_percentage",
+        "wanted": 100.0,
+        "found": 10.0,
+        "since": THEN,
+        "command": "set_default_active_thread_percentage 10",
+        **other,
+    }
+
+
+def node(**other: Any) -> Any:
+    """Return the summary of a node that is well."""
+    return {
+        "healthy": True,
+        "because": "every control daemon is ready",
+        "version": "1.2.3",
+        "simulated": False,
+        "since": THEN,
+        "gpus": [],
+        "daemons": [],
+        "drift": [],
+        "leases": 1,
+        "waiting": 3,
+        "clients": 2,
+        "notes": [],
+        **other,
+    }
+
+
+def status(summary: Any, *, gpus: tuple[Any, ...] = (gpu(),), daemons: tuple[Any, ...] = (daemon(),)) -> list[str]:
+    """Return the lines of the status."""
+    return views.status(summary, {"gpus": list(gpus)}, {"daemons": list(daemons)}, NOW).splitlines()
+
+
+def test_a_healthy_node() -> None:
+    """The first line is the verdict; then come the GPUs, the control daemons, and what else there is."""
+    lines = status(node(notes=["the compute mode is left as it is"]))
+    assert lines == [
+        "healthy: every control daemon is ready",
+        "",
+        "GPU  HEALTH  THREADS      MEMORY         CLIENTS  NAME",
+        "0    ok      25% of 100%  8GiB of 80GiB  1 of 48  H100",
+        "",
+        "DAEMON  STATE  SINCE  PID   THREADS  MEMORY    SERVERS",
+        "gpu0    ready  2m     4711  100%     no limit  -",
+        "",
+        "1 lease, 3 waiting, 2 clients; mpsd 1.2.3, up 2m",
+        "note: the compute mode is left as it is",
+    ]
+
+
+def test_a_sick_node() -> None:
+    """Why it is not healthy stands in the first line, and what to do about each thing right below."""
+    failed = daemon(name="gpu1", state="failed", pid=None, hint="mend the cause, then: mpsctl reset gpu1")
+    lost = gpu(index=1, health="unknown", hint="see what nvidia-smi says")
+    lines = status(
+        node(healthy=False, because="gpu1 is failed: 5 deaths", simulated=True),
+        gpus=(gpu(), lost),
+        daemons=(daemon(drift=[drift(command="set it")]), failed),
+    )
+    assert lines[:4] == [
+        "NOT HEALTHY: gpu1 is failed: 5 deaths",
+        "  GPU 1: see what nvidia-smi says",
+        "  gpu0: active_thread_percentage is 10%, not 100%, since 2m, set by the foreign command 'set it'",
+        "  gpu1: mend the cause, then: mpsctl reset gpu1",
+    ]
+    assert lines[-1].endswith("on simulated GPUs")
+
+
+def test_drift() -> None:
+    """A limit that drifted is shown in its own unit, with what was wanted, and is marked where limits are listed."""
+    memory = drift(limit="pinned_device_mem_limit", wanted=8 * GIB, found=None, command=None)
+    limits = {"active_thread_percentage": 100.0, "pinned_device_mem_limit": None}
+    text = views.daemons({"daemons": [daemon(drift=[memory], limits=limits)]}, NOW)
+    assert "no limit (drift)" in text
+    assert "gpu0: pinned_device_mem_limit is no limit, not 8GiB, since 2m" in text
+    assert "foreign" not in text
+
+
+def test_what_is_unknown() -> None:
+    """What could not be read is unknown, not zero, and not absent."""
+    silent = daemon(pid=None, version=None, limits={"active_thread_percentage": None, "pinned_device_mem_limit": None})
+    lost = gpu(uuid=None, name=None, memory_total=None, memory_held=None, clients_max=None, health="unknown")
+    (row,) = views.daemons({"daemons": [silent]}, NOW).splitlines()[1:]
+    assert row.split() == ["gpu0", "ready", "2m", "-", "unknown", "unknown", "-", "unknown", "/run/mpsd/mps/gpu0"]
+    (row,) = views.gpus({"gpus": [lost]}).splitlines()[1:]
+    assert row.count("unknown") == 6
+    client: Any = {"pid": 9, "name": "", "uid": None, "daemon": "gpu0", "gpu": "GPU-1", "server": 8, "lease": None}
+    (row,) = views.clients({"clients": [client]}).splitlines()[1:]
+    assert row.split() == ["9", "unknown", "gpu0", "8", "none"]
+
+
+def test_servers() -> None:
+    """Servers are listed by pid, and an orphan is called one."""
+    servers = [
+        {"pid": 11, "status": "ACTIVE", "clients": [], "orphan": False},
+        {"pid": 12, "status": None, "clients": [], "orphan": True},
+    ]
+    assert "11, 12 (orphan)" in views.daemons({"daemons": [daemon(servers=servers)]}, NOW)
+
+
+def test_troubles() -> None:
+    """Below the tables stands why a GPU or a control daemon is not as it should be, and what to do."""
+    text = views.gpus({"gpus": [gpu(health="unsupported", because="MIG is enabled", hint="disable it")]})
+    assert text.endswith("\nGPU 0: MIG is enabled\n  hint: disable it")
+    text = views.daemons({"daemons": [daemon(state="failed", because="5 deaths", hint="mpsctl reset gpu0")]}, NOW)
+    assert text.endswith("\ngpu0: 5 deaths\n  hint: mpsctl reset gpu0")
+
+
+def test_nothing_there() -> None:
+    """An empty list is a sentence, not a line of headings."""
+    assert views.gpus({"gpus": []}) == "no GPUs"
+    assert views.daemons({"daemons": []}, NOW) == "no control daemons"
+    assert views.leases({"leases": [], "others": {"leases": 0}}, NOW) == "no leases"
+    assert views.clients({"clients": []}) == "no clients"
+    assert "no control daemons" in status(node(), gpus=(), daemons=())
+
+
+def test_a_lease() -> None:
+    """A lease is shown with all that it has, its environment included; one that ended says when."""
+    lease: Any = {
+        "id": "lease-1",
+        "state": "ended",
+        "because": "uid 0 released it",
+        "gpus": ["GPU-1"],
+        "daemon": "gpu0",
+        "owner": {"uid": 7, "gid": 7, "pid": 99, "start_time": THEN},
+        "active_thread_percentage": 33.3,
+        "pinned_device_mem_limit": 3 * GIB // 2,
+        "env": {"CUDA_VISIBLE_DEVICES": "GPU-1"},
+        "clients": [100, 101],
+        "name": "",
+        "labels": {"team": "a", "run": "7"},
+        "created": THEN,
+        "granted": THEN,
+        "ended": THEN,
+        "expires": None,
+        "wait": None,
+    }
+    assert views.lease(lease, NOW).splitlines() == [
+        "lease    lease-1",
+        "state    ended: uid 0 released it",
+        "name     -",
+        "labels   team=a run=7",
+        "daemon   gpu0",
+        "GPU      GPU-1",
+        "threads  33.3%",
+        "memory   1.5GiB (1610612736 bytes)",
+        "holder   pid 99, uid 7",
+        "clients  100 101",
+        f"created  {THEN} (2m ago)",
+        f"ended    {THEN} (2m ago)",
+        "env      CUDA_VISIBLE_DEVICES=GPU-1",
+    ]
+    alive: Any = {**lease, "ended": None}
+    assert "ended " not in views.lease(alive, NOW)
+    (row,) = views.leases({"leases": [lease], "others": {"leases": 0}}, NOW).splitlines()[1:]
+    assert row.split() == ["lease-1", "ended", "gpu0", "33.3%", "1.5GiB", "7", "99", "2m", "-"]
+
+
+def test_a_lease_that_waits() -> None:
+    """What a waiting lease does not have yet is a dash, and it says what it waits for."""
+    lease: Any = {
+        "id": "lease-1",
+        "state": "waiting",
+        "because": "it asked to wait",
+        "gpus": [],
+        "daemon": None,
+        "owner": None,
+        "active_thread_percentage": None,
+        "pinned_device_mem_limit": None,
+        "env": {},
+        "clients": [],
+        "name": "",
+        "labels": {},
+        "created": THEN,
+        "granted": None,
+        "ended": None,
+        "expires": "2026-11-21T04:00:00Z",
+        "wait": {"position": 2, "waits_for": "memory", "because": "8GiB are left"},
+    }
+    lines = views.lease(lease, NOW).splitlines()
+    assert "waits    in place 2 for memory: 8GiB are left" in lines
+    assert "expires  2026-11-21T04:00:00Z" in lines
+    assert "holder   pid -, uid -" in lines
+    (row,) = views.leases({"leases": [lease], "others": {"leases": 0}}, NOW).splitlines()[1:]
+    assert row.split() == ["lease-1", "waiting", "-", "-", "-", "-", "-", "2m", "-"]
+
+
+def test_leases_of_others() -> None:
+    """Who may not see all leases is told that there are more."""
+    text = views.leases({"leases": [], "others": {"leases": 3}}, NOW)
+    assert text == "no leases\nand 3 leases of other users"
+
+
+def test_settings() -> None:
+    """Each setting is a line under its full name, and one that is absent or empty is a dash."""
+    settings: Any = {
+        "limit": None,
+        "group": "",
+        "mode": "0666",
+        "open": True,
+        "factor": 1.5,
+        "uids": ["1", "2"],
+        "none": [],
+    }
+    lines = [line.split() for line in views.config({"config": {"api": settings}}).splitlines()]
+    assert lines == [
+        ["api.limit", "-"],
+        ["api.group", "-"],
+        ["api.mode", "0666"],
+        ["api.open", "true"],
+        ["api.factor", "1.5"],
+        ["api.uids", "1", "2"],
+        ["api.none", "-"],
+    ]

@@ -1,0 +1,291 @@
+"""The subjects of the contract: control programs, each driven through its front-end and its log, and nothing else."""
+
+import contextlib
+import os
+import secrets
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import pytest
+
+from mpsd.core import mpslog
+from mpsd.core.commands import echo_of
+from mpsd.simulator.control import program
+from mpsd.system.control import ControlPipe, ControlProgram
+from tests import real
+from tests.harness import Running, kill, look_at, pids, wait_until
+
+if TYPE_CHECKING:
+    from _pytest.mark import ParameterSet
+
+STRANGER: Final = 65534
+"""A uid that is nobody's."""
+
+_SECONDS: Final = 20.0
+"""For a front-end to end: none should come near it."""
+
+_AS_STRANGER: Final = (
+    "setpriv",
+    f"--reuid={STRANGER}",
+    f"--regid={STRANGER}",
+    "--clear-groups",
+    # The program under test may lie where only root may look, such as below /root; to read it is all that this allows.
+    "--inh-caps=+dac_read_search",
+    "--ambient-caps=+dac_read_search",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A control program, and the driver branch that it is of, or imitates."""
+
+    name: str
+    branch: int
+    argv: tuple[str, ...]
+
+    @property
+    def program(self) -> ControlProgram:
+        """The program as mpsd takes it."""
+        return ControlProgram(self.argv)
+
+
+def subjects(*simulated: int) -> list["ParameterSet"]:
+    """Return NVIDIA's control program of each branch, and the simulator's as these branches, for `parametrize`."""
+    found = [pytest.param(Subject(f"simulator-{each}", each, program(each)), id=f"simulator-{each}") for each in simulated]
+    for each in real.real_daemon_params():
+        (daemon,) = each.values
+        assert isinstance(daemon, real.RealDaemon)
+        subject = Subject(f"nvidia-{daemon.branch}", daemon.branch, (str(daemon.control),))
+        found.append(pytest.param(subject, id=subject.name, marks=each.marks))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a front-end that has ended left behind."""
+
+    status: int
+    printed: list[str]
+    complaint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What one command in a longer conversation came to."""
+
+    command: str
+    printed: list[str]
+    logged: list[str]
+
+
+class Bench:
+    """A place for one control daemon at a time: short private directories, an environment of its own, and its log."""
+
+    def __init__(self, subject: Subject, root: Path) -> None:
+        self.subject = subject
+        self.root = root
+        self.pipe = root / "p"
+        self.logs = root / "l"
+        self.log_file = root / "log"
+        self.programs = root / "b"
+        """First in the PATH of whatever is started here."""
+        for directory in (self.pipe, self.logs, self.programs):
+            directory.mkdir()
+        self._daemon: subprocess.Popen[bytes] | None = None
+        self._front_ends: list[subprocess.Popen[bytes]] = []
+
+    # -- the control daemon --
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the control daemon and its front-ends are told."""
+        return {
+            "PATH": f"{self.programs}:/usr/bin:/bin",
+            "CUDA_MPS_PIPE_DIRECTORY": str(self.pipe),
+            "CUDA_MPS_LOG_DIRECTORY": str(self.logs),
+        }
+
+    @property
+    def daemon(self) -> "subprocess.Popen[bytes]":
+        """The control daemon that was started last."""
+        assert self._daemon is not None
+        return self._daemon
+
+    def launch(self, **variables: str) -> "subprocess.Popen[bytes]":
+        """Start a control daemon as mpsd does, whatever becomes of it."""
+        log = os.open(self.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            self._daemon = subprocess.Popen(
+                [*self.subject.argv, "-f"],
+                env={**self.environment, **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                cwd="/",
+            )
+        finally:
+            os.close(log)
+        return self._daemon
+
+    def start(self, **variables: str) -> None:
+        """Start a control daemon, and wait until it serves."""
+        self.launch(**variables)
+        wait_until(self.answers, what=f"{self.subject.name} to answer on {self.pipe}")
+
+    def answers(self) -> bool:
+        """Tell whether a control daemon serves a front-end now."""
+        return self.front_end("get_default_active_thread_percentage").printed != []
+
+    def ended(self) -> int:
+        """Wait for the control daemon's end, and return its status."""
+        return self.daemon.wait(_SECONDS)
+
+    def kill(self) -> None:
+        """Kill the control daemon as nothing else can be killed."""
+        self.daemon.kill()
+        self.ended()
+
+    def close(self) -> None:
+        """End whatever was started here, servers and front-ends included."""
+        for front_end in self._front_ends:
+            front_end.kill()
+            front_end.communicate()
+        for process in self.processes():
+            if self._daemon is None or process.pid != self._daemon.pid:
+                kill(process)
+        if self._daemon is not None:
+            self._daemon.kill()
+            self._daemon.wait()
+
+    def processes(self) -> list[Running]:
+        """Return every process of this bench that runs, the daemon itself included."""
+        found = (process for pid in pids() if (process := look_at(pid)) is not None)
+        return [process for process in found if process.pipe_directory == str(self.pipe) and not process.zombie]
+
+    # -- front-ends --
+
+    def front_end(self, *lines: str, seconds: float = _SECONDS, as_stranger: bool = False) -> Said:
+        """Say these lines in a front-end of its own. Raises subprocess.TimeoutExpired when it does not end in time."""
+        argv = [*(_AS_STRANGER if as_stranger else ()), *self.subject.argv]
+        text = "".join(f"{line}\n" for line in lines)
+        done = subprocess.run(
+            argv, env=self.environment, input=text, capture_output=True, text=True, timeout=seconds, check=False
+        )
+        return Said(done.returncode, done.stdout.splitlines(), done.stderr.strip())
+
+    def open_front_end(self) -> "subprocess.Popen[bytes]":
+        """Start a front-end that says nothing for now; it ends with the bench."""
+        front_end = subprocess.Popen(
+            self.subject.argv,
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        self._front_ends.append(front_end)
+        return front_end
+
+    @contextlib.contextmanager
+    def held(self) -> "Iterator[subprocess.Popen[bytes]]":
+        """Have the daemon serve a front-end that says nothing, and is ended when this is left."""
+        before = self.complete_log().count("NEW UI")
+        front_end = self.open_front_end()
+        wait_until(lambda: self.log().count("NEW UI") > before, what="the daemon to serve it")
+        try:
+            yield front_end
+        finally:
+            front_end.kill()
+            front_end.communicate()
+            if self.daemon.poll() is None:
+                wait_until(lambda: self.log().count("UI closed") > before, what="the daemon to be rid of it")
+
+    def exchange(self, commands: Sequence[str], *, as_stranger: bool = False) -> list[Exchange]:
+        """Give these commands in one front-end, and return what each came to, on the front-end and in the log.
+
+        Between two commands stands one that nobody knows, whose echo tells where an answer ends.
+        """
+        mark = f"mark-{secrets.token_hex(4)}"
+        said = self.front_end(*(line for command in commands for line in (command, mark)), as_stranger=as_stranger)
+        assert (said.status, said.complaint) == (0, "")
+        printed = _split(said.printed, echo_of(mark))
+        conversation = self.logged_conversation(f"Cmd:{mark}", len(commands))
+        logged = _split(conversation, f"Cmd:{mark}")
+        results = []
+        for command, lines, log in zip(commands, printed, logged[: len(commands)], strict=True):
+            at = log.index(f"Cmd:{command}")
+            results.append(Exchange(command, lines, log[at + 1 :]))
+        return results
+
+    def let_go(self) -> None:
+        """End the front-ends that are open."""
+        for front_end in self._front_ends:
+            front_end.kill()
+
+    # -- the log --
+
+    def raw_log(self) -> list[str]:
+        """Return the log as it stands, whole lines."""
+        if not self.log_file.exists():
+            return []
+        text = self.log_file.read_text(encoding="utf-8", errors="replace")
+        return text[: text.rfind("\n") + 1].splitlines()
+
+    def log(self) -> list[str]:
+        """Return the text of the log's lines, without what stands before it."""
+        return [line.text for raw in self.raw_log() if (line := mpslog.parse(raw)) is not None]
+
+    def complete_log(self) -> list[str]:
+        """Return the log with nothing missing that happened before: the daemon's log runs a moment behind itself."""
+        mark = f"mark-{secrets.token_hex(4)}"
+        assert self.front_end(mark).printed == [echo_of(mark)]
+        self.logged_conversation(f"Cmd:{mark}")
+        return self.log()
+
+    def logged_conversation(self, line: str, times: int = 1) -> list[str]:
+        """Return the conversation in which a line was logged that often, when the log has it to its end."""
+
+        def look() -> list[str] | None:
+            lines = self.log()
+            found = [index for index, each in enumerate(lines) if each == line]
+            if len(found) < times or "UI closed" not in lines[found[-1] :]:
+                return None
+            starts = [index for index, each in enumerate(lines[: found[0]]) if each == "NEW UI"]
+            return lines[starts[-1] + 1 : lines.index("UI closed", found[-1])]
+
+        return wait_until(look, what=f"{line!r} and the end of its conversation in the log")
+
+    # -- servers --
+
+    def put_server(self, script: str) -> None:
+        """Put a stand-in for NVIDIA's server first in PATH, which a control daemon then starts in its place."""
+        program = self.programs / "nvidia-cuda-mps-server"
+        program.write_text(f"#!/bin/sh\n{script}\n", encoding="ascii")
+        program.chmod(0o755)
+
+    def start_server(self, uid: int = 0) -> int:
+        """Have the daemon start the stand-in, and return its pid when it is listed."""
+        self.front_end(f"start_server -uid {uid}")
+        listed = wait_until(lambda: self.front_end("get_server_list").printed, what="the server to be listed")
+        assert len(listed) == 1
+        return int(listed[0])
+
+    # -- mpsd's door --
+
+    def door(self, deadline: float = _SECONDS) -> ControlPipe:
+        """Return mpsd's own door to the daemon of this bench."""
+        return ControlPipe(self.subject.program, self.pipe, self.logs, deadline=deadline)
+
+
+def _split(lines: Sequence[str], separator: str) -> list[list[str]]:
+    """Split lines at every separator, which is left out; what follows the last one is a part too if there is any."""
+    parts: list[list[str]] = [[]]
+    for line in lines:
+        if line == separator:
+            parts.append([])
+        else:
+            parts[-1].append(line)
+    return parts if parts[-1] else parts[:-1]

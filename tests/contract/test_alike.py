@@ -1,0 +1,45 @@
+"""Whatever is said, the simulator's model of a control daemon answers and logs what NVIDIA's own does."""
+
+from typing import Final
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mpsd.core.commands import TABLE
+from mpsd.simulator.answers import ControlDaemon
+from tests import real
+from tests.contract.subjects import Bench, Exchange, subjects
+
+# Without those that would start something, or end it; and what looks like arguments, right and wrong.
+NAMES: Final = [name for name in TABLE if name not in {"start_server", "quit"}]
+NUMBERS: Final = st.from_regex(r"[+-]?(0x)?[0-9]{0,22}(\.[0-9]{0,3})?(e[+-]?[0-9]{1,3})?[GgMmKT%a-f]{0,2}", fullmatch=True)
+WORDS: Final = st.sampled_from(["-p", "-f", "-t", "-uid", "abc", "GPU-1", "0", "1", "2", "31", "32", "999", "100", "G"])
+LINES: Final = st.builds(
+    lambda name, arguments: " ".join([name, *arguments]).rstrip(),
+    st.sampled_from(NAMES),
+    st.lists(NUMBERS | WORDS, max_size=4),
+)
+
+
+@pytest.mark.parametrize("subject", [each for each in subjects() if each.marks], indirect=True)
+@settings(max_examples=15, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lines=st.lists(LINES, min_size=20, max_size=60))
+def test_alike(bench: Bench, lines: list[str]) -> None:
+    """Any conversation of known and unknown commands with any arguments is answered and logged alike by both."""
+    model = ControlDaemon(bench.subject.branch, owner=0)
+    # What an earlier example set is still in force in the daemon: both are set to the same, first.
+    same = ["set_default_active_thread_percentage 100", "set_default_client_priority 0"]
+    same += [f"set_default_device_pinned_mem_limit {device} 0" for device in range(32)]
+    expected = []
+    for line in [*same, *lines]:
+        reply = model.answer(line, uid=0)
+        expected.append(Exchange(line, reply.printed, reply.logged))
+    assert bench.exchange([*same, *lines]) == expected
+
+
+def test_every_branch_is_there() -> None:
+    """The simulator imitates just those branches that the tests have NVIDIA's own control daemons of."""
+    from mpsd.simulator.answers import BRANCHES
+
+    assert set(BRANCHES) == real.BRANCHES.keys()

@@ -1,0 +1,526 @@
+"""mpsd's door to a control daemon: the true answer or an error that says why not, whatever the daemon and others do."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+import pytest
+
+from mpsd.core import commands, gpus, mpslog
+from mpsd.core.commands import TABLE, Command, Setting
+from mpsd.core.errors import (
+    ControlBrokenError,
+    ControlBusyError,
+    ControlNoAnswerError,
+    ControlUnknownCommandError,
+    ControlUnreachableError,
+    ControlUnresponsiveError,
+    InvalidRequestError,
+    LimitNotHeldError,
+    MpsdError,
+    ServerNotFoundError,
+)
+from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.simulator.gpus import SimulatedGpus
+from mpsd.system.control import Conversation
+from tests.contract.differences import known
+from tests.contract.subjects import Bench, subjects
+from tests.harness import eventually, look_at, wait_until
+
+pytestmark = pytest.mark.parametrize("subject", subjects(555), indirect=True)
+
+SOON: Final = 0.5
+"""Seconds for what is not to succeed."""
+
+WEDGED: Final = "exec sleep 1000"
+
+GET_PERCENTAGE: Final = commands.get_default_active_thread_percentage()
+GPU: Final = "GPU-11111111-2222-3333-4444-555555555555"
+
+
+def percentage(tenths: int) -> Setting[int]:
+    """Return the setting of a percentage, given in tenths."""
+    return commands.default_active_thread_percentage(ActiveThreadPercentage(tenths))
+
+
+def limit(mebibytes: int | None, device: int = 0) -> Setting[int | None]:
+    """Return the setting of a memory limit, given in MiB; None takes it away."""
+    wanted = None if mebibytes is None else PinnedDeviceMemLimit(mebibytes)
+    return commands.default_device_pinned_mem_limit(device, wanted)
+
+
+def handmade_limit(device: str, value: str, wanted: int | None) -> Setting[int | None]:
+    """Return the setting of a memory limit that mpsd would never make."""
+    getter = Command(
+        TABLE["get_default_device_pinned_mem_limit"],
+        (device,),
+        lambda lines: commands.parse_mem_limit("get_default_device_pinned_mem_limit", lines),
+    )
+    return Setting("pinned_device_mem_limit", wanted, f"set_default_device_pinned_mem_limit {device} {value}", getter)
+
+
+def handmade_percentage(value: str, wanted: int) -> Setting[int]:
+    """Return the setting of a percentage that mpsd would never make."""
+    setter = f"set_default_active_thread_percentage {value}"
+    return Setting("active_thread_percentage", wanted, setter, GET_PERCENTAGE)
+
+
+def server_percentage(server: int) -> Command[int]:
+    """Return the question for a server's own percentage."""
+    row = TABLE["get_active_thread_percentage"]
+    return Command(row, (str(server),), lambda lines: commands.parse_percentage(row.name, lines))
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a test's own coroutine."""
+    asyncio.run(test())
+
+
+def only_the_daemon_runs(bench: Bench) -> bool:
+    """Tell whether no front-end is left."""
+    return [process.pid for process in bench.processes()] == [bench.daemon.pid]
+
+
+# -- set and verify ----------------------------------------------------------------------------------------------------
+
+
+def test_every_percentage_holds(bench: Bench) -> None:
+    """Every percentage that mpsd can mean is set, read back and found as it was meant: all thousand of them."""
+
+    async def test() -> None:
+        conversation = Conversation()
+        pending = {tenths: conversation.set(percentage(tenths)) for tenths in range(1, 1001)}
+        await bench.door().hold(conversation)
+        assert {tenths: answer.answer for tenths, answer in pending.items()} == {each: each for each in pending}
+
+    run(test)
+
+
+def test_memory_limits_hold(bench: Bench) -> None:
+    """Every memory limit that mpsd can mean holds as far as it is reported, on every device; no limit does too."""
+    values = [1, 2, 511, 512, 1023, 1024, 1025, 1536, 2047, 2048, 8191, 8192, 81920, 2**20, 2**30 - 1, None]
+
+    async def test() -> None:
+        conversation = Conversation()
+        pending = []
+        for device in (0, 1, 31):
+            for value in values:
+                expected = None if value is None else PinnedDeviceMemLimit(value).as_reported.bytes
+                pending.append((conversation.set(limit(value, device)), expected))
+                asked = conversation.ask(commands.get_default_device_pinned_mem_limit(device))
+                pending.append((asked, expected))
+        await bench.door().hold(conversation)
+        assert [answer.answer for answer, _ in pending] == [expected for _, expected in pending]
+
+    if known("set_default_device_pinned_mem_limit", bench.subject.branch):
+        run(test)
+    else:
+        with pytest.raises(ControlUnknownCommandError):
+            run(test)
+
+
+REFUSED_BEFORE: Final[dict[str, Callable[[], object]]] = {
+    "percentage 0": lambda: ActiveThreadPercentage.parse("0"),
+    "percentage 150": lambda: ActiveThreadPercentage.parse("150"),
+    "percentage abc": lambda: ActiveThreadPercentage.parse("abc"),
+    "percentage 0.01": lambda: ActiveThreadPercentage.parse("0.01"),
+    "percentage -5": lambda: percentage(-50),
+    "memory 0": lambda: PinnedDeviceMemLimit.parse("0"),
+    "memory abc": lambda: PinnedDeviceMemLimit.parse("abc"),
+    "memory 10T": lambda: PinnedDeviceMemLimit.parse("10T"),
+    "memory -1G": lambda: PinnedDeviceMemLimit.parse("-1G"),
+    "memory 2**30 MiB": lambda: limit(2**30),
+    "device -1": lambda: limit(1024, -1),
+    "device 32": lambda: limit(1024, 32),
+}
+
+
+def test_refused_values_never_reach_the_pipe(bench: Bench) -> None:
+    """A conversation that a bad value is added to has said nothing of it: the daemon's log has no such command."""
+
+    async def test() -> None:
+        inventory = await SimulatedGpus(2).inventory()
+        conversation = Conversation()
+        for bad in REFUSED_BEFORE.values():
+            with pytest.raises(InvalidRequestError):
+                conversation.set(bad())  # type: ignore[arg-type]
+        with pytest.raises(MpsdError):
+            gpus.select(inventory.gpus, GPU)
+        conversation.ask(GET_PERCENTAGE)
+        await bench.door().hold(conversation)
+
+    run(test)
+    assert [line for line in bench.complete_log() if line.startswith("Cmd:set_")] == []
+
+
+IGNORED_PERCENTAGES: Final = {"0": 0, "150": 1500, "abc": 100, "-5": -50, "0.01": 1, "100.1": 1001, "33.36": 333}
+"""What is said, and what whoever says it may mean by it, in tenths."""
+
+
+def test_percentages_that_the_daemon_does_not_hold(bench: Bench) -> None:
+    """A percentage that the daemon ignores or rounds away is an error that names the limit and what is in force."""
+
+    async def test() -> None:
+        door = bench.door()
+        for value, wanted in IGNORED_PERCENTAGES.items():
+            await door.set(percentage(420))
+            with pytest.raises(LimitNotHeldError) as caught:
+                await door.set(handmade_percentage(value, wanted))
+            assert caught.value.limit == "active_thread_percentage"
+
+    run(test)
+
+
+IGNORED_LIMITS: Final = {
+    ("0", "10T"): 10 * 2**40,
+    ("0", "0"): 2**20,
+    ("0", "abc"): 2**20,
+    ("0", "1.5G"): 3 * 2**29,
+    ("0", "-1G"): 2**30,
+    ("32", "1G"): 2**30,
+    ("-1", "1G"): 2**30,
+    (GPU, "1G"): 2**30,
+}
+
+
+def test_limits_that_the_daemon_does_not_hold(bench: Bench) -> None:
+    """A memory limit that the daemon takes for another, or for none, is an error, its silence notwithstanding."""
+    knows = known("set_default_device_pinned_mem_limit", bench.subject.branch)
+    expected = LimitNotHeldError if knows else ControlUnknownCommandError
+
+    async def test() -> None:
+        for (device, value), wanted in IGNORED_LIMITS.items():
+            with pytest.raises(expected):
+                await bench.door().set(handmade_limit(device, value, wanted))
+
+    run(test)
+
+
+def test_an_ignored_limit_takes_no_other_answer(bench: Bench) -> None:
+    """Of several settings in one conversation, the one that the daemon ignored fails, and no other."""
+    gigabyte = 2**30
+
+    async def test() -> None:
+        conversation = Conversation()
+        ignored = conversation.set(handmade_limit("32", "1G", gigabyte))
+        held = conversation.set(limit(1024))
+        shares = [conversation.set(percentage(tenths)) for tenths in (100, 200)]
+        await bench.door().hold(conversation)
+        assert [each.answer for each in shares] == [100, 200]
+        with pytest.raises((LimitNotHeldError, ControlUnknownCommandError)):
+            ignored.answer  # noqa: B018 - it raises
+        if known("set_default_device_pinned_mem_limit", bench.subject.branch):
+            assert held.answer == gigabyte
+
+    run(test)
+
+
+# -- what a driver does not know ---------------------------------------------------------------------------------------
+
+QUESTIONS: Final[dict[str, Callable[[], Command[object]]]] = {
+    "get_server_list": commands.get_server_list,
+    "get_server_status": lambda: commands.get_server_status(999),
+    "get_client_list": lambda: commands.get_client_list(999),
+    "get_default_active_thread_percentage": commands.get_default_active_thread_percentage,
+    "get_default_device_pinned_mem_limit": lambda: commands.get_default_device_pinned_mem_limit(0),
+}
+
+
+def test_questions_by_driver(bench: Bench) -> None:
+    """A question that a driver does not know is an error that names the first driver that does."""
+
+    async def test() -> None:
+        conversation = Conversation()
+        answers = {name: conversation.ask(question()) for name, question in QUESTIONS.items()}
+        await bench.door().hold(conversation)
+        for name, answer in answers.items():
+            if known(name, bench.subject.branch):
+                with contextlib.suppress(ServerNotFoundError):
+                    answer.answer  # noqa: B018 - it raises nothing else
+            else:
+                with pytest.raises(ControlUnknownCommandError, match=name) as caught:
+                    answer.answer  # noqa: B018 - it raises
+                assert str(TABLE[name].since) in caught.value.hint
+
+    run(test)
+
+
+# -- many at once ------------------------------------------------------------------------------------------------------
+
+
+def test_64_askers(bench: Bench) -> None:
+    """Of 64 tasks that ask at once, each gets the answer to its own question."""
+
+    async def test() -> None:
+        door = bench.door(deadline=60)
+
+        async def ask(number: int) -> None:
+            conversation = Conversation()
+            unknown = conversation.ask(commands.get_client_list(1000 + number))
+            share = conversation.set(percentage(10 + number))
+            await door.hold(conversation)
+            assert share.answer == 10 + number
+            with pytest.raises(ServerNotFoundError, match=f"Server {1000 + number} not found"):
+                unknown.answer  # noqa: B018 - it raises
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(64):
+                group.create_task(ask(number))
+
+    run(test)
+
+
+def test_a_long_conversation(bench: Bench) -> None:
+    """A conversation of hundreds of commands, with answers of none, one and more lines, keeps each with its question."""
+
+    async def test() -> None:
+        conversation = Conversation()
+        shares, servers, lists = [], [], []
+        for number in range(200):
+            lists.append(conversation.ask(commands.get_server_list()))
+            shares.append(conversation.set(percentage(number + 1)))
+            servers.append(conversation.ask(commands.get_client_list(number + 1000)))
+        await bench.door().hold(conversation)
+        assert [each.answer for each in lists] == [()] * 200
+        assert [each.answer for each in shares] == list(range(1, 201))
+        for number, each in enumerate(servers):
+            with pytest.raises(ServerNotFoundError, match=f"Server {number + 1000} not found"):
+                each.answer  # noqa: B018 - it raises
+
+    run(test)
+
+
+def test_two_doors(bench: Bench) -> None:
+    """Two doors to one daemon are in each other's way, and both get all their answers all the same."""
+
+    async def test() -> None:
+        async def ask(own: int) -> None:
+            door = bench.door(deadline=60)
+            for _ in range(10):
+                await door.set(percentage(own))
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(ask(250))
+            group.create_task(ask(750))
+
+    run(test)
+
+
+# -- strangers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_stranger_who_stays(bench: Bench) -> None:
+    """While a stranger's front-end is served, mpsd tries again until its deadline; nothing of what it said happens."""
+
+    async def test() -> None:
+        with pytest.raises(ControlBusyError) as caught:
+            await bench.door(deadline=SOON).set(percentage(100))
+        assert str(bench.pipe) in caught.value.detail
+        assert caught.value.retryable
+
+    with bench.held():
+        before = bench.log().count("Accepting connection...")
+        run(test)
+        assert bench.log().count("Accepting connection...") > before + 1
+    assert "Cmd:set_default_active_thread_percentage 10.0" not in bench.complete_log()
+
+
+def test_a_stranger_who_leaves(bench: Bench) -> None:
+    """When the stranger goes in time, mpsd has its answer."""
+
+    async def test() -> None:
+        with bench.held():
+            before = bench.log().count("Accepting connection...")
+            async with asyncio.TaskGroup() as group:
+                asking = group.create_task(bench.door().set(percentage(100)))
+                await eventually(
+                    lambda: bench.log().count("Accepting connection...") > before + 1, what="mpsd to be turned away"
+                )
+                assert not asking.done()
+                bench.let_go()
+
+    run(test)
+    assert bench.front_end("get_default_active_thread_percentage").printed == ["10.0"]
+
+
+def test_whose_hand_it_was(bench: Bench) -> None:
+    """Every conversation of mpsd opens with a mark of its own, so that a stranger's is seen among them."""
+
+    async def test() -> None:
+        door = bench.door()
+        await door.set(percentage(100))
+        bench.front_end("set_default_active_thread_percentage 20")
+        await door.set(percentage(300))
+
+    run(test)
+    hand = mpslog.ForeignHand()
+    bench.complete_log()
+    assert hand.seen(bench.raw_log()) == ("set_default_active_thread_percentage 20",)
+
+
+# -- when the daemon is not well ---------------------------------------------------------------------------------------
+
+
+def test_a_stopped_daemon(bench: Bench) -> None:
+    """A stopped daemon is unresponsive; the front-end is gone, nothing was changed, and later all is as before."""
+
+    async def test() -> None:
+        door = bench.door(deadline=SOON)
+        bench.daemon.send_signal(signal.SIGSTOP)
+        with pytest.raises(ControlUnresponsiveError) as caught:
+            await door.set(percentage(100))
+        assert "CONT" in caught.value.hint
+        assert only_the_daemon_runs(bench)
+        bench.daemon.send_signal(signal.SIGCONT)
+        door.deadline = 20
+        assert await door.ask(GET_PERCENTAGE) == 1000
+
+    run(test)
+
+
+def test_a_cancelled_task(bench: Bench) -> None:
+    """A task that is cancelled while it asks leaves no front-end behind, and the next one is served."""
+
+    async def test() -> None:
+        door = bench.door()
+        bench.daemon.send_signal(signal.SIGSTOP)
+        asking = asyncio.ensure_future(door.ask(GET_PERCENTAGE))
+        waiting = asyncio.ensure_future(door.ask(GET_PERCENTAGE))
+        await eventually(lambda: len(bench.processes()) == 2, what="the front-end to run")
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        bench.daemon.send_signal(signal.SIGCONT)
+        assert await waiting == 1000
+        assert only_the_daemon_runs(bench)
+
+    run(test)
+
+
+def test_no_daemon(idle: Bench) -> None:
+    """Without a daemon, or with what a dead one left behind, mpsd says that nobody listens."""
+
+    async def unreachable() -> None:
+        with pytest.raises(ControlUnreachableError, match=str(idle.pipe)):
+            await idle.door().ask(GET_PERCENTAGE)
+
+    run(unreachable)
+    idle.start()
+    idle.kill()
+    run(unreachable)
+
+
+def test_a_daemon_that_dies_in_the_middle(bench: Bench) -> None:
+    """When the daemon dies in the middle of a conversation, no part of it passes for answered."""
+
+    async def test() -> None:
+        conversation = Conversation()
+        last = [conversation.set(percentage(number % 1000 + 1)) for number in range(20_000)][-1]
+
+        async def kill() -> None:
+            await eventually(lambda: "Cmd:set_default_active_thread_percentage 0.9" in bench.log(), what="its beginning")
+            bench.daemon.kill()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(kill())
+            with pytest.raises((ControlBrokenError, ControlUnreachableError)):
+                await bench.door().hold(conversation)
+        with pytest.raises(ControlBrokenError):
+            last.answer  # noqa: B018 - it raises
+
+    run(test)
+
+
+def test_a_busy_server(bench: Bench) -> None:
+    """The silence of a busy server is an error and no value, for a question as for a setting."""
+    bench.put_server(WEDGED)
+    server = bench.start_server()
+
+    async def test() -> None:
+        door = bench.door()
+        assert await door.ask(commands.get_server_list()) == (server,)
+        question = server_percentage(server)
+        with pytest.raises(ControlNoAnswerError):
+            await door.ask(question)
+        with pytest.raises(ControlNoAnswerError):
+            await door.set(
+                Setting("active_thread_percentage", 100, f"set_active_thread_percentage {server} 10", question)
+            )
+
+    run(test)
+
+
+def test_server_states(bench: Bench) -> None:
+    """A server that is not ready is INITIALIZING, where the driver tells of states at all."""
+    bench.put_server(WEDGED)
+    server = bench.start_server()
+
+    async def test() -> None:
+        assert await bench.door().ask(commands.get_server_status(server)) == "INITIALIZING"
+
+    if known("get_server_status", bench.subject.branch):
+        run(test)
+    else:
+        with pytest.raises(ControlUnknownCommandError):
+            run(test)
+
+
+def test_starting_a_server(bench: Bench) -> None:
+    """Starting a server answers nothing; that it runs, the list says."""
+    bench.put_server(WEDGED)
+
+    async def test() -> None:
+        door = bench.door()
+        await door.ask(commands.start_server(os.getuid()))
+        listed = await eventually(lambda: door.ask(commands.get_server_list()), what="the server to be listed")
+        assert look_at(listed[0]) is not None
+
+    run(test)
+
+
+# -- quitting ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("server", [None, WEDGED], ids=["idle", "wedged"])
+def test_quit(bench: Bench, server: str | None) -> None:
+    """A daemon that is told to quit is gone, its wedged server with it, though its last words may be lost."""
+    if server is not None:
+        bench.put_server(server)
+        bench.start_server()
+
+    async def test() -> None:
+        door = bench.door()
+        await door.quit(0)
+        await eventually(lambda: bench.daemon.poll() is not None, what="the daemon to be gone")
+        with pytest.raises(ControlUnreachableError):
+            await door.ask(GET_PERCENTAGE)
+
+    run(test)
+    assert bench.ended() == 0
+    wait_until(lambda: bench.processes() == [], what="its server to be gone")
+
+
+def test_quit_and_a_server_that_will_not_go(bench: Bench) -> None:
+    """A daemon that waits for a server that will not go is unresponsive, and is left alone."""
+    bench.put_server('trap "" INT; while :; do sleep 1000; done')
+    bench.start_server()
+
+    async def test() -> None:
+        with pytest.raises(ControlUnresponsiveError):
+            await bench.door(deadline=SOON).quit(0)
+
+    run(test)
+    assert bench.daemon.poll() is None
+
+
+def test_our_own_environment(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in mpsd's own environment leads no question to another daemon."""
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")
+
+    async def test() -> None:
+        assert await bench.door().ask(GET_PERCENTAGE) == 1000
+
+    run(test)

@@ -1,0 +1,93 @@
+"""What a control daemon logs: who said what, in what order. mpsd finds a stranger's hand there, and nowhere else."""
+
+import os
+import re
+from typing import Final
+
+from mpsd.core import mpslog
+from mpsd.core.commands import echo_of
+from tests.contract.differences import DIFFERENCES, answered
+from tests.contract.subjects import Bench
+
+SET: Final = "set_default_active_thread_percentage"
+SET_LIMIT: Final = "set_default_device_pinned_mem_limit"
+STAMP: Final = re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} Control ( *\d+)\] ")
+
+
+def test_form_of_a_line(bench: Bench) -> None:
+    """Every line stands behind date, milliseconds, `Control`, and the daemon's pid, padded to five places."""
+    bench.complete_log()
+    for line in bench.raw_log():
+        match = STAMP.match(line)
+        assert match is not None, line
+        assert match.group(1) == f"{bench.daemon.pid:5d}"
+    assert all(mpslog.parse(line) is not None for line in bench.raw_log())
+
+
+def test_first_lines(bench: Bench) -> None:
+    """The log begins with the socket and with what a client has to set."""
+    assert bench.complete_log()[:2] == [
+        f"Starting control daemon using socket {bench.pipe}/control",
+        f"To connect CUDA applications to this daemon, set env CUDA_MPS_PIPE_DIRECTORY={bench.pipe}",
+    ]
+
+
+def test_a_conversation(bench: Bench) -> None:
+    """Each conversation stands between two lines, each command as it was given, each answer behind its command."""
+    limit = answered(SET_LIMIT, [], bench.subject.branch)
+    bench.front_end(f"{SET} 150", f"  {SET}  12.25  ", f"{SET_LIMIT} 0 10T", "get_server_list", "bogus 1 2")
+    assert bench.logged_conversation(f"Cmd:{SET} 150") == [
+        f"Cmd:{SET} 150",
+        "Invalid percentage, expected between (0.0, 100.0]",
+        "100.0",
+        f"Cmd:  {SET}  12.25  ",
+        "12.2",
+        f"Cmd:{SET_LIMIT} 0 10T",
+        *limit,
+        "Cmd:get_server_list",
+        "Cmd:bogus 1 2",
+        echo_of("bogus"),
+    ]
+
+
+def test_who_was_turned_away(bench: Bench) -> None:
+    """A front-end that is turned away leaves one line, and none of what it had to say."""
+    with bench.held():
+        before = len(bench.log())
+        for _ in range(3):
+            bench.front_end(f"{SET} 10")
+    lines = bench.complete_log()
+    assert lines[before : before + 4] == [*["Accepting connection..."] * 3, "UI closed"]
+
+
+def test_a_strangers_hand(bench: Bench) -> None:
+    """What others change is picked out of the log, and neither what they ask nor what mpsd's own conversations change."""
+    bench.front_end("mpsd-0123abcd-0", f"{SET} 20", "mpsd-0123abcd-1")
+    bench.front_end("get_server_list", f"{SET} 30", f"{SET_LIMIT} 0 2G")
+    bench.front_end("mpsd-0123abce-0", f"{SET} 40", "mpsd-0123abce-1")
+    bench.complete_log()
+    hand = mpslog.ForeignHand()
+    assert hand.seen(bench.raw_log()) == (f"{SET} 30", f"{SET_LIMIT} 0 2G")
+
+
+def test_log_on_a_full_disk(idle: Bench) -> None:
+    """A daemon whose log takes no more lines serves on."""
+    idle.log_file.symlink_to("/dev/full")
+    idle.launch()
+    os.unlink(idle.log_file)
+    idle.log_file.touch()
+    answers = lambda: idle.front_end(f"{SET} 42").printed == ["42.0"]  # noqa: E731
+    from tests.harness import wait_until
+
+    wait_until(answers, what="the daemon to serve")
+
+
+def test_who_logs_a_start(bench: Bench) -> None:
+    """From 550 on the start of a server is logged under the server's own pid."""
+    bench.put_server("exec sleep 1000")
+    server = bench.start_server()
+    bench.complete_log()
+    lines = [line for raw in bench.raw_log() if (line := mpslog.parse(raw)) is not None]
+    (started,) = [line for line in lines if line.text == f"Starting new server {server} for user 0"]
+    expected = server if DIFFERENCES[bench.subject.branch].start_logged_by_server else bench.daemon.pid
+    assert started.pid == expected

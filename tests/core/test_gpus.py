@@ -1,0 +1,129 @@
+"""What mpsd makes of a GPU: whether it will do, which one is meant, how new its driver is."""
+
+from dataclasses import replace
+from typing import Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpsd.core.errors import InvalidRequestError
+from mpsd.core.gpus import driver_branch, select, unsupported
+from mpsd.core.model import Gpu
+from mpsd.core.units import GIB
+
+_GPU: Final = Gpu(3, "GPU-0a", "NVIDIA H100", 80 * GIB, (9, 0), mig=False, driver_version="535.261.03")
+
+
+@pytest.mark.parametrize("compute_capability", [(3, 5), (5, 0), (7, 0), (9, 0), (12, 1)])
+def test_gpu_will_do_from_3_5_on(compute_capability: tuple[int, int]) -> None:
+    """Any compute capability from the least on will do; 12.1 is more than 3.5, as numbers and not as text."""
+    assert unsupported(replace(_GPU, compute_capability=compute_capability)) is None
+
+
+def test_gpu_that_is_too_old() -> None:
+    """The refusal names what the GPU has and what MPS needs."""
+    refusal = unsupported(replace(_GPU, compute_capability=(3, 0), mig=True))
+    assert refusal is not None
+    because, hint = refusal
+    assert "3.0" in because
+    assert "3.5" in because
+    assert "nvidia-smi" not in hint  # there is nothing that a person could switch
+
+
+def test_gpu_in_mig_mode() -> None:
+    """The refusal can be acted on: it holds the command, with this GPU's own index."""
+    refusal = unsupported(replace(_GPU, mig=True))
+    assert refusal is not None
+    because, hint = refusal
+    assert "MIG" in because
+    assert "nvidia-smi -i 3 -mig 0" in hint
+
+
+_FIRST: Final = replace(_GPU, index=0, uuid="GPU-5ba1e000-0000-4000-8000-00000000000a")
+_SECOND: Final = replace(_GPU, index=1, uuid="GPU-5ba1f000-0000-4000-8000-00000000000b")
+_ELEVENTH: Final = replace(_GPU, index=10, uuid="GPU-10000000-0000-4000-8000-00000000000c")
+_GPUS: Final = (_SECOND, _FIRST, _ELEVENTH)  # an index is what NVML says, not a position
+
+
+@pytest.mark.parametrize(
+    ("wanted", "meant"),
+    [
+        ("0", _FIRST),
+        ("1", _SECOND),
+        ("10", _ELEVENTH),
+        (_FIRST.uuid, _FIRST),
+        ("GPU-5ba1e", _FIRST),
+        ("GPU-5ba1f", _SECOND),
+        ("GPU-1", _ELEVENTH),
+    ],
+)
+def test_gpu_is_named_by_index_or_uuid(wanted: str, meant: Gpu) -> None:
+    """By its index, its UUID, or as much of that as no other GPU has."""
+    assert select(_GPUS, wanted) is meant
+
+
+@pytest.mark.parametrize(
+    "wanted", ["", "any", "2", "-1", "00", "1.0", " 1", "\u0661", "G", "GPU-", "gpu-5ba1e", "5ba1e", "GPU-6"]
+)
+def test_gpu_that_is_not_there(wanted: str) -> None:
+    """Whatever else is written names no GPU, `any` included, and the hint names those that there are."""
+    with pytest.raises(InvalidRequestError, match="no GPU of this node") as refused:
+        select(_GPUS, wanted)
+    assert all(f"{gpu.index} ({gpu.uuid})" in refused.value.hint for gpu in _GPUS)
+
+
+def test_start_of_a_uuid_is_not_the_start_of_an_index() -> None:
+    """On a node with one GPU, too, a name must name it: neither nothing nor the letters that every UUID starts with."""
+    for wanted in ("", "G", "GPU", "GPU-"):
+        with pytest.raises(InvalidRequestError):
+            select([_FIRST], wanted)
+
+
+def test_start_that_two_uuids_have() -> None:
+    """What could mean two GPUs means none; the hint names those two and no other."""
+    with pytest.raises(InvalidRequestError, match="2 GPUs") as refused:
+        select(_GPUS, "GPU-5ba1")
+    assert _FIRST.uuid in refused.value.hint
+    assert _SECOND.uuid in refused.value.hint
+    assert _ELEVENTH.uuid not in refused.value.hint
+
+
+def test_node_without_gpus_names_none() -> None:
+    """With no GPU there is nothing to choose from, and the hint says where the reason is."""
+    with pytest.raises(InvalidRequestError) as refused:
+        select([], "0")
+    assert "mpsctl gpus" in refused.value.hint
+
+
+@given(st.sets(st.uuids(version=4), min_size=1, max_size=16), st.data())
+def test_selected_gpu_is_the_one_named(uuids: "set[object]", data: st.DataObject) -> None:
+    """For any node and any start of one of its UUIDs: that GPU, or a refusal when another GPU's UUID starts so, too."""
+    gpus = [replace(_GPU, index=index, uuid=f"GPU-{uuid}") for index, uuid in enumerate(sorted(map(str, uuids)))]
+    meant = data.draw(st.sampled_from(gpus))
+    wanted = meant.uuid[: data.draw(st.integers(min_value=len("GPU-") + 1, max_value=len(meant.uuid)))]
+    if sum(gpu.uuid.startswith(wanted) for gpu in gpus) == 1:
+        assert select(gpus, wanted) is meant
+    else:
+        with pytest.raises(InvalidRequestError):
+            select(gpus, wanted)
+
+
+@pytest.mark.parametrize(
+    ("version", "branch"),
+    [
+        ("535.261.03", 535),
+        ("470.256.02", 470),
+        ("555.58", 555),
+        ("590", 590),
+        ("", None),
+        ("N/A", None),
+        ("535.", None),
+        ("v535.1", None),
+        ("535.1-rc1", None),
+        ("\u0665\u0663\u0665.1", None),
+    ],
+)
+def test_driver_branch(version: str, branch: int | None) -> None:
+    """The branch is the first number of a version; what is no version has none, which counts as unknown, not as old."""
+    assert driver_branch(version) == branch

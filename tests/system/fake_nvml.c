@@ -1,0 +1,263 @@
+/* A libnvidia-ml.so.1 without a GPU: the functions of NVML that mpsd calls, answering as a file says.
+ *
+ * $FAKE_NVML/state is read anew at each call, and replaced by rename, so that GPUs change while a process looks at them:
+ *
+ *   driver VERSION
+ *   gpu UUID MAJOR.MINOR MIG TOTAL RESERVED USED NAME...      MIG: 0, 1, or -1 where the GPU has no such mode
+ *   process GPU Compute|MPSCompute PID BYTES                  BYTES: -1 for NVML_VALUE_NOT_AVAILABLE
+ *   fault FUNCTION GPU|-1 RESULT                              RESULT: an nvmlReturn_t, or -1 to hang while it stands there
+ *
+ * $FAKE_NVML/calls gets a line for each call: the thread's id and the function. Values and layouts are those of nvml.h.
+ */
+
+#define _GNU_SOURCE
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { SUCCESS = 0, UNINITIALIZED = 1, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7 };
+enum { ALL = -1, HANG = -1 };
+enum { GPUS = 16, PROCESSES = 64, FAULTS = 16 };
+
+struct gpu {
+    char uuid[80], name[96];
+    int major, minor, mig;
+    unsigned long long total, reserved, used;
+};
+
+struct state {
+    char driver[80];
+    int gpus, processes, faults;
+    struct gpu gpu[GPUS];
+    struct { int gpu; char kind[16]; unsigned pid; unsigned long long bytes; } process[PROCESSES];
+    struct { char function[64]; int gpu, result; } fault[FAULTS];
+};
+
+static int opened; /* by how many */
+
+static FILE *open_beside(const char *name, const char *mode)
+{
+    char path[4096];
+    snprintf(path, sizeof path, "%s/%s", getenv("FAKE_NVML"), name);
+    FILE *file = fopen(path, mode);
+    if (file == NULL) {
+        perror(path);
+        abort();
+    }
+    return file;
+}
+
+static void read_state(struct state *s)
+{
+    char line[512];
+    FILE *file = open_beside("state", "re");
+    memset(s, 0, sizeof *s);
+    while (fgets(line, sizeof line, file) != NULL) {
+        struct gpu *g = &s->gpu[s->gpus];
+        int p = s->processes, f = s->faults;
+        if (sscanf(line, "driver %79s", s->driver) == 1)
+            continue;
+        if (sscanf(line, "gpu %79s %d.%d %d %llu %llu %llu %95[^\n]", g->uuid, &g->major, &g->minor, &g->mig, &g->total,
+                   &g->reserved, &g->used, g->name) == 8)
+            s->gpus++;
+        else if (sscanf(line, "process %d %15s %u %llu", &s->process[p].gpu, s->process[p].kind, &s->process[p].pid,
+                        &s->process[p].bytes) == 4)
+            s->processes++;
+        else if (sscanf(line, "fault %63s %d %d", s->fault[f].function, &s->fault[f].gpu, &s->fault[f].result) == 3)
+            s->faults++;
+        else {
+            fprintf(stderr, "fake NVML cannot read: %s", line);
+            abort();
+        }
+        if (s->gpus == GPUS || s->processes == PROCESSES || s->faults == FAULTS) {
+            fprintf(stderr, "fake NVML has no room for: %s", line);
+            abort();
+        }
+    }
+    fclose(file);
+}
+
+/* Note the call, hang or fail if the state says so, and hand out the state otherwise. */
+static int enter(const char *function, int gpu, struct state *s)
+{
+    FILE *calls = open_beside("calls", "ae");
+    fprintf(calls, "%d %s\n", (int)gettid(), function);
+    fclose(calls);
+again:
+    read_state(s);
+    for (int f = 0; f < s->faults; f++)
+        if (strcmp(s->fault[f].function, function) == 0 && (s->fault[f].gpu == ALL || s->fault[f].gpu == gpu)) {
+            if (s->fault[f].result != HANG)
+                return s->fault[f].result;
+            usleep(1000);
+            goto again;
+        }
+    if (!opened && strcmp(function, "nvmlInitWithFlags") != 0)
+        return UNINITIALIZED;
+    return gpu < s->gpus ? SUCCESS : NOT_FOUND;
+}
+
+/* A handle is the GPU's index, and one more: no handle is NULL. */
+static int index_of(void *handle)
+{
+    return (int)(intptr_t)handle - 1;
+}
+
+#define ENTER(gpu)                                     \
+    struct state s;                                    \
+    do {                                               \
+        int result = enter(__func__, (gpu), &s);       \
+        if (result != SUCCESS)                         \
+            return result;                             \
+    } while (0)
+
+int nvmlInitWithFlags(unsigned flags)
+{
+    (void)flags;
+    ENTER(ALL);
+    opened++;
+    return SUCCESS;
+}
+
+int nvmlShutdown(void)
+{
+    ENTER(ALL);
+    opened--;
+    return SUCCESS;
+}
+
+const char *nvmlErrorString(int result)
+{
+    struct state s;
+    enter(__func__, ALL, &s);
+    return result == SUCCESS ? "Success" : "an error that only NVML can name";
+}
+
+int nvmlSystemGetDriverVersion(char *version, unsigned length)
+{
+    ENTER(ALL);
+    snprintf(version, length, "%s", s.driver);
+    return SUCCESS;
+}
+
+int nvmlDeviceGetCount_v2(unsigned *count)
+{
+    ENTER(ALL);
+    *count = s.gpus;
+    return SUCCESS;
+}
+
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle)
+{
+    ENTER((int)index);
+    *handle = (void *)(intptr_t)(index + 1);
+    return SUCCESS;
+}
+
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle)
+{
+    ENTER(ALL);
+    for (int index = 0; index < s.gpus; index++)
+        if (strcmp(s.gpu[index].uuid, uuid) == 0) {
+            *handle = (void *)(intptr_t)(index + 1);
+            return SUCCESS;
+        }
+    return NOT_FOUND;
+}
+
+int nvmlDeviceGetUUID(void *handle, char *uuid, unsigned length)
+{
+    ENTER(index_of(handle));
+    snprintf(uuid, length, "%s", s.gpu[index_of(handle)].uuid);
+    return SUCCESS;
+}
+
+int nvmlDeviceGetName(void *handle, char *name, unsigned length)
+{
+    ENTER(index_of(handle));
+    snprintf(name, length, "%s", s.gpu[index_of(handle)].name);
+    return SUCCESS;
+}
+
+int nvmlDeviceGetCudaComputeCapability(void *handle, int *major, int *minor)
+{
+    ENTER(index_of(handle));
+    *major = s.gpu[index_of(handle)].major;
+    *minor = s.gpu[index_of(handle)].minor;
+    return SUCCESS;
+}
+
+int nvmlDeviceGetMigMode(void *handle, unsigned *current, unsigned *pending)
+{
+    ENTER(index_of(handle));
+    if (s.gpu[index_of(handle)].mig < 0)
+        return NOT_SUPPORTED;
+    *current = s.gpu[index_of(handle)].mig;
+    *pending = 1; /* after the next reset, which says nothing about now */
+    return SUCCESS;
+}
+
+struct memory {
+    unsigned long long total, free, used;
+};
+
+/* Version 1 counts what the driver keeps for itself as used. */
+int nvmlDeviceGetMemoryInfo(void *handle, struct memory *memory)
+{
+    ENTER(index_of(handle));
+    const struct gpu *g = &s.gpu[index_of(handle)];
+    memory->total = g->total;
+    memory->used = g->reserved + g->used;
+    memory->free = g->total - memory->used;
+    return SUCCESS;
+}
+
+struct memory_v2 {
+    unsigned version;
+    unsigned long long total, reserved, free, used;
+};
+
+int nvmlDeviceGetMemoryInfo_v2(void *handle, struct memory_v2 *memory)
+{
+    ENTER(index_of(handle));
+    const struct gpu *g = &s.gpu[index_of(handle)];
+    memory->total = g->total;
+    memory->reserved = g->reserved;
+    memory->used = g->used;
+    memory->free = g->total - g->reserved - g->used;
+    return SUCCESS;
+}
+
+struct process_info {
+    unsigned pid;
+    unsigned long long used_gpu_memory;
+    unsigned gpu_instance, compute_instance;
+};
+
+/* As NVML does it: a first call with no room asks how many there are. */
+static int list(const struct state *s, int gpu, const char *kind, unsigned *count, struct process_info *infos)
+{
+    unsigned room = *count, found = 0;
+    for (int p = 0; p < s->processes; p++)
+        if (s->process[p].gpu == gpu && strcmp(s->process[p].kind, kind) == 0) {
+            if (found < room)
+                infos[found] = (struct process_info){s->process[p].pid, s->process[p].bytes, UINT32_MAX, UINT32_MAX};
+            found++;
+        }
+    *count = found;
+    return found > room ? INSUFFICIENT_SIZE : SUCCESS;
+}
+
+#define LIST(function, kind)                                                         \
+    int function(void *handle, unsigned *count, struct process_info *infos)          \
+    {                                                                                \
+        ENTER(index_of(handle));                                                     \
+        return list(&s, index_of(handle), kind, count, infos);                       \
+    }
+
+LIST(nvmlDeviceGetComputeRunningProcesses_v2, "Compute")
+LIST(nvmlDeviceGetComputeRunningProcesses_v3, "Compute")
+LIST(nvmlDeviceGetMPSComputeRunningProcesses_v2, "MPSCompute")
+LIST(nvmlDeviceGetMPSComputeRunningProcesses_v3, "MPSCompute")

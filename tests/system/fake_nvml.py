@@ -1,0 +1,145 @@
+"""A driver without a GPU: a libnvidia-ml.so.1 built from fake_nvml.c, and a process that reads it through pynvml.
+
+pynvml keeps the library that it has loaded, so every test has a process of its own; what the library answers changes
+while that process runs.
+"""
+
+import base64
+import contextlib
+import os
+import pickle
+import select
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final
+
+import pytest
+
+from mpsd.core.errors import catalogue
+from mpsd.core.model import Gpu, GpuUsage, Inventory, Known, Reading, Unknown
+from tests import real
+
+LIBRARY: Final = "libnvidia-ml.so.1"
+
+_HERE: Final = Path(__file__).parent
+_DEADLINE: Final = 30.0
+_ERRORS: Final = {error.code: error for error in catalogue()}
+
+
+def build(directory: Path) -> None:
+    """Build the library into `directory`; without a compiler the test skips, or fails where nothing may be skipped."""
+    compiler = shutil.which("gcc")
+    if compiler is None and real.required():
+        pytest.fail(f"gcc is not installed, and {real.REQUIRE} is set", pytrace=False)
+    if compiler is None:
+        pytest.skip("gcc is not installed, so there is no NVML to test with: apt-get install gcc")
+    options = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{LIBRARY}"]
+    subprocess.run([compiler, *options, "-o", directory / LIBRARY, _HERE / "fake_nvml.c"], check=True)
+
+
+@dataclass(frozen=True, slots=True)
+class FakeNvml:
+    """What the library answers: lines as fake_nvml.c explains them, shown anew as often as a test likes."""
+
+    library: Path
+    directory: Path
+
+    def show(self, *lines: str) -> None:
+        """Make this the state of the node, at once and as a whole."""
+        new = self.directory / "state.new"
+        new.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        new.rename(self.directory / "state")
+
+    def calls(self) -> list[tuple[int, str]]:
+        """Return every call so far: the id of the thread that made it, and the function."""
+        path = self.directory / "calls"
+        if not path.exists():
+            return []
+        lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
+        return [(int(thread), function) for thread, function in lines]
+
+    def functions(self) -> list[str]:
+        """Return the function of every call so far."""
+        return [function for _, function in self.calls()]
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Return the environment in which a process finds this library and no other."""
+        return {"LD_LIBRARY_PATH": str(self.library), "FAKE_NVML": str(self.directory)}
+
+
+class Child:
+    """A process that holds one NvmlGpus and does with it what it is told (see nvml_child.py)."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", requests: IO[bytes], answers: IO[bytes]) -> None:
+        self.process = process
+        self._requests = requests
+        self._answers = answers
+        self._asked = 0
+
+    def ask(self, name: str, *arguments: object) -> int:
+        """Tell it to do something, and return the number that its answer will have."""
+        self._asked += 1
+        self._requests.write(base64.b64encode(pickle.dumps((self._asked, name, arguments))) + b"\n")
+        return self._asked
+
+    def answer(self) -> tuple[int, object]:
+        """Return the next answer that comes, and its number; raise the error of mpsd that it is."""
+        if not select.select([self._answers], [], [], _DEADLINE)[0]:
+            pytest.fail(f"no answer within {_DEADLINE:g} s")
+        line = self._answers.readline()
+        if not line:
+            pytest.fail("the process ended instead of answering; its stderr says why")
+        number, code, said = pickle.loads(base64.b64decode(line))  # noqa: S301 - our own child wrote it
+        if code is not None:
+            detail, hint = said
+            raise _ERRORS[code](detail, hint=hint)
+        return int(number), said
+
+    def do(self, name: str, *arguments: object) -> object:
+        """Tell it to do something, and return its answer, which must be the next one."""
+        number = self.ask(name, *arguments)
+        answered, value = self.answer()
+        assert answered == number
+        return value
+
+    def inventory(self) -> Inventory:
+        """Return what `NvmlGpus.inventory` returns there."""
+        inventory = self.do("inventory")
+        assert isinstance(inventory, Inventory)
+        return inventory
+
+    def usage(self, gpu: Gpu) -> Reading[GpuUsage]:
+        """Return what `NvmlGpus.usage` returns there."""
+        reading = self.do("usage", gpu)
+        assert isinstance(reading, Known | Unknown)
+        return reading
+
+    def leave(self) -> int:
+        """Let it end when it has answered everything, and return its status."""
+        self._requests.close()
+        return self.process.wait(_DEADLINE)
+
+
+@contextlib.contextmanager
+def child(variables: Mapping[str, str]) -> Iterator[Child]:
+    """Start the process with this in its environment, and end it whatever happens."""
+    environment = {**os.environ, "PYTHONPATH": str(_HERE.parents[1]), **variables}
+    process = subprocess.Popen(
+        [sys.executable, _HERE / "nvml_child.py"],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process:
+        try:
+            yield Child(process, process.stdin, process.stdout)
+        finally:
+            process.kill()

@@ -1,0 +1,410 @@
+"""What mpsd reads through NVML: with the real pynvml, in a process of its own, and a driver that is a text file."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from mpsd.core.errors import GpuUnknownError, NoDriverError
+from mpsd.core.model import Gpu, GpuUsage, Inventory, Known, Reading, Unknown
+from mpsd.system.gpu import GpuSource, NvmlGpus
+from tests.harness import wait_until
+from tests.system.fake_nvml import LIBRARY, Child, FakeNvml, child
+
+_TOTAL: Final = 85_520_809_984
+_RESERVED: Final = 640_000_000
+_USED: Final = 3_000_000_000
+
+_FIRST_UUID: Final = "GPU-11111111-2222-4333-8444-555555555555"
+_SECOND_UUID: Final = "GPU-66666666-7777-4888-8999-aaaaaaaaaaaa"
+_DRIVER: Final = "driver 535.261.03"
+_FIRST: Final = f"gpu {_FIRST_UUID} 9.0 0 {_TOTAL} {_RESERVED} {_USED} NVIDIA H100 80GB HBM3"
+_SECOND: Final = f"gpu {_SECOND_UUID} 8.0 1 {_TOTAL} {_RESERVED} 0 NVIDIA A100-SXM4-80GB"
+_NODE: Final = (_DRIVER, _FIRST, _SECOND)
+
+_FIRST_GPU: Final = Gpu(
+    index=0,
+    uuid=_FIRST_UUID,
+    name="NVIDIA H100 80GB HBM3",
+    memory_total=_TOTAL,
+    compute_capability=(9, 0),
+    mig=False,
+    driver_version="535.261.03",
+    memory_reserved=_RESERVED,
+)
+_SECOND_GPU: Final = replace(
+    _FIRST_GPU, index=1, uuid=_SECOND_UUID, name="NVIDIA A100-SXM4-80GB", compute_capability=(8, 0), mig=True
+)
+
+_BY_INDEX: Final = "nvmlDeviceGetHandleByIndex_v2"
+_BY_UUID: Final = "nvmlDeviceGetHandleByUUID"
+_GPU_IS_LOST: Final = 15
+_FUNCTION_NOT_FOUND: Final = 13
+_HANG: Final = -1
+_HOUR: Final = 3600.0
+
+
+def _fault(function: str, result: int, gpu: int = -1) -> str:
+    return f"fault {function} {gpu} {result}"
+
+
+# -- what NVML says ----------------------------------------------------------------------------------------------------
+
+
+def test_inventory_is_what_nvml_says(nvml: FakeNvml, gpus: Child) -> None:
+    """Each GPU comes with its own figures, and MIG mode is the present one (the fake's pending one is always on)."""
+    nvml.show(*_NODE)
+    assert gpus.inventory() == Inventory((_FIRST_GPU, _SECOND_GPU))
+
+
+def test_reserve_of_the_driver_is_not_in_use(nvml: FakeNvml, gpus: Child) -> None:
+    """What the driver keeps for itself is told of each GPU by itself, and counts as used by nobody."""
+    reserves = {_FIRST_UUID: 1_000_000, _SECOND_UUID: 2_000_000}
+    nvml.show(_DRIVER, *(f"gpu {uuid} 9.0 0 {_TOTAL} {reserve} {_USED} G" for uuid, reserve in reserves.items()))
+    inventory = gpus.inventory()
+    assert {gpu.uuid: gpu.memory_reserved for gpu in inventory.gpus} == reserves
+    assert [gpus.usage(gpu) for gpu in inventory.gpus] == [Known(GpuUsage(_USED))] * 2
+
+
+def test_driver_is_opened_once(nvml: FakeNvml, gpus: Child) -> None:
+    """Two who ask for the first inventory at the same time, and all who ask later, share one opening."""
+    nvml.show(*_NODE)
+    asked = {gpus.ask("inventory"), gpus.ask("inventory")}
+    assert dict(gpus.answer() for _ in asked) == dict.fromkeys(asked, Inventory((_FIRST_GPU, _SECOND_GPU)))
+    gpus.inventory()
+    assert nvml.functions().count("nvmlInitWithFlags") == 1
+
+
+def test_gpu_without_mig_mode_is_not_in_it(nvml: FakeNvml, gpus: Child) -> None:
+    """NVML answers NOT_SUPPORTED for a GPU that knows no MIG, which means that it is off."""
+    nvml.show(_DRIVER, _FIRST.replace(" 9.0 0 ", " 7.0 -1 "))
+    (gpu,) = gpus.inventory().gpus
+    assert (gpu.compute_capability, gpu.mig) == ((7, 0), False)
+
+
+def test_usage_counts_each_process_once(nvml: FakeNvml, gpus: Child) -> None:
+    """Ordinary processes and MPS clients are told together; who is in both lists counts once, at the larger figure."""
+    nvml.show(
+        *_NODE,
+        "process 0 Compute 100 1000",
+        "process 0 Compute 101 2500",
+        "process 0 MPSCompute 101 2000",
+        "process 0 MPSCompute 102 0",
+        "process 1 Compute 103 4000",
+    )
+    first, second = gpus.inventory().gpus
+    assert gpus.usage(first) == Known(GpuUsage(_USED, {100: Known(1000), 101: Known(2500), 102: Known(0)}))
+    assert gpus.usage(second) == Known(GpuUsage(0, {103: Known(4000)}))
+
+
+def test_process_of_unknown_size_is_unknown_alone(nvml: FakeNvml, gpus: Child) -> None:
+    """It is listed, not left out nor taken for one that holds nothing; all else is known."""
+    nvml.show(
+        *_NODE,
+        "process 0 Compute 100 -1",
+        "process 0 Compute 101 1000",
+        "process 0 MPSCompute 102 -1",
+        "process 0 MPSCompute 103 2000",
+    )
+    first, second = gpus.inventory().gpus
+    held: dict[int, Reading[int]] = {
+        100: Unknown("NVML does not say how much memory process 100 holds"),
+        101: Known(1000),
+        102: Unknown("NVML does not say how much memory process 102 holds"),
+        103: Known(2000),
+    }
+    assert gpus.usage(first) == Known(GpuUsage(_USED, held))
+    assert gpus.usage(second) == Known(GpuUsage(0))
+
+
+def test_process_is_known_when_either_list_knows_it(nvml: FakeNvml, gpus: Child) -> None:
+    """Of a process in both lists, the figure counts that there is, whichever list has it; two unknowns are one."""
+    nvml.show(
+        *_NODE,
+        "process 0 Compute 100 -1",
+        "process 0 Compute 101 1000",
+        "process 0 Compute 102 -1",
+        "process 0 MPSCompute 100 2000",
+        "process 0 MPSCompute 101 -1",
+        "process 0 MPSCompute 102 -1",
+    )
+    first, _ = gpus.inventory().gpus
+    held: dict[int, Reading[int]] = {
+        100: Known(2000),
+        101: Known(1000),
+        102: Unknown("NVML does not say how much memory process 102 holds"),
+    }
+    assert gpus.usage(first) == Known(GpuUsage(_USED, held))
+
+
+def test_usage_goes_by_uuid(nvml: FakeNvml, gpus: Child) -> None:
+    """When the driver counts its GPUs anew, no GPU is taken for another."""
+    nvml.show(*_NODE)
+    first, _ = gpus.inventory().gpus
+    nvml.show(_DRIVER, _SECOND, _FIRST)
+    assert gpus.usage(first) == Known(GpuUsage(_USED))
+    nvml.show(_DRIVER, _SECOND)
+    assert gpus.usage(first) == Unknown("NVML: Not Found")
+
+
+def test_drivers_before_510(nvml: FakeNvml, gpus: Child) -> None:
+    """A driver without MIG, and with the first version of the memory figures only, is read all the same.
+
+    It tells of no reserve, which is 0 then and counts as used.
+    """
+    missing = (_fault(name, _FUNCTION_NOT_FOUND) for name in ("nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetMigMode"))
+    nvml.show(_DRIVER, _FIRST, *missing)
+    (gpu,) = gpus.inventory().gpus
+    assert gpu == replace(_FIRST_GPU, memory_reserved=0)
+    assert gpus.usage(gpu) == Known(GpuUsage(_RESERVED + _USED))
+
+
+def test_either_version_of_the_process_lists_will_do(nvml: FakeNvml, gpus: Child) -> None:
+    """Version 2 is asked first, as version 3 is not the same in every driver; 3 only where there is no 2."""
+    processes = ("process 0 Compute 100 1000", "process 0 MPSCompute 101 2000")
+    nvml.show(_DRIVER, _FIRST, *processes)
+    (gpu,) = gpus.inventory().gpus
+    assert gpus.usage(gpu) == Known(GpuUsage(_USED, {100: Known(1000), 101: Known(2000)}))
+    assert not [name for name in nvml.functions() if name.endswith("Processes_v3")]
+
+    lists = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetMPSComputeRunningProcesses")
+    nvml.show(_DRIVER, _FIRST, *processes, *(_fault(f"{name}_v2", _FUNCTION_NOT_FOUND) for name in lists))
+    assert gpus.usage(gpu) == Known(GpuUsage(_USED, {100: Known(1000), 101: Known(2000)}))
+
+
+# -- what NVML cannot say ----------------------------------------------------------------------------------------------
+
+
+def test_lost_gpu_is_unknown_alone(nvml: FakeNvml, gpus: Child) -> None:
+    """A GPU that fell off the bus is unknown with NVML's reason, the others are as they were, and it may come back."""
+    nvml.show(*_NODE, _fault(_BY_INDEX, _GPU_IS_LOST, gpu=0))
+    assert gpus.inventory() == Inventory((_SECOND_GPU,), {0: Unknown("NVML: GPU is lost")})
+    nvml.show(*_NODE)
+    assert gpus.inventory() == Inventory((_FIRST_GPU, _SECOND_GPU))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        _BY_UUID,
+        "nvmlDeviceGetMemoryInfo_v2",
+        "nvmlDeviceGetComputeRunningProcesses_v2",
+        "nvmlDeviceGetMPSComputeRunningProcesses_v2",
+    ],
+)
+def test_usage_is_unknown_when_any_part_is(nvml: FakeNvml, gpus: Child, function: str) -> None:
+    """There is no half of a reading, whichever call fails, and nothing that could pass for an idle GPU."""
+    nvml.show(*_NODE)
+    first, _ = gpus.inventory().gpus
+    nvml.show(*_NODE, _fault(function, _GPU_IS_LOST))
+    assert gpus.usage(first) == Unknown("NVML: GPU is lost")
+    nvml.show(*_NODE)
+    assert gpus.usage(first) == Known(GpuUsage(_USED))
+
+
+def test_all_calls_are_made_on_one_thread(nvml: FakeNvml, gpus: Child) -> None:
+    """Not one call is made where the event loop runs, not even the one that names an error pynvml does not know."""
+    not_ready = 27
+    nvml.show(*_NODE, _fault(_BY_INDEX, not_ready, gpu=1))
+    inventory = gpus.inventory()
+    assert inventory == Inventory((_FIRST_GPU,), {1: Unknown("NVML: an error that only NVML can name")})
+    gpus.usage(inventory.gpus[0])
+    gpus.do("close")
+    wait_until(lambda: "nvmlShutdown" in nvml.functions(), what="close to let go of the driver")
+    assert "nvmlErrorString" in nvml.functions()
+    (thread,) = {thread for thread, _ in nvml.calls()}
+    assert thread != gpus.process.pid  # which is the id of its main thread
+
+
+# -- when a call hangs -------------------------------------------------------------------------------------------------
+
+
+def test_event_loop_goes_on_while_a_call_hangs(nvml: FakeNvml, gpus: Child) -> None:
+    """Others are served while NVML is not, and what was asked is answered when the call comes back."""
+    nvml.show(*_NODE)
+    first, _ = gpus.inventory().gpus
+    gpus.do("deadline", _HOUR)
+    nvml.show(*_NODE, _fault(_BY_UUID, _HANG))
+    asked = gpus.ask("usage", first)
+    wait_until(lambda: _BY_UUID in nvml.functions(), what="the call to hang")
+    gpus.do("ping")
+    nvml.show(*_NODE)
+    assert gpus.answer() == (asked, Known(GpuUsage(_USED)))
+
+
+def test_hanging_gpu_makes_unknown_what_could_not_be_read(nvml: FakeNvml, gpus: Child) -> None:
+    """What was read before the hang is known, what comes after it is not, and all is once the call has come back."""
+    nvml.show(*_NODE, _FIRST, _fault(_BY_INDEX, _HANG, gpu=1))
+    gpus.do("deadline", 2.0)  # which the first GPU must make, on however busy a machine
+    inventory = gpus.inventory()
+    assert inventory.gpus == (_FIRST_GPU,)
+    assert inventory.unknown == {
+        1: Unknown("NVML did not answer within 2 s: a call hangs in the driver"),
+        2: Unknown("NVML does not answer: a call hangs in the driver, and has not come back yet"),
+    }
+    gpus.do("deadline", _HOUR)
+    nvml.show(*_NODE, _FIRST)
+    wait_until(lambda: not gpus.inventory().unknown, what="NVML to come back")
+
+
+def test_nobody_waits_for_a_thread_that_is_stuck(nvml: FakeNvml, gpus: Child) -> None:
+    """Once a call has overrun, later requests are answered at once, whatever their deadline, until it comes back."""
+    nvml.show(*_NODE)
+    first, second = gpus.inventory().gpus
+    nvml.show(*_NODE, _fault(_BY_UUID, _HANG))
+    gpus.do("deadline", 0.2)
+    assert gpus.usage(first) == Unknown("NVML did not answer within 0.2 s: a call hangs in the driver")
+    gpus.do("deadline", _HOUR)  # an answer that was waited for would never come
+    stuck = Unknown("NVML does not answer: a call hangs in the driver, and has not come back yet")
+    assert gpus.usage(second) == stuck
+    assert gpus.inventory() == Inventory((), {0: stuck, 1: stuck})
+    nvml.show(*_NODE)
+    wait_until(lambda: gpus.usage(first) == Known(GpuUsage(_USED)), what="NVML to come back")
+    assert gpus.inventory() == Inventory((_FIRST_GPU, _SECOND_GPU))
+
+
+def test_requests_that_nobody_waits_for_are_dropped(nvml: FakeNvml, gpus: Child) -> None:
+    """What queued up behind a hang and was given up is not done when the hang is over: it would delay the living."""
+    nvml.show(*_NODE)
+    first, _ = gpus.inventory().gpus
+    nvml.show(*_NODE, _fault(_BY_UUID, _HANG))
+    gpus.do("deadline", 0.2)
+    asked = {gpus.ask("usage", first) for _ in range(5)}
+    given_up = Unknown("NVML did not answer within 0.2 s: a call hangs in the driver")
+    assert dict(gpus.answer() for _ in asked) == dict.fromkeys(asked, given_up)
+    gpus.do("deadline", _HOUR)
+    nvml.show(*_NODE)
+    wait_until(lambda: gpus.usage(first) == Known(GpuUsage(_USED)), what="NVML to come back")
+    assert nvml.functions().count(_BY_UUID) == 2
+
+
+def test_few_requests_wait(nvml: FakeNvml, gpus: Child) -> None:
+    """However many ask within the deadline, no more than 64 wait; the others are told so, and the 64 are answered."""
+    nvml.show(*_NODE)
+    first, _ = gpus.inventory().gpus
+    gpus.do("deadline", _HOUR)
+    nvml.show(*_NODE, _fault(_BY_UUID, _HANG))
+    gpus.ask("usage", first)
+    wait_until(lambda: _BY_UUID in nvml.functions(), what="the call to hang")  # so that all before it is served
+    for _ in range(69):
+        gpus.ask("usage", first)
+    too_many = Unknown("NVML does not keep up: 64 requests are waiting for it")
+    assert [gpus.answer()[1] for _ in range(6)] == [too_many] * 6
+    nvml.show(*_NODE)
+    assert [gpus.answer()[1] for _ in range(64)] == [Known(GpuUsage(_USED))] * 64
+
+
+def test_hanging_call_does_not_keep_the_process(nvml: FakeNvml, gpus: Child) -> None:
+    """A process whose work is done ends by itself, in good order, while a call still hangs."""
+    nvml.show(*_NODE)
+    first, _ = gpus.inventory().gpus
+    nvml.show(*_NODE, _fault(_BY_UUID, _HANG))
+    gpus.do("deadline", 0.2)
+    assert isinstance(gpus.usage(first), Unknown)
+    gpus.do("close")
+    assert gpus.leave() == 0
+
+
+def test_hang_before_the_first_inventory(nvml: FakeNvml, gpus: Child) -> None:
+    """When not even the number of GPUs is known, that is an error, not a node without GPUs; and it passes."""
+    nvml.show(*_NODE, _fault("nvmlInitWithFlags", _HANG))
+    gpus.do("opening", 0.2)
+    with pytest.raises(GpuUnknownError, match=r"did not answer within 0\.2 s") as refused:
+        gpus.inventory()
+    assert "dmesg" in refused.value.hint
+    with pytest.raises(GpuUnknownError, match="has not come back yet"):
+        gpus.inventory()
+    gpus.do("opening", _HOUR)
+    nvml.show(*_NODE)
+    # Their number is known a moment before the thread is free, and in that moment each GPU is unknown by itself.
+    wait_until(lambda: not gpus.inventory().unknown, what="NVML to come back", not_yet=(GpuUnknownError,))
+    assert gpus.inventory() == Inventory((_FIRST_GPU, _SECOND_GPU))
+    assert nvml.functions().count("nvmlInitWithFlags") == 1
+
+
+def test_opening_has_a_deadline_of_its_own(nvml: FakeNvml, gpus: Child) -> None:
+    """The driver may take longer to open than a reading may take, and a reading longer than the opening."""
+    nvml.show(*_NODE, _fault("nvmlInitWithFlags", _HANG))
+    gpus.do("opening", _HOUR)
+    gpus.do("deadline", 0.0)  # a request with no time at all would be answered before anything that is asked later
+    asked = gpus.ask("inventory")
+    wait_until(lambda: "nvmlInitWithFlags" in nvml.functions(), what="the opening to hang")
+    gpus.do("deadline", _HOUR)
+    nvml.show(*_NODE)
+    assert gpus.answer() == (asked, Inventory((_FIRST_GPU, _SECOND_GPU)))
+
+    gpus.do("opening", 0.0)
+    assert gpus.usage(_FIRST_GPU) == Known(GpuUsage(_USED))
+    assert gpus.inventory() == Inventory((_FIRST_GPU, _SECOND_GPU))
+
+
+# -- when there is no driver -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("faults", "because", "opened"),
+    [
+        ([_fault("nvmlInitWithFlags", 9)], "kernel driver is not loaded", 0),
+        ([_fault("nvmlInitWithFlags", 18)], "another version than the kernel driver", 0),
+        ([_fault("nvmlInitWithFlags", 999)], "cannot start: Unknown Error", 0),
+        ([_fault("nvmlDeviceGetCount_v2", 999)], "cannot start: Unknown Error", 1),
+        ([], "finds no GPU", 1),
+    ],
+)
+def test_node_without_a_driver(nvml: FakeNvml, gpus: Child, faults: list[str], because: str, opened: int) -> None:
+    """Each way of having no GPU is one error that says which it is, and how to see mpsd without one; it may pass.
+
+    A driver that was opened for nothing is let go of, or it would not look for GPUs anew the next time.
+    """
+    nvml.show(_DRIVER, *faults)
+    with pytest.raises(NoDriverError, match=because) as refused:
+        gpus.inventory()
+    assert "mpsd run --simulate" in refused.value.hint
+    assert nvml.functions().count("nvmlShutdown") == opened
+    nvml.show(*_NODE)
+    assert gpus.inventory() == Inventory((_FIRST_GPU, _SECOND_GPU))
+
+
+def test_node_without_the_library(nvml: FakeNvml, tmp_path: Path) -> None:
+    """A library that cannot be loaded is the same error: it is what a container without its GPUs looks like."""
+    (tmp_path / LIBRARY).write_text("no library\n", encoding="utf-8")
+    with child({**nvml.variables, "LD_LIBRARY_PATH": str(tmp_path)}) as gpus:
+        with pytest.raises(NoDriverError, match=r"libnvidia-ml\.so\.1 cannot be loaded") as refused:
+            gpus.inventory()
+        assert "mpsd run --simulate" in refused.value.hint
+
+
+def test_simulated_node_does_not_pay_for_nvml() -> None:
+    """Importing the module imports no pynvml; only a source of NVML's does."""
+    program = "import sys, mpsd.system.gpu; sys.exit('pynvml' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    assert subprocess.run([sys.executable, "-c", program], env=environment, check=False).returncode == 0
+
+
+# -- the real one ------------------------------------------------------------------------------------------------------
+
+
+def test_nvml_is_a_gpu_source() -> None:
+    """What the supervisor is given is a GpuSource, as mypy sees it; each method is there at run time, too."""
+    source: type[GpuSource] = NvmlGpus
+    assert {name for name in vars(GpuSource) if not name.startswith("_")} <= set(vars(source))
+
+
+@pytest.mark.gpu
+def test_real_driver() -> None:
+    """NVIDIA's own library answers every call that mpsd makes: an inventory without unknowns, and usage of each GPU."""
+    with child({}) as gpus:
+        inventory = gpus.inventory()
+        assert inventory.gpus
+        assert inventory.unknown == {}
+        for gpu in inventory.gpus:
+            assert gpu.uuid.startswith("GPU-")
+            reading = gpus.usage(gpu)
+            assert isinstance(reading, Known)
+            assert reading.value.memory_used >= 0
+            assert gpu.memory_reserved >= 0
+            assert gpu.memory_reserved + reading.value.memory_used <= gpu.memory_total

@@ -1,4 +1,4 @@
-"""`python -m bench --control PROGRAM`: the figures of the README, measured here and now; exits with 1 when one is missed."""
+"""`python -m bench --control PROGRAM`: the README's figures, measured here and now; exits with 1 when one is missed."""
 
 import argparse
 import asyncio
@@ -66,7 +66,7 @@ def one_shot(control: str, environment: dict[str, str], command: str) -> str:
     return done.stdout
 
 
-# -- (a) -----------------------------------------------------------------------------------------------------------------
+# -- (a) ---------------------------------------------------------------------------------------------------------------
 
 
 def settings_through_the_pipe(control: str, root: Path) -> Result:
@@ -90,7 +90,7 @@ def settings_through_the_pipe(control: str, root: Path) -> Result:
     return Result(f"{_SETTINGS} verified settings against {_SETTINGS} one-shot front-ends", ours, theirs, at_least=20)
 
 
-# -- (b) -----------------------------------------------------------------------------------------------------------------
+# -- (b) ---------------------------------------------------------------------------------------------------------------
 
 
 class Service:
@@ -99,7 +99,18 @@ class Service:
     def __init__(self, control: str, root: Path, gpus: int, config: str = "") -> None:
         root.mkdir(parents=True)
         (root / "mpsd.toml").write_text(config)
-        command = [sys.executable, "-m", "mpsd", "run", "--root", str(root), "--simulate", str(gpus), "--control", control]
+        command = [
+            sys.executable,
+            "-m",
+            "mpsd",
+            "run",
+            "--root",
+            str(root),
+            "--simulate",
+            str(gpus),
+            "--control",
+            control,
+        ]
         self.process = subprocess.Popen(
             [*command, "--config", str(root / "mpsd.toml")], stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
         )
@@ -158,7 +169,7 @@ def recovery(control: str, root: Path) -> Result:
     return Result("SIGKILL to ready and verified against a bare start and one answer", mine, bare, at_most=3)
 
 
-# -- (c) -----------------------------------------------------------------------------------------------------------------
+# -- (c) ---------------------------------------------------------------------------------------------------------------
 
 
 def status(control: str, root: Path) -> Result:
@@ -177,7 +188,7 @@ def status(control: str, root: Path) -> Result:
     return Result("mpsctl status against python -c pass", mine, bare, at_most=5)
 
 
-# -- (d) -----------------------------------------------------------------------------------------------------------------
+# -- (d) ---------------------------------------------------------------------------------------------------------------
 
 
 def idle(control: str, root: Path, seconds: float) -> tuple[float, float]:
@@ -216,8 +227,8 @@ def main() -> int:
             good = cpu < _IDLE_CPU and memory < _IDLE_MEMORY
             met = met and good
             print(
-                f"{'met' if good else 'MISSED':7}idle with 8 daemons for {options.idle_seconds:g} s: {cpu:.2f} % of one core"
-                f" (under {_IDLE_CPU:g}), {memory:.0f} MiB (under {_IDLE_MEMORY})"
+                f"{'met' if good else 'MISSED':7}idle with 8 daemons for {options.idle_seconds:g} s: {cpu:.2f} % of"
+                f" one core (under {_IDLE_CPU:g}), {memory:.0f} MiB (under {_IDLE_MEMORY})"
             )
     return 0 if met else 1
 

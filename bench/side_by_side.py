@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A comparison: medians in seconds, and the ratio between them beside what it may be at most (or must be at least)."""
+    """A comparison: medians in seconds, and their ratio beside what it may be at most (or must be at least)."""
 
     name: str
     ours: float

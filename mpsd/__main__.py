@@ -29,19 +29,24 @@ def cli() -> None:
 
 
 _CONFIG = click.option(
-    "--config", type=click.Path(path_type=Path, dir_okay=False), help="The configuration file; /etc/mpsd/mpsd.toml if it exists."
+    "--config",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The configuration file; /etc/mpsd/mpsd.toml if it exists.",
 )
 
 
 @cli.command()
 @_CONFIG
-@click.option("--root", type=click.Path(path_type=Path, file_okay=False), help="Put everything that is written under DIR.")
+@click.option(
+    "--root", type=click.Path(path_type=Path, file_okay=False), help="Put everything that is written under DIR."
+)
 @click.option("--simulate", type=click.IntRange(1, 64), metavar="N", help="Put N simulated GPUs in the place of NVML.")
 @click.option("--control", metavar="PROGRAM", help="The control program; NVIDIA's, or the simulator's when simulating.")
 def run(config: Path | None, root: Path | None, simulate: int | None, control: str | None) -> None:
     """Run the service in the foreground; logs go to stderr, as JSON unless that is a terminal.
 
-    SIGTERM ends mpsd and leaves the control daemons running: the next mpsd adopts them. SIGHUP reloads the configuration.
+    SIGTERM ends mpsd and leaves the control daemons running: the next mpsd adopts them. SIGHUP reloads the
+    configuration.
     """
     from mpsd.daemon.service import read_configuration
 

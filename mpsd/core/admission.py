@@ -114,7 +114,9 @@ def check(request: LeaseRequest) -> None:
             f"{missing} is missing", hint="give threads (percent) and memory (such as 8GiB), or a fraction of a GPU"
         )
     if request.processes < 1 or request.gpus < 1:
-        raise InvalidRequestError("a lease is for one process and one GPU at least", hint="leave processes and gpus out")
+        raise InvalidRequestError(
+            "a lease is for one process and one GPU at least", hint="leave processes and gpus out"
+        )
     if request.gpus > 1 and request.gpu != "any":
         raise InvalidRequestError(
             f"{request.gpus} GPUs were asked for, and one was named", hint="name none, or ask for one", limit="gpus"
@@ -125,7 +127,8 @@ def share_on(request: LeaseRequest, offer: Offer) -> Share | Shortage:
     """Return what the request comes to on this GPU, or why its parts are too small to be parts."""
     threads, memory = request.threads, request.memory
     if request.fraction is not None:
-        # In decimals, as it was written: 0.29 of a GPU is 29 %, and not 28.9 % because 0.29 * 100 is 28.999999999999996.
+        # In decimals, as it was written: 0.29 of a GPU is 29 %, and not 28.9 % because 0.29 * 100 is
+        # 28.999999999999996.
         part = Decimal(str(request.fraction))
         threads = ActiveThreadPercentage.parse(str(part * 100))
         memory = PinnedDeviceMemLimit(max(int(offer.memory * part) // MIB, 1))
@@ -192,8 +195,10 @@ def never(request: LeaseRequest, share: Share, offer: Offer) -> Shortage | None:
     return None
 
 
-def lacks(request: LeaseRequest, share: Share, offer: Offer, free: Amount, uids: Mapping[int, int], uid: int) -> Shortage | None:
-    """Say why this share cannot be had on this GPU now, of which `free` is left and which `uids` use; None when it can."""
+def lacks(
+    request: LeaseRequest, share: Share, offer: Offer, free: Amount, uids: Mapping[int, int], uid: int
+) -> Shortage | None:
+    """Say why a share cannot be had on this GPU now, of which `free` is left and which `uids` use; None when it can."""
     if offer.refusal is not None:
         return Shortage(offer.refusal.limit, offer.refusal.because, offer.refusal.hint, DaemonNotReadyError)
     if not offer.many_users and uids and uid not in uids:
@@ -221,7 +226,8 @@ def lacks(request: LeaseRequest, share: Share, offer: Offer, free: Amount, uids:
     if request.processes > free.clients:
         return Shortage(
             "clients",
-            f"{request.processes} client processes were asked for, and {max(free.clients, 0)} of {offer.clients} are left",
+            f"{request.processes} client processes were asked for, and {max(free.clients, 0)} of {offer.clients}"
+            " are left",
             _END_OF_LEASE,
             DoesNotFitError,
         )
@@ -233,7 +239,9 @@ def best(candidates: Sequence[tuple[Share, Amount]], count: int, placement: Plac
 
     Best fit takes the GPU with the least memory left, so that the others stay whole; spread the one with the most.
     """
-    ordered = sorted(candidates, key=lambda each: (each[1].memory, each[1].threads), reverse=placement is Placement.SPREAD)
+    ordered = sorted(
+        candidates, key=lambda each: (each[1].memory, each[1].threads), reverse=placement is Placement.SPREAD
+    )
     return tuple(share for share, _ in ordered[:count])
 
 

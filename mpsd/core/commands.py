@@ -265,9 +265,7 @@ def _parse_nothing(command: str, lines: Sequence[str]) -> None:
 # -- the commands that mpsd speaks -------------------------------------------------------------------------------------
 
 
-def _command(
-    name: str, arguments: tuple[str | int, ...], parse: Callable[[str, Sequence[str]], T]
-) -> Command[T]:
+def _command(name: str, arguments: tuple[str | int, ...], parse: Callable[[str, Sequence[str]], T]) -> Command[T]:
     texts = tuple(str(argument) for argument in arguments)
     line = " ".join((name, *texts))
     return Command(TABLE[name], texts, lambda lines: parse(line, lines))
@@ -321,7 +319,7 @@ def quit_daemon(seconds: int | None) -> Command[None]:
     return _command("quit", () if seconds is None else ("-t", seconds), _parse_nothing)
 
 
-# -- settings: set, read back, compare -----------------------------------------------------------------------------------
+# -- settings: set, read back, compare ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,4 +376,3 @@ def default_device_pinned_mem_limit(device: int, wanted: PinnedDeviceMemLimit | 
         f"set_default_device_pinned_mem_limit {_ordinal(device)} {value}",
         get_default_device_pinned_mem_limit(device),
     )
-

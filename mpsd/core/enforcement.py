@@ -16,8 +16,8 @@ def drift(
 ) -> tuple[Drift, ...]:
     """Return the limits that are not as set, each with the time since when it is known to differ.
 
-    `before` is the drift that was known already and `foreign` the commands of others that the log showed since then: the
-    latest that sets this limit is named as the cause.
+    `before` is the drift that was known already and `foreign` the commands of others that the log showed since then:
+    the latest that sets this limit is named as the cause.
     """
     known = {each.limit: each for each in before}
     result = []

@@ -108,7 +108,10 @@ class Ledger:
 
     def places(self, now: float) -> dict[str, Place]:
         """Say where every waiting lease stands."""
-        return {lease.id: Place(position, self._shortage(lease)) for position, lease in enumerate(self._ordered(now), start=1)}
+        return {
+            lease.id: Place(position, self._shortage(lease))
+            for position, lease in enumerate(self._ordered(now), start=1)
+        }
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
@@ -128,14 +131,16 @@ class Ledger:
         """Grant a request that was just made, or let it wait if it may, and return the lease as it is then.
 
         It waits also where there would be room when others, who come first, wait for just that room. Raises
-        InvalidRequestError, NeverFitsError and ExceedsDaemonLimitError for what waiting cannot help, DoesNotFitError and
-        DaemonNotReadyError for what does not want to wait, QueueFullError and TooManyLeasesError.
+        InvalidRequestError, NeverFitsError and ExceedsDaemonLimitError for what waiting cannot help, DoesNotFitError
+        and DaemonNotReadyError for what does not want to wait, QueueFullError and TooManyLeasesError.
         """
         admission.check(lease.request)
         self._refuse_impossible(lease)
         if len(self.leases) + len(self.waiting) >= self.rules.leases:
             raise TooManyLeasesError(
-                f"this node has {self.rules.leases} leases, as many as it may", hint="release some: mpsctl leases", limit="leases"
+                f"this node has {self.rules.leases} leases, as many as it may",
+                hint="release some: mpsctl leases",
+                limit="leases",
             )
         self._arrivals += 1
         lease = replace(lease, arrival=self._arrivals)
@@ -148,7 +153,9 @@ class Ledger:
             raise shortage.raised()
         if len(self.waiting) >= self.rules.queue_length:
             raise QueueFullError(
-                f"{self.rules.queue_length} requests wait already, as many as may", hint="try again later", limit="queue"
+                f"{self.rules.queue_length} requests wait already, as many as may",
+                hint="try again later",
+                limit="queue",
             )
         lease = replace(lease, because=shortage.because)
         self._join(lease)
@@ -157,8 +164,8 @@ class Ledger:
     def settle(self, now: Now) -> list[Lease]:
         """Grant what can be granted to those who wait, in their order, and return those leases.
 
-        Behind the first that cannot be granted, another may have what that one cannot use, and nothing else: it is never
-        delayed by who came after it.
+        Behind the first that cannot be granted, another may have what that one cannot use, and nothing else: it is
+        never delayed by who came after it.
         """
         granted, head = [], None
         for lease in self._ordered(now.seconds):
@@ -172,7 +179,9 @@ class Ledger:
 
     def overdue(self, now: float) -> list[Lease]:
         """Return the leases whose time to live, or to wait, is over."""
-        return [lease for lease_id, at in self._expiring.items() if at <= now and (lease := self.find(lease_id)) is not None]
+        return [
+            lease for lease_id, at in self._expiring.items() if at <= now and (lease := self.find(lease_id)) is not None
+        ]
 
     def renew(self, lease_id: str, ttl: float, now: float) -> Lease:
         """Give a granted lease this many seconds from now."""
@@ -219,7 +228,9 @@ class Ledger:
         """Return the GPUs that a request is about."""
         gpu, among = request.gpu, request.among
         return [
-            offer for offer in self._offers.values() if gpu in {"any", offer.gpu} and (among is None or offer.gpu in among)
+            offer
+            for offer in self._offers.values()
+            if gpu in {"any", offer.gpu} and (among is None or offer.gpu in among)
         ]
 
     def _find_room(self, lease: Lease, head: Lease | None) -> tuple[Share, ...]:
@@ -261,13 +272,18 @@ class Ledger:
         if len(shortages) > len(list(self._candidates(lease))) - lease.request.gpus:
             return admission.closest(shortages)
         return Shortage(
-            "turn", "what is free is kept for a request that comes first", "wait for it (wait), or ask for less", DoesNotFitError
+            "turn",
+            "what is free is kept for a request that comes first",
+            "wait for it (wait), or ask for less",
+            DoesNotFitError,
         )
 
     def _refuse_impossible(self, lease: Lease) -> None:
         named = self._named(lease.request)
         if not named:
-            raise DaemonNotReadyError("there is no GPU that mpsd can use for this", hint="see why with: mpsctl gpus", limit="gpu")
+            raise DaemonNotReadyError(
+                "there is no GPU that mpsd can use for this", hint="see why with: mpsctl gpus", limit="gpu"
+            )
         shortages = []
         for offer in named:
             share = admission.share_on(lease.request, offer)
@@ -279,13 +295,16 @@ class Ledger:
         if shortages:
             raise admission.closest(shortages).raised()
         raise NeverFitsError(
-            f"{lease.request.gpus} GPUs were asked for, and this node has {len(named)}", hint="ask for fewer", limit="gpus"
+            f"{lease.request.gpus} GPUs were asked for, and this node has {len(named)}",
+            hint="ask for fewer",
+            limit="gpus",
         )
 
-    # -- entering and leaving: the only places where the sums move ------------------------------------------------------
+    # -- entering and leaving: the only places where the sums move -----------------------------------------------------
 
     def _grant(self, lease: Lease, shares: tuple[Share, ...], now: Now) -> Lease:
-        what = f"{shares[0].threads} % of the threads and {shares[0].memory} were free on {', '.join(s.daemon for s in shares)}"
+        where = ", ".join(share.daemon for share in shares)
+        what = f"{shares[0].threads} % of the threads and {shares[0].memory} were free on {where}"
         expires = None if lease.ttl is None else now.seconds + lease.ttl
         granted = replace(
             lease, state=LeaseState.GRANTED, because=what, shares=shares, granted=now.time, until=None, expires=expires

@@ -112,7 +112,7 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The two limits that a control daemon gives to servers it starts; a `None` memory limit means that there is none."""
+    """The two limits that a control daemon gives to servers it starts; a memory limit of `None` is none."""
 
     active_thread_percentage: ActiveThreadPercentage
     pinned_device_mem_limit: PinnedDeviceMemLimit | None

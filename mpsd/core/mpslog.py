@@ -1,7 +1,8 @@
 """Lines of the control daemon's log, as values, and whose commands they show.
 
-The log is where a stranger's hand can be seen: each conversation stands between `NEW UI` and `UI closed`, and the daemon
-serves one at a time, so a conversation that opens with one of mpsd's marks is mpsd's and any other is somebody else's.
+The log is where a stranger's hand can be seen: each conversation stands between `NEW UI` and `UI closed`, and the
+daemon serves one at a time, so a conversation that opens with one of mpsd's marks is mpsd's and any other is somebody
+else's.
 """
 
 import re
@@ -16,7 +17,7 @@ _LINE = re.compile(r"\[(?P<at>[0-9-]+ [0-9:.]+) +(?P<source>[A-Za-z ]+?) +(?P<pi
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One line: the time as the daemon wrote it (local time), who wrote it (Control, Server, Other), its pid, the text."""
+    """One line: the time as the daemon wrote it (local time), who wrote it (Control, Server, Other), its pid, and text."""
 
     at: str
     source: str

@@ -55,15 +55,15 @@ def check(quota: Quota, has: User, priority: int, worth: Amount) -> None:
         )
     if quota.memory is not None and has.amount.memory + worth.memory > quota.memory:
         raise QuotaError(
-            f"{format_size(worth.memory)} of memory were asked for, and you have {format_size(has.amount.memory)} of the"
-            f" {format_size(quota.memory)} that you may",
+            f"{format_size(worth.memory)} of memory were asked for, and you have {format_size(has.amount.memory)}"
+            f" of the {format_size(quota.memory)} that you may",
             hint=release,
             limit="quota.memory",
         )
 
 
 def time_to_live(quota: Quota, asked: float | None) -> float | None:
-    """Return the time to live that a lease gets, in seconds. Raises QuotaError when it is longer than the quota allows."""
+    """Return the time to live that a lease gets, in seconds. Raises QuotaError when the quota allows less."""
     if quota.ttl is not None and asked is not None and asked > quota.ttl:
         raise QuotaError(
             f"a time to live of {asked:g} s was asked for, and yours is {quota.ttl:g} s at most",
@@ -71,4 +71,3 @@ def time_to_live(quota: Quota, asked: float | None) -> float | None:
             limit="quota.ttl",
         )
     return quota.ttl if asked is None else asked
-

@@ -1,13 +1,18 @@
-"""The death tally: whether a control daemon that died is started at once, later, or not again until an operator says so."""
+"""The death tally: whether a control daemon that died starts at once, later, or not before an operator says so."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
+
+
+_DOUBLINGS: Final = 64
+"""More than lead from any first delay to any longest one, and few enough for a float."""
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """One death: when (seconds of a clock that does not jump), and how the process ended as far as anybody could tell."""
+    """One death: when (seconds of a clock that does not jump), and how the process ended as far as anybody can tell."""
 
     at: float
     how: str
@@ -52,8 +57,8 @@ def recent(deaths: Sequence[Death], policy: RestartPolicy, now: float) -> tuple[
 def decide(deaths: Sequence[Death], policy: RestartPolicy, now: float, jitter: float) -> Decision:
     """Say what follows the latest of `deaths`.
 
-    The first death in the window is answered at once: clients wait for nobody. Each further one doubles the delay, spread
-    by `jitter` in [0, 1) over its upper half, so that eight daemons felled by one cause do not return in step.
+    The first death in the window is answered at once: clients wait for nobody. Each further one doubles the delay,
+    spread by `jitter` in [0, 1) over its upper half, so that eight daemons felled by one cause do not return in step.
     """
     counting = recent(deaths, policy, now)
     count = len(counting)
@@ -63,6 +68,6 @@ def decide(deaths: Sequence[Death], policy: RestartPolicy, now: float, jitter: f
         return Decision(Verdict.GIVE_UP, 0.0, f"{tally}; giving up")
     if count <= 1:
         return Decision(Verdict.AT_ONCE, 0.0, f"{tally}; starting again at once")
-    full = min(policy.longest_delay, policy.first_delay * 2.0 ** (count - 2))
+    full = min(policy.longest_delay, policy.first_delay * 2.0 ** min(count - 2, _DOUBLINGS))
     delay = full * (1 + jitter) / 2
     return Decision(Verdict.LATER, delay, f"{tally}; starting again in {delay:.1f} s")

@@ -1,10 +1,13 @@
-"""The one table of settings. Each field below is a row: its type, default, unit, meaning, and whether a reload applies it.
+"""The one table of settings.
 
-The file is TOML. Parsing, `mpsd check`, `/v1/config`, the README's table and the reload all come from these rows, so that
-none of them can say something else than the others.
+Each field below is a row: its type, default, unit, meaning, and whether a reload applies it.
+
+The file is TOML. Parsing, `mpsd check`, `/v1/config`, the README's table and the reload all come from these rows, so
+that none of them can say something else than the others.
 """
 
 import difflib
+import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
@@ -14,11 +17,22 @@ from typing import Any, Final, TypeAlias, TypeVar, cast
 
 from mpsd.core.errors import ConfigurationError, MpsdError
 from mpsd.core.model import Limits
-from mpsd.core.units import MIB, ActiveThreadPercentage, PinnedDeviceMemLimit, format_size, parse_duration, parse_size
+from mpsd.core.units import (
+    KIB,
+    MIB,
+    ActiveThreadPercentage,
+    PinnedDeviceMemLimit,
+    format_size,
+    parse_duration,
+    parse_size,
+)
 
 T = TypeVar("T")
 
-Plain: TypeAlias = str | int | float | None | list[str]
+_MOST: Final = 2**31 - 1
+"""The largest number of anything that a person can mean."""
+
+Plain: TypeAlias = str | int | float | list[str] | None
 """What a TOML or JSON value of a setting can be."""
 
 
@@ -56,12 +70,14 @@ class LogFormat(StrEnum):
     TEXT = "text"
 
 
-# -- parsers: a TOML value in, a typed value out, ValueError or InvalidRequestError otherwise -------------------------------
+# -- parsers: a TOML value in, a typed value out, ValueError or InvalidRequestError otherwise --------------------------
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError("it is not text")
+    if "\0" in value:
+        raise ValueError("it holds a NUL, which no path and no name can")
     return value
 
 
@@ -100,8 +116,8 @@ def _seconds(value: object) -> float:
 
 
 def _count(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError("it is not a whole number above zero")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MOST:
+        raise ValueError(f"it is not a whole number from 1 to {_MOST}")
     return value
 
 
@@ -136,8 +152,8 @@ def _priority(value: object) -> int:
 
 
 def _positive(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ValueError("it is not a number above zero")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _MOST:
+        raise ValueError(f"it is not a number above zero, and {_MOST} at most")
     return float(value)
 
 
@@ -170,10 +186,14 @@ class Paths:
     """Where mpsd writes."""
 
     runtime_dir: Path = row(
-        Path("/run/mpsd"), _path, "the socket, the lock, and a pipe directory per control daemon; must be on a local file system"
+        Path("/run/mpsd"),
+        _path,
+        "the socket, the lock, and a pipe directory per control daemon; must be on a local file system",
     )
     state_dir: Path = row(Path("/var/lib/mpsd"), _path, "what must outlive a reboot")
-    log_dir: Path = row(Path("/var/log/mpsd"), _path, "a directory per control daemon with NVIDIA's control.log and server.log")
+    log_dir: Path = row(
+        Path("/var/log/mpsd"), _path, "a directory per control daemon with NVIDIA's control.log and server.log"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +201,14 @@ class Api:
     """The socket that clients talk to."""
 
     socket: Path | None = row(None, _optional_path, "the unix socket; mpsd.sock in the runtime directory by default")
-    mode: int = row(0o666, _mode, "its permissions; what a caller may do is decided by its uid, not by this", unit="octal")
+    mode: int = row(
+        0o666, _mode, "its permissions; what a caller may do is decided by its uid, not by this", unit="octal"
+    )
     group: str = row("", _text, "the group that owns the socket")
     connections_per_uid: int = row(256, _count, "connections that one uid may have open", reload=True)
-    requests_per_uid: int = row(128, _count, "requests of one uid that may be in flight, waiting ones included", reload=True)
+    requests_per_uid: int = row(
+        128, _count, "requests of one uid that may be in flight, waiting ones included", reload=True
+    )
     header_deadline: float = row(10.0, _seconds, "for a connection to have sent a whole request", unit="s")
     events: int = row(10_000, _count, "events that are kept")
     open: bool = row(False, _flag, "let every user see the leases of all others, and not just their sums", reload=True)
@@ -194,16 +218,26 @@ class Api:
 class ControlDaemon:
     """How control daemons are started and watched."""
 
-    control: str = row("nvidia-cuda-mps-control", _text, "NVIDIA's control program: a path, or a name looked up in PATH")
-    users: Users = row(Users.ONE, _choice(Users), "whether a control daemon serves one uid at a time, or many (-multiuser-server; drivers before 555 do not know it)")
+    control: str = row(
+        "nvidia-cuda-mps-control", _text, "NVIDIA's control program: a path, or a name looked up in PATH"
+    )
+    users: Users = row(
+        Users.ONE,
+        _choice(Users),
+        "whether a control daemon serves one uid at a time, or many (-multiuser-server: driver 555 or newer)",
+    )
     layout: Layout = row(Layout.PER_GPU, _choice(Layout), "one control daemon for each GPU")
     compute_mode: ComputeMode = row(ComputeMode.LEAVE, _choice(ComputeMode), "leave the GPU's compute mode as it is")
     start_deadline: float = row(10.0, _seconds, "for a daemon to listen once it was started", unit="s", reload=True)
     answer_deadline: float = row(3.0, _seconds, "for one conversation with a daemon", unit="s", reload=True)
     probe_interval: float = row(15.0, _seconds, "between two proofs of life of a quiet daemon", unit="s", reload=True)
-    deaths: int = row(5, _count, "this many deaths within `death_window` are too many: the daemon is failed", reload=True)
+    deaths: int = row(
+        5, _count, "this many deaths within `death_window` are too many: the daemon is failed", reload=True
+    )
     death_window: float = row(60.0, _seconds, "for which a death counts", unit="s", reload=True)
-    log_size: int = row(16 * MIB, _size, "that NVIDIA's control.log may keep before its older half goes", unit="bytes", reload=True)
+    log_size: int = row(
+        16 * MIB, _size, "that NVIDIA's control.log may keep before its older half goes", unit="bytes", reload=True
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +266,10 @@ class Admission:
         3600.0, _seconds, "after which what a user had counts half, when the queue is put in order", unit="s"
     )
     placement: Placement = row(
-        Placement.BEST_FIT, _choice(Placement), "which GPU when the caller names none: the fullest that fits, or the emptiest", reload=True
+        Placement.BEST_FIT,
+        _choice(Placement),
+        "which GPU when the caller names none: the fullest that fits, or the emptiest",
+        reload=True,
     )
 
 
@@ -253,7 +290,9 @@ class Quota:
     threads: float | None = row(None, _positive, "of threads, summed over its leases; 100 is one GPU", unit="%")
     memory: int | None = row(None, _size, "of device memory, summed over its leases", unit="bytes")
     priority: int | None = row(None, _priority, "the highest that it may ask for; 0 where nothing is said")
-    ttl: float | None = row(None, _seconds, "the longest time to live, and the one that a lease gets which asks for none", unit="s")
+    ttl: float | None = row(
+        None, _seconds, "the longest time to live, and the one that a lease gets which asks for none", unit="s"
+    )
     gpus: tuple[str, ...] | None = row(None, _names, "the UUIDs of the GPUs that it may use")
 
 
@@ -261,7 +300,9 @@ class Quota:
 class Log:
     """mpsd's own log, on stderr."""
 
-    format: LogFormat = row(LogFormat.AUTO, _choice(LogFormat), "json, text, or auto: text on a terminal and JSON elsewhere")
+    format: LogFormat = row(
+        LogFormat.AUTO, _choice(LogFormat), "json, text, or auto: text on a terminal and JSON elsewhere"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,7 +433,7 @@ def plain(each: Row, value: object) -> Plain:
     if each.unit == "octal":
         return f"{value:04o}"
     if each.unit == "bytes" and isinstance(value, int):
-        return format_size(value) if value else 0
+        return format_size(value) if value and value % KIB == 0 else value  # never rounded: it asks for the same again
     match value:
         case ActiveThreadPercentage():
             return float(value)
@@ -411,9 +452,16 @@ def render(each: Row, value: object) -> str:
     shown = plain(each, value)
     if isinstance(shown, bool):
         return str(shown).lower()
+    if isinstance(shown, list):
+        return "[" + ", ".join(map(_quoted, shown)) + "]"
     if isinstance(shown, str):
-        return f'"{shown}"'
-    return "absent" if shown is None else str(shown).replace("'", '"')
+        return _quoted(shown)
+    return "absent" if shown is None else str(shown)
+
+
+def _quoted(text: str) -> str:
+    """Return text as TOML has it, which is as JSON has it, but for DEL."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def document(settings: Settings) -> str:
@@ -428,7 +476,7 @@ def document(settings: Settings) -> str:
         setting = f"# {name} =" if value is None else f"{name} = {render(each, value)}"
         lines.append(f"{setting}  # {each.help}{unit}")
     for name, quota in settings.quota.items():
-        lines += ["", f'[quota."{name}"]']
+        lines += ["", f"[quota.{_quoted(name)}]"]
         for each in quota_rows():
             value = getattr(quota, each.key.rsplit(".", 1)[1])
             if value is not None:

@@ -57,15 +57,16 @@ def format_size(size: int) -> str:
 class ActiveThreadPercentage:
     """A share of a GPU's threads in tenths of a percent: (0, 1000].
 
-    A tenth is the finest step that MPS reports back: 33.333 reads back as 33.3, and 0.001 as 0.0 (measured on 470.256.02,
-    535.261.03, 550.163.01 and 555.58.02). A limit holds only when it was read back, so mpsd deals in nothing finer.
+    A tenth is the finest step that MPS reports back: 33.333 reads back as 33.3, and 0.001 as 0.0 (measured on
+    470.256.02, 535.261.03, 550.163.01 and 555.58.02). A limit holds only when it was read back, so mpsd deals in
+    nothing finer.
     """
 
     tenths: int
 
     def __post_init__(self) -> None:
         """Refuse what MPS ignores: values outside (0, 100]."""
-        if not 0 < self.tenths <= 1000:
+        if not 0 < self.tenths <= 1000:  # noqa: PLR2004 - it is a percentage, in tenths
             raise InvalidRequestError(
                 f"active thread percentage {self.tenths / 10:g} is not in (0, 100]",
                 hint="give a percentage of the GPU's threads from 0.1 to 100",
@@ -150,7 +151,7 @@ def parse_duration(value: str | float) -> float:
     """Return a duration in seconds. Raises InvalidRequestError for what is not a finite number above zero."""
     try:
         seconds = float(value) if not isinstance(value, bool) else -1.0
-    except ValueError:
+    except (ValueError, OverflowError):
         seconds = -1.0
     if not 0 < seconds < float("inf"):
         raise InvalidRequestError(f"{value!r} is not a duration", hint="give a number of seconds above zero")

@@ -1,14 +1,14 @@
 """The API: HTTP/1.1 on a unix socket, from one table of routes that holds method, path, role, types and errors.
 
-The dispatcher checks the caller's role before any handler is on the stack, so that no handler can forget to; whoever has
-no role gets 403 from every route, also from those that do not exist.
+The dispatcher checks the caller's role before any handler is on the stack, so that no handler can forget to; whoever
+has no role gets 403 from every route, also from those that do not exist.
 """
 
 import asyncio
 import http
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Final, TypeAlias, cast
+from typing import Final, TypeAlias
 
 import msgspec
 from aiohttp import web
@@ -21,18 +21,16 @@ from mpsd.core.errors import (
     MethodNotAllowedError,
     MpsdError,
     NotFoundError,
-    NotPermittedError,
 )
 from mpsd.daemon import wire
-from mpsd.daemon.callers import Callers, Known, require
+from mpsd.daemon.callers import Callers, Visitor, require
 from mpsd.daemon.door import Door
-from mpsd.daemon.events import Event, Events
+from mpsd.daemon.events import Events
 from mpsd.daemon.handlers import Handlers, Request
 from mpsd.daemon.log import Happened, Logger
 from mpsd.daemon.node import Node
 from mpsd.daemon.openapi import document
 from mpsd.daemon.routes import EVENTS_PATH, OPENAPI_PATH, ROUTES, Role, Route
-from mpsd.system import credentials
 
 Body: TypeAlias = wire.LeaseRequest | wire.Renewal
 
@@ -44,8 +42,8 @@ _KEEP_ALIVE: Final = 75.0
 _SLOW: Final = 5.0
 """Seconds that a reader may take for what was written to it."""
 
-_KNOWN: Final = web.RequestKey("known", Known)
-"""Where a request carries its caller."""
+_VISITOR: Final = web.RequestKey("visitor", Visitor)
+"""Where a request carries who sent it."""
 
 
 def problem(error: MpsdError) -> web.Response:
@@ -106,15 +104,13 @@ class Api:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check the caller, and turn whatever goes wrong into a problem document."""
         try:
-            connection = _connection(request)
-            if self._door is not None:
-                self._door.heard(request.transport)
+            assert self._door is not None  # noqa: S101 - it is through the door that requests come
+            visitor = self._door.heard(request.transport)
             # What matches no route needs a role too: a stranger learns nothing, not even what exists.
             needed = self._needed.get(request.match_info.route, Role.OBSERVER)
-            known = self._callers.know(connection, self._node.settings)
-            require(known.role, needed)
-            request[_KNOWN] = known
-            with self._callers.one_request(known.caller.uid, self._node.settings.api.requests_per_uid):
+            require(visitor.known(self._node.settings).role, needed)
+            request[_VISITOR] = visitor
+            with self._callers.one_request(visitor.uid, self._node.settings.api.requests_per_uid):
                 return await handler(request)
         except MpsdError as error:
             return problem(error)
@@ -135,7 +131,9 @@ class Api:
                 return await request.read()
         except TimeoutError:
             raise InvalidRequestError(
-                f"the request's body did not come within {seconds:g} s", hint="send it at once", limit="api.header_deadline"
+                f"the request's body did not come within {seconds:g} s",
+                hint="send it at once",
+                limit="api.header_deadline",
             ) from None
 
     async def _describe(self, _: web.Request) -> web.Response:
@@ -144,8 +142,8 @@ class Api:
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         """Answer with the kept events after a number, one a line, and with those that come where `follow` is true.
 
-        A follower that cannot keep up is dropped; it comes back with the last number that it has. One that asks for what
-        is not kept any more is told so, and not given a gap.
+        A follower that cannot keep up is dropped; it comes back with the last number that it has. One that asks for
+        what is not kept any more is told so, and not given a gap.
         """
         after, follow = _after(request), request.query.get("follow", "false") in {"true", "1"}
         if after + 1 < self._events.oldest and after > 0:
@@ -158,11 +156,11 @@ class Api:
         await answer.prepare(request)
         try:
             if not follow:
-                await answer.write(b"".join(_line(event) for event in self._events.after(after)))
+                await answer.write(b"".join(b"%b\n" % event.line for event in self._events.after(after)))
             else:
                 async for event in self._events.follow(after):
                     async with asyncio.timeout(_SLOW):
-                        await answer.write(_line(event))
+                        await answer.write(b"%b\n" % event.line)
             await answer.write_eof()
         except (ConnectionResetError, TimeoutError) as error:
             # It hung up, which is how followers leave, or it is too slow, and is not waited for.
@@ -174,16 +172,18 @@ class Api:
     def _serve(self, route: Route) -> Callable[[web.Request], Awaitable[web.Response]]:
         """Return the function that answers one route: decode, handle, encode."""
         handle = route.handler(self._handlers)
-        decoder: msgspec.json.Decoder[Body] | None = msgspec.json.Decoder(route.body) if route.body is not None else None
+        decoder: msgspec.json.Decoder[Body] | None = (
+            msgspec.json.Decoder(route.body) if route.body is not None else None
+        )
 
         async def serve(request: web.Request) -> web.Response:
-            connection, known = _connection(request), request[_KNOWN]
-            caller = known.caller
+            visitor = request[_VISITOR]
+            known = visitor.known(self._node.settings)
             asked = Request(
-                caller=caller,
+                caller=known.caller,
                 person=known.person,
                 admin=known.role is Role.ADMIN,
-                process=lambda: credentials.process_of(connection, caller),
+                process=visitor.process,
                 names=request.match_info,
                 body=_decode(decoder, await self._read(request)) if decoder is not None else None,
             )
@@ -199,20 +199,10 @@ class Api:
 def _after(request: web.Request) -> int:
     text = request.query.get("after", "0")
     if not text.isdecimal() or len(text) > 18:  # noqa: PLR2004 - what fits into 63 bits
-        raise InvalidRequestError(f"after={text[:40]!r} is not the number of an event", hint="give the last seq that you have")
+        raise InvalidRequestError(
+            f"after={text[:40]!r} is not the number of an event", hint="give the last seq that you have"
+        )
     return int(text)
-
-
-def _line(event: Event) -> bytes:
-    return msgspec.json.encode(event, enc_hook=str) + b"\n"
-
-
-def _connection(request: web.Request) -> socket.socket:
-    """Return the socket that a request came in on. Raises NotPermittedError when it is gone already."""
-    connection = request.get_extra_info("socket")
-    if connection is None:
-        raise NotPermittedError("the connection is gone, and its caller with it", hint="connect again")
-    return cast("socket.socket", connection)
 
 
 def _decode(decoder: "msgspec.json.Decoder[Body]", body: bytes) -> Body:
@@ -232,6 +222,8 @@ def _of_http(error: web.HTTPException, request: web.Request) -> MpsdError:
         case web.HTTPNotFound():
             return NotFoundError(f"there is no route {request.path}", hint="the routes are in /v1/openapi.json")
         case web.HTTPRequestEntityTooLarge():
-            return BodyTooLargeError(f"a request's body has {_MAXIMUM_BODY} bytes at most", hint="send less", limit="body")
+            return BodyTooLargeError(
+                f"a request's body has {_MAXIMUM_BODY} bytes at most", hint="send less", limit="body"
+            )
         case _:
             return InvalidRequestError(f"the request cannot be read: {error.reason}", hint="see /v1/openapi.json")

@@ -12,6 +12,7 @@ from mpsd.core.settings import Settings
 from mpsd.daemon.routes import Role
 from mpsd.system import credentials, peers
 from mpsd.system.credentials import Caller
+from mpsd.system.process import Process
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +24,41 @@ class Known:
     role: Role | None
 
 
+class Visitor:
+    """Whoever is at the other end of one connection: the kernel noted it as it connected, so one look is enough."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.uid = credentials.caller(connection).uid
+        self._connection = connection
+        self._process: Process | None = None
+        self._known: Known | None = None
+        self._settings: Settings | None = None
+
+    def known(self, settings: Settings) -> Known:
+        """Return who it is, and which role that is, by uid and groups alone; other settings may give it another."""
+        if self._known is None or self._settings is not settings:
+            caller = credentials.caller(self._connection)
+            person = Person(credentials.user_name(caller.uid), credentials.groups(self._connection, caller))
+            self._known, self._settings = Known(caller, person, _role(caller.uid, person, settings)), settings
+        return self._known
+
+    def process(self) -> Process | None:
+        """Watch the process that connected; None when it is gone, or not visible. The caller owns what it gets."""
+        if self._process is None:
+            self._process = credentials.process_of(self._connection, credentials.caller(self._connection))
+        return None if self._process is None or self._process.is_gone() else self._process.duplicate()
+
+    def close(self) -> None:
+        """Stop watching its process: the connection is closed."""
+        if self._process is not None:
+            self._process.close()
+
+
 class Callers:
-    """The connections that are open, by who opened them."""
+    """The requests that are in flight, by the uid whose they are."""
 
     def __init__(self) -> None:
-        self._connections: Counter[int] = Counter()
         self._requests: Counter[int] = Counter()
-
-    def know(self, connection: socket.socket, settings: Settings) -> Known:
-        """Return who is at the other end, and which role that is: by uid and groups alone."""
-        caller = credentials.caller(connection)
-        person = Person(credentials.user_name(caller.uid), credentials.groups(connection, caller))
-        return Known(caller, person, _role(caller.uid, person, settings))
 
     @contextmanager
     def one_request(self, uid: int, most: int) -> Iterator[None]:
@@ -53,19 +77,6 @@ class Callers:
             if not self._requests[uid]:
                 del self._requests[uid]
 
-    def opened(self, uid: int, most: int) -> bool:
-        """Count a connection; False when this uid has as many as it may, and then it is not counted."""
-        if self._connections[uid] >= most:
-            return False
-        self._connections[uid] += 1
-        return True
-
-    def closed(self, uid: int) -> None:
-        """Count a connection no more."""
-        self._connections[uid] -= 1
-        if not self._connections[uid]:
-            del self._connections[uid]
-
 
 def _role(uid: int, person: Person, settings: Settings) -> Role | None:
     roles = settings.roles
@@ -82,5 +93,6 @@ def require(role: Role | None, needed: Role) -> None:
         raise NotPermittedError("your uid has no role here", hint="ask an administrator to add you to [roles]")
     if role < needed:
         raise NotPermittedError(
-            f"this needs the role {needed.name.lower()}, and yours is {role.name.lower()}", hint="ask root, or run it with sudo"
+            f"this needs the role {needed.name.lower()}, and yours is {role.name.lower()}",
+            hint="ask root, or run it with sudo",
         )

@@ -1,14 +1,12 @@
-"""Every decision of mpsd as an event: the very lines of its log, numbered without a gap, kept, and told to whoever follows.
+"""Every decision of mpsd as an event: the lines of its log, numbered without a gap, kept, and told to who follows.
 
 An event is told only after it was stored, so that a number that was heard is never given to another event.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
-from typing import Final
-
-import msgspec
+from collections.abc import AsyncIterator
+from typing import Final, NamedTuple
 
 from mpsd.core.errors import StorageError
 from mpsd.system.database import Database
@@ -23,7 +21,15 @@ HISTORY_SCHEMA: Final = (
 )
 """The versions of the history, the oldest first; a later mpsd adds to them and changes none."""
 
-Event = dict[str, object]
+_SLACK: Final = 256
+"""Events by which more are on disk than are to be kept, at most: not every decision has to delete one."""
+
+
+class Event(NamedTuple):
+    """A decision: its number, and the line of the log that it is, with that number in it, as JSON."""
+
+    seq: int
+    line: bytes
 
 
 class Events:
@@ -32,18 +38,18 @@ class Events:
     def __init__(self, database: Database, count: int) -> None:
         self._database = database
         self._count = count
-        last = database.rows("SELECT value FROM counters WHERE name = 'event'")
-        self._next = int(str(last[0][0])) + 1 if last else 1
-        stored = database.rows("SELECT data FROM events ORDER BY seq DESC LIMIT ?", count)
-        decoded = (msgspec.json.decode(str(row[0]), type=Event) for row in reversed(stored))
-        self._kept: deque[Event] = deque(decoded, maxlen=count)
+        stored = database.rows("SELECT seq, data FROM events ORDER BY seq DESC LIMIT ?", count)
+        self._kept = deque((Event(int(str(seq)), str(data).encode()) for seq, data in reversed(stored)), maxlen=count)
+        counted = database.rows("SELECT value FROM counters WHERE name = 'event'")
+        self._next = max([each.seq for each in self._kept] + [int(str(value)) for (value,) in counted], default=0) + 1
+        self._deleted = self._next - 1 - len(self._kept)
         self._fresh: list[Event] = []
         self._followers: set[asyncio.Queue[Event | None]] = set()
         self._scheduled = False
 
-    def record(self, facts: Mapping[str, object]) -> None:
-        """Number an event, and have it stored and told at the end of this turn of the loop."""
-        self._fresh.append({"seq": self._next, **facts})
+    def record(self, line: bytes) -> None:
+        """Number a line of the log, and have it stored and told at the end of this turn of the loop."""
+        self._fresh.append(Event(self._next, b'{"seq":%d,%b' % (self._next, line[1:])))
         self._next += 1
         if not self._scheduled:
             self._scheduled = True
@@ -54,19 +60,21 @@ class Events:
         self._scheduled = False
         if not self._fresh:
             return
-        last = self._fresh[-1]["seq"]
-        rows = [
-            ("INSERT INTO events VALUES (?, ?)", (event["seq"], msgspec.json.encode(event, enc_hook=str).decode()))
-            for event in self._fresh
-        ]
-        keep = ("DELETE FROM events WHERE seq <= ?", (self._next - 1 - self._count,))
-        counter = ("INSERT OR REPLACE INTO counters VALUES ('event', ?)", (last,))
+        rows: list[tuple[str, tuple[object, ...]]]
+        rows = [("INSERT INTO events VALUES (?, ?)", (seq, line.decode())) for seq, line in self._fresh]
+        old = self._next - 1 - self._count
+        if old >= self._deleted + _SLACK:
+            # The number is kept beside the events, so that it is not given again even when all of them are gone.
+            rows.append(("DELETE FROM events WHERE seq <= ?", (old,)))
+            rows.append(("INSERT OR REPLACE INTO counters VALUES ('event', ?)", (self._next - 1,)))
         try:
-            self._database.commit([*rows, keep, counter], needed=True)
+            self._database.commit(rows, needed=True)
         except StorageError:
             # Bounded: what is too old to be kept on disk is too old to be waited for.
             del self._fresh[: -self._count]
             return
+        if old >= self._deleted + _SLACK:
+            self._deleted = old
         told, self._fresh = self._fresh, []
         self._kept.extend(told)
         for follower in list(self._followers):
@@ -83,12 +91,12 @@ class Events:
 
     def after(self, seq: int) -> list[Event]:
         """Return the kept events with a higher number, in order."""
-        return [event for event in self._kept if int(str(event["seq"])) > seq]
+        return [event for event in self._kept if event.seq > seq]
 
     @property
     def oldest(self) -> int:
         """The number of the oldest event that is kept, or of the next one when none is."""
-        return int(str(self._kept[0]["seq"])) if self._kept else self._next
+        return self._kept[0].seq if self._kept else self._next
 
     async def follow(self, seq: int) -> AsyncIterator[Event]:
         """Yield the events after a number, those that are kept and then those that come, without a gap.

@@ -91,7 +91,7 @@ class Handlers:
         """Return what is not wrong and should be known."""
         notes = [] if self._node.simulated else [_FAILS_OPEN]
         notes += [
-            f"{each.name}: this driver has no pinned device memory limit (535 has), so memory is counted and not enforced"
+            f"{each.name}: this driver has no pinned device memory limit (535 has), so memory is counted only"
             for each in daemons
             if not each.has_mem_limit
         ]
@@ -209,20 +209,22 @@ class Handlers:
         holder = _holder(request, body.pid)
         started = clock.at_ticks(holder.identity.start_ticks)
         owner = Owner(request.caller.uid, request.caller.gid, holder.pid, started)
-        return _lease_out(await self._node.admit(asked, owner, holder, request.person, wait=body.wait, ttl=body.ttl), None)
+        return _lease_out(
+            await self._node.admit(asked, owner, holder, request.person, wait=body.wait, ttl=body.ttl), None
+        )
 
     async def release(self, request: Request) -> None:
         """End a lease; one that has ended already is fine."""
         lease = self._theirs(request, act=True)
         verb = "released" if lease.owner.uid == request.caller.uid else "revoked"
-        self._node.leases.release(lease.id, f"uid {request.caller.uid} {verb} it")
+        await self._node.leases.release(lease.id, f"uid {request.caller.uid} {verb} it")
 
     async def renew(self, request: Request) -> wire.LeaseOut:
         """Give a lease more time."""
         assert isinstance(request.body, wire.Renewal)  # noqa: S101 - the route table says so
         lease = self._theirs(request, act=True)
         ttl = quota.time_to_live(quota.quota_of(request.person, self._node.settings.quota), request.body.ttl)
-        return _lease_out(self._node.leases.renew(lease.id, ttl or request.body.ttl), None)
+        return _lease_out(await self._node.leases.renew(lease.id, ttl or request.body.ttl), None)
 
     # -- operating ----------------------------------------------------------------------------------------------------
 

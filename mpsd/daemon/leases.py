@@ -1,7 +1,7 @@
 """The leases of the node: the ledger decides, and what it decides is stored, then told, and never the other way round.
 
-Each lease is tied to a process that is watched through a pidfd. All that was decided in one turn of the loop is stored in
-one commit, and only then do the callers hear of it.
+Each lease is tied to a process that is watched through a pidfd. All that was decided in one turn of the loop is
+stored in one commit, and only then do the callers hear of it.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import secrets
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -37,14 +38,15 @@ _USAGE_INTERVAL: Final = 30.0
 
 
 LEASES_SCHEMA: Final = (
-    "CREATE TABLE leases (id TEXT PRIMARY KEY, boot TEXT NOT NULL, arrival INTEGER NOT NULL, data TEXT NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE leases (id TEXT PRIMARY KEY, boot TEXT NOT NULL, arrival INTEGER NOT NULL, data TEXT NOT NULL)"
+    " WITHOUT ROWID",
 )
 """The versions of the lease store, the oldest first; a later mpsd adds to them and changes none."""
 
 
 @dataclass(slots=True)
 class _Watched:
-    """A process that leases are tied to, as their holder or their client."""
+    """A process that leases are tied to, as holder or client; without any, it is let go of at the next tick."""
 
     process: Process
     leases: set[str] = field(default_factory=set)
@@ -58,10 +60,13 @@ class Leases:
         self._store = store
         self._history = history
         self._log = log
-        self._group: asyncio.TaskGroup | None = None
         self._watched: dict[ProcessIdentity, _Watched] = {}
-        self._tied: dict[str, set[ProcessIdentity]] = {}
+        self._tied: dict[str, tuple[ProcessIdentity, ...]] = {}
         """By lease, the processes that keep it alive."""
+        self._loose: set[ProcessIdentity] = set()
+        """Watched processes whose last lease ended: often they ask for another one at once."""
+        self._asked: dict[tuple[int, str], str] = {}
+        """By uid and request_id, the lease that it was given."""
         self._waiters: dict[str, asyncio.Future[Lease]] = {}
         self._listeners: Counter[str] = Counter()
         """By waiting lease, the callers that hold the line."""
@@ -69,22 +74,23 @@ class Leases:
         """By waiting lease that nobody listens for, until when its place is kept."""
         self._ended: dict[str, Lease] = {}
         self._dirty: dict[str, Lease] = {}
-        self._stored: asyncio.Future[None] | None = None
+        self._unstored: list[asyncio.Future[None]] | None = None
+        """Who waits until what was decided in this turn of the loop is stored; None when nothing was."""
 
     # -- running ------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Watch holders and clocks until cancelled; the leases stay on disk for the next mpsd."""
         try:
-            async with asyncio.TaskGroup() as self._group:
-                self._restore()
-                noted = clock.monotonic()
-                while True:
-                    await asyncio.sleep(_TICK)
-                    self._end_overdue()
-                    if clock.monotonic() - noted >= _USAGE_INTERVAL:
-                        noted = clock.monotonic()
-                        self.note_usage()
+            self._restore()
+            noted = clock.monotonic()
+            while True:
+                await asyncio.sleep(_TICK)
+                self._end_overdue()
+                self._let_go()
+                if clock.monotonic() - noted >= _USAGE_INTERVAL:
+                    noted = clock.monotonic()
+                    self.note_usage()
         finally:
             self._store_dirty()
             self.note_usage()
@@ -97,8 +103,10 @@ class Leases:
         for (raw,) in self._store.rows("SELECT data FROM leases WHERE boot = ? ORDER BY arrival", boot):
             lease = msgspec.json.decode(str(raw), type=Lease)
             self.ledger.restore(lease, clock.monotonic())
+            self._note_request(lease)
             for identity in (lease.holder, *lease.clients):
-                living = process.adopt(identity)
+                watched = self._watched.get(identity)
+                living = watched.process if watched is not None else process.adopt(identity)
                 if living is not None:
                     self._tie(lease.id, living)
             if lease.id in self._tied:
@@ -128,10 +136,9 @@ class Leases:
     ) -> Lease:
         """Grant a lease now or after waiting `wait` seconds at most (None: for ever), stored before it is returned.
 
-        The holder is taken over. Raises what `Ledger.submit` does, and StorageError. A caller that is cancelled while it
-        waits loses its place, unless it has a request_id to come back with.
+        The holder is taken over. Raises what `Ledger.submit` does, and StorageError. A caller that is cancelled while
+        it waits loses its place, unless it has a request_id to come back with.
         """
-        assert self._group is not None  # noqa: S101 - callers come while it runs
         known = self._same_request(request, owner)
         if known is not None:
             holder.close()
@@ -154,10 +161,16 @@ class Leases:
         except MpsdError as refusal:
             holder.close()
             self._log.info(
-                Happened.LEASE_REFUSED, uid=owner.uid, pid=owner.pid, code=refusal.code, limit=refusal.limit, because=refusal.detail
+                Happened.LEASE_REFUSED,
+                uid=owner.uid,
+                pid=owner.pid,
+                code=refusal.code,
+                limit=refusal.limit,
+                because=refusal.detail,
             )
             raise
         self._tie(lease.id, holder)
+        self._note_request(lease)
         self._changed(lease)
         self._tell(lease)
         return await self._heard(lease)
@@ -165,23 +178,26 @@ class Leases:
     def _same_request(self, request: LeaseRequest, owner: Owner) -> Lease | None:
         if request.request_id is None:
             return None
-        mine = (lease for lease in self.ledger.all() if lease.owner.uid == owner.uid)
-        return next((lease for lease in mine if lease.request.request_id == request.request_id), None)
+        return self.ledger.find(self._asked.get((owner.uid, request.request_id), ""))
+
+    def _note_request(self, lease: Lease) -> None:
+        if lease.request.request_id is not None:
+            self._asked[lease.owner.uid, lease.request.request_id] = lease.id
 
     async def _heard(self, lease: Lease) -> Lease:
         """Return the lease once it is granted and stored; whoever stops listening before that gives it up."""
         try:
             if lease.state is LeaseState.WAITING:
                 lease = await self._granted(lease)
-            if self._stored is not None:
-                await asyncio.shield(self._stored)
+            await self._all_stored()
         except asyncio.CancelledError:
             if lease.request.request_id is None:
                 self._end(lease.id, "its caller hung up before it heard of it")
             raise
         if self.ledger.find(lease.id) is None:
             raise StorageError(
-                "the lease could not be stored, so it was not granted", hint="make room on the file system of the runtime directory"
+                "the lease could not be stored, so it was not granted",
+                hint="make room on the file system of the runtime directory",
             )
         return lease
 
@@ -199,16 +215,21 @@ class Leases:
                 if lease.id in self.ledger.waiting:
                     self._abandoned[lease.id] = clock.monotonic() + _GRACE
 
-    def release(self, lease_id: str, because: str) -> None:
-        """End a lease; one that has ended already is fine."""
+    async def release(self, lease_id: str, because: str) -> None:
+        """End a lease, and return when that is stored; one that has ended already is fine."""
         self._end(lease_id, because)
+        await self._all_stored()
 
-    def renew(self, lease_id: str, ttl: float) -> Lease:
-        """Give a granted lease this many seconds from now. Raises NotFoundError when it has ended, or only waits."""
+    async def renew(self, lease_id: str, ttl: float) -> Lease:
+        """Give a granted lease this many seconds from now, stored before it is returned.
+
+        Raises NotFoundError when it has ended, or only waits.
+        """
         if lease_id not in self.ledger.leases:
             raise NotFoundError(f"lease {lease_id} holds nothing that could be renewed", hint="ask for a new one")
         lease = self.ledger.renew(lease_id, ttl, clock.monotonic())
         self._changed(lease)
+        await self._all_stored()
         return lease
 
     def offer(self, offers: Iterable[Offer]) -> None:
@@ -217,7 +238,7 @@ class Leases:
         self.settle()
 
     def leave(self) -> None:
-        """Tell those who wait that mpsd is stopping; their places are kept for those who have a request_id to return with."""
+        """Tell those who wait that mpsd is stopping; places are kept for those who have a request_id to return with."""
         for lease_id, waiter in tuple(self._waiters.items()):
             _fail(waiter, StoppingError("mpsd is stopping", hint="ask again in a moment: the next mpsd takes over"))
             lease = self.ledger.find(lease_id)
@@ -251,6 +272,8 @@ class Leases:
         while len(self._ended) > _ENDED_KEPT:
             del self._ended[next(iter(self._ended))]
         self._untie(lease_id)
+        if ended.request.request_id is not None:
+            self._asked.pop((ended.owner.uid, ended.request.request_id), None)
         self._changed(ended)
         self._abandoned.pop(lease_id, None)
         waiter = self._waiters.pop(lease_id, None)
@@ -276,7 +299,7 @@ class Leases:
             because=lease.because,
         )
 
-    # -- the processes that keep a lease alive --------------------------------------------------------------------------
+    # -- the processes that keep a lease alive -------------------------------------------------------------------------
 
     def attribute(self, clients: Iterable[int]) -> None:
         """Attribute MPS clients to the leases whose holder they are or descend from, while those have room for them."""
@@ -298,45 +321,45 @@ class Leases:
 
     def _tie(self, lease_id: str, living: Process) -> None:
         """Tie a lease to a process, which is taken over; one descriptor is enough for all leases of a process."""
-        assert self._group is not None  # noqa: S101 - it is called while it runs
         watched = self._watched.get(living.identity)
         if watched is None:
             watched = self._watched[living.identity] = _Watched(living)
-            self._group.create_task(self._await_end(watched))
+            living.when_gone(partial(self._bereave, watched))
         elif watched.process is not living:
             living.close()
         watched.leases.add(lease_id)
-        self._tied.setdefault(lease_id, set()).add(living.identity)
+        self._loose.discard(living.identity)
+        self._tied[lease_id] = (*self._tied.get(lease_id, ()), living.identity)
 
     def _untie(self, lease_id: str) -> None:
         for identity in self._tied.pop(lease_id, ()):
             watched = self._watched[identity]
             watched.leases.discard(lease_id)
             if not watched.leases:
-                del self._watched[identity]
-                watched.process.close()
+                self._loose.add(identity)
 
-    async def _await_end(self, watched: _Watched) -> None:
+    def _let_go(self) -> None:
+        """Watch no more those processes that have had no lease since the last tick."""
+        for identity in self._loose:
+            self._watched.pop(identity).process.close()
+        self._loose.clear()
+
+    def _bereave(self, watched: _Watched) -> None:
         """Take a process that is gone, however it went, from its leases; those that it alone kept alive end."""
         identity = watched.process.identity
-        try:
-            await watched.process.wait()
-        except asyncio.CancelledError:
-            if self._watched.get(identity) is watched:
-                raise
-            return  # it was closed, because its last lease ended
         for lease_id in tuple(watched.leases):
             lease = self.ledger.find(lease_id)
             if lease is None:
                 continue
-            self._tied[lease_id].discard(identity)
+            self._tied[lease_id] = tuple(each for each in self._tied[lease_id] if each != identity)
             watched.leases.discard(lease_id)
             if not self._tied[lease_id]:
                 self._end(lease_id, self._gone(lease, identity))
             elif identity in lease.clients:
                 self._changed(self.ledger.attach(lease_id, tuple(each for each in lease.clients if each != identity)))
-        if self._watched.pop(identity, None) is watched:
-            watched.process.close()
+        del self._watched[identity]
+        self._loose.discard(identity)
+        watched.process.close()
 
     @staticmethod
     def _gone(lease: Lease, last: ProcessIdentity) -> str:
@@ -349,14 +372,20 @@ class Leases:
     def _changed(self, lease: Lease) -> None:
         """Have a lease stored, as it is now, at the end of this turn of the loop."""
         self._dirty[lease.id] = lease
-        if self._stored is None:
-            loop = asyncio.get_running_loop()
-            self._stored = loop.create_future()
-            loop.call_soon(self._store_dirty)
+        if self._unstored is None:
+            self._unstored = []
+            asyncio.get_running_loop().call_soon(self._store_dirty)
+
+    async def _all_stored(self) -> None:
+        """Wait until all that was decided so far is stored, or has failed to be."""
+        if self._unstored is not None:
+            stored = asyncio.get_running_loop().create_future()
+            self._unstored.append(stored)
+            await stored
 
     def _store_dirty(self) -> None:
         dirty, self._dirty = self._dirty, {}
-        stored, self._stored = self._stored, None
+        waiting, self._unstored = self._unstored or [], None
         ended = [lease for lease in dirty.values() if lease.state is LeaseState.ENDED]
         alive = [lease for lease in dirty.values() if lease.state is not LeaseState.ENDED]
         try:
@@ -367,20 +396,24 @@ class Leases:
             self._dirty.update({lease.id: lease for lease in ended})  # once more at the next change
         try:
             if alive:
-                self._store.commit([("INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?)", _row(lease)) for lease in alive])
+                self._store.commit(
+                    [("INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?)", _row(lease)) for lease in alive]
+                )
         except StorageError as error:
             self._log.error(Happened.STORE_FULL, because=error.detail)
             for lease in alive:
                 self._end(lease.id, "it could not be stored, so it was not granted")
-        if stored is not None and not stored.done():
-            stored.set_result(None)
+        for stored in waiting:
+            if not stored.done():
+                stored.set_result(None)
 
     def note_usage(self) -> None:
-        """Note who used how much, for the next mpsd; the wall clock is noted beside, since the other one ends with the boot."""
+        """Note who used how much, for the next mpsd, by the wall clock, since the other one ends with the boot."""
         accounts = self.ledger.usage.accounts(clock.monotonic())
         wall = clock.now().timestamp()
         rows = [
-            ("INSERT OR REPLACE INTO usage VALUES (?, ?, ?)", (uid, account.value, wall)) for uid, account in accounts.items()
+            ("INSERT OR REPLACE INTO usage VALUES (?, ?, ?)", (uid, account.value, wall))
+            for uid, account in accounts.items()
         ]
         try:
             self._history.commit([("DELETE FROM usage", ()), *rows])
@@ -404,7 +437,7 @@ def _row(lease: Lease) -> tuple[object, ...]:
 
 
 def known_usage(history: Database, half_life: float) -> dict[int, Account]:
-    """Return what every user had, decayed by the time since it was noted; a clock that was set back counts as no time."""
+    """Return what every user had, decayed since it was noted; a clock that was set back counts as no time."""
     now, wall = clock.monotonic(), clock.now().timestamp()
     accounts = {}
     for uid, value, noted in history.rows("SELECT uid, value, noted FROM usage"):

@@ -2,15 +2,19 @@
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import StrEnum
-from typing import TextIO
+from typing import Final, TextIO
 
+import msgspec
 import structlog
 
 from mpsd.core.settings import LogFormat
+from mpsd.system import clock
 
 Logger = structlog.typing.FilteringBoundLogger
+
+_JSON: Final = msgspec.json.Encoder(enc_hook=str)
 
 
 class Happened(StrEnum):
@@ -49,41 +53,31 @@ class Happened(StrEnum):
     SETTINGS_REFUSED = "settings_refused"
 
 
-def _in_reading_order(_: object, __: str, facts: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Put first what a reader looks for first: when, how bad, and what."""
-    first = {key: facts.pop(key) for key in ("at", "level", "event")}
-    return {**first, **facts}
-
-
-def configure(
-    form: LogFormat, record: Callable[[Mapping[str, object]], None] | None = None, stream: TextIO = sys.stderr
-) -> Logger:
+def configure(form: LogFormat, record: Callable[[bytes], None] | None = None, stream: TextIO = sys.stderr) -> Logger:
     """Return the logger of this process: text on a terminal and JSON elsewhere, unless the form says which.
 
-    `record` is given every line's facts too: what is logged and what is told as an event are one and the same.
+    `record` is given every line as JSON, but for those of defects, whose tracebacks are for the log alone: what is
+    logged and what is told as an event are one and the same, and rendered once.
     """
 
-    def recorded(_: object, __: str, facts: structlog.typing.EventDict) -> structlog.typing.EventDict:
-        if record is not None and "exc_info" not in facts:
-            record(dict(facts))
-        return facts
+    def line(_: object, level: str, facts: structlog.typing.EventDict) -> bytes:
+        # What a reader looks for first stands first: when, how bad, and what.
+        event = facts.pop("event")
+        rendered = _JSON.encode({"at": clock.now(), "level": level, "event": event, **facts})
+        if record is not None and "exception" not in facts:
+            record(rendered)
+        return rendered
 
-    text = form is LogFormat.TEXT or (form is LogFormat.AUTO and stream.isatty())
-    render: structlog.typing.Processor
-    if text:
-        render = structlog.dev.ConsoleRenderer(colors=stream.isatty())
-    else:
-        render = structlog.processors.JSONRenderer()
+    def text(_: object, level: str, facts: structlog.typing.EventDict) -> str:
+        return console(None, level, msgspec.json.decode(line(None, level, facts)))
+
+    # Any local user could fill the log through aiohttp, which reports each malformed request with a traceback.
+    logging.getLogger("aiohttp").setLevel(logging.CRITICAL)
+    console = structlog.dev.ConsoleRenderer(colors=stream.isatty())
+    as_text = form is LogFormat.TEXT or (form is LogFormat.AUTO and stream.isatty())
     logger: Logger = structlog.wrap_logger(
-        structlog.PrintLogger(stream),
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True, key="at"),
-            _in_reading_order,
-            recorded,
-            structlog.processors.format_exc_info,
-            render,
-        ],
+        structlog.PrintLogger(stream) if as_text else structlog.BytesLogger(stream.buffer),
+        processors=[structlog.processors.format_exc_info, text if as_text else line],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
     )
     return logger

@@ -11,7 +11,19 @@ from mpsd.core.admission import Offer, Refusal
 from mpsd.core.errors import DaemonNotReadyError, GpuError, MpsdError, NotFoundError, NotPermittedError, StoppingError
 from mpsd.core.ledger import Rules
 from mpsd.core.lifecycle import State
-from mpsd.core.model import Daemon, Gpu, GpuUsage, Health, Inventory, Known, Lease, LeaseRequest, Owner, Reading, Unknown
+from mpsd.core.model import (
+    Daemon,
+    Gpu,
+    GpuUsage,
+    Health,
+    Inventory,
+    Known,
+    Lease,
+    LeaseRequest,
+    Owner,
+    Reading,
+    Unknown,
+)
 from mpsd.core.quota import Person
 from mpsd.core.settings import Settings, Users
 from mpsd.daemon.leases import Leases
@@ -60,11 +72,11 @@ class Node:
         self,
         source: GpuSource,
         program: ControlProgram,
+        *,
         run_dir: RunDir,
         settings: Settings,
         leases: Leases,
         log: Logger,
-        *,
         simulated: bool,
     ) -> None:
         self.settings = settings
@@ -148,7 +160,9 @@ class Node:
         for index, gpu in self._gpus.items():
             before, now = self._usage.get(index), await self._source.usage(gpu)
             if isinstance(now, Unknown) and not isinstance(before, Unknown):
-                self._log.error(Happened.GPU_HEALTH, index=index, uuid=gpu.uuid, health=Health.UNKNOWN, because=now.reason)
+                self._log.error(
+                    Happened.GPU_HEALTH, index=index, uuid=gpu.uuid, health=Health.UNKNOWN, because=now.reason
+                )
             if isinstance(now, Known) and isinstance(before, Unknown):
                 self._log.info(Happened.GPU_HEALTH, index=index, uuid=gpu.uuid, health=Health.OK)
             self._usage[index] = now
@@ -159,7 +173,9 @@ class Node:
         for _, gpu in sorted(self._gpus.items()):
             name = daemon_name(gpu)
             if name not in self._supervisors and gpus.unsupported(gpu) is None:
-                supervisor = Supervisor(name, gpu, self._program, self._run_dir, self.settings, self._log)
+                supervisor = Supervisor(
+                    name, gpu, program=self._program, run_dir=self._run_dir, settings=self.settings, log=self._log
+                )
                 self._supervisors[name] = supervisor
                 self._group.create_task(supervisor.run())
 
@@ -193,7 +209,14 @@ class Node:
     # -- admitting ----------------------------------------------------------------------------------------------------
 
     async def admit(
-        self, request: LeaseRequest, owner: Owner, holder: Process, person: Person, *, wait: float | None, ttl: float | None
+        self,
+        request: LeaseRequest,
+        owner: Owner,
+        holder: Process,
+        person: Person,
+        *,
+        wait: float | None,
+        ttl: float | None,
     ) -> Lease:
         """Grant a lease to a holder, whose process is taken over, or raise the refusal.
 
@@ -214,13 +237,18 @@ class Node:
         except MpsdError as refusal:
             holder.close()
             self._log.info(
-                Happened.LEASE_REFUSED, uid=owner.uid, pid=owner.pid, code=refusal.code, limit=refusal.limit, because=refusal.detail
+                Happened.LEASE_REFUSED,
+                uid=owner.uid,
+                pid=owner.pid,
+                code=refusal.code,
+                limit=refusal.limit,
+                because=refusal.detail,
             )
             raise
         return await self.leases.admit(request, owner, holder, wait=wait, ttl=ttl)
 
     def _named(self, wanted: str) -> str:
-        """Return the UUID of the GPU that a caller named, or `any`. Raises InvalidRequestError and DaemonNotReadyError."""
+        """Return the UUID of the GPU that was named, or `any`. Raises InvalidRequestError, DaemonNotReadyError."""
         if wanted == "any":
             return wanted
         named = gpus.select(list(self._gpus.values()), wanted)
@@ -245,7 +273,9 @@ class Node:
         now = tuple((supervisor.revision, self._usage.get(index)) for index, supervisor in self._by_index())
         if now != self._offered_at:
             self._offered_at = now
-            self._offers = [self._offer(self._view(self._gpus[index]), supervisor) for index, supervisor in self._by_index()]
+            self._offers = [
+                self._offer(self._view(self._gpus[index]), supervisor) for index, supervisor in self._by_index()
+            ]
         return self._offers
 
     def _by_index(self) -> Iterator[tuple[int, Supervisor]]:

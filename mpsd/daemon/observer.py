@@ -116,7 +116,7 @@ class Observer:
         self._compare(wanted, found)
 
     def _mem_limit(self, pending: Pending[int | None], wanted: Limits) -> int | None:
-        """Return the memory limit; a driver that does not know the command has none, which is fine where none is wanted."""
+        """Return the memory limit; a driver that does not know the command has none, which is fine if none is wanted."""
         try:
             self.has_mem_limit, found = True, pending.answer
         except ControlUnknownCommandError:
@@ -138,7 +138,9 @@ class Observer:
     async def _meet(self, pids: tuple[int, ...]) -> dict[ProcessIdentity, Server]:
         """Ask for each server's clients, and for its state where the driver has a word for it."""
         talk, servers = Conversation(), dict[ProcessIdentity, Server]()
-        asked = [(pid, talk.ask(commands.get_client_list(pid)), talk.ask(commands.get_server_status(pid))) for pid in pids]
+        asked = [
+            (pid, talk.ask(commands.get_client_list(pid)), talk.ask(commands.get_server_status(pid))) for pid in pids
+        ]
         if asked:
             await self._hold(talk)
         for pid, clients, status in asked:
@@ -169,7 +171,7 @@ class Observer:
     # -- looking ------------------------------------------------------------------------------------------------------
 
     def glance(self) -> Glance:
-        """Read what was added to the log, and see which orphans are left: a few system calls, nothing for the daemon."""
+        """Read what was added to the log, and see which orphans are left: some system calls, nothing for the daemon."""
         lines = self._follower.read()
         foreign = self._hand.seen(lines)
         self._unexplained = (*self._unexplained, *foreign)[-_MOST_COMMANDS:]
@@ -180,7 +182,7 @@ class Observer:
         return Glance(foreign, news)
 
     def last_words(self) -> str:
-        """Return the last thing that the daemon wrote since the last look, or nothing; for the moment after its death."""
+        """Return the last thing that the daemon wrote since the last look, or nothing; for right after its death."""
         lines = [line for line in self._follower.read() if line.strip()]
         if not lines:
             return ""

@@ -17,7 +17,11 @@ _ALWAYS = (403, 500)
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of these routes."""
-    types: set[type[msgspec.Struct]] = {wire.Problem, wire.HealthOut, *(each for route in routes for each in (route.answer, route.body) if each is not None)}
+    types: set[type[msgspec.Struct]] = {
+        wire.Problem,
+        wire.HealthOut,
+        *(each for route in routes for each in (route.answer, route.body) if each is not None),
+    }
     ordered = sorted(types, key=lambda each: each.__name__)
     _, components = msgspec.json.schema_components(ordered, ref_template=_REF)
     paths: dict[str, dict[str, Any]] = {}

@@ -65,7 +65,14 @@ ROUTES: Final = (
         errors=(409, 413, 422, 503, 507),
     ),
     Route(
-        "POST", "/v1/leases/{id}/renew", Role.USER, lambda h: h.renew, wire.LeaseOut, 200, wire.Renewal, errors=(404, 413, 422)
+        "POST",
+        "/v1/leases/{id}/renew",
+        Role.USER,
+        lambda h: h.renew,
+        wire.LeaseOut,
+        200,
+        wire.Renewal,
+        errors=(404, 413, 422),
     ),
     Route("DELETE", "/v1/leases/{id}", Role.USER, lambda h: h.release, None, 204, errors=(404,)),
     Route("POST", "/v1/daemons/{name}/reset", Role.ADMIN, lambda h: h.reset, wire.OperationOut, 202, errors=(404,)),

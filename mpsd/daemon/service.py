@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,8 +48,6 @@ async def serve(plan: Plan) -> None:
     Raises ConfigurationError, AlreadyRunningError, NoDriverError and GpuUnknownError, all before anything is started.
     """
     settings = plan.settings
-    # Any local user could fill the log through aiohttp, which reports each malformed request with a traceback.
-    logging.getLogger("aiohttp").setLevel(logging.CRITICAL)
     source = plan.source()
     try:
         inventory = await source.inventory()
@@ -72,7 +69,15 @@ async def serve(plan: Plan) -> None:
             half_life = settings.admission.usage_half_life
             ledger = Ledger(rules(settings), Usage(half_life, known_usage(history, half_life)))
             leases = Leases(ledger, store, history, log)
-            node = Node(source, plan.program, run_dir, settings, leases, log, simulated=plan.simulated)
+            node = Node(
+                source,
+                plan.program,
+                run_dir=run_dir,
+                settings=settings,
+                leases=leases,
+                log=log,
+                simulated=plan.simulated,
+            )
             await node.open(inventory)
             await _run(plan, node, events, log)
     finally:

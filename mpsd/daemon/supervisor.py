@@ -46,14 +46,16 @@ _RUNG: Final = 5
 class Supervisor:
     """The owner of one control daemon."""
 
-    def __init__(self, name: str, gpu: Gpu, program: ControlProgram, rundir: RunDir, settings: Settings, log: Logger) -> None:
+    def __init__(
+        self, name: str, gpu: Gpu, *, program: ControlProgram, run_dir: RunDir, settings: Settings, log: Logger
+    ) -> None:
         self.name = name
         self.gpu = gpu
         self._program = program
-        self._paths = rundir.daemon(name)
+        self._paths = run_dir.daemon(name)
         self._settings = settings
         self._log = log.bind(daemon=name)
-        self._tally = Tally(rundir.tally(name))
+        self._tally = Tally(run_dir.tally(name))
         self._observer = Observer(program, self._paths, settings.daemon.answer_deadline, self._log)
         self._group: asyncio.TaskGroup | None = None
         self._wake = asyncio.Event()
@@ -256,7 +258,9 @@ class Supervisor:
             self._socket_before = self._socket()
             log = mpslog.open_for_daemon(self._paths.control_log)
             try:
-                started = process.spawn((*self._program.argv, *self._flags), env=environment, stdout=log, new_session=True)
+                started = process.spawn(
+                    (*self._program.argv, *self._flags), env=environment, stdout=log, new_session=True
+                )
             finally:
                 os.close(log)
         except ConfigurationError as error:
@@ -294,7 +298,7 @@ class Supervisor:
             return None
         return found.st_ino, found.st_ctime_ns
 
-    # -- proving and watching: it listens, it answers, and every limit reads back ---------------------------------------
+    # -- proving and watching: it listens, it answers, and every limit reads back --------------------------------------
 
     async def _prove(self) -> None:
         while self._fresh and not self._proved and self._socket() == self._socket_before:
@@ -326,7 +330,8 @@ class Supervisor:
     def _check_socket(self) -> None:
         """Raise ControlUnreachableError when the socket is gone.
 
-        mpsd's own front-ends would not notice: root's reach the daemon by another socket too (measured, all four versions).
+        mpsd's own front-ends would not notice: root's reach the daemon by another socket too (measured, all four
+        versions).
         """
         assert self._process is not None  # noqa: S101 - there is one in every state that is probed
         if self._socket() is None:

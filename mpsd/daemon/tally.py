@@ -26,8 +26,8 @@ class Tally:
     def load(self) -> None:
         """Read what an earlier mpsd noted in this boot; deaths before a reboot are forgiven.
 
-        A file that cannot be understood counts as none: it is mpsd's own, in its runtime directory, and forgiving a death
-        harms nobody.
+        A file that cannot be understood counts as none: it is mpsd's own, in its runtime directory, and forgiving a
+        death harms nobody.
         """
         raw = store.read(self._path)
         if raw is None:

@@ -13,7 +13,6 @@ from typing import ClassVar, Final
 from mpsd.core.commands import DEVICES, TABLE, echo_of
 from mpsd.core.units import GIB, MIB
 
-
 BRANCHES: Final = (470, 535, 550, 555)
 """The driver branches that can be imitated."""
 
@@ -86,15 +85,21 @@ class Server:
 # -- numbers, as C's library reads them --------------------------------------------------------------------------------
 
 _INTEGER = re.compile(r"[+-]?[0-9]+")
-_HEXADECIMAL = r"0[xX](?P<hexadecimal>[0-9a-fA-F]+\.?[0-9a-fA-F]*(?:[pP][+-]?[0-9]+)?)"
+_HEXADECIMAL = r"0[xX](?P<hexadecimal>(?:[0-9a-fA-F]+\.?[0-9a-fA-F]*|\.[0-9a-fA-F]+)(?:[pP][+-]?[0-9]+)?)"
 _DECIMAL = r"(?P<decimal>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
 _FLOAT = re.compile(f"(?P<sign>[+-]?)(?:{_HEXADECIMAL}|{_DECIMAL})")
 
 
-def _integer(text: str) -> tuple[int, str]:
-    """Return the number at the start of a text, 0 if there is none, and what stands behind it (strtol)."""
+def _digits(text: str) -> tuple[int, str]:
+    """Return the number at the start of a text, 0 if there is none, and what stands behind it."""
     match = _INTEGER.match(text)
     return (int(match.group()), text[match.end() :]) if match else (0, text)
+
+
+def _integer(text: str) -> int:
+    """Return the number at the start of a text as a C int, which is what is left of a long (atoi)."""
+    number = max(min(_digits(text)[0], 2**63 - 1), -(2**63))
+    return (number + 2**31) % 2**32 - 2**31
 
 
 def _float(text: str) -> float:
@@ -110,16 +115,14 @@ def _float(text: str) -> float:
 
 
 def _device(text: str) -> tuple[int, bool]:
-    """Return the ordinal that a text starts with, as a C int, and whether it is nothing but that ordinal."""
-    number, rest = _integer(text)
-    number = max(min(number, 2**63 - 1), -(2**63))
-    return (number + 2**31) % 2**32 - 2**31, bool(text) and not rest
+    """Return the ordinal that a text starts with, and whether it is nothing but that ordinal."""
+    return _integer(text), bool(text) and not _digits(text)[1]
 
 
 def _limit(text: str) -> int:
     """Return a memory limit in bytes as 64 unsigned bits hold it: whole G, and M for every other unit or none."""
-    number, unit = _integer(text)
-    number = min(number, 2**64 - 1) if number >= 0 else number % 2**64
+    number, unit = _digits(text)
+    number = number % 2**64 if abs(number) < 2**64 else 2**64 - 1
     return number * (GIB if unit[:1] in {"G", "g"} else MIB) % 2**64
 
 
@@ -197,7 +200,7 @@ class ControlDaemon:
         return self.branch < GUARDS_DEFAULTS or self._may(reply, uid, self._owner, reason)
 
     def _server(self, reply: Reply, argument: str) -> Server | None:
-        pid, _ = _integer(argument)
+        pid = _integer(argument)
         server = self.servers.get(pid)
         if server is None:
             reply.say(f"Server {pid} not found")
@@ -210,7 +213,7 @@ class ControlDaemon:
             reply.say(str(pid))
 
     def _get_server_status(self, reply: Reply, arguments: list[str], _uid: int) -> None:
-        if _integer(arguments[0])[0] == 0:
+        if _INTEGER.match(arguments[0]) is None:
             reply.say("A server PID is required")
         elif self._server(reply, arguments[0]) is not None:
             reply.say("INITIALIZING")
@@ -247,9 +250,9 @@ class ControlDaemon:
         self._server(reply, arguments[0])
 
     def _get_device_client_list(self, reply: Reply, arguments: list[str], uid: int) -> None:
-        if _integer(arguments[0])[0] != 0:
+        if _integer(arguments[0]) != 0:
             self._ask_server(reply, arguments, uid)
-        for pid in self.servers if _integer(arguments[0])[0] == 0 else ():
+        for pid in self.servers if _integer(arguments[0]) == 0 else ():
             reply.log(f"Server {pid} is <busy>")
 
     def _ps(self, reply: Reply, arguments: list[str], uid: int) -> None:
@@ -259,12 +262,12 @@ class ControlDaemon:
             reply.say("Server not found")
             return
         self._ask_server(reply, arguments[1:], uid)
-        reply.say(f"Server {_integer(arguments[1])[0]} not found")
+        reply.say(f"Server {_integer(arguments[1])} not found")
         reply.tell("")
 
     def _terminate_client(self, reply: Reply, arguments: list[str], uid: int) -> None:
         self._ask_server(reply, arguments, uid)
-        reply.say(f"Server {_integer(arguments[0])[0]} not found!")
+        reply.say(f"Server {_integer(arguments[0])} not found!")
         reply.say("1")
 
     def _ask_server(self, reply: Reply, arguments: list[str], _uid: int) -> None:
@@ -283,7 +286,7 @@ class ControlDaemon:
         return True
 
     def _take_priority(self, text: str) -> bool:
-        priority, _ = _integer(text)
+        priority = _integer(text)
         if priority not in {0, 1}:
             return False
         self._priority = priority
@@ -333,7 +336,7 @@ class ControlDaemon:
         if arguments[0] != "-t" or _INTEGER.match(arguments[1]) is None:
             reply.effect = Quit(None)
             return
-        seconds = _integer(arguments[1])[0] % 2**32
+        seconds = _integer(arguments[1]) % 2**32
         reply.effect = Quit(seconds)
         if self.branch >= ANNOUNCES_QUIT:
             reply.log(f"quit command issued with timeout of {seconds}")

@@ -2,9 +2,9 @@
 
 A control daemon serves one front-end at a time, turns others away in silence with status 0, delimits nothing, and
 accepts wrong values without a word (all measured). So this door serialises; it puts a whole conversation into one
-front-end; it frames the answers between marks that every control daemon echoes back, so that silence cannot be taken for
-an answer nor another's answer for one's own; it gives each conversation a deadline, and kills a front-end that overruns
-it; and it sets nothing without reading it back.
+front-end; it frames the answers between marks that every control daemon echoes back, so that silence cannot be taken
+for an answer nor another's answer for one's own; it gives each conversation a deadline, and kills a front-end that
+overruns it; and it sets nothing without reading it back.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ T = TypeVar("T")
 _NO_DAEMON: Final = "Cannot find MPS control daemon process"
 
 _LEAST: Final = 0.5
-"""Seconds that a front-end has in any case. One that was started just before the deadline, behind others that were turned
-away, would otherwise be killed at once, and a daemon that strangers keep busy be taken for one that hangs."""
+"""Seconds that a front-end has in any case. One that was started just before the deadline, behind others that were
+turned away, would otherwise be killed at once, and a daemon that strangers keep busy be taken for one that hangs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,8 @@ class Conversation:
     def distribute(self, nonce: str, output: list[str]) -> None:
         """Hand each answer to whom it belongs.
 
-        Raises CollisionError when nothing of the conversation was heard, and ControlBrokenError when its end is missing.
+        Raises CollisionError when nothing of the conversation was heard, and ControlBrokenError when its end is
+        missing.
         """
         if not output or output[0] != echo_of(mark(nonce, 0)):
             raise retry.CollisionError
@@ -199,8 +200,8 @@ class ControlPipe:
         try:
             await self._say(_Farewell(seconds), seconds + self.deadline)
         except ControlUnreachableError:
-            # Nobody listens any more, which is what was asked for: a front-end can lose the daemon's last words (seen on
-            # 470 and 535: status 1 or silence, though the daemon had quit).
+            # Nobody listens any more, which is what was asked for: a front-end can lose the daemon's last words (seen
+            # on 470 and 535: status 1 or silence, though the daemon had quit).
             return
 
     async def _say(self, conversation: Conversation | _Farewell, seconds: float) -> None:

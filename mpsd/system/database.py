@@ -1,8 +1,8 @@
 """What must not be lost, in two SQLite files: leases for as long as this boot, events and usage for longer.
 
-Measured (see docs/store.md): a commit in WAL mode costs the same whether 20 or 10,000 leases are held, where a snapshot by
-rename grows with them. The writes are not synchronised to the disk: what they must survive is mpsd's own death, at any
-instant, and for that the kernel's copy is enough. Leases do not outlive a boot anyway.
+Measured (see docs/store.md): a commit in WAL mode costs the same whether 20 or 10,000 leases are held, where a
+snapshot by rename grows with them. The writes are not synchronised to the disk: what they must survive is mpsd's own
+death, at any instant, and for that the kernel's copy is enough. Leases do not outlive a boot anyway.
 """
 
 import sqlite3
@@ -56,7 +56,9 @@ class Database:
             connection.execute("PRAGMA locking_mode = EXCLUSIVE")
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = OFF")
-            application, version = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
+            application, version = (
+                connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
+            )
             tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
             if tables and application != _APPLICATION:
                 raise _UnusableError("it is not mpsd's")
@@ -105,7 +107,8 @@ class Database:
                 self.commit(statements)
                 return
             raise StorageError(
-                f"the store {self._path} cannot be written: {error}", hint=f"make room on the file system of {self._path}"
+                f"the store {self._path} cannot be written: {error}",
+                hint=f"make room on the file system of {self._path}",
             ) from error
         if not self._ballast.exists():
             self._keep_ballast()

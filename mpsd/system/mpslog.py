@@ -54,7 +54,7 @@ class LogFollower:
         return added[:whole].decode("utf-8", errors="replace").splitlines()
 
     def keep_within(self, limit: int) -> int:
-        """Give up the oldest lines that were read when the file takes more disk than `limit` bytes; return how many bytes.
+        """Give up the oldest lines that were read when the file takes more than `limit` bytes; return how many bytes.
 
         The range is cut out of the file itself (ext4, xfs), or becomes a hole where the file system cannot do that, so
         that no line is lost which is written meanwhile. Raises OSError when it can do neither.
@@ -73,7 +73,9 @@ class LogFollower:
             if _fallocate(descriptor, _COLLAPSE, 0, length):
                 self._offset -= length
             elif not _fallocate(descriptor, _PUNCH_HOLE, 0, self._offset // _BLOCK * _BLOCK):
-                raise OSError(errno.EOPNOTSUPP, "this file system can neither collapse nor punch a range", str(self._path))
+                raise OSError(
+                    errno.EOPNOTSUPP, "this file system can neither collapse nor punch a range", str(self._path)
+                )
         finally:
             os.close(descriptor)
         return length

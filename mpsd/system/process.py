@@ -6,11 +6,13 @@ that is built, not inherited.
 
 import asyncio
 import os
+import select
 import shlex
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +27,9 @@ _DEFAULT_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:
 _DEEPEST: Final = 128
 """Ancestors that are looked at; a process tree that is deeper is none that anybody made on purpose."""
 
+_MAXIMUM_STAT: Final = 4096
+"""Bytes of /proc/PID/stat that are read; it has some 50 numbers, and a name of 64 bytes at most."""
+
 _MAXIMUM_OUTPUT: Final = 16 * 1024 * 1024
 
 
@@ -36,28 +41,36 @@ def environment(extra: Mapping[str, str], *, path: Sequence[str] = ()) -> dict[s
     return {**built, "PATH": os.pathsep.join(directories), **extra}
 
 
+def _stat(pid: int) -> list[bytes] | None:
+    """Return the fields of /proc/PID/stat from the third on (see proc(5)), or None when there is no such process."""
+    try:
+        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        stat = os.read(descriptor, _MAXIMUM_STAT)
+    except ProcessLookupError:
+        return None
+    finally:
+        os.close(descriptor)
+    # The second field is the program's name, in parentheses, and may itself hold any of these characters.
+    return stat.rpartition(b")")[2].split()
+
+
 def start_ticks(pid: int) -> int | None:
     """Return a process's start time in clock ticks since boot, or None when there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The second field is the program's name, in parentheses, and may itself hold any of these characters.
-    return int(stat.rpartition(")")[2].split()[19])
+    fields = _stat(pid)
+    return None if fields is None else int(fields[19])
 
 
 def ancestors(pid: int) -> Iterator[ProcessIdentity]:
     """Yield a process and its ancestors, as far as they can be seen."""
     for _ in range(_DEEPEST):
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        except (FileNotFoundError, ProcessLookupError):
+        fields = _stat(pid) if pid > 0 else None
+        if fields is None:
             return
-        fields = stat.rpartition(")")[2].split()
         yield ProcessIdentity(pid, int(fields[19]))
         pid = int(fields[1])
-        if pid == 0:
-            return
 
 
 def is_nested(pid: int) -> bool:
@@ -75,11 +88,8 @@ def is_nested(pid: int) -> bool:
 
 def is_stopped(pid: int) -> bool:
     """Tell whether a process is stopped, as after SIGSTOP; a cheap look that costs the process nothing."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] in {"T", "t"}
+    fields = _stat(pid)
+    return fields is not None and fields[0] in {b"T", b"t"}
 
 
 def describe(returncode: int | None) -> str:
@@ -94,16 +104,45 @@ def describe(returncode: int | None) -> str:
 class Process:
     """A process that is watched: started here, or adopted. Close it when done; that does nothing to the process."""
 
+    __slots__ = ("_child", "_gone", "_loop", "_pidfd", "identity")  # thousands of them may be watched
+
     def __init__(self, identity: ProcessIdentity, pidfd: int, child: subprocess.Popen[bytes] | None) -> None:
         self.identity = identity
         self._pidfd = pidfd
         self._child = child
         self._gone: asyncio.Future[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """The loop that reads the pidfd, if one does."""
 
     @property
     def pid(self) -> int:
         """The process id, which is this process's for as long as it is not closed."""
         return self.identity.pid
+
+    def is_gone(self) -> bool:
+        """Tell whether the process has ended, or is not watched any more."""
+        if self._pidfd < 0:
+            return True
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def when_gone(self, call: Callable[[], None]) -> None:
+        """Have this called from the running loop, once, when the process is gone; closing calls it off.
+
+        It costs less than a task that waits, and is for those who watch thousands. One may do either, not both.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._pidfd, self._on_gone, call)
+
+    def _on_gone(self, call: Callable[[], None]) -> None:
+        self._stop_reading()
+        call()
+
+    def _stop_reading(self) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(self._pidfd)
+            self._loop = None
 
     async def wait(self) -> int | None:
         """Wait until the process is gone, and return its return code, or None when it is no child of mpsd.
@@ -111,16 +150,10 @@ class Process:
         Any number of tasks may wait, and each may be cancelled without disturbing the others.
         """
         if self._gone is None:
-            loop = asyncio.get_running_loop()
-            self._gone = loop.create_future()
-            loop.add_reader(self._pidfd, self._on_gone, loop, self._gone)
+            self._gone = asyncio.get_running_loop().create_future()
+            self.when_gone(partial(_settle, self._gone))
         await asyncio.shield(self._gone)
         return self._child.poll() if self._child is not None else None
-
-    def _on_gone(self, loop: asyncio.AbstractEventLoop, gone: "asyncio.Future[None]") -> None:
-        loop.remove_reader(self._pidfd)
-        if not gone.done():
-            gone.set_result(None)
 
     def signal(self, number: signal.Signals) -> bool:
         """Send a signal to this very process, never to another with its pid; False when it is gone already."""
@@ -130,21 +163,31 @@ class Process:
             return False
         return True
 
+    def duplicate(self) -> "Process":
+        """Watch the same process once more, through a descriptor of its own; whose child it is stays with this one."""
+        return Process(self.identity, os.dup(self._pidfd), None)
+
     def close(self) -> None:
         """Stop watching."""
         if self._pidfd < 0:
             return
-        if self._gone is not None and not self._gone.done():
-            self._gone.get_loop().remove_reader(self._pidfd)
+        self._stop_reading()
+        if self._gone is not None:
             self._gone.cancel()
         os.close(self._pidfd)
         self._pidfd = -1
 
 
-def from_pidfd(pidfd: int) -> Process | None:
-    """Watch the process behind a pidfd, which is taken over; None (and the pidfd closed) when it is gone or not visible.
+def _settle(gone: "asyncio.Future[None]") -> None:
+    if not gone.done():
+        gone.set_result(None)
 
-    A process in a pid namespace that mpsd cannot see has pid 0 here, and one that is gone has -1 (measured, kernel 6.18).
+
+def from_pidfd(pidfd: int) -> Process | None:
+    """Watch the process behind a pidfd, which is taken over; None (and it is closed) when it is gone or not visible.
+
+    A process in a pid namespace that mpsd cannot see has pid 0 here, and one that is gone has -1 (measured, kernel
+    6.18).
     """
     fields = dict(line.split(":\t", 1) for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines())
     pid = int(fields.get("Pid", -1))

@@ -19,6 +19,7 @@ from mpsd.core.errors import AlreadyRunningError, ConfigurationError
 from mpsd.core.limits import CONTROL_PATH_BYTES, LONGEST_SOCKET_NAME, SOCKET_PATH_BYTES
 from mpsd.core.settings import Settings
 
+
 @dataclass(frozen=True, slots=True)
 class DaemonPaths:
     """Where one control daemon has its things."""
@@ -120,7 +121,7 @@ def check(settings: Settings, names: Sequence[str], *, private: bool) -> None:
         closed = closed_to_others(settings.paths.runtime_dir)
         if closed is not None:
             raise ConfigurationError(
-                f"{closed} lets no other uid through, and MPS runs a server under its client's uid, which needs the path",
+                f"{closed} lets no other uid through, and MPS runs a server under its client's uid",
                 hint=f"chmod o+x {closed}, or choose another paths.runtime_dir",
                 limit="paths.runtime_dir",
             )
@@ -144,7 +145,7 @@ def find_program(name: str) -> Path:
     if found is None:
         raise ConfigurationError(
             f"there is no control program {name!r} to execute",
-            hint="install NVIDIA's driver with MPS, name the program with daemon.control or --control, or try --simulate 2",
+            hint="install NVIDIA's driver with MPS, name the program with --control, or try --simulate 2",
             limit="daemon.control",
         )
     return Path(found).absolute()
@@ -160,7 +161,8 @@ def _make(directory: Path, mode: int) -> None:
         found = directory.lstat()
     except OSError as error:
         raise ConfigurationError(
-            f"cannot make {directory}: {error.strerror}", hint="give a directory that mpsd may write, for example with --root"
+            f"cannot make {directory}: {error.strerror}",
+            hint="give a directory that mpsd may write, for example with --root",
         ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid not in {0, os.geteuid()} or found.st_mode & stat.S_IWOTH:
         raise ConfigurationError(

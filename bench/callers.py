@@ -1,0 +1,138 @@
+"""Callers that cost next to nothing: requests made beforehand, raw sockets, and no more of an answer read than is needed."""
+
+import contextlib
+import json
+import select
+import socket
+import statistics
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+_CHUNK: Final = 65536
+_HEAD_END: Final = b"\r\n\r\n"
+_LENGTH: Final = b"Content-Length: "
+_ID: Final = b'"id":"'
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """What a caller says again and again: it asks, and then it releases what it was answered."""
+
+    ask: bytes
+    release: Callable[[bytes], bytes]
+    """Makes the second request of the first answer."""
+    is_whole: Callable[[bytes], bool]
+    """Tells whether an answer has come to its end."""
+
+
+def leasing(**asked: object) -> Talk:
+    """Return the talk of somebody who asks for a lease and releases it."""
+    body = json.dumps(asked).encode()
+    ask = b"POST /v1/leases HTTP/1.1\r\nHost: mpsd\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    return Talk(ask, _release, _is_whole)
+
+
+def echoing(size: int) -> Talk:
+    """Return the talk of somebody who sends this many bytes and gets them back."""
+    message = bytes(size)
+    return Talk(message, lambda _: message, lambda answer: len(answer) >= size)
+
+
+def _release(answer: bytes) -> bytes:
+    at = answer.index(_ID) + len(_ID)
+    return b"DELETE /v1/leases/%b HTTP/1.1\r\nHost: mpsd\r\n\r\n" % answer[at : answer.index(b'"', at)]
+
+
+def _is_whole(answer: bytes) -> bool:
+    end = answer.find(_HEAD_END)
+    if end < 0:
+        return False
+    assert answer.startswith((b"HTTP/1.1 201", b"HTTP/1.1 204")), answer.decode()
+    at = answer.find(_LENGTH, 0, end)
+    length = int(answer[at + len(_LENGTH) : answer.index(b"\r\n", at)]) if at >= 0 else 0
+    return len(answer) >= end + len(_HEAD_END) + length
+
+
+def _connect(path: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(str(path))
+    return connection
+
+
+def _receive(connection: socket.socket) -> bytes:
+    received = connection.recv(_CHUNK)
+    assert received, "the connection was closed"
+    return received
+
+
+class One:
+    """One caller, which waits for each answer."""
+
+    def __init__(self, path: Path, talk: Talk) -> None:
+        self._connection, self._talk = _connect(path), talk
+
+    def pair(self) -> bytes:
+        """Ask and release, and return what the first answer was."""
+        granted = self._exchange(self._talk.ask)
+        self._exchange(self._talk.release(granted))
+        return granted
+
+    def seconds(self, pairs: int) -> float:
+        """Return how many seconds an ask with its release takes, the median of so many."""
+        taken = []
+        for _ in range(pairs):
+            before = time.perf_counter()
+            self.pair()
+            taken.append(time.perf_counter() - before)
+        return statistics.median(taken)
+
+    def _exchange(self, request: bytes) -> bytes:
+        self._connection.sendall(request)
+        answer = _receive(self._connection)
+        while not self._talk.is_whole(answer):
+            answer += _receive(self._connection)
+        return answer
+
+
+class Many:
+    """Many callers at a time, each with a connection of its own and its next request sent as soon as the last is answered."""
+
+    def __init__(self, path: Path, talk: Talk, callers: int) -> None:
+        self._path, self._talk, self._callers = path, talk, callers
+        self._left = 0
+
+    def seconds(self, pairs: int) -> float:
+        """Return how many seconds there are from one ask with its release to the next, while so many are made."""
+        self._left = pairs
+        with contextlib.ExitStack() as stack:
+            connections = [stack.enter_context(_connect(self._path)) for _ in range(self._callers)]
+            poll = stack.enter_context(select.epoll())
+            for connection in connections:
+                poll.register(connection, select.EPOLLIN)
+            before = time.perf_counter()
+            callers = {connection.fileno(): self._life(connection) for connection in connections}
+            for caller in callers.values():
+                next(caller)
+            while callers:
+                for number, _ in poll.poll():
+                    if not next(callers[number], False):
+                        del callers[number]
+            return (time.perf_counter() - before) / pairs
+
+    def _life(self, connection: socket.socket) -> Iterator[bool]:
+        """Ask and release for as long as anything is left to do; it yields when nothing can be done before more has come."""
+        while self._left > 0:
+            self._left -= 1
+            granted = yield from self._exchange(connection, self._talk.ask)
+            yield from self._exchange(connection, self._talk.release(granted))
+
+    def _exchange(self, connection: socket.socket, request: bytes) -> Generator[bool, None, bytes]:
+        connection.sendall(request)
+        answer = b""
+        while not self._talk.is_whole(answer):
+            yield True
+            answer += _receive(connection)
+        return answer

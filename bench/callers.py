@@ -1,6 +1,5 @@
-"""Callers that cost next to nothing: requests made beforehand, raw sockets, and no more of an answer read than is needed."""
+"""Callers that cost next to nothing: requests made beforehand, raw sockets, answers read no further than is needed."""
 
-import contextlib
 import json
 import select
 import socket
@@ -41,16 +40,26 @@ def echoing(size: int) -> Talk:
     return Talk(message, lambda _: message, lambda answer: len(answer) >= size)
 
 
-def _release(answer: bytes) -> bytes:
+def lease_id(answer: bytes) -> bytes:
+    """Return the id of the lease that an answer is about."""
     at = answer.index(_ID) + len(_ID)
-    return b"DELETE /v1/leases/%b HTTP/1.1\r\nHost: mpsd\r\n\r\n" % answer[at : answer.index(b'"', at)]
+    return answer[at : answer.index(b'"', at)]
+
+
+def body(answer: bytes) -> bytes:
+    """Return an answer without its head."""
+    return answer.partition(_HEAD_END)[2]
+
+
+def _release(answer: bytes) -> bytes:
+    return b"DELETE /v1/leases/%b HTTP/1.1\r\nHost: mpsd\r\n\r\n" % lease_id(answer)
 
 
 def _is_whole(answer: bytes) -> bool:
     end = answer.find(_HEAD_END)
     if end < 0:
         return False
-    assert answer.startswith((b"HTTP/1.1 201", b"HTTP/1.1 204")), answer.decode()
+    assert answer.startswith(b"HTTP/1.1 20"), answer.decode()
     at = answer.find(_LENGTH, 0, end)
     length = int(answer[at + len(_LENGTH) : answer.index(b"\r\n", at)]) if at >= 0 else 0
     return len(answer) >= end + len(_HEAD_END) + length
@@ -74,62 +83,60 @@ class One:
     def __init__(self, path: Path, talk: Talk) -> None:
         self._connection, self._talk = _connect(path), talk
 
-    def pair(self) -> bytes:
-        """Ask and release, and return what the first answer was."""
-        granted = self._exchange(self._talk.ask)
-        self._exchange(self._talk.release(granted))
-        return granted
-
-    def seconds(self, pairs: int) -> float:
-        """Return how many seconds an ask with its release takes, the median of so many."""
-        taken = []
-        for _ in range(pairs):
-            before = time.perf_counter()
-            self.pair()
-            taken.append(time.perf_counter() - before)
-        return statistics.median(taken)
-
-    def _exchange(self, request: bytes) -> bytes:
+    def say(self, request: bytes) -> bytes:
+        """Send a request, and return its answer."""
         self._connection.sendall(request)
         answer = _receive(self._connection)
         while not self._talk.is_whole(answer):
             answer += _receive(self._connection)
         return answer
 
+    def ask(self) -> bytes:
+        """Ask, and return the answer."""
+        return self.say(self._talk.ask)
+
+    def seconds(self, pairs: int) -> float:
+        """Return how many seconds an ask with its release takes, the median of so many."""
+        taken = []
+        for _ in range(pairs):
+            before = time.perf_counter()
+            self.say(self._talk.release(self.ask()))
+            taken.append(time.perf_counter() - before)
+        return statistics.median(taken)
+
 
 class Many:
-    """Many callers at a time, each with a connection of its own and its next request sent as soon as the last is answered."""
+    """Many callers at a time, each with a connection of its own, and always with a request on its way."""
 
     def __init__(self, path: Path, talk: Talk, callers: int) -> None:
-        self._path, self._talk, self._callers = path, talk, callers
+        self._talk = talk
         self._left = 0
+        self._connections = [_connect(path) for _ in range(callers)]
+        self._poll = select.epoll()
+        for connection in self._connections:
+            self._poll.register(connection, select.EPOLLIN)
 
     def seconds(self, pairs: int) -> float:
         """Return how many seconds there are from one ask with its release to the next, while so many are made."""
         self._left = pairs
-        with contextlib.ExitStack() as stack:
-            connections = [stack.enter_context(_connect(self._path)) for _ in range(self._callers)]
-            poll = stack.enter_context(select.epoll())
-            for connection in connections:
-                poll.register(connection, select.EPOLLIN)
-            before = time.perf_counter()
-            callers = {connection.fileno(): self._life(connection) for connection in connections}
-            for caller in callers.values():
-                next(caller)
-            while callers:
-                for number, _ in poll.poll():
-                    if not next(callers[number], False):
-                        del callers[number]
-            return (time.perf_counter() - before) / pairs
+        before = time.perf_counter()
+        callers = {connection.fileno(): self._life(connection) for connection in self._connections}
+        for caller in callers.values():
+            next(caller)
+        while callers:
+            for number, _ in self._poll.poll():
+                if not next(callers[number], False):
+                    del callers[number]
+        return (time.perf_counter() - before) / pairs
 
     def _life(self, connection: socket.socket) -> Iterator[bool]:
-        """Ask and release for as long as anything is left to do; it yields when nothing can be done before more has come."""
+        """Ask and release for as long as anything is left to do; it yields while an answer has not come."""
         while self._left > 0:
             self._left -= 1
-            granted = yield from self._exchange(connection, self._talk.ask)
-            yield from self._exchange(connection, self._talk.release(granted))
+            granted = yield from self._say(connection, self._talk.ask)
+            yield from self._say(connection, self._talk.release(granted))
 
-    def _exchange(self, connection: socket.socket, request: bytes) -> Generator[bool, None, bytes]:
+    def _say(self, connection: socket.socket, request: bytes) -> Generator[bool, None, bytes]:
         connection.sendall(request)
         answer = b""
         while not self._talk.is_whole(answer):

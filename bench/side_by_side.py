@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A comparison: medians in seconds, and their ratio beside what it may be at most (or must be at least)."""
+    """A comparison: medians in seconds, and the ratio between them beside what it may, or must, be."""
 
     name: str
     ours: float
@@ -17,6 +17,8 @@ class Result:
     """How many times faster ours must be."""
     at_most: float | None = None
     """How many times as long ours may take."""
+    floor: float | None = None
+    """What the same takes where nothing is done but to carry the bytes, to be read beside the two."""
 
     @property
     def met(self) -> bool:
@@ -31,8 +33,34 @@ class Result:
             ratio = f"{self.theirs / self.ours:.1f} times faster (at least {self.at_least:g})"
         else:
             ratio = f"{self.ours / self.theirs:.2f} times as long (at most {self.at_most:g})"
-        verdict = "met" if self.met else "MISSED"
-        return f"{verdict:7}{self.name}: {self.ours * 1000:.2f} ms against {self.theirs * 1000:.2f} ms, {ratio}"
+        floor = "" if self.floor is None else f"; a bare echo takes {self.floor * 1000:.2f} ms"
+        return (
+            f"{_verdict(self.met)}{self.name}: {self.ours * 1000:.2f} ms against {self.theirs * 1000:.2f} ms,"
+            f" {ratio}{floor}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """What something takes, with its unit, and what it must stay under."""
+
+    name: str
+    value: float
+    under: float
+    unit: str
+
+    @property
+    def met(self) -> bool:
+        """Whether the bound holds."""
+        return self.value < self.under
+
+    def __str__(self) -> str:
+        """One line for people."""
+        return f"{_verdict(self.met)}{self.name}: {self.value:.2f} {self.unit} (under {self.under:g})"
+
+
+def _verdict(met: bool) -> str:  # noqa: FBT001 - it is what it is about
+    return f"{'met' if met else 'MISSED':7}"
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -42,8 +70,9 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - before
 
 
-def in_turn(ours: Callable[[], float], theirs: Callable[[], float], rounds: int) -> tuple[float, float]:
-    """Run both in turn after a warm-up of each, and return the medians of what they report, in seconds."""
-    ours(), theirs()
-    pairs = [(ours(), theirs()) for _ in range(rounds)]
-    return statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs)
+def in_turn(*sides: Callable[[], float], rounds: int) -> tuple[float, ...]:
+    """Run all in turn after a warm-up of each, and return the median of what each reports, in seconds."""
+    for side in sides:
+        side()
+    reports = [[side() for side in sides] for _ in range(rounds)]
+    return tuple(statistics.median(reported) for reported in zip(*reports, strict=True))

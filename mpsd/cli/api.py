@@ -1,9 +1,10 @@
 """The routes of mpsd's API that mpsctl calls, each as a method."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from math import inf
 from typing import TYPE_CHECKING, cast
 
-from mpsd.cli.client import Client, segment
+from mpsd.cli.client import DEADLINE, Client, Meanwhile, segment
 
 if TYPE_CHECKING:
     from mpsd.cli import shapes
@@ -40,9 +41,18 @@ class Api(Client):
         """Return the settings in force."""
         return cast("shapes.Config", self.get("/v1/config"))
 
-    def admit(self, request: Mapping[str, object]) -> "shapes.Lease":
-        """Take out a lease, tied to this very process unless the request names another."""
-        return cast("shapes.Lease", self.post("/v1/leases", request))
+    def admit(
+        self, request: Mapping[str, object], *, deadline: float | None = None, meanwhile: Meanwhile | None = None
+    ) -> "shapes.Lease":
+        """Take out a lease, tied to this very process unless the request names another.
+
+        A request that may wait is answered when it has what it waits for, so its deadline must be later than that.
+        """
+        return cast("shapes.Lease", self.post("/v1/leases", request, deadline=deadline, meanwhile=meanwhile))
+
+    def renew(self, lease: str, ttl: float) -> "shapes.Lease":
+        """Let a lease live for this many seconds from now on."""
+        return cast("shapes.Lease", self.post(f"/v1/leases/{segment(lease)}/renew", {"ttl": ttl}))
 
     def release(self, lease: str) -> None:
         """End a lease; one that has ended already is fine."""
@@ -51,3 +61,11 @@ class Api(Client):
     def reset(self, daemon: str) -> "shapes.Operation":
         """Forget a control daemon's deaths, and try again."""
         return cast("shapes.Operation", self.post(f"/v1/daemons/{segment(daemon)}/reset", {}))
+
+    def events(
+        self, after: int, *, follow: bool, meanwhile: Meanwhile | None = None
+    ) -> Iterator[tuple[str, "shapes.Event"]]:
+        """Yield the events with a higher number, as lines and as what they say; with `follow`, also those to come."""
+        path = f"/v1/events?after={after}&follow={str(follow).lower()}"
+        lines = self.lines(path, silence=inf if follow else DEADLINE, meanwhile=meanwhile)
+        return cast("Iterator[tuple[str, shapes.Event]]", lines)

@@ -1,19 +1,33 @@
 """A small synchronous HTTP/1.1 client over a unix socket: what mpsd's API needs, and nothing that is slow to import."""
 
+import contextlib
 import errno
 import json
 import os
 import socket
 import struct
 import time
-from collections.abc import Mapping
-from typing import Final, Self
+from collections.abc import Callable, Iterator, Mapping
+from math import inf
+from typing import Final, Self, TypeAlias
 
 from mpsd import __version__
 from mpsd.core.errors import MpsdError, UnreachableError, catalogue
 
 DEADLINE: Final = 10.0
-"""Seconds for one request, from connecting to the last byte of its answer."""
+"""Seconds for one request, from connecting to the last byte of its answer, unless it is one that takes its time."""
+
+Meanwhile: TypeAlias = Callable[[], float]
+"""What is done while an answer lets itself be waited for; it returns the seconds until it is to be done again."""
+
+FIRST_LOOK: Final = 0.5
+"""Seconds after which that is done for the first time."""
+
+_ERRORS: Final = 400
+"""Where they begin among the statuses of HTTP."""
+
+_INSTANT: Final = 0.001
+"""The shortest time to wait: with none at all, a socket would not wait but fail."""
 
 _LONGEST_LINE: Final = 64 * 1024
 _UNRESERVED: Final = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
@@ -42,6 +56,15 @@ class Client:
         """Close the connection."""
         self.close()
 
+    def another(self, *, deadline: float) -> Self:
+        """Return a client of the same mpsd, with a connection of its own."""
+        return type(self)(self._path, deadline=deadline)
+
+    def connect(self) -> None:
+        """Connect now, and not only with the first request. Raises UnreachableError."""
+        if self._connection is None:
+            self._connection = _Connection(_connect(self._path, self._deadline))
+
     def close(self) -> None:
         """Close the connection; the next request opens another."""
         if self._connection is not None:
@@ -52,55 +75,103 @@ class Client:
         """Return the decoded JSON of a GET."""
         return self._request("GET", path)
 
-    def post(self, path: str, body: Mapping[str, object]) -> object:
-        """Return the decoded JSON of a POST with a JSON body."""
-        return self._request("POST", path, json.dumps(body).encode())
+    def post(
+        self,
+        path: str,
+        body: Mapping[str, object],
+        *,
+        deadline: float | None = None,
+        meanwhile: Meanwhile | None = None,
+    ) -> object:
+        """Return the decoded JSON of a POST with a JSON body, which may have a deadline of its own."""
+        return self._request("POST", path, json.dumps(body).encode(), deadline=deadline, meanwhile=meanwhile)
 
     def delete(self, path: str) -> None:
         """DELETE what the path names."""
         self._request("DELETE", path)
 
-    def _request(self, method: str, path: str, body: bytes = b"") -> object:
-        try:
-            status, answer = self._exchange(method, path, body)
+    def lines(
+        self, path: str, *, silence: float = DEADLINE, meanwhile: Meanwhile | None = None
+    ) -> Iterator[tuple[str, object]]:
+        """Yield the JSON lines of an answer, with what they say, as they come; one that breaks off is not among them.
+
+        It must begin within the deadline; from then on it may be silent for this many seconds at a time.
+        """
+        rest = b""
+        with self._conversation(self._deadline):
+            connection = self._send("GET", path, b"", self._deadline, None)
+            status, headers = connection.head()
+            pieces = connection.pieces(status, headers)
+            if status >= _ERRORS:
+                raise error_of(status, json.loads(b"".join(pieces)))
+            while True:
+                connection.begin(silence, meanwhile)
+                piece = next(pieces, None)
+                if piece is None:
+                    break
+                *lines, rest = (rest + piece).split(b"\n")
+                for line in lines:
+                    yield line.decode(), json.loads(line)
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        deadline: float | None = None,
+        meanwhile: Meanwhile | None = None,
+    ) -> object:
+        deadline = self._deadline if deadline is None else deadline
+        with self._conversation(deadline):
+            connection = self._send(method, path, body, deadline, meanwhile)
+            status, headers = connection.head()
+            answer = b"".join(connection.pieces(status, headers))
             document = json.loads(answer) if answer else None
-        except (OSError, EOFError, ValueError) as error:
-            self.close()
-            raise self._unanswered(error) from None
-        if status >= 400:  # noqa: PLR2004 - where errors begin in HTTP
+        if status >= _ERRORS:
             raise error_of(status, document)
         return document
 
-    def _unanswered(self, error: OSError | EOFError | ValueError) -> UnreachableError:
+    @contextlib.contextmanager
+    def _conversation(self, deadline: float) -> Iterator[None]:
+        """Say what broke an exchange; a connection on which the rest of an answer may still come is not used again."""
+        try:
+            yield
+        except (OSError, EOFError, ValueError) as error:
+            raise self._unanswered(error, deadline) from None
+        finally:
+            if self._connection is not None and not self._connection.reusable:
+                self.close()
+
+    def _unanswered(self, error: OSError | EOFError | ValueError, deadline: float) -> UnreachableError:
         match error:
             case TimeoutError():
                 return UnreachableError(
-                    f"mpsd took the request on {self._path} and did not answer within {self._deadline:g} s",
+                    f"mpsd took the request on {self._path} and did not answer within {deadline:g} s",
                     hint="see in its log what keeps it busy; one that was stopped (SIGSTOP) does not answer either",
                 )
             case ValueError():
-                return UnreachableError(
+                stranger = UnreachableError(
                     f"what listens on {self._path} does not answer as mpsd does: {error}", hint=_ANOTHER_SOCKET
                 )
+                stranger.retryable = False
+                return stranger
             case _:
                 return UnreachableError(
                     f"the connection to mpsd on {self._path} broke before it had answered; what it did is unknown",
                     hint="see whether it still runs, and what it did, with: mpsctl status; mpsctl leases",
                 )
 
-    def _exchange(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
-        end = time.monotonic() + self._deadline
+    def _send(self, method: str, path: str, body: bytes, deadline: float, meanwhile: Meanwhile | None) -> "_Connection":
+        """Send a request, and return the connection on which its answer comes."""
         if self._connection is None:
             self._connection = _Connection(_connect(self._path, self._deadline))
-        self._connection.end = end
+        self._connection.begin(deadline, meanwhile)
         lines = [f"{method} {path} HTTP/1.1", "Host: mpsd", f"User-Agent: mpsctl/{__version__}"]
         if body:
             lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
         self._connection.send("\r\n".join([*lines, "", ""]).encode() + body)
-        status, answer, kept = self._connection.answer()
-        if not kept:
-            self.close()
-        return status, answer
+        return self._connection
 
 
 def segment(text: str) -> str:
@@ -170,39 +241,57 @@ def _unreachable(path: str, deadline: float, error: OSError) -> UnreachableError
 class _Connection:
     """The bytes of one connection, and the answers in them.
 
-    Every method raises TimeoutError once `end` has passed, EOFError when the other side hangs up in the middle,
-    ConnectionError when the connection breaks, and ValueError for what is not HTTP.
+    Every method raises TimeoutError once the time given with `begin` has passed, EOFError when the other side hangs up
+    in the middle, ConnectionError when the connection breaks, and ValueError for what is not HTTP.
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        self.end = 0.0
+        self.reusable = False
+        """Whether the last answer was taken whole, and the connection is good for another request."""
         self._connection = connection
         self._received = bytearray()
+        self._end = 0.0
+        self._meanwhile: Meanwhile | None = None
+        self._next_look = inf
 
     def close(self) -> None:
         """Close it."""
         self._connection.close()
 
+    def begin(self, seconds: float, meanwhile: Meanwhile | None) -> None:
+        """Give what follows this much time, and something to do while nothing comes."""
+        now = time.monotonic()
+        self._end = now + seconds
+        self._meanwhile = meanwhile
+        self._next_look = inf if meanwhile is None else now + FIRST_LOOK
+
     def send(self, request: bytes) -> None:
         """Send a whole request."""
-        self._hurry()
+        self.reusable = False
+        self._hurry(inf)
         self._connection.sendall(request, socket.MSG_NOSIGNAL)
 
-    def answer(self) -> tuple[int, bytes, bool]:
-        """Return status and body of the next answer, and whether the connection is good for another request."""
+    def head(self) -> tuple[int, dict[bytes, bytes]]:
+        """Return status and headers of the next answer."""
         status = self._status()
         headers = self._headers()
         while 100 <= status < 200:  # noqa: PLR2004 - what is said before the answer proper
             status = self._status()
             headers = self._headers()
+        return status, headers
+
+    def pieces(self, status: int, headers: Mapping[bytes, bytes]) -> Iterator[bytes]:
+        """Yield the body of the answer as it comes, to its end."""
         kept = headers.get(b"connection", b"").lower() != b"close"
-        if status in {204, 304}:
-            return status, b"", kept
-        if headers.get(b"transfer-encoding", b"").lower() == b"chunked":
-            return status, self._chunks(), kept
-        if b"content-length" in headers:
-            return status, self._take(int(headers[b"content-length"])), kept
-        return status, self._rest(), False
+        if status not in {204, 304}:
+            if headers.get(b"transfer-encoding", b"").lower() == b"chunked":
+                yield from self._chunks()
+            elif b"content-length" in headers:
+                yield self._take(int(headers[b"content-length"]))
+            else:
+                kept = False
+                yield from self._rest()
+        self.reusable = kept
 
     def _status(self) -> int:
         version, _, rest = self._line().partition(b" ")
@@ -217,13 +306,11 @@ class _Connection:
             headers[name.strip().lower()] = value.strip()
         return headers
 
-    def _chunks(self) -> bytes:
-        body = bytearray()
+    def _chunks(self) -> Iterator[bytes]:
         while size := int(self._line().partition(b";")[0], 16):
-            body += self._take(size)
+            yield self._take(size)
             self._line()
         self._headers()
-        return bytes(body)
 
     def _line(self) -> bytes:
         while (found := self._received.find(b"\n")) < 0:
@@ -239,23 +326,31 @@ class _Connection:
         del self._received[:size]
         return taken
 
-    def _rest(self) -> bytes:
-        try:
+    def _rest(self) -> Iterator[bytes]:
+        with contextlib.suppress(EOFError):
             while True:
+                yield self._take(len(self._received))
                 self._receive()
-        except EOFError:
-            return bytes(self._received)
 
     def _receive(self) -> None:
-        self._hurry()
-        received = self._connection.recv(64 * 1024)
-        if not received:
-            raise EOFError
-        self._received += received
+        """Wait for more, and do meanwhile what there is to do."""
+        while True:
+            self._hurry(self._next_look)
+            try:
+                received = self._connection.recv(64 * 1024)
+            except TimeoutError:
+                if self._meanwhile is not None and time.monotonic() >= self._next_look:
+                    self._next_look = time.monotonic() + self._meanwhile()
+                continue
+            if not received:
+                raise EOFError
+            self._received += received
+            return
 
-    def _hurry(self) -> None:
-        """Let the next call have the time that is left, and no more."""
-        left = self.end - time.monotonic()
-        if left <= 0:
+    def _hurry(self, until: float) -> None:
+        """Let the next call have the time that is left, but not beyond `until`."""
+        now = time.monotonic()
+        if now >= self._end:
             raise TimeoutError
-        self._connection.settimeout(left)
+        seconds = max(min(self._end, until) - now, _INSTANT)
+        self._connection.settimeout(None if seconds == inf else seconds)

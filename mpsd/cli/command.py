@@ -1,6 +1,7 @@
 """What the commands of mpsctl have in common: the API, the form of their output, and one way to print it."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, TypeVar
 
@@ -8,8 +9,8 @@ import click
 
 from mpsd.cli import views
 from mpsd.cli.api import Api
-from mpsd.cli.render import as_exports, as_json, plain
-from mpsd.core.errors import InternalError
+from mpsd.cli.render import as_exports, as_json, plain, plural
+from mpsd.core.errors import DoesNotFitError, InternalError, InvalidRequestError, MpsdError, NotFoundError
 
 if TYPE_CHECKING:
     from mpsd.cli import shapes
@@ -41,24 +42,100 @@ def with_form(*more: str) -> Callable[[Callable[..., None]], Callable[..., None]
     )
 
 
-def print_answer(form: str, answer: T, view: Callable[[T], str]) -> None:
-    """Print what the API answered: as its own JSON, or as a view makes it readable."""
-    if form == "json":
-        click.echo(as_json(answer))
-        return
+def note(text: str) -> None:
+    """Tell the user something beside what was asked for; a terminal that is gone is no reason to fail."""
+    with contextlib.suppress(OSError):
+        click.echo(f"mpsctl: {plain(text)}", err=True)
+
+
+@contextlib.contextmanager
+def of_one_version() -> Iterator[None]:
+    """Say what it means when an answer lacks a field."""
     try:
-        text = view(plain(answer))
+        yield
     except KeyError as missing:
         raise InternalError(
             f"mpsd's answer has no {missing}, so mpsd and mpsctl are of different versions",
             hint="read it with -o json; restart mpsd, so that both are of one version: no client notices",
         ) from None
+
+
+def print_answer(form: str, answer: T, view: Callable[[T], str]) -> None:
+    """Print what the API answered: as its own JSON, or as a view makes it readable."""
+    if form == "json":
+        click.echo(as_json(answer))
+        return
+    with of_one_version():
+        text = view(plain(answer))
     click.echo(text)
 
 
-def print_lease(form: str, lease: "shapes.Lease") -> None:
+def print_lease(form: str, lease: "shapes.Lease", share: int | None = None) -> None:
     """Print a lease, in any of its forms."""
     if form == "env":
-        click.echo(as_exports(lease["env"]))
+        click.echo(as_exports(environment(lease, share)))
     else:
         print_answer(form, lease, lambda safe: views.lease(safe, now()))
+
+
+def environment(lease: "shapes.Lease", share: int | None = None) -> dict[str, str]:
+    """Return the environment of a lease's processes: on its only GPU, or on the one of that number.
+
+    Raises DoesNotFitError while it waits, NotFoundError when it has ended, and InvalidRequestError when that number is
+    missing or too high: without an environment of MPS, a process would run without limits.
+    """
+    with of_one_version():
+        state, gpus = lease["state"], len(lease["gpus"])
+        if state == "waiting":
+            raise DoesNotFitError(
+                f"{lease['id']} still waits, so it has no environment yet",
+                hint=f"see for what: mpsctl show {lease['id']}",
+            )
+        if state == "ended":
+            raise NotFoundError(f"{lease['id']} has ended: {lease['because']}", hint="take out another: mpsctl admit")
+        if share is None and gpus > 1:
+            raise InvalidRequestError(
+                f"{lease['id']} is on {gpus} GPUs, and each process can use one of them",
+                hint=f"say which: mpsctl show {lease['id']} -o env --share 0 (to {gpus - 1})",
+            )
+        if share is not None and share >= gpus:
+            raise InvalidRequestError(
+                f"{lease['id']} has no share {share}, since it is on {plural(gpus, 'GPU')}",
+                hint="its shares are counted from 0",
+            )
+        variables = lease["shares"][share]["env"] if share else lease["env"]
+    if not variables:
+        raise InternalError(
+            f"mpsd gave {lease['id']} no environment, and without one there are no limits",
+            hint="look at the lease with -o json",
+        )
+    return variables
+
+
+class ForEval(click.Command):
+    """A command that prints what a shell is to evaluate.
+
+    Where it fails, what it prints fails as well: a shell takes no lines at all for success, and would go on without
+    limits.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the options."""
+        evaluated = any(each.endswith("env") for each in args)
+        with _failing(evaluated=evaluated):
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run it."""
+        with _failing(evaluated=ctx.params["form"] == "env"):
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _failing(*, evaluated: bool) -> Iterator[None]:
+    try:
+        yield
+    except (click.UsageError, MpsdError) as error:
+        if evaluated:
+            click.echo(f"(exit {error.exit_code})")
+        raise

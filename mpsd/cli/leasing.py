@@ -1,17 +1,22 @@
-"""The commands about leases of one's own: admit, run and release."""
+"""The commands about leases of one's own: admit, run, renew and release."""
 
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from math import isfinite
-from typing import Final
+from math import inf, isfinite
+from typing import TYPE_CHECKING, Final
 
 import click
 
+from mpsd.cli import waiting
 from mpsd.cli.api import Api
 from mpsd.cli.caller import calling_program
-from mpsd.cli.command import print_lease, with_api, with_form
-from mpsd.core.errors import MpsdError
+from mpsd.cli.command import ForEval, environment, note, print_lease, with_api, with_form
+from mpsd.cli.signals import SignalledError
+from mpsd.core.errors import InvalidRequestError, MpsdError
+
+if TYPE_CHECKING:
+    from mpsd.cli import shapes
 
 _NOT_EXECUTABLE: Final = 126
 _NOT_FOUND: Final = 127
@@ -33,6 +38,19 @@ def _labels(_: click.Context, __: click.Parameter, pairs: Sequence[str]) -> dict
     return dict(pair.split("=", 1) for pair in pairs) or None
 
 
+def _wait(_: click.Context, __: click.Parameter, text: str | None) -> float:
+    """Return how many seconds to wait: none unless asked to, and `inf` for ever."""
+    if text is None or text == "forever":
+        return 0.0 if text is None else inf
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < inf:
+        raise click.BadParameter(f"{text!r} is neither a number of seconds nor `forever`")
+    return seconds
+
+
 _REQUEST: Final = (
     click.option(
         "--threads", type=float, callback=_finite, metavar="PERCENT", help="Percent of the GPU's threads, such as 25."
@@ -46,6 +64,20 @@ _REQUEST: Final = (
         help="Instead of both, a part of a GPU, such as 0.25.",
     ),
     click.option("--gpu", metavar="any|INDEX|UUID", help="Which GPU.  [default: any]"),
+    click.option("--gpus", type=int, metavar="N", help="On so many GPUs, as much on each, all or nothing."),
+    click.option(
+        "--processes", type=int, metavar="N", help="Client processes that share it in equal parts.  [default: 1]"
+    ),
+    click.option("--priority", type=int, metavar="N", help="In the queue; above 0 needs a quota.  [default: 0]"),
+    click.option(
+        "--wait",
+        metavar="SECONDS|forever",
+        callback=_wait,
+        help="Wait for what is not free, in a fair queue.  [default: 0]",
+    ),
+    click.option(
+        "--ttl", type=float, callback=_finite, metavar="SECONDS", help="It ends after that, unless it is renewed."
+    ),
     click.option("--name", metavar="TEXT", help="What it is called in lists."),
     click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", callback=_labels, help="May be repeated."),
 )
@@ -58,17 +90,24 @@ def _with_request(function: Callable[..., None]) -> Callable[..., None]:
     return function
 
 
-def _given(options: Mapping[str, object]) -> dict[str, object]:
-    """Return the request that was made: the server has the defaults for what was not given."""
-    return {name: value for name, value in options.items() if value is not None}
+def _take(api: Api, options: Mapping[str, object], *, holder: int, wait: float) -> "shapes.Lease":
+    """Return the lease that was asked for; the server has the defaults for what was not given."""
+    request = {name: value for name, value in options.items() if value is not None}
+    return waiting.admit(api, request, holder=holder, wait=wait) if wait else api.admit(request)
 
 
-@click.command()
+def _give_back(api: Api, lease: "shapes.Lease") -> None:
+    """Release a lease that nobody got to use; when that fails, it ends with its holder."""
+    with contextlib.suppress(MpsdError):
+        api.release(lease["id"])
+
+
+@click.command(cls=ForEval)
 @_with_request
 @click.option("--pid", type=int, help="What the lease is tied to.  [default: the shell that called]")
 @with_form("env")
 @with_api
-def admit(api: Api, form: str, pid: int | None, **request: object) -> None:
+def admit(api: Api, form: str, pid: int | None, wait: float, **request: object) -> None:
     """Take out a lease, and print it.
 
     \b
@@ -80,48 +119,84 @@ def admit(api: Api, form: str, pid: int | None, **request: object) -> None:
     The lease is tied to the shell or other program that called mpsctl, and ends with it at the latest. A subshell
     counts as part of the shell that forked it, so a lease for a background job needs its pid (--pid $BASHPID). What is
     called through sudo or timeout must be told its shell (--pid $$). For a single command, `mpsctl run` is simpler.
+
+    With --wait, the place in the queue outlives a restart of mpsd, and Ctrl-C gives it away at once.
     """  # noqa: D301 - click knows by that character what not to wrap
     holder = calling_program() if pid is None else pid
     if holder == 0:
         raise click.UsageError("The caller is in another pid namespace: say with --pid what the lease is tied to.")
+    if form == "env" and request["gpus"] not in {None, 1}:
+        raise InvalidRequestError(
+            "-o env is for one GPU: each process can use one, and has the environment for that",
+            hint="take the lease with -o json, then in each process: mpsctl show LEASE -o env --share N",
+        )
     try:
-        lease = api.admit({**_given(request), "pid": holder})
-    except MpsdError as error:
-        if form == "env":  # or the shell would take no lines at all for success, and go on without limits
-            click.echo(f"(exit {error.exit_code})")
+        lease = _take(api, {**request, "pid": holder}, holder=holder, wait=wait)
+    except SignalledError as signal:
+        if form == "env":
+            click.echo(f"(exit {signal.exit_code})")
+        signal.end()
+    try:
+        print_lease(form, lease)
+    except (OSError, MpsdError):
+        _give_back(api, lease)
         raise
-    print_lease(form, lease)
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @_with_request
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @with_api
-def run(api: Api, command: tuple[str, ...], **request: object) -> None:
+def run(api: Api, command: tuple[str, ...], wait: float, **request: object) -> None:
     """Take out a lease, and become COMMAND with its environment.
 
     \b
-        mpsctl run --threads 25 --memory 8GiB -- python train.py
+        mpsctl run --threads 25 --memory 8GiB --wait forever -- python train.py
 
     It stays the same process: its pid, its exit status and the signals sent to it are COMMAND's, and the lease ends
     when it does. As in a shell, the exit status is 127 for a command that is not found, and 126 for one that cannot be
     run.
+
+    With --wait, the place in the queue outlives a restart of mpsd, and Ctrl-C gives it away at once.
+
+    COMMAND finds its lease in MPSD_LEASE. With --ttl it must show every so often that it gets on, or lose the lease
+    while it runs: mpsctl renew "$MPSD_LEASE" --ttl SECONDS. With --gpus it is started for the first of them, and starts
+    a process for each other: see mpsctl show --help.
     """  # noqa: D301 - as above
     if not command[0]:
         raise click.UsageError("COMMAND is empty.")
-    lease = api.admit(_given(request))
     try:
-        os.execvpe(command[0], command, {**os.environ, **lease["env"]})  # noqa: S606 - that is what it is for
-    except OSError as error:
-        with contextlib.suppress(MpsdError):  # it ends with this process anyway
-            api.release(lease["id"])
+        lease = _take(api, request, holder=os.getpid(), wait=wait)
+    except SignalledError as signal:
+        signal.end()
+    try:
+        variables = {**environment(lease, share=0), "MPSD_LEASE": lease["id"]}
+        if lease["expires"] and request["ttl"] is None:
+            note(f"{lease['id']} ends at {lease['expires']}, unless renewed: mpsctl renew {lease['id']} --ttl SECONDS")
+        os.execvpe(command[0], command, {**os.environ, **variables})  # noqa: S606 - that is what it is for
+    except (OSError, MpsdError) as error:
+        _give_back(api, lease)
+        if isinstance(error, MpsdError):
+            raise
         click.echo(f"mpsctl: {command[0]}: {error.strerror}", err=True)
         click.get_current_context().exit(_NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE)
 
 
 @click.command()
 @click.argument("lease")
+@click.option(
+    "--ttl", type=float, callback=_finite, required=True, metavar="SECONDS", help="It ends after that, from now on."
+)
+@with_form()
+@with_api
+def renew(api: Api, lease: str, form: str, ttl: float) -> None:
+    """Let a lease live on, so that it ends only this many seconds from now; and print it."""
+    print_lease(form, api.renew(lease, ttl))
+
+
+@click.command()
+@click.argument("lease")
 @with_api
 def release(api: Api, lease: str) -> None:
-    """End a lease of your own; one that has ended already is fine."""
+    """End a lease of your own, or give up its place in the queue; one that has ended already is fine."""
     api.release(lease)

@@ -4,7 +4,7 @@ import click
 
 from mpsd.cli import views
 from mpsd.cli.api import Api
-from mpsd.cli.command import now, print_answer, print_lease, with_api, with_form
+from mpsd.cli.command import ForEval, now, print_answer, print_lease, with_api, with_form
 from mpsd.cli.render import plain
 
 
@@ -54,17 +54,27 @@ def clients(api: Api, form: str) -> None:
 @with_form()
 @with_api
 def leases(api: Api, form: str) -> None:
-    """List the leases that have not ended."""
+    """List the leases that have not ended: those that hold something, then those that wait, in their order."""
     print_answer(form, api.leases(), lambda safe: views.leases(safe, now()))
 
 
-@click.command()
+@click.command(cls=ForEval)
 @click.argument("lease")
+@click.option(
+    "--share", type=click.IntRange(min=0), metavar="N", help="With -o env: on which of its GPUs, counted from 0."
+)
 @with_form("env")
 @with_api
-def show(api: Api, lease: str, form: str) -> None:
-    """Show everything about one lease, also when it ended not long ago."""
-    print_lease(form, api.lease(lease))
+def show(api: Api, lease: str, form: str, share: int | None) -> None:
+    """Show everything about one lease, also when it ended not long ago.
+
+    \b
+    A process can use one GPU of a lease on several, and takes its environment so:
+        eval "$(mpsctl show "$MPSD_LEASE" -o env --share "$LOCAL_RANK")"
+    """  # noqa: D301 - click knows by that character what not to wrap
+    if share is not None and form != "env":
+        raise click.UsageError("--share goes with -o env.")
+    print_lease(form, api.lease(lease), share)
 
 
 @click.command()

@@ -38,7 +38,11 @@ def _escaped(character: str) -> str:
 
 def as_json(answer: object) -> str:
     """Return what the API answered, indented: the same document, with what does not print escaped."""
-    text = json.dumps(answer, indent=2, ensure_ascii=False)
+    return harmless_json(json.dumps(answer, indent=2, ensure_ascii=False))
+
+
+def harmless_json(text: str) -> str:
+    """Return a document in JSON as it is, with what does not print escaped; line ends between its parts may stay."""
     if text.replace("\n", "").isprintable():
         return text
     return "".join(each if each.isprintable() or each == "\n" else json.dumps(each)[1:-1] for each in text)
@@ -82,11 +86,31 @@ def percent(value: float) -> str:
 
 def age(then: str, now: datetime) -> str:
     """Print how long ago a time of the API was, in its largest unit: `12s`, `3m`, `5h`, `9d`."""
-    seconds = max(int((now - datetime.fromisoformat(then)).total_seconds()), 0)
+    return _span((now - datetime.fromisoformat(then)).total_seconds())
+
+
+def until(then: str, now: datetime) -> str:
+    """Print how far ahead a time of the API lies, as `age` prints how long ago one was."""
+    return _span((datetime.fromisoformat(then) - now).total_seconds())
+
+
+def _span(exactly: float) -> str:
+    seconds = max(int(exactly), 0)
     for unit, factor in _AGES:
         if seconds >= factor:
             return f"{seconds // factor}{unit}"
     return f"{seconds}s"
+
+
+def fact(value: object) -> str:
+    """Print what an event says about something, in one word; in quotes where it would look like several."""
+    match value:
+        case str() if value and not any(each in value for each in ' "=,'):
+            return value
+        case list() if value:
+            return ",".join(map(fact, value))
+        case _:
+            return json.dumps(value, ensure_ascii=False)
 
 
 def plural(count: int, noun: str) -> str:

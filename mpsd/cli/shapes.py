@@ -4,7 +4,11 @@ mpsctl does not import them to run, and it validates nothing: what mpsd answers 
 the types that mpsd answers with, field by field.
 """
 
-from typing import TypedDict
+from collections.abc import Mapping
+from typing import TypeAlias, TypedDict
+
+Event: TypeAlias = Mapping[str, object]
+"""A decision of mpsd: the line of its log, with its number `seq`; which facts there are depends on what happened."""
 
 
 class Owner(TypedDict):
@@ -24,19 +28,35 @@ class Wait(TypedDict):
     because: str
 
 
+class Share(TypedDict):
+    """What a lease has on one GPU."""
+
+    gpu: str
+    daemon: str
+    active_thread_percentage: float
+    pinned_device_mem_limit: int
+    env: dict[str, str]
+
+
 class Lease(TypedDict):
-    """A promise of this much of a GPU, until it ends; None or empty where there is nothing yet."""
+    """A promise of this much of a GPU, until it ends; None or empty where there is nothing yet.
+
+    Percentage, memory and environment are those on the first of its GPUs; `shares` has each.
+    """
 
     id: str
     state: str
     because: str
     gpus: list[str]
     daemon: str | None
-    owner: Owner | None
+    owner: Owner
     active_thread_percentage: float | None
     pinned_device_mem_limit: int | None
     env: dict[str, str]
+    shares: list[Share]
     clients: list[int]
+    processes: int
+    priority: int
     name: str
     labels: dict[str, str]
     created: str
@@ -47,9 +67,12 @@ class Lease(TypedDict):
 
 
 class Others(TypedDict):
-    """What those have whose leases are not shown."""
+    """What those have together whose leases are not shown; the threads of all GPUs are added up."""
 
     leases: int
+    waiting: int
+    threads_granted: float
+    memory_granted: int
 
 
 class Leases(TypedDict):

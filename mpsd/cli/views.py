@@ -3,16 +3,18 @@
 The answers come in with their foreign text made harmless (`render.plain`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from mpsd.cli.render import age, columns, percent, plural, size, table
+from mpsd.cli.render import age, columns, fact, percent, plural, size, table, until
 
 if TYPE_CHECKING:
     from mpsd.cli import shapes
 
 _UNKNOWN = "unknown"
+_SEVERAL = 2
+_LONGEST_EVENT = 17
 
 
 # -- the node ----------------------------------------------------------------------------------------------------------
@@ -199,43 +201,64 @@ def clients(answer: "shapes.Clients") -> str:
 
 
 def leases(answer: "shapes.Leases", now: datetime) -> str:
-    """List the leases that have not ended, and say when there are others that this caller may not see."""
+    """List the leases that have not ended, and tell in a line of those that this caller may not see."""
     rows = [
         (
             lease["id"],
-            lease["state"],
-            lease["daemon"] or "-",
+            _standing(lease),
+            _alike(share["daemon"] for share in lease["shares"]) or "-",
             *_share(lease),
-            *_holder(lease),
+            str(lease["owner"]["uid"]),
+            str(lease["owner"]["pid"]),
             age(lease["created"], now),
             lease["name"] or "-",
         )
-        for lease in answer["leases"]
+        for lease in sorted(answer["leases"], key=_place)
     ]
     headings = ("LEASE", "STATE", "DAEMON", "THREADS", "MEMORY", "UID", "PID", "AGE", "NAME")
-    hidden = answer["others"]["leases"]
-    others = [f"and {plural(hidden, 'lease')} of other users"] if hidden else []
-    return "\n".join([table(headings, rows, none="no leases"), *others])
+    return "\n".join([table(headings, rows, none="no leases"), *_of_others(answer["others"])])
+
+
+def _place(lease: "shapes.Lease") -> int:
+    """Return its place in the queue; what has been granted stands before that."""
+    return lease["wait"]["position"] if lease["wait"] else 0
+
+
+def _standing(lease: "shapes.Lease") -> str:
+    """Print the state, and of what waits, where it stands and what for."""
+    wait = lease["wait"]
+    return f"{lease['state']}, place {wait['position']}, for {wait['waits_for']}" if wait else lease["state"]
+
+
+def _of_others(others: "shapes.Others") -> list[str]:
+    """Tell what those have whose leases are not listed; nothing where there are none."""
+    if not others["leases"]:
+        return []
+    threads, memory = percent(others["threads_granted"]), size(others["memory_granted"])
+    waiting = f", {others['waiting']} of them waiting" if others["waiting"] else ""
+    return [f"and {plural(others['leases'], 'lease')} of other users, of {threads} and {memory} in all{waiting}"]
 
 
 def _share(lease: "shapes.Lease") -> tuple[str, str]:
-    """Print threads and memory; one that waits on a fraction has none yet."""
-    threads, memory = lease["active_thread_percentage"], lease["pinned_device_mem_limit"]
-    return "-" if threads is None else percent(threads), "-" if memory is None else size(memory)
+    """Print threads and memory on each GPU; one that waits for a fraction has none yet."""
+    if lease["shares"]:
+        threads = _alike(percent(share["active_thread_percentage"]) for share in lease["shares"])
+        return threads, _alike(size(share["pinned_device_mem_limit"]) for share in lease["shares"])
+    asked, memory = lease["active_thread_percentage"], lease["pinned_device_mem_limit"]
+    return "-" if asked is None else percent(asked), "-" if memory is None else size(memory)
 
 
-def _holder(lease: "shapes.Lease") -> tuple[str, str]:
-    """Print uid and pid of whom it is tied to."""
-    owner = lease["owner"]
-    return ("-", "-") if owner is None else (str(owner["uid"]), str(owner["pid"]))
+def _alike(values: Iterable[str]) -> str:
+    """Print values, one time where they are all the same."""
+    return ",".join(dict.fromkeys(values))
 
 
 def lease(answer: "shapes.Lease", now: datetime) -> str:
     """Show everything about one lease."""
     threads, memory = _share(answer)
-    uid, pid = _holder(answer)
-    exactly = "" if answer["pinned_device_mem_limit"] is None else f" ({answer['pinned_device_mem_limit']} bytes)"
+    owner, shares = answer["owner"], answer["shares"]
     wait, expires, ended = answer["wait"], answer["expires"], answer["ended"]
+    exactly = "" if answer["pinned_device_mem_limit"] is None else f" ({answer['pinned_device_mem_limit']} bytes)"
     return columns(
         [
             ("lease", answer["id"]),
@@ -243,18 +266,47 @@ def lease(answer: "shapes.Lease", now: datetime) -> str:
             *([("waits", f"in place {wait['position']} for {wait['waits_for']}: {wait['because']}")] if wait else []),
             ("name", answer["name"] or "-"),
             ("labels", " ".join(f"{key}={value}" for key, value in answer["labels"].items()) or "-"),
-            ("daemon", answer["daemon"] or "-"),
-            ("GPU", " ".join(answer["gpus"]) or "-"),
+            ("priority", str(answer["priority"])),
+            *(_one_gpu(answer) if len(shares) < _SEVERAL else []),
             ("threads", threads),
-            ("memory", memory + exactly),
-            ("holder", f"pid {pid}, uid {uid}"),
-            ("clients", " ".join(map(str, answer["clients"])) or "-"),
+            ("memory", memory + exactly if len(shares) < _SEVERAL else memory),
+            ("holder", f"pid {owner['pid']}, uid {owner['uid']}"),
+            ("clients", f"{' '.join(map(str, answer['clients'])) or '-'} (of {answer['processes']} at most)"),
             ("created", f"{answer['created']} ({age(answer['created'], now)} ago)"),
-            *([("expires", expires)] if expires else []),
+            *([("expires", f"{expires} (in {until(expires, now)}, unless it is renewed)")] if expires else []),
             *([("ended", f"{ended} ({age(ended, now)} ago)")] if ended else []),
-            *(("env", f"{name}={value}") for name, value in answer["env"].items()),
+            *(_each_gpu(answer) if len(shares) >= _SEVERAL else _environment("env", answer["env"])),
         ]
     )
+
+
+def _one_gpu(lease: "shapes.Lease") -> list[tuple[str, str]]:
+    return [("daemon", lease["daemon"] or "-"), ("GPU", " ".join(lease["gpus"]) or "-")]
+
+
+def _each_gpu(lease: "shapes.Lease") -> Iterator[tuple[str, str]]:
+    """Show what it has on each of several GPUs, under the number by which `show --share` takes it."""
+    for number, share in enumerate(lease["shares"]):
+        threads, memory = percent(share["active_thread_percentage"]), size(share["pinned_device_mem_limit"])
+        yield f"share {number}", f"{share['daemon']}, {share['gpu']}: {threads} and {memory}"
+        yield from _environment("  env", share["env"])
+
+
+def _environment(label: str, variables: "dict[str, str]") -> list[tuple[str, str]]:
+    return [(label, f"{name}={value}") for name, value in variables.items()]
+
+
+# -- events ------------------------------------------------------------------------------------------------------------
+
+
+def event(answer: "shapes.Event") -> str:
+    """Tell an event in one line: when, what, and its facts, the number first; its level only where it is not usual."""
+    facts = [
+        f"{name}={fact(value)}"
+        for name, value in answer.items()
+        if name not in {"at", "event"} and (name, value) != ("level", "info")
+    ]
+    return f"{answer['at']}  {answer['event']!s:<{_LONGEST_EVENT}}  {' '.join(facts)}".rstrip()
 
 
 # -- settings and operations -------------------------------------------------------------------------------------------

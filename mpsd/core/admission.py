@@ -196,7 +196,7 @@ def never(request: LeaseRequest, share: Share, offer: Offer) -> Shortage | None:
 
 
 def lacks(
-    request: LeaseRequest, share: Share, offer: Offer, free: Amount, uids: Mapping[int, int], uid: int
+    request: LeaseRequest, share: Share, offer: Offer, *, free: Amount, uids: Mapping[int, int], uid: int
 ) -> Shortage | None:
     """Say why a share cannot be had on this GPU now, of which `free` is left and which `uids` use; None when it can."""
     if offer.refusal is not None:

@@ -151,9 +151,9 @@ def mark(nonce: str, number: int) -> str:
     return f"mpsd-{nonce}-{number}"
 
 
-def is_mark(line: str) -> bool:
-    """Tell whether a command in the control daemon's log is one of mpsd's marks."""
-    return line.startswith("mpsd-")
+def is_mark(line: str, key: str = "") -> bool:
+    """Tell whether a command in the control daemon's log is a mark of mpsd's whose nonce begins with this key."""
+    return line.startswith(f"mpsd-{key}")
 
 
 def echo_of(line: str) -> str:

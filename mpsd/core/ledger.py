@@ -239,7 +239,7 @@ class Ledger:
         for offer, share in self._candidates(lease):
             free = self._left_by(head, lease, offer)
             uids = self._uids.get(offer.gpu, {})
-            if admission.lacks(lease.request, share, offer, free, uids, lease.owner.uid) is None:
+            if admission.lacks(lease.request, share, offer, free=free, uids=uids, uid=lease.owner.uid) is None:
                 fitting.append((share, free))
         if len(fitting) < lease.request.gpus:
             return ()
@@ -266,7 +266,7 @@ class Ledger:
         for offer, share in self._candidates(lease):
             free = Amount(offer.threads, offer.memory, offer.clients) - self.taken(offer.gpu)
             uids = self._uids.get(offer.gpu, {})
-            shortage = admission.lacks(lease.request, share, offer, free, uids, lease.owner.uid)
+            shortage = admission.lacks(lease.request, share, offer, free=free, uids=uids, uid=lease.owner.uid)
             if shortage is not None:
                 shortages.append(shortage)
         if len(shortages) > len(list(self._candidates(lease))) - lease.request.gpus:

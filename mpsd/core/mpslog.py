@@ -17,7 +17,7 @@ _LINE = re.compile(r"\[(?P<at>[0-9-]+ [0-9:.]+) +(?P<source>[A-Za-z ]+?) +(?P<pi
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One line: the time as the daemon wrote it (local time), who wrote it (Control, Server, Other), its pid, and text."""
+    """One line: the daemon's local time, who wrote it (Control, Server, Other), its pid, the text."""
 
     at: str
     source: str
@@ -42,8 +42,13 @@ class _Whose(StrEnum):
 
 @dataclass(slots=True)
 class ForeignHand:
-    """Reads a log in pieces, and picks out the commands of others that can have changed something."""
+    """Reads a log in pieces, and picks out the commands of others that can have changed something.
 
+    Any local user can write to a control daemon, and so into its log, whatever mpsd writes. What it cannot write is the
+    key, with which the nonces of mpsd's marks begin.
+    """
+
+    key: str = ""
     _whose: _Whose = _Whose.NOBODYS
 
     def seen(self, lines: Iterable[str]) -> tuple[str, ...]:
@@ -60,7 +65,7 @@ class ForeignHand:
             elif line.text.startswith("Cmd:"):
                 command = line.text.removeprefix("Cmd:")
                 if self._whose is _Whose.UNKNOWN:
-                    self._whose = _Whose.OURS if is_mark(command) else _Whose.FOREIGN
+                    self._whose = _Whose.OURS if is_mark(command, self.key) else _Whose.FOREIGN
                 if self._whose is not _Whose.OURS and changes_something(command):
                     found.append(command)
         return tuple(found)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-
 _DOUBLINGS: Final = 64
 """More than lead from any first delay to any longest one, and few enough for a float."""
 

@@ -15,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
+from mpsd.core import parsers
 from mpsd.core.errors import ConfigurationError, MpsdError
 from mpsd.core.model import Limits
 from mpsd.core.units import (
@@ -23,14 +24,9 @@ from mpsd.core.units import (
     ActiveThreadPercentage,
     PinnedDeviceMemLimit,
     format_size,
-    parse_duration,
-    parse_size,
 )
 
 T = TypeVar("T")
-
-_MOST: Final = 2**31 - 1
-"""The largest number of anything that a person can mean."""
 
 Plain: TypeAlias = str | int | float | list[str] | None
 """What a TOML or JSON value of a setting can be."""
@@ -70,109 +66,6 @@ class LogFormat(StrEnum):
     TEXT = "text"
 
 
-# -- parsers: a TOML value in, a typed value out, ValueError or InvalidRequestError otherwise --------------------------
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError("it is not text")
-    if "\0" in value:
-        raise ValueError("it holds a NUL, which no path and no name can")
-    return value
-
-
-def _path(value: object) -> Path:
-    path = Path(_text(value))
-    if not path.is_absolute():
-        raise ValueError("it is not an absolute path")
-    return path
-
-
-def _flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("it is not true or false")
-    return value
-
-
-def _optional_path(value: object) -> Path | None:
-    return None if value == "" else _path(value)
-
-
-def _mode(value: object) -> int:
-    text = _text(value)
-    try:
-        mode = int(text, 8)
-    except ValueError:
-        mode = -1
-    if not 0 <= mode <= 0o777:  # noqa: PLR2004 - the nine permission bits
-        raise ValueError('it is not an octal mode such as "0660"')
-    return mode
-
-
-def _seconds(value: object) -> float:
-    if not isinstance(value, (int, float)):
-        raise ValueError("it is not a number of seconds")
-    return parse_duration(value)
-
-
-def _count(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MOST:
-        raise ValueError(f"it is not a whole number from 1 to {_MOST}")
-    return value
-
-
-def _size(value: object) -> int:
-    if not isinstance(value, (str, int)):
-        raise ValueError("it is not a size")
-    return 0 if value in {0, "0"} and not isinstance(value, bool) else parse_size(value)
-
-
-def _percentage(value: object) -> ActiveThreadPercentage:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError("it is not a number")
-    return ActiveThreadPercentage.parse(value)
-
-
-def _mem_limit(value: object) -> PinnedDeviceMemLimit | None:
-    if not isinstance(value, (str, int)):
-        raise ValueError("it is not a size")
-    return PinnedDeviceMemLimit.parse(value)
-
-
-def _names(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
-        raise ValueError("it is not a list of names")
-    return tuple(value)
-
-
-def _priority(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not -100 <= value <= 100:  # noqa: PLR2004
-        raise ValueError("it is not a whole number from -100 to 100")
-    return value
-
-
-def _positive(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _MOST:
-        raise ValueError(f"it is not a number above zero, and {_MOST} at most")
-    return float(value)
-
-
-def _factor(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value <= 100:  # noqa: PLR2004
-        raise ValueError("it is not a factor from 1.0 to 100")
-    return float(value)
-
-
-def _choice(choices: type[StrEnum]) -> Callable[[object], Any]:
-    def parse(value: object) -> StrEnum:
-        try:
-            return choices(_text(value))
-        except ValueError:
-            raise ValueError("it is not one of " + ", ".join(f'"{choice}"' for choice in choices)) from None
-
-    return parse
-
-
 def row(default: T, parse: Callable[[object], T], help_: str, *, unit: str = "", reload: bool = False) -> T:
     """Declare a setting: a dataclass field that carries its own parser and documentation."""
     return field(default=default, metadata={"parse": parse, "help": help_, "unit": unit, "reload": reload})
@@ -187,12 +80,12 @@ class Paths:
 
     runtime_dir: Path = row(
         Path("/run/mpsd"),
-        _path,
+        parsers.path,
         "the socket, the lock, and a pipe directory per control daemon; must be on a local file system",
     )
-    state_dir: Path = row(Path("/var/lib/mpsd"), _path, "what must outlive a reboot")
+    state_dir: Path = row(Path("/var/lib/mpsd"), parsers.path, "what must outlive a reboot")
     log_dir: Path = row(
-        Path("/var/log/mpsd"), _path, "a directory per control daemon with NVIDIA's control.log and server.log"
+        Path("/var/log/mpsd"), parsers.path, "a directory per control daemon with NVIDIA's control.log and server.log"
     )
 
 
@@ -200,18 +93,26 @@ class Paths:
 class Api:
     """The socket that clients talk to."""
 
-    socket: Path | None = row(None, _optional_path, "the unix socket; mpsd.sock in the runtime directory by default")
+    socket: Path | None = row(
+        None, parsers.optional_path, "the unix socket; mpsd.sock in the runtime directory by default"
+    )
     mode: int = row(
-        0o666, _mode, "its permissions; what a caller may do is decided by its uid, not by this", unit="octal"
+        0o666,
+        parsers.octal_mode,
+        "its permissions; what a caller may do is decided by its uid, not by this",
+        unit="octal",
     )
-    group: str = row("", _text, "the group that owns the socket")
-    connections_per_uid: int = row(256, _count, "connections that one uid may have open", reload=True)
+    group: str = row("", parsers.text, "the group that owns the socket")
+    connections_per_uid: int = row(256, parsers.count, "connections that one uid may have open", reload=True)
     requests_per_uid: int = row(
-        128, _count, "requests of one uid that may be in flight, waiting ones included", reload=True
+        128, parsers.count, "requests of one uid that may be in flight, waiting ones included", reload=True
     )
-    header_deadline: float = row(10.0, _seconds, "for a connection to have sent a whole request", unit="s")
-    events: int = row(10_000, _count, "events that are kept")
-    open: bool = row(False, _flag, "let every user see the leases of all others, and not just their sums", reload=True)
+    header_deadline: float = row(10.0, parsers.seconds, "for a connection to have sent a whole request", unit="s")
+    events: int = row(10_000, parsers.count, "events that are kept")
+    events_age: float = row(604_800.0, parsers.seconds, "for which an event is kept", unit="s")
+    open: bool = row(
+        False, parsers.flag, "let every user see the leases of all others, and not just their sums", reload=True
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,24 +120,34 @@ class ControlDaemon:
     """How control daemons are started and watched."""
 
     control: str = row(
-        "nvidia-cuda-mps-control", _text, "NVIDIA's control program: a path, or a name looked up in PATH"
+        "nvidia-cuda-mps-control", parsers.text, "NVIDIA's control program: a path, or a name looked up in PATH"
     )
     users: Users = row(
         Users.ONE,
-        _choice(Users),
+        parsers.choice(Users),
         "whether a control daemon serves one uid at a time, or many (-multiuser-server: driver 555 or newer)",
     )
-    layout: Layout = row(Layout.PER_GPU, _choice(Layout), "one control daemon for each GPU")
-    compute_mode: ComputeMode = row(ComputeMode.LEAVE, _choice(ComputeMode), "leave the GPU's compute mode as it is")
-    start_deadline: float = row(10.0, _seconds, "for a daemon to listen once it was started", unit="s", reload=True)
-    answer_deadline: float = row(3.0, _seconds, "for one conversation with a daemon", unit="s", reload=True)
-    probe_interval: float = row(15.0, _seconds, "between two proofs of life of a quiet daemon", unit="s", reload=True)
-    deaths: int = row(
-        5, _count, "this many deaths within `death_window` are too many: the daemon is failed", reload=True
+    layout: Layout = row(Layout.PER_GPU, parsers.choice(Layout), "one control daemon for each GPU")
+    compute_mode: ComputeMode = row(
+        ComputeMode.LEAVE, parsers.choice(ComputeMode), "leave the GPU's compute mode as it is"
     )
-    death_window: float = row(60.0, _seconds, "for which a death counts", unit="s", reload=True)
+    start_deadline: float = row(
+        10.0, parsers.seconds, "for a daemon to listen once it was started", unit="s", reload=True
+    )
+    answer_deadline: float = row(3.0, parsers.seconds, "for one conversation with a daemon", unit="s", reload=True)
+    probe_interval: float = row(
+        15.0, parsers.seconds, "between two proofs of life of a quiet daemon", unit="s", reload=True
+    )
+    deaths: int = row(
+        5, parsers.count, "this many deaths within `death_window` are too many: the daemon is failed", reload=True
+    )
+    death_window: float = row(60.0, parsers.seconds, "for which a death counts", unit="s", reload=True)
     log_size: int = row(
-        16 * MIB, _size, "that NVIDIA's control.log may keep before its older half goes", unit="bytes", reload=True
+        16 * MIB,
+        parsers.size,
+        "that NVIDIA's control.log may keep before its older half goes",
+        unit="bytes",
+        reload=True,
     )
 
 
@@ -245,10 +156,10 @@ class DefaultLimits:
     """The limits that each control daemon gives to the servers it starts."""
 
     active_thread_percentage: ActiveThreadPercentage = row(
-        ActiveThreadPercentage(1000), _percentage, "of the GPU's threads, in steps of 0.1", unit="%", reload=True
+        ActiveThreadPercentage(1000), parsers.percentage, "of the GPU's threads, in steps of 0.1", unit="%", reload=True
     )
     pinned_device_mem_limit: PinnedDeviceMemLimit | None = row(
-        None, _mem_limit, "of device memory for each client process; absent: no limit", unit="bytes", reload=True
+        None, parsers.mem_limit, "of device memory for each client process; absent: no limit", unit="bytes", reload=True
     )
 
 
@@ -257,17 +168,30 @@ class Admission:
     """Who gets in."""
 
     threads_oversubscription: float = row(
-        1.0, _factor, "the threads granted on a GPU may sum up to this many times 100 %", unit="factor", reload=True
+        1.0,
+        parsers.factor,
+        "the threads granted on a GPU may sum up to this many times 100 %",
+        unit="factor",
+        reload=True,
     )
-    memory_reserve: int = row(512 * MIB, _size, "of each GPU's memory that is never granted", unit="bytes", reload=True)
-    queue_length: int = row(1000, _count, "requests that may wait at a time", reload=True)
-    leases: int = row(20_000, _count, "leases in all, waiting ones included", reload=True)
+    memory_reserve: int = row(
+        512 * MIB, parsers.size, "of each GPU's memory that is never granted", unit="bytes", reload=True
+    )
+    queue_length: int = row(1000, parsers.count, "requests that may wait at a time", reload=True)
+    leases: int = row(20_000, parsers.count, "leases in all, waiting ones included", reload=True)
+    hang_up_grace: float = row(
+        30.0,
+        parsers.seconds,
+        "for which a caller that hung up, or was cut off, can come back to its place in the queue with its request_id",
+        unit="s",
+        reload=True,
+    )
     usage_half_life: float = row(
-        3600.0, _seconds, "after which what a user had counts half, when the queue is put in order", unit="s"
+        3600.0, parsers.seconds, "after which what a user had counts half, when the queue is put in order", unit="s"
     )
     placement: Placement = row(
         Placement.BEST_FIT,
-        _choice(Placement),
+        parsers.choice(Placement),
         "which GPU when the caller names none: the fullest that fits, or the emptiest",
         reload=True,
     )
@@ -277,23 +201,23 @@ class Admission:
 class Roles:
     """Who may do what, by user name, by %group, or * for everybody; root and mpsd's own user may do everything."""
 
-    observers: tuple[str, ...] = row((), _names, "may read", reload=True)
-    users: tuple[str, ...] = row(("*",), _names, "may read, hold leases, and end their own", reload=True)
-    admins: tuple[str, ...] = row((), _names, "may do everything, also to the leases of others", reload=True)
+    observers: tuple[str, ...] = row((), parsers.names, "may read", reload=True)
+    users: tuple[str, ...] = row(("*",), parsers.names, "may read, hold leases, and end their own", reload=True)
+    admins: tuple[str, ...] = row((), parsers.names, "may do everything, also to the leases of others", reload=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
     """What one user may have, under [quota.NAME]: NAME is a user, a %group, or * for who has no other."""
 
-    leases: int | None = row(None, _count, "leases at a time, waiting ones included")
-    threads: float | None = row(None, _positive, "of threads, summed over its leases; 100 is one GPU", unit="%")
-    memory: int | None = row(None, _size, "of device memory, summed over its leases", unit="bytes")
-    priority: int | None = row(None, _priority, "the highest that it may ask for; 0 where nothing is said")
+    leases: int | None = row(None, parsers.count, "leases at a time, waiting ones included")
+    threads: float | None = row(None, parsers.positive, "of threads, summed over its leases; 100 is one GPU", unit="%")
+    memory: int | None = row(None, parsers.size, "of device memory, summed over its leases", unit="bytes")
+    priority: int | None = row(None, parsers.priority, "the highest that it may ask for; 0 where nothing is said")
     ttl: float | None = row(
-        None, _seconds, "the longest time to live, and the one that a lease gets which asks for none", unit="s"
+        None, parsers.seconds, "the longest time to live, and the one that a lease gets which asks for none", unit="s"
     )
-    gpus: tuple[str, ...] | None = row(None, _names, "the UUIDs of the GPUs that it may use")
+    gpus: tuple[str, ...] | None = row(None, parsers.names, "the UUIDs of the GPUs that it may use")
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +225,7 @@ class Log:
     """mpsd's own log, on stderr."""
 
     format: LogFormat = row(
-        LogFormat.AUTO, _choice(LogFormat), "json, text, or auto: text on a terminal and JSON elsewhere"
+        LogFormat.AUTO, parsers.choice(LogFormat), "json, text, or auto: text on a terminal and JSON elsewhere"
     )
 
 
@@ -495,30 +419,3 @@ def effective(settings: Settings) -> dict[str, dict[str, Plain]]:
         values = {each.key.rsplit(".", 1)[1]: each for each in quota_rows()}
         tree[f"quota.{name}"] = {field_: plain(each, getattr(quota, field_)) for field_, each in values.items()}
     return tree
-
-
-def changed(old: Settings, new: Settings) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Name the settings that differ: those that a reload applies, and those that need a restart of mpsd."""
-    applied: list[str] = []
-    waiting: list[str] = []
-    for each in rows():
-        section, name = each.key.split(".")
-        if getattr(getattr(old, section), name) != getattr(getattr(new, section), name):
-            (applied if each.reload else waiting).append(each.key)
-    if old.quota != new.quota:
-        applied.append("quota")
-    return tuple(applied), tuple(waiting)
-
-
-def reloaded(old: Settings, new: Settings) -> Settings:
-    """Take from `new` what a reload may apply, and keep the rest of `old`."""
-    applied, _ = changed(old, new)
-    result = old
-    for key in applied:
-        if key == "quota":
-            result = replace(result, quota=new.quota)
-            continue
-        section, name = key.split(".")
-        part = replace(getattr(result, section), **{name: getattr(getattr(new, section), name)})
-        result = replace(result, **{section: part})
-    return result

@@ -21,6 +21,15 @@ _UNITS = {
 }
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", re.ASCII)
 _MAXIMUM_SIZE = 2**63 - 1
+_LONGEST_QUOTE = 60
+
+
+def _brief(value: object) -> str:
+    """Print a value for a message, briefly: thousands of digits are more than a person reads, or Python prints."""
+    if isinstance(value, int) and abs(value) > _MAXIMUM_SIZE:
+        return "a number beyond 63 bits"
+    text = repr(value)
+    return text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}..."
 
 
 def parse_size(value: str | int) -> int:
@@ -30,16 +39,21 @@ def parse_size(value: str | int) -> int:
     """
     hint = "write it as 8GiB, 512MiB, 8GB, or a plain number of bytes"
     if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise InvalidRequestError(f"a size is text or a whole number of bytes, not {value!r}", hint=hint)
+        raise InvalidRequestError(f"a size is text or a whole number of bytes, not {_brief(value)}", hint=hint)
+    out_of_range = f"{_brief(value)} is not between 1 byte and {_MAXIMUM_SIZE} bytes"
+    if isinstance(value, int) and abs(value) > _MAXIMUM_SIZE:
+        raise InvalidRequestError(out_of_range, hint=hint)
     match = _SIZE.fullmatch(str(value).strip())
     if match is None:
-        raise InvalidRequestError(f"{value!r} is not a size", hint=hint)
+        raise InvalidRequestError(f"{_brief(value)} is not a size", hint=hint)
     number, unit = match.groups()
     if unit not in _UNITS:
-        raise InvalidRequestError(f"{value!r} has the unknown unit {unit!r}; units are case-sensitive", hint=hint)
+        raise InvalidRequestError(
+            f"{_brief(value)} has the unknown unit {_brief(unit)}; units are case-sensitive", hint=hint
+        )
     size = int(Decimal(number) * _UNITS[unit])
     if not 0 < size <= _MAXIMUM_SIZE:
-        raise InvalidRequestError(f"{value!r} is not between 1 byte and {_MAXIMUM_SIZE} bytes", hint=hint)
+        raise InvalidRequestError(out_of_range, hint=hint)
     return size
 
 
@@ -78,16 +92,17 @@ class ActiveThreadPercentage:
         """Round down to a tenth. Raises InvalidRequestError for what is not a number in (0, 100], or is below 0.1."""
         hint = "give a percentage of the GPU's threads from 0.1 to 100"
         try:
-            number = Decimal(str(value).strip()) if not isinstance(value, bool) else Decimal("NaN")
+            exact = value if isinstance(value, int) else str(value).strip()
+            number = Decimal(exact) if not isinstance(value, bool) else Decimal("NaN")
         except InvalidOperation:
             number = Decimal("NaN")
         if not number.is_finite():
             raise InvalidRequestError(
-                f"{value!r} is not a percentage", hint=hint, limit="active_thread_percentage"
+                f"{_brief(value)} is not a percentage", hint=hint, limit="active_thread_percentage"
             ) from None
         if not 0 < number <= 100 or number * 10 < 1:  # noqa: PLR2004 - it is a percentage
             raise InvalidRequestError(
-                f"active thread percentage {value} is not in (0, 100] or below the finest step of 0.1",
+                f"active thread percentage {_brief(value)} is not in (0, 100] or below the finest step of 0.1",
                 hint=hint,
                 limit="active_thread_percentage",
             )
@@ -154,5 +169,5 @@ def parse_duration(value: str | float) -> float:
     except (ValueError, OverflowError):
         seconds = -1.0
     if not 0 < seconds < float("inf"):
-        raise InvalidRequestError(f"{value!r} is not a duration", hint="give a number of seconds above zero")
+        raise InvalidRequestError(f"{_brief(value)} is not a duration", hint="give a number of seconds above zero")
     return seconds

@@ -1,9 +1,10 @@
 """The door of the API: connections are counted by uid before anything is read from them, and silence has a deadline."""
 
 import asyncio
+import resource
 import socket
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeAlias
 
 from aiohttp import web
 
@@ -16,19 +17,59 @@ from mpsd.system import clock
 _BREATH: Final = 0.1
 """Seconds to wait when no descriptor is left for another connection."""
 
+_SPARE: Final = 64
+"""Descriptors that no connection gets: mpsd needs some to look after control daemons, leases and its stores."""
+
 _SWEEP: Final = 1.0
 """Seconds between two looks for connections that said nothing."""
+
+
+Refuse: TypeAlias = Callable[[web.BaseRequest, int, BaseException | None, str | None], web.Response]
+"""Makes an answer of what aiohttp has to say by itself: the status, what went wrong, and what it would have said."""
+
+
+class Connection(web.RequestHandler):
+    """One connection, on which also what aiohttp says by itself is said by mpsd."""
+
+    __slots__ = ("_refuse",)
+
+    def __init__(self, refuse: Refuse, server: web.Server, keepalive_timeout: float) -> None:
+        # Nothing is decompressed: 64 KiB could become much more, and no client of mpsd has so much to say.
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            access_log=None,  # type: ignore[arg-type] # it says Logger, and takes none for none
+            keepalive_timeout=keepalive_timeout,
+            auto_decompress=False,
+        )
+        self._refuse = refuse
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Return the last answer on this connection. Raises ConnectionError when another one is on its way already."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("half of an answer is on its way")
+        answer = self._refuse(request, status, exc, message)
+        answer.force_close()
+        return answer
 
 
 class Door:
     """Accepts connections and hands them to the HTTP server, and knows who is at the other end of each."""
 
-    def __init__(self, server: web.Server, listener: socket.socket, log: Logger) -> None:
-        self._server = server
+    def __init__(self, connection: Callable[[], Connection], listener: socket.socket, log: Logger) -> None:
+        self._connection = connection
         self._listener = listener
         self._log = log
         self._visitors: dict[asyncio.BaseTransport, Visitor] = {}
         self._silent: dict[asyncio.BaseTransport, float] = {}
+        self._stuck = False
+        """Whether no descriptor was left for the last one who came: that is told once, not ten times a second."""
 
     async def keep(self, settings: Callable[[], Settings]) -> None:
         """Accept until cancelled; whoever has too many connections is turned away, and told so."""
@@ -38,18 +79,30 @@ class Door:
                 connection, _ = await loop.sock_accept(self._listener)
             except OSError as error:
                 # Out of descriptors: those that wait at the door keep waiting there, and nobody inside notices.
-                self._log.error(Happened.DOOR_STUCK, because=str(error))
+                self._note_stuck(str(error))
                 await asyncio.sleep(_BREATH)
                 continue
             visitor = Visitor(connection)
             most = settings().api.connections_per_uid
             self._forget_closed()
+            refused = None
             if sum(each.uid == visitor.uid for each in self._visitors.values()) >= most:
-                _turn_away(connection, visitor.uid, most)
+                refused = f"uid {visitor.uid} has {most} connections, as many as it may", "api.connections_per_uid"
+            elif _is_spare(connection.fileno()):
+                refused = "mpsd has as many connections, of all users, as it has descriptors for", "descriptors"
+                self._note_stuck(refused[0])
+            if refused is not None:
+                _turn_away(connection, *refused)
                 continue
-            transport, _ = await loop.connect_accepted_socket(self._server, connection)
+            self._stuck = False
+            transport, _ = await loop.connect_accepted_socket(self._connection, connection)
             self._visitors[transport] = visitor
             self._silent[transport] = clock.monotonic() + settings().api.header_deadline
+
+    def _note_stuck(self, because: str) -> None:
+        if not self._stuck:
+            self._log.error(Happened.DOOR_STUCK, because=because)
+        self._stuck = True
 
     async def sweep(self) -> None:
         """Close what connected and then said nothing, until cancelled."""
@@ -78,12 +131,17 @@ class Door:
             self._silent.pop(transport, None)
 
 
-def _turn_away(connection: socket.socket, uid: int, most: int) -> None:
+def _is_spare(descriptor: int) -> bool:
+    """Tell whether a descriptor is among the last ones: the kernel gives the lowest that is free, so few are left."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return descriptor >= most - min(_SPARE, most // 4)
+
+
+def _turn_away(connection: socket.socket, because: str, limit: str) -> None:
     """Answer without reading anything, and close; a caller that does not take the answer misses it."""
     body = (
         '{"type":"urn:mpsd:error:too_many_requests","title":"Too Many Requests","status":429,'
-        f'"code":"too_many_requests","detail":"uid {uid} has {most} connections, as many as it may",'
-        '"hint":"close some","limit":"api.connections_per_uid"}'
+        f'"code":"too_many_requests","detail":"{because}","hint":"close some, or try again later","limit":"{limit}"}}'
     ).encode()
     head = (
         "HTTP/1.1 429 Too Many Requests\r\nContent-Type: application/problem+json\r\nConnection: close\r\n"

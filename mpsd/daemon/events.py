@@ -1,116 +1,177 @@
-"""Every decision of mpsd as an event: the lines of its log, numbered without a gap, kept, and told to who follows.
+"""Every decision of mpsd as an event: a line of its log, numbered without a gap, kept, and told to whoever follows.
 
-An event is told only after it was stored, so that a number that was heard is never given to another event.
+An event is numbered when it is stored and told only after that, so that a number that was heard is never given to
+another event. While the state directory is full, nothing is stored and nothing told: followers wait, admissions do not.
 """
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator
-from typing import Final, NamedTuple
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Final
 
 from mpsd.core.errors import StorageError
+from mpsd.system import clock
+from mpsd.system.counter import Counter
 from mpsd.system.database import Database
 
-_BACKLOG: Final = 1000
-"""Events that a follower may be behind before it is dropped."""
-
-HISTORY_SCHEMA: Final = (
-    "CREATE TABLE events (seq INTEGER PRIMARY KEY, data TEXT NOT NULL);"
-    "CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;"
-    "CREATE TABLE usage (uid INTEGER PRIMARY KEY, value REAL NOT NULL, noted REAL NOT NULL)",
-)
-"""The versions of the history, the oldest first; a later mpsd adds to them and changes none."""
-
 _SLACK: Final = 256
-"""Events by which more are on disk than are to be kept, at most: not every decision has to delete one."""
+"""Events by which more are held than are to be kept, at most: not every decision has to remove one."""
 
+_BATCH: Final = 100
+"""Events that a reader is given at a time."""
 
-class Event(NamedTuple):
-    """A decision: its number, and the line of the log that it is, with that number in it, as JSON."""
-
-    seq: int
-    line: bytes
+_PAUSE: Final = 1.0
+"""Seconds between two attempts to store what could not be stored."""
 
 
 class Events:
-    """The numbered events, the latest `count` of them in memory and on disk."""
+    """The numbered events, those of the latest that are kept in memory and on disk."""
 
-    def __init__(self, database: Database, count: int) -> None:
+    def __init__(self, database: Database, counter: Counter, *, count: int, age: float) -> None:
+        """Go on from where an earlier mpsd was. `count` events are kept, none for longer than `age` seconds."""
+        self.trouble: Callable[[str], None] = lambda _: None
+        """Called with the reason when events cannot be stored any more."""
+        self.lost = ""
+        """What happened to the events before this mpsd's, where they do not lead up to its own."""
         self._database = database
+        self._counter = counter
         self._count = count
-        stored = database.rows("SELECT seq, data FROM events ORDER BY seq DESC LIMIT ?", count)
-        self._kept = deque((Event(int(str(seq)), str(data).encode()) for seq, data in reversed(stored)), maxlen=count)
-        counted = database.rows("SELECT value FROM counters WHERE name = 'event'")
-        self._next = max([each.seq for each in self._kept] + [int(str(value)) for (value,) in counted], default=0) + 1
-        self._deleted = self._next - 1 - len(self._kept)
-        self._fresh: list[Event] = []
-        self._followers: set[asyncio.Queue[Event | None]] = set()
-        self._scheduled = False
+        self._age = age
+        rows = database.rows("SELECT seq, at, data FROM events ORDER BY seq DESC LIMIT ?", count)[::-1]
+        last = max(counter.last, int(str(rows[-1][0])) if rows else 0)
+        if not counter.certain:
+            # Whatever was given before, it was less than one number a microsecond.
+            last = max(last, int(clock.now().timestamp() * 1e6))
+        if not counter.certain or (rows and rows[-1][0] != last):
+            self.lost = f"no event up to {last} is kept: the history was not as it was left"
+            rows = []
+        self._next = last + 1
+        self._base = self._next - len(rows)
+        """The number of the first of these."""
+        self._lines = [str(line).encode() for _, _, line in rows]
+        self._times = [float(str(at)) for _, at, _ in rows]
+        self._first = self._base
+        self._on_disk = self._base - (_SLACK if self.lost else 0)
+        """The number of the first event that is still on disk, or less: what comes before a gap goes at once."""
+        noted = database.rows("SELECT value FROM notes WHERE name = 'turn'")
+        self.turn = int(str(noted[0][0])) if noted else 0
+        """The latest turn of which the news of the leases are stored here."""
+        self._turn = self.turn
+        self._pending: list[tuple[float, bytes]] = []
+        self._held_up = False
+        self._scheduled: asyncio.Handle | None = None
+        self._news = asyncio.Event()
+        self._closed = False
+
+    # -- recording ----------------------------------------------------------------------------------------------------
 
     def record(self, line: bytes) -> None:
-        """Number a line of the log, and have it stored and told at the end of this turn of the loop."""
-        self._fresh.append(Event(self._next, b'{"seq":%d,%b' % (self._next, line[1:])))
-        self._next += 1
-        if not self._scheduled:
-            self._scheduled = True
-            asyncio.get_running_loop().call_soon(self.flush)
+        """Have a line of the log, as JSON, numbered, stored and told at the end of this turn of the loop."""
+        self._pending.append((clock.now().timestamp(), line))
+        if self._scheduled is None:
+            self._scheduled = asyncio.get_running_loop().call_soon(self.flush)
+
+    def tell(self, turn: int) -> bool:
+        """Store and tell what was recorded, the news of the leases up to this turn of the loop included.
+
+        False when it is not stored yet.
+        """
+        self._turn = max(self._turn, turn)
+        self.flush()
+        return not self._pending
 
     def flush(self) -> None:
-        """Store what is fresh, and tell it. On a full disk it stays fresh, and is neither told nor lost."""
-        self._scheduled = False
-        if not self._fresh:
+        """Store in one commit what was recorded, and tell it; or try again later. What is too much then is dropped."""
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+            self._scheduled = None
+        if not self._pending:
             return
-        rows: list[tuple[str, tuple[object, ...]]]
-        rows = [("INSERT INTO events VALUES (?, ?)", (seq, line.decode())) for seq, line in self._fresh]
-        old = self._next - 1 - self._count
-        if old >= self._deleted + _SLACK:
-            # The number is kept beside the events, so that it is not given again even when all of them are gone.
-            rows.append(("DELETE FROM events WHERE seq <= ?", (old,)))
-            rows.append(("INSERT OR REPLACE INTO counters VALUES ('event', ?)", (self._next - 1,)))
+        lines = [b'{"seq":%d,%b' % (seq, line[1:]) for seq, (_, line) in enumerate(self._pending, start=self._next)]
+        times = [at for at, _ in self._pending]
         try:
-            self._database.commit(rows, needed=True)
-        except StorageError:
-            # Bounded: what is too old to be kept on disk is too old to be waited for.
-            del self._fresh[: -self._count]
+            self._store(lines, times)
+        except StorageError as error:
+            self._wait_for_room(error.detail)
             return
-        if old >= self._deleted + _SLACK:
-            self._deleted = old
-        told, self._fresh = self._fresh, []
-        self._kept.extend(told)
-        for follower in list(self._followers):
-            self._tell(follower, told)
+        self._held_up = False
+        self._pending.clear()
+        self._lines += lines
+        self._times += times
+        self._trim()
+        news, self._news = self._news, asyncio.Event()
+        news.set()
 
-    def _tell(self, follower: "asyncio.Queue[Event | None]", told: list[Event]) -> None:
-        if follower.qsize() + len(told) > _BACKLOG:
-            # A slow reader is dropped, never waited for: it comes back with the last number that it has.
-            self._followers.discard(follower)
-            follower.put_nowait(None)
-            return
-        for event in told:
-            follower.put_nowait(event)
+    def _store(self, lines: list[bytes], times: list[float]) -> None:
+        last = self._next + len(lines) - 1
+        rows: list[tuple[str, tuple[object, ...]]] = [
+            ("INSERT INTO events VALUES (?1, ?2, ?3, checksum(?1, ?2, ?3))", (seq, at, line.decode()))
+            for seq, at, line in zip(range(self._next, last + 1), times, lines, strict=True)
+        ]
+        if self._first - self._on_disk >= _SLACK:
+            rows.append(("DELETE FROM events WHERE seq < ?", (self._first,)))
+        if self._turn > self.turn:
+            rows.append(("INSERT OR REPLACE INTO notes VALUES (?1, ?2, checksum(?1, ?2))", ("turn", self._turn)))
+        self._database.commit(rows)
+        self.turn = self._turn
+        self._next = last + 1
+        if self._first - self._on_disk >= _SLACK:
+            self._on_disk = self._first
+        with suppress(OSError):  # the history has the number too; this is for the day when that is damaged
+            self._counter.note(last)
 
-    def after(self, seq: int) -> list[Event]:
-        """Return the kept events with a higher number, in order."""
-        return [event for event in self._kept if event.seq > seq]
+    def _wait_for_room(self, because: str) -> None:
+        self._scheduled = asyncio.get_running_loop().call_later(_PAUSE, self.flush)
+        # What would be too old to be kept is too old to be waited for; it has no number yet, so there is no gap.
+        del self._pending[: -self._count]
+        if not self._held_up:
+            self._held_up = True
+            self.trouble(because)
+
+    def _trim(self) -> None:
+        """Forget what is not to be kept any more."""
+        self._first = max(self._first, self._next - self._count)
+        limit = clock.now().timestamp() - self._age
+        while self._first < self._next and self._times[self._first - self._base] < limit:
+            self._first += 1
+        if self._first - self._base >= _SLACK:
+            del self._lines[: self._first - self._base]
+            del self._times[: self._first - self._base]
+            self._base = self._first
+
+    # -- reading ------------------------------------------------------------------------------------------------------
 
     @property
     def oldest(self) -> int:
         """The number of the oldest event that is kept, or of the next one when none is."""
-        return self._kept[0].seq if self._kept else self._next
+        self._trim()
+        return self._first
 
-    async def follow(self, seq: int) -> AsyncIterator[Event]:
-        """Yield the events after a number, those that are kept and then those that come, without a gap.
+    @property
+    def latest(self) -> int:
+        """The number of the latest event; 0 when there was none yet."""
+        return self._next - 1
 
-        It ends when the reader is too slow.
+    async def read(self, after: int, *, follow: bool) -> AsyncIterator[bytes]:
+        """Yield the lines of the events after a number that are kept, some at a time, and then of those that come.
+
+        There is no gap: for a reader so slow that what comes next for it is not kept any more, it ends.
         """
-        queue: asyncio.Queue[Event | None] = asyncio.Queue()
-        # No await between the two: nothing can come in between.
-        kept = self.after(seq)
-        self._followers.add(queue)
-        try:
-            for event in kept:
-                yield event
-            while (coming := await queue.get()) is not None:
-                yield coming
-        finally:
-            self._followers.discard(queue)
+        position, end = max(after + 1, self.oldest), self._next
+        while position >= self._first and (follow or position < end):
+            lines = self._lines[position - self._base : position - self._base + _BATCH]
+            if lines:
+                position += len(lines)
+                yield b"\n".join((*lines, b""))
+            elif self._closed:
+                return
+            else:
+                await self._news.wait()
+
+    def close(self) -> None:
+        """Store what is left, and let those who follow go, once they have all."""
+        self.flush()
+        self._closed = True
+        self._news.set()
+        if self._scheduled is not None:
+            self._scheduled.cancel()

@@ -18,15 +18,15 @@ class Found:
     orphans: tuple[ProcessIdentity, ...]
 
 
-def look(paths: DaemonPaths, program: ControlProgram, environment: dict[str, str]) -> Found:
+def look(paths: DaemonPaths, program: ControlProgram, flags: tuple[str, ...], environment: dict[str, str]) -> Found:
     """Look for processes of MPS on a pipe directory.
 
-    Ours is a control daemon that runs in the foreground, under mpsd's own uid, with just the CUDA environment that mpsd
+    Ours is a control daemon that runs under mpsd's own uid, with just the flags and the CUDA environment that mpsd
     would give it. Raises ForeignDaemonError for any other: mpsd would fight it for the directory, and lose.
     """
     processes = peers.on_pipe_directory(paths.pipe_directory, program.argv)
     daemons = [each for each in processes if each.part is Part.DAEMON]
-    foreign = [each for each in daemons if not _ours(each, environment)]
+    foreign = [each for each in daemons if not _ours(each, flags, environment)]
     if foreign:
         stranger = foreign[0]
         raise ForeignDaemonError(
@@ -43,6 +43,6 @@ def look(paths: DaemonPaths, program: ControlProgram, environment: dict[str, str
     return Found(found, tuple(each.identity for each in servers if each.parent != ours.identity.pid))
 
 
-def _ours(each: MpsProcess, environment: dict[str, str]) -> bool:
+def _ours(each: MpsProcess, flags: tuple[str, ...], environment: dict[str, str]) -> bool:
     wanted = {name: value for name, value in environment.items() if name.startswith("CUDA_")}
-    return each.uid == peers.own_uid() and "-f" in each.arguments and each.variables == wanted
+    return each.uid == peers.own_uid() and each.arguments[-len(flags) :] == flags and each.variables == wanted

@@ -103,6 +103,8 @@ class Handlers:
         reasons = [f"GPU {view.index} is unknown: {view.because}" for view in gpus if view.health is Health.UNKNOWN]
         reasons += [f"{each.name} is {each.state}: {each.because}" for each in daemons if each.state is not State.READY]
         reasons += [f"{each.name}: {drift.limit} has drifted" for each in daemons for drift in each.drift]
+        if self._node.leases.trouble:
+            reasons.append(f"no lease can be granted: {self._node.leases.trouble}")
         reasons += [
             f"{each.name}: server {server.pid} is an orphan, its control daemon is dead"
             for each in daemons
@@ -206,9 +208,9 @@ class Handlers:
         assert isinstance(request.body, wire.LeaseRequest)  # noqa: S101 - the route table says so
         body = request.body
         asked = _lease_request(body)
-        holder = _holder(request, body.pid)
+        holder, (uid, gid) = _holder(request, body.pid)
         started = clock.at_ticks(holder.identity.start_ticks)
-        owner = Owner(request.caller.uid, request.caller.gid, holder.pid, started)
+        owner = Owner(uid, gid, holder.pid, started)
         return _lease_out(
             await self._node.admit(asked, owner, holder, request.person, wait=body.wait, ttl=body.ttl), None
         )
@@ -274,10 +276,11 @@ def _lease_request(body: wire.LeaseRequest) -> model.LeaseRequest:
     )
 
 
-def _holder(request: Request, pid: int | None) -> Process:
-    """Return the process that the lease is tied to: the caller's, or another one of the same user.
+def _holder(request: Request, pid: int | None) -> tuple[Process, tuple[int, int]]:
+    """Return the process that the lease is tied to, the caller's or another one of the same user, with its uid and gid.
 
-    Raises CallerUnknownError when the kernel does not show it, NotPermittedError when it is another user's.
+    An administrator may name anybody's; the lease is then that user's, whose uid is the one that MPS sees. Raises
+    CallerUnknownError when the kernel does not show it, NotPermittedError when it is another user's.
     """
     if pid is None or pid == request.caller.pid:
         connected = request.process()
@@ -286,7 +289,7 @@ def _holder(request: Request, pid: int | None) -> Process:
                 "the calling process is gone or not visible to mpsd, so no lease can be tied to its life",
                 hint="in a container, mpsd needs the host's pid namespace (hostPID: true, --pid=host)",
             )
-        return connected
+        return connected, (request.caller.uid, request.caller.gid)
     if request.caller.pid == 0 or process.is_nested(request.caller.pid):
         raise InvalidRequestError(
             f"process {pid} was named from within another pid namespace, where that number means another process",
@@ -294,9 +297,13 @@ def _holder(request: Request, pid: int | None) -> Process:
             limit="pid",
         )
     found = process.find(pid)
-    if found is None:
+    user = peers.user_of(pid) if found is not None else None
+    # What was looked up by pid is about this process only if it is there still: its pid was its own all the while.
+    if found is None or user is None or found.is_gone():
+        if found is not None:
+            found.close()
         raise InvalidRequestError(f"there is no process {pid}", hint="name a process that runs", limit="pid")
-    if peers.uid_of(pid) != request.caller.uid and not request.admin:
+    if user[0] != request.caller.uid and not request.admin:
         found.close()
         raise NotPermittedError(f"process {pid} is not one of uid {request.caller.uid}", hint="name one of your own")
-    return found
+    return found, user

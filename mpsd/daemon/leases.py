@@ -1,132 +1,153 @@
 """The leases of the node: the ledger decides, and what it decides is stored, then told, and never the other way round.
 
 Each lease is tied to a process that is watched through a pidfd. All that was decided in one turn of the loop is
-stored in one commit, and only then do the callers hear of it.
+stored in one commit; only then is it told, as an event and to the callers.
 """
 
 import asyncio
 import secrets
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Final
-
-import msgspec
 
 from mpsd.core.admission import Offer
 from mpsd.core.errors import DoesNotFitError, MpsdError, NotFoundError, StoppingError, StorageError
 from mpsd.core.ledger import Ledger, Now
 from mpsd.core.model import Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
-from mpsd.core.usage import Account
+from mpsd.core.usage import Usage
+from mpsd.daemon.keeping import Keeping
 from mpsd.daemon.log import Happened, Logger
+from mpsd.daemon.ties import Ties
+from mpsd.daemon.turn import Turn
 from mpsd.system import clock, process
-from mpsd.system.database import Database
 from mpsd.system.process import Process
 
 _ENDED_KEPT: Final = 256
 """Leases that ended and can still be asked for."""
 
-_GRACE: Final = 30.0
-"""Seconds for which a caller that hung up keeps its place in the queue, when it gave a request_id to come back with."""
-
 _TICK: Final = 0.5
-"""Seconds between two looks for leases whose time is over."""
+"""Seconds between two looks for leases whose time is over, and for room on a disk that was full."""
 
 _USAGE_INTERVAL: Final = 30.0
 """Seconds between two notes of who used how much; so much of it a crash may forget."""
 
 
-LEASES_SCHEMA: Final = (
-    "CREATE TABLE leases (id TEXT PRIMARY KEY, boot TEXT NOT NULL, arrival INTEGER NOT NULL, data TEXT NOT NULL)"
-    " WITHOUT ROWID",
-)
-"""The versions of the lease store, the oldest first; a later mpsd adds to them and changes none."""
-
-
 @dataclass(slots=True)
-class _Watched:
-    """A process that leases are tied to, as holder or client; without any, it is let go of at the next tick."""
+class _Line:
+    """Those who asked for a lease that nobody has heard of yet."""
 
-    process: Process
-    leases: set[str] = field(default_factory=set)
+    decided: asyncio.Future[None] | None = None
+    """For one that waits: done when it is granted, or has ended without."""
+    refusal: MpsdError | None = None
+    """Why it has ended, if so."""
+    listeners: int = 0
+    kept_until: float | None = None
+    """Where nobody listens: until when it is kept for a caller that may come back."""
 
 
 class Leases:
     """Every lease from its request to its end."""
 
-    def __init__(self, ledger: Ledger, store: Database, history: Database, log: Logger) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        keeping: Keeping,
+        log: Logger,
+        *,
+        grace: float,
+        tell: Callable[[int], bool],
+        note_usage: Callable[[Usage], None],
+        told: int,
+    ) -> None:
+        """`grace` is for how many seconds a caller that hung up can come back with its request_id.
+
+        `tell` has stored and told, as events, what was logged up to a turn, `told` is the latest turn for which an
+        earlier mpsd had that done, and `note_usage` is called every now and then.
+        """
         self.ledger = ledger
-        self._store = store
-        self._history = history
+        self.grace = grace
+        self._keeping = keeping
         self._log = log
-        self._watched: dict[ProcessIdentity, _Watched] = {}
-        self._tied: dict[str, tuple[ProcessIdentity, ...]] = {}
-        """By lease, the processes that keep it alive."""
-        self._loose: set[ProcessIdentity] = set()
-        """Watched processes whose last lease ended: often they ask for another one at once."""
+        self._turn = Turn(keeping, log, tell=tell, finish=self._finish, refuse=self._refuse)
+        self._note_usage = note_usage
+        self._told = told
+        self._ties = Ties(self._bereave)
         self._asked: dict[tuple[int, str], str] = {}
         """By uid and request_id, the lease that it was given."""
-        self._waiters: dict[str, asyncio.Future[Lease]] = {}
-        self._listeners: Counter[str] = Counter()
-        """By waiting lease, the callers that hold the line."""
-        self._abandoned: dict[str, float] = {}
-        """By waiting lease that nobody listens for, until when its place is kept."""
+        self._lines: dict[str, _Line] = {}
+        """By lease that nobody has heard of yet."""
         self._ended: dict[str, Lease] = {}
-        self._dirty: dict[str, Lease] = {}
-        self._unstored: list[asyncio.Future[None]] | None = None
-        """Who waits until what was decided in this turn of the loop is stored; None when nothing was."""
+        self._unsettled = False
+        """Whether something ended in this turn, so that others may be granted what it had."""
+        self._offered: Iterable[Offer] | None = None
 
     # -- running ------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Watch holders and clocks until cancelled; the leases stay on disk for the next mpsd."""
         try:
-            self._restore()
             noted = clock.monotonic()
             while True:
                 await asyncio.sleep(_TICK)
                 self._end_overdue()
-                self._let_go()
+                self._ties.let_go()
+                if self._turn.look_for_room():
+                    self.settle()
                 if clock.monotonic() - noted >= _USAGE_INTERVAL:
                     noted = clock.monotonic()
-                    self.note_usage()
+                    self._note_usage(self.ledger.usage)
         finally:
-            self._store_dirty()
-            self.note_usage()
-            for watched in self._watched.values():
-                watched.process.close()
+            self._turn.end()
+            self._note_usage(self.ledger.usage)
+            self._ties.close()
 
-    def _restore(self) -> None:
-        """Take up the leases of an earlier mpsd of this boot; those whose holder died meanwhile end now."""
-        boot = clock.boot_id()
-        for (raw,) in self._store.rows("SELECT data FROM leases WHERE boot = ? ORDER BY arrival", boot):
-            lease = msgspec.json.decode(str(raw), type=Lease)
-            self.ledger.restore(lease, clock.monotonic())
+    def restore(self) -> None:
+        """Take up the leases of an earlier mpsd of this boot; call it before anybody can ask for one.
+
+        Those whose processes died meanwhile end now, and places in the queue that nobody can come back to.
+        """
+        for news in self._keeping.untold(self._told):
+            self._log.info(news.happened, lease=news.lease, **news.facts)
+        self._turn.tell()
+        leases, because = self._keeping.read()
+        if because:
+            self._log.error(Happened.STORE_SET_ASIDE, because=because)
+        now = clock.monotonic()
+        for lease in leases:
+            self.ledger.restore(lease, now)
             self._note_request(lease)
             for identity in (lease.holder, *lease.clients):
-                watched = self._watched.get(identity)
-                living = watched.process if watched is not None else process.adopt(identity)
-                if living is not None:
-                    self._tie(lease.id, living)
-            if lease.id in self._tied:
-                self._log.info(Happened.LEASE_RESTORED, lease=lease.id, pid=lease.holder.pid)
-                if lease.state is LeaseState.WAITING:
-                    self._abandoned[lease.id] = clock.monotonic() + _GRACE
-            else:
-                self._end(lease.id, f"its holder, pid {lease.holder.pid}, died while mpsd was away")
-        self._store.commit([("DELETE FROM leases WHERE boot <> ?", (boot,))], needed=True)
+                self._ties.tie_to(lease.id, identity)
+        # All of them stand in the ledger before the first ends: what it leaves must not be granted twice.
+        for lease in leases:
+            self._take_up(lease, now)
+        if leases:
+            left = sum(1 for _ in self.ledger.all())
+            self._log.info(Happened.LEASES_RESTORED, leases=left, ended=len(leases) - left)
+
+    def _take_up(self, lease: Lease, now: float) -> None:
+        living = self._ties.of(lease.id)
+        if not living:
+            self._end(lease.id, f"its holder, pid {lease.holder.pid}, died while mpsd was away")
+        elif lease.state is not LeaseState.WAITING:
+            self._detach(lease, tuple(each for each in lease.clients if each in living))
+        elif lease.request.request_id is None:
+            self._end(lease.id, "mpsd was restarted, and its caller had no request_id to come back with")
+        else:
+            self._lines[lease.id] = _Line(asyncio.get_running_loop().create_future(), kept_until=now + self.grace)
 
     def _end_overdue(self) -> None:
         now = clock.monotonic()
-        for lease in self.ledger.overdue(now):
+        overdue = self.ledger.overdue(now)
+        places = self.ledger.places(now) if any(lease.state is LeaseState.WAITING for lease in overdue) else {}
+        for lease in overdue:
             if lease.state is LeaseState.WAITING:
-                places = self.ledger.places(now)
                 lacks = places[lease.id].waits_for
-                self._end(lease.id, f"it waited in vain for as long as it was to: {lacks.because}", limit=lacks.limit)
+                because = f"it waited in vain for as long as it was to: {lacks.because}"
+                self._end(lease.id, because, refusal=DoesNotFitError(because, hint=lacks.hint, limit=lacks.limit))
             else:
                 self._end(lease.id, f"its time to live of {lease.ttl:g} s is over")
-        for lease_id in [each for each, until in self._abandoned.items() if until <= now]:
+        for lease_id in [each for each, line in self._lines.items() if (line.kept_until or now) < now]:
             self._end(lease_id, "its caller hung up and did not come back")
 
     # -- asking for a lease, and ending one ---------------------------------------------------------------------------
@@ -136,13 +157,13 @@ class Leases:
     ) -> Lease:
         """Grant a lease now or after waiting `wait` seconds at most (None: for ever), stored before it is returned.
 
-        The holder is taken over. Raises what `Ledger.submit` does, and StorageError. A caller that is cancelled while
-        it waits loses its place, unless it has a request_id to come back with.
+        The holder is taken over. Raises what `Ledger.submit` does, and StorageError. A caller that is cancelled before
+        it has heard loses its place, unless it has a request_id to come back with.
         """
         known = self._same_request(request, owner)
         if known is not None:
             holder.close()
-            return await self._heard(known)
+            return await self._hear(known)
         now = self._now()
         asked = Lease(
             id=f"lease-{secrets.token_hex(5)}",
@@ -169,11 +190,16 @@ class Leases:
                 because=refusal.detail,
             )
             raise
-        self._tie(lease.id, holder)
+        self._ties.tie(lease.id, holder)
         self._note_request(lease)
-        self._changed(lease)
+        waits = lease.state is LeaseState.WAITING
+        self._lines[lease.id] = _Line(asyncio.get_running_loop().create_future() if waits else None)
         self._tell(lease)
-        return await self._heard(lease)
+        return await self._hear(lease)
+
+    def knows(self, request: LeaseRequest, owner: Owner) -> bool:
+        """Tell whether this request was made before, and has a lease or a place in the queue."""
+        return self._same_request(request, owner) is not None
 
     def _same_request(self, request: LeaseRequest, owner: Owner) -> Lease | None:
         if request.request_id is None:
@@ -184,77 +210,110 @@ class Leases:
         if lease.request.request_id is not None:
             self._asked[lease.owner.uid, lease.request.request_id] = lease.id
 
-    async def _heard(self, lease: Lease) -> Lease:
-        """Return the lease once it is granted and stored; whoever stops listening before that gives it up."""
-        try:
-            if lease.state is LeaseState.WAITING:
-                lease = await self._granted(lease)
-            await self._all_stored()
-        except asyncio.CancelledError:
-            if lease.request.request_id is None:
-                self._end(lease.id, "its caller hung up before it heard of it")
-            raise
-        if self.ledger.find(lease.id) is None:
-            raise StorageError(
-                "the lease could not be stored, so it was not granted",
-                hint="make room on the file system of the runtime directory",
-            )
-        return lease
+    async def _hear(self, lease: Lease) -> Lease:
+        """Return the lease once it is granted and stored, or raise why it has ended, once that is stored.
 
-    async def _granted(self, lease: Lease) -> Lease:
-        """Wait in the queue, as one of those who hold the line for this request."""
-        waiter = self._waiters.setdefault(lease.id, asyncio.get_running_loop().create_future())
-        self._listeners[lease.id] += 1
-        self._abandoned.pop(lease.id, None)
+        Whoever is cancelled before that has hung up, and may come back to hear of it only with a request_id.
+        """
+        line = self._lines.get(lease.id)
+        if line is None:
+            return lease  # somebody has heard of it before, so it is stored
+        line.listeners += 1
+        line.kept_until = None
         try:
-            return await asyncio.shield(waiter)
-        finally:
-            self._listeners[lease.id] -= 1
-            if not self._listeners[lease.id]:
-                del self._listeners[lease.id]
-                if lease.id in self.ledger.waiting:
-                    self._abandoned[lease.id] = clock.monotonic() + _GRACE
+            if line.decided is not None:
+                await asyncio.shield(line.decided)
+            await self._turn.over()
+        except asyncio.CancelledError:
+            self._hang_up(lease.id, line)
+            raise
+        if line.refusal is not None:
+            raise line.refusal
+        self._lines.pop(lease.id, None)
+        return self.ledger.leases[lease.id]
+
+    def _hang_up(self, lease_id: str, line: _Line) -> None:
+        line.listeners -= 1
+        lease = self.ledger.find(lease_id)
+        if line.listeners or lease is None or self._lines.get(lease_id) is not line:
+            return  # others listen, or it has ended, or somebody has heard of it
+        if lease.request.request_id is None:
+            self._end(lease_id, "its caller hung up before it heard of it")
+        else:
+            line.kept_until = clock.monotonic() + self.grace
 
     async def release(self, lease_id: str, because: str) -> None:
-        """End a lease, and return when that is stored; one that has ended already is fine."""
+        """End a lease, and return when that is stored; one that has ended already is fine. Raises StorageError."""
         self._end(lease_id, because)
-        await self._all_stored()
+        await self._turn.stored(lease_id)
 
     async def renew(self, lease_id: str, ttl: float) -> Lease:
         """Give a granted lease this many seconds from now, stored before it is returned.
 
-        Raises NotFoundError when it has ended, or only waits.
+        Raises NotFoundError when it has ended, or only waits, and StorageError: it is renewed then, but mpsd's death
+        would undo that.
         """
         if lease_id not in self.ledger.leases:
             raise NotFoundError(f"lease {lease_id} holds nothing that could be renewed", hint="ask for a new one")
         lease = self.ledger.renew(lease_id, ttl, clock.monotonic())
-        self._changed(lease)
-        await self._all_stored()
+        self._turn.change(lease, Happened.LEASE_RENEWED, ttl=ttl)
+        await self._turn.stored(lease_id)
         return lease
 
     def offer(self, offers: Iterable[Offer]) -> None:
         """Take what the GPUs have to give from now on, and grant what has become possible."""
-        self.ledger.offer(offers)
-        self.settle()
+        if offers is not self._offered:
+            self._offered = offers
+            self.ledger.offer(offers)
+            self.settle()
 
     def leave(self) -> None:
         """Tell those who wait that mpsd is stopping; places are kept for those who have a request_id to return with."""
-        for lease_id, waiter in tuple(self._waiters.items()):
-            _fail(waiter, StoppingError("mpsd is stopping", hint="ask again in a moment: the next mpsd takes over"))
-            lease = self.ledger.find(lease_id)
-            if lease is not None and lease.request.request_id is None:
-                self._end(lease_id, "mpsd is stopping")
+        for lease_id, line in tuple(self._lines.items()):
+            lease = self.ledger.waiting.get(lease_id)
+            if lease is None:
+                continue
+            stopping = StoppingError("mpsd is stopping", hint="ask again in a moment: the next mpsd takes over")
+            if lease.request.request_id is None:
+                self._end(lease_id, stopping.detail, refusal=stopping)
+            else:
+                _decide(line, stopping)
 
     def settle(self) -> None:
-        """Grant what can be granted to those who wait."""
-        if not self.ledger.waiting:
+        """Grant what can be granted to those who wait; while nothing can be stored, nothing can."""
+        self._unsettled = False
+        if not self.ledger.waiting or self._turn.trouble:
             return
         for lease in self.ledger.settle(self._now()):
-            self._changed(lease)
             self._tell(lease)
-            waiter = self._waiters.pop(lease.id, None)
-            if waiter is not None and not waiter.done():
-                waiter.set_result(lease)
+            _decide(self._lines[lease.id], None)
+
+    def _finish(self) -> None:
+        if self._unsettled:
+            self.settle()
+
+    def _refuse(self, lease: Lease, error: StorageError) -> None:
+        self._end(lease.id, error.detail, refusal=error)
+
+    def _tell(self, lease: Lease) -> None:
+        """Have a request stored that was decided, and tell what was decided."""
+        if lease.state is LeaseState.WAITING:
+            self._turn.change(lease, Happened.LEASE_WAITS, because=lease.because)
+            return
+        self._turn.change(
+            lease,
+            Happened.LEASE_GRANTED,
+            gpus=[share.gpu for share in lease.shares],
+            active_thread_percentage=float(lease.shares[0].threads),
+            pinned_device_mem_limit=lease.shares[0].memory.bytes,
+            processes=lease.request.processes,
+            because=lease.because,
+        )
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing can be granted at the moment, on any GPU: nothing can be stored. Empty when all is well."""
+        return self._turn.trouble
 
     def find(self, lease_id: str) -> Lease:
         """Return a lease, also when it ended not long ago. Raises NotFoundError."""
@@ -263,184 +322,76 @@ class Leases:
             raise NotFoundError(f"there is no lease {lease_id!r}", hint="list them with: mpsctl leases")
         return found
 
-    def _end(self, lease_id: str, because: str, *, limit: str | None = None) -> None:
-        """End a lease: the one place where a lease ends. Those who wait for it are told why."""
+    def _end(self, lease_id: str, because: str, *, refusal: MpsdError | None = None) -> None:
+        """End a lease: the one place where a lease ends. Those who have not heard of it yet are told why.
+
+        `refusal` is what they are told, where that is not simply that it has ended.
+        """
         ended = self.ledger.end(lease_id, because, self._now())
         if ended is None:
             return
+        self._unsettled = True
         self._ended[lease_id] = ended
         while len(self._ended) > _ENDED_KEPT:
             del self._ended[next(iter(self._ended))]
-        self._untie(lease_id)
+        self._ties.untie(lease_id)
         if ended.request.request_id is not None:
             self._asked.pop((ended.owner.uid, ended.request.request_id), None)
-        self._changed(ended)
-        self._abandoned.pop(lease_id, None)
-        waiter = self._waiters.pop(lease_id, None)
-        if waiter is not None:
-            _fail(waiter, DoesNotFitError(f"the request has ended: {because}", hint="ask again", limit=limit))
-        self._log.info(Happened.LEASE_ENDED, lease=lease_id, uid=ended.owner.uid, because=because)
-        self.settle()
-
-    def _tell(self, lease: Lease) -> None:
-        request, owner = lease.request, lease.owner
-        if lease.state is LeaseState.WAITING:
-            self._log.info(Happened.LEASE_WAITS, lease=lease.id, uid=owner.uid, pid=owner.pid, because=lease.because)
-            return
-        self._log.info(
-            Happened.LEASE_GRANTED,
-            lease=lease.id,
-            uid=owner.uid,
-            pid=owner.pid,
-            gpus=[share.gpu for share in lease.shares],
-            active_thread_percentage=float(lease.shares[0].threads),
-            pinned_device_mem_limit=lease.shares[0].memory.bytes,
-            processes=request.processes,
-            because=lease.because,
-        )
+        line = self._lines.pop(lease_id, None)
+        if line is not None:
+            _decide(line, refusal or DoesNotFitError(f"the request has ended: {because}", hint="ask again"))
+        if isinstance(refusal, StorageError):
+            self._turn.change(ended, Happened.LEASE_REFUSED, code=refusal.code, because=because)
+        else:
+            self._turn.change(ended, Happened.LEASE_ENDED, because=because)
 
     # -- the processes that keep a lease alive -------------------------------------------------------------------------
 
     def attribute(self, clients: Iterable[int]) -> None:
-        """Attribute MPS clients to the leases whose holder they are or descend from, while those have room for them."""
-        holders = {lease.holder: lease for lease in self.ledger.leases.values()}
-        known = {client.pid for lease in holders.values() for client in lease.clients}
+        """Attribute MPS clients to the leases whose processes they are or descend from, while those have room for them.
+
+        A descendant of a client counts too: its own parent, the holder, may be gone by then.
+        """
+        leases: dict[ProcessIdentity, list[str]] = {}
+        known: set[int] = set()
+        for lease in self.ledger.leases.values():
+            for identity in (lease.holder, *lease.clients):
+                leases.setdefault(identity, []).append(lease.id)
+            known.update(client.pid for client in lease.clients)
         for pid in clients:
             if pid in known:
                 continue
             family = list(process.ancestors(pid))
-            lease = next((holders[each] for each in family if each in holders), None)
-            if lease is None:
-                continue
-            lease = self.ledger.leases[lease.id]
-            living = process.adopt(family[0]) if len(lease.clients) < lease.request.processes else None
-            if living is not None:
-                self._tie(lease.id, living)
-                self._changed(self.ledger.attach(lease.id, (*lease.clients, living.identity)))
-                self._log.info(Happened.CLIENT_ATTRIBUTED, lease=lease.id, client=pid)
+            candidates = (self.ledger.leases[each] for ancestor in family for each in leases.get(ancestor, ()))
+            found = next((each for each in candidates if len(each.clients) < each.request.processes), None)
+            if found is not None and self._ties.tie_to(found.id, family[0]):
+                lease = self.ledger.attach(found.id, (*found.clients, family[0]))
+                self._turn.change(lease, Happened.CLIENT_ATTRIBUTED, client=pid)
 
-    def _tie(self, lease_id: str, living: Process) -> None:
-        """Tie a lease to a process, which is taken over; one descriptor is enough for all leases of a process."""
-        watched = self._watched.get(living.identity)
-        if watched is None:
-            watched = self._watched[living.identity] = _Watched(living)
-            living.when_gone(partial(self._bereave, watched))
-        elif watched.process is not living:
-            living.close()
-        watched.leases.add(lease_id)
-        self._loose.discard(living.identity)
-        self._tied[lease_id] = (*self._tied.get(lease_id, ()), living.identity)
+    def _bereave(self, lease_id: str, gone: ProcessIdentity) -> None:
+        """Note that a process of a lease is gone, however it went; a lease that it alone kept alive ends."""
+        lease = self.ledger.find(lease_id)
+        if lease is None:
+            return
+        if self._ties.of(lease_id):
+            self._detach(lease, tuple(each for each in lease.clients if each != gone))
+        elif gone == lease.holder:
+            self._end(lease_id, f"its holder, pid {gone.pid}, is gone")
+        else:
+            because = f"its holder, pid {lease.holder.pid}, is gone, and so is its last client, pid {gone.pid}"
+            self._end(lease_id, because)
 
-    def _untie(self, lease_id: str) -> None:
-        for identity in self._tied.pop(lease_id, ()):
-            watched = self._watched[identity]
-            watched.leases.discard(lease_id)
-            if not watched.leases:
-                self._loose.add(identity)
-
-    def _let_go(self) -> None:
-        """Watch no more those processes that have had no lease since the last tick."""
-        for identity in self._loose:
-            self._watched.pop(identity).process.close()
-        self._loose.clear()
-
-    def _bereave(self, watched: _Watched) -> None:
-        """Take a process that is gone, however it went, from its leases; those that it alone kept alive end."""
-        identity = watched.process.identity
-        for lease_id in tuple(watched.leases):
-            lease = self.ledger.find(lease_id)
-            if lease is None:
-                continue
-            self._tied[lease_id] = tuple(each for each in self._tied[lease_id] if each != identity)
-            watched.leases.discard(lease_id)
-            if not self._tied[lease_id]:
-                self._end(lease_id, self._gone(lease, identity))
-            elif identity in lease.clients:
-                self._changed(self.ledger.attach(lease_id, tuple(each for each in lease.clients if each != identity)))
-        del self._watched[identity]
-        self._loose.discard(identity)
-        watched.process.close()
-
-    @staticmethod
-    def _gone(lease: Lease, last: ProcessIdentity) -> str:
-        if last == lease.holder:
-            return f"its holder, pid {last.pid}, is gone"
-        return f"its holder, pid {lease.holder.pid}, is gone, and so is its last client, pid {last.pid}"
-
-    # -- storing ------------------------------------------------------------------------------------------------------
-
-    def _changed(self, lease: Lease) -> None:
-        """Have a lease stored, as it is now, at the end of this turn of the loop."""
-        self._dirty[lease.id] = lease
-        if self._unstored is None:
-            self._unstored = []
-            asyncio.get_running_loop().call_soon(self._store_dirty)
-
-    async def _all_stored(self) -> None:
-        """Wait until all that was decided so far is stored, or has failed to be."""
-        if self._unstored is not None:
-            stored = asyncio.get_running_loop().create_future()
-            self._unstored.append(stored)
-            await stored
-
-    def _store_dirty(self) -> None:
-        dirty, self._dirty = self._dirty, {}
-        waiting, self._unstored = self._unstored or [], None
-        ended = [lease for lease in dirty.values() if lease.state is LeaseState.ENDED]
-        alive = [lease for lease in dirty.values() if lease.state is not LeaseState.ENDED]
-        try:
-            if ended:
-                self._store.commit([("DELETE FROM leases WHERE id = ?", (lease.id,)) for lease in ended], needed=True)
-        except StorageError as error:
-            self._log.error(Happened.STORE_FULL, because=error.detail)
-            self._dirty.update({lease.id: lease for lease in ended})  # once more at the next change
-        try:
-            if alive:
-                self._store.commit(
-                    [("INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?)", _row(lease)) for lease in alive]
-                )
-        except StorageError as error:
-            self._log.error(Happened.STORE_FULL, because=error.detail)
-            for lease in alive:
-                self._end(lease.id, "it could not be stored, so it was not granted")
-        for stored in waiting:
-            if not stored.done():
-                stored.set_result(None)
-
-    def note_usage(self) -> None:
-        """Note who used how much, for the next mpsd, by the wall clock, since the other one ends with the boot."""
-        accounts = self.ledger.usage.accounts(clock.monotonic())
-        wall = clock.now().timestamp()
-        rows = [
-            ("INSERT OR REPLACE INTO usage VALUES (?, ?, ?)", (uid, account.value, wall))
-            for uid, account in accounts.items()
-        ]
-        try:
-            self._history.commit([("DELETE FROM usage", ()), *rows])
-        except StorageError as error:
-            self._log.error(Happened.STORE_FULL, because=error.detail)
+    def _detach(self, lease: Lease, left: tuple[ProcessIdentity, ...]) -> None:
+        if left != lease.clients:
+            self._turn.change(self.ledger.attach(lease.id, left))
 
     @staticmethod
     def _now() -> Now:
         return Now(clock.monotonic(), clock.now())
 
 
-def _fail(waiter: "asyncio.Future[Lease]", error: MpsdError) -> None:
-    """Tell those who wait; that nobody may be left to hear it is no defect, and must not be logged as one."""
-    if not waiter.done():
-        waiter.set_exception(error)
-        waiter.exception()
-
-
-def _row(lease: Lease) -> tuple[object, ...]:
-    return lease.id, clock.boot_id(), lease.arrival, msgspec.json.encode(lease).decode()
-
-
-def known_usage(history: Database, half_life: float) -> dict[int, Account]:
-    """Return what every user had, decayed since it was noted; a clock that was set back counts as no time."""
-    now, wall = clock.monotonic(), clock.now().timestamp()
-    accounts = {}
-    for uid, value, noted in history.rows("SELECT uid, value, noted FROM usage"):
-        passed = max(wall - float(str(noted)), 0.0)
-        accounts[int(str(uid))] = Account(float(str(value)) * 0.5 ** (passed / half_life), 0.0, now)
-    return accounts
+def _decide(line: _Line, refusal: MpsdError | None) -> None:
+    """Let those go on who wait for a lease."""
+    line.refusal = refusal
+    if line.decided is not None and not line.decided.done():
+        line.decided.set_result(None)

@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from enum import StrEnum
 from typing import Final, TextIO
 
@@ -42,15 +43,39 @@ class Happened(StrEnum):
     LEASE_REFUSED = "lease_refused"
     LEASE_WAITS = "lease_waits"
     LEASE_RENEWED = "lease_renewed"
-    LEASE_RESTORED = "lease_restored"
+    LEASES_RESTORED = "leases_restored"
     CLIENT_ATTRIBUTED = "client_attributed"
     LEASE_ENDED = "lease_ended"
     DOOR_STUCK = "door_stuck"
     FOLLOWER_LEFT = "follower_left"
     STORE_FULL = "store_full"
+    STORE_HAS_ROOM = "store_has_room"
     STORE_SET_ASIDE = "store_set_aside"
+    EVENTS_LOST = "events_lost"
     SETTINGS_RELOADED = "settings_reloaded"
     SETTINGS_REFUSED = "settings_refused"
+
+
+class _Printer(structlog.PrintLogger):
+    """Prints to a stream that may be a file on a full disk, or a pipe that nobody reads any more: mpsd lives on."""
+
+    def msg(self, message: str) -> None:
+        """Print a line, or drop it."""
+        with suppress(OSError):
+            super().msg(message)
+
+    info = warning = error = msg
+
+
+class _BytesPrinter(structlog.BytesLogger):
+    """As `_Printer`, for lines that are bytes already."""
+
+    def msg(self, message: bytes) -> None:
+        """Print a line, or drop it."""
+        with suppress(OSError):
+            super().msg(message)
+
+    info = warning = error = msg
 
 
 def configure(form: LogFormat, record: Callable[[bytes], None] | None = None, stream: TextIO = sys.stderr) -> Logger:
@@ -75,9 +100,10 @@ def configure(form: LogFormat, record: Callable[[bytes], None] | None = None, st
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)
     console = structlog.dev.ConsoleRenderer(colors=stream.isatty())
     as_text = form is LogFormat.TEXT or (form is LogFormat.AUTO and stream.isatty())
-    logger: Logger = structlog.wrap_logger(
-        structlog.PrintLogger(stream) if as_text else structlog.BytesLogger(stream.buffer),
+    lazy = structlog.wrap_logger(
+        _Printer(stream) if as_text else _BytesPrinter(stream.buffer),
         processors=[structlog.processors.format_exc_info, text if as_text else line],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
     )
+    logger: Logger = lazy.bind()  # what it returned would be put together anew for every line
     return logger

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
@@ -107,6 +108,10 @@ class Node:
         async with asyncio.TaskGroup() as self._group:
             self._supervise()
             self.leases.offer(self.offers())
+            # Nobody was served yet: this task has not let go of the loop since mpsd began to listen.
+            self.leases.restore()
+            # What is here now is here to stay: the collector need not look at it again, some thousand times a day.
+            gc.freeze()
             self._group.create_task(self.leases.run())
             self._group.create_task(self._follow_offers())
             while True:
@@ -145,6 +150,7 @@ class Node:
         self.settings = settings
         self._offered_at = None
         self.leases.ledger.rules = rules(settings)
+        self.leases.grace = settings.admission.hang_up_grace
         for supervisor in self._supervisors.values():
             supervisor.reload(settings)
 
@@ -232,7 +238,8 @@ class Node:
             request = replace(request, gpu=self._named(request.gpu), among=limits_of.gpus)
             ttl = quota.time_to_live(limits_of, ttl)
             ledger = self.leases.ledger
-            quota.check(limits_of, ledger.user(owner.uid), request.priority, ledger.worth(request))
+            if not self.leases.knows(request, owner):  # who comes back for its lease, or its place, takes nothing more
+                quota.check(limits_of, ledger.user(owner.uid), request.priority, ledger.worth(request))
             self._check_reach(owner.uid)
         except MpsdError as refusal:
             holder.close()

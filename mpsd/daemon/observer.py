@@ -28,6 +28,9 @@ _MOST_WORDS: Final = 200
 _MOST_COMMANDS: Final = 64
 """Strangers' commands that are remembered until mpsd can ask what came of them; the latest count."""
 
+_MOST_TOLD: Final = 16
+"""Strangers' commands of one look at the log that are told one by one: nobody may fill mpsd's own log with them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Glance:
@@ -37,6 +40,8 @@ class Glance:
     """Commands of others that can have changed something."""
     news: bool
     """Whether servers or clients came or went."""
+    behind: bool
+    """Whether there is more to read at once: the log is shortened only as far as it was read."""
 
 
 class Observer:
@@ -53,7 +58,7 @@ class Observer:
         self._servers: dict[ProcessIdentity, Server] = {}
         self._orphans: tuple[ProcessIdentity, ...] = ()
         self._follower = mpslog.LogFollower(paths.control_log)
-        self._hand = ForeignHand()
+        self._hand = ForeignHand(self.pipe.key)
         self._unexplained: tuple[str, ...] = ()
         """Commands of others since the limits were last read."""
 
@@ -116,7 +121,7 @@ class Observer:
         self._compare(wanted, found)
 
     def _mem_limit(self, pending: Pending[int | None], wanted: Limits) -> int | None:
-        """Return the memory limit; a driver that does not know the command has none, which is fine if none is wanted."""
+        """Return the memory limit; a driver without the command has none, which is fine where none is wanted."""
         try:
             self.has_mem_limit, found = True, pending.answer
         except ControlUnknownCommandError:
@@ -175,11 +180,13 @@ class Observer:
         lines = self._follower.read()
         foreign = self._hand.seen(lines)
         self._unexplained = (*self._unexplained, *foreign)[-_MOST_COMMANDS:]
-        for command in foreign:
+        for command in foreign[:_MOST_TOLD]:
             self._log.warning(Happened.FOREIGN_COMMAND, command=command)
+        if len(foreign) > _MOST_TOLD:
+            self._log.warning(Happened.FOREIGN_COMMAND, command=foreign[-1], left_out=len(foreign) - _MOST_TOLD - 1)
         news = any(line is not None and line.text.startswith(_NEWS) for line in map(parse, lines))
         self.see_orphans_off()
-        return Glance(foreign, news)
+        return Glance(foreign, news, self._follower.behind)
 
     def last_words(self) -> str:
         """Return the last thing that the daemon wrote since the last look, or nothing; for right after its death."""

@@ -1,22 +1,38 @@
 """The API's own document, made from the route table and the wire's types, so that it cannot say anything else."""
 
+import http
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from mpsd import __version__
 from mpsd.daemon import wire
-from mpsd.daemon.routes import Route
+from mpsd.daemon.routes import EVENTS_PATH, OPENAPI_PATH, Role, Route
 
-_REF = "#/components/schemas/{name}"
-_ALWAYS = (403, 500)
-"""Statuses that every route can answer."""
+_REF: Final = "#/components/schemas/{name}"
+
+_ALWAYS: Final = (400, 403, 429, 500)
+"""Statuses that every route can answer: 400 is for what is not HTTP/1.1 at all."""
+
+_NAMED: Final = (404,)
+"""Those of a route whose path names something."""
+
+_BODY: Final = (413, 422)
+"""Those of a route that takes a body."""
+
+_DESCRIPTION: Final = """\
+NVIDIA MPS on one node, over a unix socket: `curl --unix-socket /run/mpsd/mpsd.sock http://mpsd/v1/status`.
+
+Who calls is known by the kernel's word (SO_PEERCRED): there is nothing to log in with. Every error is a problem
+document (RFC 9457), whose `code` is for programs and whose `hint` is for people. A number that is to be whole is
+written without a fraction: 1, and not 1.0.
+"""
 
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of these routes."""
+    """Return the OpenAPI 3.1 document of these routes, and of the two that answer with no value of the wire."""
     types: set[type[msgspec.Struct]] = {
         wire.Problem,
         wire.HealthOut,
@@ -27,32 +43,46 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+    paths[EVENTS_PATH] = {"get": _events()}
+    paths[OPENAPI_PATH] = {"get": _itself()}
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "mpsd",
             "version": __version__,
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
-            "description": "NVIDIA MPS on one node, over a unix socket: curl --unix-socket /run/mpsd/mpsd.sock http://mpsd/v1/status",
+            "description": _DESCRIPTION,
         },
         "servers": [{"url": "http://mpsd"}],
         "paths": paths,
-        "components": {"schemas": components},
+        "components": {"schemas": _portable(components)},
     }
+
+
+def _portable(schema: object) -> object:
+    r"""Return a schema whose patterns mean everywhere what they mean here.
+
+    The end of a text is `\Z` to Python, whose `$` also stands before a last newline, and `$` to JSON Schema.
+    """
+    match schema:
+        case dict():
+            portable = {name: _portable(value) for name, value in schema.items()}
+            if isinstance(pattern := schema.get("pattern"), str):
+                portable["pattern"] = pattern.replace(r"\Z", "$")
+            return portable
+        case list():
+            return [_portable(each) for each in schema]
+        case _:
+            return schema
 
 
 def _operation(route: Route) -> dict[str, Any]:
-    answers: dict[str, Any] = {str(route.status): _answer("it is done", route.answer, "application/json")}
-    for status in sorted({*route.errors, *_ALWAYS}):
-        error = wire.HealthOut if route.path == "/readyz" and status == 503 else wire.Problem  # noqa: PLR2004
-        kind = "application/problem+json" if error is wire.Problem else "application/json"
-        answers[str(status)] = _answer("see the code", error, kind)
-    operation: dict[str, Any] = {
-        "operationId": f"{route.method.lower()}{re.sub('[^a-z0-9]+', '_', route.path)}",
-        "description": f"Needs the role {route.role.name.lower()}.",
-        "responses": answers,
-    }
     names = re.findall(r"\{(\w+)\}", route.path)
+    statuses = {*route.errors, *(_NAMED if names else ()), *(_BODY if route.body is not None else ())}
+    operation = _described(route.method, route.path, route.role)
+    operation["responses"] = {str(route.status): _answer(route.status, route.answer), **_errors(*statuses)}
+    if route.path == "/readyz":
+        operation["responses"]["503"] = _answer(503, wire.HealthOut)
     if names:
         operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
@@ -63,7 +93,50 @@ def _operation(route: Route) -> dict[str, Any]:
     return operation
 
 
-def _answer(description: str, answer: type[msgspec.Struct] | None, kind: str) -> dict[str, Any]:
+def _events() -> dict[str, Any]:
+    """Return the operation that streams events."""
+    operation = _described("GET", EVENTS_PATH, Role.OBSERVER)
+    operation["parameters"] = [
+        _asked("after", "The number of the last event that the caller has; 0 for all that are kept.", {
+            "type": "integer", "minimum": 0, "maximum": 10**18 - 1, "default": 0,
+        }),
+        _asked("follow", "Whether to go on with the events to come, until the caller hangs up.", {
+            "type": "boolean", "default": False,
+        }),
+    ]  # fmt: skip
+    lines = "One JSON object a line: `seq` grows by one from line to line, `at`, `level` and `event` say when and what."
+    stream = {"description": lines, "content": {"application/x-ndjson": {"schema": {"type": "string"}}}}
+    operation["responses"] = {"200": stream, **_errors(422)}
+    return operation
+
+
+def _itself() -> dict[str, Any]:
+    """Return the operation that answers with this document."""
+    operation = _described("GET", OPENAPI_PATH, Role.OBSERVER)
+    answer = {"description": "This document.", "content": {"application/json": {"schema": {"type": "object"}}}}
+    operation["responses"] = {"200": answer, **_errors()}
+    return operation
+
+
+def _described(method: str, path: str, role: Role) -> dict[str, Any]:
+    return {
+        "operationId": f"{method.lower()}{re.sub('[^a-z0-9]+', '_', path)}",
+        "description": f"Needs the role {role.name.lower()}.",
+    }
+
+
+def _asked(name: str, description: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "in": "query", "required": False, "description": description, "schema": schema}
+
+
+def _errors(*statuses: int) -> dict[str, Any]:
+    """Return these errors and those of every route, by status."""
+    return {str(status): _answer(status, wire.Problem) for status in sorted({*statuses, *_ALWAYS})}
+
+
+def _answer(status: int, answer: type[msgspec.Struct] | None) -> dict[str, Any]:
+    description = http.HTTPStatus(status).phrase
     if answer is None:
         return {"description": description}
+    kind = "application/problem+json" if answer is wire.Problem else "application/json"
     return {"description": description, "content": {kind: {"schema": {"$ref": _REF.format(name=answer.__name__)}}}}

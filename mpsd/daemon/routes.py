@@ -1,14 +1,17 @@
 """The table of routes: method, path, role, handler and types of each, in one place."""
 
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import msgspec
 
 from mpsd.daemon import wire
 from mpsd.daemon.handlers import Handlers, Request
+
+T = TypeVar("T")
 
 OPENAPI_PATH: Final = "/v1/openapi.json"
 """Where the document made from this table is; whoever may read may read it."""
@@ -72,8 +75,35 @@ ROUTES: Final = (
         wire.LeaseOut,
         200,
         wire.Renewal,
-        errors=(404, 413, 422),
+        errors=(404, 413, 422, 507),
     ),
-    Route("DELETE", "/v1/leases/{id}", Role.USER, lambda h: h.release, None, 204, errors=(404,)),
+    Route("DELETE", "/v1/leases/{id}", Role.USER, lambda h: h.release, None, 204, errors=(404, 507)),
     Route("POST", "/v1/daemons/{name}/reset", Role.ADMIN, lambda h: h.reset, wire.OperationOut, 202, errors=(404,)),
 )
+
+
+class Table(Generic[T]):
+    """Finds by its path what a request is for, and what stands in the place of the path's {names}."""
+
+    def __init__(self) -> None:
+        self._plain: dict[str, dict[str, T]] = {}
+        self._patterns: dict[re.Pattern[str], dict[str, T]] = {}
+
+    def add(self, method: str, path: str, what: T) -> None:
+        """Add a row. A name stands for the whole of what is between two slashes."""
+        if "{" not in path:
+            self._plain.setdefault(path, {})[method] = what
+            return
+        pattern = re.compile(re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", path))
+        self._patterns.setdefault(pattern, {})[method] = what
+
+    def find(self, path: str) -> tuple[Mapping[str, T], Mapping[str, str]]:
+        """Return what there is on a path, by method, and the names in it; nothing where there is no such path."""
+        plain = self._plain.get(path)
+        if plain is not None:
+            return plain, {}
+        for pattern, methods in self._patterns.items():
+            match = pattern.fullmatch(path)
+            if match is not None:
+                return methods, match.groupdict()
+        return {}, {}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpsd.core import reload
 from mpsd.core import settings as table
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.ledger import Ledger
@@ -14,12 +15,15 @@ from mpsd.core.settings import Settings
 from mpsd.core.usage import Usage
 from mpsd.daemon import log as logs
 from mpsd.daemon.api import Api
-from mpsd.daemon.events import HISTORY_SCHEMA, Events
-from mpsd.daemon.leases import LEASES_SCHEMA, Leases, known_usage
+from mpsd.daemon.events import Events
+from mpsd.daemon.history import HISTORY_SCHEMA, known_usage, note_usage
+from mpsd.daemon.keeping import LEASES_BALLAST, LEASES_SCHEMA, Keeping
+from mpsd.daemon.leases import Leases
 from mpsd.daemon.log import Happened, Logger
 from mpsd.daemon.node import Node, rules
 from mpsd.system import rundir
 from mpsd.system.control import ControlProgram
+from mpsd.system.counter import Counter
 from mpsd.system.database import Database
 from mpsd.system.gpu import GpuSource
 from mpsd.system.rundir import RunDir
@@ -56,19 +60,27 @@ async def serve(plan: Plan) -> None:
         run_dir = RunDir.claim(settings)
         with contextlib.ExitStack() as stack:
             stack.callback(run_dir.close)
-            history = Database(run_dir.history, HISTORY_SCHEMA)
+            history = Database(run_dir.history, HISTORY_SCHEMA, lasting=True)
             stack.callback(history.close)
-            store = Database(run_dir.leases, LEASES_SCHEMA)
+            store = Database(run_dir.leases, LEASES_SCHEMA, ballast=LEASES_BALLAST)
             stack.callback(store.close)
-            events = Events(history, settings.api.events)
-            stack.callback(events.flush)
+            counter = Counter(run_dir.last_event)
+            stack.callback(counter.close)
+            events = Events(history, counter, count=settings.api.events, age=settings.api.events_age)
+            stack.callback(events.close)
             log = logs.configure(settings.log.format, events.record)
-            for database in (store, history):
-                if database.set_aside is not None:
-                    log.error(Happened.STORE_SET_ASIDE, because=database.because, file=str(database.set_aside))
+            _report(log, events, store, history)
             half_life = settings.admission.usage_half_life
-            ledger = Ledger(rules(settings), Usage(half_life, known_usage(history, half_life)))
-            leases = Leases(ledger, store, history, log)
+            keeping = Keeping(store)
+            leases = Leases(
+                Ledger(rules(settings), Usage(half_life, known_usage(history, half_life))),
+                keeping,
+                log,
+                grace=settings.admission.hang_up_grace,
+                tell=events.tell,
+                told=events.turn,
+                note_usage=lambda usage: note_usage(history, usage, events.trouble),
+            )
             node = Node(
                 source,
                 plan.program,
@@ -82,6 +94,16 @@ async def serve(plan: Plan) -> None:
             await _run(plan, node, events, log)
     finally:
         source.close()
+
+
+def _report(log: Logger, events: Events, *databases: Database) -> None:
+    """Say what became of what an earlier mpsd left, and from now on what becomes of the events."""
+    events.trouble = lambda because: log.error(Happened.STORE_FULL, because=because)
+    for database in databases:
+        if database.aside is not None:
+            log.error(Happened.STORE_SET_ASIDE, because=database.because, file=str(database.aside))
+    if events.lost:
+        log.error(Happened.EVENTS_LOST, because=events.lost)
 
 
 async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
@@ -104,6 +126,7 @@ async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
             log.info(Happened.NODE_STOPPING, stop_daemons=plan.stop_daemons_on_exit)
             node.leave()
             rundir.unpublish(settings.socket)
+            events.close()
             serving.cancel()
             await api.close()
             if plan.stop_daemons_on_exit:
@@ -122,8 +145,8 @@ def _reload(plan: Plan, node: Node, log: Logger) -> None:
     except ConfigurationError as error:
         log.error(Happened.SETTINGS_REFUSED, because=error.detail, hint=error.hint)
         return
-    applied, waiting = table.changed(node.settings, wanted)
-    node.reload(table.reloaded(node.settings, wanted))
+    applied, waiting = reload.changed(node.settings, wanted)
+    node.reload(reload.reloaded(node.settings, wanted))
     log.info(Happened.SETTINGS_RELOADED, applied=list(applied), needs_restart=list(waiting))
 
 

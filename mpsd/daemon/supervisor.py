@@ -6,7 +6,6 @@ settings) is noted and wakes the loop. The state has one writer, `_move`, which 
 
 import asyncio
 import contextlib
-import os
 import random
 import signal
 from datetime import datetime
@@ -23,13 +22,13 @@ from mpsd.core.errors import (
 from mpsd.core.lifecycle import ANSWERED, RUNNING, Event, State, step
 from mpsd.core.model import Daemon, DaemonProcess, Gpu
 from mpsd.core.restart import Death, RestartPolicy, Verdict, decide, recent
-from mpsd.core.settings import Settings, Users
-from mpsd.daemon import evidence
+from mpsd.core.settings import Settings
+from mpsd.daemon.launch import Launcher
 from mpsd.daemon.log import Happened, Logger
 from mpsd.daemon.observer import Observer
 from mpsd.daemon.tally import Tally
-from mpsd.system import clock, mpslog, process
-from mpsd.system.control import ControlProgram, variables
+from mpsd.system import clock, process
+from mpsd.system.control import ControlProgram
 from mpsd.system.process import Process
 from mpsd.system.rundir import RunDir
 
@@ -51,11 +50,11 @@ class Supervisor:
     ) -> None:
         self.name = name
         self.gpu = gpu
-        self._program = program
         self._paths = run_dir.daemon(name)
         self._settings = settings
         self._log = log.bind(daemon=name)
         self._tally = Tally(run_dir.tally(name))
+        self._launcher = Launcher(gpu, program, self._paths)
         self._observer = Observer(program, self._paths, settings.daemon.answer_deadline, self._log)
         self._group: asyncio.TaskGroup | None = None
         self._wake = asyncio.Event()
@@ -83,7 +82,6 @@ class Supervisor:
         """When the next thing is due: the end of a delay, the deadline of a start, or the next proof of life."""
         self._looked = False
         """Whether servers of dead daemons were looked for since the last death."""
-        self._socket_before: tuple[int, int] | None = None
 
     # -- what others may ask and say ----------------------------------------------------------------------------------
 
@@ -217,16 +215,9 @@ class Supervisor:
 
     # -- arriving: adopt what is there, or start ----------------------------------------------------------------------
 
-    def _environment(self) -> dict[str, str]:
-        """Return the environment that the daemon gets: an allow-list, its directories, and its one GPU by UUID."""
-        extra = variables(self._paths.pipe_directory, self._paths.log_directory)
-        return process.environment({**extra, "CUDA_VISIBLE_DEVICES": self.gpu.uuid}, path=(self._program.directory,))
-
     async def _arrive(self) -> None:
-        environment = self._environment()
         try:
-            self._paths.create()
-            found = await asyncio.to_thread(evidence.look, self._paths, self._program, environment)
+            found = await asyncio.to_thread(self._launcher.look, self._settings.daemon.users)
         except (ConfigurationError, ForeignDaemonError) as error:
             self._move(Event.REFUSED, error.detail, error.hint)
             return
@@ -234,7 +225,7 @@ class Supervisor:
         self._looked = True
         adopted = process.adopt(found.daemon.identity) if found.daemon is not None else None
         if adopted is None or found.daemon is None:
-            self._start(environment)
+            self._start()
         else:
             self._take(adopted, found.daemon, fresh=False)
             self._move(Event.ADOPTED, f"pid {adopted.pid} was found running, and adopted")
@@ -248,35 +239,20 @@ class Supervisor:
             return
         self._looked = True
         with contextlib.suppress(ForeignDaemonError):
-            found = await asyncio.to_thread(evidence.look, self._paths, self._program, self._environment())
+            found = await asyncio.to_thread(self._launcher.look, self._settings.daemon.users)
             self._observer.found_orphans(found.orphans)
 
-    def _start(self, environment: dict[str, str]) -> None:
+    def _start(self) -> None:
         try:
-            # Also after a death: somebody may have removed it, and MPS would make one that everybody may write to.
-            self._paths.create()
-            self._socket_before = self._socket()
-            log = mpslog.open_for_daemon(self._paths.control_log)
-            try:
-                started = process.spawn(
-                    (*self._program.argv, *self._flags), env=environment, stdout=log, new_session=True
-                )
-            finally:
-                os.close(log)
+            started, proof = self._launcher.start(self._settings.daemon.users)
         except ConfigurationError as error:
             self._move(Event.REFUSED, error.detail, error.hint)
             return
         except OSError as error:
             self._die(f"it could not be started: {error}")
             return
-        proof = DaemonProcess(started.identity, self._program.argv[0], str(self._paths.pipe_directory), clock.now())
         self._take(started, proof, fresh=True)
         self._move(Event.STARTED, f"pid {started.pid} was started")
-
-    @property
-    def _flags(self) -> tuple[str, ...]:
-        """In the foreground, as a daemon that is watched must be; for many users where that was asked for."""
-        return ("-f", "-multiuser-server") if self._settings.daemon.users is Users.MANY else ("-f",)
 
     def _take(self, taken: Process, proof: DaemonProcess, *, fresh: bool) -> None:
         """Watch this process from now on."""
@@ -290,18 +266,10 @@ class Supervisor:
         self._dead = (await watched.wait(),)
         self._wake.set()
 
-    def _socket(self) -> tuple[int, int] | None:
-        """Return what tells one control socket from the next: a dead daemon's stays until a new one binds its own."""
-        try:
-            found = self._paths.control_socket.stat()
-        except FileNotFoundError:
-            return None
-        return found.st_ino, found.st_ctime_ns
-
     # -- proving and watching: it listens, it answers, and every limit reads back --------------------------------------
 
     async def _prove(self) -> None:
-        while self._fresh and not self._proved and self._socket() == self._socket_before:
+        while self._fresh and not self._proved and not self._launcher.listens:
             if self._dead is not None:
                 return
             if clock.monotonic() > self._due:
@@ -319,25 +287,28 @@ class Supervisor:
         await self._find_orphans()
         glance = self._observer.glance()
         stopped = process.is_stopped(self._process.pid)
-        if stopped and self._state is State.UNRESPONSIVE:
-            # It cannot answer, so it is not asked; once it goes on, it is asked at once.
+        if glance.foreign or glance.news or (stopped and self._state is State.UNRESPONSIVE):
+            # There is reason to ask at once; one that is known to be stopped cannot answer before it goes on.
             self._due = 0.0
-        elif stopped or glance.foreign or glance.news or clock.monotonic() >= self._due or self._socket() is None:
+        if stopped:
+            due = self._state is not State.UNRESPONSIVE
+        else:
+            due = clock.monotonic() >= self._due or self._launcher.socket_is_gone
+        if due and not glance.behind:
             await self._probe()
         self._observer.shorten_log(self._settings.daemon.log_size)
-        await self._sleep(_TICK)
+        await self._sleep(0.0 if glance.behind else _TICK)
 
     def _check_socket(self) -> None:
         """Raise ControlUnreachableError when the socket is gone.
 
-        mpsd's own front-ends would not notice: root's reach the daemon by another socket too (measured, all four
-        versions).
+        mpsd's own front-ends would not notice: root's reach the daemon by another socket too (measured, all versions).
         """
         assert self._process is not None  # noqa: S101 - there is one in every state that is probed
-        if self._socket() is None:
+        if self._launcher.socket_is_gone:
             pid = self._process.pid
             raise ControlUnreachableError(
-                f"pid {pid} runs, and its socket {self._paths.control_socket} is gone, so that no client can reach it",
+                f"pid {pid} runs, and its socket {self._launcher.control_socket} is gone: no client can reach it",
                 hint=f"when its clients are done, end it (kill {pid}): a new one is started at once",
             )
 
@@ -398,16 +369,15 @@ class Supervisor:
         deaths = (*recent(self._tally.deaths, policy, now), Death(now, how))
         decision = decide(deaths, policy, now, random.random())  # noqa: S311 - jitter is no secret
         self._log.warning(Happened.DAEMON_DEATH, how=how, verdict=decision.verdict, delay=decision.delay)
-        gave_up = decision.verdict is Verdict.GIVE_UP
-        self._note(deaths, decision.because if gave_up else None)
+        self._note(deaths, decision.because if decision.verdict is Verdict.GIVE_UP else None)
         self._due = now + decision.delay
         self._move(Event.DIED, decision.because)
-        if gave_up:
+        if decision.verdict is Verdict.GIVE_UP:
             self._move(Event.GAVE_UP, decision.because, self._reset_hint)
         elif decision.verdict is Verdict.AT_ONCE and self._wanted and self._group is not None:
             # The kernel has just proved that ours is gone, so nobody needs to be looked for: clients wait for nothing.
             self._move(Event.COOLED, decision.because)
-            self._start(self._environment())
+            self._start()
 
     def _note(self, deaths: tuple[Death, ...], failed: str | None) -> None:
         try:
@@ -423,17 +393,8 @@ class Supervisor:
         except ControlError as error:
             self._log.warning(Happened.DAEMON_FORCED, rung="quit", because=error.detail)
         for number in (signal.SIGTERM, signal.SIGKILL):
-            if await self._gone_within(_RUNG):
+            if await self._process.gone_within(_RUNG):
                 return
             self._log.warning(Happened.DAEMON_FORCED, rung=number.name, pid=self._process.pid)
             self._process.signal(number)
-        await self._gone_within(_RUNG)
-
-    async def _gone_within(self, seconds: float) -> bool:
-        assert self._process is not None  # noqa: S101 - there is one while it stops
-        try:
-            async with asyncio.timeout(seconds):
-                await self._process.wait()
-        except TimeoutError:
-            return False
-        return True
+        await self._process.gone_within(_RUNG)

@@ -15,16 +15,23 @@ from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
 
 Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,62}\Z")]
 Text = Annotated[str, Meta(max_length=128, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]
+Labels = Annotated[dict[Label, Text], Meta(max_length=32)]
+
+# What the document says of these, and the units' own parsers check, whose errors name the limit and say what to write.
+Percent = Annotated[float, Meta(extra_json_schema={"minimum": 0.1, "maximum": 100})]
+Fraction = Annotated[float, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})]
+SizeText = Annotated[str, Meta(extra_json_schema={"pattern": r"^[0-9]+(\.[0-9]+)? ?(B|KiB|MiB|GiB|KB|MB|GB)?$"})]
+SizeBytes = Annotated[int, Meta(extra_json_schema={"minimum": 1, "maximum": 2**50 - 2**20})]
 
 
 class LeaseRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """What a caller asks for: threads and memory, or a fraction of one GPU."""
 
-    threads: float | None = None
+    threads: Percent | None = None
     """Percent of the GPU's threads, (0, 100], in steps of 0.1."""
-    memory: str | int | None = None
+    memory: SizeText | SizeBytes | None = None
     """Device memory, as `8GiB` or in bytes; granted in whole MiB."""
-    fraction: float | None = None
+    fraction: Fraction | None = None
     """That part of one GPU's threads and memory, (0, 1]."""
     gpu: Text = "any"
     """`any`, an index, a UUID, or a unique prefix of one."""
@@ -39,7 +46,7 @@ class LeaseRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     ttl: Annotated[float, Meta(gt=0, le=1e9)] | None = None
     """Seconds after which the lease ends unless it is renewed; null: no such time."""
     name: Text = ""
-    labels: dict[Label, Text] = {}
+    labels: Labels = {}
     pid: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     """The process that the lease is tied to; the caller's own by default."""
     request_id: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+\Z")] | None = None

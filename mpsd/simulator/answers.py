@@ -256,13 +256,14 @@ class ControlDaemon:
             reply.log(f"Server {pid} is <busy>")
 
     def _ps(self, reply: Reply, arguments: list[str], uid: int) -> None:
-        if arguments[0] != "-p":
+        if not arguments[0].startswith("-p"):
             for pid in self.servers:
                 reply.log(f"Server {pid} is <busy>")
             reply.say("Server not found")
             return
-        self._ask_server(reply, arguments[1:], uid)
-        reply.say(f"Server {_integer(arguments[1])} not found")
+        named = arguments[0].removeprefix("-p") or arguments[1]
+        self._ask_server(reply, [named], uid)
+        reply.say(f"Server {_integer(named)} not found")
         reply.tell("")
 
     def _terminate_client(self, reply: Reply, arguments: list[str], uid: int) -> None:

@@ -180,6 +180,8 @@ class ControlPipe:
         self._environment = process.environment(variables(pipe_directory, log_directory))
         self._pipe_directory = pipe_directory
         self._turn = asyncio.Lock()
+        self.key = secrets.token_hex(8)
+        """What the nonces of all its marks begin with: by this its conversations are known in the daemon's log."""
         self.deadline = deadline
         """Seconds that a conversation may take from its first front-end on, strangers in the way included."""
 
@@ -210,7 +212,7 @@ class ControlPipe:
             try:
                 async for attempt in retry.collisions(seconds):
                     with attempt:
-                        nonce = secrets.token_hex(4)
+                        nonce = self.key + secrets.token_hex(4)
                         output = await self._front_end(conversation.script(nonce), until)
                         conversation.distribute(nonce, output)
             except retry.CollisionError:

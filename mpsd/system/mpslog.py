@@ -50,8 +50,16 @@ class LogFollower:
         whole = added.rfind(b"\n") + 1
         if whole == 0 and len(added) == _MOST_AT_ONCE:
             whole = len(added)
+        if whole == 0:
+            return []
         self._offset += whole
-        return added[:whole].decode("utf-8", errors="replace").splitlines()
+        # Not splitlines(): a stranger's command may hold what that takes for the end of a line, and so would forge one.
+        return added[:whole].decode("utf-8", errors="replace").removesuffix("\n").split("\n")
+
+    @property
+    def behind(self) -> bool:
+        """Whether there is more to read than one reading takes, as when a stranger talks without a pause."""
+        return self._size() - self._offset >= _MOST_AT_ONCE
 
     def keep_within(self, limit: int) -> int:
         """Give up the oldest lines that were read when the file takes more than `limit` bytes; return how many bytes.

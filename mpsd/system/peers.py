@@ -106,6 +106,15 @@ def uid_of(pid: int) -> int | None:
         return None
 
 
+def user_of(pid: int) -> tuple[int, int] | None:
+    """Return a process's effective uid and gid, or None when it is gone."""
+    try:
+        found = psutil.Process(pid)
+        return found.uids().effective, found.gids().effective
+    except psutil.NoSuchProcess:
+        return None
+
+
 def command_of(pid: int) -> str:
     """Return a process's name for people, or an empty text when it is gone or hidden."""
     try:

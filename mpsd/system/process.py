@@ -135,6 +135,15 @@ class Process:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._pidfd, self._on_gone, call)
 
+    async def gone_within(self, seconds: float) -> bool:
+        """Wait for its end, for this long at most, and tell whether it came."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self.wait()
+        except TimeoutError:
+            return False
+        return True
+
     def _on_gone(self, call: Callable[[], None]) -> None:
         self._stop_reading()
         call()

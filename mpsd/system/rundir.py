@@ -92,6 +92,11 @@ class RunDir:
         """The store of what outlives it."""
         return self._settings.paths.state_dir / "history.db"
 
+    @property
+    def last_event(self) -> Path:
+        """The number of the last event, beside the history, so that damage to that does not have it given again."""
+        return self._settings.paths.state_dir / "last-event"
+
     def daemon(self, name: str) -> DaemonPaths:
         """Say where the control daemon of this name has its things."""
         paths = self._settings.paths

@@ -1,0 +1,173 @@
+"""What it costs to admit: grants and releases beside an empty aiohttp handler, and what 10,000 leases weigh."""
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from bench.callers import Many, One, Talk, body, echoing, leasing
+from bench.service import Service, running
+from bench.side_by_side import Figure, Result, in_turn
+from mpsd.daemon.keeping import LEASES_BALLAST, LEASES_SCHEMA, Keeping
+from mpsd.system.database import Database
+
+_TALK: Final = leasing(threads=1, memory="16MiB")
+"""So small that 64 of them fit on two GPUs at a time, whose client slots are then the bound."""
+
+_CONFIG: Final = '[api]\nconnections_per_uid = 1000\nrequests_per_uid = 1000\n[log]\nformat = "json"\n'
+"""All callers here are of one uid, and all of them are meant."""
+
+_LEASES: Final = 10_000
+_HOLDERS: Final = 40
+"""Processes that hold them; no more than the client slots of one GPU, since each asks for one lease by itself."""
+
+_CALLERS: Final = 64
+_PAIRS: Final = 200
+"""Grants, each with its release, that one caller makes in a round."""
+_PAIRS_OF_MANY: Final = 2000
+_ROUNDS: Final = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A server to be measured, and how one talks to it."""
+
+    socket: Path
+    talk: Talk
+
+
+@contextmanager
+def _empty(directory: Path, reply: bytes) -> Iterator[tuple[Side, Side]]:
+    """Run the empty handler, which answers what mpsd answered, and the echo, which sends as much back and forth."""
+    sides = Side(directory / "empty.sock", _TALK), Side(directory / "echo.sock", echoing(len(reply)))
+    with contextlib.ExitStack() as stack:
+        for side, flags in zip(sides, ([], ["--echo"]), strict=True):
+            command = [sys.executable, "-m", "bench.empty", str(side.socket), *flags]
+            server = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE))
+            stack.callback(server.kill)
+            assert server.stdin is not None
+            server.stdin.write(reply)
+            server.stdin.close()
+        for side in sides:
+            _await(side.socket)
+        yield sides
+
+
+def _await(path: Path) -> None:
+    """Wait until somebody listens on a socket."""
+    while True:
+        with contextlib.suppress(OSError):
+            One(path, _TALK)
+            return
+        time.sleep(0.001)
+
+
+@contextmanager
+def _side_by_side(control: str, root: Path) -> Iterator[tuple[Side, Side, Side]]:
+    """Run mpsd, the empty handler and the echo."""
+    with running(control, root, 2, _CONFIG) as service:
+        caller = One(service.socket, _TALK)
+        granted = caller.ask()
+        caller.say(_TALK.release(granted))
+        with _empty(root, body(granted)) as (empty, echo):
+            yield Side(service.socket, _TALK), empty, echo
+
+
+def one_caller(control: str, root: Path) -> Iterator[Result]:
+    """Compare a stored grant with its release, of one caller, with two empty round trips."""
+    with _side_by_side(control, root) as sides:
+        callers = [One(side.socket, side.talk) for side in sides]
+        ours, empty, echo = in_turn(*(partial(each.seconds, _PAIRS) for each in callers), rounds=_ROUNDS)
+    yield Result("a grant and its release against two empty round trips", ours, empty, at_most=1.6, floor=echo)
+
+
+def many_callers(control: str, root: Path) -> Iterator[Result]:
+    """Compare the rate of grants with their releases, of 64 callers at a time, with that of empty round trips."""
+    with _side_by_side(control, root) as sides:
+        callers = [Many(side.socket, side.talk, _CALLERS) for side in sides]
+        ours, empty, echo = in_turn(*(partial(each.seconds, _PAIRS_OF_MANY) for each in callers), rounds=_ROUNDS)
+    yield Result(f"the same with {_CALLERS} callers, from one to the next", ours, empty, at_most=2, floor=echo)
+
+
+# -- 10,000 leases -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _holders() -> Iterator[list[int]]:
+    """Run processes that do nothing, and give their pids."""
+    with contextlib.ExitStack() as stack:
+        pids = []
+        for _ in range(_HOLDERS):
+            holder = stack.enter_context(subprocess.Popen(["sleep", "infinity"]))
+            stack.callback(holder.kill)
+            pids.append(holder.pid)
+        yield pids
+
+
+def _fill(service: Service, holders: list[int]) -> None:
+    """Have mpsd grant one lease to each holder on GPU 0, and make so many of them in its store that it has 10,000.
+
+    So many do not fit by themselves, since MPS has no client slots for them; mpsd takes up those that it finds all the
+    same, and grants on GPU 1 meanwhile.
+    """
+    for holder in holders:
+        One(service.socket, leasing(threads=1, memory="16MiB", gpu="0", pid=holder)).ask()
+    service.stop()
+    database = Database(service.root / "run" / "leases.db", LEASES_SCHEMA, ballast=LEASES_BALLAST)
+    keeping = Keeping(database)
+    models, _ = keeping.read()
+    copies = (
+        replace(models[number % len(models)], id=f"lease-{number:010x}", arrival=number)
+        for number in range(len(models) + 1, _LEASES + 1)
+    )
+    kept = keeping.keep({lease.id: lease for lease in copies}, news=())
+    assert not kept.because, kept.because
+    database.close()
+
+
+def _started(service: Service, leases: int) -> float:
+    """Start an mpsd, and return after how many seconds it answered with this many leases."""
+    before = time.perf_counter()
+    service.start()
+    while True:
+        try:
+            answer = One(service.socket, _TALK).say(b"GET /v1/status HTTP/1.1\r\nHost: mpsd\r\n\r\n")
+        except OSError:
+            assert service.process.poll() is None, (service.root / "mpsd.log").read_text()
+            time.sleep(0.001)
+            continue
+        taken = time.perf_counter() - before
+        assert b'"leases":%d,' % leases in answer, answer.decode()
+        return taken
+
+
+def held(control: str, root: Path) -> Iterator[Result | Figure]:
+    """Compare an mpsd that holds 10,000 leases with one that holds none, and start each with what it holds."""
+    with (
+        _holders() as holders,
+        running(control, root / "full", 2, _CONFIG) as full,
+        running(control, root / "none", 2, _CONFIG) as none,
+    ):
+        _fill(full, holders)
+        none.stop()
+        starts = []
+        for number in range(5):
+            starts.append((_started(full, _LEASES), _started(none, 0)))
+            if number < 4:
+                full.stop()
+                none.stop()
+        callers = One(full.socket, _TALK), One(none.socket, _TALK)
+        ours, theirs = in_turn(*(partial(each.seconds, _PAIRS) for each in callers), rounds=_ROUNDS)
+        memory = [psutil.Process(each.process.pid).memory_info().rss / 2**20 for each in (full, none)]
+    yield Result(f"a grant and its release beside {_LEASES} leases against beside none", ours, theirs, at_most=1.3)
+    yield Figure(f"memory of {_LEASES} leases", memory[0] - memory[1], 30, "MiB")
+    yield Figure(f"start with {_LEASES} leases", sorted(starts)[2][0], 2, "s")
+    yield Figure("start with none", sorted(starts)[2][1], 2, "s")

@@ -1,0 +1,105 @@
+"""What it costs to supervise: settings verified, a dead daemon brought back, a status asked for, nothing at all."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from bench.service import bare_daemon, bare_environment, one_shot, running, start_bare
+from bench.side_by_side import Figure, Result, in_turn, timed
+from mpsd.core.commands import default_active_thread_percentage, default_device_pinned_mem_limit
+from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.system.control import ControlPipe, ControlProgram
+
+_SETTINGS: Final = 100
+
+_IDLE_SECONDS: Final = 60.0
+"""For how long mpsd is watched while nothing happens."""
+
+_IDLE_CPU: Final = 0.5
+"""Percent of one core that an idle mpsd with 8 daemons may take, its front-ends included."""
+
+_IDLE_MEMORY: Final = 60
+"""MiB that it may hold."""
+
+
+def settings_through_the_pipe(control: str, root: Path) -> Iterator[Result]:
+    """Compare 100 settings, each read back and compared, with 100 one-shot front-ends that only set."""
+    with bare_daemon(control, root) as environment, asyncio.Runner() as runner:
+        pipe = ControlPipe(ControlProgram((control,)), root / "pipe", root / "log", deadline=10)
+        settings = [
+            default_active_thread_percentage(ActiveThreadPercentage(100 + number))
+            if number % 2
+            else default_device_pinned_mem_limit(0, PinnedDeviceMemLimit(1024 * (1 + number)))
+            for number in range(_SETTINGS)
+        ]
+
+        def verified() -> float:
+            return timed(lambda: runner.run(pipe.set(*settings)))
+
+        def bare() -> float:
+            return timed(lambda: [one_shot(control, environment, setting.setter) for setting in settings])
+
+        ours, theirs = in_turn(verified, bare, rounds=9)
+    yield Result(f"{_SETTINGS} verified settings against {_SETTINGS} one-shot front-ends", ours, theirs, at_least=20)
+
+
+def recovery(control: str, root: Path) -> Iterator[Result]:
+    """Compare SIGKILL to ready-and-verified with what a bare daemon needs to start and answer one command."""
+    limits = '[limits]\nactive_thread_percentage = 50.0\npinned_device_mem_limit = "8GiB"\n[daemon]\ndeaths = 1000\n'
+    environment = bare_environment(root / "bare")
+
+    def theirs() -> float:
+        before = time.perf_counter()
+        daemon = start_bare(control, environment)
+        one_shot(control, environment, "get_default_active_thread_percentage")
+        taken = time.perf_counter() - before
+        daemon.kill()
+        daemon.wait()
+        return taken
+
+    # The second death within the window would wait on purpose: it is the first that is measured.
+    with running(control, root / "mpsd", 1, limits + "death_window = 0.001\n") as service:
+
+        def ours() -> float:
+            pid = service.daemons["gpu0"]
+            before = time.perf_counter()
+            os.kill(pid, signal.SIGKILL)
+            service.next_ready()
+            return time.perf_counter() - before
+
+        mine, bare = in_turn(ours, theirs, rounds=25)
+    yield Result("SIGKILL to ready and verified against a bare start and one answer", mine, bare, at_most=3)
+
+
+def status(control: str, root: Path) -> Iterator[Result]:
+    """Compare `mpsctl status` with the bare interpreter."""
+    mpsctl = Path(sys.executable).with_name("mpsctl")
+
+    def run(*command: str) -> Callable[[], float]:
+        return lambda: timed(lambda: subprocess.run(command, stdout=subprocess.DEVNULL, check=True))
+
+    with running(control, root, 2) as service:
+        ours = run(str(mpsctl), "--socket", str(service.socket), "status")
+        mine, bare = in_turn(ours, run(sys.executable, "-c", "pass"), rounds=31)
+    yield Result("mpsctl status against python -c pass", mine, bare, at_most=5)
+
+
+def idle(control: str, root: Path) -> Iterator[Figure]:
+    """Tell how much of one core, and how much memory, mpsd takes when nothing happens, with 8 control daemons."""
+    with running(control, root, 8) as service:
+        found = psutil.Process(service.process.pid)
+        time.sleep(3)
+        before = sum(found.cpu_times()[:4])
+        time.sleep(_IDLE_SECONDS)
+        used = sum(found.cpu_times()[:4]) - before
+        memory = found.memory_info().rss / 2**20
+    yield Figure(f"idle with 8 daemons for {_IDLE_SECONDS:g} s", 100 * used / _IDLE_SECONDS, _IDLE_CPU, "% of one core")
+    yield Figure("memory while idle with 8 daemons", memory, _IDLE_MEMORY, "MiB")

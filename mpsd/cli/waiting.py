@@ -1,0 +1,145 @@
+"""Waiting for a lease: told to the user, kept across a restart of mpsd, and given up without leaving anything behind.
+
+mpsd answers a request that waits once it is granted, and keeps its place for a while when its caller is gone, since it
+has an id of its own to come back with. So a connection that breaks is made again, and the same request sent again.
+"""
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime
+from math import inf
+from typing import TYPE_CHECKING, Final
+
+from mpsd.cli import signals
+from mpsd.cli.api import Api
+from mpsd.cli.client import DEADLINE
+from mpsd.cli.command import note, now
+from mpsd.core.errors import MpsdError, StoppingError, UnreachableError
+
+if TYPE_CHECKING:
+    from mpsd.cli import shapes
+
+_ASK_AGAIN: Final = 0.2
+"""Seconds between two attempts to reach an mpsd that has gone: the next one keeps the place for much longer."""
+
+_LONGEST_PAUSE: Final = 16.0
+"""Seconds between two looks at the queue, at last; a look costs mpsd more the more requests wait in it."""
+
+_LOOK: Final = 2.0
+"""Seconds for one look, or for giving up: neither may keep the user."""
+
+
+def admit(api: Api, request: Mapping[str, object], *, holder: int, wait: float) -> "shapes.Lease":
+    """Return a lease once it is granted, after `wait` seconds (`inf`: ever so long) at the latest.
+
+    A signal that ends mpsctl gives the place away at once, or the lease that was granted in that very moment. Raises
+    what `Api.admit` does, and SignalledError. An mpsd that stops answering is waited for too, but not one that never
+    did.
+    """
+    gc.enable()  # it may take days
+    end = time.monotonic() + wait
+    queue = _Queue(api, request, holder)
+    api.connect()
+    with signals.raised():
+        try:
+            return _asked_until_answered(api, queue, request, end)
+        except signals.SignalledError:
+            queue.leave()
+            raise
+
+
+def _asked_until_answered(api: Api, queue: "_Queue", request: Mapping[str, object], end: float) -> "shapes.Lease":
+    request_id = f"mpsctl-{os.urandom(12).hex()}"
+    while True:
+        left = max(end - time.monotonic(), 0.0)
+        asked = {**request, "request_id": request_id, "wait": None if left == inf else left}
+        try:
+            return api.admit(asked, deadline=left + DEADLINE, meanwhile=queue.look)
+        except (UnreachableError, StoppingError) as error:
+            if time.monotonic() >= end or not error.retryable:
+                raise
+            queue.lose()
+        time.sleep(_ASK_AGAIN)
+
+
+class _Queue:
+    """A request's place in mpsd's queue, as far as it can be seen from outside."""
+
+    def __init__(self, api: Api, request: Mapping[str, object], holder: int) -> None:
+        self._api = api
+        self._request = request
+        self._holder = holder
+        self._asked = now()
+        self._lease: str | None = None
+        self._pause = 1.0
+        self._told: object = None
+        self._lost = False
+
+    def look(self) -> float:
+        """Tell the user how it stands, and return the seconds until the next look.
+
+        On a terminal each change is told; elsewhere, as in the log of a job, it is told once that it waits.
+        """
+        self._lost = False
+        lease = None
+        with suppress(MpsdError, KeyError):  # whatever it is, the connection that waits will meet it too
+            lease = self._find()
+        self._tell(lease)
+        if not sys.stderr.isatty():
+            return inf
+        pause, self._pause = self._pause, min(self._pause * 2, _LONGEST_PAUSE)
+        return pause
+
+    def _tell(self, lease: "shapes.Lease | None") -> None:
+        wait = lease["wait"] if lease is not None else None
+        if wait is not None and (wait["position"], wait["waits_for"]) != self._told:
+            self._told = wait["position"], wait["waits_for"]
+            note(f"waiting in place {wait['position']} for {wait['waits_for']}: {wait['because']}")
+        elif self._told is None:
+            self._told = ()
+            note("waiting")
+
+    def lose(self) -> None:
+        """Tell the user, once, that mpsd has gone."""
+        if not self._lost:
+            self._lost = True
+            note("mpsd has gone; asking again until it is back, where the place is kept")
+
+    def leave(self) -> None:
+        """Give it away at once: mpsd itself would keep it for a caller that may come back."""
+        with suppress(MpsdError, KeyError), self._api.another(deadline=_LOOK) as api:
+            lease = self._find()
+            if lease is not None:
+                api.release(lease["id"])
+
+    def _find(self) -> "shapes.Lease | None":
+        """Return the lease that the request is by now, if mpsd shows it and no other can be it.
+
+        Its request's id is not shown, so until its own id is known it is told by its holder, its time and its options.
+        """
+        with self._api.another(deadline=_LOOK) as api:
+            if self._lease is not None:
+                known, self._lease = self._lease, None
+                lease = api.lease(known)
+                self._lease = known
+                return lease
+            found = [lease for lease in api.leases()["leases"] if self._is_like(lease)]
+        if len(found) != 1:
+            return None
+        self._lease = found[0]["id"]
+        return found[0]
+
+    def _is_like(self, lease: "shapes.Lease") -> bool:
+        request = self._request
+        return (
+            lease["owner"]["pid"] == self._holder
+            and datetime.fromisoformat(lease["created"]) >= self._asked
+            and lease["name"] == request.get("name", "")
+            and lease["labels"] == request.get("labels", {})
+            and lease["priority"] == request.get("priority", 0)
+            and lease["processes"] == request.get("processes", 1)
+        )

@@ -1,0 +1,132 @@
+"""What a setting's value may be: a TOML value in, a typed value out.
+
+Each raises ValueError, or an InvalidRequestError of ours, in words that finish the sentence about the value.
+"""
+
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Final, TypeVar
+
+from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit, parse_duration, parse_size
+
+E = TypeVar("E", bound=StrEnum)
+
+_MOST: Final = 2**31 - 1
+"""The largest number of anything that a person can mean."""
+
+
+def text(value: object) -> str:
+    """Take text."""
+    if not isinstance(value, str):
+        raise ValueError("it is not text")
+    if "\0" in value:
+        raise ValueError("it holds a NUL, which no path and no name can")
+    return value
+
+
+def path(value: object) -> Path:
+    """Take an absolute path."""
+    found = Path(text(value))
+    if not found.is_absolute():
+        raise ValueError("it is not an absolute path")
+    return found
+
+
+def flag(value: object) -> bool:
+    """Take true or false."""
+    if not isinstance(value, bool):
+        raise ValueError("it is not true or false")
+    return value
+
+
+def optional_path(value: object) -> Path | None:
+    """Take an absolute path, or an empty text for none."""
+    return None if value == "" else path(value)
+
+
+def octal_mode(value: object) -> int:
+    """Take the permissions of a file, in octal."""
+    digits = text(value)
+    try:
+        mode = int(digits, 8)
+    except ValueError:
+        mode = -1
+    if not 0 <= mode <= 0o777:  # noqa: PLR2004 - the nine permission bits
+        raise ValueError('it is not an octal mode such as "0660"')
+    return mode
+
+
+def seconds(value: object) -> float:
+    """Take a number of seconds above zero."""
+    if not isinstance(value, (int, float)):
+        raise ValueError("it is not a number of seconds")
+    return parse_duration(value)
+
+
+def count(value: object) -> int:
+    """Take a whole number above zero."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MOST:
+        raise ValueError(f"it is not a whole number from 1 to {_MOST}")
+    return value
+
+
+def size(value: object) -> int:
+    """Take a size, or 0."""
+    if not isinstance(value, (str, int)):
+        raise ValueError("it is not a size")
+    return 0 if value in {0, "0"} and not isinstance(value, bool) else parse_size(value)
+
+
+def percentage(value: object) -> ActiveThreadPercentage:
+    """Take a percentage in (0, 100]."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError("it is not a number")
+    return ActiveThreadPercentage.parse(value)
+
+
+def mem_limit(value: object) -> PinnedDeviceMemLimit | None:
+    """Take a pinned device memory limit."""
+    if not isinstance(value, (str, int)):
+        raise ValueError("it is not a size")
+    return PinnedDeviceMemLimit.parse(value)
+
+
+def names(value: object) -> tuple[str, ...]:
+    """Take a list of names."""
+    if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
+        raise ValueError("it is not a list of names")
+    return tuple(value)
+
+
+def priority(value: object) -> int:
+    """Take a priority."""
+    if isinstance(value, bool) or not isinstance(value, int) or not -100 <= value <= 100:  # noqa: PLR2004
+        raise ValueError("it is not a whole number from -100 to 100")
+    return value
+
+
+def positive(value: object) -> float:
+    """Take a number above zero."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _MOST:
+        raise ValueError(f"it is not a number above zero, and {_MOST} at most")
+    return float(value)
+
+
+def factor(value: object) -> float:
+    """Take a factor that only makes more."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value <= 100:  # noqa: PLR2004
+        raise ValueError("it is not a factor from 1.0 to 100")
+    return float(value)
+
+
+def choice(choices: type[E]) -> Callable[[object], E]:
+    """Return what takes one of these words."""
+
+    def parse(value: object) -> E:
+        try:
+            return choices(text(value))
+        except ValueError:
+            raise ValueError("it is not one of " + ", ".join(f'"{choice}"' for choice in choices)) from None
+
+    return parse

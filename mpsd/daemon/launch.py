@@ -1,0 +1,78 @@
+"""How the process of a control daemon comes to be: what it is started with, and by what it is found again."""
+
+import os
+from pathlib import Path
+
+from mpsd.core.model import DaemonProcess, Gpu
+from mpsd.core.settings import Users
+from mpsd.daemon import evidence
+from mpsd.daemon.evidence import Found
+from mpsd.system import clock, mpslog, process
+from mpsd.system.control import ControlProgram, variables
+from mpsd.system.process import Process
+from mpsd.system.rundir import DaemonPaths
+
+
+class Launcher:
+    """Starts the control daemon of one GPU, finds one that runs, and tells whether it listens."""
+
+    def __init__(self, gpu: Gpu, program: ControlProgram, paths: DaemonPaths) -> None:
+        self._gpu = gpu
+        self._program = program
+        self._paths = paths
+        self._socket_before: tuple[int, int] | None = None
+
+    def look(self, users: Users) -> Found:
+        """Look for a control daemon of ours, and for servers that a dead one left, in all of /proc: it takes its time.
+
+        Raises ForeignDaemonError when somebody else's daemon has the pipe directory.
+        """
+        return evidence.look(self._paths, self._program, _flags(users), self._environment())
+
+    def start(self, users: Users) -> tuple[Process, DaemonProcess]:
+        """Start a control daemon in a session of its own. Raises ConfigurationError and OSError."""
+        # Also after a death: somebody may have removed them, and MPS would make one that everybody may write to.
+        self._paths.create()
+        self._socket_before = self._socket()
+        log = mpslog.open_for_daemon(self._paths.control_log)
+        try:
+            started = process.spawn(
+                (*self._program.argv, *_flags(users)), env=self._environment(), stdout=log, new_session=True
+            )
+        finally:
+            os.close(log)
+        directory = str(self._paths.pipe_directory)
+        return started, DaemonProcess(started.identity, self._program.argv[0], directory, clock.now())
+
+    @property
+    def listens(self) -> bool:
+        """Whether the one that was started has bound its socket: a dead one's stays until another binds its own."""
+        return self._socket() != self._socket_before
+
+    @property
+    def socket_is_gone(self) -> bool:
+        """Whether there is no control socket at all, so that no client can reach the daemon."""
+        return self._socket() is None
+
+    @property
+    def control_socket(self) -> Path:
+        """The socket that clients look for."""
+        return self._paths.control_socket
+
+    def _environment(self) -> dict[str, str]:
+        """Return the environment that the daemon gets: an allow-list, its directories, and its one GPU by UUID."""
+        extra = variables(self._paths.pipe_directory, self._paths.log_directory)
+        return process.environment({**extra, "CUDA_VISIBLE_DEVICES": self._gpu.uuid}, path=(self._program.directory,))
+
+    def _socket(self) -> tuple[int, int] | None:
+        """Return what tells one control socket from the next."""
+        try:
+            found = self._paths.control_socket.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_ino, found.st_ctime_ns
+
+
+def _flags(users: Users) -> tuple[str, ...]:
+    """In the foreground, as a daemon that is watched must be; for many users where that was asked for."""
+    return ("-f", "-multiuser-server") if users is Users.MANY else ("-f",)

@@ -1,0 +1,91 @@
+"""Which processes keep which lease alive: each is watched through a pidfd, which no process with its pid can fool."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from mpsd.core.model import ProcessIdentity
+from mpsd.system import process
+from mpsd.system.process import Process
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A process that leases are tied to, as holder or client; without any, it is let go of at the next tick."""
+
+    process: Process
+    leases: set[str] = field(default_factory=set)
+
+
+class Ties:
+    """The ties between leases and processes; one descriptor is enough for all leases of a process."""
+
+    def __init__(self, gone: Callable[[str, ProcessIdentity], None]) -> None:
+        """`gone` is called from the running loop with a lease and its process that is gone, the tie cut already."""
+        self._gone = gone
+        self._watched: dict[ProcessIdentity, _Watched] = {}
+        self._of: dict[str, tuple[ProcessIdentity, ...]] = {}
+        self._loose: set[ProcessIdentity] = set()
+        """Watched processes whose last lease ended: often they ask for another one at once."""
+
+    def of(self, lease_id: str) -> tuple[ProcessIdentity, ...]:
+        """Return the living processes that a lease is tied to."""
+        return self._of.get(lease_id, ())
+
+    def tie(self, lease_id: str, living: Process) -> None:
+        """Tie a lease to a process, which is taken over."""
+        watched = self._watched.get(living.identity)
+        if watched is None:
+            watched = self._watched[living.identity] = _Watched(living)
+            living.when_gone(partial(self._bereave, watched))
+        elif watched.process is not living:
+            living.close()
+        self._add(lease_id, watched)
+
+    def tie_to(self, lease_id: str, identity: ProcessIdentity) -> bool:
+        """Tie a lease to the process that this was; False when it is gone, or its pid belongs to another by now."""
+        watched = self._watched.get(identity)
+        if watched is not None:
+            self._add(lease_id, watched)
+            return True
+        living = process.adopt(identity)
+        if living is None:
+            return False
+        self.tie(lease_id, living)
+        return True
+
+    def _add(self, lease_id: str, watched: _Watched) -> None:
+        identity = watched.process.identity
+        watched.leases.add(lease_id)
+        self._loose.discard(identity)
+        if identity not in self.of(lease_id):
+            self._of[lease_id] = (*self.of(lease_id), identity)
+
+    def untie(self, lease_id: str) -> None:
+        """Cut every tie of a lease."""
+        for identity in self._of.pop(lease_id, ()):
+            watched = self._watched[identity]
+            watched.leases.discard(lease_id)
+            if not watched.leases:
+                self._loose.add(identity)
+
+    def let_go(self) -> None:
+        """Watch no more those processes that have had no lease since the last time."""
+        for identity in self._loose:
+            self._watched.pop(identity).process.close()
+        self._loose.clear()
+
+    def close(self) -> None:
+        """Watch nobody any more; that does nothing to the processes."""
+        for watched in self._watched.values():
+            watched.process.close()
+
+    def _bereave(self, watched: _Watched) -> None:
+        identity = watched.process.identity
+        del self._watched[identity]
+        self._loose.discard(identity)
+        watched.process.close()
+        for lease_id in watched.leases:
+            self._of[lease_id] = tuple(each for each in self._of[lease_id] if each != identity)
+        for lease_id in tuple(watched.leases):
+            self._gone(lease_id, identity)

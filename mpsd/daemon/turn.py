@@ -1,0 +1,105 @@
+"""What one turn of the loop decides is stored in one commit at its end; only then is it told, and callers go on."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from mpsd.core.errors import StorageError
+from mpsd.core.model import Lease
+from mpsd.daemon.keeping import Keeping, News
+from mpsd.daemon.log import Happened, Logger
+
+_MAKE_ROOM: Final = "make room on the file system of the runtime directory"
+
+
+class Turn:
+    """The changes to leases that are not stored yet, and those that wait for that."""
+
+    def __init__(
+        self,
+        keeping: Keeping,
+        log: Logger,
+        *,
+        tell: Callable[[int], bool],
+        finish: Callable[[], None],
+        refuse: Callable[[Lease, StorageError], None],
+    ) -> None:
+        """`tell` has stored and told, as events, what was logged so far, the news of this turn included.
+
+        `finish` is called before a turn is stored, to decide what follows from what was decided in it, and `refuse`
+        for each lease that was to be granted, or to wait, and could not be stored.
+        """
+        self.trouble = ""
+        """Why nothing can be stored at the moment, if so."""
+        self._keeping = keeping
+        self._log = log
+        self._tell = tell
+        self._finish = finish
+        self._refuse = refuse
+        self._scheduled = False
+        self._changed: dict[str, Lease] = {}
+        self._news: list[News] = []
+
+    def change(self, lease: Lease, happened: Happened | None = None, **facts: object) -> None:
+        """Have a lease stored, as it is now, at the end of this turn of the loop, and then tell what happened to it."""
+        self._schedule()
+        self._changed[lease.id] = lease
+        if happened is not None:
+            owner = lease.owner
+            self._news.append(News(lease.id, happened, {"uid": owner.uid, "pid": owner.pid, **facts}))
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self.end)
+
+    async def over(self) -> None:
+        """Wait until what was decided so far is stored, or has failed to be, and is told."""
+        # The loop calls back in order: whoever gives way for one turn comes after those that were scheduled before.
+        if self._scheduled:
+            await asyncio.sleep(0)
+
+    async def stored(self, lease_id: str) -> None:
+        """Wait until a lease is stored as it is. Raises StorageError when that failed; it is tried again and again."""
+        if self._keeping.is_late(lease_id):
+            self._schedule()
+        await self.over()
+        if self._keeping.is_late(lease_id):
+            raise StorageError(f"lease {lease_id} could not be stored as it is now: {self.trouble}", hint=_MAKE_ROOM)
+
+    def look_for_room(self) -> bool:
+        """Try again what failed; tell whether there is room where there was none."""
+        if self._keeping.is_late():
+            self._schedule()
+        if not self.trouble or not self._keeping.has_room():
+            return False
+        self.trouble = ""
+        self._log.info(Happened.STORE_HAS_ROOM)
+        return True
+
+    def end(self) -> None:
+        """Store what this turn decided, tell it, and let those go on who waited for that."""
+        self._finish()
+        self._scheduled = False
+        changed, self._changed = self._changed, {}
+        news, self._news = self._news, []
+        kept = self._keeping.keep(changed, news)
+        if kept.because:
+            if not self.trouble:
+                self._log.error(Happened.STORE_FULL, because=kept.because)
+            self.trouble = kept.because
+        for lease in kept.refused:
+            because = f"it was not granted, since it could not be stored: {kept.because}"
+            self._refuse(lease, StorageError(because, hint=_MAKE_ROOM))
+        refused = {lease.id for lease in kept.refused}
+        for each in news:
+            if self._keeping.is_late(each.lease):
+                self._news.append(each)  # what is not stored is not told: it comes with the next turn
+            elif each.lease not in refused:
+                self._log.info(each.happened, lease=each.lease, **each.facts)
+        self.tell()
+
+    def tell(self) -> None:
+        """Have all that was logged so far told, and remember that it need not be told again."""
+        if self._tell(self._keeping.turn):
+            self._keeping.told = self._keeping.turn

@@ -12,6 +12,12 @@ import pytest
 from tests import real
 from tests.harness import Watch, kill, remove_tree
 
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Run one more file at a time than there are processors: tests wait for processes more than they compute."""
+    return (os.cpu_count() or 1) + 1
+
+
 # A property is not a measurement: a slow example on a busy machine is no failure. What is found is printed for replay.
 hypothesis.settings.register_profile("mpsd", hypothesis.settings(), deadline=None, print_blob=True)
 hypothesis.settings.load_profile("mpsd")

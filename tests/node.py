@@ -1,4 +1,4 @@
-"""A real mpsd as a process, for tests: started, asked over its socket and through mpsctl, and ended, with its daemons."""
+"""A real mpsd as a process, for tests: started, asked over its socket and through mpsctl, and ended."""
 
 import http.client
 import json
@@ -106,7 +106,12 @@ class Node:
         """Start mpsd and do not wait for anything."""
         with self.stderr.open("ab") as log:
             self.process = subprocess.Popen(
-                self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **self.env}, cwd=_ROOT
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self.env},
+                cwd=_ROOT,
             )
 
     def start(self, *, ready: bool = True) -> "Node":
@@ -174,7 +179,9 @@ class Node:
             if found is not None and found.pipe_directory.startswith(f"{self.root}/"):
                 kill(found)
 
-    def request(self, method: str, path: str, body: object = None, *, headers: Mapping[str, str] | None = None) -> Answer:
+    def request(
+        self, method: str, path: str, body: object = None, *, headers: Mapping[str, str] | None = None
+    ) -> Answer:
         """Send one request over the socket, as this very process."""
         connection = _UnixConnection(self.socket)
         try:
@@ -236,11 +243,12 @@ class Node:
         """Ask a control daemon by hand, again when mpsd's own front-end was in the way, and return the lines."""
         # A front-end that is turned away may be so in silence; what nobody knows is echoed, and so proves an answer.
         proof = 'Unknown command "anybody-there"'
-        lines = wait_until(
-            lambda: proof in (said := self.front_end(name, f"anybody-there\n{script}\n").stdout.splitlines()) and said,
-            what=f"{name} to answer a front-end",
-        )
-        return lines[1:]
+
+        def look() -> list[str] | None:
+            lines = self.front_end(name, f"anybody-there\n{script}\n").stdout.splitlines()
+            return lines if proof in lines else None
+
+        return wait_until(look, what=f"{name} to answer a front-end")[1:]
 
     def log(self) -> list[dict[str, Any]]:
         """Return mpsd's own log lines."""

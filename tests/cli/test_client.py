@@ -6,14 +6,16 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
+from math import inf
 from pathlib import Path
 
 import pytest
 
 from mpsd.cli.client import Client, error_of, segment
-from mpsd.core.errors import DoesNotFitError, MpsdError, UnreachableError, catalogue
+from mpsd.core.errors import DoesNotFitError, InvalidRequestError, MpsdError, UnreachableError, catalogue
 from tests.cli.answering import Answering, answering, http
 from tests.cli.conftest import ROOT
 
@@ -128,6 +130,97 @@ def test_after_a_failure(short_tmp: Path) -> None:
             client.get("/")
         assert client.get("/") == 2
         assert server.connections == 2
+
+
+# -- answers that take their time --------------------------------------------------------------------------------------
+
+
+def test_a_deadline_of_its_own(short_tmp: Path) -> None:
+    """A request that may take longer than others is given that time, and something else is done meanwhile, at times."""
+    enough = threading.Event()
+    pauses = iter([0.0, 0.0, 60.0])
+    done: list[int] = []
+
+    def meanwhile() -> float:
+        done.append(len(done))
+        pause = next(pauses)
+        if pause:
+            enough.set()
+        return pause
+
+    def answer() -> Iterator[bytes]:
+        assert enough.wait(30)
+        yield http(1)
+
+    with answering(short_tmp / "s", answer(), http(2)), Client(str(short_tmp / "s"), deadline=0.2) as client:
+        assert client.post("/v1/leases", {}, deadline=60, meanwhile=meanwhile) == 1
+        assert done == [0, 1, 2]
+        assert client.get("/") == 2
+
+
+def test_the_end_of_a_long_wait(short_tmp: Path) -> None:
+    """Such a request ends at its deadline too, whatever is done meanwhile."""
+    late = pytest.raises(UnreachableError, match=r"did not answer within 0\.6 s")
+    with answering(short_tmp / "s", None), Client(str(short_tmp / "s")) as client, late:
+        client.post("/v1/leases", {}, deadline=0.6, meanwhile=lambda: 0.01)
+
+
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [
+        pytest.param([CHUNKED + b'4\r\n{"a"\r\n', b"4\r\n: 1}\r\n4\r\n\n2\n3\r\n1\r\n\n\r\n0\r\n\r\n"],
+                     [{"a": 1}, 2, 3], id="across chunks"),
+        pytest.param([HEAD + b"content-length: 4\r\n\r\n1\n2\n"], [1, 2], id="at once"),
+        pytest.param([HEAD + b"\r\n1\n2", b"2\n", Answering.hang_up], [1, 22], id="until the end"),
+        pytest.param([CHUNKED + b"0\r\n\r\n"], [], id="none"),
+    ],
+)  # fmt: skip
+def test_lines(short_tmp: Path, answer: Sequence[bytes], wanted: list[object]) -> None:
+    """Lines arrive whole, as they were and decoded, however they were cut."""
+    with answering(short_tmp / "s", answer), Client(str(short_tmp / "s")) as client:
+        assert [document for _, document in client.lines("/v1/events")] == wanted
+
+
+def test_a_line_that_breaks_off(short_tmp: Path) -> None:
+    """What came before a break was told already, the line that it broke is not, and the break is an error."""
+    with answering(short_tmp / "s", [CHUNKED + b"3\r\n1\n2\r\n", Answering.hang_up]):
+        lines = Client(str(short_tmp / "s")).lines("/v1/events")
+        assert next(lines) == ("1", 1)
+        with pytest.raises(UnreachableError, match="broke before it had answered") as error:
+            next(lines)
+    assert error.value.retryable
+
+
+def test_silence_between_lines(short_tmp: Path) -> None:
+    """An answer that has begun may be silent for as long as its caller says, in which something else can be done."""
+    heard = threading.Event()
+
+    def meanwhile() -> float:
+        heard.set()
+        return 60.0
+
+    def answer() -> Iterator[bytes]:
+        yield CHUNKED
+        assert heard.wait(30)
+        yield b"2\r\n1\n\r\n"
+        yield b"0\r\n\r\n"
+
+    with answering(short_tmp / "s", answer(), [CHUNKED]), Client(str(short_tmp / "s"), deadline=0.2) as client:
+        assert list(client.lines("/v1/events", silence=inf, meanwhile=meanwhile)) == [("1", 1)]
+        with pytest.raises(UnreachableError, match="did not answer"):
+            list(client.lines("/v1/events", silence=0.2))
+
+
+def test_lines_are_refused(short_tmp: Path) -> None:
+    """A refusal is raised as that of any other request, and so is an answer that has no lines of JSON."""
+    problem = http({"code": "invalid_request", "detail": "too old", "hint": "ask later"}, "422 Unprocessable Entity")
+    with answering(short_tmp / "s", problem, [HEAD + b"content-length: 6\r\n\r\nhello\n"]):
+        client = Client(str(short_tmp / "s"))
+        with pytest.raises(InvalidRequestError, match="too old"):
+            list(client.lines("/v1/events"))
+        with pytest.raises(UnreachableError, match="does not answer as mpsd does") as error:
+            list(client.lines("/v1/events"))
+    assert not error.value.retryable
 
 
 # -- connecting --------------------------------------------------------------------------------------------------------

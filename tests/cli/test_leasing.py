@@ -7,11 +7,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cli.answering import answering, http
 from tests.cli.conftest import end, run_mpsctl, start_mpsctl
 from tests.harness import wait_until
 from tests.node import Node
@@ -69,6 +72,40 @@ def test_fraction(node: Node) -> None:
     done = node.mpsctl("admit", "--fraction", "0.25", "--gpu", uuid, "-o", "json")
     lease = json.loads(done.stdout)
     assert (lease["gpus"], lease["active_thread_percentage"]) == ([uuid], 25.0)
+
+
+def test_options(node: Node) -> None:
+    """What is asked for beyond a share arrives as what it says: for how long, by how many, how urgently."""
+    done = node.mpsctl("admit", *SHARE, "--processes", "2", "--priority", "-3", "--ttl", "1000", "-o", "json")
+    lease = json.loads(done.stdout)
+    assert (lease["processes"], lease["priority"]) == (2, -3)
+    assert lease["env"]["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "5.0"
+    assert lifetime(lease) == pytest.approx(1000, abs=1)
+
+
+def lifetime(lease: Any) -> float:
+    """Return the seconds from the grant of a lease to its end."""
+    granted, expires = (datetime.fromisoformat(lease[name]) for name in ("granted", "expires"))
+    return (expires - granted).total_seconds()
+
+
+def test_renew(node: Node) -> None:
+    """A lease that was renewed lives for that long from then on, and is printed as it is now."""
+    lease = json.loads(node.mpsctl("admit", *SHARE, "--ttl", "1000", "-o", "json").stdout)
+    done = node.mpsctl("renew", lease["id"], "--ttl", "5000", "-o", "json")
+    assert (done.returncode, done.stderr) == (0, "")
+    renewed = json.loads(done.stdout)
+    assert {**renewed, "expires": None} == {**lease, "expires": None}
+    assert lifetime(renewed) >= 5000
+    assert re.search(
+        r"^expires +\S+ \(in 1h, unless", node.mpsctl("renew", lease["id"], "--ttl", "5000").stdout, re.MULTILINE
+    )
+
+
+def test_a_lease_that_is_not_renewed(node: Node) -> None:
+    """A lease ends when its time to live is over, though its holder lives."""
+    lease = json.loads(node.mpsctl("admit", *SHARE, "--ttl", "0.1", "-o", "json").stdout)
+    assert "time to live" in ended(node, lease["id"])["because"]
 
 
 def test_release(node: Node) -> None:
@@ -175,6 +212,89 @@ def test_the_environment_of_a_shell(in_path: dict[str, str]) -> None:
     assert lease["env"].items() <= environment.items()
 
 
+def test_several_gpus(in_path: dict[str, str], node: Node) -> None:
+    """A lease on several GPUs is taken out whole, and each process of its holder takes the environment of its own GPU.
+
+    Each is numbered as launchers number the processes of a node: from 0.
+    """
+    script = (
+        f"mpsctl run {' '.join(SHARE)} --gpus 2 -- sh -c '"
+        'for rank in 0 1; do (eval "$(mpsctl show $MPSD_LEASE -o env --share $rank)"; env); done;'
+        "mpsctl show $MPSD_LEASE -o json; env'"
+    )
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, env=in_path)
+    uuids = [gpu["uuid"] for gpu in node.get("/v1/gpus").json["gpus"]]
+    assert re.findall(r"^CUDA_VISIBLE_DEVICES=(.+)$", done.stdout, re.MULTILINE) == [*uuids, uuids[0]]
+    pipes = re.findall(r"^CUDA_MPS_PIPE_DIRECTORY=(.+)$", done.stdout, re.MULTILINE)
+    assert pipes == [str(node.pipe_directory(name)) for name in ("gpu0", "gpu1", "gpu0")]
+    lease = json.loads(done.stdout[done.stdout.index("\n{\n") : done.stdout.rindex("\n}\n") + 3])
+    assert lease["gpus"] == uuids
+    assert "env --share" not in done.stderr
+
+
+REFUSED = {
+    "too much": ("admit --threads 100 --memory 900GiB", 75, "never_fits"),
+    "misspelt": ("admit --treads 10 --memory 1GiB", 2, "No such option"),
+    "on several GPUs": ("admit --threads 10 --memory 1GiB --gpus 2", 2, "invalid_request"),
+    "unknown": ("show lease-nobody-has", 1, "not_found"),
+    "waiting": ("show $WAITING", 75, "does_not_fit"),
+    "ended": ("show $ENDED", 1, "not_found"),
+    "no such share": ("show $ONE --share 1", 2, "invalid_request"),
+    "which share": ("show $TWO", 2, "invalid_request"),
+}
+"""What cannot be had in a shell, each with its exit code and what is said about it."""
+
+
+@pytest.fixture
+def with_leases(node: Node, in_path: dict[str, str]) -> Iterator[dict[str, str]]:
+    """Give an environment that names leases in every state, and fewer and more GPUs."""
+
+    def admit(*options: str) -> Any:
+        return json.loads(node.mpsctl("admit", *SHARE, *options, "-o", "json").stdout)["id"]
+
+    names = {"ENDED": admit(), "ONE": admit(), "TWO": admit("--gpus", "2")}
+    node.request("DELETE", f"/v1/leases/{names['ENDED']}")
+    waiter = start_mpsctl(node.socket, "admit", "--threads", "100", "--memory", "1GiB", "--wait", "forever")
+    try:
+        wait_until(lambda: leases(node)[-1]["state"] == "waiting", what="a lease to wait")
+        yield {**in_path, **names, "WAITING": leases(node)[-1]["id"]}
+    finally:
+        end(waiter)
+
+
+def test_what_a_shell_cannot_have(with_leases: dict[str, str], node: Node) -> None:
+    """Whatever there is no environment for makes `eval` fail with its exit code: no script goes on without limits."""
+    before = [lease["id"] for lease in leases(node)]
+    for command, status, reason in REFUSED.values():
+        script = f'eval "$(mpsctl {command} -o env)"; echo "went on, $?"'
+        done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, env=with_leases)
+        assert (done.stdout, reason in done.stderr) == (f"went on, {status}\n", True), (command, done.stderr)
+    assert [lease["id"] for lease in leases(node)] == before
+
+
+@pytest.mark.parametrize("command", ["admit", "run"])
+def test_a_lease_without_an_environment(short_tmp: Path, command: str) -> None:
+    """An mpsd that grants a lease and gives it no environment is not trusted: nothing runs, and nothing is kept."""
+    lease: Any = {"id": "lease-1", "state": "granted", "because": "", "gpus": ["GPU-1"], "env": {}, "expires": None}
+    gone = b"HTTP/1.1 204 No Content\r\n\r\n"
+    rest = ["-o", "env"] if command == "admit" else ["--", "touch", str(short_tmp / "ran")]
+    with answering(short_tmp / "s", http(lease, "201 Created"), gone) as server:
+        done = run_mpsctl(short_tmp / "s", command, *SHARE, *rest)
+        assert server.requests[-1].startswith(b"DELETE /v1/leases/lease-1 ")
+    assert (done.returncode, done.stdout) == (1, "(exit 1)\n" if command == "admit" else "")
+    assert "gave lease-1 no environment" in done.stderr
+    assert not (short_tmp / "ran").exists()
+
+
+def test_a_lease_that_cannot_be_printed(node: Node) -> None:
+    """A lease that its caller does not get to see is given back."""
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        done = run_mpsctl(node.socket, "admit", *SHARE, capture_output=False, stdout=full, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (1, "mpsctl: the answer cannot be written: No space left on device\n")
+    assert leases(node) == []
+    assert "released" in node.events("lease_ended")[-1]["because"]
+
+
 @pytest.mark.parametrize("shell", shells())
 def test_a_shell_that_is_refused(in_path: dict[str, str], shell: str) -> None:
     """A refusal makes `eval` fail with the exit code of the refusal, so that no script goes on without limits."""
@@ -191,7 +311,7 @@ def test_a_shell_that_is_refused(in_path: dict[str, str], shell: str) -> None:
 
 def test_run(node: Node) -> None:
     """The command is the same process, has the lease's environment beside its own, and its exit status is mpsctl's."""
-    script = 'echo $$; env -0 | grep -z -E "^(CUDA|KEPT)" | tr "\\0" "\\n"; exit 7'
+    script = 'echo $$; env -0 | grep -z -E "^(CUDA|KEPT|MPSD_LEASE)" | tr "\\0" "\\n"; exit 7'
     environment = {**os.environ, "KEPT": "as it was", "CUDA_VISIBLE_DEVICES": "3"}
     process = start_mpsctl(node.socket, "run", *SHARE, "--", "sh", "-c", script, env=environment)
     stdout, stderr = process.communicate(timeout=60)
@@ -200,6 +320,7 @@ def test_run(node: Node) -> None:
     assert int(pid) == process.pid
     variables = dict(entry.split("=", 1) for entry in entries)
     assert variables.pop("KEPT") == "as it was"
+    assert node.get(f"/v1/leases/{variables.pop('MPSD_LEASE')}").json["owner"]["pid"] == process.pid
     assert variables.keys() == VARIABLES
     assert variables["CUDA_VISIBLE_DEVICES"] in {gpu["uuid"] for gpu in node.get("/v1/gpus").json["gpus"]}
 
@@ -214,6 +335,28 @@ def test_the_lease_of_a_command(node: Node) -> None:
         assert ended(node, lease["id"])["ended"] is not None
     finally:
         end(process)
+
+
+def test_a_command_that_shows_that_it_gets_on(in_path: dict[str, str]) -> None:
+    """A command that was given a time to live renews its own lease, and so keeps it."""
+    script = "mpsctl renew $MPSD_LEASE --ttl 5000 -o json"
+    done = subprocess.run(
+        ["mpsctl", "run", *SHARE, "--ttl", "1000", "--", "sh", "-c", script],
+        capture_output=True, text=True, check=True, env=in_path,
+    )  # fmt: skip
+    assert done.stderr == ""
+    assert lifetime(json.loads(done.stdout)) >= 5000
+
+
+def test_a_time_to_live_that_nobody_asked_for(short_tmp: Path) -> None:
+    """A command whose lease a quota lets end before it does is told, and how to prevent that."""
+    env = {"CUDA_VISIBLE_DEVICES": "GPU-1"}
+    lease = {"id": "lease-1", "state": "granted", "because": "", "gpus": ["GPU-1"], "env": env, "expires": "2026-11-21"}
+    for options, told in (([], True), (["--ttl", "9"], False)):
+        with answering(short_tmp / f"s{told}", http(lease, "201 Created")):
+            done = run_mpsctl(short_tmp / f"s{told}", "run", *SHARE, *options, "--", "printenv", "MPSD_LEASE")
+        assert (done.returncode, done.stdout) == (0, "lease-1\n")
+        assert ("lease-1 ends at 2026-11-21, unless renewed: mpsctl renew lease-1" in done.stderr) is told
 
 
 def test_signals_to_a_command(node: Node) -> None:

@@ -23,7 +23,7 @@ def mpsctl_as_nobody(node: Node, *arguments: str) -> "subprocess.CompletedProces
     """Run mpsctl as a user without any rights, who could read nothing of the tests' own directories."""
     script = (
         "import os, sys; sys.path.insert(0, sys.argv.pop(1));"
-        "from mpsd.cli import group, leasing, main, operating, reading;"
+        "from mpsd.cli import events, group, leasing, main, operating, reading;"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534); main.main()"
     )
     command = [sys.executable, "-c", script, str(ROOT), "--socket", str(node.socket), *arguments]
@@ -43,9 +43,11 @@ def test_help() -> None:
         "clients",
         "config",
         "daemons",
+        "events",
         "gpus",
         "leases",
         "release",
+        "renew",
         "reset",
         "run",
         "show",
@@ -101,6 +103,18 @@ def test_socket(node: Node, short_tmp: Path) -> None:
         ["admit", "--threads", "many"],
         ["admit", "--threads", "nan"],
         ["admit", "--fraction", "inf"],
+        ["admit", "--wait", "long"],
+        ["admit", "--wait", "nan"],
+        ["admit", "--wait", "-1"],
+        ["run", "--wait", "inf", "--", "true"],
+        ["admit", "--gpus", "two"],
+        ["admit", "--priority", "1.5"],
+        ["admit", "--ttl", "inf"],
+        ["renew", "lease-1"],
+        ["events", "--after", "-1"],
+        ["events", "-o", "env"],
+        ["show", "lease-1", "--share", "0"],
+        ["show", "lease-1", "--share", "-1"],
         ["admit", "--label", "no-value"],
         ["admit", "--pid", "x"],
         ["reset"],
@@ -130,6 +144,12 @@ def test_called_wrongly(short_tmp: Path, arguments: list[str]) -> None:
         (["show", "lease-nobody-has"], 1, "not_found"),
         (["show", "../status"], 1, "not_found"),
         (["release", "lease-nobody-has"], 1, "not_found"),
+        (["renew", "lease-nobody-has", "--ttl", "5"], 1, "not_found"),
+        (["admit", "--threads", "10", "--memory", "1GiB", "--gpus", "3", "--wait", "forever"], 75, "never_fits"),
+        (["admit", "--threads", "10", "--memory", "1GiB", "--priority", "1"], 77, "quota"),
+        (["admit", "--threads", "10", "--memory", "1GiB", "--processes", "0"], 2, "invalid_request"),
+        (["admit", "--threads", "10", "--memory", "1GiB", "--ttl", "0"], 2, "invalid_request"),
+        (["admit", "--threads", "10", "--memory", "1GiB", "--wait", "2e9"], 2, "invalid_request"),
         (["reset", "gpu7"], 1, "not_found"),
         (["admit", "--threads", "10", "--memory", "900GiB"], 75, "never_fits"),
     ],
@@ -160,17 +180,36 @@ def test_not_permitted(node: Node) -> None:
     assert mpsctl_as_nobody(node, "status").returncode == 0
     for arguments in (
         ["release", lease],
+        ["renew", lease, "--ttl", "5"],
         ["reset", "gpu0"],
         ["admit", "--threads", "5", "--memory", "1GiB", "--pid", "1"],
     ):
         done = mpsctl_as_nobody(node, *arguments)
         assert done.returncode == 77, done.stderr
         assert "[not_permitted]" in done.stderr
-    assert node.get(f"/v1/leases/{lease}").json["state"] == "granted"
+    found = node.get(f"/v1/leases/{lease}").json
+    assert (found["state"], found["expires"]) == ("granted", None)
+    listed = mpsctl_as_nobody(node, "leases")
+    assert listed.stdout == "no leases\nand 1 lease of other users, of 5% and 1GiB in all\n"
 
 
 @pytest.mark.parametrize(
-    "command", ["status", "gpus", "daemons", "clients", "leases", "config", "show x", "release x", "reset x"]
+    "command",
+    [
+        "status",
+        "gpus",
+        "daemons",
+        "clients",
+        "leases",
+        "config",
+        "show x",
+        "release x",
+        "reset x",
+        "renew x --ttl 5",
+        "events",
+        "events --follow",
+        "admit --threads 1 --memory 1GiB --wait forever",
+    ],
 )
 def test_unreachable(short_tmp: Path, command: str) -> None:
     """Without an mpsd every command exits 69, names the socket, and says what to try."""

@@ -8,7 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpsd.cli.render import age, as_exports, as_json, columns, percent, plain, plural, size, table
+from mpsd.cli.render import (
+    age,
+    as_exports,
+    as_json,
+    columns,
+    fact,
+    harmless_json,
+    percent,
+    plain,
+    plural,
+    size,
+    table,
+    until,
+)
 from mpsd.core.errors import InternalError
 from mpsd.core.units import parse_size
 
@@ -53,6 +66,30 @@ def test_percentages(value: float, printed: str) -> None:
 def test_ages(seconds: float, printed: str) -> None:
     """An age is told in its largest unit, rounded down; a time that lies ahead (the clock was set back) is now."""
     assert age((NOW - timedelta(seconds=seconds)).isoformat().replace("+00:00", "Z"), NOW) == printed
+
+
+def test_times_ahead() -> None:
+    """How far ahead a time lies is told like an age."""
+    assert until((NOW + timedelta(seconds=61)).isoformat(), NOW) == "1m"
+    assert until((NOW - timedelta(seconds=61)).isoformat(), NOW) == "0s"
+
+
+@given(st.text() | st.integers() | st.lists(st.text() | st.integers(), min_size=1))
+def test_facts(value: object) -> None:
+    """Whatever a fact is, it stands for itself: what would look like several words, or like none, is in quotes."""
+    printed = fact(value)
+    parts = json.JSONDecoder()
+    rest, found = printed, []
+    while rest:
+        if rest.startswith('"'):
+            part, end = parts.raw_decode(rest)
+        else:
+            part = rest.partition(",")[0]
+            end = len(part)
+        found.append(part)
+        assert rest[end : end + 1] in {"", ","}
+        rest = rest[end + 1 :]
+    assert found == [str(each) for each in (value if isinstance(value, list) else [value])]
 
 
 def test_plurals() -> None:
@@ -108,6 +145,16 @@ def test_json_is_the_same_document(answer: object) -> None:
     text = as_json(answer)
     assert json.dumps(json.loads(text)) == json.dumps(answer)
     assert text.replace("\n", "").isprintable()
+
+
+@given(JSON | st.text(SURROGATE))
+def test_lines_of_json(answer: object) -> None:
+    """A line of JSON stays the same document in one line, without a character that acts; if it has none, as it was."""
+    text = json.dumps(answer, ensure_ascii=False)
+    line = harmless_json(text)
+    assert json.dumps(json.loads(line)) == json.dumps(answer)
+    assert line.isprintable()
+    assert line == text or not text.isprintable()
 
 
 def test_json_is_indented() -> None:

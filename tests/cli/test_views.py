@@ -4,10 +4,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from mpsd.cli import views
+from mpsd.daemon.log import Happened
 
 NOW = datetime(2026, 11, 21, 3, 0, tzinfo=UTC)
 THEN = "2026-11-21T02:57:00.5Z"
 GIB = 1024**3
+NO_OTHERS: Any = {"leases": 0, "waiting": 0, "threads_granted": 0.0, "memory_granted": 0}
 
 
 def gpu(**other: Any) -> Any:
@@ -167,86 +169,145 @@ def test_nothing_there() -> None:
     """An empty list is a sentence, not a line of headings."""
     assert views.gpus({"gpus": []}) == "no GPUs"
     assert views.daemons({"daemons": []}, NOW) == "no control daemons"
-    assert views.leases({"leases": [], "others": {"leases": 0}}, NOW) == "no leases"
+    assert views.leases({"leases": [], "others": NO_OTHERS}, NOW) == "no leases"
     assert views.clients({"clients": []}) == "no clients"
     assert "no control daemons" in status(node(), gpus=(), daemons=())
 
 
-def test_a_lease() -> None:
-    """A lease is shown with all that it has, its environment included; one that ended says when."""
-    lease: Any = {
-        "id": "lease-1",
-        "state": "ended",
-        "because": "uid 0 released it",
-        "gpus": ["GPU-1"],
-        "daemon": "gpu0",
-        "owner": {"uid": 7, "gid": 7, "pid": 99, "start_time": THEN},
+def share(index: int, **other: Any) -> Any:
+    """Return what a lease has on one GPU."""
+    return {
+        "gpu": f"GPU-{index}",
+        "daemon": f"gpu{index}",
         "active_thread_percentage": 33.3,
         "pinned_device_mem_limit": 3 * GIB // 2,
-        "env": {"CUDA_VISIBLE_DEVICES": "GPU-1"},
-        "clients": [100, 101],
-        "name": "",
-        "labels": {"team": "a", "run": "7"},
-        "created": THEN,
-        "granted": THEN,
-        "ended": THEN,
-        "expires": None,
-        "wait": None,
+        "env": {"CUDA_VISIBLE_DEVICES": f"GPU-{index}"},
+        **other,
     }
-    assert views.lease(lease, NOW).splitlines() == [
-        "lease    lease-1",
-        "state    ended: uid 0 released it",
-        "name     -",
-        "labels   team=a run=7",
-        "daemon   gpu0",
-        "GPU      GPU-1",
-        "threads  33.3%",
-        "memory   1.5GiB (1610612736 bytes)",
-        "holder   pid 99, uid 7",
-        "clients  100 101",
-        f"created  {THEN} (2m ago)",
-        f"ended    {THEN} (2m ago)",
-        "env      CUDA_VISIBLE_DEVICES=GPU-1",
-    ]
-    alive: Any = {**lease, "ended": None}
-    assert "ended " not in views.lease(alive, NOW)
-    (row,) = views.leases({"leases": [lease], "others": {"leases": 0}}, NOW).splitlines()[1:]
-    assert row.split() == ["lease-1", "ended", "gpu0", "33.3%", "1.5GiB", "7", "99", "2m", "-"]
 
 
-def test_a_lease_that_waits() -> None:
-    """What a waiting lease does not have yet is a dash, and it says what it waits for."""
-    lease: Any = {
+def lease(*shares: Any, **other: Any) -> Any:
+    """Return a lease with these shares, as the API describes one."""
+    first = shares[0] if shares else dict.fromkeys(("daemon", "active_thread_percentage", "pinned_device_mem_limit"))
+    return {
         "id": "lease-1",
-        "state": "waiting",
-        "because": "it asked to wait",
-        "gpus": [],
-        "daemon": None,
-        "owner": None,
-        "active_thread_percentage": None,
-        "pinned_device_mem_limit": None,
-        "env": {},
+        "state": "granted",
+        "because": "it was free",
+        "gpus": [each["gpu"] for each in shares],
+        **{name: first[name] for name in ("daemon", "active_thread_percentage", "pinned_device_mem_limit")},
+        "owner": {"uid": 7, "gid": 7, "pid": 99, "start_time": THEN},
+        "env": first.get("env", {}),
+        "shares": list(shares),
         "clients": [],
+        "processes": 1,
+        "priority": 0,
         "name": "",
         "labels": {},
         "created": THEN,
-        "granted": None,
+        "granted": THEN,
         "ended": None,
-        "expires": "2026-11-21T04:00:00Z",
-        "wait": {"position": 2, "waits_for": "memory", "because": "8GiB are left"},
+        "expires": None,
+        "wait": None,
+        **other,
     }
-    lines = views.lease(lease, NOW).splitlines()
-    assert "waits    in place 2 for memory: 8GiB are left" in lines
-    assert "expires  2026-11-21T04:00:00Z" in lines
-    assert "holder   pid -, uid -" in lines
-    (row,) = views.leases({"leases": [lease], "others": {"leases": 0}}, NOW).splitlines()[1:]
-    assert row.split() == ["lease-1", "waiting", "-", "-", "-", "-", "-", "2m", "-"]
+
+
+def rows(*found: Any, others: Any = NO_OTHERS) -> list[list[str]]:
+    """Return the lines below the headings of the list of leases, in words."""
+    return [line.split() for line in views.leases({"leases": list(found), "others": others}, NOW).splitlines()[1:]]
+
+
+def test_a_lease() -> None:
+    """A lease is shown with all that it has, its environment included; one that ended says when."""
+    ended = lease(
+        share(1),
+        state="ended",
+        because="uid 0 released it",
+        clients=[100, 101],
+        processes=4,
+        priority=-5,
+        labels={"team": "a", "run": "7"},
+        ended=THEN,
+    )
+    assert views.lease(ended, NOW).splitlines() == [
+        "lease     lease-1",
+        "state     ended: uid 0 released it",
+        "name      -",
+        "labels    team=a run=7",
+        "priority  -5",
+        "daemon    gpu1",
+        "GPU       GPU-1",
+        "threads   33.3%",
+        "memory    1.5GiB (1610612736 bytes)",
+        "holder    pid 99, uid 7",
+        "clients   100 101 (of 4 at most)",
+        f"created   {THEN} (2m ago)",
+        f"ended     {THEN} (2m ago)",
+        "env       CUDA_VISIBLE_DEVICES=GPU-1",
+    ]
+    assert "ended " not in views.lease(lease(share(1)), NOW)
+    assert rows(ended) == [["lease-1", "ended", "gpu1", "33.3%", "1.5GiB", "7", "99", "2m", "-"]]
+
+
+def test_a_lease_on_several_gpus() -> None:
+    """Each share is shown under its number with its own limits and environment, and the list says what differs."""
+    several = lease(share(0), share(3, pinned_device_mem_limit=GIB))
+    lines = views.lease(several, NOW).splitlines()
+    assert lines[-4:] == [
+        "share 0   gpu0, GPU-0: 33.3% and 1.5GiB",
+        "  env     CUDA_VISIBLE_DEVICES=GPU-0",
+        "share 1   gpu3, GPU-3: 33.3% and 1GiB",
+        "  env     CUDA_VISIBLE_DEVICES=GPU-3",
+    ]
+    assert not [line for line in lines if line.startswith(("daemon", "GPU", "env"))]
+    (row,) = rows(several)
+    assert row[:5] == ["lease-1", "granted", "gpu0,gpu3", "33.3%", "1.5GiB,1GiB"]
+
+
+def test_a_lease_that_waits() -> None:
+    """What a waiting lease does not have yet is a dash, and it says where it stands and what it waits for."""
+    wait = {"position": 2, "waits_for": "memory", "because": "8GiB are left"}
+    waiting = lease(state="waiting", wait=wait)
+    assert "waits     in place 2 for memory: 8GiB are left" in views.lease(waiting, NOW).splitlines()
+    assert rows(waiting) == [
+        ["lease-1", "waiting,", "place", "2,", "for", "memory", "-", "-", "-", "7", "99", "2m", "-"]
+    ]
+
+
+def test_the_order_of_leases() -> None:
+    """Those that hold something come first, as they were granted; those that wait follow in the order of the queue."""
+    wait = {"waits_for": "memory", "because": "8GiB are left"}
+    last, first = (lease(id=f"place-{place}", state="waiting", wait={"position": place, **wait}) for place in (10, 9))
+    found = rows(last, lease(share(0), id="older"), first, lease(share(0), id="newer"))
+    assert [row[0] for row in found] == ["older", "newer", "place-9", "place-10"]
+
+
+def test_a_time_to_live() -> None:
+    """A lease that ends unless it is renewed says when, and how long that is."""
+    lines = views.lease(lease(share(0), expires="2026-11-21T03:01:30.5Z"), NOW).splitlines()
+    assert "expires   2026-11-21T03:01:30.5Z (in 1m, unless it is renewed)" in lines
 
 
 def test_leases_of_others() -> None:
-    """Who may not see all leases is told that there are more."""
-    text = views.leases({"leases": [], "others": {"leases": 3}}, NOW)
-    assert text == "no leases\nand 3 leases of other users"
+    """Who may not see all leases is told in one line what the others come to."""
+    others: Any = {"leases": 3, "waiting": 1, "threads_granted": 150.0, "memory_granted": 24 * GIB}
+    text = views.leases({"leases": [], "others": others}, NOW)
+    assert text == "no leases\nand 3 leases of other users, of 150% and 24GiB in all, 1 of them waiting"
+    others |= {"leases": 1, "waiting": 0}
+    text = views.leases({"leases": [], "others": others}, NOW)
+    assert text == "no leases\nand 1 lease of other users, of 150% and 24GiB in all"
+
+
+def test_an_event() -> None:
+    """An event is one line: when, what, its number, and its facts; its level is told when it is not the usual one."""
+    facts = {"lease": "lease-1", "gpus": ["GPU-1", "GPU-2"], "clients": [], "pid": 9, "left": 0.5, "limit": None}
+    event = {"seq": 7, "at": THEN, "level": "info", "event": "lease_ended", **facts, "because": "uid 0 released it"}
+    assert views.event(event) == (
+        f"{THEN}  lease_ended        seq=7 lease=lease-1 gpus=GPU-1,GPU-2 clients=[] pid=9 left=0.5 limit=null"
+        ' because="uid 0 released it"'
+    )
+    assert " level=error " in views.event({**event, "level": "error"})
+    assert len({views.event({**event, "event": each.value}).index(" seq=7") for each in Happened}) == 1
 
 
 def test_settings() -> None:

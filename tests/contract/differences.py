@@ -70,10 +70,10 @@ DIFFERENCES: Final = {
 
 def known(command: str, branch: int) -> bool:
     """Tell whether a branch knows a command; what stands in no table, none of them knows."""
-    row = TABLE.get(command.split()[0])
+    row = TABLE.get(command.split(maxsplit=1)[0])
     return row is not None and row.since <= branch
 
 
 def answered(command: str, lines: list[str], branch: int) -> list[str]:
     """Return what a branch answers to a command that those who know it answer with these lines."""
-    return lines if known(command, branch) else [echo_of(command.split()[0])]
+    return lines if known(command, branch) else [echo_of(command.split(maxsplit=1)[0])]

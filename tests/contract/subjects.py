@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 STRANGER: Final = 65534
 """A uid that is nobody's."""
 
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else for a while")
+
 _SECONDS: Final = 20.0
 """For a front-end to end: none should come near it."""
 
@@ -54,7 +56,9 @@ class Subject:
 
 def subjects(*simulated: int) -> list["ParameterSet"]:
     """Return NVIDIA's control program of each branch, and the simulator's as these branches, for `parametrize`."""
-    found = [pytest.param(Subject(f"simulator-{each}", each, program(each)), id=f"simulator-{each}") for each in simulated]
+    found = [
+        pytest.param(Subject(f"simulator-{each}", each, program(each)), id=f"simulator-{each}") for each in simulated
+    ]
     for each in real.real_daemon_params():
         (daemon,) = each.values
         assert isinstance(daemon, real.RealDaemon)
@@ -94,7 +98,7 @@ class Bench:
         """First in the PATH of whatever is started here."""
         for directory in (self.pipe, self.logs, self.programs):
             directory.mkdir()
-        self._daemon: subprocess.Popen[bytes] | None = None
+        self._daemons: list[subprocess.Popen[bytes]] = []
         self._front_ends: list[subprocess.Popen[bytes]] = []
 
     # -- the control daemon --
@@ -111,14 +115,13 @@ class Bench:
     @property
     def daemon(self) -> "subprocess.Popen[bytes]":
         """The control daemon that was started last."""
-        assert self._daemon is not None
-        return self._daemon
+        return self._daemons[-1]
 
     def launch(self, **variables: str) -> "subprocess.Popen[bytes]":
         """Start a control daemon as mpsd does, whatever becomes of it."""
         log = os.open(self.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            self._daemon = subprocess.Popen(
+            daemon = subprocess.Popen(
                 [*self.subject.argv, "-f"],
                 env={**self.environment, **variables},
                 stdin=subprocess.DEVNULL,
@@ -129,11 +132,17 @@ class Bench:
             )
         finally:
             os.close(log)
-        return self._daemon
+        self._daemons.append(daemon)
+        return daemon
 
     def start(self, **variables: str) -> None:
         """Start a control daemon, and wait until it serves."""
+        before = self.log().count(f"Starting control daemon using socket {self.pipe}/control")
         self.launch(**variables)
+        wait_until(
+            lambda: self.log().count(f"Starting control daemon using socket {self.pipe}/control") > before,
+            what=f"{self.subject.name} to log its start",
+        )
         wait_until(self.answers, what=f"{self.subject.name} to answer on {self.pipe}")
 
     def answers(self) -> bool:
@@ -154,12 +163,17 @@ class Bench:
         for front_end in self._front_ends:
             front_end.kill()
             front_end.communicate()
-        for process in self.processes():
-            if self._daemon is None or process.pid != self._daemon.pid:
-                kill(process)
-        if self._daemon is not None:
-            self._daemon.kill()
-            self._daemon.wait()
+        for daemon in self._daemons:
+            daemon.kill()
+        # A server stays in the session that its daemon was started in, whoever its parent is by now.
+        sessions = {daemon.pid for daemon in self._daemons}
+        for pid in pids() - sessions:
+            with contextlib.suppress(ProcessLookupError):
+                process = look_at(pid) if os.getsid(pid) in sessions else None
+                if process is not None:
+                    kill(process)
+        for daemon in self._daemons:
+            daemon.wait()
 
     def processes(self) -> list[Running]:
         """Return every process of this bench that runs, the daemon itself included."""

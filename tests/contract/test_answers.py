@@ -2,8 +2,6 @@
 
 from typing import Final
 
-import pytest
-
 from mpsd.core.commands import TABLE, Effect, echo_of
 from tests.contract.differences import answered, known
 from tests.contract.subjects import Bench, Exchange
@@ -82,7 +80,7 @@ LIMITS: Final = {
     "17592186044416M": None,
 }
 
-DEVICES: Final = {
+DEVICES: Final[dict[str, tuple[list[str | None], list[str]]]] = {
     # What is set to 2G: which of 0 (3G), 1 (4G) and 2 (5G) are what afterwards, and what the log says.
     "0": (["2G", "4G", "5G"], []),
     "1": (["3G", "2G", "5G"], []),
@@ -164,7 +162,7 @@ NOT_COMMANDS: Final = {
 
 
 def test_percentages_refused(bench: Bench) -> None:
-    """A percentage outside (0, 100] changes nothing and is answered with the old one; the reason is in the log alone."""
+    """A percentage outside (0, 100] changes nothing and is answered with the old one; the reason is in the log."""
     commands = [f"{SET_PERCENTAGE} 42", *(f"{SET_PERCENTAGE} {text}".strip() for text in REFUSED_PERCENTAGES)]
     expected = [Exchange(command, ["42.0"], [INVALID_PERCENTAGE, "42.0"]) for command in commands[1:]]
     assert bench.exchange(commands)[1:] == expected
@@ -250,7 +248,9 @@ def test_client_priorities(bench: Bench) -> None:
     """A client priority is 0 or 1, and text is read as 0; here a refusal is printed."""
     setter, getter = "set_default_client_priority", "get_default_client_priority"
     branch = bench.subject.branch
-    found = bench.exchange([line for text in PRIORITIES for line in (f"{setter} 0", f"{setter} {text}".strip(), getter)])
+    found = bench.exchange(
+        [line for text in PRIORITIES for line in (f"{setter} 0", f"{setter} {text}".strip(), getter)]
+    )
     expected = []
     for text, (lines, value) in PRIORITIES.items():
         for command, answer in ((f"{setter} 0", []), (f"{setter} {text}".strip(), lines), (getter, [value])):
@@ -290,35 +290,33 @@ def test_reading_changes_nothing(bench: Bench) -> None:
 
 
 ENVIRONMENTS: Final = {
-    # What stands in the environment at the start: the percentage in force, and what the log says of it.
-    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50": ("50.0", []),
-    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=33.33": ("33.3", []),
-    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50abc": ("50.0", []),
+    # What stands in the environment at the start, the percentage in force then, and what the log says of it.
+    ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50"): ("50.0", []),
+    ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "33.33x"): ("33.3", []),
     **{
-        f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={text}": (
+        ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", text): (
             "100.0",
             ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE should be between (0.0, 100.0]"],
         )
         for text in ("0", "101", "abc", "-1", "")
     },
-    "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=2T": ("100.0", []),
-    "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=2G": ("100.0", []),
-    "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=nonsense": ("100.0", []),
+    ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "0=2T"): ("100.0", []),
+    ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "0=2G"): ("100.0", []),
 }
 
 
-@pytest.mark.parametrize("variable", ENVIRONMENTS)
-def test_environment_at_the_start(idle: Bench, variable: str) -> None:
+def test_environment_at_the_start(idle: Bench) -> None:
     """The daemon takes a percentage from its environment, and starts with whatever stands there; never a memory limit.
 
     A memory limit of the environment goes on to the servers, and no command of the front-end reads it back.
     """
-    name, _, value = variable.partition("=")
-    idle.start(**{name: value})
-    percentage, complaints = ENVIRONMENTS[variable]
-    getters = idle.exchange([GET_PERCENTAGE, f"{GET_LIMIT} 0"])
-    assert [each.printed for each in getters] == [[percentage], answered(GET_LIMIT, [], idle.subject.branch)]
-    assert [line for line in idle.log() if name in line] == complaints
+    for (name, value), (percentage, complaints) in ENVIRONMENTS.items():
+        idle.start(**{name: value})
+        getters = idle.exchange([GET_PERCENTAGE, f"{GET_LIMIT} 0"])
+        assert [each.printed for each in getters] == [[percentage], answered(GET_LIMIT, [], idle.subject.branch)], value
+        assert [line for line in idle.log() if name in line] == complaints, value
+        idle.kill()
+        idle.log_file.unlink()
 
 
 def test_priority_from_the_environment(idle: Bench) -> None:

@@ -220,13 +220,13 @@ def test_an_ignored_limit_takes_no_other_answer(bench: Bench) -> None:
 
 # -- what a driver does not know ---------------------------------------------------------------------------------------
 
-QUESTIONS: Final[dict[str, Callable[[], Command[object]]]] = {
-    "get_server_list": commands.get_server_list,
-    "get_server_status": lambda: commands.get_server_status(999),
-    "get_client_list": lambda: commands.get_client_list(999),
-    "get_default_active_thread_percentage": commands.get_default_active_thread_percentage,
-    "get_default_device_pinned_mem_limit": lambda: commands.get_default_device_pinned_mem_limit(0),
-}
+QUESTIONS: Final[tuple[Command[Any], ...]] = (
+    commands.get_server_list(),
+    commands.get_server_status(999),
+    commands.get_client_list(999),
+    commands.get_default_active_thread_percentage(),
+    commands.get_default_device_pinned_mem_limit(0),
+)
 
 
 def test_questions_by_driver(bench: Bench) -> None:
@@ -234,7 +234,7 @@ def test_questions_by_driver(bench: Bench) -> None:
 
     async def test() -> None:
         conversation = Conversation()
-        answers = {name: conversation.ask(question()) for name, question in QUESTIONS.items()}
+        answers = {question.row.name: conversation.ask(question) for question in QUESTIONS}
         await bench.door().hold(conversation)
         for name, answer in answers.items():
             if known(name, bench.subject.branch):
@@ -274,7 +274,7 @@ def test_64_askers(bench: Bench) -> None:
 
 
 def test_a_long_conversation(bench: Bench) -> None:
-    """A conversation of hundreds of commands, with answers of none, one and more lines, keeps each with its question."""
+    """A conversation of hundreds of commands, answered with no line, one or more, gives each question its answer."""
 
     async def test() -> None:
         conversation = Conversation()
@@ -421,7 +421,9 @@ def test_a_daemon_that_dies_in_the_middle(bench: Bench) -> None:
         last = [conversation.set(percentage(number % 1000 + 1)) for number in range(20_000)][-1]
 
         async def kill() -> None:
-            await eventually(lambda: "Cmd:set_default_active_thread_percentage 0.9" in bench.log(), what="its beginning")
+            await eventually(
+                lambda: "Cmd:set_default_active_thread_percentage 0.9" in bench.log(), what="its beginning"
+            )
             bench.daemon.kill()
 
         async with asyncio.TaskGroup() as group:
@@ -505,7 +507,7 @@ def test_quit(bench: Bench, server: str | None) -> None:
 
 def test_quit_and_a_server_that_will_not_go(bench: Bench) -> None:
     """A daemon that waits for a server that will not go is unresponsive, and is left alone."""
-    bench.put_server('trap "" INT; while :; do sleep 1000; done')
+    bench.put_server('trap "" INT; exec sleep 1000')
     bench.start_server()
 
     async def test() -> None:

@@ -1,4 +1,4 @@
-"""What a control daemon does with its directories: what lies there and how, and what becomes of it when things go wrong."""
+"""What a control daemon does with its directories: what lies there, how, and what becomes of it in the end."""
 
 import errno
 import os
@@ -15,7 +15,7 @@ from typing import Final
 import pytest
 
 from tests.contract.differences import DIFFERENCES
-from tests.contract.subjects import STRANGER, Bench, Said
+from tests.contract.subjects import STRANGER, Bench, Said, as_root
 from tests.harness import wait_until
 
 GET: Final = "get_default_active_thread_percentage"
@@ -34,12 +34,10 @@ STAYING: Final = {"control", "control_lock", "control_privileged"}
 LONGEST_PIPE_DIRECTORY: Final = 106 - len("/control_privileged")
 """Bytes: a unix socket's address would hold one more."""
 
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can try as somebody else")
-
 
 def names(directory: Path) -> set[str]:
     """Return what lies in a directory."""
-    return set(os.listdir(directory))
+    return {path.name for path in directory.iterdir()}
 
 
 def test_files_and_modes(bench: Bench) -> None:
@@ -78,7 +76,9 @@ def test_a_missing_pipe_directory(idle: Bench) -> None:
     assert stat.filemode(idle.pipe.stat().st_mode) == "drwxrwxrwx"
 
 
-@pytest.mark.parametrize("spoil", [lambda pipe: shutil.rmtree(pipe.parent), lambda pipe: pipe.touch()], ids=["parent", "file"])
+@pytest.mark.parametrize(
+    "spoil", [lambda pipe: shutil.rmtree(pipe.parent), lambda pipe: pipe.touch()], ids=["parent", "file"]
+)
 def test_no_pipe_directory(idle: Bench, spoil: Callable[[Path], None]) -> None:
     """A pipe directory that cannot be made is an error, on stdout, with status 1."""
     idle.pipe = idle.root / "parent" / "pipe"
@@ -123,12 +123,13 @@ def test_the_longest_pipe_directory(idle: Bench) -> None:
 
 
 def test_too_long_a_pipe_directory(idle: Bench) -> None:
-    """With one byte more the daemon ends with status 1 and without a word, and leaves a lock and a FIFO."""
+    """With one byte more the daemon ends with status 1 and without a word of why, and leaves a lock and a FIFO."""
     idle.pipe = idle.root / ("x" * (LONGEST_PIPE_DIRECTORY + 1 - len(f"{idle.root}/")))
     idle.pipe.mkdir()
     idle.launch()
     assert idle.ended() == 1
-    assert idle.raw_log() == []
+    assert all(line.startswith(("Starting control daemon", "To connect CUDA")) for line in idle.log())
+    assert len(idle.log()) == len(idle.raw_log())
     assert names(idle.pipe) == {"control_lock", "log"}
     assert idle.front_end(GET) == NO_DAEMON
 
@@ -141,16 +142,12 @@ def test_deleted_pipe_directory(bench: Bench) -> None:
     bench.pipe.mkdir()
     assert bench.front_end(GET) == NO_DAEMON
     assert first.poll() is None
-    try:
-        bench.start()
-        assert first.poll() is None
-    finally:
-        first.kill()
-        first.wait()
+    bench.start()
+    assert first.poll() is None
 
 
 def test_truncated_log(bench: Bench) -> None:
-    """A log opened for appending can be truncated under the daemon: the next line stands at the start, with no hole."""
+    """A log opened for appending can be truncated under the daemon: the next line stands at its start."""
     bench.complete_log()
     os.truncate(bench.log_file, 0)
     bench.complete_log()
@@ -181,7 +178,7 @@ def _reaches(path: Path, uid: int) -> bool:
 
 def _let_through(directory: Path, uid: int) -> None:
     """Give one uid the right to pass through a directory of mode 0700, by a POSIX ACL."""
-    # linux/posix_acl_xattr.h: version, then tag, permissions and id of each entry; owner, that user, group, mask, others.
+    # linux/posix_acl_xattr.h: version, then tag, permissions and id of each entry: owner, user, group, mask, others.
     nobody = 0xFFFFFFFF
     entries = ((0x01, 7, nobody), (0x02, 1, uid), (0x04, 0, nobody), (0x10, 1, nobody), (0x20, 0, nobody))
     value = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
@@ -190,7 +187,7 @@ def _let_through(directory: Path, uid: int) -> None:
 
 @as_root
 def test_a_closed_pipe_directory(bench: Bench) -> None:
-    """The mode of the socket lets everybody in; that of its directory does not, but for the uid that an ACL names."""
+    """The socket lets everybody in; a closed directory does not, but for the uid that an ACL names."""
     bench.root.chmod(0o711)
     control = bench.pipe / "control"
     assert _reaches(control, STRANGER)

@@ -1,13 +1,14 @@
 """What a control daemon logs: who said what, in what order. mpsd finds a stranger's hand there, and nowhere else."""
 
-import os
 import re
+from pathlib import Path
 from typing import Final
 
 from mpsd.core import mpslog
 from mpsd.core.commands import echo_of
 from tests.contract.differences import DIFFERENCES, answered
 from tests.contract.subjects import Bench
+from tests.harness import wait_until
 
 SET: Final = "set_default_active_thread_percentage"
 SET_LIMIT: Final = "set_default_device_pinned_mem_limit"
@@ -61,7 +62,7 @@ def test_who_was_turned_away(bench: Bench) -> None:
 
 
 def test_a_strangers_hand(bench: Bench) -> None:
-    """What others change is picked out of the log, and neither what they ask nor what mpsd's own conversations change."""
+    """What others change is picked out of the log, and neither what they ask nor what mpsd itself changes."""
     bench.front_end("mpsd-0123abcd-0", f"{SET} 20", "mpsd-0123abcd-1")
     bench.front_end("get_server_list", f"{SET} 30", f"{SET_LIMIT} 0 2G")
     bench.front_end("mpsd-0123abce-0", f"{SET} 40", "mpsd-0123abce-1")
@@ -72,14 +73,10 @@ def test_a_strangers_hand(bench: Bench) -> None:
 
 def test_log_on_a_full_disk(idle: Bench) -> None:
     """A daemon whose log takes no more lines serves on."""
-    idle.log_file.symlink_to("/dev/full")
+    idle.log_file, log_file = Path("/dev/full"), idle.log_file
     idle.launch()
-    os.unlink(idle.log_file)
-    idle.log_file.touch()
-    answers = lambda: idle.front_end(f"{SET} 42").printed == ["42.0"]  # noqa: E731
-    from tests.harness import wait_until
-
-    wait_until(answers, what="the daemon to serve")
+    idle.log_file = log_file
+    wait_until(lambda: idle.front_end(f"{SET} 42").printed == ["42.0"], what="the daemon to serve")
 
 
 def test_who_logs_a_start(bench: Bench) -> None:

@@ -13,7 +13,15 @@ def inner_pytest(folder: Path, text: str, *options: str, **environment: str) -> 
     """Run these tests in a process of their own, with this project's settings and fixtures; return what was printed."""
     (folder / "test_inner.py").write_text(dedent(text), encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-c", f"{ROOT}/pyproject.toml", "-p", "tests.conftest"]
-    command += ["-p", "no:cacheprovider", f"--rootdir={folder}", f"--basetemp={folder}/base", "--color=no", *options]
+    command += [
+        "--numprocesses=0",
+        "-p",
+        "no:cacheprovider",
+        f"--rootdir={folder}",
+        f"--basetemp={folder}/base",
+        "--color=no",
+        *options,
+    ]
     done = subprocess.run(
         [*command, f"{folder}/test_inner.py"],
         cwd=ROOT,

@@ -34,7 +34,12 @@ class TestEachError:
         assert error.exit_code in EXIT_CODES
         assert (error.status == HTTPStatus.FORBIDDEN) == (error.exit_code == 77)
         assert error.status != HTTPStatus.UNPROCESSABLE_ENTITY or error.exit_code == 2
-        assert error.exit_code != 75 or error.status in {HTTPStatus.CONFLICT, HTTPStatus.SERVICE_UNAVAILABLE}
+        assert error.exit_code != 75 or error.status in {
+            HTTPStatus.CONFLICT,
+            HTTPStatus.TOO_MANY_REQUESTS,
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            HTTPStatus.INSUFFICIENT_STORAGE,
+        }
 
     def test_says_what_to_do(self, error: type[MpsdError]) -> None:
         """It is raised with a sentence and a hint, and carries both."""

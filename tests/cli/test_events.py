@@ -1,0 +1,189 @@
+"""Events are told whole and in their order, each once, also to whoever follows them while mpsd restarts."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.answering import Answering, answering, http
+from tests.cli.conftest import end, run_mpsctl, start_mpsctl
+from tests.node import Node
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\n\u202e"
+
+
+def happen(node: Node) -> Any:
+    """Have something happen that is an event: a lease is granted, and released. Return it."""
+    lease = node.request("POST", "/v1/leases", {"threads": 1, "memory": "1GiB"}).json
+    node.request("DELETE", f"/v1/leases/{lease['id']}")
+    return lease
+
+
+def event(number: int, **facts: object) -> dict[str, object]:
+    """Return an event as mpsd has it."""
+    return {"seq": number, "at": "2026-11-21T03:00:00.5Z", "level": "info", "event": "lease_ended", **facts}
+
+
+def chunks(*events: object) -> Iterator[bytes]:
+    """Return the beginning of an answer with these events, each a line in a chunk of its own."""
+    yield b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    for each in events:
+        text = json.dumps(each, ensure_ascii=False).encode() + b"\n"
+        yield b"%x\r\n%b\r\n" % (len(text), text)
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+def test_json(node: Node) -> None:
+    """With `-o json` each line is mpsd's own, byte for byte, from the one after the number that was named."""
+    happen(node)
+    done = node.mpsctl("events", "-o", "json")
+    assert (done.returncode, done.stderr) == (0, "")
+    kept = node.get("/v1/events").body.decode()
+    assert kept.startswith(done.stdout)  # there may be more by then
+    *before, last = done.stdout.splitlines(keepends=True)
+    assert before
+    number = json.loads(last)["seq"]
+    assert node.mpsctl("events", "-o", "json", "--after", str(number - 1)).stdout.startswith(last)
+    done = node.mpsctl("events", "-o", "json", "--after", str(number))
+    assert (done.returncode, done.stderr, last in done.stdout) == (0, "", False)
+
+
+def test_table(node: Node) -> None:
+    """Without, each event is a line that says when, what, and with which facts."""
+    lease, uid = happen(node)["id"], os.getuid()
+    lines = node.mpsctl("events").stdout.splitlines()
+    numbers = [int(number) for number in re.findall(r"^\S+Z  \w+ +seq=(\d+) ", "\n".join(lines), re.MULTILINE)]
+    assert numbers == list(range(1, len(lines) + 1))
+    granted, ended = (line for line in lines if f" lease={lease} " in line)
+    assert re.match(
+        rf"\d{{4}}-\S+Z  lease_granted +seq=\d+ lease={lease} uid={uid} pid={os.getpid()} gpus=GPU-", granted
+    )
+    assert re.match(rf"\d{{4}}-\S+Z  lease_ended +seq=\d+ lease={lease} uid={uid} ", ended)
+    assert ended.endswith(f' because="uid {uid} released it"')
+
+
+@pytest.mark.parametrize("form", ["table", "json"])
+def test_escape_sequences(short_tmp: Path, form: str) -> None:
+    """Whatever an event holds, it does nothing to the terminal, and is one line."""
+    told = event(1, because=HOSTILE, **{HOSTILE: "x"})
+    with answering(short_tmp / "s", [*chunks(told), b"0\r\n\r\n"]):
+        done = run_mpsctl(short_tmp / "s", "events", "-o", form)
+    (line,) = done.stdout.splitlines()
+    assert line.isprintable()
+    if form == "json":
+        assert json.loads(line) == told
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "reason"),
+    [
+        pytest.param([*chunks({"event": "x"}), b"0\r\n\r\n"], 1, "has no 'seq'", id="without a number"),
+        pytest.param([*chunks([1]), b"0\r\n\r\n"], 1, "has no 'seq'", id="no object"),
+        pytest.param([*chunks({"seq": 1}), b"0\r\n\r\n"], 1, "different versions", id="without a time"),
+        pytest.param([*chunks(), b"2\r\nx\n\r\n"], 69, "does not answer as mpsd does", id="no JSON"),
+    ],
+)
+def test_what_is_no_event(short_tmp: Path, said: list[bytes], status: int, reason: str) -> None:
+    """An mpsd of another version, or something that is none, is told as that, and not asked again."""
+    with answering(short_tmp / "s", said):
+        done = run_mpsctl(short_tmp / "s", "events", "--follow")
+    assert (done.returncode, done.stdout) == (status, "")
+    assert reason in done.stderr
+
+
+# -- what is to come ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def follower() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+    """Give a way to follow events, which ends with the test."""
+    followers = []
+
+    def follow(socket: Path, *options: str, **more: Any) -> "subprocess.Popen[str]":
+        followers.append(start_mpsctl(socket, "events", "--follow", *options, **more))
+        return followers[-1]
+
+    yield follow
+    for process in followers:
+        end(process)
+
+
+def test_following(node: Node, follower: Callable[..., "subprocess.Popen[str]"]) -> None:
+    """Who follows hears of each event as it happens, and ends by Ctrl-C without a word."""
+    last = json.loads(node.get("/v1/events").body.splitlines()[-1])["seq"]
+    process = follower(node.socket, "--after", str(last))
+    assert process.stdout is not None
+    for _ in range(3):
+        lease = happen(node)["id"]
+        about = (line.split()[1] for line in iter(process.stdout.readline, "") if f" lease={lease} " in line)
+        assert [next(about), next(about)] == ["lease_granted", "lease_ended"]
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30) == ("", "")
+    assert process.returncode == -signal.SIGINT
+
+
+def test_restarts_of_mpsd(make_node: Callable[..., Node], follower: Callable[..., "subprocess.Popen[str]"]) -> None:
+    """Every event of three lives of mpsd is heard, once, in its order, however each of them ended."""
+    node = make_node(simulate=1).start()
+    process = follower(node.socket, "-o", "json")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    heard: list[Any] = []
+
+    def hear(last: str) -> None:
+        while not heard or heard[-1].get("lease") != last or heard[-1]["event"] != "lease_ended":
+            heard.append(json.loads(process.stdout.readline()))  # type: ignore[union-attr]
+
+    hear(happen(node)["id"])
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        node.end(number)
+        told = r"mpsctl: mpsd has gone; going on after event \d+ once it is back\n"
+        assert re.fullmatch(told, process.stderr.readline())
+        node.start()
+        hear(happen(node)["id"])
+    assert [each["seq"] for each in heard] == list(range(1, len(heard) + 1))
+    kept = [json.loads(line) for line in node.get("/v1/events").body.splitlines()]
+    assert heard == kept[: len(heard)]
+    assert [each["event"] for each in heard].count("node_started") == 3
+
+
+def test_being_dropped(short_tmp: Path) -> None:
+    """One that was too slow, or cut off in a line, comes back for what it lacks; a gap is not passed over."""
+    gap = http(
+        {"code": "invalid_request", "detail": "they are not kept", "hint": "start there"}, "422 Unprocessable Entity"
+    )
+    first = [*chunks(event(4), event(5)), b"0\r\n\r\n"]
+    second = [*chunks(event(6)), next(iter(list(chunks(event(7)))[1:]))[:30], Answering.hang_up]
+    third = [*chunks(event(7)), Answering.hang_up]
+    with answering(short_tmp / "s", first, second, third, gap) as server:
+        done = run_mpsctl(short_tmp / "s", "events", "--follow", "--after", "3", "-o", "json")
+    assert [json.loads(line)["seq"] for line in done.stdout.splitlines()] == [4, 5, 6, 7]
+    assert done.returncode == 2
+    assert done.stderr.endswith("mpsctl: they are not kept [invalid_request]\n  hint: start there\n")
+    asked = [request.split(b" ")[1].decode() for request in server.requests]
+    assert asked == [f"/v1/events?after={after}&follow=true" for after in (3, 5, 6, 7)]
+
+
+def test_a_reader_that_has_seen_enough(node: Node, follower: Callable[..., "subprocess.Popen[str]"]) -> None:
+    """Whoever closes the pipe, as `head -1` does, ends mpsctl without a word, though nothing more happens."""
+    process = follower(node.socket)
+    assert process.stdout is not None
+    assert process.stdout.readline() != ""
+    process.stdout.close()
+    assert process.wait(timeout=30) == -signal.SIGPIPE
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+
+
+def test_it_needs_mpsd(short_tmp: Path) -> None:
+    """Who follows is not made to wait for an mpsd that never was there."""
+    done = run_mpsctl(short_tmp / "none", "events", "--follow")
+    assert (done.returncode, done.stdout) == (69, "")

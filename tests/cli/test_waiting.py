@@ -1,0 +1,299 @@
+"""Whoever waits for a lease is told so, keeps its place while mpsd restarts, and gives it up when it is told to end."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.answering import Answering, answering, http
+from tests.cli.conftest import end, run_mpsctl, start_mpsctl
+from tests.harness import wait_until
+from tests.node import Node
+
+MOST = ("--threads", "60", "--memory", "1GiB")
+"""Fits on a GPU once."""
+
+TOLD = "mpsctl: waiting in place {} for threads: 60.0 % of the threads were asked for, and 40 % are left\n"
+
+
+def take_most(node: Node) -> list[str]:
+    """Take most of every GPU for the tests' own process, and return the leases."""
+    request = {"threads": 60, "memory": "1GiB"}
+    answers = [node.request("POST", "/v1/leases", request) for _ in node.get("/v1/gpus").json["gpus"]]
+    assert [answer.status for answer in answers] == [201] * len(answers)
+    return [answer.json["id"] for answer in answers]
+
+
+def waiting(node: Node) -> list[Any]:
+    """Return the leases that wait, in their order."""
+    found = [lease for lease in node.get("/v1/leases").json["leases"] if lease["state"] == "waiting"]
+    return sorted(found, key=lambda lease: lease["wait"]["position"])
+
+
+def wait_for(node: Node, count: int) -> list[Any]:
+    """Return the leases that wait, once there are that many."""
+    return wait_until(lambda: found if len(found := waiting(node)) == count else None, what=f"{count} leases to wait")
+
+
+@pytest.fixture
+def full_node(node: Node) -> tuple[Node, list[str]]:
+    """Give a node that has no room for another of its leases, and those leases."""
+    return node, take_most(node)
+
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Give a way to start mpsctl, which is ended after the test if it did not end before."""
+    started = []
+
+    def start(socket: Path, *arguments: str, **options: Any) -> "subprocess.Popen[str]":
+        started.append(start_mpsctl(socket, *arguments, **options))
+        return started[-1]
+
+    yield start
+    for process in started:
+        end(process)
+
+
+def line(process: "subprocess.Popen[str]") -> str:
+    """Return the next line that it says on stderr."""
+    assert process.stderr is not None
+    return process.stderr.readline()
+
+
+# -- being granted -----------------------------------------------------------------------------------------------------
+
+
+def test_a_command_that_waits(full_node: tuple[Node, list[str]], start: Start) -> None:
+    """The user is told once where the command stands and for what it waits; it runs when another process lets go."""
+    node, (lease, _) = full_node
+    process = start(node.socket, "run", *MOST, "--wait", "forever", "--", "sh", "-c", "echo ran; exit 7")
+    assert line(process) == TOLD.format(1)
+    listed = node.mpsctl("leases").stdout
+    assert re.search(r"^lease-\w+ +waiting, place 1, for threads +- +60% +1GiB ", listed, re.MULTILINE)
+    assert process.poll() is None
+    assert node.mpsctl("release", lease).returncode == 0
+    assert process.communicate(timeout=30) == ("ran\n", "")
+    assert process.returncode == 7
+
+
+def test_a_shell_that_waits(full_node: tuple[Node, list[str]], in_path: dict[str, str]) -> None:
+    """A shell waits in `eval`, and holds the lease that comes of it."""
+    node, (lease, _) = full_node
+    script = (
+        'eval "$(mpsctl admit $MOST --wait 1000 -o env)" || exit; echo $$; printenv CUDA_MPS_PIPE_DIRECTORY; read -r l'
+    )
+    with subprocess.Popen(
+        ["sh", "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**in_path, "MOST": " ".join(MOST)},
+    ) as shell:
+        try:
+            (before,) = wait_for(node, 1)
+            node.request("DELETE", f"/v1/leases/{lease}")
+            assert shell.stdout is not None
+            assert shell.stdout.readline() == f"{shell.pid}\n"
+            found = node.get(f"/v1/leases/{before['id']}").json
+            assert (found["state"], found["owner"]["pid"]) == ("granted", shell.pid)
+            assert shell.stdout.readline() == f"{found['env']['CUDA_MPS_PIPE_DIRECTORY']}\n"
+        finally:
+            shell.communicate("\n", timeout=30)
+
+
+def test_nothing_to_wait_for(node: Node) -> None:
+    """What is free is granted at once, and without a word about waiting."""
+    done = node.mpsctl("run", *MOST, "--wait", "forever", "--", "echo", "ran")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ran\n", "")
+
+
+def test_waiting_in_vain(full_node: tuple[Node, list[str]]) -> None:
+    """A wait that is over is a refusal like one that did not wait, and says what was missing to the end."""
+    node, _ = full_node
+    done = node.mpsctl("run", *MOST, "--wait", "0.2", "--", "echo", "ran")
+    assert (done.returncode, done.stdout) == (75, "")
+    assert "40 % are left [does_not_fit]" in done.stderr
+    assert waiting(node) == []
+
+
+def test_a_terminal(full_node: tuple[Node, list[str]], start: Start) -> None:
+    """On a terminal, the user sees the queue move."""
+    node, _ = full_node
+    first = start(node.socket, "run", *MOST, "--wait", "forever", "--", "true")
+    wait_for(node, 1)
+    terminal, theirs = pty.openpty()
+    with os.fdopen(terminal, encoding="utf-8", newline="\r\n") as lines:
+        process = start(node.socket, "run", *MOST, "--wait", "forever", "--", "true", stderr=theirs)
+        os.close(theirs)
+        assert lines.readline() == TOLD.format(2).replace("\n", "\r\n")
+        end(first)
+        assert lines.readline() == TOLD.format(1).replace("\n", "\r\n")
+        end(process)
+
+
+# -- giving it up ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [
+        (("admit",), signal.SIGINT),
+        (("admit",), signal.SIGHUP),
+        (("admit", "-o", "env"), signal.SIGINT),
+        (("admit", "-o", "env"), signal.SIGTERM),
+        (("run", "true"), signal.SIGINT),
+        (("run", "true"), signal.SIGTERM),
+    ],
+)
+def test_an_end_by_a_signal(
+    full_node: tuple[Node, list[str]], start: Start, command: tuple[str, ...], number: signal.Signals
+) -> None:
+    """Ctrl-C, and its like, gives the place away before mpsctl is gone; then it ends by the signal, or `eval` fails."""
+    node, _ = full_node
+    name, *rest = command
+    process = start(node.socket, name, *MOST, "--wait", "forever", *rest)
+    (lease,) = wait_for(node, 1)
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stderr) == (-number, "")
+    assert stdout == (f"(exit {128 + number})\n" if "env" in rest else "")
+    found = node.get(f"/v1/leases/{lease['id']}").json
+    assert (found["state"], found["because"]) == ("ended", f"uid {os.getuid()} released it")
+
+
+def test_a_twin_keeps_its_place(full_node: tuple[Node, list[str]], start: Start) -> None:
+    """Of two that wait for the same, for the same process, Ctrl-C gives up the one that it was meant for."""
+    node, _ = full_node
+    first = start(node.socket, "admit", *MOST, "--wait", "forever")
+    assert line(first) == TOLD.format(1)
+    second = start(node.socket, "admit", *MOST, "--wait", "forever")
+    one, two = wait_for(node, 2)
+    assert one["owner"]["pid"] == two["owner"]["pid"] == os.getpid()
+    second.send_signal(signal.SIGINT)
+    second.communicate(timeout=30)
+    assert [lease["id"] for lease in waiting(node)] == [one["id"]]
+    first.send_signal(signal.SIGINT)
+    first.communicate(timeout=30)
+    assert waiting(node) == []
+
+
+def test_an_ignored_signal(full_node: tuple[Node, list[str]]) -> None:
+    """What was started with a signal ignored, as by `nohup`, waits on when it comes, and runs its command so."""
+    node, (lease, _) = full_node
+    ignoring = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh"]
+    mpsctl = [sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket)]
+    command = [*mpsctl, "run", *MOST, "--wait", "forever", "--", "grep", "SigIgn", "/proc/self/status"]
+    with subprocess.Popen([*ignoring, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_for(node, 1)
+            process.send_signal(signal.SIGHUP)
+            node.request("DELETE", f"/v1/leases/{lease}")
+            stdout, _ = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert int(stdout.split()[1], 16) & 1 << (signal.SIGHUP - 1)
+
+
+# -- restarts of mpsd --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_a_restart_of_mpsd(make_node: Callable[..., Node], start: Start, number: signal.Signals) -> None:
+    """Those who wait keep their leases and their order while mpsd is away, and get what comes free once it is back."""
+    node = make_node(simulate=1).start()
+    (lease,) = take_most(node)
+    first = start(node.socket, "run", *MOST, "--wait", "1000", "--name", "first", "--", "cat")
+    wait_for(node, 1)
+    second = start(node.socket, "admit", *MOST, "--wait", "forever", "--name", "second", "-o", "json")
+    before = wait_for(node, 2)
+    assert [line(first), line(second)] == [TOLD.format(1), TOLD.format(2)]
+
+    node.end(number)
+    for process in (first, second):
+        assert line(process) == "mpsctl: mpsd has gone; asking again until it is back, where the place is kept\n"
+    node.start()
+
+    after = wait_for(node, 2)
+    assert [one["id"] for one in after] == [one["id"] for one in before]
+    assert [one["name"] for one in after] == ["first", "second"]
+    node.request("DELETE", f"/v1/leases/{lease}")
+    (left,) = wait_for(node, 1)
+    assert left["id"] == before[1]["id"]
+    assert first.communicate("done", timeout=30)[0] == "done"
+    granted = json.loads(second.communicate(timeout=30)[0])
+    assert (granted["id"], granted["owner"]["pid"]) == (before[1]["id"], os.getpid())
+
+
+def granted() -> bytes:
+    """Return the answer that grants a lease."""
+    lease = {"id": "lease-1", "state": "granted", "because": "", "gpus": ["GPU-1"], "expires": None}
+    return http({**lease, "env": {"CUDA_VISIBLE_DEVICES": "GPU-1"}}, "201 Created")
+
+
+def test_the_same_request(short_tmp: Path) -> None:
+    """Whatever becomes of the connection, mpsctl comes back with the very request that mpsd has, and less time."""
+    stopping = http({"code": "stopping", "detail": "mpsd is stopping", "hint": "ask again"}, "503 Service Unavailable")
+    breaking: list[Any] = [[Answering.hang_up], stopping, [granted()[:40], Answering.hang_up], granted()]
+    with answering(short_tmp / "s", *breaking) as server:
+        done = run_mpsctl(short_tmp / "s", "run", *MOST, "--wait", "1000", "--", "echo", "ran")
+    assert (done.returncode, done.stdout) == (0, "ran\n")
+    assert len(done.stderr.splitlines()) == 1
+    requests = [json.loads(request.partition(b"\r\n\r\n")[2]) for request in server.requests]
+    assert len(requests) == 4
+    assert len({request["request_id"] for request in requests}) == 1
+    times = [request.pop("wait") for request in requests]
+    assert sorted(times, reverse=True) == times
+    assert max(times) <= 1000
+    assert all(request == requests[0] for request in requests)
+
+
+def test_another_request(short_tmp: Path) -> None:
+    """Two calls are two requests, however alike."""
+    with answering(short_tmp / "s", granted(), granted()) as server:
+        for _ in range(2):
+            run_mpsctl(short_tmp / "s", "run", *MOST, "--wait", "forever", "--", "true")
+    one, other = (json.loads(request.partition(b"\r\n\r\n")[2]) for request in server.requests)
+    assert one["wait"] is None
+    assert one["request_id"] != other["request_id"]
+
+
+def test_an_mpsd_that_does_not_come_back(short_tmp: Path) -> None:
+    """Asking again ends with the wait, and says then why there was no answer."""
+    with answering(short_tmp / "s", [Answering.hang_up]) as server:
+        process = start_mpsctl(short_tmp / "s", "run", *MOST, "--wait", "1", "--", "echo", "ran")
+        assert server.asked.wait(30)
+    stdout, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stdout) == (69, "")
+    asking, error, hint = stderr.splitlines()
+    assert "asking again" in asking
+    assert error == f"mpsctl: nothing listens on {short_tmp}/s [unreachable]"
+    assert hint.startswith("  hint: ")
+
+
+def test_what_is_not_mpsd(short_tmp: Path) -> None:
+    """Something else on the socket is not waited for."""
+    with answering(short_tmp / "s", [b"SSH-2.0-OpenSSH_9.2\r\n"]):
+        done = run_mpsctl(short_tmp / "s", "run", *MOST, "--wait", "forever", "--", "true")
+    assert done.returncode == 69
+    assert "does not answer as mpsd does" in done.stderr
+
+
+def test_a_refusal_is_final(node: Node) -> None:
+    """What waiting cannot help is refused at once, as without it."""
+    done = node.mpsctl("run", "--threads", "10", "--memory", "900GiB", "--wait", "forever", "--", "true")
+    assert done.returncode == 75
+    assert "[never_fits]" in done.stderr

@@ -1,0 +1,182 @@
+"""The life of a control daemon: every pair of state and event has one meaning, and what must not happen cannot."""
+
+from typing import Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpsd.core.lifecycle import ANSWERED, BUG, IGNORE, RUNNING, TABLE, Event, LifecycleBugError, Outcome, State, step
+
+PAIRS: Final = [(state, event) for state in State for event in Event]
+
+COMES: Final = {Event.STARTED, Event.ADOPTED}
+"""Events by which a process comes to be watched."""
+
+OPERATOR: Final = {Event.HOLD, Event.DRAIN, Event.RESUME, Event.STOP, Event.RESET}
+"""What an operator may say at any moment."""
+
+WITNESSED: Final = {Event.DIED, Event.SILENT, Event.VERIFIED, Event.UNPROVEN}
+"""What a process that runs may do at any moment."""
+
+
+def reachable(events: frozenset[Event]) -> set[State]:
+    """Return the states that these events can lead to, from the first one."""
+    found, pending = {State.DOWN}, [State.DOWN]
+    while pending:
+        state = pending.pop()
+        for event in events:
+            outcome = TABLE[state][event]
+            if isinstance(outcome, State) and outcome not in found:
+                found.add(outcome)
+                pending.append(outcome)
+    return found
+
+
+def test_the_table_is_total() -> None:
+    """Every state has a row, and every row every event."""
+    assert TABLE.keys() == set(State)
+    for state in State:
+        assert TABLE[state].keys() == set(Event), state
+
+
+@pytest.mark.parametrize(("state", "event"), PAIRS)
+def test_every_pair(state: State, event: Event) -> None:
+    """A step is what the table says: another state, nothing, or a bug that names both."""
+    outcome = TABLE[state][event]
+    if outcome is BUG:
+        with pytest.raises(LifecycleBugError, match=f"{event} cannot happen .* {state}"):
+            step(state, event)
+    else:
+        assert step(state, event) == (None if outcome is IGNORE else outcome)
+        assert outcome != state, "a step that leads to where one is would be stamped and told as a change"
+
+
+def test_no_word_of_an_operator_is_a_bug() -> None:
+    """An operator may say anything at any moment."""
+    assert not [(state, event) for state in State for event in OPERATOR if TABLE[state][event] is BUG]
+
+
+def test_nothing_that_a_process_does_is_a_bug_while_it_runs() -> None:
+    """Nor is anything that a process does, in any state in which there is one."""
+    assert not [(state, event) for state in RUNNING for event in WITNESSED if TABLE[state][event] is BUG]
+
+
+def test_every_death_ends_running() -> None:
+    """Death leads out of every state in which there is a process."""
+    for state in RUNNING:
+        assert TABLE[state][Event.DIED] not in {*RUNNING, IGNORE, BUG}, state
+
+
+def test_a_process_comes_where_there_is_none() -> None:
+    """A second process is a bug wherever there is one, and only `down` takes one."""
+    takes = {state for state in State for event in COMES if TABLE[state][event] is not BUG}
+    assert takes == {State.DOWN}
+    assert takes.isdisjoint(RUNNING)
+    assert {TABLE[State.DOWN][event] for event in COMES} == {State.STARTING}
+
+
+def test_readiness_is_proven() -> None:
+    """Only an answer with every limit in force makes a daemon ready, or an operator who lifts a hold on one that is."""
+    ways = {(state, event) for state, event in PAIRS if TABLE[state][event] is State.READY}
+    assert {event for _, event in ways} == {Event.VERIFIED, Event.RESUME}
+    assert {state for state, event in ways if event is Event.RESUME} == {State.HELD, State.DRAINING}
+    assert {state for state, event in ways if event is Event.VERIFIED} == {State.STARTING, State.UNRESPONSIVE}
+
+
+def test_a_limit_that_does_not_hold_opens_no_door() -> None:
+    """Nobody is admitted to a daemon whose limits do not hold: it is not ready any more."""
+    assert TABLE[State.READY][Event.UNPROVEN] is State.STARTING
+    assert State.READY not in {TABLE[state][Event.UNPROVEN] for state in State}
+
+
+def test_only_an_operator_leaves_failed() -> None:
+    """What failed stays failed, whatever happens, until it is reset."""
+    leaving = {event for event in Event if isinstance(TABLE[State.FAILED][event], State)}
+    assert leaving == {Event.RESET}
+    assert TABLE[State.FAILED][Event.RESET] is State.DOWN
+
+
+def test_a_hung_daemon_is_left_alone() -> None:
+    """Silence never leads towards stopping: an unresponsive daemon goes on, or dies, or is stopped by an operator."""
+    assert {TABLE[state][Event.SILENT] for state in ANSWERED | {State.STARTING}} == {State.UNRESPONSIVE}
+    leaving = {event: target for event, target in TABLE[State.UNRESPONSIVE].items() if isinstance(target, State)}
+    assert leaving == {
+        Event.VERIFIED: State.READY,
+        Event.UNPROVEN: State.STARTING,
+        Event.DIED: State.COOLING,
+        Event.STOP: State.STOPPING,
+    }
+
+
+def test_stopping_is_an_operator_s_word() -> None:
+    """A daemon is stopped by an operator's word alone, and its death is then no reason to start it again."""
+    assert {event for state, event in PAIRS if TABLE[state][event] is State.STOPPING} == {Event.STOP}
+    assert TABLE[State.STOPPING][Event.DIED] is State.DOWN
+
+
+def test_a_reset_touches_no_process() -> None:
+    """A reset changes nothing about a daemon that runs."""
+    assert {TABLE[state][Event.RESET] for state in RUNNING} == {IGNORE}
+
+
+def test_every_state_is_reachable() -> None:
+    """Every state can be reached, and those of an operator only with an operator."""
+    assert reachable(frozenset(Event)) == set(State)
+    assert reachable(frozenset(Event) - OPERATOR) == set(State) - {State.HELD, State.DRAINING, State.STOPPING}
+
+
+@pytest.mark.parametrize("state", State)
+def test_every_state_can_be_left_for_ready(state: State) -> None:
+    """There is a way back to `ready` from everywhere."""
+    found, pending = {state}, [state]
+    while pending:
+        for outcome in TABLE[pending.pop()].values():
+            if isinstance(outcome, State) and outcome not in found:
+                found.add(outcome)
+                pending.append(outcome)
+    assert State.READY in found
+
+
+@pytest.mark.parametrize(
+    ("events", "ends"),
+    [
+        ("started verified", State.READY),
+        ("started died cooled started verified", State.READY),
+        ("started silent verified", State.READY),
+        ("adopted silent died cooled started verified", State.READY),
+        ("adopted verified unproven verified", State.READY),
+        ("started unproven died", State.COOLING),
+        ("started verified hold silent verified", State.READY),  # what is held is a matter of intent, kept elsewhere
+        ("started verified drain hold resume", State.READY),
+        ("started verified drain died cooled started verified", State.READY),
+        ("started verified stop silent verified died", State.DOWN),
+        ("started stop died", State.DOWN),
+        ("started died stop", State.DOWN),
+        ("started died gave_up cooled reset started verified", State.READY),
+        ("started died reset started verified", State.READY),
+        ("died gave_up", State.FAILED),  # it could not even be started
+        ("refused reset refused", State.FAILED),
+        ("reset hold drain resume stop cooled", State.DOWN),
+    ],
+)
+def test_sequences(events: str, ends: State) -> None:
+    """Whole lives, and lives that were interrupted, end where they should."""
+    state = State.DOWN
+    for event in events.split():
+        state = step(state, Event(event)) or state
+    assert state is ends
+
+
+@given(st.lists(st.sampled_from(Event), max_size=60))
+def test_any_life(events: list[Event]) -> None:
+    """In any life that is possible a process comes and goes in turn, and the states in which there is one say so."""
+    state, alive = State.DOWN, False
+    for event in events:
+        if TABLE[state][event] is BUG:
+            continue
+        state = step(state, event) or state
+        alive = event in COMES or (alive and event is not Event.DIED)
+        assert alive == (state in RUNNING), (event, state)
+    assert ANSWERED <= RUNNING
+    assert not isinstance(state, Outcome)

@@ -1,0 +1,105 @@
+"""Other processes that call mpsd: with a uid, groups and a life of their own."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tests.node import Answer
+
+NOBODY: Final = 65534
+"""A uid, and a gid, with no rights at all."""
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can call as another user")
+
+_PROGRAM: Final = """
+import json, os, socket, sys
+path, uid, groups = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+if uid >= 0:
+    os.setgroups(groups)
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+print(flush=True)
+for line in sys.stdin:
+    method, target, body = json.loads(line)
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(30)
+            connection.connect(path)
+            raw = b"" if body is None else json.dumps(body).encode()
+            head = [f"{method} {target} HTTP/1.1", "Host: mpsd", "Connection: close", f"Content-Length: {len(raw)}"]
+            connection.sendall("".join(f"{line}\\r\\n" for line in [*head, ""]).encode() + raw)
+            answer = connection.makefile("rb").read().decode()
+    except OSError as error:
+        answer = f"failed: {error.strerror}"
+    print(json.dumps(answer), flush=True)
+"""
+
+
+class Caller:
+    """A process that calls mpsd when it is told to, and does nothing else until it is ended."""
+
+    def __init__(
+        self, socket: Path | str, *, uid: int | None = None, groups: tuple[int, ...] = (), cwd: Path | None = None
+    ) -> None:
+        """Start it, by default as the user of the tests. A relative socket path is taken from `cwd`."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-c", _PROGRAM, str(socket), str(-1 if uid is None else uid), json.dumps(groups)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=cwd,
+        )
+        self._line()
+
+    @property
+    def pid(self) -> int:
+        """Its pid."""
+        return self._process.pid
+
+    def request(self, method: str, path: str, body: object = None) -> Answer:
+        """Send one request over a connection of its own. Raises OSError when it could not."""
+        assert self._process.stdin is not None
+        print(json.dumps([method, path, body]), file=self._process.stdin, flush=True)
+        answer: str = json.loads(self._line())
+        if answer.startswith("failed: "):
+            raise OSError(answer)
+        head, _, text = answer.partition("\r\n\r\n")
+        status, *headers = head.split("\r\n")
+        named: Mapping[str, str] = dict(header.split(": ", 1) for header in headers)
+        return Answer(int(status.split()[1]), named, text.encode())
+
+    def admit(self, **asked: Any) -> Answer:
+        """Ask for a lease."""
+        return self.request("POST", "/v1/leases", asked)
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the caller {self.pid} ended with {self._process.wait(timeout=10)}"
+        return line
+
+    def kill(self) -> None:
+        """End it by SIGKILL."""
+        self._process.kill()
+        self.end()
+
+    def end(self) -> None:
+        """End it by itself, as a program ends that has done its work."""
+        self._process.communicate(timeout=10)
+
+
+@contextlib.contextmanager
+def calling(socket: Path | str, **options: Any) -> Iterator[Caller]:
+    """Start a caller, hand it over, and end it."""
+    caller = Caller(socket, **options)
+    try:
+        yield caller
+    finally:
+        caller.kill()

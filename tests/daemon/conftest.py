@@ -1,0 +1,60 @@
+"""Nodes for the tests of the daemon: each a real mpsd with real control daemons, under a directory of its own."""
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import real
+from tests.harness import remove_tree
+from tests.node import Node
+
+Start = Callable[..., Node]
+"""Makes a node, not started yet; takes what `Node` takes."""
+
+_numbers = count(1)
+
+
+@pytest.fixture(scope="session")
+def control() -> Path:
+    """Return the control program of driver 535: the subject where a test does not say otherwise."""
+    return real.real_daemons()[535]
+
+
+@pytest.fixture
+def make_node(short_tmp: Path) -> Iterator[Start]:
+    """Give a maker of nodes, which are ended, with all that they started, when the test is over.
+
+    The control program is driver 535's unless the test names another.
+    """
+    made: list[Node] = []
+
+    def make(**options: Any) -> Node:
+        root = short_tmp / f"n{len(made)}"
+        root.mkdir()
+        short_tmp.chmod(0o711)
+        made.append(Node(**{"root": root, "control": real.real_daemons().get(535), **options}))
+        return made[-1]
+
+    yield make
+    for node in made:
+        node.clean_up()
+
+
+@pytest.fixture(scope="module")
+def node_for_all(private_root: Path) -> Iterator[Start]:
+    """As `make_node`, for nodes that all tests of a module share, and none of them disturbs."""
+    made: list[Node] = []
+
+    def make(**options: Any) -> Node:
+        root = private_root / f"shared{next(_numbers)}"
+        root.mkdir()
+        made.append(Node(**{"root": root, "control": real.real_daemons().get(535), **options}))
+        return made[-1]
+
+    yield make
+    for node in made:
+        node.clean_up()
+        remove_tree(node.root)

@@ -1,0 +1,152 @@
+"""What several tests of the daemon do by hand: end processes, ask for a daemon's limits, stand in for a program."""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from tests.harness import look_at, wait_until
+from tests.node import Node
+from tests.real import RealDaemon, real_daemon_params
+
+if TYPE_CHECKING:
+    from _pytest.mark import ParameterSet
+
+SOON = 5.0
+"""Seconds within which a stranger's change is to be seen (issue 2)."""
+
+MIB = 1024**2
+GIB = 1024**3
+
+PERCENTAGE = """
+[limits]
+active_thread_percentage = 50.0
+"""
+
+LIMITS = f"""{PERCENTAGE}
+pinned_device_mem_limit = "8GiB"
+"""
+
+BRISK = """
+[daemon]
+answer_deadline = 0.7
+probe_interval = 0.5
+"""
+"""For tests that wait for a control daemon that does not answer, and for one that answers again."""
+
+
+def branches(*wanted: int) -> list["ParameterSet"]:
+    """Give these driver branches as parameters; all of them when none is named."""
+    return [
+        param for param in real_daemon_params() if not wanted or cast("RealDaemon", param.values[0]).branch in wanted
+    ]
+
+
+def limits_for(real: RealDaemon) -> str:
+    """Return the configuration of the limits that this driver has: 470 has none for memory."""
+    return LIMITS if real.branch >= 535 else PERCENTAGE
+
+
+def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to a process that is no child of the tests."""
+    os.kill(pid, number)
+
+
+def is_running(pid: int) -> bool:
+    """Tell whether a process runs, a stopped one included."""
+    found = look_at(pid)
+    return found is not None and not found.zombie
+
+
+def by_hand(node: Node, name: str, real: RealDaemon | None = None) -> tuple[list[str], list[str]]:
+    """Return both limits as a front-end reports them; for memory no line where there is no limit."""
+    percentage = node.ask(name, "get_default_active_thread_percentage")
+    has_memory = real is None or real.branch >= 535
+    return percentage, node.ask(name, "get_default_device_pinned_mem_limit 0") if has_memory else []
+
+
+def next_ready(node: Node, name: str, before: int) -> Any:
+    """Wait until a control daemon is ready whose pid is not this one, and return it."""
+    return wait_until(
+        lambda: (found := node.daemons()[name])["state"] == "ready" and found["pid"] != before and found,
+        what=f"another {name} than pid {before} to be ready; the log is {node.stderr}",
+    )
+
+
+def drift(node: Node, name: str, limit: str, **facts: object) -> dict[str, Any]:
+    """Wait until this limit of this control daemon is reported as drifted, with these facts, and return the report."""
+
+    def look() -> dict[str, Any] | None:
+        found: list[dict[str, Any]] = node.daemons()[name]["drift"]
+        return next((each for each in found if each["limit"] == limit and facts.items() <= each.items()), None)
+
+    return wait_until(look, what=f"{limit} of {name} to be seen as drifted; the log is {node.stderr}", deadline=SOON)
+
+
+def untouched(daemon: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what stays the same about a control daemon to which nothing happened."""
+    return tuple(daemon[key] for key in ("pid", "start_time", "state", "since", "ready_since", "limits"))
+
+
+def states(node: Node, name: str) -> list[str]:
+    """Return the states that a control daemon had so far, in their order."""
+    return [line["state"] for line in node.events("daemon_state", daemon=name)]
+
+
+def program(path: Path, text: str) -> Path:
+    """Write a shell script that stands in for a control program."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Stop a process by SIGSTOP, and let it go on at the end."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def holding(node: Node, name: str, command: str = "anybody-there") -> Iterator[int]:
+    """Hold a front-end open on a control daemon, after a first command, and give its pid; close it at the end.
+
+    Its answer proves that it was let in, since one that comes while mpsd talks is turned away; answers come at once
+    on a terminal only.
+    """
+    terminal, its_terminal = os.openpty()
+    try:
+        front_end = wait_until(
+            lambda: _held(node, name, command, terminal, its_terminal), what=f"a front-end to be let in to {name}"
+        )
+        try:
+            yield front_end.pid
+        finally:
+            front_end.communicate(timeout=10)
+    finally:
+        os.close(terminal)
+        os.close(its_terminal)
+
+
+def _held(node: Node, name: str, command: str, terminal: int, its_terminal: int) -> "subprocess.Popen[str] | None":
+    """Start a front-end, and return it once it has answered, or None when it was turned away."""
+    front_end = subprocess.Popen(
+        [str(node.control)], stdin=subprocess.PIPE, stdout=its_terminal, env=node.by_hand(name), text=True
+    )
+    assert front_end.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        print(command, file=front_end.stdin, flush=True)
+    wait_until(
+        lambda: front_end.poll() is not None or select.select([terminal], [], [], 0)[0], what="an answer, or a refusal"
+    )
+    if front_end.poll() is None and not os.read(terminal, 1000).startswith(b"Cannot"):
+        return front_end
+    front_end.communicate(timeout=10)
+    return None

@@ -1,0 +1,427 @@
+"""Who gets in: capacity, placement, and leases that are bound to a process by what the kernel says about it."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.daemon.caller import NOBODY, Caller, calling, needs_root
+from tests.daemon.conftest import Start
+from tests.daemon.scene import GIB, MIB
+from tests.harness import wait_until
+from tests.node import Answer, Node
+
+pytestmark = pytest.mark.real_daemon(535)
+
+CAPACITY = 80 * GIB - 512 * MIB
+"""What a simulated GPU has to give: its memory less the reserve."""
+
+
+@pytest.fixture(scope="module")
+def shared(node_for_all: Start) -> Node:
+    """Start the node that the tests of this module share."""
+    return node_for_all().start()
+
+
+@pytest.fixture
+def node(shared: Node) -> Iterator[Node]:
+    """Give the shared node, and take back what was granted."""
+    yield shared
+    for lease in shared.get("/v1/leases").json["leases"]:
+        assert shared.request("DELETE", f"/v1/leases/{lease['id']}").status == 204
+    assert all(gpu["threads_granted"] == 0 for gpu in shared.get("/v1/gpus").json["gpus"])
+
+
+def admit(node: Node, **asked: Any) -> Answer:
+    """Ask for a lease as the process of the tests."""
+    return node.request("POST", "/v1/leases", asked)
+
+
+def granted(answer: Answer) -> Any:
+    """Return the lease that was granted."""
+    assert answer.status == 201, answer.json
+    return answer.json
+
+
+def refused(answer: Answer, status: int, code: str, limit: str | None = None) -> str:
+    """Return the detail of a refusal that has this status, code and limit, and a way out."""
+    assert answer.status == status, answer.json
+    assert answer.headers["Content-Type"] == "application/problem+json"
+    problem = answer.json
+    assert (problem["status"], problem["code"]) == (status, code), problem
+    assert problem["limit"] == limit, problem
+    assert problem["hint"]
+    detail: str = problem["detail"]
+    return detail
+
+
+def gpu(node: Node, index: int) -> Any:
+    """Return a GPU as the API has it."""
+    return node.get("/v1/gpus").json["gpus"][index]
+
+
+class TestLease:
+    """What a lease is."""
+
+    def test_lease(self, node: Node) -> None:
+        """It says what was granted, to whom, where, and gives the environment that holds a client to it."""
+        lease = granted(admit(node, threads=25, memory="2GiB", name="mine", labels={"team": "a"}))
+        daemon = node.daemons()[lease["daemon"]]
+        assert (lease["state"], lease["clients"], lease["ended"]) == ("granted", [], None)
+        assert (lease["active_thread_percentage"], lease["pinned_device_mem_limit"]) == (25.0, 2 * GIB)
+        assert lease["gpus"] == [daemon["gpu"]]
+        assert (lease["name"], lease["labels"]) == ("mine", {"team": "a"})
+        owner = lease["owner"]
+        assert (owner["uid"], owner["gid"], owner["pid"]) == (os.geteuid(), os.getegid(), os.getpid())
+        assert lease["env"] == {
+            "CUDA_MPS_PIPE_DIRECTORY": str(node.pipe_directory(lease["daemon"])),
+            "CUDA_VISIBLE_DEVICES": daemon["gpu"],
+            "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25.0",
+            "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=2G",
+        }
+        assert node.get(f"/v1/leases/{lease['id']}").json == lease
+        assert node.get("/v1/leases").json["leases"] == [lease]
+        assert node.get("/v1/status").json["leases"] == 1
+        shown = gpu(node, int(lease["daemon"][-1]))
+        assert (shown["threads_granted"], shown["memory_granted"], shown["clients"]) == (25.0, 2 * GIB, 1)
+
+    @pytest.mark.parametrize(
+        ("memory", "bytes_", "grammar"),
+        [
+            ("512MiB", 512 * MIB, "512M"),
+            (1_000_000, MIB, "1M"),
+            ("1.5GiB", 1536 * MIB, "1536M"),
+            ("8GB", 7630 * MIB, "7630M"),
+        ],
+    )
+    def test_memory_is_granted_in_whole_mebibytes(
+        self, node: Node, memory: str | int, bytes_: int, grammar: str
+    ) -> None:
+        """Every unit is taken, and rounded up to what MPS can hold."""
+        lease = granted(admit(node, threads=1, memory=memory))
+        assert lease["pinned_device_mem_limit"] == bytes_
+        assert lease["env"]["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == f"0={grammar}"
+
+    @pytest.mark.parametrize(
+        ("fraction", "percentage"), [(0.25, 25.0), (1, 100.0), (0.29, 29.0), (0.57, 57.0), (0.001, 0.1)]
+    )
+    def test_fraction(self, node: Node, fraction: float, percentage: float) -> None:
+        """A fraction is that part of a GPU's threads and of what it has of memory to give."""
+        lease = granted(admit(node, fraction=fraction))
+        assert lease["active_thread_percentage"] == percentage
+        share = CAPACITY * percentage / 100
+        assert share - MIB < lease["pinned_device_mem_limit"] <= share
+
+    def test_four_quarters_are_a_whole(self, node: Node) -> None:
+        """Nothing is lost in the arithmetic: as many fractions fit as make a GPU, and not one more."""
+        for _ in range(4):
+            granted(admit(node, fraction=0.25, gpu="0"))
+        refused(admit(node, fraction=0.01, gpu="0"), 409, "does_not_fit", "threads")
+
+
+class TestCapacity:
+    """What does not fit is refused with the number that limits."""
+
+    def test_threads(self, node: Node) -> None:
+        """Threads are summed by GPU, and what is left is told."""
+        granted(admit(node, threads=60.5, memory="1GiB", gpu="0"))
+        detail = refused(admit(node, threads=39.6, memory="1GiB", gpu="0"), 409, "does_not_fit", "threads")
+        assert "39.6 % of the threads were asked for, and 39.5 % are left" in detail
+        granted(admit(node, threads=39.5, memory="1GiB", gpu="0"))
+
+    def test_memory(self, node: Node) -> None:
+        """So is memory, of which a reserve is kept."""
+        granted(admit(node, threads=10, memory="70GiB", gpu="0"))
+        detail = refused(admit(node, threads=10, memory="10GiB", gpu="0"), 409, "does_not_fit", "memory")
+        assert "10GiB of memory were asked for, and 9728MiB are left" in detail
+        granted(admit(node, threads=10, memory="9.5GiB", gpu="0"))
+
+    def test_clients(self, node: Node) -> None:
+        """MPS admits 48 clients on a GPU with this driver, and so does mpsd."""
+        for _ in range(48):
+            granted(admit(node, threads=0.1, memory="1MiB", gpu="0"))
+        assert "0 of 48 are left" in refused(
+            admit(node, threads=0.1, memory="1MiB", gpu="0"), 409, "does_not_fit", "clients"
+        )
+        assert (gpu(node, 0)["clients"], gpu(node, 0)["clients_max"]) == (48, 48)
+
+    def test_more_than_there_is(self, node: Node) -> None:
+        """What no GPU has at all is told apart from what none has left: asking again does not help."""
+        detail = refused(admit(node, threads=10, memory="80GiB"), 409, "never_fits", "memory")
+        assert "80GiB of memory were asked for, and the GPU has 81408MiB to give" in detail
+
+    def test_the_closest_refusal_is_told(self, node: Node) -> None:
+        """When no GPU has it left, the refusal is that of a GPU that could have had it."""
+        granted(admit(node, threads=90, memory="1GiB", gpu="0"))
+        granted(admit(node, threads=95, memory="1GiB", gpu="1"))
+        refused(admit(node, threads=20, memory="1GiB"), 409, "does_not_fit", "threads")
+
+    def test_64_callers_at_once(self, node: Node) -> None:
+        """However many ask at the same moment, what is granted is what there is, and everybody gets an answer."""
+        with ThreadPoolExecutor(64) as pool:
+            answers = list(pool.map(lambda _: admit(node, threads=10, memory="1GiB"), range(64)))
+        assert sorted(answer.status for answer in answers) == [201] * 20 + [409] * 44
+        assert {answer.json["code"] for answer in answers if answer.status == 409} == {"does_not_fit"}
+        assert len({answer.json["id"] for answer in answers if answer.status == 201}) == 20
+        assert [gpu(node, index)["threads_granted"] for index in (0, 1)] == [100.0, 100.0]
+
+
+class TestPlacement:
+    """Which GPU a request goes to."""
+
+    def test_named_gpu(self, node: Node) -> None:
+        """A GPU is named by index, by UUID, or by the start of its UUID."""
+        first, second = (each["uuid"] for each in node.get("/v1/gpus").json["gpus"])
+        for name, meant in (("0", first), ("1", second), (first, first), (second, second)):
+            assert granted(admit(node, threads=1, memory="1MiB", gpu=name))["gpus"] == [meant]
+        # These UUIDs differ in their last digit only.
+        detail = refused(admit(node, threads=1, memory="1MiB", gpu=second[:-1]), 422, "invalid_request")
+        assert "2 GPUs" in detail
+
+    @pytest.mark.parametrize("name", ["2", "-1", "GPU-", "GPU-ffffffff", "", "all"])
+    def test_gpu_that_is_not_there(self, node: Node, name: str) -> None:
+        """A name that is no GPU's is refused, and those that there are are named."""
+        answer = admit(node, threads=1, memory="1MiB", gpu=name)
+        refused(answer, 422, "invalid_request")
+        assert all(each["uuid"] in answer.json["hint"] for each in node.get("/v1/gpus").json["gpus"])
+
+    def test_best_fit(self, node: Node) -> None:
+        """By default the fullest GPU that still fits is filled first: the other stays free for a large request."""
+        granted(admit(node, threads=10, memory="30GiB", gpu="1"))
+        assert [granted(admit(node, threads=10, memory="20GiB"))["daemon"] for _ in range(4)] == [
+            "gpu1",
+            "gpu1",
+            "gpu0",
+            "gpu0",
+        ]
+
+    def test_spread(self, make_node: Start) -> None:
+        """With `spread`, which a reload applies, the emptiest GPU comes first."""
+        node = make_node(config="").start()
+        assert [granted(admit(node, threads=10, memory="20GiB"))["daemon"] for _ in range(2)] == ["gpu0", "gpu0"]
+        assert node.reload('[admission]\nplacement = "spread"\n')["applied"] == ["admission.placement"]
+        assert [granted(admit(node, threads=10, memory="10GiB"))["daemon"] for _ in range(6)] == [
+            *["gpu1"] * 4,
+            "gpu0",
+            "gpu1",
+        ]
+
+
+class TestDaemonLimits:
+    """A control daemon's own limits bound what anybody can be granted."""
+
+    def test_more_than_the_daemon_gives(self, make_node: Start) -> None:
+        """What exceeds a configured default limit is refused by policy, with the setting that a reload can raise."""
+        config = '[limits]\nactive_thread_percentage = 50\npinned_device_mem_limit = "4GiB"\n'
+        node = make_node(simulate=1, config=config).start()
+        limit = "limits.pinned_device_mem_limit"
+        answer = admit(node, threads=10, memory="5GiB")
+        assert "4GiB at most" in refused(answer, 403, "exceeds_daemon_limit", limit)
+        assert limit in answer.json["hint"]
+        refused(admit(node, threads=60, memory="1GiB"), 403, "exceeds_daemon_limit", "limits.active_thread_percentage")
+        granted(admit(node, threads=50, memory="4GiB"))
+        node.reload(config.replace("4GiB", "5GiB"))
+        wait_until(lambda: node.daemons()["gpu0"]["limits"]["pinned_device_mem_limit"] == 5 * GIB, what="the new limit")
+        granted(admit(node, threads=10, memory="5GiB"))
+
+
+class TestRequestId:
+    """A request that is sent again."""
+
+    def test_same_request(self, node: Node) -> None:
+        """The same request_id returns the same lease, and takes nothing twice."""
+        first = granted(admit(node, threads=60, memory="1GiB", request_id="once", gpu="0"))
+        again = granted(admit(node, threads=60, memory="1GiB", request_id="once", gpu="0"))
+        assert first == again
+        other = granted(admit(node, threads=10, memory="1GiB", request_id="twice", gpu="0"))
+        assert other["id"] != first["id"]
+        assert gpu(node, 0)["threads_granted"] == 70.0
+
+    @needs_root
+    def test_of_another_user(self, node: Node) -> None:
+        """A request_id is its user's own: nobody gets another's lease by guessing it."""
+        mine = granted(admit(node, threads=10, memory="1GiB", request_id="once"))
+        with calling(node.socket, uid=NOBODY) as stranger:
+            theirs = granted(stranger.admit(threads=10, memory="1GiB", request_id="once"))
+            assert theirs["id"] != mine["id"]
+            assert theirs["owner"]["uid"] == NOBODY
+
+    def test_at_once(self, node: Node) -> None:
+        """Also when the same request arrives sixteen times at once."""
+        with ThreadPoolExecutor(16) as pool:
+            answers = list(pool.map(lambda _: admit(node, threads=10, memory="1GiB", request_id="race"), range(16)))
+        assert len({granted(answer)["id"] for answer in answers}) == 1
+
+
+class TestEnd:
+    """How a lease ends."""
+
+    @pytest.mark.parametrize("end", [Caller.end, Caller.kill])
+    def test_holder_is_gone(self, node: Node, end: Any) -> None:
+        """A lease ends when the process that asked for it ends, however it does, and its share is free again."""
+        with calling(node.socket) as holder:
+            lease = granted(holder.admit(threads=100, memory="1GiB", gpu="0"))
+            assert lease["owner"]["pid"] == holder.pid
+            refused(admit(node, threads=1, memory="1GiB", gpu="0"), 409, "does_not_fit", "threads")
+            end(holder)
+            ended = wait_until(
+                lambda: (found := node.get(f"/v1/leases/{lease['id']}").json)["state"] == "ended" and found,
+                what="the lease to end with its holder",
+            )
+        assert ended["because"] == f"its holder, pid {holder.pid}, is gone"
+        assert ended["ended"] is not None
+        assert node.get("/v1/leases").json["leases"] == []
+        granted(admit(node, threads=100, memory="1GiB", gpu="0"))
+
+    def test_connection_is_gone(self, node: Node) -> None:
+        """It does not end with the connection that it was asked for over."""
+        with calling(node.socket) as holder:
+            lease = granted(holder.admit(threads=10, memory="1GiB"))
+            assert holder.request("GET", f"/v1/leases/{lease['id']}").json["state"] == "granted"
+
+    def test_release(self, node: Node) -> None:
+        """Its owner releases it, once or twice; what never was is not found."""
+        lease = granted(admit(node, threads=100, memory="1GiB", gpu="0"))
+        path = f"/v1/leases/{lease['id']}"
+        answer = node.request("DELETE", path)
+        assert (answer.status, answer.body) == (204, b"")
+        ended = node.get(path).json
+        assert (ended["state"], ended["because"]) == ("ended", f"uid {os.geteuid()} released it")
+        assert node.request("DELETE", path).status == 204
+        assert node.get(path).json == ended
+        refused(node.request("DELETE", "/v1/leases/lease-0000000000"), 404, "not_found")
+        refused(node.get("/v1/leases/lease-0000000000"), 404, "not_found")
+        granted(admit(node, threads=100, memory="1GiB", gpu="0"))
+
+    def test_process_that_connected_is_gone(self, node: Node) -> None:
+        """A caller whose process ended, and left its connection to another, gets no lease: nothing to bind it to."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            program = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).connect(sys.argv[2])"
+            number = connection.fileno()
+            subprocess.run(
+                [sys.executable, "-I", "-c", program, str(number), str(node.socket)],
+                pass_fds=[number],
+                check=True,
+                timeout=10,
+            )
+            body = b'{"threads": 10, "memory": "1GiB"}'
+            connection.sendall(
+                b"POST /v1/leases HTTP/1.1\r\nHost: mpsd\r\nConnection: close\r\nContent-Length: 33\r\n\r\n" + body
+            )
+            answer = connection.makefile("rb").read().decode()
+        assert answer.startswith("HTTP/1.1 403 ")
+        assert '"caller_unknown"' in answer
+        assert node.get("/v1/leases").json["leases"] == []
+
+
+class TestHolder:
+    """Whose life a lease is bound to."""
+
+    def test_another_process_of_mine(self, node: Node) -> None:
+        """A lease can be bound to another process of the same user, and ends with that one."""
+        with calling(node.socket) as worker:
+            lease = granted(admit(node, threads=10, memory="1GiB", pid=worker.pid))
+            assert lease["owner"]["pid"] == worker.pid
+            assert node.get(f"/v1/leases/{lease['id']}").json["state"] == "granted"
+            worker.kill()
+            wait_until(
+                lambda: node.get(f"/v1/leases/{lease['id']}").json["state"] == "ended",
+                what="the lease to end with the worker",
+            )
+
+    def test_process_that_is_not_there(self, node: Node) -> None:
+        """A pid that no process has is refused."""
+        with calling(node.socket) as gone:
+            gone.kill()
+        refused(admit(node, threads=10, memory="1GiB", pid=gone.pid), 422, "invalid_request", "pid")
+
+    @needs_root
+    def test_another_user_s(self, node: Node) -> None:
+        """A user can neither bind a lease to another's process nor end another's lease; root can do both."""
+        mine = granted(admit(node, threads=10, memory="1GiB"))
+        with calling(node.socket, uid=NOBODY) as stranger:
+            detail = refused(stranger.admit(threads=10, memory="1GiB", pid=os.getpid()), 403, "not_permitted")
+            assert f"uid {NOBODY}" in detail
+            for method in ("GET", "DELETE"):
+                detail = refused(stranger.request(method, f"/v1/leases/{mine['id']}"), 403, "not_permitted")
+                assert "another user's" in detail
+            assert node.get(f"/v1/leases/{mine['id']}").json["state"] == "granted"
+
+            theirs = granted(stranger.admit(threads=10, memory="1GiB"))
+            assert (theirs["owner"]["uid"], theirs["owner"]["pid"]) == (NOBODY, stranger.pid)
+            for_them = granted(admit(node, threads=10, memory="1GiB", pid=stranger.pid))
+            assert for_them["owner"]["pid"] == stranger.pid
+            assert node.request("DELETE", f"/v1/leases/{theirs['id']}").status == 204
+            assert stranger.request("GET", f"/v1/leases/{theirs['id']}").json["because"] == "uid 0 revoked it"
+            own = granted(stranger.admit(threads=10, memory="1GiB"))
+            assert stranger.request("DELETE", f"/v1/leases/{own['id']}").status == 204
+
+    @needs_root
+    def test_user_who_cannot_reach_the_daemon(self, make_node: Start) -> None:
+        """Whoever cannot pass to the pipe directory would run without MPS, so is refused, with what opens the way."""
+        node = make_node(simulate=1)
+        node.start()
+        node.root.chmod(0o700)
+        # It gets as far as mpsd's socket, by a directory that it already stands in.
+        with calling("mpsd.sock", uid=NOBODY, cwd=node.root / "run") as stranger:
+            answer = stranger.admit(threads=10, memory="1GiB")
+            detail = refused(answer, 403, "not_permitted")
+            assert f"uid {NOBODY} cannot reach the control daemons: {node.root} lets no other uid through" in detail
+            assert f"chmod o+x {node.root}" in answer.json["hint"]
+            assert node.get("/v1/leases").json["leases"] == []
+            mine = granted(admit(node, threads=10, memory="1GiB"))  # root passes everywhere
+            node.root.chmod(0o711)
+            # A control daemon serves one uid at a time, so it is not yet the other's turn.
+            assert "uid 0 has the GPU" in refused(
+                stranger.admit(threads=10, memory="1GiB"), 409, "does_not_fit", "user"
+            )
+            node.request("DELETE", f"/v1/leases/{mine['id']}")
+            granted(stranger.admit(threads=10, memory="1GiB"))
+
+
+BAD_BODIES = [
+    ({}, "threads is missing", None),
+    ({"threads": 10}, "memory is missing", None),
+    ({"memory": "1GiB"}, "threads is missing", None),
+    ({"threads": 0, "memory": "1GiB"}, "not in (0, 100]", "active_thread_percentage"),
+    ({"threads": 150, "memory": "1GiB"}, "not in (0, 100]", "active_thread_percentage"),
+    ({"threads": -5, "memory": "1GiB"}, "not in (0, 100]", "active_thread_percentage"),
+    ({"threads": 0.01, "memory": "1GiB"}, "0.1", "active_thread_percentage"),
+    ({"threads": "25", "memory": "1GiB"}, "$.threads", None),
+    ({"threads": 10, "memory": "10T"}, "unknown unit 'T'", None),
+    ({"threads": 10, "memory": "abc"}, "not a size", None),
+    ({"threads": 10, "memory": 0}, "not between 1 byte", None),
+    ({"threads": 10, "memory": "-1GiB"}, "not a size", None),
+    ({"threads": 10, "memory": True}, "$.memory", None),
+    ({"threads": 10, "memory": 2**64}, "", None),
+    ({"fraction": 0}, "(0, 1]", "fraction"),
+    ({"fraction": 1.5}, "(0, 1]", "fraction"),
+    ({"fraction": 0.0001}, "0.1", "active_thread_percentage"),
+    ({"fraction": 0.5, "threads": 10}, "a fraction stands for threads and memory", None),
+    ({"threads": 10, "memory": "1GiB", "gpuu": "0"}, "gpuu", None),
+    ({"threads": 10, "memory": "1GiB", "pid": 0}, "$.pid", None),
+    ({"threads": 10, "memory": "1GiB", "pid": 2**40}, "$.pid", None),
+    ({"threads": 10, "memory": "1GiB", "labels": {"a b": "c"}}, "$.labels", None),
+    ({"threads": 10, "memory": "1GiB", "labels": {"a": 1}}, "$.labels", None),
+    ({"threads": 10, "memory": "1GiB", "name": "\x1b[2J"}, "$.name", None),
+    ({"threads": 10, "memory": "1GiB", "request_id": ""}, "$.request_id", None),
+    ([], "array", None),
+    (b"", "", None),
+    (b"{", "", None),
+    (b"\xff\xfe", "", None),
+    (b'{"threads": 1e999, "memory": "1GiB"}', "", None),
+    (b'{"threads": NaN, "memory": "1GiB"}', "", None),
+]
+
+
+@pytest.mark.parametrize(("body", "words", "limit"), BAD_BODIES)
+def test_bad_body(node: Node, body: object, words: str, limit: str | None) -> None:
+    """A request that cannot be meant is refused with what is wrong and where, and nothing is granted."""
+    detail = refused(node.request("POST", "/v1/leases", body), 422, "invalid_request", limit)
+    assert words in detail
+    assert node.get("/v1/leases").json["leases"] == []

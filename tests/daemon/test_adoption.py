@@ -1,0 +1,104 @@
+"""mpsd goes and comes back, and no control daemon notices: the next mpsd finds them by evidence and goes on."""
+
+import signal
+
+import pytest
+
+from tests.daemon.conftest import Start
+from tests.daemon.scene import LIMITS, by_hand, is_running, kill, untouched
+from tests.harness import wait_until
+from tests.node import Node
+
+_KEPT = ("pid", "limits", "drift", "state")
+
+
+@pytest.mark.real_daemon(535)
+class TestAway:
+    """What happens while there is no mpsd."""
+
+    @pytest.fixture
+    def node(self, make_node: Start) -> Node:
+        """Start a node with limits."""
+        return make_node(config=LIMITS).start()
+
+    def test_what_is_kept_and_what_is_proven_again(self, node: Node) -> None:
+        """The next mpsd says of each daemon that it was adopted, verifies every limit, and says no more than that."""
+        before = node.daemons()
+        node.end(signal.SIGKILL)
+        seen = len(node.log())
+        node.start()
+        after = node.daemons()
+        log = node.log()[seen:]
+        for name in before:
+            assert [after[name][key] for key in _KEPT] == [before[name][key] for key in _KEPT]
+            mine = [line for line in log if line.get("daemon") == name]
+            assert [line["event"] for line in mine] == ["daemon_state", "limits_verified", "daemon_state"]
+            assert "adopted" in mine[0]["because"]
+
+    def test_sigterm(self, node: Node) -> None:
+        """SIGTERM ends mpsd with status 0, its socket goes with it, and the control daemons are what they were."""
+        before = node.daemons()
+        assert node.end(signal.SIGTERM) == 0
+        assert not node.socket.exists()
+        assert all(is_running(daemon["pid"]) for daemon in before.values())
+        assert by_hand(node, "gpu0") == (["50.0"], ["8G"])
+        node.start()
+        assert [each["pid"] for each in node.daemons().values()] == [each["pid"] for each in before.values()]
+        # mpsd stopped on request, so there is nothing to report about the daemons either.
+        assert node.events("daemon_death") == []
+
+    def test_drift(self, node: Node) -> None:
+        """What a stranger changed meanwhile is set back on adoption, and told about."""
+        node.end(signal.SIGKILL)
+        node.ask("gpu1", "set_default_active_thread_percentage 10")
+        node.ask("gpu1", "set_default_device_pinned_mem_limit 0 1G")
+        node.start()
+        assert by_hand(node, "gpu1") == (["50.0"], ["8G"])
+        assert node.daemons()["gpu1"]["drift"] == []
+        drifts = {line["limit"]: (line["wanted"], line["found"]) for line in node.events("limit_drift", daemon="gpu1")}
+        assert drifts == {
+            "active_thread_percentage": (50.0, 10.0),
+            "pinned_device_mem_limit": (8 << 30, 1 << 30),
+        }
+        assert len(node.events("limit_drift_over", daemon="gpu1")) == 1
+        assert node.events("limit_drift", daemon="gpu0") == []
+
+    def test_death(self, node: Node) -> None:
+        """A control daemon that died meanwhile is replaced; the other is adopted."""
+        before = node.daemons()
+        node.end(signal.SIGKILL)
+        kill(before["gpu0"]["pid"])
+        wait_until(lambda: not is_running(before["gpu0"]["pid"]), what="the control daemon to be gone")
+        node.start()
+        after = node.daemons()
+        assert after["gpu0"]["pid"] != before["gpu0"]["pid"]
+        assert after["gpu0"]["limits"] == before["gpu0"]["limits"]
+        assert after["gpu1"]["pid"] == before["gpu1"]["pid"]
+
+    def test_other_limits(self, node: Node) -> None:
+        """Limits that were configured meanwhile are set on the daemons that run, also when there are fewer of them."""
+        pids = [each["pid"] for each in node.daemons().values()]
+        node.end()
+        node.config = '[limits]\nactive_thread_percentage = 12.5\npinned_device_mem_limit = "512MiB"\n'
+        node.start()
+        assert by_hand(node, "gpu0") == (["12.5"], ["512M"])
+        node.end()
+        node.config = ""
+        node.start()
+        assert by_hand(node, "gpu0") == (["100.0"], [])
+        daemons = node.daemons().values()
+        assert [each["pid"] for each in daemons] == pids
+        assert all(
+            each["limits"] == {"active_thread_percentage": 100.0, "pinned_device_mem_limit": None} for each in daemons
+        )
+
+    def test_death_of_an_adopted_daemon(self, node: Node) -> None:
+        """An adopted daemon is no child of mpsd, and its death is seen all the same."""
+        node.end(signal.SIGKILL)
+        node.start()
+        before = node.daemons()
+        kill(before["gpu0"]["pid"])
+        wait_until(lambda: node.events("daemon_death", daemon="gpu0"), what="the death to be seen")
+        daemon = node.wait_for_state("gpu0", "ready")
+        assert daemon["pid"] != before["gpu0"]["pid"]
+        assert untouched(node.daemons()["gpu1"]) == untouched(before["gpu1"])

@@ -1,0 +1,120 @@
+"""A control daemon that dies is replaced at once, one that keeps dying is given up, and nobody else notices."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.conftest import Start
+from tests.daemon.scene import LIMITS, by_hand, is_running, kill, next_ready, program, states, untouched
+from tests.harness import wait_until
+from tests.node import Node
+
+pytestmark = pytest.mark.real_daemon(535)
+
+
+def test_killed_daemon_is_replaced(make_node: Start) -> None:
+    """After SIGKILL a new control daemon is ready with the same limits, and the other GPU's never noticed."""
+    node = make_node(config=LIMITS).start()
+    before = node.daemons()
+    limits = by_hand(node, "gpu0")
+    kill(before["gpu0"]["pid"])
+
+    after = next_ready(node, "gpu0", before["gpu0"]["pid"])
+    assert after["limits"] == before["gpu0"]["limits"]
+    assert by_hand(node, "gpu0") == limits
+    assert untouched(node.daemons()["gpu1"]) == untouched(before["gpu1"])
+    assert node.get("/v1/status").json["healthy"] is True
+    # The log says how it died and what was done about it, once.
+    (death,) = node.events("daemon_death")
+    assert death["daemon"] == "gpu0"
+    assert "killed by SIGKILL" in death["how"]
+    assert str(before["gpu0"]["pid"]) in death["how"]
+    assert states(node, "gpu0") == ["starting", "ready", "cooling", "down", "starting", "ready"]
+    assert states(node, "gpu1") == ["starting", "ready"]
+
+
+_DIES = """
+echo started >> {starts}
+echo "no luck today"
+exit 3
+"""
+
+
+class TestCrashLoop:
+    """A control program that dies as soon as it is started."""
+
+    @pytest.fixture
+    def starts(self, short_tmp: Path) -> Path:
+        """Return the file in which the control program notes each start."""
+        return short_tmp / "starts"
+
+    @pytest.fixture
+    def node(self, make_node: Start, short_tmp: Path, starts: Path) -> Node:
+        """Start a node with such a program, and wait until it is given up."""
+        control = program(short_tmp / "control", _DIES.format(starts=starts))
+        node = make_node(simulate=1, control=control, config="[daemon]\ndeaths = 3\n").start(ready=False)
+        node.wait_for_state("gpu0", "failed")
+        return node
+
+    def test_it_is_given_up(self, node: Node, starts: Path) -> None:
+        """It cools down between two starts, then is failed, and says how often it died and what it said last."""
+        daemon = node.daemons()["gpu0"]
+        assert "3 deaths within 60 s" in daemon["because"]
+        assert "exited with status 3" in daemon["because"]
+        assert "no luck today" in daemon["because"]
+        assert "mpsctl reset gpu0" in daemon["hint"]
+        assert daemon["pid"] is None
+        assert starts.read_text().count("started") == 3
+        assert [death["verdict"] for death in node.events("daemon_death")] == ["at_once", "later", "give_up"]
+        assert states(node, "gpu0")[-4:] == ["down", "starting", "cooling", "failed"]
+        ready = node.get("/readyz")
+        assert ready.status == 503
+        assert "gpu0 is failed" in ready.json["because"]
+        refused = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
+        assert (refused.status, refused.json["code"]) == (409, "daemon_not_ready")
+        assert "mpsctl reset gpu0" in refused.json["hint"]
+
+    def test_only_an_operator_leaves_it(self, node: Node, starts: Path, control: Path) -> None:
+        """Neither a restart nor the death of mpsd forgives it; a reset does, and what was mended then runs."""
+        because = node.daemons()["gpu0"]["because"]
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            node.end(number)
+            node.start(ready=False)
+            assert node.wait_for_state("gpu0", "failed")["because"] == because
+        assert starts.read_text().count("started") == 3
+
+        # The cause is still there: the tally begins anew, and ends the same way.
+        assert node.request("POST", "/v1/daemons/gpu0/reset").status == 202
+        wait_until(lambda: starts.read_text().count("started") == 6, what="three more starts")
+        node.wait_for_state("gpu0", "failed")
+
+        program(node.control or control, f'exec {control} "$@"')
+        answer = node.request("POST", "/v1/daemons/gpu0/reset")
+        assert answer.status == 202
+        assert answer.json["verb"] == "reset"
+        assert node.get(f"/v1/operations/{answer.json['id']}").json == answer.json
+        daemon = node.wait_for_state("gpu0", "ready")
+        assert is_running(daemon["pid"])
+        assert node.get("/readyz").status == 200
+
+
+def test_program_that_cannot_be_executed(make_node: Start, short_tmp: Path, control: Path) -> None:
+    """A control program that goes away, as in an upgrade of the driver, ends neither mpsd nor the daemons that run."""
+    link = short_tmp / "control"
+    link.symlink_to(control)
+    node = make_node(control=link, config="[daemon]\ndeaths = 3\nprobe_interval = 0.2\n").start()
+    before = node.daemons()
+    link.unlink()
+    daemon = node.wait_for_state("gpu0", "unresponsive")
+    assert str(link) in daemon["because"]
+    assert daemon["pid"] == before["gpu0"]["pid"]
+
+    kill(before["gpu1"]["pid"])
+    daemon = node.wait_for_state("gpu1", "failed")
+    assert "could not be started" in daemon["because"]
+
+    link.symlink_to(control)
+    assert node.wait_for_state("gpu0", "ready")["pid"] == before["gpu0"]["pid"]
+    node.request("POST", "/v1/daemons/gpu1/reset")
+    node.wait_for_state("gpu1", "ready")

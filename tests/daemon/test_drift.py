@@ -1,0 +1,163 @@
+"""Any local user can change a control daemon's limits: that is seen, told with its command, and nobody is admitted."""
+
+import subprocess
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
+
+import pytest
+
+from tests.daemon.conftest import Start
+from tests.daemon.scene import BRISK, LIMITS, SOON, by_hand, drift, holding, untouched
+from tests.harness import wait_until
+from tests.node import Node
+
+pytestmark = pytest.mark.real_daemon(535)
+
+_FORGED = "[2026-11-21 02:59:14.618 Control 1]"
+"""How a line of the log begins."""
+
+_GPUS = 10
+
+
+@pytest.fixture(scope="module")
+def numbers() -> Iterator[int]:
+    """Count the GPUs that were used."""
+    return count()
+
+
+@pytest.fixture(scope="module")
+def node(node_for_all: Start) -> Node:
+    """Start the node that the tests of this module share: each has a GPU of its own there."""
+    return node_for_all(simulate=_GPUS, config=LIMITS).start()
+
+
+@pytest.fixture
+def name(numbers: Iterator[int]) -> str:
+    """Name a control daemon that no other test has touched."""
+    number = next(numbers)
+    assert number < _GPUS, "a test more than there are GPUs"
+    return f"gpu{number}"
+
+
+def _is_let_in(node: Node, name: str, script: str) -> bool:
+    """Tell whether a stranger's front-end was served: one that comes while mpsd talks is turned away."""
+    return "10.0" in str(node.front_end(name, script).stdout)
+
+
+def test_percentage(node: Node, name: str) -> None:
+    """A stranger's percentage is seen within 5 s, with its command; nobody is admitted until it is set back."""
+    before, other = node.daemons()[name], node.daemons()["gpu9"]
+    command, asked = "set_default_active_thread_percentage 10", {"threads": 10, "memory": "1GiB", "gpu": name[3:]}
+    node.ask(name, command)
+
+    seen = drift(node, name, "active_thread_percentage")
+    assert (seen["wanted"], seen["found"], seen["command"]) == (50.0, 10.0, command)
+    daemon = node.daemons()[name]
+    assert (daemon["pid"], daemon["state"]) == (before["pid"], "ready")
+    assert daemon["limits"]["active_thread_percentage"] == 10.0
+    assert untouched(node.daemons()["gpu9"]) == untouched(other)
+
+    status = node.get("/v1/status").json
+    assert status["healthy"] is False
+    assert f"{name}: active_thread_percentage has drifted" in status["because"]
+    (line,) = [line for line in status["drift"] if line.startswith(f"{name}: ")]
+    assert "active_thread_percentage is 10.0 instead of 50.0" in line
+    assert command in line
+
+    refused = node.request("POST", "/v1/leases", asked)
+    assert (refused.status, refused.json["code"]) == (409, "daemon_not_ready")
+    assert "10.0 instead of 50.0" in refused.json["detail"]
+    elsewhere = node.request("POST", "/v1/leases", {**asked, "gpu": "9"})
+    assert elsewhere.status == 201
+
+    # What the daemon's hint says to do is what helps.
+    hint = node.daemons()[name]["hint"]
+    assert hint.startswith("set it back: ")
+    subprocess.run(["sh", "-c", hint.removeprefix("set it back: ")], check=True, stdout=subprocess.DEVNULL, timeout=10)
+    wait_until(lambda: not node.daemons()[name]["drift"], what="the drift to be over")
+    assert by_hand(node, name) == (["50.0"], ["8G"])
+    granted = node.request("POST", "/v1/leases", asked)
+    assert granted.status == 201
+    assert [line["command"] for line in node.events("limit_drift", daemon=name)] == [command]
+    assert len(node.events("limit_drift_over", daemon=name)) == 1
+    for lease in (elsewhere, granted):
+        node.request("DELETE", f"/v1/leases/{lease.json['id']}")
+
+
+def test_memory_lower_higher_and_gone(node: Node, name: str) -> None:
+    """A memory limit that is lower, higher or gone is drift, each with its own command, since the first of them."""
+    node.ask(name, "set_default_device_pinned_mem_limit 0 1G")
+    first = drift(node, name, "pinned_device_mem_limit")
+    assert (first["wanted"], first["found"]) == (8 << 30, 1 << 30)
+    for value, found in (("64G", 64 << 30), ("0", None)):
+        command = f"set_default_device_pinned_mem_limit 0 {value}"
+        node.ask(name, command)
+        seen = drift(node, name, "pinned_device_mem_limit", found=found)
+        assert (seen["command"], seen["since"]) == (command, first["since"])
+    node.ask(name, "set_default_device_pinned_mem_limit 0 8G")
+    wait_until(lambda: not node.daemons()[name]["drift"], what="the drift to be over")
+
+
+def test_both(node: Node, name: str) -> None:
+    """Each of two limits changed in one front-end is reported with its own command."""
+    commands = ["set_default_active_thread_percentage 20", "set_default_device_pinned_mem_limit 0 2G"]
+    node.ask(name, "\n".join(commands))
+    drift(node, name, "pinned_device_mem_limit")
+    assert [each["command"] for each in node.daemons()[name]["drift"]] == commands
+
+
+def test_limit_where_none_is_wanted(make_node: Start) -> None:
+    """A memory limit that nobody configured is drift, too."""
+    node = make_node(simulate=1).start()
+    node.ask("gpu0", "set_default_device_pinned_mem_limit 0 1G")
+    seen = drift(node, "gpu0", "pinned_device_mem_limit")
+    assert (seen["wanted"], seen["found"]) == (None, 1 << 30)
+
+
+def test_command_of_one_who_stays(make_node: Start) -> None:
+    """The command of a stranger who changes a limit and stays is not forgotten until mpsd can look."""
+    node = make_node(simulate=1, config=LIMITS + BRISK).start()
+    command = "set_default_active_thread_percentage 10"
+    with holding(node, "gpu0", command):
+        wait_until(lambda: node.events("foreign_command", command=command), what="the command to be seen")
+        node.wait_for_state("gpu0", "unresponsive")
+    assert drift(node, "gpu0", "active_thread_percentage")["command"] == command
+
+
+def test_what_changes_nothing(node: Node, name: str) -> None:
+    """A stranger's questions, and commands that the daemon does not carry out, are no drift."""
+    node.ask(name, "get_server_list\nset_default_active_thread_percentage 150\nbogus 10")
+    wait_until(lambda: node.events("foreign_command", daemon=name), what="the command to be seen", deadline=SOON)
+    daemon = node.daemons()[name]
+    assert (daemon["state"], daemon["drift"]) == ("ready", [])
+    (told,) = node.events("foreign_command", daemon=name)
+    assert told["command"] == "set_default_active_thread_percentage 150"
+
+
+def test_strangers_in_disguise(node: Node, numbers: Iterator[int]) -> None:
+    """A stranger who talks as mpsd does, or writes what looks like its lines, is seen no later and is named."""
+    disguises = [
+        "mpsd-",
+        "mpsd-00000000-0",
+        *(f"x{end}{_FORGED} NEW UI{end}{_FORGED} Cmd:mpsd-00000000-0" for end in "\r\x0b"),
+    ]
+    command, names = "set_default_active_thread_percentage 10", [f"gpu{next(numbers)}" for _ in disguises]
+    for name, disguise in zip(names, disguises, strict=True):
+        script = f"{disguise}\n{command}\n"
+        wait_until(partial(_is_let_in, node, name, script), what="the stranger to be let in")
+    for name in names:
+        assert drift(node, name, "active_thread_percentage")["command"] == command
+
+
+def test_stranger_who_never_stops(node: Node, name: str) -> None:
+    """A stranger who changes a limit a thousand times does not fill mpsd's own log with it; that it did is told."""
+    node.ask(name, "\n".join(["set_default_active_thread_percentage 10"] * 1000))
+
+    def counted() -> int:
+        return sum(1 + line.get("left_out", 0) for line in node.events("foreign_command", daemon=name))
+
+    wait_until(lambda: counted() == 1000, what="all of the commands to be counted")
+    assert len(node.events("foreign_command", daemon=name)) < 100
+    seen = drift(node, name, "active_thread_percentage")
+    assert seen["command"] == "set_default_active_thread_percentage 10"

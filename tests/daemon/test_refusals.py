@@ -1,0 +1,264 @@
+"""What cannot work is refused before anything is started, with the limit that was hit and the way out."""
+
+import http.client
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.caller import needs_root
+from tests.daemon.conftest import Start
+from tests.daemon.scene import is_running, untouched
+from tests.harness import look_at, pids, remove_tree, wait_until
+from tests.node import Node
+
+pytestmark = pytest.mark.real_daemon(535)
+
+CONFIGURATION = 78
+
+_PATHS = """
+[paths]
+runtime_dir = "{root}/run"
+state_dir = "{root}/state"
+log_dir = "{root}/log"
+"""
+
+
+def refusal(node: Node, code: str = "configuration", status: int = CONFIGURATION) -> str:
+    """Start an mpsd that is refused with this code and exit status, having started nothing, and return its words."""
+    found, said = node.refuse()
+    assert found == status, said
+    lines = [line for line in said.splitlines() if not line.startswith("{")]
+    assert len(lines) == 2, said
+    assert re.fullmatch(rf"mpsd: .+ \[{code}\]", lines[0]), said
+    assert re.fullmatch(r"  hint: .+", lines[1]), said
+    assert not node.socket.exists()
+    assert not list(node.root.glob("run/mps/*/control"))
+    return "\n".join(lines)
+
+
+class TestPlace:
+    """Where mpsd writes."""
+
+    def test_path_is_too_long(self, make_node: Start, short_tmp: Path) -> None:
+        """A directory whose sockets nobody could name is refused with what is too long, and by how much."""
+        root = short_tmp / ("x" * 90)
+        root.mkdir()
+        said = refusal(make_node(root=root))
+        assert "it can have 106 at most" in said
+        assert "choose a shorter paths.runtime_dir (or --root)" in said
+        assert not (root / "run").exists()
+
+    def test_longest_path_that_works(self, make_node: Start, short_tmp: Path) -> None:
+        """The longest directory that is not refused works: the limit is where the control daemon's own is."""
+        # The longest name below the root is run/mps/gpu0/control_privileged; it may have a byte less than others.
+        room = 106 - len(os.fsencode(short_tmp)) - len("//run/mps/gpu0/control_privileged")
+        root = short_tmp / ("x" * room)
+        root.mkdir()
+        node = make_node(root=root, simulate=1).start()
+        assert len(os.fsencode(node.pipe_directory("gpu0") / "control_privileged")) == 106
+        assert (node.pipe_directory("gpu0") / "control_privileged").is_socket()
+        longer = short_tmp / ("x" * (room + 1))
+        longer.mkdir()
+        refusal(make_node(root=longer, simulate=1))
+
+    def test_longest_path_of_mpsd_s_own_socket(self, make_node: Start, short_tmp: Path) -> None:
+        """The API's socket may have a path as long as the kernel takes, and not a byte more."""
+        socket = short_tmp / ("s" * (107 - len(os.fsencode(short_tmp)) - 1))
+        node = make_node(simulate=1, rooted=False)
+        node.config = _PATHS.format(root=node.root) + f'[api]\nsocket = "{socket}"\n'
+        node.launch()
+        wait_until(lambda: node.exited() is None and socket.is_socket(), what="the socket to be there")
+        node.end()
+        node.clean_up()
+        node.config = node.config.replace(f"{socket}", f"{socket}s")
+        remove_tree(node.root / "run")
+        assert "it can have 107 at most" in refusal(node)
+
+    @pytest.mark.parametrize("root", ["/proc/mpsd", "/dev/null/mpsd"])
+    def test_directory_that_cannot_be_made(self, make_node: Start, short_tmp: Path, root: str) -> None:
+        """A directory that cannot be made is named, with the reason."""
+        node = make_node(rooted=False, arguments=["--root", root])
+        said = refusal(node)
+        assert f"cannot make {root}" in said
+        assert "--root" in said
+        assert list(short_tmp.iterdir()) == [node.root]
+
+    @pytest.mark.parametrize("kind", ["symbolic link", "writable for everybody", "another user's"])
+    def test_directory_that_is_not_mpsd_s(self, make_node: Start, short_tmp: Path, kind: str) -> None:
+        """A directory that somebody else could put things into is not used."""
+        node = make_node()
+        run = node.root / "run"
+        match kind:
+            case "symbolic link":
+                (short_tmp / "elsewhere").mkdir()
+                run.symlink_to(short_tmp / "elsewhere")
+            case "writable for everybody":
+                run.mkdir()
+                run.chmod(0o777)
+            case _ if os.geteuid() != 0:
+                pytest.skip("only root can give a directory away")
+            case _:
+                run.mkdir()
+                os.chown(run, 65534, 65534)
+        said = refusal(node)
+        assert str(run) in said
+        assert kind in said
+
+    @needs_root
+    def test_directory_closed_to_other_users(self, make_node: Start) -> None:
+        """Without --root the node is for every user, so a directory that lets none of them through is refused."""
+        node = make_node(rooted=False)
+        node.config = _PATHS.format(root=node.root)
+        node.root.chmod(0o700)
+        said = refusal(node)
+        assert f"{node.root} lets no other uid through" in said
+        assert f"chmod o+x {node.root}" in said
+
+        # What the hint says is what helps.
+        node.root.chmod(0o711)
+        node.start()
+        assert node.get("/readyz").status == 200
+
+
+class TestProgram:
+    """The control program."""
+
+    @pytest.mark.parametrize("kind", ["missing", "a directory", "not executable"])
+    def test_no_such_program(self, make_node: Start, short_tmp: Path, kind: str) -> None:
+        """A control program that cannot be executed is refused by name, with three ways out."""
+        program = short_tmp / "control"
+        if kind == "a directory":
+            program.mkdir()
+        elif kind == "not executable":
+            program.write_text("#!/bin/sh\n")
+        said = refusal(make_node(control=program))
+        assert f"no control program '{program}'" in said
+        assert "--control" in said
+        assert "--simulate" in said
+
+    @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is an NVIDIA driver on this machine")
+    def test_no_driver(self, make_node: Start) -> None:
+        """Without NVIDIA's driver nothing works but a simulation, and the hint names it."""
+        said = refusal(make_node(simulate=None), "no_driver")
+        assert "--simulate" in said
+
+
+class TestConfiguration:
+    """The configuration file."""
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            (
+                "[limits]\nactive_thread_percentag = 50\n",
+                ("'limits.active_thread_percentag'", "did you mean", "active_thread_percentage'"),
+            ),
+            ("[limit]\n", ("unknown section 'limit'", "did you mean 'limits'?")),
+            (
+                "[limits]\nactive_thread_percentage = 150\n",
+                ("limits.active_thread_percentage = 150", "(0, 100]", "100.0"),
+            ),
+            (
+                '[limits]\npinned_device_mem_limit = "10T"\n',
+                ("limits.pinned_device_mem_limit = '10T'", "unit 'T'", "absent"),
+            ),
+            ("[limits]\nactive_thread", ("not TOML", "Expected '='")),
+            ('[api]\ngroup = "no-such-group"\n', ("no group 'no-such-group'", "api.group")),
+        ],
+    )
+    def test_what_is_wrong_is_named(self, make_node: Start, text: str, words: tuple[str, ...]) -> None:
+        """A configuration that cannot be meant is refused with the setting, the value, and what would do."""
+        said = refusal(make_node(config=text))
+        assert all(word in said for word in words), said
+
+    def test_no_such_file(self, make_node: Start, short_tmp: Path) -> None:
+        """A file that was named and is not there is no reason to run with other settings."""
+        said = refusal(make_node(arguments=["--config", str(short_tmp / "absent.toml")]))
+        assert str(short_tmp / "absent.toml") in said
+
+
+class TestAnother:
+    """Somebody else is there already."""
+
+    def test_second_mpsd(self, make_node: Start) -> None:
+        """A second mpsd on the same directory is refused, and the first one and its control daemons never notice."""
+        first = make_node().start()
+        before = first.daemons()
+        second = make_node(root=first.root)
+        status, said = second.refuse()
+        assert status == 1
+        assert "[already_running]" in said
+        assert f"mpsctl --socket {first.socket} status" in said
+        assert {name: untouched(daemon) for name, daemon in first.daemons().items()} == {
+            name: untouched(daemon) for name, daemon in before.items()
+        }
+        assert first.socket.is_socket()
+        assert first.get("/readyz").status == 200
+
+    def test_two_at_once(self, make_node: Start) -> None:
+        """Of two that are started at the same moment exactly one runs, with one control daemon for each GPU."""
+        one = make_node()
+        two = make_node(root=one.root)
+        one.launch()
+        two.launch()
+
+        def ended() -> Node | None:
+            return next(
+                (each for each in (one, two) if each.process is not None and each.process.poll() is not None), None
+            )
+
+        loser = wait_until(ended, what="one of them to end")
+        winner = two if loser is one else one
+        assert loser.ended() == 1
+        assert loser.stderr.read_text().count("[already_running]") == 1
+        wait_until(
+            lambda: winner.get("/readyz").status == 200,
+            what="the other to be ready",
+            not_yet=(OSError, http.client.HTTPException),
+        )
+        assert winner.exited() is None
+        running = [
+            each for each in map(look_at, pids()) if each is not None and each.pipe_directory.startswith(str(one.root))
+        ]
+        assert sorted(each.pid for each in running) == sorted(each["pid"] for each in winner.daemons().values())
+
+    @pytest.mark.parametrize("how", ["-d", "-f"])
+    def test_foreign_control_daemon(self, make_node: Start, how: str, control: Path) -> None:
+        """A control daemon that mpsd did not start is left alone, with the way to end it; the other GPU is fine."""
+        node = make_node()
+        pipes = node.pipe_directory("gpu0")
+        pipes.mkdir(parents=True)
+        environment = {**node.by_hand("gpu0"), "CUDA_MPS_LOG_DIRECTORY": str(node.root)}
+        started = subprocess.Popen(
+            [str(control), how], stdin=-3, stdout=-3, stderr=-3, env=environment, start_new_session=True
+        )
+        if how == "-d":
+            started.wait(timeout=10)
+        wait_until((pipes / "control").is_socket, what="the foreign control daemon to listen")
+
+        node.start(ready=False)
+        daemon = node.wait_for_state("gpu0", "failed")
+        assert "that mpsd did not start" in daemon["because"]
+        named = re.match(r"pid (\d+) \(uid \d+, ", daemon["because"])
+        assert named is not None
+        pid = int(named[1])
+        assert pid == started.pid or how == "-d"
+        assert is_running(pid)
+        assert daemon["pid"] is None
+        node.wait_for_state("gpu1", "ready")
+        assert node.get("/readyz").status == 503
+        granted = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
+        assert granted.json["daemon"] == "gpu1"
+
+        # The hint is a command and then another one, and they help.
+        quitting, _, resetting = daemon["hint"].removeprefix("when its clients are done: ").partition("; then ")
+        assert resetting == "mpsctl reset gpu0"
+        subprocess.run(["sh", "-c", quitting], check=True, stdout=subprocess.DEVNULL, timeout=10)
+        if how == "-f":
+            started.wait(timeout=10)
+        wait_until(lambda: not is_running(pid), what="the foreign control daemon to be gone")
+        node.request("POST", "/v1/daemons/gpu0/reset")
+        assert node.wait_for_state("gpu0", "ready")["pid"] != pid

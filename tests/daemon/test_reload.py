@@ -1,0 +1,154 @@
+"""SIGHUP: new settings for the control daemons that run, and no restart of anything; or the old ones, and why."""
+
+import pytest
+
+from tests.daemon.conftest import Start
+from tests.daemon.scene import BRISK, GIB, LIMITS, branches, by_hand
+from tests.harness import wait_until
+from tests.node import Node
+from tests.real import RealDaemon
+
+_OTHER = '[limits]\nactive_thread_percentage = 12.5\npinned_device_mem_limit = "2GiB"\n'
+
+
+def wait_for_limits(node: Node, name: str, percentage: float, memory: int | None) -> None:
+    """Wait until a control daemon reports these limits, and holds them."""
+    wanted = {"active_thread_percentage": percentage, "pinned_device_mem_limit": memory}
+    wait_until(
+        lambda: (
+            (found := node.daemons()[name])["limits"] == wanted and found["state"] == "ready" and not found["drift"]
+        ),
+        what=f"{name} to hold {wanted}; the log is {node.stderr}",
+    )
+
+
+@pytest.mark.parametrize("real", branches(470, 535))
+def test_limits_are_applied(make_node: Start, real: RealDaemon) -> None:
+    """Limits that were changed are set on every daemon that runs, and read back: the same processes, never unready."""
+    node = make_node(control=real.control, config="").start()
+    before = node.daemons()
+    has_memory = real.branch >= 535
+    other = _OTHER if has_memory else _OTHER.split("pinned", maxsplit=1)[0]
+    answer = node.reload(other)
+    assert answer["event"] == "settings_reloaded"
+    assert answer["applied"] == [
+        "limits.active_thread_percentage",
+        *(["limits.pinned_device_mem_limit"] if has_memory else []),
+    ]
+    assert answer["needs_restart"] == []
+    for name in before:
+        wait_for_limits(node, name, 12.5, 2 * GIB if has_memory else None)
+        assert by_hand(node, name, real) == (["12.5"], ["2G"] if has_memory else [])
+        assert (node.daemons()[name]["pid"], node.daemons()[name]["since"]) == (
+            before[name]["pid"],
+            before[name]["since"],
+        )
+    # mpsd's own commands are nobody's foreign hand, and what it changed itself is no drift.
+    assert node.events("foreign_command") == []
+    node.reload("")
+    for name in before:
+        wait_for_limits(node, name, 100.0, None)
+    assert node.get("/v1/config").json["config"]["limits"] == {
+        "active_thread_percentage": 100.0,
+        "pinned_device_mem_limit": None,
+    }
+
+
+@pytest.fixture(scope="module")
+def shared(node_for_all: Start) -> Node:
+    """Start the node that tests of this module share."""
+    return node_for_all(simulate=1, config=LIMITS).start()
+
+
+@pytest.fixture
+def node(shared: Node) -> Node:
+    """Give the shared node, with the limits that it began with."""
+    shared.reload(LIMITS)
+    wait_for_limits(shared, "gpu0", 50.0, 8 * GIB)
+    return shared
+
+
+@pytest.mark.real_daemon(535)
+class TestReload:
+    """What a reload does beside the limits."""
+
+    def test_what_cannot_be_reloaded(self, node: Node) -> None:
+        """A setting that needs a restart is named, and stays as it was until then; the others are applied."""
+        answer = node.reload(f'{_OTHER}[api]\nmode = "0600"\n[daemon]\ndeaths = 2\n')
+        assert answer["needs_restart"] == ["api.mode"]
+        assert sorted(answer["applied"]) == [
+            "daemon.deaths",
+            "limits.active_thread_percentage",
+            "limits.pinned_device_mem_limit",
+        ]
+        config = node.get("/v1/config").json["config"]
+        assert (config["api"]["mode"], config["daemon"]["deaths"]) == ("0666", 2)
+        assert node.socket.stat().st_mode & 0o777 == 0o666
+        wait_for_limits(node, "gpu0", 12.5, 2 * GIB)
+
+    @pytest.mark.parametrize("broken", ["[limits", "[limits]\nactive_thread_percentage = 0\n", "[limit]\n", "\x00"])
+    def test_broken_file(self, node: Node, broken: str) -> None:
+        """A file that cannot be meant changes nothing, and is told about with what is wrong and what would do."""
+        before, config = node.daemons(), node.get("/v1/config").json
+        answer = node.reload(broken)
+        assert answer["event"] == "settings_refused"
+        assert answer["because"]
+        assert answer["hint"]
+        assert node.get("/v1/config").json == config
+        assert node.daemons() == before
+        # The next file that can be meant is applied.
+        node.reload(_OTHER)
+        wait_for_limits(node, "gpu0", 12.5, 2 * GIB)
+
+    def test_file_that_is_gone(self, node: Node) -> None:
+        """So does a file that is not there any more."""
+        config = node.get("/v1/config").json
+        node.configuration.unlink()
+        before = len(node.reloads())
+        node.hang_up()
+        wait_until(lambda: len(node.reloads()) > before, what="SIGHUP to be answered")
+        assert str(node.configuration) in node.reloads()[-1]["because"]
+        assert node.get("/v1/config").json == config
+
+    def test_same_file(self, node: Node) -> None:
+        """A reload of what is in force changes nothing, and does not even ask the control daemons."""
+        asked = node.control_log("gpu0").stat().st_size
+        answer = node.reload(LIMITS)
+        assert (answer["applied"], answer["needs_restart"]) == ([], [])
+        assert node.control_log("gpu0").stat().st_size == asked
+
+    def test_limits_of_a_daemon_that_does_not_answer(self, make_node: Start) -> None:
+        """Limits that were changed while a daemon did not answer are set once it does."""
+        node = make_node(simulate=1, config=LIMITS + BRISK).start()
+        socket = node.pipe_directory("gpu0") / "control"
+        away = socket.with_name("away")
+        socket.rename(away)
+        node.wait_for_state("gpu0", "unresponsive")
+        node.reload(_OTHER + BRISK)
+        away.rename(socket)
+        wait_for_limits(node, "gpu0", 12.5, 2 * GIB)
+
+
+@pytest.mark.parametrize("real", branches(470))
+def test_limit_that_the_driver_does_not_know(make_node: Start, real: RealDaemon) -> None:
+    """A limit that cannot hold opens no door: a driver without memory limits is not healthy where one is wanted.
+
+    That is so from the start, and after a reload, until the limit is taken back.
+    """
+    memory = '[limits]\npinned_device_mem_limit = "2GiB"\n'
+    node = make_node(simulate=1, control=real.control, config=memory).start(ready=False)
+    asked = {"threads": 10, "memory": "1GiB"}
+
+    def refused() -> bool:
+        status = node.get("/v1/status").json
+        answer = node.request("POST", "/v1/leases", asked)
+        return not status["healthy"] and "default_device_pinned_mem_limit" in status["because"] and answer.status == 409
+
+    wait_until(refused, what="the node to say that the limit does not hold")
+    node.reload("")
+    wait_until(lambda: node.get("/readyz").status == 200, what="the node to be ready without that limit")
+    node.reload(memory)
+    wait_until(refused, what="the node to say again that the limit does not hold")
+    node.reload("")
+    wait_until(lambda: node.get("/readyz").status == 200, what="the node to be ready again")
+    assert node.request("POST", "/v1/leases", asked).status == 201

@@ -1,0 +1,74 @@
+"""mpsd starts a control daemon for each GPU, as a process with nothing but what it needs, and proves it."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.conftest import Start
+from tests.harness import look_at
+from tests.node import Node
+
+pytestmark = pytest.mark.real_daemon(535)
+
+O_APPEND = 0o2000
+ALLOWED = {"PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH"}
+MPS = {"CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "CUDA_VISIBLE_DEVICES"}
+
+
+@pytest.fixture(scope="module")
+def node(node_for_all: Start) -> Node:
+    """Start an mpsd whose own environment is full of traps."""
+    traps = {
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "10",
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=1G",
+        "CUDA_MPS_PIPE_DIRECTORY": "/tmp/somewhere-else",
+        "CUDA_VISIBLE_DEVICES": "7",
+        "NOTIFY_SOCKET": "/run/systemd/notify",
+        "LD_PRELOAD": "",
+        "A_SECRET": "of whoever started mpsd",
+    }
+    return node_for_all(env=traps).start()
+
+
+class TestProcess:
+    """What a control daemon is as a process."""
+
+    def test_process(self, node: Node) -> None:
+        """Its environment is an allow-list, its GPU a UUID, its session its own, its log appended to."""
+        daemons = node.daemons()
+        assert len({daemon["gpu"] for daemon in daemons.values()}) == 2
+        for name, daemon in daemons.items():
+            pid = daemon["pid"]
+            proc = Path(f"/proc/{pid}")
+            variables = dict(each.split("=", 1) for each in (proc / "environ").read_text().split("\0") if each)
+            assert variables.keys() - ALLOWED == MPS
+            assert variables["CUDA_MPS_PIPE_DIRECTORY"] == daemon["pipe_directory"] == str(node.pipe_directory(name))
+            assert variables["CUDA_VISIBLE_DEVICES"] == daemon["gpu"]
+            assert daemon["gpu"].startswith("GPU-")
+            assert daemon["limits"] == {"active_thread_percentage": 100.0, "pinned_device_mem_limit": None}
+            assert "-f" in (proc / "cmdline").read_text().split("\0")
+            assert os.getsid(pid) == pid
+            found = look_at(pid)
+            assert found is not None
+            assert found.parent == node.pid
+
+            open_files = {int(link.name): str(link.readlink()) for link in (proc / "fd").iterdir()}
+            assert open_files[0] == "/dev/null"
+            assert open_files[1] == open_files[2] == str(node.control_log(name))
+            facts = dict(line.split(":\t", 1) for line in (proc / "fdinfo" / "1").read_text().splitlines())
+            assert int(facts["flags"], 8) & O_APPEND
+            inherited = [path for path in open_files.values() if "mpsd" in path.removeprefix(str(node.root))]
+            assert inherited == []
+
+    def test_directories(self, node: Node) -> None:
+        """Every uid may pass to the pipe directories, mpsd alone may write there, and the lock is its own."""
+        for path in (
+            node.root / "run",
+            node.root / "run" / "mps",
+            node.pipe_directory("gpu0"),
+            node.root / "log" / "gpu0",
+        ):
+            assert path.stat().st_mode & 0o777 == 0o755, path
+        assert (node.root / "run" / "mpsd.lock").stat().st_mode & 0o777 == 0o600
+        assert node.control_log("gpu0").stat().st_mode & 0o007 == 0

@@ -1,0 +1,114 @@
+"""A control daemon that runs and does not answer is told about and left alone: its clients may be fine."""
+
+import shutil
+
+import pytest
+
+from tests.daemon.conftest import Start
+from tests.daemon.scene import BRISK, LIMITS, holding, is_running, kill, next_ready, stopped, untouched
+from tests.harness import look_at
+from tests.node import Node
+
+pytestmark = pytest.mark.real_daemon(535)
+
+
+@pytest.fixture(scope="module")
+def node(node_for_all: Start) -> Node:
+    """Start the node that tests of this module share; it looks often, and each test has a GPU of its own there."""
+    return node_for_all(simulate=3, config=LIMITS + BRISK).start()
+
+
+def test_stopped_daemon(node: Node) -> None:
+    """A stopped daemon is unresponsive and not killed, nobody is admitted there, and it is ready once it goes on."""
+    before = node.daemons()
+    pid = before["gpu0"]["pid"]
+    asked = {"threads": 10, "memory": "1GiB"}
+    with stopped(pid):
+        daemon = node.wait_for_state("gpu0", "unresponsive")
+        assert daemon["pid"] == pid
+        assert "did not answer" in daemon["because"]
+        assert daemon["ready_since"] is None
+        status = node.get("/v1/status").json
+        assert status["healthy"] is False
+        assert "gpu0 is unresponsive" in status["because"]
+
+        refused = node.request("POST", "/v1/leases", {**asked, "gpu": "0"})
+        assert (refused.status, refused.json["code"], refused.json["limit"]) == (409, "daemon_not_ready", "health")
+        assert "kill -CONT" in refused.json["hint"]
+        # The other GPUs are there for whoever does not care which it is.
+        elsewhere = node.request("POST", "/v1/leases", asked)
+        assert elsewhere.status == 201
+        assert elsewhere.json["daemon"] != "gpu0"
+
+        found = look_at(pid)
+        assert found is not None
+        assert found.state == "T"
+        assert untouched(node.daemons()["gpu1"]) == untouched(before["gpu1"])
+
+    daemon = node.wait_for_state("gpu0", "ready")
+    assert daemon["pid"] == pid
+    assert daemon["limits"] == before["gpu0"]["limits"]
+    granted = node.request("POST", "/v1/leases", {**asked, "gpu": "0"})
+    assert granted.status == 201
+    assert node.events("daemon_death") == []
+    for lease in (elsewhere, granted):
+        node.request("DELETE", f"/v1/leases/{lease.json['id']}")
+
+
+def test_socket_is_gone(node: Node) -> None:
+    """A daemon whose socket somebody removed is unresponsive, and says so; it is not killed for it.
+
+    No client can reach it, though root's front-ends still can, by the other socket.
+    """
+    pid = node.daemons()["gpu1"]["pid"]
+    socket = node.pipe_directory("gpu1") / "control"
+    socket.rename(socket.with_name("away"))
+    daemon = node.wait_for_state("gpu1", "unresponsive")
+    assert daemon["pid"] == pid
+    assert f"its socket {socket} is gone" in daemon["because"]
+    assert f"kill {pid}" in daemon["hint"]
+    assert is_running(pid)
+    # One who took it away may bring it back.
+    socket.with_name("away").rename(socket)
+    assert node.wait_for_state("gpu1", "ready")["pid"] == pid
+
+
+def test_stranger_keeps_it_busy(node: Node) -> None:
+    """A front-end that somebody leaves open locks mpsd out: it is named by pid, and when it goes, all is well."""
+    pid = node.daemons()["gpu2"]["pid"]
+    with holding(node, "gpu2") as holder:
+        daemon = node.wait_for_state("gpu2", "unresponsive")
+        assert f"pid {holder} (uid " in daemon["because"]
+        assert "other front-ends held" in daemon["because"]
+        refused = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB", "gpu": "2"})
+        assert (refused.status, refused.json["code"]) == (409, "daemon_not_ready")
+        assert str(holder) in refused.json["detail"]
+    assert node.wait_for_state("gpu2", "ready")["pid"] == pid
+
+
+def test_directory_is_gone(make_node: Start) -> None:
+    """A daemon whose pipe directory was removed, as by a cleaner of /tmp, is left alone; the next one makes it again.
+
+    It makes one that only mpsd may write to; NVIDIA's control daemon itself makes one that everybody may.
+    """
+    node = make_node(simulate=1, config=BRISK).start()
+    pid, pipes = node.daemons()["gpu0"]["pid"], node.pipe_directory("gpu0")
+    shutil.rmtree(pipes)
+    daemon = node.wait_for_state("gpu0", "unresponsive")
+    assert daemon["pid"] == pid
+    assert str(pipes) in daemon["because"]
+    assert is_running(pid)
+    kill(pid)
+    next_ready(node, "gpu0", pid)
+    assert pipes.stat().st_mode & 0o777 == 0o755
+
+
+def test_adopted_while_it_is_stopped(make_node: Start) -> None:
+    """An mpsd that comes back to a stopped daemon adopts it as it is, and waits for it."""
+    node = make_node(simulate=1, config=BRISK).start()
+    pid = node.daemons()["gpu0"]["pid"]
+    node.end()
+    with stopped(pid):
+        node.start(ready=False)
+        assert node.wait_for_state("gpu0", "unresponsive")["pid"] == pid
+    assert node.wait_for_state("gpu0", "ready")["pid"] == pid

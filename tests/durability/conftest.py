@@ -1,0 +1,71 @@
+"""Nodes whose mpsd comes from a nursery, and ordinary ones."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import real
+from tests.durability.nursery import ForkedNode, Nursery, build, nursery
+from tests.node import Node
+
+Start = Callable[..., Node]
+"""Makes a node, not started yet; takes what `Node` takes."""
+
+Fork = Callable[..., ForkedNode]
+"""Makes a node whose mpsd is forked; takes what `ForkedNode` takes."""
+
+
+@pytest.fixture(scope="module")
+def nurse(private_root: Path) -> Iterator[Nursery]:
+    """Give a process that forks mpsd, with the library that ends it at a store operation."""
+    library = build(private_root)
+    with nursery(library) as started:
+        yield started
+    library.unlink()
+
+
+def _options(root: Path, options: dict[str, Any]) -> dict[str, Any]:
+    # NVIDIA's own control daemon where there is one: it is the faster; the simulator's does as well.
+    return {"root": root, "simulate": 1, "control": real.real_daemons().get(535), **options}
+
+
+@pytest.fixture
+def fork(short_tmp: Path, nurse: Nursery) -> Iterator[Fork]:
+    """Give a maker of nodes whose mpsd is forked; they are ended when the test is over."""
+    made: list[ForkedNode] = []
+
+    def make(**options: Any) -> ForkedNode:
+        root = short_tmp / f"f{len(made)}"
+        root.mkdir()
+        short_tmp.chmod(0o711)
+        made.append(ForkedNode(nursery=nurse, **_options(root, options)))
+        return made[-1]
+
+    yield make
+    for node in made:
+        node.clean_up()
+
+
+@pytest.fixture
+def make_node(short_tmp: Path) -> Iterator[Start]:
+    """Give a maker of nodes, which are ended, with all that they started, when the test is over."""
+    made: list[Node] = []
+
+    def make(**options: Any) -> Node:
+        root = short_tmp / f"n{len(made)}"
+        root.mkdir(exist_ok=True)
+        short_tmp.chmod(0o711)
+        made.append(Node(**_options(root, options)))
+        return made[-1]
+
+    yield make
+    for node in made:
+        node.clean_up()
+
+
+def as_root(test: Any) -> Any:
+    """Skip a test that only root can run."""
+    return pytest.mark.skipif(os.geteuid() != 0, reason="only root can do this")(test)

@@ -1,0 +1,348 @@
+"""Callers that keep receipts of what mpsd told them, until it dies under them; and the proof that it honours them."""
+
+import asyncio
+import json
+import random
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from tests.durability.nursery import ForkedNode
+from tests.node import Answer
+
+_DEADLINE: Final = 20
+"""Seconds for one life of mpsd with its callers; it is over within a few tenths."""
+
+DEAD: Final = (OSError, asyncio.IncompleteReadError, EOFError)
+"""What a caller sees of it when mpsd dies."""
+
+GIB: Final = 1024**3
+
+
+class Holders:
+    """Processes that do nothing but live, so that leases can be tied to their lives."""
+
+    def __init__(self, count: int) -> None:
+        self._processes = [self._start() for _ in range(count)]
+
+    @staticmethod
+    def _start() -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+
+    @property
+    def pids(self) -> list[int]:
+        """Those that live."""
+        return [each.pid for each in self._processes]
+
+    def replace(self, pid: int) -> None:
+        """End one by SIGKILL, and start another in its place."""
+        place = self.pids.index(pid)
+        self._end(self._processes[place])
+        self._processes[place] = self._start()
+
+    @staticmethod
+    def _end(process: "subprocess.Popen[bytes]") -> None:
+        process.kill()
+        process.communicate()
+
+    def close(self) -> None:
+        """End all of them."""
+        for each in self._processes:
+            self._end(each)
+
+
+async def ask(socket: Path, method: str, path: str, body: object = None) -> Answer:
+    """Send one request, and return its answer. Raises one of `DEAD` when mpsd dies before it has given one."""
+    reader, writer = await asyncio.open_unix_connection(socket)
+    try:
+        raw = b"" if body is None else json.dumps(body).encode()
+        head = f"{method} {path} HTTP/1.0\r\nHost: mpsd\r\nContent-Length: {len(raw)}\r\n\r\n"
+        writer.write(head.encode() + raw)
+        answer = await reader.read()
+    finally:
+        writer.close()
+    head_, end, content = answer.partition(b"\r\n\r\n")
+    lines = head_.decode().split("\r\n")
+    headers = dict(line.split(": ", 1) for line in lines[1:])
+    if not end or len(content) < int(headers.get("Content-Length", 0)):
+        raise EOFError
+    return Answer(int(lines[0].split()[1]), headers, content)
+
+
+@dataclass
+class Receipts:
+    """What mpsd told its callers, in all its lives, and what they asked of it."""
+
+    granted: dict[str, Any] = field(default_factory=dict)
+    """By id, the leases that somebody was told of, as they were told."""
+    releasing: set[str] = field(default_factory=set)
+    """Leases that somebody asked mpsd to end."""
+    released: set[str] = field(default_factory=set)
+    """Those of them of which mpsd said that they have ended, or that it knows them not."""
+    confirmed: set[str] = field(default_factory=set)
+    """Those of them of which mpsd said that they have ended."""
+    unheard: Counter[str] = field(default_factory=Counter)
+    """Requests that mpsd did not live to answer, by what they asked for."""
+    waiting: list[str] = field(default_factory=list)
+    """Places in the queue, in their order, as mpsd told them last, and that somebody can come back to."""
+    events: dict[int, str] = field(default_factory=dict)
+    """Every event that was heard, by number."""
+    lives: int = 0
+
+    @property
+    def heard(self) -> int:
+        """The number of the latest event that was heard."""
+        return max(self.events, default=0)
+
+    def note_event(self, line: str) -> None:
+        """Note an event that was heard: the next one, or one that was heard before, word for word."""
+        seq = json.loads(line)["seq"]
+        assert self.events.setdefault(seq, line) == line, f"number {seq} was given twice"
+        assert seq == 1 or seq - 1 in self.events, f"there is no event before {seq}"
+
+    @property
+    def owed(self) -> set[str]:
+        """Leases that must be there, for as long as their holders live."""
+        return self.granted.keys() - self.releasing
+
+    def summary(self) -> str:
+        """Say what this was worth as a test."""
+        cut = ", ".join(f"{count} of {what}" for what, count in self.unheard.most_common())
+        return (
+            f"{self.lives} lives, {len(self.granted)} grants, {len(self.released)} releases, {len(self.events)} events;"
+            f" requests without an answer: {cut or 'none'}"
+        )
+
+
+class Crowd:
+    """The callers of one node, through all its lives."""
+
+    def __init__(self, node: ForkedNode, seed: int) -> None:
+        self.node = node
+        self.receipts = Receipts()
+        self.holders = Holders(4)
+        self.random = random.Random(seed)
+        self._gone: set[int] = set()
+        """Holders that were killed."""
+        self._comes_back: dict[str, str] = {}
+        """By request_id, the lease that whoever comes back with it must get."""
+        self._numbers = 0
+        self._sent = 0
+        self._kill_after = 0
+
+    # -- a life -------------------------------------------------------------------------------------------------------
+
+    async def live(self, *, kill_after: int = 0) -> None:
+        """Call mpsd until it dies: by itself, or by SIGKILL just after this many requests were sent."""
+        self.receipts.lives += 1
+        self._sent, self._kill_after = 0, kill_after
+        async with asyncio.timeout(_DEADLINE), asyncio.TaskGroup() as group:
+            for act in (self._take_and_release, self._take_and_release, self._take_and_release):
+                group.create_task(self._until_death(act))
+            for number in range(2):
+                group.create_task(self._until_death(partial(self._wait_in_line, f"place-{number}")))
+            group.create_task(self._until_death(self._wait_without_return))
+            group.create_task(self._until_death(self._look))
+            group.create_task(self._follow())
+
+    async def _until_death(self, act: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        while True:
+            try:
+                await act()
+            except DEAD:
+                return
+
+    async def _ask(self, method: str, path: str, body: object = None) -> Answer:
+        asked = asyncio.ensure_future(ask(self.node.socket, method, path, body))
+        self._sent += 1
+        if self._sent == self._kill_after:
+            # It may be anywhere: in front of this request, in the middle of it, or behind it.
+            for _ in range(self.random.choice((0, 1, 2, 3, 5, 8))):
+                await asyncio.sleep(0)
+            assert self.node.process is not None
+            self.node.process.kill()
+        try:
+            return await asked
+        except DEAD:
+            self.receipts.unheard[f"{method} {path.split('/')[2]}"] += 1
+            raise
+
+    # -- what callers do ----------------------------------------------------------------------------------------------
+
+    async def _take_and_release(self) -> None:
+        mine = sorted(self.receipts.owed)
+        if mine and self.random.random() < len(mine) / 12:
+            await self._release(self.random.choice(mine))
+            return
+        body: dict[str, Any] = {
+            "threads": self.random.randint(1, 25),
+            "memory": f"{self.random.randint(1, 20)}GiB",
+            "pid": self.random.choice(self.holders.pids),
+        }
+        if self.random.random() < 0.5:
+            self._numbers += 1
+            body["request_id"] = f"once-{self._numbers}"
+        if self.random.random() < 0.3:
+            body["ttl"] = 1000
+        await self._take(body)
+
+    async def _take(self, body: dict[str, Any]) -> None:
+        answer = await self._ask("POST", "/v1/leases", body)
+        assert answer.status in {201, 409, 422}, answer.json  # 422: its holder was killed
+        if answer.status == 201:
+            self.receipts.granted[answer.json["id"]] = answer.json
+            if "ttl" in body and self.random.random() < 0.5:
+                await self._renew(answer.json["id"])
+
+    async def _renew(self, lease: str) -> None:
+        answer = await self._ask("POST", f"/v1/leases/{lease}/renew", {"ttl": 500_000})
+        if answer.status == 200:
+            self.receipts.granted[lease]["expires"] = answer.json["expires"]
+
+    async def _release(self, lease: str) -> None:
+        self.receipts.releasing.add(lease)
+        answer = await self._ask("DELETE", f"/v1/leases/{lease}")
+        assert answer.status in {204, 404}, answer.json  # 404: an earlier life ended it, and that was not heard
+        self.receipts.released.add(lease)
+        if answer.status == 204:
+            self.receipts.confirmed.add(lease)
+
+    async def _wait_in_line(self, request_id: str) -> None:
+        body = {
+            "threads": 60,
+            "memory": "8GiB",
+            "wait": None,
+            "request_id": request_id,
+            "name": request_id,
+            "pid": self.holders.pids[0],
+        }
+        answer = await self._ask("POST", "/v1/leases", body)
+        assert answer.status == 201, answer.json
+        lease = answer.json["id"]
+        assert self._comes_back.pop(request_id, lease) == lease, f"{request_id} came back, and its place was gone"
+        self.receipts.granted[lease] = answer.json
+        await self._release(lease)
+
+    async def _wait_without_return(self) -> None:
+        body = {"threads": 90, "memory": "1GiB", "wait": 0.05, "name": "passer-by"}
+        answer = await self._ask("POST", "/v1/leases", body)
+        if answer.status == 201:
+            self.receipts.granted[answer.json["id"]] = answer.json
+            await self._release(answer.json["id"])
+
+    async def _look(self) -> None:
+        leases = (await self._ask("GET", "/v1/leases")).json["leases"]
+        check_room(leases)
+        self.receipts.waiting = _in_line(leases)
+
+    async def _follow(self) -> None:
+        try:
+            reader, writer = await asyncio.open_unix_connection(self.node.socket)
+            try:
+                head = f"GET /v1/events?follow=true&after={self.receipts.heard} HTTP/1.0\r\nHost: mpsd\r\n\r\n"
+                writer.write(head.encode())
+                await reader.readuntil(b"\r\n\r\n")
+                while line := await reader.readline():
+                    if line.endswith(b"\n"):
+                        self.receipts.note_event(line.decode())
+            finally:
+                writer.close()
+        except DEAD:
+            return
+
+    def kill_a_holder(self) -> None:
+        """End a holder, while mpsd lives or while it is away; but not the one that waits in line."""
+        pid = self.random.choice(self.holders.pids[1:])
+        self._gone.add(pid)
+        self.holders.replace(pid)
+
+    # -- the proof ----------------------------------------------------------------------------------------------------
+
+    async def check(self) -> None:
+        """Hold a new life of mpsd to every receipt. Raises one of `DEAD` when it dies meanwhile."""
+        receipts = self.receipts
+        answer = await ask(self.node.socket, "GET", "/v1/leases")
+        leases = answer.json["leases"]
+        self._check_leases(leases)
+        check_room(leases)
+        here = {lease["id"]: lease for lease in leases}
+        for lease in receipts.waiting:
+            # A place may have become a grant that nobody heard of, which whoever comes back is told.
+            assert lease in here or lease in receipts.granted, f"the place {lease} is lost"
+        passers_by = [lease for lease in leases if lease["name"] == "passer-by" and lease["state"] == "waiting"]
+        assert not passers_by, f"nobody can come back to {passers_by}"
+        self._comes_back = {
+            lease["name"]: lease["id"]
+            for lease in leases
+            if lease["name"].startswith("place-") and lease["id"] not in receipts.releasing
+        }
+        places = _in_line(leases)
+        assert places == [lease for lease in receipts.waiting if lease in places] + [
+            lease for lease in places if lease not in receipts.waiting
+        ], "the queue has another order"
+        await self._check_events()
+        await self._clear_up(here)
+
+    def _check_leases(self, leases: Iterable[dict[str, Any]]) -> None:
+        receipts = self.receipts
+        counted = Counter(lease["id"] for lease in leases)
+        assert set(counted.values()) <= {1}, f"there twice: {counted}"
+        here = {lease["id"]: lease for lease in leases}
+        for lease in receipts.owed:
+            told = receipts.granted[lease]
+            if told["owner"]["pid"] in self._gone:
+                assert lease not in here, f"{lease} outlived its holder"
+                continue
+            assert lease in here, f"{lease} was granted, not released, and is lost"
+            same = ("id", "shares", "env", "gpus", "owner", "granted", "created", "active_thread_percentage")
+            assert {key: here[lease][key] for key in same} == {key: told[key] for key in same}
+            if told["expires"] is not None:
+                # Whether it was renewed is told apart by the day, not by how exactly the clock is read.
+                assert here[lease]["expires"][:10] >= told["expires"][:10], f"{lease} forgot that it was renewed"
+        back = receipts.released & here.keys()
+        assert not back, f"released, and there again: {back}"
+        strange = [lease for lease in here if lease not in receipts.granted and here[lease]["state"] == "granted"]
+        cut_off = receipts.unheard["POST leases"]
+        assert len(strange) <= cut_off, f"{strange} were granted to nobody; {cut_off} requests had no answer"
+
+    async def _check_events(self) -> None:
+        receipts = self.receipts
+        answer = await ask(self.node.socket, "GET", f"/v1/events?after={receipts.heard}")
+        assert answer.status == 200, answer.json
+        for line in answer.body.decode().splitlines(keepends=True):
+            receipts.note_event(line)
+        said = {(event["event"], event.get("lease")) for event in map(json.loads, receipts.events.values())}
+        for lease in receipts.granted:
+            assert ("lease_granted", lease) in said, f"{lease} was granted, and no event says so"
+        for lease in receipts.confirmed:
+            assert ("lease_ended", lease) in said, f"{lease} was released, and no event says so"
+
+    async def _clear_up(self, here: dict[str, Any]) -> None:
+        """Release what was granted to nobody, and what was to be released, so that the node does not fill up."""
+        for lease in self.receipts.releasing - self.receipts.released:
+            await self._release(lease)
+        for lease in here.keys() - self.receipts.granted.keys():
+            if here[lease]["name"] not in self._comes_back:
+                await self._release(lease)
+
+
+def _in_line(leases: Iterable[dict[str, Any]]) -> list[str]:
+    """Return the places that somebody can come back to, in their order."""
+    waiting = [lease for lease in leases if lease["state"] == "waiting" and lease["name"].startswith("place-")]
+    return [lease["id"] for lease in sorted(waiting, key=lambda lease: lease["wait"]["position"])]
+
+
+def check_room(leases: Iterable[dict[str, Any]]) -> None:
+    """Check that no GPU is given out beyond what it has: all of the threads, and 80 GiB less the reserve."""
+    threads: Counter[str] = Counter()
+    memory: Counter[str] = Counter()
+    for lease in leases:
+        for share in lease["shares"]:
+            threads[share["gpu"]] += round(share["active_thread_percentage"] * 10)
+            memory[share["gpu"]] += share["pinned_device_mem_limit"]
+    assert all(each <= 1000 for each in threads.values()), threads
+    assert all(each <= 80 * GIB - GIB // 2 for each in memory.values()), memory

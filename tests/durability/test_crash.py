@@ -1,0 +1,111 @@
+"""mpsd is ended by SIGKILL hundreds of times, at every store operation and anywhere, and honours what it ever said.
+
+The number of kills is MPSD_KILLS, 300 by default; more find more.
+"""
+
+import asyncio
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
+
+import pytest
+
+from tests.durability.conftest import Fork
+from tests.durability.crowd import DEAD, Crowd
+from tests.durability.nursery import ForkedNode
+from tests.harness import wait_until
+
+KILLS: Final = int(os.environ.get("MPSD_KILLS", "300"))
+"""How often mpsd is killed in all."""
+
+GROUPS: Final = 5
+"""Tests that these kills are divided among, each for itself within what a test may take."""
+
+EACH: Final = -(-KILLS // (2 * GROUPS))
+"""Kills in each of them, of one kind and of the other."""
+
+
+@contextmanager
+def crowd_on(node: ForkedNode, seed: int) -> Iterator[Crowd]:
+    """Give the callers of a node, and end them."""
+    crowd = Crowd(node, seed)
+    try:
+        yield crowd
+    finally:
+        crowd.holders.close()
+
+
+def begin(node: ForkedNode, *, kill_at: int = 0, torn: bool = False) -> bool:
+    """Start mpsd; tell whether it lived until it was ready to admit."""
+    node.kill_at, node.torn = kill_at, torn
+    node.launch()
+
+    def ready() -> bool:
+        assert node.process is not None
+        if node.process.poll() is not None:
+            return True
+        with suppress(OSError, EOFError):
+            return node.get("/readyz").status == 200
+        return False
+
+    wait_until(ready, what=f"mpsd to be ready, or dead; its log is {node.stderr}", not_yet=DEAD)
+    assert node.process is not None
+    return node.process.poll() is None
+
+
+def end(node: ForkedNode) -> None:
+    """Reap an mpsd that was killed, and by nothing else."""
+    assert node.ended() == -9, node.stderr.read_text()[-3000:]
+
+
+async def one_life(crowd: Crowd, *, kill_after: int = 0) -> None:
+    """Hold mpsd to its earlier lives' word, and give it a life, which ends by SIGKILL."""
+    with suppress(*DEAD):
+        await crowd.check()
+    await crowd.live(kill_after=kill_after)
+
+
+def last_words(crowd: Crowd) -> None:
+    """Hold the last mpsd to the word of all others."""
+    assert begin(crowd.node)
+    asyncio.run(crowd.check())
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_killed_at_every_store_operation(fork: Fork, group: int) -> None:
+    """Whichever store operation is its last, done or half done, mpsd loses, doubles and brings back nothing.
+
+    The operations of a life are counted from its start: opening and restoring come first, then what the callers do.
+    """
+    with crowd_on(fork(), group) as crowd:
+        assert begin(crowd.node)
+        asyncio.run(crowd.live(kill_after=50))
+        end(crowd.node)
+        for life in range(EACH):
+            operation = 1 + life * GROUPS + group
+            if begin(crowd.node, kill_at=operation, torn=life % 2 == 1):
+                asyncio.run(one_life(crowd))
+            end(crowd.node)
+        last_words(crowd)
+        print(crowd.receipts.summary())  # noqa: T201 - pytest -rP shows it
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_killed_anywhere(fork: Fork, group: int) -> None:
+    """Whenever it is killed, and whoever of its holders died while it lived or was away, mpsd honours its word.
+
+    Most kills come while requests are on their way, so that it is not known which of them took effect.
+    """
+    chance = random.Random(group)
+    with crowd_on(fork(), 1000 + group) as crowd:
+        for _ in range(EACH):
+            assert begin(crowd.node)
+            asyncio.run(one_life(crowd, kill_after=chance.randint(1, 60)))
+            end(crowd.node)
+            if chance.random() < 0.3:
+                crowd.kill_a_holder()
+        last_words(crowd)
+        print(crowd.receipts.summary())  # noqa: T201 - pytest -rP shows it
+        assert crowd.receipts.unheard.total() >= EACH, "the kills came when nothing was going on"

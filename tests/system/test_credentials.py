@@ -1,0 +1,145 @@
+"""Who is at the other end of a unix socket, as the kernel says."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from grp import getgrgid
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from mpsd.system import credentials
+from mpsd.system.credentials import Caller
+from mpsd.system.process import start_ticks
+from tests.harness import wait_until
+
+NOBODY: Final = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can call as another user")
+
+_CALLER: Final = """
+import json, os, socket, sys
+uid, groups = int(sys.argv[2]), json.loads(sys.argv[3])
+if uid >= 0:
+    os.setgroups(groups)
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(sys.argv[1])
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def called(
+    directory: Path, uid: int = -1, groups: tuple[int, ...] = ()
+) -> Iterator[tuple[socket.socket, "subprocess.Popen[str]"]]:
+    """Give a connection that another process made, and that process, which lives until its input ends."""
+    path = directory / "listening"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.fspath(path))
+        path.chmod(0o666)
+        directory.chmod(0o711)
+        listener.listen()
+        listener.settimeout(20)
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-c", _CALLER, str(path), str(uid), str(list(groups))],
+            stdin=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            connection, _ = listener.accept()
+            with connection:
+                yield connection, process
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def test_own_process(short_tmp: Path) -> None:
+    """The caller is who connected: this user, and that process."""
+    with called(short_tmp) as (connection, process):
+        assert credentials.caller(connection) == Caller(os.geteuid(), os.getegid(), process.pid)
+
+
+@needs_root
+def test_another_user(short_tmp: Path) -> None:
+    """Its uid and gid are those that it had when it connected, and its groups those that it was in."""
+    with called(short_tmp, NOBODY, (1, 2)) as (connection, process):
+        who = credentials.caller(connection)
+        assert who == Caller(NOBODY, NOBODY, process.pid)
+        own, *others = credentials.groups(connection, who)
+        assert own == getgrgid(NOBODY).gr_name
+        assert set(others) == {getgrgid(1).gr_name, getgrgid(2).gr_name}
+
+
+@needs_root
+def test_user_and_groups_without_names(short_tmp: Path) -> None:
+    """A uid and a gid that the user database does not know are called by their numbers."""
+    with called(short_tmp, 54321, (65432, 2)) as (connection, _):
+        who = credentials.caller(connection)
+        assert credentials.user_name(who.uid) == "54321"
+        own, *others = credentials.groups(connection, who)
+        assert own == "54321"
+        assert set(others) == {"65432", getgrgid(2).gr_name}
+
+
+@needs_root
+def test_more_groups_than_can_be_asked_for(short_tmp: Path) -> None:
+    """A caller in more groups than one question returns is known by its own group, and is not refused for it."""
+    with called(short_tmp, NOBODY, tuple(range(1000, 1300))) as (connection, _):
+        assert credentials.groups(connection, credentials.caller(connection)) == (getgrgid(NOBODY).gr_name,)
+
+
+def test_process_is_watched(short_tmp: Path) -> None:
+    """The process that connected is watched by a descriptor that no child inherits, and its end is seen."""
+    with called(short_tmp) as (connection, process):
+        watched = credentials.process_of(connection, credentials.caller(connection))
+        assert watched is not None
+        try:
+            assert (watched.pid, watched.identity.start_ticks) == (process.pid, start_ticks(process.pid))
+            assert not os.get_inheritable(watched._pidfd)
+        finally:
+            watched.close()
+
+
+def test_process_that_is_gone(short_tmp: Path) -> None:
+    """A caller that is gone, though its connection is still open, is nobody that could be watched."""
+    with called(short_tmp) as (connection, process):
+        who = credentials.caller(connection)
+        process.kill()
+        process.communicate()
+        wait_until(lambda: start_ticks(who.pid) is None, what="the caller to be gone")
+        assert credentials.caller(connection) == who
+        assert credentials.process_of(connection, who) is None
+
+
+class TestWithoutPeerPidfd:
+    """Where the kernel gives no pidfd of the peer, as none does before 6.5, and none for a socket that has no peer."""
+
+    @pytest.fixture
+    def connection(self) -> Iterator[socket.socket]:
+        """Give a socket that the kernel knows no peer of."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            with pytest.raises(OSError, match=r"No data available|Protocol not available|Invalid argument"):
+                connection.getsockopt(socket.SOL_SOCKET, credentials._SO_PEERPIDFD)
+            yield connection
+
+    def test_by_pid(self, connection: socket.socket) -> None:
+        """The process of the credentials is watched by its pid."""
+        process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+        try:
+            watched = credentials.process_of(connection, Caller(0, 0, process.pid))
+            assert watched is not None
+            assert watched.identity.start_ticks == start_ticks(process.pid)
+            watched.close()
+        finally:
+            process.communicate()
+        assert credentials.process_of(connection, Caller(0, 0, process.pid)) is None
+
+    def test_not_visible(self, connection: socket.socket) -> None:
+        """A process outside mpsd's pid namespace has pid 0, which is nobody's."""
+        assert credentials.process_of(connection, Caller(0, 0, 0)) is None

@@ -226,11 +226,18 @@ def test_quit_and_a_server_that_will_not_go(bench: Bench) -> None:
     assert bench.ended() == 0
 
 
+def _has_executed(server: int) -> bool:
+    found = look_at(server)
+    return found is not None and "-f" not in found.command.split()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_orphans(bench: Bench, number: signal.Signals) -> None:
     """The servers of a daemon that was killed live on, and the next daemon knows nothing of them."""
     bench.put_server(WEDGED)
     server = bench.start_server()
+    # Between fork and exec it still is the daemon's copy, and holds the daemon's lock: a new one would not start.
+    wait_until(lambda: _has_executed(server), what="the server to be a program of its own")
     bench.daemon.send_signal(number)
     bench.ended()
     assert alive(server)

@@ -7,6 +7,7 @@ from pathlib import Path
 from textwrap import dedent
 
 from tests.gate.source import ROOT
+from tests.harness import LOOKS_FOR_PLANTED
 
 
 def inner_pytest(folder: Path, text: str, *options: str, **environment: str) -> str:
@@ -25,7 +26,7 @@ def inner_pytest(folder: Path, text: str, *options: str, **environment: str) -> 
     done = subprocess.run(
         [*command, f"{folder}/test_inner.py"],
         cwd=ROOT,
-        env={**os.environ, **environment},
+        env={**os.environ, LOOKS_FOR_PLANTED: "1", **environment},
         capture_output=True,
         text=True,
         check=False,

@@ -32,6 +32,11 @@ def quota_of(person: Person, quotas: Mapping[str, Quota]) -> Quota:
     return quotas.get("*", Quota())
 
 
+def weighs(quota: Quota) -> bool:
+    """Tell whether a quota bounds how much a user may have, and not only how many leases."""
+    return quota.threads is not None or quota.memory is not None
+
+
 def check(quota: Quota, has: User, priority: int, worth: Amount) -> None:
     """Refuse a request that exceeds its user's quota. Raises QuotaError, which names the quota and what is left of it.
 

@@ -9,9 +9,8 @@ import asyncio
 import http
 import socket
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 from aiohttp import web
@@ -53,8 +52,7 @@ _LARGE: Final = 64 * 1024
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
+class _Asked(NamedTuple):
     """A request, with what mpsd knows of it by now."""
 
     http: web.BaseRequest
@@ -64,8 +62,7 @@ class _Asked:
     """What stands in the place of the names in the route's path."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
     """What answers a route, and the role that it takes."""
 
     role: Role
@@ -132,12 +129,15 @@ class Api:
             row = methods.get(request.method)
             # What matches no route needs a role too: a stranger learns nothing, not even what exists.
             visitor, known = self._let_in(request, row.role if row is not None else Role.OBSERVER)
-            with self._callers.one_request(visitor.uid, self._node.settings.api.requests_per_uid):
+            self._callers.came(visitor.uid, self._node.settings.api.requests_per_uid)
+            try:
                 if row is None:
                     return _no_route(request, methods)
                 answer = await row.answer(_Asked(request, visitor, known, names))
                 await self._deliver(answer, request)
                 return answer
+            finally:
+                self._callers.went(visitor.uid)
         except MpsdError as error:
             return problem(error)
         except Exception as error:  # noqa: BLE001 - the boundary: a defect answers one request, and must not end mpsd

@@ -2,8 +2,6 @@
 
 import socket
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mpsd.core.errors import NotPermittedError, TooManyRequestsError
@@ -60,9 +58,8 @@ class Callers:
     def __init__(self) -> None:
         self._requests: Counter[int] = Counter()
 
-    @contextmanager
-    def one_request(self, uid: int, most: int) -> Iterator[None]:
-        """Count a request for as long as it is in flight. Raises TooManyRequestsError when there are too many."""
+    def came(self, uid: int, most: int) -> None:
+        """Count a request, until it `went`. Raises TooManyRequestsError, and then it is not counted."""
         if self._requests[uid] >= most:
             raise TooManyRequestsError(
                 f"uid {uid} has {most} requests in flight, as many as it may",
@@ -70,12 +67,12 @@ class Callers:
                 limit="api.requests_per_uid",
             )
         self._requests[uid] += 1
-        try:
-            yield
-        finally:
-            self._requests[uid] -= 1
-            if not self._requests[uid]:
-                del self._requests[uid]
+
+    def went(self, uid: int) -> None:
+        """Count a request no more: it was answered."""
+        self._requests[uid] -= 1
+        if not self._requests[uid]:
+            del self._requests[uid]
 
 
 def _role(uid: int, person: Person, settings: Settings) -> Role | None:

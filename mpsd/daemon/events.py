@@ -20,6 +20,9 @@ _SLACK: Final = 256
 _BATCH: Final = 100
 """Events that a reader is given at a time."""
 
+_DELAY: Final = 0.02
+"""Seconds for which a decision may wait for others to be stored and told with it; see `Events.tell`."""
+
 _PAUSE: Final = 1.0
 """Seconds between two attempts to store what could not be stored."""
 
@@ -66,19 +69,19 @@ class Events:
     # -- recording ----------------------------------------------------------------------------------------------------
 
     def record(self, line: bytes) -> None:
-        """Have a line of the log, as JSON, numbered, stored and told at the end of this turn of the loop."""
+        """Have a line of the log, as JSON, numbered, stored and told soon, or when the next reader comes."""
         self._pending.append((clock.now().timestamp(), line))
         if self._scheduled is None:
-            self._scheduled = asyncio.get_running_loop().call_soon(self.flush)
+            self._scheduled = asyncio.get_running_loop().call_later(_DELAY, self.flush)
 
-    def tell(self, turn: int) -> bool:
-        """Store and tell what was recorded, the news of the leases up to this turn of the loop included.
+    def tell(self, turn: int) -> int:
+        """Note that what was recorded holds the news of the leases up to this turn of the loop.
 
-        False when it is not stored yet.
+        They can wait for a moment, since the lease store has them too, should mpsd die before they are stored here.
+        Return the latest turn whose news are.
         """
         self._turn = max(self._turn, turn)
-        self.flush()
-        return not self._pending
+        return self.turn
 
     def flush(self) -> None:
         """Store in one commit what was recorded, and tell it; or try again later. What is too much then is dropped."""
@@ -157,6 +160,7 @@ class Events:
 
         There is no gap: for a reader so slow that what comes next for it is not kept any more, it ends.
         """
+        self.flush()
         position, end = max(after + 1, self.oldest), self._next
         while position >= self._first and (follow or position < end):
             lines = self._lines[position - self._base : position - self._base + _BATCH]

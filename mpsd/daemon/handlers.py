@@ -3,9 +3,9 @@
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final
+from functools import lru_cache
+from typing import Final, NamedTuple
 
 from mpsd import __version__
 from mpsd.core import limits, model, quota, settings
@@ -31,8 +31,7 @@ _FAILS_OPEN: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """A request as a handler gets it: who calls, what the path names, and the body's value."""
 
     caller: Caller
@@ -170,7 +169,7 @@ class Handlers:
         seen = [lease for lease in ledger.all() if self._may_see(request, lease)]
         hidden = [lease for lease in ledger.all() if not self._may_see(request, lease)]
         shares = [share for lease in hidden for share in lease.shares]
-        return wire.LeasesOut(
+        answer = wire.LeasesOut(
             [_lease_out(lease, places.get(lease.id)) for lease in seen],
             wire.OthersOut(
                 leases=len(hidden),
@@ -179,6 +178,8 @@ class Handlers:
                 memory_granted=sum(share.memory.bytes for share in shares),
             ),
         )
+        await self._node.leases.as_stored()
+        return answer
 
     def _may_see(self, request: Request, lease: Lease) -> bool:
         return request.admin or self._node.settings.api.open or lease.owner.uid == request.caller.uid
@@ -195,7 +196,9 @@ class Handlers:
         """Return one lease."""
         lease = self._theirs(request, act=False)
         place = self._node.leases.ledger.places(clock.monotonic()).get(lease.id)
-        return _lease_out(lease, place)
+        answer = _lease_out(lease, place)
+        await self._node.leases.as_stored()
+        return answer
 
     async def config(self, _: Request) -> wire.ConfigOut:
         """Return the settings in force."""
@@ -260,11 +263,16 @@ def _lease_out(lease: Lease, place: Place | None) -> wire.LeaseOut:
     return wire.LeaseOut.of(lease, expires=expires, place=place)
 
 
+# Most ask for as much as somebody has asked for before.
+_threads: Final = lru_cache(64)(ActiveThreadPercentage.parse)
+_memory: Final = lru_cache(64)(PinnedDeviceMemLimit.parse)
+
+
 def _lease_request(body: wire.LeaseRequest) -> model.LeaseRequest:
     """Turn what came over the wire into the value that is decided upon. Raises InvalidRequestError."""
     return model.LeaseRequest(
-        threads=None if body.threads is None else ActiveThreadPercentage.parse(body.threads),
-        memory=None if body.memory is None else PinnedDeviceMemLimit.parse(body.memory),
+        threads=None if body.threads is None else _threads(body.threads),
+        memory=None if body.memory is None else _memory(body.memory),
         fraction=body.fraction,
         gpu=body.gpu,
         gpus=body.gpus,

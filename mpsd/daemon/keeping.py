@@ -65,6 +65,8 @@ class Keeping:
         """The number of the latest turn of the loop that had news."""
         self.told = 0
         """The number of the latest of which the news are in the history."""
+        self._dropped = 0
+        """The number of the latest of which the news are not here any more."""
 
     def is_late(self, lease_id: str | None = None) -> bool:
         """Tell whether a lease, or any, is not on disk as it is."""
@@ -150,9 +152,11 @@ class Keeping:
         ids = {lease.id for lease in leases}
         news = [each for each in self._unsaid if each.lease in ids]
         if news:
-            statements.append((_DROP_NEWS, (self.told,)))
             statements.append((_ADD_NEWS, (self.turn + 1, msgspec.json.encode(news).decode())))
+        if self.told > self._dropped:
+            statements.append((_DROP_NEWS, (self.told,)))
         self._database.commit(statements, needed=needed)
+        self._dropped = self.told
         self.turn += bool(news)
         for lease in leases:
             if lease.state is LeaseState.ENDED:

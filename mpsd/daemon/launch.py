@@ -1,8 +1,8 @@
 """How the process of a control daemon comes to be: what it is started with, and by what it is found again."""
 
 import os
-from pathlib import Path
 
+from mpsd.core.errors import ControlUnreachableError
 from mpsd.core.model import DaemonProcess, Gpu
 from mpsd.core.settings import Users
 from mpsd.daemon import evidence
@@ -46,18 +46,24 @@ class Launcher:
 
     @property
     def listens(self) -> bool:
-        """Whether the one that was started has bound its socket: a dead one's stays until another binds its own."""
-        return self._socket() != self._socket_before
+        """Whether the one that was started has bound its socket: a dead one's stays until another removes it."""
+        return self._socket() not in {self._socket_before, None}
 
     @property
     def socket_is_gone(self) -> bool:
         """Whether there is no control socket at all, so that no client can reach the daemon."""
         return self._socket() is None
 
-    @property
-    def control_socket(self) -> Path:
-        """The socket that clients look for."""
-        return self._paths.control_socket
+    def check_socket(self, daemon: Process) -> None:
+        """Refuse a daemon whose socket is gone. Raises ControlUnreachableError.
+
+        mpsd's own front-ends would not notice: root's reach the daemon by another socket too (measured, all versions).
+        """
+        if self.socket_is_gone:
+            raise ControlUnreachableError(
+                f"pid {daemon.pid} runs, and its socket {self._paths.control_socket} is gone: no client can reach it",
+                hint=f"when its clients are done, end it (kill {daemon.pid}): a new one is started at once",
+            )
 
     def _environment(self) -> dict[str, str]:
         """Return the environment that the daemon gets: an allow-list, its directories, and its one GPU by UUID."""

@@ -55,7 +55,7 @@ class Leases:
         log: Logger,
         *,
         grace: float,
-        tell: Callable[[int], bool],
+        tell: Callable[[int], int],
         note_usage: Callable[[Usage], None],
         told: int,
     ) -> None:
@@ -287,6 +287,10 @@ class Leases:
         for lease in self.ledger.settle(self._now()):
             self._tell(lease)
             _decide(self._lines[lease.id], None)
+
+    async def as_stored(self) -> None:
+        """Wait until what can be seen here now is stored: who reads it has heard of it, too."""
+        await self._turn.over()
 
     def _finish(self) -> None:
         if self._unsettled:

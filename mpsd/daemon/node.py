@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
 from mpsd.core import admission, gpus, limits, quota
-from mpsd.core.admission import Offer, Refusal
+from mpsd.core.admission import Amount, Offer, Refusal
 from mpsd.core.errors import DaemonNotReadyError, GpuError, MpsdError, NotFoundError, NotPermittedError, StoppingError
 from mpsd.core.ledger import Rules
 from mpsd.core.lifecycle import State
@@ -235,11 +235,13 @@ class Node:
             admission.check(request)
             self.leases.offer(self.offers())
             limits_of = quota.quota_of(person, self.settings.quota)
-            request = replace(request, gpu=self._named(request.gpu), among=limits_of.gpus)
+            if request.gpu != "any" or limits_of.gpus is not None:
+                request = replace(request, gpu=self._named(request.gpu), among=limits_of.gpus)
             ttl = quota.time_to_live(limits_of, ttl)
             ledger = self.leases.ledger
             if not self.leases.knows(request, owner):  # who comes back for its lease, or its place, takes nothing more
-                quota.check(limits_of, ledger.user(owner.uid), request.priority, ledger.worth(request))
+                worth = ledger.worth(request) if quota.weighs(limits_of) else Amount()
+                quota.check(limits_of, ledger.user(owner.uid), request.priority, worth)
             self._check_reach(owner.uid)
         except MpsdError as refusal:
             holder.close()
@@ -277,16 +279,13 @@ class Node:
 
     def offers(self) -> list[Offer]:
         """Return what each GPU that can be shared has to give now; the same list for as long as nothing has changed."""
-        now = tuple((supervisor.revision, self._usage.get(index)) for index, supervisor in self._by_index())
+        now = [(each.revision, self._usage.get(each.gpu.index)) for each in self._supervisors.values()]
         if now != self._offered_at:
             self._offered_at = now
             self._offers = [
-                self._offer(self._view(self._gpus[index]), supervisor) for index, supervisor in self._by_index()
+                self._offer(self._view(self._gpus[each.gpu.index]), each) for each in self._supervisors.values()
             ]
         return self._offers
-
-    def _by_index(self) -> Iterator[tuple[int, Supervisor]]:
-        return ((supervisor.gpu.index, supervisor) for supervisor in self._supervisors.values())
 
     def _offer(self, view: GpuView, supervisor: Supervisor) -> Offer:
         settings, daemon, gpu = self.settings, supervisor.snapshot(), supervisor.gpu

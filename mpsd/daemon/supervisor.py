@@ -277,9 +277,10 @@ class Supervisor:
                 self._move(Event.SILENT, f"it did not listen within {seconds:g} s", f"read {self._paths.control_log}")
                 return
             await asyncio.sleep(_LISTEN_POLL)
-        await self._probe()
+        reached = await self._probe()
         if self._state is State.STARTING:
-            await self._sleep(self._settings.daemon.probe_interval)
+            # It may have bound its socket and not listen yet, a moment that a busy machine makes long.
+            await self._sleep(self._settings.daemon.probe_interval if reached else _LISTEN_POLL)
 
     async def _watch(self) -> None:
         """Look once a second; talk to the daemon only when there is reason to, or when a proof of life is due."""
@@ -299,24 +300,15 @@ class Supervisor:
         self._observer.shorten_log(self._settings.daemon.log_size)
         await self._sleep(0.0 if glance.behind else _TICK)
 
-    def _check_socket(self) -> None:
-        """Raise ControlUnreachableError when the socket is gone.
+    async def _probe(self) -> bool:
+        """Talk to the daemon, and let the state be what comes of it; tell whether it could be reached at all.
 
-        mpsd's own front-ends would not notice: root's reach the daemon by another socket too (measured, all versions).
+        One that was just started has its time to be.
         """
         assert self._process is not None  # noqa: S101 - there is one in every state that is probed
-        if self._launcher.socket_is_gone:
-            pid = self._process.pid
-            raise ControlUnreachableError(
-                f"pid {pid} runs, and its socket {self._launcher.control_socket} is gone: no client can reach it",
-                hint=f"when its clients are done, end it (kill {pid}): a new one is started at once",
-            )
-
-    async def _probe(self) -> None:
-        """Talk to the daemon, and let the state be what comes of it."""
         wanted = self._settings.default_limits
         try:
-            self._check_socket()
+            self._launcher.check_socket(self._process)
             if self._proved:
                 await self._observer.read(wanted)
             else:
@@ -328,6 +320,9 @@ class Supervisor:
             self._because, self._hint = error.detail, error.hint
             self._log.error(Happened.LIMITS_NOT_HELD, because=error.detail)
         except ControlError as error:
+            starting = self._fresh and self._state is State.STARTING and clock.monotonic() < self._due
+            if starting and isinstance(error, ControlUnreachableError):
+                return False
             if self._dead is None:
                 self._move(Event.SILENT, error.detail, error.hint)
         else:
@@ -341,8 +336,11 @@ class Supervisor:
             self._proved, self._fresh = True, False
             self._because, self._hint = self._observer.verdict(wanted)
             self._move(Event.VERIFIED, self._because, self._hint)
-        self._due = clock.monotonic() + self._settings.daemon.probe_interval
+        # A socket that is gone is looked for all the time, and asked as soon as it is back.
+        gone = self._launcher.socket_is_gone
+        self._due = 0.0 if gone else clock.monotonic() + self._settings.daemon.probe_interval
         self.revision += 1
+        return not gone
 
     # -- ending -------------------------------------------------------------------------------------------------------
 

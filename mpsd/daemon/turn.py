@@ -20,11 +20,11 @@ class Turn:
         keeping: Keeping,
         log: Logger,
         *,
-        tell: Callable[[int], bool],
+        tell: Callable[[int], int],
         finish: Callable[[], None],
         refuse: Callable[[Lease, StorageError], None],
     ) -> None:
-        """`tell` has stored and told, as events, what was logged so far, the news of this turn included.
+        """`tell` takes note that the news up to a turn were logged, and returns up to which they are in the history.
 
         `finish` is called before a turn is stored, to decide what follows from what was decided in it, and `refuse`
         for each lease that was to be granted, or to wait, and could not be stored.
@@ -100,6 +100,5 @@ class Turn:
         self.tell()
 
     def tell(self) -> None:
-        """Have all that was logged so far told, and remember that it need not be told again."""
-        if self._tell(self._keeping.turn):
-            self._keeping.told = self._keeping.turn
+        """Note what was logged so far, and what of it is in the history and need not be told again."""
+        self._keeping.told = self._tell(self._keeping.turn)

@@ -87,13 +87,15 @@ class Database:
             connection.create_function("checksum", -1, _checksum, deterministic=True)
             connection.execute("PRAGMA trusted_schema = ON")  # for `checksum`; whose schema it is is checked before
             connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+            # Nothing is written before it is known whose it is.
+            version = self._check(connection)
             # PERSIST: the journal keeps its blocks, so that a commit that only deletes needs no room on a full disk.
             connection.execute(f"PRAGMA journal_mode = {'WAL' if self._lasting else 'PERSIST'}")
             connection.execute(f"PRAGMA synchronous = {'NORMAL' if self._lasting else 'OFF'}")
             # The lock is taken here for good: no commit will ever wait for somebody who looks into the file.
             connection.execute("BEGIN EXCLUSIVE")
             connection.execute("COMMIT")
-            self._migrate(connection, self._check(connection))
+            self._migrate(connection, version)
             on_failure.pop_all()
         return connection
 

@@ -34,6 +34,25 @@ def test_killed_daemon_is_replaced(make_node: Start) -> None:
     assert states(node, "gpu1") == ["starting", "ready"]
 
 
+_SLOW = """
+if [ "$1" = -f ] && [ -e "$CUDA_MPS_PIPE_DIRECTORY/control" ]; then
+    rm "$CUDA_MPS_PIPE_DIRECTORY"/control*
+    sleep 0.3
+fi
+exec {control} "$@"
+"""
+
+
+def test_daemon_that_takes_its_time(make_node: Start, short_tmp: Path, control: Path) -> None:
+    """A new daemon that has removed the old one's socket, and not bound its own yet, is waited for."""
+    slow = program(short_tmp / "nvidia-cuda-mps-control", _SLOW.format(control=control))
+    node = make_node(simulate=1, control=slow).start()
+    before = node.daemons()["gpu0"]["pid"]
+    kill(before)
+    next_ready(node, "gpu0", before)
+    assert states(node, "gpu0") == ["starting", "ready", "cooling", "down", "starting", "ready"]
+
+
 _DIES = """
 echo started >> {starts}
 echo "no luck today"

@@ -1,7 +1,6 @@
 """mpsd is ended by SIGKILL hundreds of times, at every store operation and anywhere, and honours what it ever said.
 
-The number of kills is MPSD_KILLS; without it, nothing is killed: places in the queue are not yet always honoured (one
-in about a hundred lives loses one), which has to be mended first. Grants and releases are.
+The number of kills is MPSD_KILLS, 300 unless it is set.
 """
 
 import asyncio
@@ -20,8 +19,6 @@ from tests.harness import wait_until
 
 KILLS: Final = int(os.environ.get("MPSD_KILLS", "300"))
 """How often mpsd is killed in all."""
-
-pytestmark = pytest.mark.skipif("MPSD_KILLS" not in os.environ, reason="set MPSD_KILLS=300: see above")
 
 GROUPS: Final = 5
 """Tests that these kills are divided among, each for itself within what a test may take."""

@@ -1,0 +1,107 @@
+"""Readers of events, and callers that hold the line or hang up: raw connections, so that a test can let go of them."""
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.harness import wait_until
+from tests.node import Node
+
+
+@contextmanager
+def connection(node: Node, *, buffer: int | None = None) -> Iterator[socket.socket]:
+    """Connect to mpsd; `buffer` is how many bytes may wait to be read here."""
+    with socket.socket(socket.AF_UNIX) as connected:
+        if buffer is not None:
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        connected.settimeout(30)
+        connected.connect(str(node.socket))
+        yield connected
+
+
+class Follower:
+    """A reader of the stream of events."""
+
+    def __init__(self, connected: socket.socket, after: int) -> None:
+        """Ask for the events after a number and for all that come, and wait for the answer's head."""
+        head = f"GET /v1/events?follow=true&after={after} HTTP/1.0\r\nHost: mpsd\r\n\r\n"
+        connected.sendall(head.encode())
+        self._file = connected.makefile("rb")
+        assert b" 200 " in self._file.readline()
+        while self._file.readline().strip():
+            pass
+
+    def __next__(self) -> dict[str, Any]:
+        """Return the next event; StopIteration when mpsd ended the stream."""
+        line = self._file.readline()
+        if not line.endswith(b"\n"):
+            raise StopIteration
+        event: dict[str, Any] = json.loads(line)
+        return event
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Give the events."""
+        return self
+
+    def until(self, **facts: object) -> list[dict[str, Any]]:
+        """Read up to the first event with these facts, and return all that were read."""
+        read = []
+        for event in self:
+            read.append(event)
+            if facts.items() <= event.items():
+                return read
+        raise AssertionError(f"the stream ended without {facts}: {read}")
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._file.close()
+
+
+@contextmanager
+def following(node: Node, after: int = 0) -> Iterator[Follower]:
+    """Follow the events after a number."""
+    with connection(node) as connected:
+        follower = Follower(connected, after)
+        try:
+            yield follower
+        finally:
+            follower.close()
+
+
+def events(node: Node, after: int = 0) -> list[dict[str, Any]]:
+    """Return the events after a number that are kept."""
+    answer = node.get(f"/v1/events?after={after}")
+    assert answer.status == 200, answer.json
+    return [json.loads(line) for line in answer.body.splitlines()]
+
+
+def gapless(read: list[dict[str, Any]], after: int) -> bool:
+    """Tell whether these events are those after a number, each of them, in order."""
+    return [event["seq"] for event in read] == list(range(after + 1, after + 1 + len(read)))
+
+
+def submit(connected: socket.socket, **asked: object) -> None:
+    """Ask for a lease, and do not wait for the answer."""
+    body = json.dumps(asked).encode()
+    head = f"POST /v1/leases HTTP/1.0\r\nHost: mpsd\r\nContent-Length: {len(body)}\r\n\r\n"
+    connected.sendall(head.encode() + body)
+
+
+def answer_of(connected: socket.socket) -> tuple[int, Any]:
+    """Return the status and the body of the answer that comes."""
+    with connected.makefile("rb") as file:
+        head, _, body = file.read().partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)
+
+
+def in_line(node: Node) -> list[str]:
+    """Return the names of those who wait, in their order."""
+    waiting = [lease for lease in node.get("/v1/leases").json["leases"] if lease["state"] == "waiting"]
+    return [lease["name"] for lease in sorted(waiting, key=lambda lease: lease["wait"]["position"])]
+
+
+def wait_for_line(node: Node, *names: str) -> None:
+    """Wait until those who wait are these, in this order."""
+    wait_until(lambda: in_line(node) == list(names), what=f"{names} to wait")

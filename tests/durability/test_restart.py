@@ -1,0 +1,303 @@
+"""What a restart of mpsd keeps, and what it does not: holders that died, pids of others, other boots, ten thousand."""
+
+import asyncio
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import zlib
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpsd.core.admission import Offer
+from mpsd.core.ledger import Ledger, Rules
+from mpsd.core.model import Lease, LeaseRequest, LeaseState, Owner
+from mpsd.core.settings import LogFormat, Settings
+from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.usage import Usage
+from mpsd.daemon.keeping import LEASES_SCHEMA, Keeping
+from mpsd.daemon.leases import Leases
+from mpsd.daemon.log import configure
+from mpsd.system import process
+from mpsd.system.database import Database
+from tests.daemon.caller import calling
+from tests.durability.conftest import Start
+from tests.durability.crowd import Holders
+from tests.harness import eventually, wait_until
+from tests.node import Node
+
+OTHER_BOOT = "00000000-0000-4000-8000-000000000000"
+
+
+def granted(node: Node, **asked: Any) -> Any:
+    """Ask for a lease as the process of the tests, and return it."""
+    answer = node.request("POST", "/v1/leases", {"threads": 1, "memory": "1MiB", **asked})
+    assert answer.status == 201, answer.json
+    return answer.json
+
+
+def leases(node: Node) -> dict[str, Any]:
+    """Return the leases by id."""
+    return {lease["id"]: lease for lease in node.get("/v1/leases").json["leases"]}
+
+
+def because(node: Node, lease: str) -> Any:
+    """Return why a lease ended."""
+    return wait_until(
+        lambda: [line["because"] for line in node.events("lease_ended", lease=lease)], what=f"{lease} to end"
+    )[0]
+
+
+@contextmanager
+def holders(count: int) -> Iterator[Holders]:
+    """Give processes to tie leases to."""
+    made = Holders(count)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@contextmanager
+def rewritten(node: Node) -> Iterator[sqlite3.Connection]:
+    """Open the lease store while mpsd is away, to write into it what another one might have."""
+    with closing(sqlite3.connect(node.root / "run" / "leases.db")) as store:
+        store.create_function("checksum", -1, lambda *row: zlib.crc32("\0".join(map(str, row)).encode()))
+        yield store
+        store.commit()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_restart(make_node: Start, number: signal.Signals) -> None:
+    """However mpsd ended, the leases whose holders live are there as they were, and their holders are watched."""
+    node = make_node().start()
+    with calling(node.socket) as holder:
+        mine = granted(node, labels={"a": "b"}, name="mine", ttl=1000, request_id="once")
+        theirs = holder.admit(threads=30, memory="2GiB").json
+        node.end(number)
+        node.start()
+        here = leases(node)
+        assert here.keys() == {mine["id"], theirs["id"]}
+        changing = {"expires"}
+        for told in (mine, theirs):
+            found = here[told["id"]]
+            assert {k: v for k, v in found.items() if k not in changing} == {
+                k: v for k, v in told.items() if k not in changing
+            }
+        assert granted(node, request_id="once")["id"] == mine["id"]
+    assert because(node, theirs["id"]) == f"its holder, pid {holder.pid}, is gone"
+    assert leases(node).keys() == {mine["id"]}
+
+
+def test_holder_died_while_mpsd_was_away(make_node: Start) -> None:
+    """Its lease is over before anybody can ask, and its share is free."""
+    node = make_node().start()
+    with calling(node.socket) as holder:
+        lease = holder.admit(threads=100, memory="1GiB").json
+        node.end(signal.SIGKILL)
+    node.start()
+    assert leases(node) == {}
+    assert because(node, lease["id"]) == f"its holder, pid {holder.pid}, died while mpsd was away"
+    granted(node, threads=100)
+
+
+def test_pid_of_another(make_node: Start) -> None:
+    """A process that has the holder's pid by now, and started at another time, does not keep the lease alive."""
+    node = make_node().start()
+    lease = granted(node)
+    node.end(signal.SIGKILL)
+    with rewritten(node) as store:
+        ((data,),) = store.execute("SELECT data FROM leases").fetchall()
+        ticks = f'"start_ticks":{start_ticks(os.getpid())}'
+        assert ticks in data
+        other = data.replace(ticks, '"start_ticks":1')
+        store.execute("UPDATE leases SET data = ?1, sum = checksum(id, boot, ?1)", (other,))
+    node.start()
+    assert leases(node) == {}
+    assert because(node, lease["id"]) == f"its holder, pid {os.getpid()}, died while mpsd was away"
+
+
+def start_ticks(pid: int) -> int:
+    """Return a process's start time, as the kernel has it."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def test_reboot(make_node: Start) -> None:
+    """Leases of another boot are over, though a process with that pid and start time lives; event numbers go on."""
+    node = make_node().start()
+    lease = granted(node)
+    last = [line["seq"] for line in events(node)][-1]
+    node.end(signal.SIGKILL)
+    with rewritten(node) as store:
+        store.execute("UPDATE leases SET boot = ?1, sum = checksum(id, ?1, data)", (OTHER_BOOT,))
+    node.start()
+    assert leases(node) == {}
+    assert node.get(f"/v1/leases/{lease['id']}").status == 404
+    assert [line["seq"] for line in events(node, after=last)][:2] == [last + 1, last + 2]
+
+
+def events(node: Node, after: int = 0) -> list[dict[str, Any]]:
+    """Return the events after a number."""
+    answer = node.get(f"/v1/events?after={after}")
+    assert answer.status == 200, answer.json
+    return [json.loads(line) for line in answer.body.splitlines()]
+
+
+def test_ten_thousand(make_node: Start) -> None:
+    """A store of ten thousand leases comes back whole: every lease, the sums, and the watch over every holder."""
+    with holders(100) as processes:
+        node = make_node(
+            simulate=1, config="[admission]\nleases = 20000\nthreads_oversubscription = 100\nmemory_reserve = 0\n"
+        ).start()
+        told = granted(node, threads=0.1, pid=processes.pids[0])
+        node.end(signal.SIGKILL)
+        multiply(node, told, processes.pids)
+        node.start()
+        here = leases(node)
+        assert len(here) == 10_000
+        (gpu,) = node.get("/v1/gpus").json["gpus"]
+        assert (gpu["threads_granted"], gpu["memory_granted"]) == (1000.0, 10_000 * 1024**2)
+        gone = processes.pids[7]
+        processes.replace(gone)
+        left = wait_until(
+            lambda: found if len(found := leases(node)) == 9_900 else None, what="the leases of one holder to end"
+        )
+        assert all(lease["owner"]["pid"] != gone for lease in left.values())
+
+
+def multiply(node: Node, told: dict[str, Any], pids: list[int]) -> None:
+    """Make ten thousand leases of one, tied to these processes in turn."""
+    with rewritten(node) as store:
+        ((boot, data),) = store.execute("SELECT boot, data FROM leases").fetchall()
+        store.execute("DELETE FROM leases")
+        before = {"id": told["id"], "pid": f'"pid":{pids[0]},', "ticks": f'"start_ticks":{start_ticks(pids[0])}'}
+        assert all(text in data for text in before.values())
+        for number in range(10_000):
+            pid = pids[number % len(pids)]
+            name = f"lease-{number:010x}"
+            row = (
+                data.replace(before["id"], name)
+                .replace(before["pid"], f'"pid":{pid},')
+                .replace(before["ticks"], f'"start_ticks":{start_ticks(pid)}')
+            )
+            store.execute("INSERT INTO leases VALUES (?1, ?2, ?3, checksum(?1, ?2, ?3))", (name, boot, row))
+
+
+# -- clients that outlive the holder, without a GPU to be a client of -------------------------------------------------
+
+OFFER = Offer(
+    gpu="GPU-0",
+    daemon="gpu0",
+    pipe_directory="/run/mpsd/mps/gpu0",
+    threads=1000,
+    memory=80 * 1024**3,
+    clients=48,
+    limits=Settings().default_limits,
+    many_users=False,
+)
+
+
+@asynccontextmanager
+async def mpsd(directory: Path) -> AsyncIterator[Leases]:
+    """Run mpsd's own part that keeps leases, on stores in a directory, and end it as SIGKILL does: at once."""
+    with (
+        closing(Database(directory / "leases.db", LEASES_SCHEMA)) as store,
+        (directory / "log").open("a") as stream,
+    ):
+        leases = Leases(
+            Ledger(Rules(), Usage(3600)),
+            Keeping(store),
+            configure(LogFormat.JSON, stream=stream),
+            grace=30,
+            tell=lambda _: True,
+            told=0,
+            note_usage=lambda _: None,
+        )
+        leases.offer([OFFER])
+        leases.restore()
+        running = asyncio.create_task(leases.run())
+        yield leases
+        running.cancel()
+        await asyncio.wait([running])
+
+
+@contextmanager
+def family() -> Iterator[list[int]]:
+    """Start a process with two children, and give their pids, the parent's first; end those that are left."""
+    script = "sleep 1000 & echo $!; sleep 1000 & echo $!; wait"
+    parent = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pids = [parent.pid, int(parent.stdout.readline()), int(parent.stdout.readline())]
+    try:
+        yield pids
+    finally:
+        for pid in pids[1:]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        parent.kill()
+        parent.communicate()
+
+
+async def take(leases: Leases, pid: int, processes: int) -> Lease:
+    """Take a lease for a holder."""
+    holder = process.find(pid)
+    assert holder is not None
+    request = LeaseRequest(
+        threads=ActiveThreadPercentage.parse(20), memory=PinnedDeviceMemLimit.parse("1GiB"), processes=processes
+    )
+    return await leases.admit(request, Owner(0, 0, pid, None), holder, wait=0, ttl=None)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_clients_outlive_the_holder(tmp_path: Path, *, restarted: bool) -> None:
+    """A lease lives until its holder and all clients attributed to it are gone, across a restart of mpsd too."""
+
+    async def story(pids: list[int]) -> None:
+        parent, first, second = pids
+        async with mpsd(tmp_path) as leases:
+            lease = await take(leases, parent, 2)
+            leases.attribute([first, second, os.getpid()])
+            assert [each.pid for each in leases.find(lease.id).clients] == [first, second]
+            os.kill(parent, signal.SIGKILL)
+            if not restarted:
+                await rest(leases, lease.id, pids)
+        if restarted:
+            async with mpsd(tmp_path) as leases:
+                assert [each.pid for each in leases.find(lease.id).clients] == [first, second]
+                await rest(leases, lease.id, pids)
+
+    async def rest(leases: Leases, lease: str, pids: list[int]) -> None:
+        parent, first, second = pids
+        os.kill(first, signal.SIGKILL)
+        await eventually(
+            lambda: [each.pid for each in leases.find(lease).clients] == [second], what="the first client to be gone"
+        )
+        assert leases.find(lease).state is LeaseState.ACTIVE
+        os.kill(second, signal.SIGKILL)
+        await eventually(lambda: leases.find(lease).state is LeaseState.ENDED, what="the lease to end")
+        because = f"its holder, pid {parent}, is gone, and so is its last client, pid {second}"
+        assert leases.find(lease).because == because
+
+    with family() as pids:
+        asyncio.run(story(pids))
+
+
+def test_more_clients_than_were_asked_for(tmp_path: Path) -> None:
+    """A lease has no more clients than it was granted; a second lease of the same holder takes the next."""
+
+    async def story(pids: list[int]) -> None:
+        parent, first, second = pids
+        async with mpsd(tmp_path) as leases:
+            one, other = await take(leases, parent, 1), await take(leases, parent, 1)
+            leases.attribute([first])
+            leases.attribute([first, second, parent])
+            assert [each.pid for each in leases.find(one.id).clients] == [first]
+            assert [each.pid for each in leases.find(other.id).clients] == [second]
+
+    with family() as pids:
+        asyncio.run(story(pids))

@@ -1,0 +1,176 @@
+"""A store that cannot be used, or that cannot be written: mpsd says so, starts, and never dies of it."""
+
+import os
+import signal
+import sqlite3
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.durability.conftest import Start
+from tests.durability.streams import connection, events, following, gapless, in_line, submit, wait_for_line
+from tests.harness import wait_until
+from tests.node import Answer, Node
+
+
+def admit(node: Node, **asked: object) -> Answer:
+    """Ask for a lease as the process of the tests."""
+    return node.request("POST", "/v1/leases", {"threads": 1, "memory": "1MiB", **asked})
+
+
+def noise(path: Path) -> None:
+    """Overwrite a store with noise."""
+    path.write_bytes(b"\xa5" * 10_000)
+
+
+def newer(path: Path) -> None:
+    """Make a store one of a later mpsd."""
+    with closing(sqlite3.connect(path)) as store:
+        store.execute("PRAGMA user_version = 99")
+
+
+def foreign(path: Path) -> None:
+    """Put another program's database in the place of a store."""
+    path.unlink()
+    with closing(sqlite3.connect(path)) as store:
+        store.executescript("CREATE TABLE theirs (x); INSERT INTO theirs VALUES (1)")
+
+
+@pytest.mark.parametrize("damage", [noise, newer, foreign])
+@pytest.mark.parametrize("store", ["run/leases.db", "state/history.db"])
+def test_set_aside(make_node: Start, store: str, damage: Callable[[Path], None]) -> None:
+    """A store of no use is set aside, whole, with a line in the log that says where and why; and mpsd works."""
+    node = make_node().start()
+    assert admit(node).status == 201
+    node.end(signal.SIGTERM)
+    path = node.root / store
+    damage(path)
+    before = path.read_bytes()
+    node.start()
+    (said,) = node.events("store_set_aside")
+    assert Path(said["file"]).read_bytes() == before
+    assert Path(said["file"]).parent == path.parent
+    assert said["because"]
+    assert admit(node).status == 201
+    assert len(node.get("/v1/leases").json["leases"]) == (1 if "leases" in store else 2)
+
+
+def test_row_that_makes_no_sense(make_node: Start) -> None:
+    """A lease that is whole and yet none, as only a defect could write it, has the store set aside as well."""
+    node = make_node().start()
+    assert admit(node).status == 201
+    node.end(signal.SIGKILL)
+    with closing(sqlite3.connect(node.root / "run" / "leases.db")) as store:
+        store.create_function("checksum", -1, lambda *_: 0)
+        store.execute("PRAGMA ignore_check_constraints = ON")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        store.execute("INSERT INTO leases VALUES ('lease-x', ?, '{}', 0)", (boot,))
+        store.commit()
+    node.start()
+    assert node.events("store_set_aside")
+    assert admit(node).status == 201
+
+
+# -- full disks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(make_node: Start) -> Iterator[Callable[..., Node]]:
+    """Give a maker of nodes of which one directory is a file system of its own, of 2 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a file system")
+    mounted: list[Path] = []
+
+    def make(directory: str, **options: Any) -> Node:
+        node = make_node(**options)
+        path = node.root / directory
+        path.mkdir(mode=0o755)
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m,mode=755", "none", path], check=False).returncode:
+            pytest.skip("mounting is not allowed here")
+        mounted.append(path)
+        return node
+
+    yield make
+    for path in mounted:
+        # Lazily: mpsd and its control daemons are ended only after this.
+        subprocess.run(["umount", "--lazy", path], check=True)
+
+
+def fill(directory: Path) -> Path:
+    """Fill a file system to the last byte, and return the file that does."""
+    path = directory / "full"
+    with suppress(OSError), path.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    return path
+
+
+def test_full_runtime_directory(small: Callable[..., Node]) -> None:
+    """Admissions are refused with `storage`, releases work and last, who waits keeps waiting, and it all comes back."""
+    node = small("run", simulate=2).start()
+    held = [admit(node, threads=9, name="n" * 100, gpu="0").json["id"] for _ in range(10)]
+    assert admit(node, threads=90, gpu="1").status == 201
+    with connection(node) as line:
+        submit(line, threads=30, memory="1GiB", gpu="1", wait=None, name="waiter", request_id="waiter")
+        wait_for_line(node, "waiter")
+        full = fill(node.root / "run")
+        refused: list[Any] = []
+        while not refused:
+            # There may be room left within the file itself; it is used up, and then there is none.
+            answer = admit(node, threads=0.1, name="n" * 128, labels={f"l{n}": "x" * 128 for n in range(30)}, gpu="0")
+            assert answer.status in {201, 409, 507}, answer.json
+            if answer.status == 507:
+                refused.append(answer.json)
+            elif answer.status == 409:
+                pytest.fail(f"the GPU was full before the disk: {answer.json}")
+        assert refused[0]["code"] == "storage"
+        assert "make room" in refused[0]["hint"]
+        assert node.get("/v1/status").json["healthy"] is False
+        for lease in held[:8]:
+            assert node.request("DELETE", f"/v1/leases/{lease}").status == 204
+        node.end(signal.SIGKILL)
+        node.start(ready=False)
+        wait_until(lambda: node.daemons()["gpu0"]["state"] == "ready", what="the control daemon to be adopted")
+        here = {lease["id"] for lease in node.get("/v1/leases").json["leases"] if lease["state"] == "granted"}
+        assert here.isdisjoint(held[:8]), "it was released, and came back"
+        assert here >= set(held[8:])
+        assert in_line(node) == ["waiter"]
+        full.unlink()
+        wait_until(lambda: admit(node).status == 201, what="mpsd to admit again")
+        wait_until(lambda: node.get("/v1/status").json["healthy"], what="the node to be healthy again")
+
+
+def test_full_state_directory(small: Callable[..., Node]) -> None:
+    """Nobody is refused, and events are told when they are stored: late, in order, and without a gap."""
+    node = small("state").start()
+    with following(node) as follower:
+        before = follower.until(event="daemon_state", state="ready")
+        full = fill(node.root / "state")
+        wait_until(lambda: admit(node, threads=0.1).status == 201 and node.events("store_full"), what="it to be full")
+        granted = admit(node, threads=10)
+        assert granted.status == 201
+        assert node.request("DELETE", f"/v1/leases/{granted.json['id']}").status == 204
+        assert not any(event.get("lease") == granted.json["id"] for event in events(node))
+        full.unlink()
+        late = follower.until(event="lease_ended", lease=granted.json["id"])
+        assert gapless(before + late, 0)
+        assert ("lease_granted", granted.json["id"]) in {(event["event"], event.get("lease")) for event in late}
+
+
+def test_full_state_directory_and_death(small: Callable[..., Node]) -> None:
+    """What was decided while nothing could be told is told by the next mpsd, if it could be stored with its lease."""
+    node = small("state").start()
+    full = fill(node.root / "state")
+    wait_until(lambda: admit(node, threads=0.1).status == 201 and node.events("store_full"), what="it to be full")
+    lease = admit(node, threads=10).json["id"]
+    assert node.request("DELETE", f"/v1/leases/{lease}").status == 204
+    node.end(signal.SIGKILL)
+    full.unlink()
+    node.start()
+    said = [event["event"] for event in events(node) if event.get("lease") == lease]
+    assert said == ["lease_granted", "lease_ended"]
+    assert gapless(events(node), 0)

@@ -90,10 +90,10 @@ def _with_request(function: Callable[..., None]) -> Callable[..., None]:
     return function
 
 
-def _take(api: Api, options: Mapping[str, object], *, holder: int, wait: float) -> "shapes.Lease":
+def _take(api: Api, options: Mapping[str, object], *, wait: float) -> "shapes.Lease":
     """Return the lease that was asked for; the server has the defaults for what was not given."""
     request = {name: value for name, value in options.items() if value is not None}
-    return waiting.admit(api, request, holder=holder, wait=wait) if wait else api.admit(request)
+    return waiting.admit(api, request, wait=wait) if wait else api.admit(request)
 
 
 def _give_back(api: Api, lease: "shapes.Lease") -> None:
@@ -131,7 +131,7 @@ def admit(api: Api, form: str, pid: int | None, wait: float, **request: object) 
             hint="take the lease with -o json, then in each process: mpsctl show LEASE -o env --share N",
         )
     try:
-        lease = _take(api, {**request, "pid": holder}, holder=holder, wait=wait)
+        lease = _take(api, {**request, "pid": holder}, wait=wait)
     except SignalledError as signal:
         if form == "env":
             click.echo(f"(exit {signal.exit_code})")
@@ -166,7 +166,7 @@ def run(api: Api, command: tuple[str, ...], wait: float, **request: object) -> N
     if not command[0]:
         raise click.UsageError("COMMAND is empty.")
     try:
-        lease = _take(api, request, holder=os.getpid(), wait=wait)
+        lease = _take(api, request, wait=wait)
     except SignalledError as signal:
         signal.end()
     try:

@@ -63,6 +63,7 @@ class Lease(TypedDict):
     granted: str | None
     ended: str | None
     expires: str | None
+    request_id: str | None
     wait: Wait | None
 
 

@@ -10,14 +10,13 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import datetime
 from math import inf
 from typing import TYPE_CHECKING, Final
 
 from mpsd.cli import signals
 from mpsd.cli.api import Api
 from mpsd.cli.client import DEADLINE
-from mpsd.cli.command import note, now
+from mpsd.cli.command import note
 from mpsd.core.errors import MpsdError, StoppingError, UnreachableError
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ _LOOK: Final = 2.0
 """Seconds for one look, or for giving up: neither may keep the user."""
 
 
-def admit(api: Api, request: Mapping[str, object], *, holder: int, wait: float) -> "shapes.Lease":
+def admit(api: Api, request: Mapping[str, object], *, wait: float) -> "shapes.Lease":
     """Return a lease once it is granted, after `wait` seconds (`inf`: ever so long) at the latest.
 
     A signal that ends mpsctl gives the place away at once, or the lease that was granted in that very moment. Raises
@@ -41,22 +40,22 @@ def admit(api: Api, request: Mapping[str, object], *, holder: int, wait: float) 
     did.
     """
     gc.enable()  # it may take days
+    request_id = f"mpsctl-{os.urandom(12).hex()}"
     end = time.monotonic() + wait
-    queue = _Queue(api, request, holder)
+    queue = _Queue(api, request_id)
     api.connect()
     with signals.raised():
         try:
-            return _asked_until_answered(api, queue, request, end)
+            return _asked_until_answered(api, queue, {**request, "request_id": request_id}, end)
         except signals.SignalledError:
             queue.leave()
             raise
 
 
 def _asked_until_answered(api: Api, queue: "_Queue", request: Mapping[str, object], end: float) -> "shapes.Lease":
-    request_id = f"mpsctl-{os.urandom(12).hex()}"
     while True:
         left = max(end - time.monotonic(), 0.0)
-        asked = {**request, "request_id": request_id, "wait": None if left == inf else left}
+        asked = {**request, "wait": None if left == inf else left}
         try:
             return api.admit(asked, deadline=left + DEADLINE, meanwhile=queue.look)
         except (UnreachableError, StoppingError) as error:
@@ -69,11 +68,9 @@ def _asked_until_answered(api: Api, queue: "_Queue", request: Mapping[str, objec
 class _Queue:
     """A request's place in mpsd's queue, as far as it can be seen from outside."""
 
-    def __init__(self, api: Api, request: Mapping[str, object], holder: int) -> None:
+    def __init__(self, api: Api, request_id: str) -> None:
         self._api = api
-        self._request = request
-        self._holder = holder
-        self._asked = now()
+        self._request_id = request_id
         self._lease: str | None = None
         self._pause = 1.0
         self._told: object = None
@@ -117,29 +114,14 @@ class _Queue:
                 api.release(lease["id"])
 
     def _find(self) -> "shapes.Lease | None":
-        """Return the lease that the request is by now, if mpsd shows it and no other can be it.
-
-        Its request's id is not shown, so until its own id is known it is told by its holder, its time and its options.
-        """
+        """Return the lease that the request is by now, if it is there."""
         with self._api.another(deadline=_LOOK) as api:
             if self._lease is not None:
                 known, self._lease = self._lease, None
                 lease = api.lease(known)
                 self._lease = known
                 return lease
-            found = [lease for lease in api.leases()["leases"] if self._is_like(lease)]
-        if len(found) != 1:
-            return None
-        self._lease = found[0]["id"]
-        return found[0]
-
-    def _is_like(self, lease: "shapes.Lease") -> bool:
-        request = self._request
-        return (
-            lease["owner"]["pid"] == self._holder
-            and datetime.fromisoformat(lease["created"]) >= self._asked
-            and lease["name"] == request.get("name", "")
-            and lease["labels"] == request.get("labels", {})
-            and lease["priority"] == request.get("priority", 0)
-            and lease["processes"] == request.get("processes", 1)
-        )
+            found = next((each for each in api.leases()["leases"] if each["request_id"] == self._request_id), None)
+        if found is not None:
+            self._lease = found["id"]
+        return found

@@ -1,26 +1,22 @@
-"""Whether a request fits on a GPU, and on which it goes best. Pure.
+"""What a request comes to on a GPU, and whether it can ever be had there. Pure.
 
 Threads are counted in tenths of a percent and memory in bytes, all integers, so that sums are exact.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import lru_cache
+from typing import Final, TypeAlias
 
 from mpsd.core.errors import (
-    CapacityError,
-    DaemonNotReadyError,
-    DoesNotFitError,
     ExceedsDaemonLimitError,
     InvalidRequestError,
     MpsdError,
     NeverFitsError,
 )
 from mpsd.core.model import LeaseRequest, Limits, Share
-from mpsd.core.settings import Placement
 from mpsd.core.units import MIB, ActiveThreadPercentage, PinnedDeviceMemLimit, format_size
-
-_END_OF_LEASE = "ask for less, wait for it (wait), or see who has it: mpsctl leases"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,28 +63,39 @@ class Amount:
         """Subtract each."""
         return Amount(self.threads - other.threads, self.memory - other.memory, self.clients - other.clients)
 
-    def holds(self, other: "Amount") -> bool:
-        """Tell whether the other fits into this."""
-        return self.threads >= other.threads and self.memory >= other.memory and self.clients >= other.clients
+    def __neg__(self) -> "Amount":
+        """Turn each around."""
+        return Amount(-self.threads, -self.memory, -self.clients)
+
+    def __mul__(self, times: int) -> "Amount":
+        """Multiply each."""
+        return Amount(self.threads * times, self.memory * times, self.clients * times)
+
+
+NOTHING: Final = Amount()
+
+
+Candidate: TypeAlias = tuple[Offer, Amount]
+"""A GPU where a request can be granted some day, and what it comes to there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """What a request lacks on a GPU: the limit, a sentence, a way out, and the error that it is when nobody waits."""
+    """What a request lacks: the limit, a sentence, a way out, and the error that it is when nobody waits."""
 
     limit: str
     because: str
     hint: str
     error: type[MpsdError]
+    gpu: str | None = None
+    """The UUID of the GPU that comes closest to granting it, where it is about one."""
 
     def raised(self) -> MpsdError:
         """Return it as an error."""
         return self.error(self.because, hint=self.hint, limit=self.limit)
 
-    @property
-    def temporary(self) -> bool:
-        """Whether waiting can help."""
-        return issubclass(self.error, CapacityError) and self.error is not NeverFitsError
+
+# -- what a request comes to -------------------------------------------------------------------------------------------
 
 
 def amount(share: Share, processes: int) -> Amount:
@@ -103,149 +110,132 @@ def check(request: LeaseRequest) -> None:
             raise InvalidRequestError(
                 "a fraction stands for threads and memory, and one of them was given as well",
                 hint="give either the fraction, or threads and memory",
+                limit="fraction",
             )
-        if not 0 < request.fraction <= 1:
+        if not 0.001 <= request.fraction <= 1:  # noqa: PLR2004 - a tenth of a percent, the finest that MPS knows
             raise InvalidRequestError(
-                f"fraction {request.fraction:g} is not in (0, 1]", hint="0.25 is a quarter of a GPU", limit="fraction"
+                f"fraction {request.fraction:g} is not between 0.001 and 1",
+                hint="0.25 is a quarter of a GPU",
+                limit="fraction",
             )
     elif request.threads is None or request.memory is None:
         missing = "threads" if request.threads is None else "memory"
         raise InvalidRequestError(
-            f"{missing} is missing", hint="give threads (percent) and memory (such as 8GiB), or a fraction of a GPU"
+            f"{missing} is missing",
+            hint="give threads (percent) and memory (such as 8GiB), or a fraction of a GPU",
+            limit=missing,
         )
-    if request.processes < 1 or request.gpus < 1:
-        raise InvalidRequestError(
-            "a lease is for one process and one GPU at least", hint="leave processes and gpus out"
-        )
+    for what, count in (("processes", request.processes), ("gpus", request.gpus)):
+        if count < 1:
+            raise InvalidRequestError(
+                f"{what} is {count}, and must be 1 at least", hint=f"leave {what} out", limit=what
+            )
     if request.gpus > 1 and request.gpu != "any":
         raise InvalidRequestError(
             f"{request.gpus} GPUs were asked for, and one was named", hint="name none, or ask for one", limit="gpus"
         )
 
 
-def share_on(request: LeaseRequest, offer: Offer) -> Share | Shortage:
-    """Return what the request comes to on this GPU, or why its parts are too small to be parts."""
-    threads, memory = request.threads, request.memory
-    if request.fraction is not None:
-        # In decimals, as it was written: 0.29 of a GPU is 29 %, and not 28.9 % because 0.29 * 100 is
-        # 28.999999999999996.
-        part = Decimal(str(request.fraction))
-        threads = ActiveThreadPercentage.parse(str(part * 100))
-        memory = PinnedDeviceMemLimit(max(int(offer.memory * part) // MIB, 1))
-    assert threads is not None and memory is not None  # noqa: S101, PT018 - `check` was called
-    each_threads, each_memory = threads.tenths // request.processes, memory.mebibytes // request.processes
-    if each_threads == 0 or each_memory == 0:
-        return Shortage(
-            "processes",
-            f"{threads} % and {memory} do not make {request.processes} parts of at least 0.1 % and 1 MiB",
-            "ask for fewer processes or for more",
-            InvalidRequestError,
-        )
+def needs(request: LeaseRequest, offers: Iterable[Offer]) -> Iterator[Candidate]:
+    """Yield what a request that was checked comes to on each GPU: a fraction, by how much memory there is."""
+    if request.fraction is None:
+        assert request.threads is not None and request.memory is not None  # noqa: S101, PT018 - `check` was called
+        need = Amount(request.threads.tenths, request.memory.bytes, request.processes)
+        for offer in offers:
+            yield offer, need
+        return
+    tenths, numerator, denominator = _part(request.fraction)
+    for offer in offers:
+        mebibytes = max(offer.memory * numerator // denominator // MIB, 1)
+        yield offer, Amount(tenths, mebibytes * MIB, request.processes)
+
+
+@lru_cache(maxsize=1024)
+def _part(fraction: float) -> tuple[int, int, int]:
+    """Return a fraction of a GPU as tenths of a percent, and as an exact numerator and denominator.
+
+    In decimals, as it was written: 0.29 of a GPU is 29 %, and not 28.9 % because 0.29 * 100 is 28.999999999999996.
+    """
+    part = Decimal(str(fraction))
+    return int(part * 1000), *part.as_integer_ratio()
+
+
+def share(request: LeaseRequest, offer: Offer, need: Amount) -> Share:
+    """Return the place on this GPU, with the environment that holds each client process to its part.
+
+    Parts are rounded down to what MPS knows, so that together they never come to more than was granted.
+    """
+    threads, memory = ActiveThreadPercentage(need.threads), PinnedDeviceMemLimit(need.memory // MIB)
+    each_threads, each_memory = threads, memory
+    if request.processes > 1:
+        each_threads = ActiveThreadPercentage(threads.tenths // request.processes)
+        each_memory = PinnedDeviceMemLimit(memory.mebibytes // request.processes)
     # The memory limit names device 0, which is how the client counts the one GPU that it sees: were any entry to name a
     # GPU that it cannot see, MPS would drop every one of its limits (measured by NVIDIA on driver 615).
     env = {
         "CUDA_MPS_PIPE_DIRECTORY": offer.pipe_directory,
         "CUDA_VISIBLE_DEVICES": offer.gpu,
-        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(ActiveThreadPercentage(each_threads)),
-        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={PinnedDeviceMemLimit(each_memory).grammar}",
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(each_threads),
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={each_memory.grammar}",
     }
     return Share(offer.gpu, offer.daemon, threads, memory, env)
 
 
-def never(request: LeaseRequest, share: Share, offer: Offer) -> Shortage | None:
-    """Say why this share can never be had on this GPU, however long one waits; None when it can."""
-    limits, each_threads = offer.limits, share.threads.tenths // request.processes
-    if share.threads.tenths > offer.threads:
-        return Shortage(
-            "threads",
-            f"{share.threads} % of the threads were asked for, and the GPU has {offer.threads / 10:g} % to give",
-            "ask for less",
-            NeverFitsError,
-        )
-    if share.memory.bytes > offer.memory:
-        return Shortage(
-            "memory",
-            f"{share.memory} of memory were asked for, and the GPU has {format_size(offer.memory)} to give",
-            "ask for less, or lower admission.memory_reserve",
-            NeverFitsError,
-        )
-    if request.processes > offer.clients:
-        return Shortage(
-            "clients",
-            f"{request.processes} processes were asked for, and MPS admits {offer.clients} clients on the GPU",
-            "ask for fewer processes",
-            NeverFitsError,
-        )
-    if each_threads > limits.active_thread_percentage.tenths:
-        return Shortage(
-            "limits.active_thread_percentage",
-            f"{each_threads / 10:g} % of the threads were asked for, and the control daemon gives a client"
-            f" {limits.active_thread_percentage} % at most",
-            "ask for less, or raise limits.active_thread_percentage",
-            ExceedsDaemonLimitError,
-        )
-    memory = limits.pinned_device_mem_limit
-    if memory is not None and share.memory.mebibytes // request.processes > memory.mebibytes:
-        return Shortage(
-            "limits.pinned_device_mem_limit",
-            f"{share.memory} of memory were asked for, and the control daemon gives a client {memory} at most",
-            "ask for less, or raise limits.pinned_device_mem_limit",
-            ExceedsDaemonLimitError,
-        )
+# -- whether it fits ---------------------------------------------------------------------------------------------------
+
+
+def never(need: Amount, offer: Offer) -> Shortage | None:
+    """Say why this can never be had on this GPU, however long one waits; None when it can."""
+    return _too_fine(need, offer) or _too_much(need, offer) or _beyond_limits(need, offer)
+
+
+def _too_fine(need: Amount, offer: Offer) -> Shortage | None:
+    if need.threads >= need.clients and need.memory >= need.clients * MIB:
+        return None
+    what = f"{need.threads / 10:.1f} % of the threads and {format_size(need.memory)}"
+    because = f"{what} do not make {need.clients} parts of at least 0.1 % and 1 MiB"
+    return Shortage("processes", because, "ask for fewer processes or for more", InvalidRequestError, offer.gpu)
+
+
+def _too_much(need: Amount, offer: Offer) -> Shortage | None:
+    if need.threads > offer.threads:
+        has = f"{offer.threads / 10:g} % to give"
+        because = f"{need.threads / 10:.1f} % of the threads were asked for, and the GPU has {has}"
+        return Shortage("threads", because, "ask for less", NeverFitsError, offer.gpu)
+    if need.memory > offer.memory:
+        has = f"{format_size(offer.memory)} to give"
+        because = f"{format_size(need.memory)} of memory were asked for, and the GPU has {has}"
+        hint = "ask for less, or lower admission.memory_reserve"
+        return Shortage("memory", because, hint, NeverFitsError, offer.gpu)
+    if need.clients > offer.clients:
+        because = f"{need.clients} processes were asked for, and MPS admits {offer.clients} clients on the GPU"
+        return Shortage("clients", because, "ask for fewer processes", NeverFitsError, offer.gpu)
     return None
 
 
-def lacks(
-    request: LeaseRequest, share: Share, offer: Offer, *, free: Amount, uids: Mapping[int, int], uid: int
-) -> Shortage | None:
-    """Say why a share cannot be had on this GPU now, of which `free` is left and which `uids` use; None when it can."""
-    if offer.refusal is not None:
-        return Shortage(offer.refusal.limit, offer.refusal.because, offer.refusal.hint, DaemonNotReadyError)
-    if not offer.many_users and uids and uid not in uids:
-        other = next(iter(uids))
-        return Shortage(
-            "user",
-            f"uid {other} has the GPU, and its control daemon serves one uid at a time",
-            "wait until its leases end (wait), or let the daemon serve many: daemon.users",
-            DoesNotFitError,
-        )
-    if share.threads.tenths > free.threads:
-        return Shortage(
-            "threads",
-            f"{share.threads} % of the threads were asked for, and {max(free.threads, 0) / 10:g} % are left",
-            _END_OF_LEASE,
-            DoesNotFitError,
-        )
-    if share.memory.bytes > free.memory:
-        return Shortage(
-            "memory",
-            f"{share.memory} of memory were asked for, and {format_size(max(free.memory, 0))} are left",
-            _END_OF_LEASE,
-            DoesNotFitError,
-        )
-    if request.processes > free.clients:
-        return Shortage(
-            "clients",
-            f"{request.processes} client processes were asked for, and {max(free.clients, 0)} of {offer.clients}"
-            " are left",
-            _END_OF_LEASE,
-            DoesNotFitError,
-        )
-    return None
+def _beyond_limits(need: Amount, offer: Offer) -> Shortage | None:
+    """Compare what each client process would get with what its control daemon gives any of them."""
+    threads, memory = offer.limits.active_thread_percentage, offer.limits.pinned_device_mem_limit
+    tenths, mebibytes = need.threads // need.clients, need.memory // MIB // need.clients
+    asked = "were asked for" if need.clients == 1 else "were asked for, for each process"
+    if tenths > threads.tenths:
+        limit = "limits.active_thread_percentage"
+        asked = f"{tenths / 10:g} % of the threads {asked}"
+        because = f"{asked}, and the control daemon gives a client {threads} % at most"
+    elif memory is not None and mebibytes > memory.mebibytes:
+        limit = "limits.pinned_device_mem_limit"
+        asked = f"{format_size(mebibytes * MIB)} of memory {asked}"
+        because = f"{asked}, and the control daemon gives a client {memory} at most"
+    else:
+        return None
+    return Shortage(limit, because, f"ask for less, or raise {limit}", ExceedsDaemonLimitError, offer.gpu)
 
 
-def best(candidates: Sequence[tuple[Share, Amount]], count: int, placement: Placement) -> tuple[Share, ...]:
-    """Return the `count` places that the policy likes best, of those where the request fits, with what is free there.
-
-    Best fit takes the GPU with the least memory left, so that the others stay whole; spread the one with the most.
-    """
-    ordered = sorted(
-        candidates, key=lambda each: (each[1].memory, each[1].threads), reverse=placement is Placement.SPREAD
-    )
-    return tuple(share for share, _ in ordered[:count])
+_CLOSENESS: Final = (ExceedsDaemonLimitError, NeverFitsError, InvalidRequestError)
 
 
-def closest(shortages: Sequence[Shortage]) -> Shortage:
-    """Return the shortage of the GPU that came closest to granting: of several, the one to tell."""
-    order = (InvalidRequestError, NeverFitsError, ExceedsDaemonLimitError, DaemonNotReadyError, DoesNotFitError)
-    return max(shortages, key=lambda shortage: order.index(shortage.error))
+def why_never(candidates: Iterable[Candidate]) -> Shortage:
+    """Say why what a request comes to can never be had, on the GPU that comes closest: a limit can be raised."""
+    largest_first = sorted(candidates, key=lambda each: (each[0].memory, each[0].threads), reverse=True)
+    shortages = (never(need, offer) for offer, need in largest_first)
+    return min((each for each in shortages if each is not None), key=lambda each: _CLOSENESS.index(each.error))

@@ -3,20 +3,22 @@
 Time comes in with each call, and what was decided goes out as whole leases: the caller stores them, tells about them,
 and wakes whom they concern. Nothing is over-committed because a lease is entered in one place (`_enter`) and leaves in
 one (`_leave`), and the sums move there alone.
+The order of those who wait, and what is kept for whom, is `queue`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 
 from mpsd.core import admission
-from mpsd.core.admission import Amount, Offer, Shortage
-from mpsd.core.errors import DaemonNotReadyError, DoesNotFitError, NeverFitsError, QueueFullError, TooManyLeasesError
-from mpsd.core.model import Lease, LeaseRequest, LeaseState, ProcessIdentity, Share
+from mpsd.core.admission import NOTHING, Amount, Candidate, Offer, Shortage
+from mpsd.core.errors import QueueFullError, TooManyLeasesError
+from mpsd.core.model import Lease, LeaseRequest, LeaseState, ProcessIdentity
+from mpsd.core.offers import Offers
+from mpsd.core.queue import Queue, keep
+from mpsd.core.room import Kept, Room
 from mpsd.core.settings import Placement
 from mpsd.core.usage import Usage
-
-_NOTHING = Amount()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class Rules:
     placement: Placement = Placement.BEST_FIT
     queue_length: int = 1000
     leases: int = 10_000
+    patience: float = 300.0
+    """Seconds for which a request that stands first can be overtaken by those of users who had less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +53,7 @@ class User:
     """What one user has: how many leases, waiting ones included, and how much they come to."""
 
     leases: int = 0
-    amount: Amount = _NOTHING
-
-    def __add__(self, other: "User") -> "User":
-        """Add both."""
-        return User(self.leases + other.leases, self.amount + other.amount)
-
-    def __sub__(self, other: "User") -> "User":
-        """Subtract both."""
-        return User(self.leases - other.leases, self.amount - other.amount)
+    amount: Amount = NOTHING
 
 
 class Ledger:
@@ -67,13 +63,16 @@ class Ledger:
         self.rules = rules
         self.usage = usage
         self.leases: dict[str, Lease] = {}
-        self.waiting: dict[str, Lease] = {}
-        self._offers: dict[str, Offer] = {}
-        self._taken: dict[str, Amount] = {}
-        self._uids: dict[str, dict[int, int]] = {}
+        self._queue = Queue(usage)
+        self._offers = Offers({})
+        self._room = Room()
         self._users: dict[int, User] = {}
-        self._rates: dict[str, float] = {}
-        self._worth: dict[str, User] = {}
+        self._holding: dict[int, Amount] = {}
+        """By user, what it holds: the waiting ones not included."""
+        self._worth: dict[str, Amount] = {}
+        """By waiting lease, what it counts against its user's quota."""
+        self._looked: dict[str, list[Candidate]] = {}
+        """By waiting lease, where it can be granted some day, for as long as the offers stay as they are."""
         self._expiring: dict[str, float] = {}
         self._arrivals = 0
 
@@ -83,6 +82,11 @@ class Ledger:
         """Return a lease that has not ended."""
         return self.leases.get(lease_id) or self.waiting.get(lease_id)
 
+    @property
+    def waiting(self) -> Mapping[str, Lease]:
+        """The leases that wait, by id."""
+        return self._queue.leases
+
     def all(self) -> Iterator[Lease]:
         """Yield every lease that has not ended, those that hold something first."""
         yield from self.leases.values()
@@ -90,7 +94,7 @@ class Ledger:
 
     def taken(self, gpu: str) -> Amount:
         """Return what is granted on a GPU."""
-        return self._taken.get(gpu, _NOTHING)
+        return self._room.taken(gpu)
 
     def user(self, uid: int) -> User:
         """Return what a user holds and waits for."""
@@ -98,29 +102,62 @@ class Ledger:
 
     def worth(self, request: LeaseRequest) -> Amount:
         """Return what a request comes to at most, wherever it goes: what counts against its user's quota."""
-        worth = _NOTHING
-        for offer in self._named(request):
-            share = admission.share_on(request, offer)
-            if isinstance(share, Share):
-                part = admission.amount(share, request.processes)
-                worth = max(worth, part, key=lambda each: (each.memory, each.threads))
-        return Amount(worth.threads * request.gpus, worth.memory * request.gpus, worth.clients * request.gpus)
+        return self._offers.worth(request)
 
     def places(self, now: float) -> dict[str, Place]:
         """Say where every waiting lease stands."""
+        ordered = enumerate(self._queue.in_order(now, self.rules.patience), start=1)
         return {
-            lease.id: Place(position, self._shortage(lease))
-            for position, lease in enumerate(self._ordered(now), start=1)
+            lease.id: Place(position, self._shortage(lease, self._candidates(lease))) for position, lease in ordered
         }
+
+    def place(self, lease_id: str, now: float) -> Place | None:
+        """Say where this lease stands; None when it does not wait."""
+        lease = self.waiting.get(lease_id)
+        if lease is None:
+            return None
+        order = self._queue.order(lease, now, self.rules.patience)
+        before = sum(1 for _ in self._queue.in_order(now, self.rules.patience, before=order))
+        return Place(before + 1, self._shortage(lease, self._candidates(lease)))
+
+    def overdue(self, now: float) -> list[Lease]:
+        """Return the leases whose time to live, or to wait, is over."""
+        return [
+            lease for lease_id, at in self._expiring.items() if at <= now and (lease := self.find(lease_id)) is not None
+        ]
+
+    def impossible(self) -> list[tuple[Lease, Shortage]]:
+        """Return the leases that wait for what the GPUs will never have to give, as they are now, and why not.
+
+        A lease whose GPU is not there at the moment is none of them: nobody knows what it will have.
+        """
+        there = (lease for lease in self.waiting.values() if self._offers.has(lease.request))
+        return [
+            (lease, self._offers.why_never(lease.request))
+            for lease in there
+            if len(self._candidates(lease)) < lease.request.gpus
+        ]
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
-    def offer(self, offers: Iterable[Offer]) -> None:
-        """Take what the GPUs have to give from now on. Leases that hold something keep it, also where less is left."""
-        self._offers = {offer.gpu: offer for offer in offers}
+    def offer(self, offers: Iterable[Offer], now: float) -> bool:
+        """Take what the GPUs have to give from now on, and tell whether that is something else than before.
+
+        Leases that hold something keep it, also where less is left.
+        """
+        offered = {offer.gpu: offer for offer in offers}
+        if offered == self._offers.by_gpu:
+            return False
+        before, self._offers = self._offers.whole, Offers(offered)
+        self._looked.clear()
+        if before != self._offers.whole:
+            self._value_anew(now)
+        return True
 
     def restore(self, lease: Lease, now: float) -> None:
-        """Enter a lease that an earlier mpsd granted, or a place in its queue, as it was."""
+        """Enter a lease that an earlier mpsd granted, or a place in its queue, as it was. One that is there stays."""
+        if self.find(lease.id) is not None:
+            return
         self._arrivals = max(self._arrivals, lease.arrival)
         if lease.state is LeaseState.WAITING:
             self._join(lease)
@@ -130,12 +167,16 @@ class Ledger:
     def submit(self, lease: Lease, now: Now) -> Lease:
         """Grant a request that was just made, or let it wait if it may, and return the lease as it is then.
 
-        It waits also where there would be room when others, who come first, wait for just that room. Raises
-        InvalidRequestError, NeverFitsError and ExceedsDaemonLimitError for what waiting cannot help, DoesNotFitError
-        and DaemonNotReadyError for what does not want to wait, QueueFullError and TooManyLeasesError.
+        Those who wait and come before it go before it, whether they were let in already or not: it may have to wait, or
+        is refused, although there is room. When it waits, it may stand where something was kept for others, which is
+        free then: settle. Raises InvalidRequestError, QuotaError, NeverFitsError and ExceedsDaemonLimitError for what
+        waiting cannot help, DoesNotFitError and DaemonNotReadyError for what does not want to wait, QueueFullError and
+        TooManyLeasesError.
         """
         admission.check(lease.request)
-        self._refuse_impossible(lease)
+        candidates = self._offers.candidates(lease.request)
+        if len(candidates) < lease.request.gpus:
+            raise self._offers.why_never(lease.request).raised()
         if len(self.leases) + len(self.waiting) >= self.rules.leases:
             raise TooManyLeasesError(
                 f"this node has {self.rules.leases} leases, as many as it may",
@@ -143,12 +184,10 @@ class Ledger:
                 limit="leases",
             )
         self._arrivals += 1
-        lease = replace(lease, arrival=self._arrivals)
-        first = min([*self.waiting.values(), lease], key=lambda each: self._order(each, now.seconds))
-        shares = self._find_room(lease, None if first is lease else first)
-        if shares:
-            return self._grant(lease, shares, now)
-        shortage = self._shortage(lease)
+        chosen = self._choose(lease, candidates, now.seconds)
+        if chosen:
+            return self._grant(lease, chosen, now, self._arrivals)
+        shortage = self._shortage(lease, candidates)
         if lease.until is not None and lease.until <= now.seconds:
             raise shortage.raised()
         if len(self.waiting) >= self.rules.queue_length:
@@ -157,31 +196,34 @@ class Ledger:
                 hint="try again later",
                 limit="queue",
             )
-        lease = replace(lease, because=shortage.because)
+        lease = replace(lease, arrival=self._arrivals, because=shortage.because)
         self._join(lease)
         return lease
 
     def settle(self, now: Now) -> list[Lease]:
         """Grant what can be granted to those who wait, in their order, and return those leases.
 
-        Behind the first that cannot be granted, another may have what that one cannot use, and nothing else: it is
-        never delayed by who came after it.
-        """
-        granted, head = [], None
-        for lease in self._ordered(now.seconds):
-            shares = self._find_room(lease, head)
-            if shares:
-                self._part(lease)
-                granted.append(self._grant(lease, shares, now))
-            elif head is None:
-                head = lease
-        return granted
+        Of several places that came free, each is the next user's in turn; but on a daemon that serves one uid at a time
+        the user whose turn it is gets all that it waits for at once: nobody else could use the rest.
 
-    def overdue(self, now: float) -> list[Lease]:
-        """Return the leases whose time to live, or to wait, is over."""
-        return [
-            lease for lease_id, at in self._expiring.items() if at <= now and (lease := self.find(lease_id)) is not None
-        ]
+        Time alone changes the order, so it is to be called now and then, and not just when something happened.
+        """
+        granted: list[Lease] = []
+        kept: dict[str, Kept] = {}
+        anew = all(offer.many_users for offer in self._offers.by_gpu.values())
+        for lease in self._queue.in_order(now.seconds, self.rules.patience, anew=anew):
+            candidates = self._candidates(lease)
+            chosen = self._find(lease, candidates, kept)
+            if chosen:
+                self._part(lease)
+                granted.append(self._grant(lease, chosen, now, lease.arrival))
+            elif keep(lease, candidates, kept):
+                self._queue.stands_first(lease.id, now.seconds)
+            else:
+                continue
+            if self._is_spent(kept):
+                break
+        return granted
 
     def renew(self, lease_id: str, ttl: float, now: float) -> Lease:
         """Give a granted lease this many seconds from now."""
@@ -210,159 +252,120 @@ class Ledger:
 
     # -- deciding -----------------------------------------------------------------------------------------------------
 
-    def _order(self, lease: Lease, now: float) -> tuple[int, float, int]:
-        """Who goes first: the higher priority, then the user who had less lately, then who came first."""
-        return -lease.request.priority, self.usage.of(lease.owner.uid, now), lease.arrival
+    def _candidates(self, lease: Lease) -> list[Candidate]:
+        """Return where a lease that waits can be granted some day: looked for once, not whenever somebody leaves."""
+        found = self._looked.get(lease.id)
+        if found is None:
+            found = self._looked[lease.id] = self._offers.candidates(lease.request)
+        return found
 
-    def _ordered(self, now: float) -> list[Lease]:
-        return sorted(self.waiting.values(), key=lambda lease: self._order(lease, now))
+    def _find(self, lease: Lease, candidates: list[Candidate], kept: Mapping[str, Kept]) -> list[Candidate]:
+        return self._room.find(candidates, lease.owner.uid, lease.request.gpus, kept, self.rules.placement)
 
-    def _candidates(self, lease: Lease) -> Iterator[tuple[Offer, Share]]:
-        """Yield the GPUs where the request could be granted some day, with what it comes to there."""
-        for offer in self._named(lease.request):
-            share = admission.share_on(lease.request, offer)
-            if isinstance(share, Share) and admission.never(lease.request, share, offer) is None:
-                yield offer, share
+    def _choose(self, lease: Lease, candidates: list[Candidate], now: float) -> list[Candidate]:
+        """Return the places that a new request gets when all who wait and come before it have got theirs."""
+        if not self.waiting:
+            return self._find(lease, candidates, {})
+        kept: dict[str, Kept] = {}
+        taken: list[tuple[str, int, Amount]] = []
+        order = self._queue.order(replace(lease, arrival=self._arrivals), now, self.rules.patience)
+        for each in self._queue.in_order(now, self.rules.patience, before=order):
+            chosen = self._find(each, self._candidates(each), kept)
+            for offer, need in chosen:
+                taken.append((offer.gpu, each.owner.uid, need))
+                self._room.enter(*taken[-1])
+            if not chosen and keep(each, self._candidates(each), kept) and self._is_spent(kept):
+                break
+        chosen = self._find(lease, candidates, kept)
+        for gpu, uid, need in taken:  # they have it when they are let in, by settle
+            self._room.leave(gpu, uid, need)
+        return chosen
 
-    def _named(self, request: LeaseRequest) -> list[Offer]:
-        """Return the GPUs that a request is about."""
-        gpu, among = request.gpu, request.among
-        return [
-            offer
-            for offer in self._offers.values()
-            if gpu in {"any", offer.gpu} and (among is None or offer.gpu in among)
-        ]
+    def _is_spent(self, kept: Mapping[str, Kept]) -> bool:
+        return self._room.is_spent(self._offers.by_gpu.values(), kept)
 
-    def _find_room(self, lease: Lease, head: Lease | None) -> tuple[Share, ...]:
-        """Return the places that the request can have now, beside a head of the queue that must not be delayed."""
-        fitting = []
-        for offer, share in self._candidates(lease):
-            free = self._left_by(head, lease, offer)
-            uids = self._uids.get(offer.gpu, {})
-            if admission.lacks(lease.request, share, offer, free=free, uids=uids, uid=lease.owner.uid) is None:
-                fitting.append((share, free))
-        if len(fitting) < lease.request.gpus:
-            return ()
-        return admission.best(fitting, lease.request.gpus, self.rules.placement)
-
-    def _left_by(self, head: Lease | None, lease: Lease, offer: Offer) -> Amount:
-        """Return what is left of a GPU for a lease, less what the head of the queue waits to use there."""
-        free = Amount(offer.threads, offer.memory, offer.clients) - self.taken(offer.gpu)
-        if head is None:
-            return free
-        wanted = next((share for each, share in self._candidates(head) if each is offer), None)
-        if wanted is None:
-            return free
-        if not offer.many_users and head.owner.uid != lease.owner.uid:
-            return _NOTHING  # whoever joined the uid that has the GPU now would keep the head's uid out for longer
-        need = admission.amount(wanted, head.request.processes)
-        return Amount(
-            max(free.threads - need.threads, 0), max(free.memory - need.memory, 0), max(free.clients - need.clients, 0)
-        )
-
-    def _shortage(self, lease: Lease) -> Shortage:
+    def _shortage(self, lease: Lease, candidates: list[Candidate]) -> Shortage:
         """Say what a request that was not granted lacks, on the GPU that comes closest."""
-        shortages = []
-        for offer, share in self._candidates(lease):
-            free = Amount(offer.threads, offer.memory, offer.clients) - self.taken(offer.gpu)
-            uids = self._uids.get(offer.gpu, {})
-            shortage = admission.lacks(lease.request, share, offer, free=free, uids=uids, uid=lease.owner.uid)
-            if shortage is not None:
-                shortages.append(shortage)
-        if len(shortages) > len(list(self._candidates(lease))) - lease.request.gpus:
-            return admission.closest(shortages)
-        return Shortage(
-            "turn",
-            "what is free is kept for a request that comes first",
-            "wait for it (wait), or ask for less",
-            DoesNotFitError,
-        )
+        if len(candidates) < lease.request.gpus:
+            return self._offers.why_never(lease.request)
+        return self._room.lacks(candidates, lease.owner.uid, lease.request.gpus)
 
-    def _refuse_impossible(self, lease: Lease) -> None:
-        named = self._named(lease.request)
-        if not named:
-            raise DaemonNotReadyError(
-                "there is no GPU that mpsd can use for this", hint="see why with: mpsctl gpus", limit="gpu"
-            )
-        shortages = []
-        for offer in named:
-            share = admission.share_on(lease.request, offer)
-            shortage = share if isinstance(share, Shortage) else admission.never(lease.request, share, offer)
-            if shortage is not None:
-                shortages.append(shortage)
-        if len(named) - len(shortages) >= lease.request.gpus:
-            return
-        if shortages:
-            raise admission.closest(shortages).raised()
-        raise NeverFitsError(
-            f"{lease.request.gpus} GPUs were asked for, and this node has {len(named)}",
-            hint="ask for fewer",
-            limit="gpus",
-        )
+    # -- entering and leaving: the only places where the sums move ----------------------------------------------------
 
-    # -- entering and leaving: the only places where the sums move -----------------------------------------------------
-
-    def _grant(self, lease: Lease, shares: tuple[Share, ...], now: Now) -> Lease:
-        where = ", ".join(share.daemon for share in shares)
-        what = f"{shares[0].threads} % of the threads and {shares[0].memory} were free on {where}"
-        expires = None if lease.ttl is None else now.seconds + lease.ttl
+    def _grant(self, lease: Lease, chosen: list[Candidate], now: Now, arrival: int) -> Lease:
+        shares = tuple(admission.share(lease.request, offer, need) for offer, need in chosen)
+        first, on = shares[0], ", ".join(share.daemon for share in shares)
         granted = replace(
-            lease, state=LeaseState.GRANTED, because=what, shares=shares, granted=now.time, until=None, expires=expires
+            lease,
+            state=LeaseState.GRANTED,
+            because=f"{first.threads} % of the threads and {first.memory} were free on {on}",
+            arrival=arrival,
+            shares=shares,
+            granted=now.time,
+            until=None,
+            expires=None if lease.ttl is None else now.seconds + lease.ttl,
         )
         self._enter(granted, now.seconds)
         return granted
 
     def _enter(self, lease: Lease, now: float) -> None:
-        uid, total = lease.owner.uid, _NOTHING
+        uid, whole = lease.owner.uid, NOTHING
         for share in lease.shares:
             part = admission.amount(share, lease.request.processes)
-            self._taken[share.gpu] = self.taken(share.gpu) + part
-            uids = self._uids.setdefault(share.gpu, {})
-            uids[uid] = uids.get(uid, 0) + 1
-            total += part
+            self._room.enter(share.gpu, uid, part)
+            whole += part
         self.leases[lease.id] = lease
-        self._users[uid] = self.user(uid) + User(1, total)
-        if lease.expires is not None:
-            self._expiring[lease.id] = lease.expires
-        self._rates[lease.id] = self._part_of_node(total)
-        self.usage.change(uid, self._rates[lease.id], now)
+        self._note(lease, whole, lease.expires)
+        self._hold(uid, self._holding.get(uid, NOTHING) + whole, now)
 
     def _leave(self, lease: Lease, now: float) -> None:
-        uid, total = lease.owner.uid, _NOTHING
+        uid, whole = lease.owner.uid, NOTHING
         for share in lease.shares:
             part = admission.amount(share, lease.request.processes)
-            self._taken[share.gpu] = self.taken(share.gpu) - part
-            uids = self._uids[share.gpu]
-            uids[uid] -= 1
-            if not uids[uid]:
-                del uids[uid]
-            total += part
+            self._room.leave(share.gpu, uid, part)
+            whole += part
         del self.leases[lease.id]
-        self._count_out(uid, User(1, total))
-        self._expiring.pop(lease.id, None)
-        self.usage.change(uid, -self._rates.pop(lease.id), now)
+        self._forget(lease, whole)
+        self._hold(uid, self._holding[uid] - whole, now)
+
+    def _hold(self, uid: int, amount: Amount, now: float) -> None:
+        if amount.clients:
+            self._holding[uid] = amount
+        else:
+            del self._holding[uid]
+        self.usage.hold(uid, self._offers.part(amount), now)
 
     def _join(self, lease: Lease) -> None:
-        self.waiting[lease.id] = lease
-        self._worth[lease.id] = User(1, self.worth(lease.request))
-        self._users[lease.owner.uid] = self.user(lease.owner.uid) + self._worth[lease.id]
-        if lease.until is not None:
-            self._expiring[lease.id] = lease.until
+        self._queue.join(lease)
+        self._worth[lease.id] = self.worth(lease.request)
+        self._note(lease, self._worth[lease.id], lease.until)
 
     def _part(self, lease: Lease) -> None:
-        del self.waiting[lease.id]
-        self._count_out(lease.owner.uid, self._worth.pop(lease.id))
+        self._queue.part(lease.id)
+        self._forget(lease, self._worth.pop(lease.id))
+        self._looked.pop(lease.id, None)
+
+    def _note(self, lease: Lease, amount: Amount, until: float | None) -> None:
+        """Count a lease to its user, and note when its time is over."""
+        self._count(lease.owner.uid, 1, amount)
+        if until is not None:
+            self._expiring[lease.id] = until
+
+    def _forget(self, lease: Lease, amount: Amount) -> None:
+        self._count(lease.owner.uid, -1, -amount)
         self._expiring.pop(lease.id, None)
 
-    def _count_out(self, uid: int, less: User) -> None:
-        left = self.user(uid) - less
-        if left.leases:
-            self._users[uid] = left
+    def _count(self, uid: int, leases: int, amount: Amount) -> None:
+        has = self.user(uid)
+        if has.leases + leases:
+            self._users[uid] = User(has.leases + leases, has.amount + amount)
         else:
             del self._users[uid]
 
-    def _part_of_node(self, amount: Amount) -> float:
-        """Return the greater of an amount's part of the node's threads and of its memory."""
-        threads = sum(offer.threads for offer in self._offers.values())
-        memory = sum(offer.memory for offer in self._offers.values())
-        return max(amount.threads / threads if threads else 0.0, amount.memory / memory if memory else 0.0)
+    def _value_anew(self, now: float) -> None:
+        """Weigh what everybody has and waits for by what the node has to give now."""
+        for uid, amount in self._holding.items():
+            self.usage.hold(uid, self._offers.part(amount), now)
+        for lease in self.waiting.values():
+            before, self._worth[lease.id] = self._worth[lease.id], self.worth(lease.request)
+            self._count(lease.owner.uid, 0, self._worth[lease.id] - before)

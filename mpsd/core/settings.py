@@ -189,6 +189,13 @@ class Admission:
     usage_half_life: float = row(
         3600.0, parsers.seconds, "after which what a user had counts half, when the queue is put in order", unit="s"
     )
+    patience: float = row(
+        300.0,
+        parsers.seconds,
+        "for which the request that waits first can be overtaken by users who had less; then nobody overtakes it",
+        unit="s",
+        reload=True,
+    )
     placement: Placement = row(
         Placement.BEST_FIT,
         parsers.choice(Placement),

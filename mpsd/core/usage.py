@@ -7,6 +7,13 @@ memory, decaying with a half-life, so that what was used yesterday counts for le
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
+
+_AHEAD: Final = 1.0
+"""Seconds for which what a user holds is counted ahead when users are compared."""
+
+_FORGOTTEN: Final = 1e-3
+"""Share-seconds that are not worth keeping."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +26,7 @@ class Account:
 
 
 class Usage:
-    """The accounts of all users."""
+    """The accounts of all users. `half_life` is in seconds, and so is every `now`, of a clock that does not jump."""
 
     def __init__(self, half_life: float, accounts: Mapping[int, Account] | None = None) -> None:
         self.half_life = half_life
@@ -28,24 +35,43 @@ class Usage:
     def of(self, uid: int, now: float) -> float:
         """Return what a user has had, as of now, in share-seconds."""
         account = self._accounts.get(uid)
-        return 0.0 if account is None else self._advanced(account, now).value
+        return 0.0 if account is None else self._value(account, now)
 
-    def change(self, uid: int, delta: float, now: float) -> None:
-        """Note that a user holds this much more, or less, of the node from now on."""
-        account = self._advanced(self._accounts.get(uid, Account(at=now)), now)
-        # A sum of floats may miss zero by a hair, and a user that holds nothing must come to rest.
-        rate = account.rate + delta
-        self._accounts[uid] = Account(account.value, rate if rate > 1e-9 else 0.0, now)  # noqa: PLR2004 - a hair
+    def standing(self, uid: int, now: float) -> float:
+        """Return by what users are compared, the lesser first: what one has had, and what it holds, for a second more.
+
+        Without that second, all that comes free at one moment would go to one user, who had had nothing of it yet. It
+        is rounded to a millionth, so that equals are equal, and who came first decides, however the floats fell.
+        """
+        account = self._accounts.get(uid)
+        return 0.0 if account is None else round(self._value(account, now) + account.rate * _AHEAD, 6)
+
+    def hold(self, uid: int, share: float, now: float) -> None:
+        """Note that a user holds this share of the node from now on.
+
+        It is the whole of what it holds, not what came or went: a sum of such would drift, and never be nothing again.
+        """
+        account = self._accounts.get(uid) or Account(at=now)
+        self._accounts[uid] = Account(self._value(account, now), share, max(now, account.at))
 
     def accounts(self, now: float) -> dict[int, Account]:
-        """Return every account as of now, for keeping; those that have decayed to nothing are left out."""
-        advanced = {uid: self._advanced(account, now) for uid, account in self._accounts.items()}
-        self._accounts = {uid: account for uid, account in advanced.items() if account.rate or account.value > 1e-3}  # noqa: PLR2004
+        """Return every account as of now, for keeping; those that have decayed to nothing are forgotten."""
+        for uid, account in tuple(self._accounts.items()):
+            value = self._value(account, now)
+            if account.rate or value > _FORGOTTEN:
+                self._accounts[uid] = Account(value, account.rate, max(now, account.at))
+            else:
+                del self._accounts[uid]
         return dict(self._accounts)
 
-    def _advanced(self, account: Account, now: float) -> Account:
-        """Let the old decay and the new add up; the integral of a constant rate under the same decay."""
-        passed = max(now - account.at, 0.0)
-        decay = 0.5 ** (passed / self.half_life)
-        gained = account.rate * self.half_life / math.log(2) * (1 - decay)
-        return Account(account.value * decay + gained, account.rate, max(now, account.at))
+    def _value(self, account: Account, now: float) -> float:
+        """Let the old decay and the new add up: the integral of a constant rate under the same decay.
+
+        By expm1, which is right also where next to no time has passed, or the half-life is next to eternal.
+        """
+        passed = now - account.at
+        if passed <= 0:
+            return account.value
+        halvings = passed / self.half_life * math.log(2)
+        lost = -math.expm1(-halvings)
+        return account.value * (1 - lost) + account.rate * passed * (lost / halvings if halvings else 1.0)

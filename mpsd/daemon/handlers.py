@@ -195,8 +195,7 @@ class Handlers:
     async def lease(self, request: Request) -> wire.LeaseOut:
         """Return one lease."""
         lease = self._theirs(request, act=False)
-        place = self._node.leases.ledger.places(clock.monotonic()).get(lease.id)
-        answer = _lease_out(lease, place)
+        answer = _lease_out(lease, self._node.leases.ledger.place(lease.id, clock.monotonic()))
         await self._node.leases.as_stored()
         return answer
 

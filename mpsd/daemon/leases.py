@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from mpsd.core import attribution
 from mpsd.core.admission import Offer
 from mpsd.core.errors import DoesNotFitError, MpsdError, NotFoundError, StoppingError, StorageError
 from mpsd.core.ledger import Ledger, Now
@@ -91,8 +92,8 @@ class Leases:
                 await asyncio.sleep(_TICK)
                 self._end_overdue()
                 self._ties.let_go()
-                if self._turn.look_for_room():
-                    self.settle()
+                self._turn.look_for_room()
+                self.settle()  # the order changes with time alone
                 if clock.monotonic() - noted >= _USAGE_INTERVAL:
                     noted = clock.monotonic()
                     self._note_usage(self.ledger.usage)
@@ -138,11 +139,10 @@ class Leases:
 
     def _end_overdue(self) -> None:
         now = clock.monotonic()
-        overdue = self.ledger.overdue(now)
-        places = self.ledger.places(now) if any(lease.state is LeaseState.WAITING for lease in overdue) else {}
-        for lease in overdue:
-            if lease.state is LeaseState.WAITING:
-                lacks = places[lease.id].waits_for
+        for lease in self.ledger.overdue(now):
+            place = self.ledger.place(lease.id, now)
+            if place is not None:
+                lacks = place.waits_for
                 because = f"it waited in vain for as long as it was to: {lacks.because}"
                 self._end(lease.id, because, refusal=DoesNotFitError(because, hint=lacks.hint, limit=lacks.limit))
             else:
@@ -262,9 +262,13 @@ class Leases:
 
     def offer(self, offers: Iterable[Offer]) -> None:
         """Take what the GPUs have to give from now on, and grant what has become possible."""
-        if offers is not self._offered:
-            self._offered = offers
-            self.ledger.offer(offers)
+        if offers is self._offered:
+            return
+        self._offered = offers
+        if self.ledger.offer(offers, clock.monotonic()):
+            for lease, shortage in self.ledger.impossible():
+                because = f"what the GPUs have to give has changed: {shortage.because}"
+                self._end(lease.id, because, refusal=shortage.raised())
             self.settle()
 
     def leave(self) -> None:
@@ -352,22 +356,13 @@ class Leases:
     # -- the processes that keep a lease alive -------------------------------------------------------------------------
 
     def attribute(self, clients: Iterable[int]) -> None:
-        """Attribute MPS clients to the leases whose processes they are or descend from, while those have room for them.
-
-        A descendant of a client counts too: its own parent, the holder, may be gone by then.
-        """
-        leases: dict[ProcessIdentity, list[str]] = {}
-        known: set[int] = set()
-        for lease in self.ledger.leases.values():
-            for identity in (lease.holder, *lease.clients):
-                leases.setdefault(identity, []).append(lease.id)
-            known.update(client.pid for client in lease.clients)
+        """Attribute MPS clients to the leases whose processes they are or descend from, while those have room."""
+        attributed = {client.pid for lease in self.ledger.leases.values() for client in lease.clients}
         for pid in clients:
-            if pid in known:
+            if pid in attributed:
                 continue
             family = list(process.ancestors(pid))
-            candidates = (self.ledger.leases[each] for ancestor in family for each in leases.get(ancestor, ()))
-            found = next((each for each in candidates if len(each.clients) < each.request.processes), None)
+            found = attribution.lease_of(family, attribution.by_process(self.ledger.leases.values()))
             if found is not None and self._ties.tie_to(found.id, family[0]):
                 lease = self.ledger.attach(found.id, (*found.clients, family[0]))
                 self._turn.change(lease, Happened.CLIENT_ATTRIBUTED, client=pid)

@@ -58,7 +58,12 @@ class GpuView:
 def rules(settings: Settings) -> Rules:
     """Return what the settings say of admission as a whole."""
     admission = settings.admission
-    return Rules(placement=admission.placement, queue_length=admission.queue_length, leases=admission.leases)
+    return Rules(
+        placement=admission.placement,
+        queue_length=admission.queue_length,
+        leases=admission.leases,
+        patience=admission.patience,
+    )
 
 
 def daemon_name(gpu: Gpu) -> str:

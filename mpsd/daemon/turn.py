@@ -67,15 +67,14 @@ class Turn:
         if self._keeping.is_late(lease_id):
             raise StorageError(f"lease {lease_id} could not be stored as it is now: {self.trouble}", hint=_MAKE_ROOM)
 
-    def look_for_room(self) -> bool:
-        """Try again what failed; tell whether there is room where there was none."""
+    def look_for_room(self) -> None:
+        """Try again what failed, and grant again when there is room where there was none."""
         if self._keeping.is_late():
             self._schedule()
         if not self.trouble or not self._keeping.has_room():
-            return False
+            return
         self.trouble = ""
         self._log.info(Happened.STORE_HAS_ROOM)
-        return True
 
     def end(self) -> None:
         """Store what this turn decided, tell it, and let those go on who waited for that."""

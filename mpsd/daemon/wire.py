@@ -32,7 +32,7 @@ class LeaseRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     memory: SizeText | SizeBytes | None = None
     """Device memory, as `8GiB` or in bytes; granted in whole MiB."""
     fraction: Fraction | None = None
-    """That part of one GPU's threads and memory, (0, 1]."""
+    """That part of one GPU's threads and memory, from 0.001 to 1."""
     gpu: Text = "any"
     """`any`, an index, a UUID, or a unique prefix of one."""
     gpus: Annotated[int, Meta(ge=1, le=64)] = 1
@@ -122,6 +122,7 @@ class LeaseOut(Struct):
     granted: datetime | None
     ended: datetime | None
     expires: datetime | None
+    request_id: str | None
     wait: WaitOut | None
 
     @classmethod
@@ -149,6 +150,7 @@ class LeaseOut(Struct):
             granted=lease.granted,
             ended=lease.ended,
             expires=expires,
+            request_id=request.request_id,
             wait=WaitOut(place.position, place.waits_for.limit, place.waits_for.because) if place else None,
         )
 

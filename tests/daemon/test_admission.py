@@ -385,9 +385,9 @@ class TestHolder:
 
 
 BAD_BODIES = [
-    ({}, "threads is missing", None),
-    ({"threads": 10}, "memory is missing", None),
-    ({"memory": "1GiB"}, "threads is missing", None),
+    ({}, "threads is missing", "threads"),
+    ({"threads": 10}, "memory is missing", "memory"),
+    ({"memory": "1GiB"}, "threads is missing", "threads"),
     ({"threads": 0, "memory": "1GiB"}, "not in (0, 100]", "active_thread_percentage"),
     ({"threads": 150, "memory": "1GiB"}, "not in (0, 100]", "active_thread_percentage"),
     ({"threads": -5, "memory": "1GiB"}, "not in (0, 100]", "active_thread_percentage"),
@@ -399,10 +399,10 @@ BAD_BODIES = [
     ({"threads": 10, "memory": "-1GiB"}, "not a size", None),
     ({"threads": 10, "memory": True}, "$.memory", None),
     ({"threads": 10, "memory": 2**64}, "", None),
-    ({"fraction": 0}, "(0, 1]", "fraction"),
-    ({"fraction": 1.5}, "(0, 1]", "fraction"),
-    ({"fraction": 0.0001}, "0.1", "active_thread_percentage"),
-    ({"fraction": 0.5, "threads": 10}, "a fraction stands for threads and memory", None),
+    ({"fraction": 0}, "between 0.001 and 1", "fraction"),
+    ({"fraction": 1.5}, "between 0.001 and 1", "fraction"),
+    ({"fraction": 0.0001}, "between 0.001 and 1", "fraction"),
+    ({"fraction": 0.5, "threads": 10}, "a fraction stands for threads and memory", "fraction"),
     ({"threads": 10, "memory": "1GiB", "gpuu": "0"}, "gpuu", None),
     ({"threads": 10, "memory": "1GiB", "pid": 0}, "$.pid", None),
     ({"threads": 10, "memory": "1GiB", "pid": 2**40}, "$.pid", None),

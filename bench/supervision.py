@@ -1,6 +1,7 @@
 """What it costs to supervise: settings verified, a dead daemon brought back, a status asked for, nothing at all."""
 
 import asyncio
+import compileall
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from typing import Final
 
 import psutil
 
+import mpsd
 from bench.service import bare_daemon, bare_environment, one_shot, running, start_bare
 from bench.side_by_side import Figure, Result, in_turn, timed
 from mpsd.core.commands import default_active_thread_percentage, default_device_pinned_mem_limit
@@ -82,6 +84,8 @@ def recovery(control: str, root: Path) -> Iterator[Result]:
 def status(control: str, root: Path) -> Iterator[Result]:
     """Compare `mpsctl status` with the bare interpreter."""
     mpsctl = Path(sys.executable).with_name("mpsctl")
+    # As pip does where it installs; a checkout may be without.
+    compileall.compile_dir(Path(mpsd.__file__).parent, quiet=2)
 
     def run(*command: str) -> Callable[[], float]:
         return lambda: timed(lambda: subprocess.run(command, stdout=subprocess.DEVNULL, check=True))

@@ -107,7 +107,7 @@ class Door:
     async def sweep(self) -> None:
         """Close what connected and then said nothing, until cancelled."""
         while True:
-            await asyncio.sleep(_SWEEP)
+            await asyncio.sleep(clock.until_next(_SWEEP))
             self._forget_closed()
             now = clock.monotonic()
             for transport in [each for each, until in self._silent.items() if now > until]:

@@ -89,7 +89,7 @@ class Leases:
         try:
             noted = clock.monotonic()
             while True:
-                await asyncio.sleep(_TICK)
+                await asyncio.sleep(clock.until_next(_TICK))
                 self._end_overdue()
                 self._ties.let_go()
                 self._turn.look_for_room()

@@ -131,7 +131,7 @@ class Node:
     async def _follow_offers(self) -> None:
         """Let those who wait have what becomes possible when a daemon or a GPU changes."""
         while True:
-            await asyncio.sleep(_OFFER_INTERVAL)
+            await asyncio.sleep(clock.until_next(_OFFER_INTERVAL))
             before = self._offers
             if self.offers() is not before:
                 self.leases.offer(self._offers)

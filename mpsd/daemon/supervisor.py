@@ -298,7 +298,7 @@ class Supervisor:
         if due and not glance.behind:
             await self._probe()
         self._observer.shorten_log(self._settings.daemon.log_size)
-        await self._sleep(0.0 if glance.behind else _TICK)
+        await self._sleep(0.0 if glance.behind else clock.until_next(_TICK))
 
     async def _probe(self) -> bool:
         """Talk to the daemon, and let the state be what comes of it; tell whether it could be reached at all.

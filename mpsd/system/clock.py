@@ -12,6 +12,14 @@ def now() -> datetime:
     return datetime.now(UTC)
 
 
+def until_next(seconds: float) -> float:
+    """Return how long it is until the next whole multiple of so many seconds.
+
+    What is done again and again is done at such moments, so that the process is woken once for all of it.
+    """
+    return seconds - time.monotonic() % seconds
+
+
 def monotonic() -> float:
     """Return seconds of a clock that never jumps, for deadlines and tallies; it says nothing across a reboot."""
     return time.monotonic()

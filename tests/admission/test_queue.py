@@ -113,6 +113,17 @@ class TestWaiting:
         refused(line.ask(**SMALL, wait=0), 409, "does_not_fit", "threads")
         assert line.queue() == []
 
+    def test_becomes_impossible(self, make_node: Start, make_line: MakeLine) -> None:
+        """When a reload leaves no GPU that could ever grant it, it is refused at once, and the next in line is not."""
+        line = make_line(make_node(simulate=1, config="[admission]\n").start())
+        first = fill(line, threads=1, memory="79GiB")
+        large, _ = line.waits(threads=1, memory="78GiB", wait=None)
+        small, _ = line.waits(threads=1, memory="10GiB", wait=None)
+        line.node.reload('[admission]\nmemory_reserve = "10GiB"\n')
+        assert "the GPU has 70GiB to give" in refused(large.answer(), 409, "never_fits", "memory")
+        line.release(first)
+        assert small.answer().status == 201
+
     def test_mpsd_stops(self, make_node: Start, make_line: MakeLine) -> None:
         """When mpsd is told to end, those who wait are told so, and not left with a dead connection."""
         line = make_line(make_node(simulate=1).start())
@@ -384,6 +395,7 @@ class TestEnd:
         """With a request_id its place is kept, and it comes back to it: same lease, same position."""
         first = fill(line)
         call, lease = line.waits(**SMALL, request_id="mine")
+        assert lease["request_id"] == "mine"
         line.waits(**SMALL)
         call.hang_up()
         again = line.call("POST", "/v1/leases", {**SMALL, "wait": None, "request_id": "mine"})

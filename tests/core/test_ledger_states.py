@@ -497,8 +497,8 @@ def _steps(share: int) -> settings:
 
 
 TestManyUsers = Three.TestCase
-TestManyUsers.settings = _steps(70)
+TestManyUsers.settings = _steps(90)
 TestOneUser = OneUser.TestCase
-TestOneUser.settings = _steps(70)
+TestOneUser.settings = _steps(90)
 TestCrowded = Crowded.TestCase
-TestCrowded.settings = _steps(70)
+TestCrowded.settings = _steps(90)

@@ -1,5 +1,6 @@
 """A real mpsd as a process, for tests: started, asked over its socket and through mpsctl, and ended."""
 
+import contextlib
 import http.client
 import json
 import os
@@ -186,7 +187,8 @@ class Node:
         connection = _UnixConnection(self.socket)
         try:
             raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-            connection.request(method, path, raw, dict(headers or {}))
+            with contextlib.suppress(BrokenPipeError):  # turned away before it was read: the answer says why
+                connection.request(method, path, raw, dict(headers or {}))
             answer = connection.getresponse()
             return Answer(answer.status, dict(answer.getheaders()), answer.read())
         finally:

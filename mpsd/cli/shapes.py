@@ -98,6 +98,8 @@ class Drift(TypedDict):
     found: float | int | None
     since: str
     command: str | None
+    server: int | None
+    undone: str | None
 
 
 class Server(TypedDict):
@@ -107,6 +109,7 @@ class Server(TypedDict):
     status: str | None
     clients: list[int]
     orphan: bool
+    limits: Limits
 
 
 class Daemon(TypedDict):
@@ -125,6 +128,7 @@ class Daemon(TypedDict):
     limits: Limits
     limits_wanted: Limits
     drift: list[Drift]
+    undone: list[Drift]
     servers: list[Server]
     version: str | None
 

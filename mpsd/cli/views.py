@@ -41,7 +41,7 @@ def _remedies(gpus: "shapes.Gpus", daemons: "shapes.Daemons", now: datetime) -> 
         if gpu["hint"]:
             yield f"  GPU {gpu['index']}: {gpu['hint']}"
     for daemon in daemons["daemons"]:
-        yield from (f"  {daemon['name']}: {_drifted(drift, now)}" for drift in daemon["drift"])
+        yield from (f"  {daemon['name']}: {_drifted(drift, now)}" for drift in daemon["drift"] + daemon["undone"])
         if daemon["hint"]:
             yield f"  {daemon['name']}: {daemon['hint']}"
 
@@ -50,7 +50,10 @@ def _drifted(drift: "shapes.Drift", now: datetime) -> str:
     """Say what was wanted and what was found, since when, and whose command did it."""
     found, wanted = (_limit(drift["limit"], drift[side]) for side in ("found", "wanted"))
     culprit = f", set by the foreign command '{drift['command']}'" if drift["command"] else ""
-    return f"{drift['limit']} is {found}, not {wanted}, since {age(drift['since'], now)}{culprit}"
+    whose = f"{drift['limit']} of server {drift['server']}" if drift["server"] else drift["limit"]
+    if drift["undone"]:
+        return f"{whose} was {found}, not {wanted}{culprit}; mpsd put it back {age(drift['undone'], now)} ago"
+    return f"{whose} is {found}, not {wanted}, since {age(drift['since'], now)}{culprit}"
 
 
 def _limit(name: str, value: float | None) -> str:
@@ -152,7 +155,7 @@ def daemons(answer: "shapes.Daemons", now: datetime) -> str:
     headings = ("DAEMON", "STATE", "SINCE", "PID", "THREADS", "MEMORY", "SERVERS", "DRIVER", "PIPE DIRECTORY")
     lines = [table(headings, rows, none="no control daemons")]
     for daemon in answer["daemons"]:
-        lines += [f"{daemon['name']}: {_drifted(drift, now)}" for drift in daemon["drift"]]
+        lines += [f"{daemon['name']}: {_drifted(drift, now)}" for drift in daemon["drift"] + daemon["undone"]]
         if daemon["hint"]:
             lines.append(_trouble(daemon["name"], daemon))
     return "\n".join(lines)
@@ -160,7 +163,7 @@ def daemons(answer: "shapes.Daemons", now: datetime) -> str:
 
 def _limits(daemon: "shapes.Daemon") -> tuple[str, str]:
     """Print both limits as they read back; one that drifted is marked. Whoever reports no threads was not heard yet."""
-    limits, drifted = daemon["limits"], {drift["limit"] for drift in daemon["drift"]}
+    limits, drifted = daemon["limits"], {drift["limit"] for drift in daemon["drift"] if drift["server"] is None}
     if limits["active_thread_percentage"] is None:
         return _UNKNOWN, _UNKNOWN
     threads, memory = (

@@ -20,7 +20,7 @@ from mpsd.core.errors import (
     InvalidRequestError,
     ServerNotFoundError,
 )
-from mpsd.core.units import GIB, MIB, ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.units import GIB, MIB
 
 T = TypeVar("T")
 
@@ -265,7 +265,8 @@ def _parse_nothing(command: str, lines: Sequence[str]) -> None:
 # -- the commands that mpsd speaks -------------------------------------------------------------------------------------
 
 
-def _command(name: str, arguments: tuple[str | int, ...], parse: Callable[[str, Sequence[str]], T]) -> Command[T]:
+def command(name: str, arguments: tuple[str | int, ...], parse: Callable[[str, Sequence[str]], T]) -> Command[T]:
+    """Return a command of the table."""
     texts = tuple(str(argument) for argument in arguments)
     line = " ".join((name, *texts))
     return Command(TABLE[name], texts, lambda lines: parse(line, lines))
@@ -275,7 +276,8 @@ DEVICES: Final = 32
 """Ordinals below this are taken for devices, GPU or no GPU; others are ignored, and only the log says so (measured)."""
 
 
-def _ordinal(device: int) -> int:
+def ordinal(device: int) -> int:
+    """Return the ordinal of a device. Raises InvalidRequestError when it can be none."""
     if isinstance(device, bool) or not 0 <= device < DEVICES:
         raise InvalidRequestError(
             f"{device!r} is not the ordinal of a device",
@@ -286,93 +288,44 @@ def _ordinal(device: int) -> int:
 
 def get_server_list() -> Command[tuple[int, ...]]:
     """Ask for the pids of the servers."""
-    return _command("get_server_list", (), parse_pids)
+    return command("get_server_list", (), parse_pids)
 
 
 def get_server_status(server: int) -> Command[str]:
     """Ask for a server's state word: INITIALIZING, ACTIVE or FAULT."""
-    return _command("get_server_status", (server,), _parse_status)
+    return command("get_server_status", (server,), _parse_status)
 
 
 def get_client_list(server: int) -> Command[tuple[int, ...]]:
     """Ask for the pids of a server's clients. A busy server answers nothing, as one without clients does."""
-    return _command("get_client_list", (server,), parse_pids)
+    return command("get_client_list", (server,), parse_pids)
 
 
 def get_default_active_thread_percentage() -> Command[int]:
     """Ask for the percentage that the next server starts with, in tenths; the cheapest proof of life there is."""
-    return _command("get_default_active_thread_percentage", (), parse_percentage)
+    return command("get_default_active_thread_percentage", (), parse_percentage)
 
 
 def get_default_device_pinned_mem_limit(device: int) -> Command[int | None]:
     """Ask for the memory limit that the next server starts with, in bytes; None when there is none."""
-    return _command("get_default_device_pinned_mem_limit", (_ordinal(device),), parse_mem_limit)
+    return command("get_default_device_pinned_mem_limit", (ordinal(device),), parse_mem_limit)
+
+
+def get_active_thread_percentage(server: int) -> Command[int]:
+    """Ask for the percentage that the next client of a server gets at most, in tenths. A busy server says nothing."""
+    return command("get_active_thread_percentage", (server,), parse_percentage)
+
+
+def get_device_pinned_mem_limit(server: int, device: int) -> Command[int | None]:
+    """Ask for the memory limit that the next client of a server gets, in bytes; None when it has none, or is busy."""
+    return command("get_device_pinned_mem_limit", (server, ordinal(device)), parse_mem_limit)
 
 
 def start_server(uid: int) -> Command[None]:
     """Start a server for a uid ahead of its first client. Silence says nothing: look at the server list."""
-    return _command("start_server", ("-uid", uid), _parse_nothing)
+    return command("start_server", ("-uid", uid), _parse_nothing)
 
 
 def quit_daemon(seconds: int | None) -> Command[None]:
     """Stop the control daemon; with `seconds`, its servers are forced when that time is over."""
-    return _command("quit", () if seconds is None else ("-t", seconds), _parse_nothing)
-
-
-# -- settings: set, read back, compare ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Setting(Generic[T]):
-    """A value to be set: the command that sets it, the one that reads it back, and what must come back."""
-
-    limit: str
-    wanted: T
-    setter: str
-    getter: Command[T]
-
-    @property
-    def script(self) -> tuple[str, ...]:
-        """What goes down the pipe."""
-        return self.setter, self.getter.line
-
-    @property
-    def expects(self) -> int | None:
-        """How many lines come back whatever becomes of it, or None when that is not certain before.
-
-        A memory limit that the daemon ignored, or never knew of, reads back as silence, or as complaints of any length.
-        """
-        return 2 if self._setter_lines and self.getter.row.lines is Lines.ONE else None
-
-    @property
-    def _setter_lines(self) -> int:
-        """A setter echoes the value now in force, or says nothing at all."""
-        return 1 if TABLE[self.setter.split(" ", 1)[0]].lines is Lines.ONE else 0
-
-    def read_back(self, lines: Sequence[str]) -> T:
-        """Return what the getter said: the last line, after whatever the setter had to say."""
-        refused = refusal(self.setter, lines)
-        if refused is not None:
-            raise refused
-        return self.getter.parse(lines[self._setter_lines :])
-
-
-def default_active_thread_percentage(wanted: ActiveThreadPercentage) -> Setting[int]:
-    """Give the next server this percentage."""
-    return Setting(
-        "active_thread_percentage",
-        wanted.tenths,
-        f"set_default_active_thread_percentage {wanted}",
-        get_default_active_thread_percentage(),
-    )
-
-
-def default_device_pinned_mem_limit(device: int, wanted: PinnedDeviceMemLimit | None) -> Setting[int | None]:
-    """Give the next server this memory limit on the device with this ordinal; `None` takes a limit away."""
-    value = "0" if wanted is None else wanted.grammar
-    return Setting(
-        "pinned_device_mem_limit",
-        None if wanted is None else wanted.as_reported.bytes,
-        f"set_default_device_pinned_mem_limit {_ordinal(device)} {value}",
-        get_default_device_pinned_mem_limit(device),
-    )
+    return command("quit", () if seconds is None else ("-t", seconds), _parse_nothing)

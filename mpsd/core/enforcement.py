@@ -1,41 +1,87 @@
 """Whether the limits in force are the limits that mpsd set. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime
+from typing import Final, TypeAlias
 
-from mpsd.core.model import Drift, Limits, ReadBack
+from mpsd.core.model import Drift, Limits, ReadBack, Server
 
-_SETTERS = {
-    "active_thread_percentage": "set_default_active_thread_percentage",
-    "pinned_device_mem_limit": "set_default_device_pinned_mem_limit",
+_PERCENTAGE: Final = "active_thread_percentage"
+_MEM_LIMIT: Final = "pinned_device_mem_limit"
+
+_SETTERS: Final = {
+    (_PERCENTAGE, False): "set_default_active_thread_percentage",
+    (_MEM_LIMIT, False): "set_default_device_pinned_mem_limit",
+    (_PERCENTAGE, True): "set_active_thread_percentage",
+    (_MEM_LIMIT, True): "set_device_pinned_mem_limit",
 }
+"""By limit, and by whether it is a server's own, the command that sets it."""
+
+Value: TypeAlias = float | int | None
 
 
 def drift(
-    wanted: Limits, found: ReadBack, before: tuple[Drift, ...], foreign: tuple[str, ...], now: datetime
+    wanted: Limits,
+    found: ReadBack,
+    before: tuple[Drift, ...],
+    foreign: tuple[str, ...],
+    now: datetime,
+    *,
+    servers: Iterable[Server] = (),
 ) -> tuple[Drift, ...]:
     """Return the limits that are not as set, each with the time since when it is known to differ.
 
-    `before` is the drift that was known already and `foreign` the commands of others that the log showed since then:
-    the latest that sets this limit is named as the cause.
+    `found` is what the daemon said of its defaults, `servers` what each said of itself, `before` the drift that was
+    known already, and `foreign` the commands of others that the log showed since then: the latest that sets this limit
+    is named as the cause.
     """
-    known = {each.limit: each for each in before}
+    known = {(each.limit, each.server): each for each in before}
     result = []
-    for limit, want, have in _pairs(wanted, found):
-        if want == have:
-            continue
-        earlier = known.get(limit)
-        commands = [command for command in foreign if command.split(" ", 1)[0] == _SETTERS[limit]]
+    for server, limit, want, have in _differing(wanted, found, servers):
+        earlier = known.get((limit, server))
+        commands = [command for command in foreign if _sets(command, limit, server)]
         if commands or earlier is None or earlier.found != have:
             command = commands[-1] if commands else None
-            result.append(Drift(limit, want, have, earlier.since if earlier else now, command))
+            result.append(Drift(limit, want, have, earlier.since if earlier else now, command, server))
         else:
             result.append(earlier)
     return tuple(result)
 
 
-def _pairs(wanted: Limits, found: ReadBack) -> Iterator[tuple[str, float | int | None, float | int | None]]:
-    """Pair what must be reported with what is reported, in the API's units: percent and bytes."""
-    yield "active_thread_percentage", float(wanted.active_thread_percentage), found.active_thread_percentage_tenths / 10
+def holds(wanted: Limits, found: ReadBack, servers: Iterable[Server]) -> bool:
+    """Tell whether the defaults, and the limits of all servers as far as they are known, are as wanted."""
+    return next(_differing(wanted, found, servers), None) is None
+
+
+def differing(wanted: Limits, server: Server) -> list[str]:
+    """Name the limits of a server that are known and not as wanted."""
+    return [] if server.limits is None else [limit for limit, _, _ in _pairs(wanted, server.limits)]
+
+
+def _differing(
+    wanted: Limits, found: ReadBack, servers: Iterable[Server]
+) -> Iterator[tuple[int | None, str, Value, Value]]:
+    for pair in _pairs(wanted, found):
+        yield None, *pair
+    for server in servers:
+        if server.limits is not None:
+            for pair in _pairs(wanted, server.limits):
+                yield server.pid, *pair
+
+
+def _pairs(wanted: Limits, found: ReadBack) -> Iterator[tuple[str, Value, Value]]:
+    """Pair what must be reported with what is reported, where that differs, in the API's units: percent and bytes."""
+    if wanted.active_thread_percentage.tenths != found.active_thread_percentage_tenths:
+        yield _PERCENTAGE, float(wanted.active_thread_percentage), found.active_thread_percentage_tenths / 10
     limit = wanted.pinned_device_mem_limit
-    yield "pinned_device_mem_limit", limit.as_reported.bytes if limit else None, found.pinned_device_mem_limit
+    reported = limit.as_reported.bytes if limit else None
+    if reported != found.pinned_device_mem_limit:
+        yield _MEM_LIMIT, reported, found.pinned_device_mem_limit
+
+
+def _sets(command: str, limit: str, server: int | None) -> bool:
+    """Tell whether a command sets this limit, of this server if it is one of a server."""
+    name, *arguments = command.split()
+    if name != _SETTERS[limit, server is not None]:
+        return False
+    return server is None or arguments[:1] == [str(server)]

@@ -138,6 +138,10 @@ class Drift:
     found: float | int | None
     since: datetime
     command: str | None
+    server: int | None = None
+    """The pid of the server whose limit it is; None for the daemon's default."""
+    undone: datetime | None = None
+    """When mpsd put it back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +155,8 @@ class Server:
     status: str | None = None
     clients: tuple[int, ...] = ()
     orphan: bool = False
+    limits: ReadBack | None = None
+    """What its next client gets at most; None while it does not say, as while it starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +174,9 @@ class Daemon:
     wanted: Limits
     limits: ReadBack | None
     drift: tuple[Drift, ...] = ()
+    """What others changed and is not put back yet."""
+    undone: tuple[Drift, ...] = ()
+    """What they changed and mpsd put back, the latest last."""
     servers: tuple[Server, ...] = ()
     version: str | None = None
     has_mem_limit: bool = True

@@ -14,7 +14,7 @@ from mpsd.core.errors import CallerUnknownError, InvalidRequestError, NotFoundEr
 from mpsd.core.gpus import driver_branch
 from mpsd.core.ledger import Place
 from mpsd.core.lifecycle import State
-from mpsd.core.model import Health, Known, Lease, LeaseState, Owner
+from mpsd.core.model import Drift, Health, Known, Lease, LeaseState, Owner
 from mpsd.core.quota import Person
 from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.daemon import wire
@@ -24,6 +24,9 @@ from mpsd.system.credentials import Caller
 from mpsd.system.process import Process
 
 _OPERATIONS_KEPT: Final = 256
+
+_TOLD: Final = timedelta(hours=1)
+"""For how long a limit that others changed is told about after mpsd put it back."""
 
 _FAILS_OPEN: Final = (
     "the compute mode is left as it is, so a process that does not use its lease's environment runs outside MPS,"
@@ -66,10 +69,10 @@ class Handlers:
         node, reasons, daemons = self._node, self._reasons(), self._node.daemons()
         gpus = [wire.Part(f"GPU {view.index}", view.health, view.because) for view in node.gpus()]
         drift = [
-            f"{daemon.name}: {each.limit} is {each.found} instead of {each.wanted}"
-            + (f", by a foreign {each.command!r}" if each.command else "")
+            _drifted(daemon.name, each)
             for daemon in daemons
-            for each in daemon.drift
+            for each in (*daemon.drift, *daemon.undone)
+            if each.undone is None or clock.now() - each.undone < _TOLD
         ]
         return wire.StatusOut(
             healthy=not reasons,
@@ -252,6 +255,16 @@ class Handlers:
                 f"there is no operation {request.names['id']!r}", hint="operations are kept until mpsd restarts"
             )
         return found
+
+
+def _drifted(daemon: str, drift: Drift) -> str:
+    """Say which limit others changed, to what, how if that is known, and whether it is put back."""
+    whose = f"{drift.limit} of server {drift.server}" if drift.server else drift.limit
+    culprit = f", by a foreign {drift.command!r}" if drift.command else ""
+    if drift.undone is None:
+        return f"{daemon}: {whose} is {drift.found} instead of {drift.wanted}{culprit}"
+    at = drift.undone.isoformat(timespec="seconds")
+    return f"{daemon}: {whose} was {drift.found} instead of {drift.wanted}{culprit}; put back at {at}"
 
 
 def _lease_out(lease: Lease, place: Place | None) -> wire.LeaseOut:

@@ -3,11 +3,11 @@
 import asyncio
 import contextlib
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from mpsd.core import commands, enforcement
-from mpsd.core.errors import ControlBusyError, ControlError, ControlUnknownCommandError
+from mpsd.core import commands, enforcement, setters
+from mpsd.core.errors import ControlBusyError, ControlError, ControlUnknownCommandError, LimitNotHeldError
 from mpsd.core.model import Drift, Limits, ProcessIdentity, ReadBack, Server
 from mpsd.core.mpslog import ForeignHand, parse
 from mpsd.daemon.log import Happened, Logger
@@ -28,6 +28,9 @@ _MOST_WORDS: Final = 200
 _MOST_COMMANDS: Final = 64
 """Strangers' commands that are remembered until mpsd can ask what came of them; the latest count."""
 
+_MOST_UNDONE: Final = 8
+"""Changes of others that mpsd put back and still can tell about; its events have all of them."""
+
 _MOST_TOLD: Final = 16
 """Strangers' commands of one look at the log that are told one by one: nobody may fill mpsd's own log with them."""
 
@@ -44,6 +47,38 @@ class Glance:
     """Whether there is more to read at once: the log is shortened only as far as it was read."""
 
 
+class _Questions:
+    """What one server is asked in a conversation, after it was told its limits if it is to have any."""
+
+    def __init__(self, talk: Conversation, identity: ProcessIdentity, limits: Limits | None, *, memory: bool) -> None:
+        """`memory` tells whether the driver has a memory limit at all."""
+        self.identity = identity
+        pid = identity.pid
+        if limits is not None:
+            talk.ask(setters.set_active_thread_percentage(pid, limits.active_thread_percentage))
+            if memory:
+                talk.ask(setters.set_device_pinned_mem_limit(pid, _DEVICE, limits.pinned_device_mem_limit))
+        self._clients = talk.ask(commands.get_client_list(pid))
+        self._status = talk.ask(commands.get_server_status(pid))
+        self._percentage = talk.ask(commands.get_active_thread_percentage(pid))
+        self._mem_limit = talk.ask(commands.get_device_pinned_mem_limit(pid, _DEVICE)) if memory else None
+
+    def server(self) -> Server | None:
+        """Return what it said; None when it is gone, as one is that went between two questions."""
+        if process.start_ticks(self.identity.pid) != self.identity.start_ticks:
+            return None
+        status: str | None = None
+        with contextlib.suppress(ControlError):  # drivers before 550 have no word for it
+            status = self._status.answer
+        limits: ReadBack | None = None
+        with contextlib.suppress(ControlError):  # a busy server says nothing, and so nothing is known
+            mem_limit = self._mem_limit.answer if self._mem_limit is not None else None
+            limits = ReadBack(self._percentage.answer, mem_limit)
+        with contextlib.suppress(ControlError):
+            return Server(self.identity.pid, status, self._clients.answer, limits=limits)
+        return None
+
+
 class Observer:
     """The knowledge about one control daemon, and the ways to renew it."""
 
@@ -51,6 +86,9 @@ class Observer:
         self.pipe = ControlPipe(program, paths.pipe_directory, paths.log_directory, deadline=deadline)
         self.read_back: ReadBack | None = None
         self.drift: tuple[Drift, ...] = ()
+        """What others changed and is not put back yet."""
+        self.undone: tuple[Drift, ...] = ()
+        """What they changed and mpsd put back, the latest last."""
         self.has_mem_limit = True
         self._program = program
         self._paths = paths
@@ -61,6 +99,8 @@ class Observer:
         self._hand = ForeignHand(self.pipe.key)
         self._unexplained: tuple[str, ...] = ()
         """Commands of others since the limits were last read."""
+        self._held_since = 0.0
+        """Since when, in seconds since boot, the defaults are what they are: a server started later has got them."""
 
     @property
     def servers(self) -> tuple[Server, ...]:
@@ -72,53 +112,77 @@ class Observer:
         if not self.drift:
             return "it answers, and every limit reads back as set", None
         settings = (
-            commands.default_active_thread_percentage(wanted.active_thread_percentage),
-            commands.default_device_pinned_mem_limit(_DEVICE, wanted.pinned_device_mem_limit),
+            setters.default_active_thread_percentage(wanted.active_thread_percentage),
+            setters.default_device_pinned_mem_limit(_DEVICE, wanted.pinned_device_mem_limit),
         )
         drifted = {each.limit for each in self.drift}
-        setters = "".join(f"{setting.setter}\\n" for setting in settings if setting.limit in drifted)
+        script = "".join(f"{setting.setter}\\n" for setting in settings if setting.limit in drifted)
         front_end = f"CUDA_MPS_PIPE_DIRECTORY={self._paths.pipe_directory} {shlex.join(self._program.argv)}"
         found = ", ".join(f"{each.limit} is {each.found} instead of {each.wanted}" for each in self.drift)
-        return f"it answers, and {found}", f"set it back: printf '{setters}' | {front_end}"
+        return f"it answers, and {found}", f"set it back: printf '{script}' | {front_end}"
 
     # -- talking ------------------------------------------------------------------------------------------------------
 
-    async def enforce(self, wanted: Limits, *, fresh: bool) -> None:
-        """Make the limits hold: a fresh daemon is told at once, another is asked first and told only what differs.
+    async def set(self, wanted: Limits) -> None:
+        """Set every limit, the daemon's defaults and those of its servers, and read it back.
 
-        Raises ControlError as `ControlPipe.hold` does, LimitNotHeldError when a limit did not take, and
-        ControlUnknownCommandError when the driver has no such limit.
+        What others had changed is undone by that, and told. Raises ControlError as `ControlPipe.hold` does,
+        LimitNotHeldError when a limit did not take, and ControlUnknownCommandError when the driver has no such limit.
         """
-        if fresh:
-            self.read_back, self.drift = None, ()
-        else:
-            await self.read(wanted)
-        if fresh or self.drift:
-            await self._converse(wanted, apply=True)
+        await self._converse(wanted, apply=True)
+        for server in self._servers.values():
+            differs = enforcement.differing(wanted, server)
+            if differs:
+                raise LimitNotHeldError(
+                    f"{' and '.join(differs)} of server {server.pid} could not be set",
+                    hint="the control daemon's log has its reason",
+                    limit=differs[0],
+                )
+        self._undo()
 
-    async def read(self, wanted: Limits) -> None:
-        """Read every limit back, and compare. Raises ControlError as `ControlPipe.hold` does."""
-        await self._converse(wanted, apply=False)
+    async def read(self, wanted: Limits) -> bool:
+        """Read every limit back, tell of what others changed, and return whether all are as wanted.
 
-    async def _converse(self, wanted: Limits, *, apply: bool) -> None:
+        Raises ControlError as `ControlPipe.hold` does.
+        """
+        known = tuple(self._servers)
+        found = await self._converse(wanted, apply=False)
+        self._compare(wanted, found, known)
+        return enforcement.holds(wanted, found, self._servers.values())
+
+    @property
+    def starting(self) -> tuple[int, ...]:
+        """The servers that do not say yet what their clients will get, and may have started under other limits."""
+        return tuple(
+            server.pid
+            for identity, server in self._servers.items()
+            if server.limits is None and clock.since_boot(identity.start_ticks) < self._held_since
+        )
+
+    async def _converse(self, wanted: Limits, *, apply: bool) -> ReadBack:
         memory, talk = wanted.pinned_device_mem_limit, Conversation()
         tenths: Pending[int]
         mem_limit: Pending[int | None]
         if apply:
-            tenths = talk.set(commands.default_active_thread_percentage(wanted.active_thread_percentage))
+            tenths = talk.set(setters.default_active_thread_percentage(wanted.active_thread_percentage))
         else:
             tenths = talk.ask(commands.get_default_active_thread_percentage())
         # A limit that nobody wants is taken away only where there is one: drivers before 495 do not know the command.
         unwanted = self.read_back is not None and self.read_back.pinned_device_mem_limit is not None
         if apply and (memory is not None or unwanted):
-            mem_limit = talk.set(commands.default_device_pinned_mem_limit(_DEVICE, memory))
+            mem_limit = talk.set(setters.default_device_pinned_mem_limit(_DEVICE, memory))
         else:
             mem_limit = talk.ask(commands.get_default_device_pinned_mem_limit(_DEVICE))
         pids = talk.ask(commands.get_server_list())
+        limits = wanted if apply else None
+        known = [_Questions(talk, identity, limits, memory=self.has_mem_limit) for identity in self._servers]
         await self._hold(talk)
         found = ReadBack(tenths.answer, self._mem_limit(mem_limit, wanted))
-        self._servers = await self._meet(pids.answer)
-        self._compare(wanted, found)
+        before, self.read_back = self.read_back, found
+        if before != found or not self._held_since:
+            self._held_since = clock.since_boot()
+        self._servers = await self._meet(pids.answer, known, limits)
+        return found
 
     def _mem_limit(self, pending: Pending[int | None], wanted: Limits) -> int | None:
         """Return the memory limit; a driver without the command has none, which is fine where none is wanted."""
@@ -140,30 +204,29 @@ class Observer:
             error.detail += f"; there is a front-end in {', '.join(holders) or 'another pid namespace'}"
             raise
 
-    async def _meet(self, pids: tuple[int, ...]) -> dict[ProcessIdentity, Server]:
-        """Ask for each server's clients, and for its state where the driver has a word for it."""
-        talk, servers = Conversation(), dict[ProcessIdentity, Server]()
-        asked = [
-            (pid, talk.ask(commands.get_client_list(pid)), talk.ask(commands.get_server_status(pid))) for pid in pids
-        ]
-        if asked:
-            await self._hold(talk)
-        for pid, clients, status in asked:
+    async def _meet(
+        self, pids: tuple[int, ...], known: "list[_Questions]", limits: Limits | None
+    ) -> dict[ProcessIdentity, Server]:
+        """Take in what the servers said of themselves; those that nobody knew of yet are asked now."""
+        talk, ours = Conversation(), {each.identity.pid for each in known}
+        for pid in pids:
             ticks = process.start_ticks(pid)
-            if ticks is None:
-                continue
-            word: str | None = None
-            with contextlib.suppress(ControlError):
-                word = status.answer
-            # A server that went between the two questions is answered "not found", and is left out.
-            with contextlib.suppress(ControlError):
-                servers[ProcessIdentity(pid, ticks)] = Server(pid, word, clients.answer)
-        return servers
+            if pid not in ours and ticks is not None:
+                identity = ProcessIdentity(pid, ticks)
+                known.append(_Questions(talk, identity, limits, memory=self.has_mem_limit))
+        if talk.pending:
+            await self._hold(talk)
+        servers = ((each.identity, each.server()) for each in known if each.identity.pid in pids)
+        return {identity: server for identity, server in servers if server is not None}
 
-    def _compare(self, wanted: Limits, found: ReadBack) -> None:
-        """Keep what was found, and tell of drift when it comes and when it goes."""
-        before, self.read_back = self.drift, found
-        self.drift = enforcement.drift(wanted, found, before, self._unexplained, clock.now())
+    def _compare(self, wanted: Limits, found: ReadBack, known: tuple[ProcessIdentity, ...]) -> None:
+        """Keep what others changed, and tell of it when it comes and when it goes.
+
+        A server that was not known before may have started under other limits: that is nobody's hand.
+        """
+        servers = tuple(self._servers[each] for each in known if each in self._servers)
+        before = self.drift
+        self.drift = enforcement.drift(wanted, found, before, self._unexplained, clock.now(), servers=servers)
         self._unexplained = ()
         for each in self.drift:
             if each not in before:
@@ -171,7 +234,16 @@ class Observer:
                     Happened.LIMIT_DRIFT, limit=each.limit, wanted=each.wanted, found=each.found, command=each.command
                 )
         if before and not self.drift:
-            self._log.info(Happened.LIMIT_DRIFT_OVER)
+            self._log.info(Happened.LIMIT_DRIFT_OVER, because="somebody set it back")
+
+    def _undo(self) -> None:
+        """Note that what others had changed is as wanted again."""
+        now = clock.now()
+        self.undone = (*self.undone, *(replace(each, undone=now) for each in self.drift))[-_MOST_UNDONE:]
+        if self.drift:
+            limits = ", ".join(each.limit for each in self.drift)
+            self._log.info(Happened.LIMIT_DRIFT_OVER, because=f"mpsd put it back: {limits}")
+        self.drift, self._unexplained = (), ()
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
@@ -210,6 +282,7 @@ class Observer:
         """The daemon is gone: nothing that it said holds any more, and those of its servers that live are orphans."""
         self.found_orphans((*self._servers, *found))
         self.read_back, self.drift, self._servers, self._unexplained = None, (), {}, ()
+        self._held_since = 0.0
 
     def found_orphans(self, found: tuple[ProcessIdentity, ...]) -> None:
         """Take in servers whose control daemon is dead, those that still live, and tell of each once."""

@@ -20,9 +20,10 @@ from mpsd.core.errors import (
     LimitNotHeldError,
 )
 from mpsd.core.lifecycle import ANSWERED, RUNNING, Event, State, step
-from mpsd.core.model import Daemon, DaemonProcess, Gpu
+from mpsd.core.model import Daemon, DaemonProcess, Gpu, Limits
 from mpsd.core.restart import Death, RestartPolicy, Verdict, decide, recent
 from mpsd.core.settings import Settings
+from mpsd.daemon.holding import Holding
 from mpsd.daemon.launch import Launcher
 from mpsd.daemon.log import Happened, Logger
 from mpsd.daemon.observer import Observer
@@ -60,6 +61,7 @@ class Supervisor:
         self._wake = asyncio.Event()
         self._down = asyncio.Event()
 
+        self._holding = Holding(self._observer, settings, self._log)
         self.revision = 0
         """Grows whenever a snapshot might come out different."""
         self._state = State.DOWN
@@ -73,8 +75,6 @@ class Supervisor:
         self._evidence: DaemonProcess | None = None
         self._fresh = True
         """Whether the process was started by this mpsd, and so has no history."""
-        self._proved = False
-        """Whether the limits that are wanted now were set, or found set, and read back from this process."""
         self._ready_since: datetime | None = None
         self._dead: tuple[int | None] | None = None
         """What the watcher noted when the process ended: its return code, or None in it for one that was adopted."""
@@ -97,9 +97,10 @@ class Supervisor:
             process=self._evidence,
             ready_since=self._ready_since,
             pipe_directory=str(self._paths.pipe_directory),
-            wanted=self._settings.default_limits,
+            wanted=self._holding.limits,
             limits=self._observer.read_back,
             drift=self._observer.drift,
+            undone=self._observer.undone,
             servers=self._observer.servers,
             version=self.gpu.driver_version,
             has_mem_limit=self._observer.has_mem_limit,
@@ -114,12 +115,18 @@ class Supervisor:
 
     def reload(self, settings: Settings) -> None:
         """Take new settings; limits that differ are set and verified at the next look, for servers that start later."""
-        if settings.default_limits != self._settings.default_limits:
-            self._proved, self._due = False, 0.0
         self._settings = settings
+        self._holding.configure(settings)
+        self.limit(settings.default_limits)
         self.revision += 1
         self._observer.pipe.deadline = settings.daemon.answer_deadline
         self._wake.set()
+
+    def limit(self, limits: Limits) -> None:
+        """Have these limits hold from now on for whoever becomes a client: set, read back, and kept."""
+        if self._holding.want(limits):
+            self._due = 0.0
+            self._wake.set()
 
     async def stop(self) -> None:
         """Stop the daemon by the ladder: quit, SIGTERM, and, loudly, SIGKILL; return when it is gone.
@@ -258,7 +265,8 @@ class Supervisor:
         """Watch this process from now on."""
         assert self._group is not None  # noqa: S101 - the loop runs in it
         self._process, self._evidence = taken, proof
-        self._fresh, self._proved = fresh, False
+        self._fresh = fresh
+        self._holding.forget()
         self._due = clock.monotonic() + self._settings.daemon.start_deadline
         self._group.create_task(self._note_end(taken))
 
@@ -269,7 +277,7 @@ class Supervisor:
     # -- proving and watching: it listens, it answers, and every limit reads back --------------------------------------
 
     async def _prove(self) -> None:
-        while self._fresh and not self._proved and not self._launcher.listens:
+        while self._fresh and not self._holding.proved and not self._launcher.listens:
             if self._dead is not None:
                 return
             if clock.monotonic() > self._due:
@@ -306,16 +314,12 @@ class Supervisor:
         One that was just started has its time to be.
         """
         assert self._process is not None  # noqa: S101 - there is one in every state that is probed
-        wanted = self._settings.default_limits
         try:
             self._launcher.check_socket(self._process)
-            if self._proved:
-                await self._observer.read(wanted)
-            else:
-                await self._observer.enforce(wanted, fresh=self._fresh)
+            await self._holding.hold(fresh=self._fresh)
         except (LimitNotHeldError, ControlUnknownCommandError) as error:
             # It answers, so it is not silent; but a limit that does not hold opens no door.
-            self._proved = False
+            self._holding.forget()
             self._move(Event.UNPROVEN, error.detail, error.hint)
             self._because, self._hint = error.detail, error.hint
             self._log.error(Happened.LIMITS_NOT_HELD, because=error.detail)
@@ -326,15 +330,8 @@ class Supervisor:
             if self._dead is None:
                 self._move(Event.SILENT, error.detail, error.hint)
         else:
-            if not self._proved:
-                memory = wanted.pinned_device_mem_limit
-                self._log.info(
-                    Happened.LIMITS_VERIFIED,
-                    active_thread_percentage=float(wanted.active_thread_percentage),
-                    pinned_device_mem_limit=memory.bytes if memory else None,
-                )
-            self._proved, self._fresh = True, False
-            self._because, self._hint = self._observer.verdict(wanted)
+            self._fresh = False
+            self._because, self._hint = self._observer.verdict(self._holding.limits)
             self._move(Event.VERIFIED, self._because, self._hint)
         # A socket that is gone is looked for all the time, and asked as soon as it is back.
         gone = self._launcher.socket_is_gone

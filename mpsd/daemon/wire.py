@@ -10,7 +10,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from mpsd.core.ledger import Place
-from mpsd.core.model import Daemon, Drift, Lease, Owner, Server, Share
+from mpsd.core.model import Daemon, Drift, Lease, Owner, ReadBack, Server, Share
 from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
 
 Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,62}\Z")]
@@ -185,20 +185,32 @@ class LimitsOut(Struct):
     active_thread_percentage: float | None
     pinned_device_mem_limit: int | None
 
+    @classmethod
+    def of(cls, found: ReadBack | None) -> "LimitsOut":
+        """Make it from what was read back, if anything was."""
+        if found is None:
+            return cls(None, None)
+        return cls(found.active_thread_percentage_tenths / 10, found.pinned_device_mem_limit)
+
 
 class DriftOut(Struct):
-    """A limit that is not what mpsd set, since when, and whose command did it, where the log names it."""
+    """A limit that is not what mpsd set, since when, and whose command did it, where the log names it.
+
+    `server` is the server whose limit it is, null for the default of the daemon; `undone` is when mpsd put it back.
+    """
 
     limit: str
     wanted: float | int | None
     found: float | int | None
     since: datetime
     command: str | None
+    server: int | None
+    undone: datetime | None
 
     @classmethod
     def of(cls, drift: Drift) -> "DriftOut":
         """Make it from the value."""
-        return cls(drift.limit, drift.wanted, drift.found, drift.since, drift.command)
+        return cls(drift.limit, drift.wanted, drift.found, drift.since, drift.command, drift.server, drift.undone)
 
 
 class ServerOut(Struct):
@@ -208,11 +220,13 @@ class ServerOut(Struct):
     status: str | None
     clients: list[int]
     orphan: bool
+    limits: LimitsOut
+    """What its next client gets at most; nulls while it does not say."""
 
     @classmethod
     def of(cls, server: Server) -> "ServerOut":
         """Make it from the value."""
-        return cls(server.pid, server.status, list(server.clients), server.orphan)
+        return cls(server.pid, server.status, list(server.clients), server.orphan, LimitsOut.of(server.limits))
 
 
 class DaemonOut(Struct):
@@ -231,8 +245,11 @@ class DaemonOut(Struct):
     limits: LimitsOut
     """As read back from the daemon, which reports limits of 1 GiB and more in whole GiB, rounded down."""
     limits_wanted: LimitsOut
-    """As configured."""
+    """What its next client is to get at most."""
     drift: list[DriftOut]
+    """What others changed and is not put back."""
+    undone: list[DriftOut]
+    """What they changed and mpsd put back: the latest few."""
     servers: list[ServerOut]
     version: str | None
     """The driver's."""
@@ -240,7 +257,7 @@ class DaemonOut(Struct):
     @classmethod
     def of(cls, daemon: Daemon) -> "DaemonOut":
         """Make it from the value."""
-        found, memory = daemon.limits, daemon.wanted.pinned_device_mem_limit
+        memory = daemon.wanted.pinned_device_mem_limit
         return cls(
             name=daemon.name,
             gpu=daemon.gpu,
@@ -252,12 +269,10 @@ class DaemonOut(Struct):
             pipe_directory=daemon.pipe_directory,
             since=daemon.since,
             ready_since=daemon.ready_since,
-            limits=LimitsOut(
-                found.active_thread_percentage_tenths / 10 if found else None,
-                found.pinned_device_mem_limit if found else None,
-            ),
+            limits=LimitsOut.of(daemon.limits),
             limits_wanted=LimitsOut(float(daemon.wanted.active_thread_percentage), memory.bytes if memory else None),
             drift=[DriftOut.of(each) for each in daemon.drift],
+            undone=[DriftOut.of(each) for each in daemon.undone],
             servers=[ServerOut.of(each) for each in daemon.servers],
             version=daemon.version,
         )

@@ -25,10 +25,14 @@ def monotonic() -> float:
     return time.monotonic()
 
 
+def since_boot(ticks: int | None = None) -> float:
+    """Return the seconds since boot of a moment in clock ticks, as /proc has them, or of now."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if ticks is None else ticks / os.sysconf("SC_CLK_TCK")
+
+
 def at_ticks(ticks: int) -> datetime:
     """Return the time of day, as the clock is set now, of a moment in clock ticks since boot, as /proc has them."""
-    since_boot = ticks / os.sysconf("SC_CLK_TCK")
-    return datetime.fromtimestamp(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot, UTC)
+    return datetime.fromtimestamp(time.time() - since_boot() + since_boot(ticks), UTC)
 
 
 @cache

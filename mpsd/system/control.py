@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
-from mpsd.core.commands import Command, Setting, echo_of, mark, quit_daemon
+from mpsd.core.commands import Command, echo_of, mark, quit_daemon
 from mpsd.core.errors import (
     ControlBrokenError,
     ControlBusyError,
@@ -22,6 +22,7 @@ from mpsd.core.errors import (
     ControlUnresponsiveError,
     LimitNotHeldError,
 )
+from mpsd.core.setters import Setting
 from mpsd.system import clock, process, retry
 
 T = TypeVar("T")

@@ -48,6 +48,7 @@ def daemon(**other: Any) -> Any:
         "limits": {"active_thread_percentage": 100.0, "pinned_device_mem_limit": None},
         "limits_wanted": {"active_thread_percentage": 100.0, "pinned_device_mem_limit": None},
         "drift": [],
+        "undone": [],
         "servers": [],
         "version": "535.261.03",
         **other,
@@ -62,6 +63,8 @@ def drift(**other: Any) -> Any:
         "found": 10.0,
         "since": THEN,
         "command": "set_default_active_thread_percentage 10",
+        "server": None,
+        "undone": None,
         **other,
     }
 

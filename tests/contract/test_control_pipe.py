@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import pytest
 
-from mpsd.core import commands, gpus, mpslog
-from mpsd.core.commands import TABLE, Command, Setting
+from mpsd.core import commands, gpus, mpslog, setters
+from mpsd.core.commands import TABLE, Command
 from mpsd.core.errors import (
     ControlBrokenError,
     ControlBusyError,
@@ -23,6 +23,7 @@ from mpsd.core.errors import (
     MpsdError,
     ServerNotFoundError,
 )
+from mpsd.core.setters import Setting
 from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.simulator.gpus import SimulatedGpus
 from mpsd.system.control import Conversation
@@ -43,13 +44,13 @@ GPU: Final = "GPU-11111111-2222-3333-4444-555555555555"
 
 def percentage(tenths: int) -> Setting[int]:
     """Return the setting of a percentage, given in tenths."""
-    return commands.default_active_thread_percentage(ActiveThreadPercentage(tenths))
+    return setters.default_active_thread_percentage(ActiveThreadPercentage(tenths))
 
 
 def limit(mebibytes: int | None, device: int = 0) -> Setting[int | None]:
     """Return the setting of a memory limit, given in MiB; None takes it away."""
     wanted = None if mebibytes is None else PinnedDeviceMemLimit(mebibytes)
-    return commands.default_device_pinned_mem_limit(device, wanted)
+    return setters.default_device_pinned_mem_limit(device, wanted)
 
 
 def handmade_limit(device: str, value: str, wanted: int | None) -> Setting[int | None]:

@@ -77,14 +77,14 @@ def next_ready(node: Node, name: str, before: int) -> Any:
     )
 
 
-def drift(node: Node, name: str, limit: str, **facts: object) -> dict[str, Any]:
-    """Wait until this limit of this control daemon is reported as drifted, with these facts, and return the report."""
+def undone(node: Node, name: str, limit: str, **facts: object) -> dict[str, Any]:
+    """Wait until a change of this limit by others, with these facts, is reported as put back, and return the report."""
 
     def look() -> dict[str, Any] | None:
-        found: list[dict[str, Any]] = node.daemons()[name]["drift"]
+        found: list[dict[str, Any]] = node.daemons()[name]["undone"]
         return next((each for each in found if each["limit"] == limit and facts.items() <= each.items()), None)
 
-    return wait_until(look, what=f"{limit} of {name} to be seen as drifted; the log is {node.stderr}", deadline=SOON)
+    return wait_until(look, what=f"{limit} of {name} to be put back; the log is {node.stderr}", deadline=SOON)
 
 
 def untouched(daemon: dict[str, Any]) -> tuple[Any, ...]:

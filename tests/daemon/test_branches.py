@@ -8,8 +8,7 @@ import signal
 import pytest
 
 from tests.daemon.conftest import Start
-from tests.daemon.scene import GIB, branches, by_hand, drift, is_running, kill, limits_for, next_ready, untouched
-from tests.harness import wait_until
+from tests.daemon.scene import GIB, branches, by_hand, is_running, kill, limits_for, next_ready, undone, untouched
 from tests.node import Node
 from tests.real import RealDaemon
 
@@ -36,12 +35,11 @@ def test_main_job(make_node: Start, real: RealDaemon) -> None:
     # 470 cannot limit memory, which is said, and is no reason not to be healthy as long as nobody wants it to.
     assert bool(status["notes"]) == (real.branch < 535)
 
-    # A stranger changes a limit, and sets it back.
+    # A stranger changes a limit, and mpsd puts it back.
     node.ask("gpu0", "set_default_active_thread_percentage 10")
-    seen = drift(node, "gpu0", "active_thread_percentage")
+    seen = undone(node, "gpu0", "active_thread_percentage")
     assert (seen["found"], seen["command"]) == (10.0, "set_default_active_thread_percentage 10")
-    node.ask("gpu0", "set_default_active_thread_percentage 50")
-    wait_until(lambda: not node.daemons()["gpu0"]["drift"], what="the drift to be over")
+    see_limits(node, real)
     assert untouched(node.daemons()["gpu1"]) == untouched(before["gpu1"])
 
     # One control daemon is killed.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.conftest import Start
-from tests.daemon.scene import LIMITS, drift, kill, next_ready
+from tests.daemon.scene import LIMITS, kill, next_ready, undone
 from tests.harness import remove_tree, wait_until
 from tests.node import Node
 
@@ -55,7 +55,10 @@ def check_chatter(node: Node, name: str) -> None:
     assert node.events("log_not_shortened") == []
     # And it goes on: what is said later is seen as well.
     node.ask(name, "set_default_active_thread_percentage 50")
-    wait_until(lambda: node.daemons()[name]["drift"] == [], what="the drift to be over")
+    wait_until(
+        lambda: node.events("foreign_command", daemon=name, command="set_default_active_thread_percentage 50"),
+        what="that to be seen",
+    )
     assert node.events("foreign_command", daemon=name)[-1]["command"] == "set_default_active_thread_percentage 50"
 
 
@@ -91,7 +94,7 @@ def test_removed_by_hand(node: Node) -> None:
     """Somebody who removes the log takes the names of commands with it, and not the sight of what they did."""
     node.control_log("gpu2").unlink()
     node.ask("gpu2", "set_default_active_thread_percentage 20")
-    assert drift(node, "gpu2", "active_thread_percentage")["found"] == 20.0
+    assert undone(node, "gpu2", "active_thread_percentage")["found"] == 20.0
     assert node.exited() is None
 
 

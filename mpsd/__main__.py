@@ -66,14 +66,15 @@ def _plan(
     from mpsd.system.gpu import NvmlGpus
     from mpsd.system.rundir import find_program
 
+    gpus = settings.paths.runtime_dir / "simulated"
     if simulate is not None and control is None:
-        program = ControlProgram((sys.executable, "-I", "-m", "mpsd.simulator.control"))
+        program = ControlProgram((sys.executable, "-I", "-m", "mpsd.simulator.control", "--gpus", str(gpus)))
     else:
         program = ControlProgram((str(find_program(control or settings.daemon.control)),))
     return Plan(
         settings=settings,
         program=program,
-        source=(lambda: SimulatedGpus(simulate)) if simulate is not None else NvmlGpus,
+        source=(lambda: SimulatedGpus(simulate, directory=gpus)) if simulate is not None else NvmlGpus,
         simulated=simulate is not None,
         private=private,
         reread=reread,

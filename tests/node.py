@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mpsd.simulator.control import program
 from tests.harness import kill, look_at, pids, wait_until
 
 _ROOT = Path(__file__).parent.parent
@@ -225,9 +226,8 @@ class Node:
 
     def front_end(self, name: str, script: str, **options: Any) -> "subprocess.CompletedProcess[str]":
         """Run the bare front-end against one control daemon, as a stranger would."""
-        assert self.control is not None
         return subprocess.run(
-            [str(self.control)],
+            program() if self.control is None else [str(self.control)],
             input=script,
             capture_output=True,
             text=True,

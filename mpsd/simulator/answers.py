@@ -1,17 +1,17 @@
 """What a control daemon knows, and what it says to each command, as NVIDIA's does: silences, oddities and all. Pure.
 
 Measured on 470.256.02, 535.261.03, 550.163.01 and 555.58.02 without a GPU; tests/contract holds this module and those
-four to the same facts. A server is busy here for as long as it lives, as one without a GPU is.
+four to the same facts. A server is busy until it reports that it is ready, which it does on a simulated GPU alone:
+without a GPU it is busy for as long as it lives. What it says when it is ready, `serving` has.
 """
 
-import math
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar, Final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final, TypeAlias
 
 from mpsd.core.commands import DEVICES, TABLE, echo_of
-from mpsd.core.units import GIB, MIB
+from mpsd.simulator import figures
+from mpsd.simulator.replies import Following, ForceServer, Leave, PassOn, Quit, Reply, StartServer
 
 BRANCHES: Final = (470, 535, 550, 555)
 """The driver branches that can be imitated."""
@@ -28,116 +28,35 @@ CHILD_LOGS_START: Final = 550
 PID_FILE: Final = 550
 """There is a pid file in the pipe directory."""
 
-# -- what a reply can ask for ------------------------------------------------------------------------------------------
+_STARTS: Final = 6
+"""How often a server is started for a client before that is given up: once and five times more (users report)."""
 
-
-@dataclass(frozen=True, slots=True)
-class StartServer:
-    """Start a server for this uid."""
-
-    uid: int
-
-
-@dataclass(frozen=True, slots=True)
-class ForceServer:
-    """Interrupt the server with this pid."""
-
-    pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class Quit:
-    """Exit when no server is left; interrupt those that are left after so many seconds, or never when None."""
-
-    seconds: int | None
+Ask: TypeAlias = Callable[[str, Sequence[str]], list[str]]
+"""Asks a server what it says to a command about itself: the name, and what stands behind the server's pid."""
 
 
 @dataclass(slots=True)
-class Reply:
-    """What one command comes to: lines to the front-end, lines to the log, and what has to be done."""
-
-    printed: list[str] = field(default_factory=list)
-    logged: list[str] = field(default_factory=list)
-    effect: StartServer | ForceServer | Quit | None = None
-
-    def say(self, line: str) -> None:
-        """Print a line and log it, as most are."""
-        self.printed.append(line)
-        self.logged.append(line)
-
-    def log(self, line: str) -> None:
-        """Log a line that the front-end never sees."""
-        self.logged.append(line)
-
-    def tell(self, line: str) -> None:
-        """Print a line that the log never sees."""
-        self.printed.append(line)
-
-
-@dataclass(frozen=True, slots=True)
 class Server:
     """A process that was started as `nvidia-cuda-mps-server`."""
 
     pid: int
     uid: int
-
-
-# -- numbers, as C's library reads them --------------------------------------------------------------------------------
-
-_INTEGER = re.compile(r"[+-]?[0-9]+")
-_HEXADECIMAL = r"0[xX](?P<hexadecimal>(?:[0-9a-fA-F]+\.?[0-9a-fA-F]*|\.[0-9a-fA-F]+)(?:[pP][+-]?[0-9]+)?)"
-_DECIMAL = r"(?P<decimal>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
-_FLOAT = re.compile(f"(?P<sign>[+-]?)(?:{_HEXADECIMAL}|{_DECIMAL})")
-
-
-def _digits(text: str) -> tuple[int, str]:
-    """Return the number at the start of a text, 0 if there is none, and what stands behind it."""
-    match = _INTEGER.match(text)
-    return (int(match.group()), text[match.end() :]) if match else (0, text)
-
-
-def _integer(text: str) -> int:
-    """Return the number at the start of a text as a C int, which is what is left of a long (atoi)."""
-    number = max(min(_digits(text)[0], 2**63 - 1), -(2**63))
-    return (number + 2**31) % 2**32 - 2**31
-
-
-def _float(text: str) -> float:
-    """Return the number at the start of a text, 0 if there is none (strtod; `inf` and `nan` are refused as 0 is)."""
-    match = _FLOAT.match(text)
-    if match is None:
-        return 0.0
-    try:
-        number = float.fromhex(match["hexadecimal"]) if match["hexadecimal"] else float(match["decimal"])
-    except OverflowError:
-        return math.inf
-    return -number if match["sign"] == "-" else number
-
-
-def _device(text: str) -> tuple[int, bool]:
-    """Return the ordinal that a text starts with, and whether it is nothing but that ordinal."""
-    return _integer(text), bool(text) and not _digits(text)[1]
-
-
-def _limit(text: str) -> int:
-    """Return a memory limit in bytes as 64 unsigned bits hold it: whole G, and M for every other unit or none."""
-    number, unit = _digits(text)
-    number = number % 2**64 if abs(number) < 2**64 else 2**64 - 1
-    return number * (GIB if unit[:1] in {"G", "g"} else MIB) % 2**64
-
-
-def _reported(limit: int) -> str:
-    """Print a memory limit: whole GiB from one GiB on, rounded down, and MiB below."""
-    return f"{limit // GIB}G" if limit >= GIB else f"{limit // MIB}M"
+    ask: Ask | None = None
+    """None while it is busy."""
+    leaving: bool = False
+    """Whether it exits with its last client, and is given no other."""
 
 
 # -- the daemon --------------------------------------------------------------------------------------------------------
 
 
 class ControlDaemon:
-    """What one control daemon of a driver branch knows. `owner` is the uid that it runs as."""
+    """What one control daemon of a driver branch knows.
 
-    def __init__(self, branch: int, owner: int) -> None:
+    `owner` is the uid that it runs as, `many_users` whether one server is for all uids (-multiuser-server).
+    """
+
+    def __init__(self, branch: int, owner: int, *, many_users: bool = False) -> None:
         self.branch = branch
         self.servers: dict[int, Server] = {}
         self.quitting = False
@@ -147,7 +66,10 @@ class ControlDaemon:
         self._percentage = 100.0
         self._priority = 0
         self._limits: dict[int, int] = {}
+        self._many_users = many_users
         self._pending: list[int] = []
+        self._failures: dict[int, int] = {}
+        """How many servers in a row were not ready before they ended, by uid."""
 
     def take_environment(self, environment: Mapping[str, str]) -> list[str]:
         """Take defaults from the environment as at the start; return what goes into the log.
@@ -170,22 +92,92 @@ class ControlDaemon:
         if not self._knows(name):
             reply.say(echo_of(name))
             return reply
-        # C's programs find an empty text where an argument is missing.
-        self.COMMANDS[name](self, reply, [*arguments, "", "", ""], uid)
+        arguments += ["", "", ""]  # C's programs find an empty text where an argument is missing
+        if name in self.COMMANDS:
+            self.COMMANDS[name](self, reply, arguments, uid)
+        else:
+            self._ask_named(reply, name, arguments)
         return reply
+
+    @property
+    def defaults(self) -> dict[str, object]:
+        """What the next server starts with."""
+        return {"percentage": self._percentage, "limits": self._limits, "priority": self._priority}
 
     def started(self, pid: int, uid: int) -> None:
         """Take note of a server that was started."""
         self.servers[pid] = Server(pid, uid)
 
-    def ended(self, pid: int, status: int) -> StartServer | None:
-        """Take note of a server's end, and return which to start now: a uid waits while another has the server."""
-        del self.servers[pid]
+    def ready(self, pid: int, ask: Ask) -> Reply:
+        """Take note that a server is ready, and how to ask it; with others in line it goes when its clients have."""
+        server, reply = self.servers[pid], Reply()
+        server.ask = ask
+        self._failures.pop(server.uid, None)
+        reply.log(f"NEW SERVER {pid}: Ready")
+        if self.quitting or self._pending:
+            reply.effect = self._leave(server)
+        return reply
+
+    def serves(self, pid: int, uid: int) -> bool:
+        """Tell whether a server is the one for clients of this uid."""
+        return self.servers[pid].uid == self._served(uid)
+
+    def arrived(self, pid: int, uid: int) -> Reply:
+        """Say what becomes of a client that connected: it is passed on, or waits for a server that is started.
+
+        One server serves one uid, or all of them, and there is one at a time; that of another uid goes when its clients
+        have. Source: NVIDIA, "Multi-Process Service", "Architecture".
+        """
+        reply, served = Reply(), self._served(uid)
+        servers = (server for server in self.servers.values() if server.uid == served and not server.leaving)
+        server = next(servers, None)
+        if server is not None and server.ask is not None:
+            reply.log(f"NEW CLIENT {pid} from user {uid}: Server already exists")
+            reply.effect = PassOn(server.pid)
+            return reply
+        reply.log(f"NEW CLIENT {pid} from user {uid}: Server is not ready, push client to pending list")
+        if server is None:
+            reply.effect = self._want(uid)
+        return reply
+
+    def _served(self, uid: int) -> int:
+        """Return the uid of the server that a uid's clients are served by."""
+        return self._owner if self._many_users else uid
+
+    def _want(self, uid: int) -> StartServer | Leave | None:
+        """Return how a uid without a server comes to one."""
+        uid = self._served(uid)
+        if not self.servers:
+            return StartServer(uid)
+        if uid in {*self._pending, *(server.uid for server in self.servers.values() if not server.leaving)}:
+            return None
+        self._pending.append(uid)
+        return self._leave(next(iter(self.servers.values())))
+
+    @staticmethod
+    def _leave(server: Server) -> Leave | None:
+        """Have a server take no more clients, and exit with its last one; a busy one hears of nothing."""
+        server.leaving = server.ask is not None
+        return Leave(server.pid) if server.leaving else None
+
+    def ended(self, pid: int, status: int, *, awaited: bool = False) -> Following:
+        """Take note of a server's end, and return what follows: a uid may wait while another has the server.
+
+        `awaited` tells whether clients wait for this one: if it never got ready, it is tried again, for a few times.
+        """
+        server = self.servers.pop(pid)
         self.exit_status = self.exit_status or status
-        return StartServer(self._pending.pop(0)) if self._pending and not self.quitting else None
+        failures = 0
+        if awaited and server.ask is None and not self.quitting:
+            failures = self._failures[server.uid] = self._failures.get(server.uid, 0) + 1
+            if failures < _STARTS:
+                return Following(StartServer(server.uid))
+            del self._failures[server.uid]
+        start = StartServer(self._pending.pop(0)) if self._pending and not self.quitting else None
+        return Following(start, given_up=failures > 0)
 
     def _knows(self, name: str) -> bool:
-        return name in self.COMMANDS and TABLE[name].since <= self.branch
+        return name in TABLE and TABLE[name].since <= self.branch
 
     def _may(self, reply: Reply, uid: int, owner: int, reason: str) -> bool:
         """Tell whether a uid may do what is `owner`'s and root's to do, and say so when it may not."""
@@ -200,7 +192,7 @@ class ControlDaemon:
         return self.branch < GUARDS_DEFAULTS or self._may(reply, uid, self._owner, reason)
 
     def _server(self, reply: Reply, argument: str) -> Server | None:
-        pid = _integer(argument)
+        pid = figures.integer(argument)
         server = self.servers.get(pid)
         if server is None:
             reply.say(f"Server {pid} not found")
@@ -213,10 +205,13 @@ class ControlDaemon:
             reply.say(str(pid))
 
     def _get_server_status(self, reply: Reply, arguments: list[str], _uid: int) -> None:
-        if _INTEGER.match(arguments[0]) is None:
+        if figures.INTEGER.match(arguments[0]) is None:
             reply.say("A server PID is required")
-        elif self._server(reply, arguments[0]) is not None:
-            reply.say("INITIALIZING")
+            return
+        server = self._server(reply, arguments[0])
+        if server is not None:
+            for word in ["INITIALIZING"] if server.ask is None else server.ask("get_server_status", ()):
+                reply.say(word)
 
     def _start_server(self, reply: Reply, arguments: list[str], uid: int) -> None:
         if arguments[0] != "-uid" or not arguments[1].isdecimal():
@@ -227,10 +222,8 @@ class ControlDaemon:
             return
         if self.quitting:
             reply.say("The MPS control daemon is shutting down")
-        elif not self.servers:
-            reply.effect = StartServer(wanted)
-        elif wanted not in {*self._pending, *(server.uid for server in self.servers.values())}:
-            self._pending.append(wanted)
+        else:
+            reply.effect = self._want(wanted)
 
     def _shutdown_server(self, reply: Reply, arguments: list[str], uid: int) -> None:
         server = self._server(reply, arguments[0])
@@ -241,53 +234,67 @@ class ControlDaemon:
         if arguments[1] == "-f":
             reply.effect = ForceServer(server.pid)
             reply.logged += self.forced(server.pid)
+        else:
+            reply.effect = self._leave(server)
 
     def forced(self, pid: int) -> list[str]:
         """Return what goes into the log when a server is forced to shut down."""
         return [f"Force shutting down server {pid}"] if self.branch >= ANNOUNCES_FORCE else []
 
     def _get_client_list(self, reply: Reply, arguments: list[str], _uid: int) -> None:
-        self._server(reply, arguments[0])
+        server = self._server(reply, arguments[0])
+        if server is not None and server.ask is not None:
+            self._ask(reply, server, "get_client_list")
 
-    def _get_device_client_list(self, reply: Reply, arguments: list[str], uid: int) -> None:
-        if _integer(arguments[0]) != 0:
-            self._ask_server(reply, arguments, uid)
-        for pid in self.servers if _integer(arguments[0]) == 0 else ():
-            reply.log(f"Server {pid} is <busy>")
+    def _get_device_client_list(self, reply: Reply, arguments: list[str], _uid: int) -> None:
+        if figures.integer(arguments[0]) != 0:
+            self._ask_named(reply, "get_device_client_list", arguments)
+            return
+        for server in self.servers.values():
+            self._ask(reply, server, "get_device_client_list")
 
-    def _ps(self, reply: Reply, arguments: list[str], uid: int) -> None:
+    def _ps(self, reply: Reply, arguments: list[str], _uid: int) -> None:
         if not arguments[0].startswith("-p"):
-            for pid in self.servers:
-                reply.log(f"Server {pid} is <busy>")
-            reply.say("Server not found")
+            answered = [self._ask(reply, server, "ps") for server in self.servers.values()]
+            if not any(answered):
+                reply.say("Server not found")
             return
         named = arguments[0].removeprefix("-p") or arguments[1]
-        self._ask_server(reply, [named], uid)
-        reply.say(f"Server {_integer(named)} not found")
-        reply.tell("")
+        if not self._ask_named(reply, "ps", [named]):
+            reply.say(f"Server {figures.integer(named)} not found")
+            reply.tell("")
 
-    def _terminate_client(self, reply: Reply, arguments: list[str], uid: int) -> None:
-        self._ask_server(reply, arguments, uid)
-        reply.say(f"Server {_integer(arguments[0])} not found!")
-        reply.say("1")
+    def _terminate_client(self, reply: Reply, arguments: list[str], _uid: int) -> None:
+        if not self._ask_named(reply, "terminate_client", arguments):
+            reply.say(f"Server {figures.integer(arguments[0])} not found!")
+            reply.say("1")
 
-    def _ask_server(self, reply: Reply, arguments: list[str], _uid: int) -> None:
-        """Answer what only the server knows, or would have to do: it is busy."""
+    def _ask_named(self, reply: Reply, name: str, arguments: list[str]) -> bool:
+        """Have the server that the first argument names answer this command; tell whether it did."""
         server = self._server(reply, arguments[0])
-        if server is not None:
+        return server is not None and self._ask(reply, server, name, arguments[1:])
+
+    @staticmethod
+    def _ask(reply: Reply, server: Server, name: str, arguments: Sequence[str] = ()) -> bool:
+        """Have a server answer what only it knows, or has to do; False when it is busy."""
+        if server.ask is None:
             reply.log(f"Server {server.pid} is <busy>")
+            return False
+        for line in server.ask(name, arguments):
+            reply.say(line)
+        return True
 
     # -- defaults --
 
     def _take_percentage(self, text: str) -> bool:
-        percentage = _float(text)
+        percentage = figures.real(text)
         if not 0 < percentage <= 100:  # noqa: PLR2004 - it is a percentage
             return False
         self._percentage = percentage
         return True
 
     def _take_priority(self, text: str) -> bool:
-        priority = _integer(text)
+        priority = figures.integer(text)
         if priority not in {0, 1}:
             return False
         self._priority = priority
@@ -306,21 +313,21 @@ class ControlDaemon:
     def _set_default_device_pinned_mem_limit(self, reply: Reply, arguments: list[str], uid: int) -> None:
         if not self._may_change_defaults(reply, uid):
             return
-        device, whole = _device(arguments[0])
+        device, whole = figures.device(arguments[0])
         if not 0 <= device < DEVICES:
             reply.log("Invalid device ordinal!")
             return
         # A device that is no ordinal, such as a GPU's UUID, clears the limit of the ordinal that it starts with: 0.
-        self._limits[device] = _limit(arguments[1]) if whole else 0
+        self._limits[device] = figures.limit(arguments[1]) if whole else 0
 
     def _get_default_device_pinned_mem_limit(self, reply: Reply, arguments: list[str], _uid: int) -> None:
-        device, _ = _device(arguments[0])
+        device, _ = figures.device(arguments[0])
         if not 0 <= device < DEVICES:
             reply.log("Invalid device ordinal!")
         elif not self._limits.get(device):
             reply.log("No default pinned memory limit set for the device!")
         else:
-            reply.say(_reported(self._limits[device]))
+            reply.say(figures.reported(self._limits[device]))
 
     def _set_default_client_priority(self, reply: Reply, arguments: list[str], uid: int) -> None:
         if self._may_change_defaults(reply, uid) and not self._take_priority(arguments[0]):
@@ -334,10 +341,10 @@ class ControlDaemon:
             reply.say("Not enough privilege to execute quit command")
             return
         self.quitting = True
-        if arguments[0] != "-t" or _INTEGER.match(arguments[1]) is None:
+        if arguments[0] != "-t" or figures.INTEGER.match(arguments[1]) is None:
             reply.effect = Quit(None)
             return
-        seconds = _integer(arguments[1]) % 2**32
+        seconds = figures.integer(arguments[1]) % 2**32
         reply.effect = Quit(seconds)
         if self.branch >= ANNOUNCES_QUIT:
             reply.log(f"quit command issued with timeout of {seconds}")
@@ -353,14 +360,10 @@ class ControlDaemon:
         "terminate_client": _terminate_client,
         "set_default_active_thread_percentage": _set_default_active_thread_percentage,
         "get_default_active_thread_percentage": _get_default_active_thread_percentage,
-        "set_active_thread_percentage": _ask_server,
-        "get_active_thread_percentage": _ask_server,
         "set_default_device_pinned_mem_limit": _set_default_device_pinned_mem_limit,
         "get_default_device_pinned_mem_limit": _get_default_device_pinned_mem_limit,
-        "set_device_pinned_mem_limit": _ask_server,
-        "get_device_pinned_mem_limit": _ask_server,
         "set_default_client_priority": _set_default_client_priority,
         "get_default_client_priority": _get_default_client_priority,
         "quit": _quit,
     }
-    """The answer to each command of core's table; which of them a driver knows, that table says."""
+    """The answers to the commands of core's table; those that are not here, the server answers that they name first."""

@@ -1,8 +1,9 @@
 """The simulator's control program: control daemon and front-end in one, as NVIDIA's `nvidia-cuda-mps-control` is.
 
-Run as `python -m mpsd.simulator.control [--driver BRANCH] [-f]`. With `-f` it is a control daemon in the foreground
-and logs to stdout; without, a front-end that reads commands from stdin until its end. It takes its directories from the
-same variables as NVIDIA's, and imitates one driver branch, 555 unless `--driver` names another.
+Run as `python -m mpsd.simulator.control [--driver BRANCH] [--gpus DIRECTORY] [-f [-multiuser-server]]`. With `-f` it is
+a control daemon in the foreground and logs to stdout; without, a front-end that reads commands from stdin until its
+end. It takes its directories from the same variables as NVIDIA's, imitates one driver branch, 555 unless `--driver`
+names another, and has no GPU unless `--gpus` names the directory of simulated ones (see `devices`).
 
 A front-end is started for each conversation, so this module and `front_end` import next to nothing: not even typing or
 pathlib, each of which would cost as much as all the rest.
@@ -14,17 +15,18 @@ import sys
 DEFAULT_BRANCH = 555
 """The driver branch that is imitated unless another is named, as mpsd.simulator.gpus.DRIVER_VERSION has it."""
 
-_USAGE = "usage: python -m mpsd.simulator.control [--driver BRANCH] [-f]"
+_USAGE = "usage: python -m mpsd.simulator.control [--driver BRANCH] [--gpus DIRECTORY] [-f [-multiuser-server]]"
 
 
-def program(branch: int = DEFAULT_BRANCH) -> tuple[str, ...]:
+def program(branch: int = DEFAULT_BRANCH, gpus: str | None = None) -> tuple[str, ...]:
     """Return the command line that starts this program, from wherever and however mpsd is installed.
 
     The interpreter is told to look at neither the environment nor site-packages: nothing of them is needed, and without
     them it starts in half the time.
     """
     driver = () if branch == DEFAULT_BRANCH else ("--driver", str(branch))
-    return (sys.executable, "-I", "-S", os.path.abspath(__file__), *driver)  # noqa: PTH100 - pathlib is too slow here
+    directory = () if gpus is None else ("--gpus", gpus)
+    return (sys.executable, "-I", "-S", os.path.abspath(__file__), *driver, *directory)  # noqa: PTH100 - pathlib is too slow here
 
 
 def main(arguments: list[str]) -> int:
@@ -32,10 +34,13 @@ def main(arguments: list[str]) -> int:
     branch = DEFAULT_BRANCH
     if arguments[:1] == ["--driver"] and len(arguments) > 1 and arguments[1].isdecimal():
         branch, arguments = int(arguments[1]), arguments[2:]
-    if arguments == ["-f"]:
+    gpus = None
+    if arguments[:1] == ["--gpus"] and len(arguments) > 1:
+        gpus, arguments = arguments[1], arguments[2:]
+    if arguments in (["-f"], ["-f", "-multiuser-server"]):
         from mpsd.simulator import control_daemon  # noqa: PLC0415 - a front-end does without
 
-        return control_daemon.main(branch)
+        return control_daemon.main(branch, many_users=len(arguments) > 1, gpus=gpus)
     if arguments:
         sys.stderr.write(f"{_USAGE}\n")
         return 1

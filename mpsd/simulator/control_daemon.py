@@ -11,7 +11,6 @@ import os
 import selectors
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -19,25 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from mpsd.simulator.answers import (
-    BRANCHES,
-    CHILD_LOGS_START,
-    PID_FILE,
-    ControlDaemon,
-    ForceServer,
-    Quit,
-    Reply,
-    StartServer,
-)
+from mpsd.simulator.answers import BRANCHES, CHILD_LOGS_START, PID_FILE, ControlDaemon
+from mpsd.simulator.cuda import CudaError
 from mpsd.simulator.front_end import END, LAST_WORDS, SERVED, TURNED_AWAY
+from mpsd.simulator.links import UCRED, Gpus, Link, Waiting
+from mpsd.simulator.replies import ForceServer, Leave, PassOn, Quit, Reply, StartServer
 
 SERVER_PROGRAM: Final = "nvidia-cuda-mps-server"
 """Looked up in PATH, as NVIDIA's control daemon does."""
 
 _LONGEST_SOCKET_PATH: Final = 106
 """Bytes: one less than a unix socket's address could hold. NVIDIA's control daemons refuse 107 (measured, all four)."""
-
-_UCRED: Final = struct.Struct("iII")
 
 
 def _write_line(text: str) -> None:
@@ -69,6 +60,7 @@ class _PipeDirectory:
     """The files of one control daemon, made as NVIDIA's makes them, over whatever a dead one left there."""
 
     def __init__(self, path: Path, *, pid_file: bool) -> None:
+        self.path = path
         if not path.is_dir():
             try:
                 path.mkdir()
@@ -118,17 +110,24 @@ def _listen(path: Path) -> socket.socket:
 class _Service:
     """One control daemon at work."""
 
-    def __init__(self, daemon: ControlDaemon, directory: _PipeDirectory) -> None:
+    def __init__(self, daemon: ControlDaemon, directory: _PipeDirectory, gpus: Gpus | None) -> None:
         self._daemon = daemon
         self._directory = directory
+        self._gpus = gpus
+        self._links: dict[int, Link] = {}
+        self._waiting: list[Waiting] = []
+        """Clients that wait for a server; in one line, whosever they are."""
         self._events = selectors.DefaultSelector()
         self._front_end: _FrontEnd | None = None
         self._refusals = itertools.cycle(TURNED_AWAY)
         self._force_at: float | None = None
         self._on(directory.control, self._accept)
         self._on(directory.log, self._copy_log)
+        if gpus is not None:
+            clients = gpus.listen(directory.path)
+            self._on(clients, lambda: self._accept_client(clients))
 
-    def _on(self, source: socket.socket | int, action: Callable[[], None]) -> None:
+    def _on(self, source: socket.socket | Link | int, action: Callable[[], None]) -> None:
         self._events.register(source, selectors.EVENT_READ, action)
 
     def serve(self) -> int:
@@ -175,7 +174,7 @@ class _Service:
         if not served:
             connection.close()
             return
-        _, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        _, uid, _ = UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size))
         self._front_end = _FrontEnd(connection, uid)
         self._log("NEW UI")
         self._on(connection, self._listen)
@@ -217,33 +216,111 @@ class _Service:
                 self._start(uid)
             case ForceServer(pid):
                 os.kill(pid, signal.SIGINT)
-            case Quit(int(seconds)):
-                self._force_at = time.monotonic() + seconds
+            case Leave(pid):
+                self._links[pid].leave()
+            case Quit(seconds):
+                for link in self._links.values():
+                    link.leave()
+                for client in tuple(self._waiting):
+                    self._withdraw(client)
+                    client.refuse(CudaError.MPS_SERVER_NOT_READY)
+                if seconds is not None:
+                    self._force_at = time.monotonic() + seconds
 
     def _start(self, uid: int) -> None:
         ours = os.getpid()
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if pid == 0:
             line = f"Starting new server {os.getpid()} for user {uid}"
             _write_line(_stamped("Control", os.getpid() if self._daemon.branch >= CHILD_LOGS_START else ours, line))
             with contextlib.suppress(OSError):
+                if self._gpus is not None:
+                    self._gpus.become_server(there)
                 os.setuid(uid)
                 os.execvp(SERVER_PROGRAM, [SERVER_PROGRAM])
             os._exit(1)
+        there.close()
+        link = Link(here)
         self._daemon.started(pid, uid)
         pidfd = os.pidfd_open(pid)
-        self._on(pidfd, lambda: self._reap(pid, pidfd))
+        self._on(pidfd, lambda: self._reap(pid, pidfd, link))
+        if self._gpus is not None:
+            defaults, control = self._daemon.defaults, self._directory.path / "control"
+            link.start(self._gpus.start(uid=uid, socket_path=control, defaults=defaults))
+            self._on(link, lambda: self._meet(pid, link))
 
-    def _reap(self, pid: int, pidfd: int) -> None:
+    def _meet(self, pid: int, link: Link) -> None:
+        """Take note that a server is ready, and pass on those that waited for it; or leave its end to its pidfd."""
+        if pid not in self._daemon.servers:
+            return
+        self._events.unregister(link)
+        if not link.is_ready():
+            return
+        self._links[pid] = link
+        reply = self._daemon.ready(pid, link.ask)
+        self._log_all(reply.logged)
+        for client in [each for each in self._waiting if self._daemon.serves(pid, each.uid)]:
+            self._withdraw(client)
+            link.pass_on(client)
+        self._do(reply)
+
+    def _reap(self, pid: int, pidfd: int, link: Link) -> None:
         self._events.unregister(pidfd)
         os.close(pidfd)
+        if link in self._events.get_map():
+            self._events.unregister(link)
+        self._links.pop(pid, None)
+        link.close()
+        awaiting = [each for each in self._waiting if self._daemon.serves(pid, each.uid)]
         _, result = os.waitpid(pid, 0)
         status = os.WEXITSTATUS(result) if os.WIFEXITED(result) else 0  # a server that was killed counts as status 0
         self._log(f"Server {pid} exited with status {status}")
         self._log("Removed Shm file at ")
-        following = self._daemon.ended(pid, status)
-        if following is not None:
-            self._start(following.uid)
+        following = self._daemon.ended(pid, status, awaited=bool(awaiting))
+        for client in awaiting if following.given_up else ():
+            self._withdraw(client)
+            client.refuse(CudaError.MPS_CONNECTION_FAILED)
+        if following.start is not None:
+            self._start(following.start.uid)
+
+    # -- clients --
+
+    def _accept_client(self, listener: socket.socket) -> None:
+        """Hear who a client is once it says so, and what becomes of it."""
+        connection, _ = listener.accept()
+        self._log("Accepting connection...")
+        self._on(connection, lambda: self._hear_client(connection))
+
+    def _hear_client(self, connection: socket.socket) -> None:
+        self._events.unregister(connection)
+        client = Waiting.read(connection)
+        if client is None:
+            return
+        if self._daemon.quitting:
+            client.refuse(CudaError.MPS_SERVER_NOT_READY)
+            return
+        self._log("User did not send valid credentials")  # before every client that is served, and harmless
+        self._log("Accepting connection...")
+        reply = self._daemon.arrived(client.pid, client.uid)
+        self._log_all(reply.logged)
+        if isinstance(reply.effect, PassOn):
+            self._links[reply.effect.pid].pass_on(client)
+            return
+        self._waiting.append(client)
+        self._on(connection, lambda: self._hang_up(client))
+        self._do(reply)
+
+    def _withdraw(self, client: Waiting) -> None:
+        """Let a client wait no longer."""
+        self._events.unregister(client.connection)
+        self._waiting.remove(client)
+
+    def _hang_up(self, client: Waiting) -> None:
+        """Forget a client that waited: it waits in silence, so that whatever is heard of it is its end."""
+        if client in self._waiting:
+            self._withdraw(client)
+            client.connection.close()
 
 
 def _check_log_directory(path: Path, fifo: Path) -> None:
@@ -258,8 +335,11 @@ def _check_log_directory(path: Path, fifo: Path) -> None:
         os.close(descriptor)
 
 
-def main(branch: int) -> int:
-    """Be the control daemon of this driver branch, in the foreground; return the exit status."""
+def main(branch: int, *, many_users: bool = False, gpus: str | None = None) -> int:
+    """Be the control daemon of this driver branch, in the foreground; return the exit status.
+
+    `gpus` is the directory of the simulated GPUs (see `devices`); without one there is no GPU.
+    """
     if branch not in BRANCHES:
         sys.stderr.write(f"driver branch {branch} is none of {', '.join(map(str, BRANCHES))}\n")
         return 1
@@ -274,8 +354,9 @@ def main(branch: int) -> int:
         if error.args:
             _write_line(str(error))
         return 1
-    daemon = ControlDaemon(branch, os.geteuid())
-    service = _Service(daemon, directory)
+    daemon = ControlDaemon(branch, os.geteuid(), many_users=many_users)
+    simulated = Gpus(Path(gpus), os.environ, log_directory) if gpus is not None else None
+    service = _Service(daemon, directory, simulated)
     for line in (
         f"Starting control daemon using socket {pipe_directory}/control",
         f"To connect CUDA applications to this daemon, set env CUDA_MPS_PIPE_DIRECTORY={pipe_directory}",

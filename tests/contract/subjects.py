@@ -96,6 +96,8 @@ class Bench:
         self.log_file = root / "log"
         self.programs = root / "b"
         """First in the PATH of whatever is started here."""
+        self.flags: tuple[str, ...] = ("-f",)
+        """What makes the program a control daemon."""
         for directory in (self.pipe, self.logs, self.programs):
             directory.mkdir()
         self._daemons: list[subprocess.Popen[bytes]] = []
@@ -122,7 +124,7 @@ class Bench:
         log = os.open(self.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             daemon = subprocess.Popen(
-                [*self.subject.argv, "-f"],
+                [*self.subject.argv, *self.flags],
                 env={**self.environment, **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

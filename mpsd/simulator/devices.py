@@ -1,0 +1,145 @@
+"""Simulated GPUs as they lie on disk, for all processes of a node: who holds how much of each, and what ails it.
+
+A directory stands for the node's GPUs, and in it one for each GPU, by UUID: a file for each process that has a context
+there, and files for a GPU's faults. As with a real driver, what a process held is free once it is gone.
+"""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+
+from mpsd.core.units import GIB
+
+MEMORY: Final = 80 * GIB
+"""Bytes of each simulated GPU."""
+
+VARIABLE: Final = "MPSD_SIMULATED_GPUS"
+"""Names the directory to a client, as /dev/nvidia* is there for a real one: outside MPS nothing else tells it."""
+
+
+class Kind(StrEnum):
+    """In which of NVML's lists a process stands: as one of MPS (`M+C` to nvidia-smi), or as any other (`C`)."""
+
+    COMPUTE = "Compute"
+    MPS_COMPUTE = "MPSCompute"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a process has of a GPU: bytes, and how it came to be there."""
+
+    memory: int
+    kind: Kind
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return a process's start time in clock ticks since boot, or None when there is no such process (proc(5))."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(stat.rpartition(b")")[2].split()[19])
+
+
+class Device:
+    """One simulated GPU."""
+
+    def __init__(self, directory: Path, uuid: str) -> None:
+        self.uuid = uuid
+        self._path = directory / uuid
+
+    def create(self) -> None:
+        """Make its directory, for processes of every uid to use; one that is there stays as it is."""
+        with contextlib.suppress(FileExistsError):
+            self._path.mkdir(parents=True)
+            self._path.chmod(0o1777)
+            (self._path / "lock").touch()
+            (self._path / "lock").chmod(0o666)
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is such a GPU."""
+        return self._path.is_dir()
+
+    # -- memory --
+
+    def hold(self, pid: int, memory: int, kind: Kind) -> bool:
+        """Have a process hold so many bytes in all, from now until it is gone; False where the GPU has not as many."""
+        with self._locked():
+            others = sum(held.memory for each, held in self.processes().items() if each != pid)
+            if others + memory > MEMORY:
+                return False
+            new = self._path / f"{pid}.new"
+            new.write_text(f"{start_ticks(pid)} {memory} {kind}\n", encoding="utf-8")
+            new.rename(self._path / str(pid))
+            return True
+
+    def release(self, pid: int) -> None:
+        """Have a process hold nothing any more, as when its context is ended before it is."""
+        (self._path / str(pid)).unlink(missing_ok=True)
+
+    def processes(self) -> dict[int, Held]:
+        """Return what each living process holds, by pid."""
+        found: dict[int, Held] = {}
+        for path in self._path.iterdir():
+            if not path.name.isdecimal():
+                continue
+            with contextlib.suppress(FileNotFoundError):  # it was released meanwhile
+                ticks, memory, kind = path.read_text(encoding="utf-8").split()
+                if start_ticks(int(path.name)) == int(ticks):
+                    found[int(path.name)] = Held(int(memory), Kind(kind))
+        return found
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        descriptor = os.open(self._path / "lock", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    # -- faults and settings, which whoever simulates makes --
+
+    @property
+    def lost(self) -> bool:
+        """Whether the GPU has fallen off the bus: no call to it succeeds."""
+        return (self._path / "lost").exists()
+
+    def lose(self) -> None:
+        """Have the GPU fall off the bus."""
+        (self._path / "lost").touch()
+
+    def recover(self) -> None:
+        """Have the GPU back, as after a reset."""
+        (self._path / "lost").unlink(missing_ok=True)
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether its compute mode is EXCLUSIVE_PROCESS: the server alone may have a context, and who has one is it."""
+        return (self._path / "exclusive_process").exists()
+
+    def set_exclusive(self) -> None:
+        """Set its compute mode to EXCLUSIVE_PROCESS, as `nvidia-smi -c 3` does."""
+        (self._path / "exclusive_process").touch()
+
+    def report_xid(self, xid: int) -> None:
+        """Have the driver report an Xid, its number for what went wrong."""
+        with (self._path / "xids").open("a", encoding="utf-8") as xids:
+            xids.write(f"{xid}\n")
+
+    def xids(self) -> list[int]:
+        """Return every Xid so far, the oldest first."""
+        with contextlib.suppress(FileNotFoundError):
+            return [int(line) for line in (self._path / "xids").read_text(encoding="utf-8").splitlines()]
+        return []
+
+
+def there(directory: Path) -> list[Device]:
+    """Return the GPUs of a directory, in the order of their UUIDs, which is that of their indices."""
+    return [Device(directory, path.name) for path in sorted(directory.glob("GPU-*"))]

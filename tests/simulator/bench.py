@@ -1,0 +1,54 @@
+"""A simulated control daemon with simulated GPUs, for tests of what is beyond its pipe; there is no mpsd in it."""
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+from mpsd.simulator.control import program
+from mpsd.simulator.devices import VARIABLE, Device
+from tests.contract.subjects import Bench, Subject
+from tests.harness import wait_until
+from tests.simulated import SimulatedClient
+
+GPU: Final = "GPU-00000000-0000-4000-8000-000000000000"
+PERCENTAGE: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+MEMORY: Final = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+
+
+class GpuBench(Bench):
+    """A bench with a simulated GPU; what is started on it ends with it."""
+
+    def __init__(self, root: Path, branch: int) -> None:
+        self.device = Device(root / "g", GPU)
+        self.device.create()
+        super().__init__(Subject("simulator", branch, program(branch, str(root / "g"))), root)
+        self._clients = ExitStack()
+
+    def client(self, *before: str, **variables: str) -> SimulatedClient:
+        """Start a client of this daemon, with these variables beside; `before` is a command that becomes it."""
+        pipe = {"CUDA_MPS_PIPE_DIRECTORY": str(self.pipe), VARIABLE: str(self.root / "g")}
+        return self._clients.enter_context(SimulatedClient({**pipe, **variables}, before=before))
+
+    def server(self) -> int:
+        """Start a server for the user of the tests, and return its pid when it is ready."""
+        server = self.start_server(os.geteuid())
+        self.wait_for_log(f"NEW SERVER {server}: Ready")
+        return server
+
+    def wait_for_log(self, line: str) -> None:
+        """Wait until the control daemon has logged this."""
+        wait_until(lambda: line in self.log(), what=f"{line!r} in the log")
+
+    def ask(self, *commands: str) -> list[str]:
+        """Return what a front-end prints."""
+        return self.front_end(*commands).printed
+
+    def server_log(self) -> list[str]:
+        """Return the text of server.log's lines."""
+        return [line.partition("] ")[2] for line in (self.logs / "server.log").read_text().splitlines()]
+
+    def close(self) -> None:
+        """End whatever was started here."""
+        self._clients.close()
+        super().close()

@@ -1,0 +1,362 @@
+"""Simulated servers and clients as processes: what NVIDIA documents of theirs, rule by rule."""
+
+import os
+import signal
+import subprocess
+from typing import Any, Final
+
+import pytest
+
+from mpsd.simulator.devices import MEMORY as WHOLE
+from mpsd.simulator.devices import Held, Kind
+from tests.contract.subjects import STRANGER, as_root
+from tests.harness import look_at, wait_until
+from tests.simulated import SimulatedClient
+from tests.simulator.bench import GPU, MEMORY, PERCENTAGE, GpuBench
+
+GIB: Final = 2**30
+DONE: Final = {"ok": True}
+
+
+def error(name: str, code: int) -> dict[str, Any]:
+    """Return the answer to a call that fails with this error."""
+    return {"ok": False, "error": f"CUDA_ERROR_{name}", "code": code}
+
+
+OUT_OF_MEMORY: Final = error("OUT_OF_MEMORY", 2)
+LAUNCH_FAILED: Final = error("LAUNCH_FAILED", 719)
+NOT_READY: Final = error("MPS_SERVER_NOT_READY", 807)
+TERMINATED: Final = error("MPS_CLIENT_TERMINATED", 810)
+
+STRANGERS: Final = (
+    "setpriv",
+    f"--reuid={STRANGER}",
+    f"--regid={STRANGER}",
+    "--clear-groups",
+    "--inh-caps=+dac_read_search",
+    "--ambient-caps=+dac_read_search",
+)
+"""Becomes a process of another user, who may read the program under test wherever it lies."""
+
+
+def limits(client: SimulatedClient) -> tuple[float, int | None]:
+    """Return what a client was pinned to."""
+    return client.hello["active_thread_percentage"], client.hello["pinned_device_mem_limit"]
+
+
+# -- connecting --------------------------------------------------------------------------------------------------------
+
+
+def test_first_client_starts_a_server(bench: GpuBench) -> None:
+    """A client has a server started for its user, waits until it is ready, and is listed by it."""
+    client = bench.client()
+    assert client.hello["mps"]
+    server = client.hello["server"]
+    assert bench.ask("get_server_list", f"get_client_list {server}", f"get_server_status {server}") == [
+        str(server),
+        str(client.pid),
+        "ACTIVE",
+    ]
+    process = look_at(server)
+    assert process is not None
+    assert process.parent == bench.daemon.pid
+    assert process.command.split()[0].endswith("/nvidia-cuda-mps-server")
+    uid = os.geteuid()
+    assert [line for line in bench.log() if "NEW CLIENT" in line or "NEW SERVER" in line or "Starting new" in line] == [
+        f"NEW CLIENT {client.pid} from user {uid}: Server is not ready, push client to pending list",
+        f"Starting new server {server} for user {uid}",
+        f"NEW SERVER {server}: Ready",
+    ]
+
+
+def test_second_client_finds_the_server(bench: GpuBench) -> None:
+    """While there is a server, it takes every client of its user; each is listed with its command."""
+    first = bench.client()
+    server = first.hello["server"]
+    second = bench.client()
+    assert second.hello["server"] == server
+    assert f"NEW CLIENT {second.pid} from user {os.geteuid()}: Server already exists" in bench.complete_log()
+    header, *rows = bench.ask("ps")
+    assert header.split() == ["PID", "ID", "SERVER", "DEVICE", "NAMESPACE", "COMMAND"]
+    assert [row.split()[:4] for row in rows] == [
+        [str(each.pid), "0", str(server), "GPU-00000000-0000-4000"] for each in (first, second)
+    ]
+    assert all("client" in row.split()[5:] for row in rows)
+    assert bench.ask(f"ps -p {server}") == [header, *rows]
+
+
+def test_server_stays_without_clients(bench: GpuBench) -> None:
+    """A server outlives its clients, and says in its log whether they exited or were killed."""
+    first, second = bench.client(), bench.client()
+    server = first.hello["server"]
+    assert second.hello["server"] == server
+    assert first.end() == 0
+    assert second.kill() == -signal.SIGKILL
+    wait_until(lambda: bench.ask(f"get_client_list {server}") == [], what="both to be gone")
+    assert bench.ask("get_server_list") == [str(server)]
+    gone = [line for line in bench.server_log() if line.endswith(" exit") or "Receive command" in line]
+    assert gone == [
+        f"Client {{PID: {first.pid}, Context ID: 0}} exit",
+        "Receive command failed, assuming client exit. Client process disconnected",
+        f"Client {{PID: {second.pid}, Context ID: 0}} exit",
+    ]
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+def test_pinned_when_it_connects(bench: GpuBench) -> None:
+    """A client has the least of the server's limits and its own at the moment in which it connects, for good."""
+    bench.ask("set_default_active_thread_percentage 60", "set_default_device_pinned_mem_limit 0 8G")
+    first = bench.client(**{PERCENTAGE: "25", MEMORY: "0=2G"})
+    second = bench.client(**{PERCENTAGE: "80", MEMORY: "0=16G"})
+    assert limits(first) == (25.0, 2 * GIB)
+    assert limits(second) == (60.0, 8 * GIB)
+    server = first.hello["server"]
+    bench.ask(f"set_active_thread_percentage {server} 10", f"set_device_pinned_mem_limit {server} 0 1G")
+    third = bench.client()
+    assert limits(third) == (10.0, GIB)
+    assert first.alloc("2GiB") == {**DONE, "allocated": 2 * GIB}
+    log = bench.server_log()
+    assert "Active Threads Percentage set to 60.0" in log
+    assert "Device pinned memory limit for device 0 set to 0x200000000 bytes" in log
+
+
+def test_defaults_are_for_the_next_server(bench: GpuBench) -> None:
+    """A default that is changed beside a server changes nothing for it; its own limits are read and set by its pid."""
+    server = bench.server()
+    bench.ask("set_default_active_thread_percentage 30", "set_default_device_pinned_mem_limit 0 3G")
+    ask = (f"get_active_thread_percentage {server}", f"get_device_pinned_mem_limit {server} 0")
+    assert bench.ask(*ask) == ["100.0"]
+    bench.ask(f"set_device_pinned_mem_limit {server} 0 1536M", f"set_active_thread_percentage {server} 150")
+    assert bench.ask(*ask) == ["100.0", "1G"]
+    os.kill(server, signal.SIGKILL)
+    wait_until(lambda: bench.ask("get_server_list") == [], what="its end")
+    again = bench.server()
+    assert bench.ask(*(line.replace(str(server), str(again)) for line in ask)) == ["30.0", "3G"]
+
+
+def test_memory(bench: GpuBench) -> None:
+    """A client allocates up to its limit; what it frees, and what the dead held, is there again."""
+    client = bench.client(**{MEMORY: "0=1G"})
+    assert client.alloc("1GiB") == {**DONE, "allocated": GIB}
+    assert client.alloc("1B") == OUT_OF_MEMORY
+    assert bench.device.processes()[client.pid] == Held(GIB, Kind.MPS_COMPUTE)
+    assert client.free("512MiB") == {**DONE, "allocated": GIB // 2}
+    assert client.alloc("513MiB") == OUT_OF_MEMORY
+    assert client.free() == {**DONE, "allocated": 0}
+    other = bench.client()
+    assert other.alloc(f"{WHOLE}B") == OUT_OF_MEMORY  # the server has some
+    assert other.alloc("79GiB")["ok"]
+    assert client.alloc("1GiB") == OUT_OF_MEMORY
+    other.kill()
+    assert client.alloc("1GiB")["ok"]
+
+
+def test_work_takes_longer_on_fewer_threads(bench: GpuBench) -> None:
+    """Half of the threads take at least twice as long for the same work."""
+    half = bench.client(**{PERCENTAGE: "50"})
+    assert half.hello["multiprocessors"] == 66
+    assert half.compute(0.05)["seconds"] >= 0.1
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+def test_fault(bench: GpuBench) -> None:
+    """A fault is every client's; the server takes nobody until the last of them has exited, and is well again then."""
+    first, second = bench.client(), bench.client()
+    server = first.hello["server"]
+    assert second.hello["server"] == server
+    assert first.fault() == LAUNCH_FAILED
+    assert second.sync() == LAUNCH_FAILED
+    assert second.alloc("1MiB") == LAUNCH_FAILED
+    assert bench.ask(f"get_server_status {server}") == ["FAULT"]
+    assert bench.client().hello == NOT_READY
+    first.end()
+    assert bench.client().hello == NOT_READY
+    second.kill()
+    wait_until(lambda: bench.ask(f"get_server_status {server}") == ["ACTIVE"], what="the server to recover")
+    assert bench.client().hello["server"] == server
+    assert "Volta MPS: Server is handling a fatal GPU error." in bench.server_log()
+
+
+def test_terminated_client(bench: GpuBench) -> None:
+    """`terminate_client` prints 0, its error stays with the client, whose process lives on, and nobody else notices."""
+    victim, other = bench.client(), bench.client()
+    server = victim.hello["server"]
+    assert other.hello["server"] == server
+    victim.alloc("1GiB")
+    assert bench.ask(f"terminate_client {server} {victim.pid}") == ["0"]
+    assert victim.sync() == TERMINATED
+    assert victim.alloc("1MiB") == TERMINATED
+    assert victim.pid not in bench.device.processes()
+    assert bench.ask(f"get_client_list {server}", f"get_server_status {server}") == [str(other.pid), "ACTIVE"]
+    assert other.alloc("1GiB")["ok"]
+    assert bench.ask(f"terminate_client {server} {victim.pid}") == ["1"]
+    assert victim.end() == 0
+
+
+def test_death_of_the_server(bench: GpuBench) -> None:
+    """Clients of a server that was killed are told so by their next call; the next client has a new one started."""
+    client = bench.client()
+    os.kill(client.hello["server"], signal.SIGKILL)
+    wait_until(lambda: bench.ask("get_server_list") == [], what="its end")
+    assert client.sync() == error("MPS_RPC_FAILURE", 806)
+    assert bench.client().hello["server"] != client.hello["server"]
+
+
+def test_gpu_that_is_lost(bench: GpuBench) -> None:
+    """On a GPU that fell off the bus calls fail, and no server starts: after six tries the client is told."""
+    client = bench.client()
+    assert client.hello["ok"]
+    bench.device.lose()
+    assert client.sync() == error("DEVICE_UNAVAILABLE", 46)
+    os.kill(client.hello["server"], signal.SIGKILL)
+    wait_until(lambda: bench.ask("get_server_list") == [], what="its end")
+    assert bench.client().hello == error("MPS_CONNECTION_FAILED", 805)
+    assert bench.server_log().count("MPS server failed to start") == 6
+    bench.device.recover()
+    assert bench.client().hello["mps"]
+
+
+def test_clients_that_do_not_go(bench: GpuBench) -> None:
+    """A client may ignore SIGTERM, and one may hang: then only SIGKILL ends it."""
+    client = bench.client()
+    assert client.do("ignore TERM") == DONE
+    client.process.send_signal(signal.SIGTERM)
+    assert client.sync() == DONE
+    client.tell("hang")
+    client.process.send_signal(signal.SIGTERM)
+    assert client.kill() == -signal.SIGKILL
+
+
+# -- without MPS -------------------------------------------------------------------------------------------------------
+
+
+def test_fails_open(idle: GpuBench) -> None:
+    """Where no control daemon can be reached, a client runs outside MPS, and none of its limits holds."""
+    client = idle.client(**{PERCENTAGE: "10", MEMORY: "0=1G"})
+    assert (client.hello["mps"], client.hello["server"], client.hello["gpu"]) == (False, None, GPU)
+    assert limits(client) == (100.0, None)
+    assert client.alloc("70GiB")["ok"]
+    assert idle.device.processes() == {client.pid: Held(70 * GIB, Kind.COMPUTE)}
+    assert client.fault() == LAUNCH_FAILED
+    assert idle.client().hello["ok"]
+
+
+def test_exclusive_process(idle: GpuBench) -> None:
+    """On a GPU in mode EXCLUSIVE_PROCESS whoever is first has it: then nobody else gets in but by MPS."""
+    idle.device.set_exclusive()
+    idle.start()
+    assert idle.client().hello["mps"]
+    idle.kill()
+    assert idle.client().hello == error("DEVICE_UNAVAILABLE", 46)
+
+
+def test_invisible_gpu(bench: GpuBench) -> None:
+    """A client that sees no GPU cannot start."""
+    assert bench.client(CUDA_VISIBLE_DEVICES="1").hello == error("NO_DEVICE", 100)
+    assert bench.client(CUDA_VISIBLE_DEVICES="GPU-0").hello["mps"]
+
+
+def test_death_of_the_daemon(bench: GpuBench) -> None:
+    """Clients and server of a daemon that was killed go on; new clients run without MPS, or on another server."""
+    client = bench.client()
+    server = client.hello["server"]
+    bench.kill()
+    assert client.alloc("1GiB")["ok"]
+    assert not bench.client().hello["mps"]
+    bench.start()
+    assert bench.ask("get_server_list") == []
+    assert bench.client().hello["server"] != server
+    assert client.sync() == DONE
+    assert look_at(server) is not None
+
+
+# -- quitting ----------------------------------------------------------------------------------------------------------
+
+
+def test_quit_waits_for_clients(bench: GpuBench) -> None:
+    """`quit` takes no new clients, and waits for those that there are, with no limit; then all is gone."""
+    client = bench.client()
+    assert client.hello["ok"]
+    with pytest.raises(subprocess.TimeoutExpired):
+        bench.front_end("quit", seconds=0.3)
+    assert bench.client().hello == NOT_READY
+    assert client.alloc("1GiB")["ok"]
+    client.end()
+    assert bench.ended() == 0
+    assert bench.processes() == []
+
+
+def test_quit_with_a_time(bench: GpuBench) -> None:
+    """`quit -t` interrupts the server when its time is over, and its clients lose it."""
+    client = bench.client()
+    assert client.hello["ok"]
+    bench.front_end("quit -t 0")
+    assert bench.ended() == 0
+    assert client.sync() == error("MPS_RPC_FAILURE", 806)
+
+
+def test_shutdown(bench: GpuBench) -> None:
+    """A server that is shut down exits with its last client; who comes meanwhile waits, and gets another."""
+    first = bench.client()
+    server = first.hello["server"]
+    assert bench.ask(f"shutdown_server {server}") == []
+    second = bench.client()
+    bench.wait_for_log(
+        f"NEW CLIENT {second.pid} from user {os.geteuid()}: Server is not ready, push client to pending list"
+    )
+    assert first.sync() == DONE
+    assert not second.has_answered
+    first.end()
+    assert second.hello["server"] != server
+    assert f"Server {server} exited with status 0" in bench.log()
+
+
+# -- users -------------------------------------------------------------------------------------------------------------
+
+
+@as_root
+def test_one_user_at_a_time(bench: GpuBench) -> None:
+    """Another user's client waits until the last client of the first has exited; then that user's server goes."""
+    bench.root.chmod(0o711)
+    first = bench.client()
+    server = first.hello["server"]
+    other = bench.client(*STRANGERS)
+    bench.wait_for_log(f"NEW CLIENT {other.pid} from user {STRANGER}: Server is not ready, push client to pending list")
+    late = bench.client()
+    bench.wait_for_log(f"NEW CLIENT {late.pid} from user 0: Server is not ready, push client to pending list")
+    assert not other.has_answered
+    first.end()
+    assert other.hello["server"] != server
+    assert bench.ask("get_server_list") == [str(other.hello["server"])]
+    assert not late.has_answered
+    other.end()
+    assert late.hello["mps"]
+
+
+@as_root
+def test_client_that_waited_in_vain(bench: GpuBench) -> None:
+    """A client that is killed while it waits is forgotten."""
+    bench.root.chmod(0o711)
+    first = bench.client()
+    assert first.hello["mps"]
+    other = bench.client(*STRANGERS)
+    bench.wait_for_log(f"NEW CLIENT {other.pid} from user {STRANGER}: Server is not ready, push client to pending list")
+    other.kill()
+    first.end()
+    bench.wait_for_log(f"Server {first.hello['server']} exited with status 0")
+    assert bench.client().hello["mps"]
+
+
+@as_root
+def test_many_users(idle: GpuBench) -> None:
+    """With -multiuser-server one server, root's, takes the clients of every user."""
+    idle.root.chmod(0o711)
+    idle.flags = ("-f", "-multiuser-server")
+    idle.start()
+    first, other = idle.client(), idle.client(*STRANGERS)
+    assert first.hello["server"] == other.hello["server"]
+    assert look_at(other.hello["server"]) is not None

@@ -82,13 +82,32 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuProcess:
+    """A process that uses a GPU, as the driver lists it."""
+
+    memory: Reading[int]
+    """Bytes that it holds."""
+    mps: bool = False
+    """Whether it is a client of MPS. A server is none, nor is a process that runs outside MPS, without any limit."""
+
+
+@dataclass(frozen=True, slots=True)
 class GpuUsage:
     """What changes about a GPU, read at one moment."""
 
     memory_used: int
     """Bytes that are in use on the whole GPU, by whomever."""
-    processes: Mapping[int, Reading[int]] = field(default_factory=dict)
-    """Bytes held by pid, MPS clients included."""
+    processes: Mapping[int, GpuProcess] = field(default_factory=dict)
+    """Who uses it, by pid; servers and clients of MPS included."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFault:
+    """A critical error that a GPU reported; `xid` is its number in NVIDIA's list "XID Errors"."""
+
+    gpu: str
+    """Its UUID."""
+    xid: int
 
 
 @dataclass(frozen=True, slots=True)

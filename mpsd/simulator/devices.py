@@ -22,6 +22,10 @@ VARIABLE: Final = "MPSD_SIMULATED_GPUS"
 """Names the directory to a client, as /dev/nvidia* is there for a real one: outside MPS nothing else tells it."""
 
 
+FAULTS: Final = "faults"
+"""The file with what all GPUs of a node reported, the oldest first: the UUID and an Xid, a line each."""
+
+
 class Kind(StrEnum):
     """In which of NVML's lists a process stands: as one of MPS (`M+C` to nvidia-smi), or as any other (`C`)."""
 
@@ -128,16 +132,10 @@ class Device:
         """Set its compute mode to EXCLUSIVE_PROCESS, as `nvidia-smi -c 3` does."""
         (self._path / "exclusive_process").touch()
 
-    def report_xid(self, xid: int) -> None:
-        """Have the driver report an Xid, its number for what went wrong."""
-        with (self._path / "xids").open("a", encoding="utf-8") as xids:
-            xids.write(f"{xid}\n")
-
-    def xids(self) -> list[int]:
-        """Return every Xid so far, the oldest first."""
-        with contextlib.suppress(FileNotFoundError):
-            return [int(line) for line in (self._path / "xids").read_text(encoding="utf-8").splitlines()]
-        return []
+    def report(self, xid: int) -> None:
+        """Have the driver report a fault, by its number in NVIDIA's list of Xids."""
+        with (self._path.parent / FAULTS).open("a", encoding="utf-8") as faults:
+            faults.write(f"{self.uuid} {xid}\n")
 
 
 def there(directory: Path) -> list[Device]:

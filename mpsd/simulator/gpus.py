@@ -1,17 +1,22 @@
 """The GPUs of a node that has none: as many as asked for, all alike, and well until somebody has one fail."""
 
+import asyncio
 from pathlib import Path
 from typing import Final
 
 from mpsd.core.errors import InvalidRequestError
-from mpsd.core.model import Gpu, GpuUsage, Inventory, Known, Reading, Unknown
-from mpsd.simulator.devices import MEMORY, Device
+from mpsd.core.model import Gpu, GpuFault, GpuProcess, GpuUsage, Inventory, Known, Reading, Unknown
+from mpsd.simulator.devices import FAULTS, MEMORY, Device, Kind
 
 DRIVER_VERSION: Final = "555.58.02"
 """The driver whose control daemon the simulator imitates."""
 
 _NAME: Final = "Simulated GPU"
 _COMPUTE_CAPABILITY: Final = (9, 0)
+
+_LOOKS: Final = 20
+_LOOK_INTERVAL: Final = 0.5
+"""How often one call looks whether a GPU reported a fault, and how many seconds lie between two looks."""
 
 
 class SimulatedGpus:
@@ -29,6 +34,7 @@ class SimulatedGpus:
             for index in range(count)
         )
         self._directory = directory
+        self._told = len(self._reported())
 
     async def inventory(self) -> Inventory:
         """Return all GPUs; none of them is ever unknown."""
@@ -45,8 +51,24 @@ class SimulatedGpus:
         if device.lost:
             return Unknown("NVML: GPU is lost")
         held = device.processes()
-        processes: dict[int, Reading[int]] = {pid: Known(each.memory) for pid, each in held.items()}
+        processes = {pid: GpuProcess(Known(each.memory), each.kind is Kind.MPS_COMPUTE) for pid, each in held.items()}
         return Known(GpuUsage(sum(each.memory for each in held.values()), processes))
+
+    async def faults(self) -> Reading[tuple[GpuFault, ...]]:
+        """Return what the GPUs reported since the last time, or since the start; wait a while when that is nothing."""
+        for _ in range(_LOOKS):
+            reported = self._reported()
+            new, self._told = reported[self._told :], len(reported)
+            if new:
+                return Known(tuple(new))
+            await asyncio.sleep(_LOOK_INTERVAL)
+        return Known(())
+
+    def _reported(self) -> list[GpuFault]:
+        if self._directory is None or not (self._directory / FAULTS).exists():
+            return []
+        lines = (self._directory / FAULTS).read_text(encoding="utf-8").splitlines()
+        return [GpuFault(uuid, int(xid)) for uuid, xid in map(str.split, lines)]
 
     def close(self) -> None:
         """Do nothing: there is nothing to let go of."""

@@ -1,15 +1,19 @@
 """The GPUs of a simulated node: as good as real ones to everything that asks for GPUs."""
 
 import asyncio
+import os
 import re
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.gpus import driver_branch, unsupported
-from mpsd.core.model import GpuUsage, Known, Unknown
+from mpsd.core.model import GpuFault, GpuProcess, GpuUsage, Known, Unknown
+from mpsd.simulator.devices import MEMORY, Device, Kind
 from mpsd.simulator.gpus import SimulatedGpus
 
 if TYPE_CHECKING:
@@ -49,6 +53,50 @@ def test_nothing_is_in_use() -> None:
     stranger = replace(gpu, uuid="GPU-5ba1e000-0000-4000-8000-00000000000a")
     assert isinstance(asyncio.run(source.usage(stranger)), Unknown)
     source.close()
+
+
+def test_what_processes_hold(tmp_path: Path) -> None:
+    """Of a GPU in a directory that others know, who holds how much is told, clients of MPS as such, the dead not."""
+    source = SimulatedGpus(2, directory=tmp_path)
+    first, second = asyncio.run(source.inventory()).gpus
+    assert asyncio.run(source.usage(first)) == Known(GpuUsage(0))
+    device = Device(tmp_path, first.uuid)
+    with subprocess.Popen(["sleep", "1000"]) as other:
+        assert device.hold(os.getpid(), 1000, Kind.COMPUTE)
+        assert device.hold(other.pid, 2000, Kind.MPS_COMPUTE)
+        assert not device.hold(other.pid, MEMORY, Kind.MPS_COMPUTE)
+        held = {os.getpid(): GpuProcess(Known(1000)), other.pid: GpuProcess(Known(2000), mps=True)}
+        assert asyncio.run(source.usage(first)) == Known(GpuUsage(3000, held))
+        other.kill()
+    assert asyncio.run(source.usage(first)) == Known(GpuUsage(1000, {os.getpid(): GpuProcess(Known(1000))}))
+    assert asyncio.run(source.usage(second)) == Known(GpuUsage(0))
+
+
+def test_gpu_that_is_lost(tmp_path: Path) -> None:
+    """A GPU that fell off the bus is unknown until it is back; the others are not."""
+    source = SimulatedGpus(2, directory=tmp_path)
+    first, second = asyncio.run(source.inventory()).gpus
+    asyncio.run(source.usage(first))
+    device = Device(tmp_path, first.uuid)
+    device.lose()
+    assert asyncio.run(source.usage(first)) == Unknown("NVML: GPU is lost")
+    assert isinstance(asyncio.run(source.usage(second)), Known)
+    device.recover()
+    assert isinstance(asyncio.run(source.usage(first)), Known)
+
+
+def test_faults(tmp_path: Path) -> None:
+    """What GPUs report is told once, and nothing that an earlier node was there to hear."""
+    earlier = SimulatedGpus(1, directory=tmp_path)
+    (gpu,) = asyncio.run(earlier.inventory()).gpus
+    asyncio.run(earlier.usage(gpu))
+    device = Device(tmp_path, gpu.uuid)
+    device.report(79)
+    device.report(31)
+    assert asyncio.run(earlier.faults()) == Known((GpuFault(gpu.uuid, 79), GpuFault(gpu.uuid, 31)))
+    later = SimulatedGpus(1, directory=tmp_path)
+    device.report(48)
+    assert asyncio.run(later.faults()) == asyncio.run(earlier.faults()) == Known((GpuFault(gpu.uuid, 48),))
 
 
 @pytest.mark.parametrize("count", [0, -1])

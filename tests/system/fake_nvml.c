@@ -6,6 +6,7 @@
  *   gpu UUID MAJOR.MINOR MIG TOTAL RESERVED USED NAME...      MIG: 0, 1, or -1 where the GPU has no such mode
  *   process GPU Compute|MPSCompute PID BYTES                  BYTES: -1 for NVML_VALUE_NOT_AVAILABLE
  *   fault FUNCTION GPU|-1 RESULT                              RESULT: an nvmlReturn_t, or -1 to hang while it stands there
+ *   xid GPU NUMBER                                            reported once, to who listens to this GPU; more come behind
  *
  * $FAKE_NVML/calls gets a line for each call: the thread's id and the function. Values and layouts are those of nvml.h.
  */
@@ -17,9 +18,9 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { SUCCESS = 0, UNINITIALIZED = 1, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7 };
+enum { SUCCESS = 0, UNINITIALIZED = 1, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, TIMED_OUT = 10 };
 enum { ALL = -1, HANG = -1 };
-enum { GPUS = 16, PROCESSES = 64, FAULTS = 16 };
+enum { GPUS = 16, PROCESSES = 64, FAULTS = 16, XIDS = 128 };
 
 struct gpu {
     char uuid[80], name[96];
@@ -29,10 +30,11 @@ struct gpu {
 
 struct state {
     char driver[80];
-    int gpus, processes, faults;
+    int gpus, processes, faults, xids;
     struct gpu gpu[GPUS];
     struct { int gpu; char kind[16]; unsigned pid; unsigned long long bytes; } process[PROCESSES];
     struct { char function[64]; int gpu, result; } fault[FAULTS];
+    struct { int gpu; unsigned long long number; } xid[XIDS];
 };
 
 static int opened; /* by how many */
@@ -56,7 +58,7 @@ static void read_state(struct state *s)
     memset(s, 0, sizeof *s);
     while (fgets(line, sizeof line, file) != NULL) {
         struct gpu *g = &s->gpu[s->gpus];
-        int p = s->processes, f = s->faults;
+        int p = s->processes, f = s->faults, x = s->xids;
         if (sscanf(line, "driver %79s", s->driver) == 1)
             continue;
         if (sscanf(line, "gpu %79s %d.%d %d %llu %llu %llu %95[^\n]", g->uuid, &g->major, &g->minor, &g->mig, &g->total,
@@ -67,11 +69,14 @@ static void read_state(struct state *s)
             s->processes++;
         else if (sscanf(line, "fault %63s %d %d", s->fault[f].function, &s->fault[f].gpu, &s->fault[f].result) == 3)
             s->faults++;
+        else if (sscanf(line, "xid %d %llu", &s->xid[x].gpu, &s->xid[x].number) == 2)
+            s->xids++;
         else {
             fprintf(stderr, "fake NVML cannot read: %s", line);
             abort();
         }
-        if (s->gpus == GPUS || s->processes == PROCESSES || s->faults == FAULTS) {
+        if (s->gpus == GPUS || s->processes == PROCESSES || s->faults == FAULTS ||
+            s->xids == XIDS) {
             fprintf(stderr, "fake NVML has no room for: %s", line);
             abort();
         }
@@ -261,3 +266,57 @@ LIST(nvmlDeviceGetComputeRunningProcesses_v2, "Compute")
 LIST(nvmlDeviceGetComputeRunningProcesses_v3, "Compute")
 LIST(nvmlDeviceGetMPSComputeRunningProcesses_v2, "MPSCompute")
 LIST(nvmlDeviceGetMPSComputeRunningProcesses_v3, "MPSCompute")
+
+/* There is one event set: its address is all that anybody needs of it. */
+static char event_set;
+static int listened_to[GPUS], reported;
+
+enum { XID_CRITICAL_ERROR = 8 };
+
+struct event {
+    void *device;
+    unsigned long long type, data;
+    unsigned gpu_instance, compute_instance;
+};
+
+int nvmlEventSetCreate(void **set)
+{
+    ENTER(ALL);
+    *set = &event_set;
+    return SUCCESS;
+}
+
+int nvmlDeviceRegisterEvents(void *handle, unsigned long long types, void *set)
+{
+    ENTER(index_of(handle));
+    if (types != XID_CRITICAL_ERROR || set != &event_set)
+        return NOT_SUPPORTED;
+    listened_to[index_of(handle)] = 1;
+    return SUCCESS;
+}
+
+int nvmlEventSetWait_v2(void *set, struct event *event, unsigned milliseconds)
+{
+    ENTER(ALL);
+    if (set != &event_set)
+        return NOT_FOUND;
+    for (unsigned waited = 0;; waited++) {
+        read_state(&s);
+        for (; reported < s.xids; reported++)
+            if (listened_to[s.xid[reported].gpu]) {
+                *event = (struct event){(void *)(intptr_t)(s.xid[reported].gpu + 1), XID_CRITICAL_ERROR,
+                                        s.xid[reported].number, UINT32_MAX, UINT32_MAX};
+                reported++;
+                return SUCCESS;
+            }
+        if (waited >= milliseconds)
+            return TIMED_OUT;
+        usleep(1000);
+    }
+}
+
+int nvmlEventSetFree(void *set)
+{
+    ENTER(ALL);
+    return set == &event_set ? SUCCESS : NOT_FOUND;
+}

@@ -19,6 +19,10 @@ async def _do(source: NvmlGpus, name: str, arguments: tuple[object, ...]) -> obj
             return await source.inventory()
         case "usage", (gpu,):
             return await source.usage(gpu)  # type: ignore[arg-type]
+        case "faults", ():
+            return await source.faults()
+        case "patience", (float(seconds),):
+            source.patience = seconds
         case "deadline", (float(seconds),):
             source.deadline = seconds
         case "opening", (float(seconds),):

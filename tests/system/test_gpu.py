@@ -10,7 +10,7 @@ from typing import Final
 import pytest
 
 from mpsd.core.errors import GpuUnknownError, NoDriverError
-from mpsd.core.model import Gpu, GpuUsage, Inventory, Known, Reading, Unknown
+from mpsd.core.model import Gpu, GpuFault, GpuProcess, GpuUsage, Inventory, Known, Unknown
 from mpsd.system.gpu import GpuSource, NvmlGpus
 from tests.harness import wait_until
 from tests.system.fake_nvml import LIBRARY, Child, FakeNvml, child
@@ -87,7 +87,7 @@ def test_gpu_without_mig_mode_is_not_in_it(nvml: FakeNvml, gpus: Child) -> None:
 
 
 def test_usage_counts_each_process_once(nvml: FakeNvml, gpus: Child) -> None:
-    """Ordinary processes and MPS clients are told together; who is in both lists counts once, at the larger figure."""
+    """Who is in both lists counts once, at the larger figure, and as a client of MPS."""
     nvml.show(
         *_NODE,
         "process 0 Compute 100 1000",
@@ -97,8 +97,13 @@ def test_usage_counts_each_process_once(nvml: FakeNvml, gpus: Child) -> None:
         "process 1 Compute 103 4000",
     )
     first, second = gpus.inventory().gpus
-    assert gpus.usage(first) == Known(GpuUsage(_USED, {100: Known(1000), 101: Known(2500), 102: Known(0)}))
-    assert gpus.usage(second) == Known(GpuUsage(0, {103: Known(4000)}))
+    held = {
+        100: GpuProcess(Known(1000)),
+        101: GpuProcess(Known(2500), mps=True),
+        102: GpuProcess(Known(0), mps=True),
+    }
+    assert gpus.usage(first) == Known(GpuUsage(_USED, held))
+    assert gpus.usage(second) == Known(GpuUsage(0, {103: GpuProcess(Known(4000))}))
 
 
 def test_process_of_unknown_size_is_unknown_alone(nvml: FakeNvml, gpus: Child) -> None:
@@ -111,11 +116,11 @@ def test_process_of_unknown_size_is_unknown_alone(nvml: FakeNvml, gpus: Child) -
         "process 0 MPSCompute 103 2000",
     )
     first, second = gpus.inventory().gpus
-    held: dict[int, Reading[int]] = {
-        100: Unknown("NVML does not say how much memory process 100 holds"),
-        101: Known(1000),
-        102: Unknown("NVML does not say how much memory process 102 holds"),
-        103: Known(2000),
+    held = {
+        100: GpuProcess(Unknown("NVML does not say how much memory process 100 holds")),
+        101: GpuProcess(Known(1000)),
+        102: GpuProcess(Unknown("NVML does not say how much memory process 102 holds"), mps=True),
+        103: GpuProcess(Known(2000), mps=True),
     }
     assert gpus.usage(first) == Known(GpuUsage(_USED, held))
     assert gpus.usage(second) == Known(GpuUsage(0))
@@ -133,10 +138,10 @@ def test_process_is_known_when_either_list_knows_it(nvml: FakeNvml, gpus: Child)
         "process 0 MPSCompute 102 -1",
     )
     first, _ = gpus.inventory().gpus
-    held: dict[int, Reading[int]] = {
-        100: Known(2000),
-        101: Known(1000),
-        102: Unknown("NVML does not say how much memory process 102 holds"),
+    held = {
+        100: GpuProcess(Known(2000), mps=True),
+        101: GpuProcess(Known(1000), mps=True),
+        102: GpuProcess(Unknown("NVML does not say how much memory process 102 holds"), mps=True),
     }
     assert gpus.usage(first) == Known(GpuUsage(_USED, held))
 
@@ -168,12 +173,83 @@ def test_either_version_of_the_process_lists_will_do(nvml: FakeNvml, gpus: Child
     processes = ("process 0 Compute 100 1000", "process 0 MPSCompute 101 2000")
     nvml.show(_DRIVER, _FIRST, *processes)
     (gpu,) = gpus.inventory().gpus
-    assert gpus.usage(gpu) == Known(GpuUsage(_USED, {100: Known(1000), 101: Known(2000)}))
+    expected = Known(GpuUsage(_USED, {100: GpuProcess(Known(1000)), 101: GpuProcess(Known(2000), mps=True)}))
+    assert gpus.usage(gpu) == expected
     assert not [name for name in nvml.functions() if name.endswith("Processes_v3")]
 
     lists = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetMPSComputeRunningProcesses")
     nvml.show(_DRIVER, _FIRST, *processes, *(_fault(f"{name}_v2", _FUNCTION_NOT_FOUND) for name in lists))
-    assert gpus.usage(gpu) == Known(GpuUsage(_USED, {100: Known(1000), 101: Known(2000)}))
+    assert gpus.usage(gpu) == expected
+
+
+# -- what the GPUs report by themselves --------------------------------------------------------------------------------
+
+
+def test_faults(nvml: FakeNvml, gpus: Child) -> None:
+    """Faults are told as soon as they come, once each, with their GPU; what came together is told together."""
+    nvml.show(*_NODE)
+    gpus.inventory()
+    asked = gpus.ask("faults")
+    wait_until(lambda: "nvmlEventSetWait_v2" in nvml.functions(), what="somebody to wait for faults")
+    nvml.show(*_NODE, "xid 1 79", "xid 0 31", "xid 1 13")
+    faults = (GpuFault(_SECOND_UUID, 79), GpuFault(_FIRST_UUID, 31), GpuFault(_SECOND_UUID, 13))
+    assert gpus.answer() == (asked, Known(faults))
+    nvml.show(*_NODE, "xid 1 79", "xid 0 31", "xid 1 13", "xid 0 48")
+    assert gpus.do("faults") == Known((GpuFault(_FIRST_UUID, 48),))
+
+
+def test_no_faults(nvml: FakeNvml, gpus: Child) -> None:
+    """Where nothing comes within the time, that is what is known; readings are taken meanwhile."""
+    nvml.show(*_NODE)
+    first, _ = gpus.inventory().gpus
+    gpus.do("patience", 0.01)
+    assert gpus.do("faults") == Known(())
+    gpus.do("patience", _HOUR)
+    gpus.ask("faults")
+    assert gpus.usage(first) == Known(GpuUsage(_USED))
+
+
+def test_a_storm_of_faults(nvml: FakeNvml, gpus: Child) -> None:
+    """However many come at a time, each is told, some dozens in one answer."""
+    nvml.show(*_NODE, *(f"xid {number % 2} {number}" for number in range(100)))
+    gpus.inventory()
+    first, second = gpus.do("faults"), gpus.do("faults")
+    assert isinstance(first, Known)
+    assert isinstance(second, Known)
+    assert [fault.xid for fault in (*first.value, *second.value)] == list(range(100))
+    assert len(first.value) == 64
+
+
+def test_gpu_that_reports_nothing(nvml: FakeNvml, gpus: Child) -> None:
+    """A GPU that cannot be read, or knows no such reports, is not listened to; the others are."""
+    nvml.show(*_NODE, _fault(_BY_INDEX, _GPU_IS_LOST, gpu=0), "xid 0 79", "xid 1 31")
+    gpus.inventory()
+    assert gpus.do("faults") == Known((GpuFault(_SECOND_UUID, 31),))
+
+
+def test_faults_that_cannot_be_read(nvml: FakeNvml, gpus: Child) -> None:
+    """That is unknown, at once, before the driver is open and when NVML fails; and it passes."""
+    nvml.show(*_NODE, "xid 0 31")
+    assert gpus.do("faults") == Unknown("NVML: Uninitialized")
+    gpus.inventory()
+    nvml.show(*_NODE, "xid 0 31", _fault("nvmlEventSetWait_v2", _GPU_IS_LOST))
+    assert gpus.do("faults") == Unknown("NVML: GPU is lost")
+    nvml.show(*_NODE, "xid 0 31")
+    assert gpus.do("faults") == Known((GpuFault(_FIRST_UUID, 31),))
+
+
+def test_waiting_for_faults_that_hangs(nvml: FakeNvml, gpus: Child) -> None:
+    """It takes nothing with it but the faults: readings are taken, and the process ends in good order."""
+    nvml.show(*_NODE)
+    first, _ = gpus.inventory().gpus
+    nvml.show(*_NODE, _fault("nvmlEventSetWait_v2", _HANG))
+    gpus.do("patience", 0.01)
+    gpus.do("deadline", 0.2)
+    assert gpus.do("faults") == Unknown("NVML did not answer within 0.21 s: a call hangs in the driver")
+    gpus.do("deadline", _HOUR)
+    assert gpus.usage(first) == Known(GpuUsage(_USED))
+    gpus.do("close")
+    assert gpus.leave() == 0
 
 
 # -- what NVML cannot say ----------------------------------------------------------------------------------------------

@@ -95,8 +95,11 @@ def check(config: Path | None) -> None:
     """Parse and validate the configuration, print the effective settings as TOML, and exit with 0 or 78."""
     from mpsd.core.settings import document
     from mpsd.daemon.service import read_configuration
+    from mpsd.system.rundir import check_reach
 
-    click.echo(document(read_configuration(config)), nl=False)
+    settings = read_configuration(config)
+    check_reach(settings)
+    click.echo(document(settings), nl=False)
 
 
 @cli.command()

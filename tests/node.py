@@ -203,6 +203,10 @@ class Node:
         """Return the control daemons by name."""
         return {each["name"]: each for each in self.get("/v1/daemons").json["daemons"]}
 
+    def unharmed(self) -> dict[str, Any]:
+        """Return what stays the same about the control daemons whatever callers do: all but the limits."""
+        return {name: {**each, "limits": None, "limits_wanted": None} for name, each in self.daemons().items()}
+
     def wait_for_state(self, name: str, state: str, *, deadline: float = 15) -> Any:
         """Wait until a control daemon has this state, and return it."""
         return wait_until(

@@ -121,6 +121,12 @@ class DaemonNotReadyError(CapacityError):
     code = "daemon_not_ready"
 
 
+class ReachError(CapacityError):
+    """The way to a control daemon could not be opened for the caller's uid, or not be closed to others."""
+
+    code = "reach"
+
+
 class QueueFullError(CapacityError):
     """As many requests wait as may wait."""
 

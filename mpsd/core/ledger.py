@@ -6,7 +6,7 @@ one (`_leave`), and the sums move there alone.
 The order of those who wait, and what is kept for whom, is `queue`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -95,6 +95,10 @@ class Ledger:
     def taken(self, gpu: str) -> Amount:
         """Return what is granted on a GPU."""
         return self._room.taken(gpu)
+
+    def holders(self, gpu: str) -> Collection[int]:
+        """Return the uids that hold a lease on a GPU."""
+        return self._room.uids(gpu)
 
     def user(self, uid: int) -> User:
         """Return what a user holds and waits for."""

@@ -1,7 +1,7 @@
 """The room on every GPU: what is granted there and to whom, and what fits beside it. Pure."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mpsd.core.admission import NOTHING, Amount, Candidate, Offer, Shortage
@@ -53,6 +53,10 @@ class Room:
     def taken(self, gpu: str) -> Amount:
         """Return what is granted on a GPU."""
         return self._held[gpu].amount if gpu in self._held else NOTHING
+
+    def uids(self, gpu: str) -> Collection[int]:
+        """Return the uids that have something on a GPU."""
+        return self._held[gpu].uids.keys() if gpu in self._held else ()
 
     def find(
         self, candidates: Iterable[Candidate], uid: int, count: int, kept: Mapping[str, Kept], placement: Placement

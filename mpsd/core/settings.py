@@ -44,11 +44,26 @@ class ComputeMode(StrEnum):
     LEAVE = "leave"
 
 
+class Unadmitted(StrEnum):
+    """What becomes of processes that hold no lease."""
+
+    DENY = "deny"
+    DEFAULTS = "defaults"
+    ALLOW = "allow"
+
+
 class Users(StrEnum):
     """How many uids a control daemon serves at a time."""
 
     ONE = "one"
     MANY = "many"
+
+
+class Attach(StrEnum):
+    """How the clients of several leases come to one control daemon."""
+
+    SHARED = "shared"
+    STRICT = "strict"
 
 
 class Placement(StrEnum):
@@ -164,6 +179,33 @@ class DefaultLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class Enforcement:
+    """How leases are held to."""
+
+    unadmitted: Unadmitted | None = row(
+        None,
+        parsers.choice(Unadmitted),
+        "what a process without a lease gets: next to nothing (deny), [limits] (defaults), everything (allow); absent:"
+        " defaults where [limits] says anything, deny where not",
+        reload=True,
+    )
+    attach: Attach = row(
+        Attach.SHARED,
+        parsers.choice(Attach),
+        "whether clients of several leases attach at a time, under the largest of their limits, or one lease after the"
+        " other, each under exactly its own",
+        reload=True,
+    )
+    attach_window: float = row(
+        60.0,
+        parsers.seconds,
+        "of a lease's turn in strict mode, and for those of its processes that do not come with the first",
+        unit="s",
+        reload=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Admission:
     """Who gets in."""
 
@@ -244,6 +286,7 @@ class Settings:
     api: Api = field(default_factory=Api)
     daemon: ControlDaemon = field(default_factory=ControlDaemon)
     limits: DefaultLimits = field(default_factory=DefaultLimits)
+    enforcement: Enforcement = field(default_factory=Enforcement)
     admission: Admission = field(default_factory=Admission)
     roles: Roles = field(default_factory=Roles)
     log: Log = field(default_factory=Log)
@@ -259,6 +302,13 @@ class Settings:
     def default_limits(self) -> Limits:
         """The limits that every control daemon is to hold."""
         return Limits(self.limits.active_thread_percentage, self.limits.pinned_device_mem_limit)
+
+    @property
+    def unadmitted(self) -> Unadmitted:
+        """What a process without a lease gets; by default nothing, unless an operator said what everybody gets."""
+        if self.enforcement.unadmitted is not None:
+            return self.enforcement.unadmitted
+        return Unadmitted.DENY if self.limits == DefaultLimits() else Unadmitted.DEFAULTS
 
     def under(self, root: Path) -> "Settings":
         """Put everything that is written under one directory, as `--root` asks for."""

@@ -15,11 +15,13 @@ class Holding:
     def __init__(self, observer: Observer, settings: Settings, log: Logger) -> None:
         self._observer = observer
         self._log = log
-        self._limits = settings.default_limits
+        self._limits = settings.default_limits  # until it is said what clients need
         self._has_to = settings.default_limits.pinned_device_mem_limit is not None
         """Whether an operator asked for a memory limit, so that a driver without one will not do."""
         self.proved = False
         """Whether the limits that are wanted now were set, or found set, and read back from this process."""
+        self._others = False
+        """Whether others are wanted than before, so that there is no use in asking first whether they hold."""
 
     @property
     def limits(self) -> Limits:
@@ -32,16 +34,21 @@ class Holding:
         """Have these limits held from now on; tell whether that is anything new."""
         if limits == self._limits:
             return False
-        self._limits, self.proved = limits, False
+        self._limits, self.proved, self._others = limits, False, True
         return True
 
-    def configure(self, settings: Settings) -> None:
-        """Take what an operator says of limits."""
+    def configure(self, settings: Settings) -> bool:
+        """Take what an operator says of limits; tell whether others are to be held for that."""
+        before = self.limits
         self._has_to = settings.default_limits.pinned_device_mem_limit is not None
+        if self.limits == before:
+            return False
+        self.proved, self._others = False, True
+        return True
 
     def forget(self) -> None:
         """It is another process now, or it does not hold what it held."""
-        self.proved = False
+        self.proved = self._others = False
 
     async def hold(self, *, fresh: bool) -> None:
         """Read every limit back, put back what others changed, and set what is not as wanted.
@@ -52,9 +59,10 @@ class Holding:
         while True:
             wanted = self.limits
             try:
-                asked = self.proved or not fresh
+                asked = not self._others and (self.proved or not fresh)
                 if not (asked and await self._observer.read(wanted)):
                     await self._observer.set(wanted)
+                    self._others = self.limits != wanted
             except ControlUnknownCommandError:
                 if self.limits == wanted:
                     raise

@@ -7,19 +7,20 @@ from mpsd.core.model import DaemonProcess, Gpu
 from mpsd.core.settings import Users
 from mpsd.daemon import evidence
 from mpsd.daemon.evidence import Found
+from mpsd.daemon.reach import Way
 from mpsd.system import clock, mpslog, process
 from mpsd.system.control import ControlProgram, variables
 from mpsd.system.process import Process
-from mpsd.system.rundir import DaemonPaths
 
 
 class Launcher:
     """Starts the control daemon of one GPU, finds one that runs, and tells whether it listens."""
 
-    def __init__(self, gpu: Gpu, program: ControlProgram, paths: DaemonPaths) -> None:
+    def __init__(self, gpu: Gpu, program: ControlProgram, way: Way) -> None:
         self._gpu = gpu
         self._program = program
-        self._paths = paths
+        self._way = way
+        self._paths = way.paths
         self._socket_before: tuple[int, int] | None = None
 
     def look(self, users: Users) -> Found:
@@ -30,9 +31,10 @@ class Launcher:
         return evidence.look(self._paths, self._program, _flags(users), self._environment())
 
     def start(self, users: Users) -> tuple[Process, DaemonProcess]:
-        """Start a control daemon in a session of its own. Raises ConfigurationError and OSError."""
+        """Start a control daemon in a session of its own. Raises ConfigurationError, ReachError and OSError."""
         # Also after a death: somebody may have removed them, and MPS would make one that everybody may write to.
         self._paths.create()
+        self._way.hold()
         self._socket_before = self._socket()
         log = mpslog.open_for_daemon(self._paths.control_log)
         try:
@@ -54,8 +56,10 @@ class Launcher:
         """Whether there is no control socket at all, so that no client can reach the daemon."""
         return self._socket() is None
 
-    def check_socket(self, daemon: Process) -> None:
-        """Refuse a daemon whose socket is gone. Raises ControlUnreachableError.
+    def check_way(self, daemon: Process) -> None:
+        """Refuse a daemon whose socket is gone, or open to others than is wanted, which is tried to mend.
+
+        Raises ControlUnreachableError and ReachError.
 
         mpsd's own front-ends would not notice: root's reach the daemon by another socket too (measured, all versions).
         """
@@ -64,6 +68,7 @@ class Launcher:
                 f"pid {daemon.pid} runs, and its socket {self._paths.control_socket} is gone: no client can reach it",
                 hint=f"when its clients are done, end it (kill {daemon.pid}): a new one is started at once",
             )
+        self._way.hold()
 
     def _environment(self) -> dict[str, str]:
         """Return the environment that the daemon gets: an allow-list, its directories, and its one GPU by UUID."""

@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from mpsd.core import attribution
 from mpsd.core.admission import Offer
-from mpsd.core.errors import DoesNotFitError, MpsdError, NotFoundError, StoppingError, StorageError
+from mpsd.core.errors import CapacityError, DoesNotFitError, MpsdError, NotFoundError, StoppingError, StorageError
 from mpsd.core.ledger import Ledger, Now
-from mpsd.core.model import Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
+from mpsd.core.model import Lease, LeaseRequest, LeaseState, Owner
 from mpsd.core.usage import Usage
+from mpsd.daemon.clients import Clients
 from mpsd.daemon.keeping import Keeping
 from mpsd.daemon.log import Happened, Logger
-from mpsd.daemon.ties import Ties
+from mpsd.daemon.reconciler import Reconciler
 from mpsd.daemon.turn import Turn
-from mpsd.system import clock, process
+from mpsd.system import clock
 from mpsd.system.process import Process
 
 _ENDED_KEPT: Final = 256
@@ -53,6 +53,7 @@ class Leases:
         self,
         ledger: Ledger,
         keeping: Keeping,
+        reconciler: Reconciler,
         log: Logger,
         *,
         grace: float,
@@ -68,11 +69,12 @@ class Leases:
         self.ledger = ledger
         self.grace = grace
         self._keeping = keeping
+        self._reconciler = reconciler
         self._log = log
         self._turn = Turn(keeping, log, tell=tell, finish=self._finish, refuse=self._refuse)
         self._note_usage = note_usage
         self._told = told
-        self._ties = Ties(self._bereave)
+        self.clients = Clients(ledger, self._turn, reconciler, self._end)
         self._asked: dict[tuple[int, str], str] = {}
         """By uid and request_id, the lease that it was given."""
         self._lines: dict[str, _Line] = {}
@@ -91,7 +93,7 @@ class Leases:
             while True:
                 await asyncio.sleep(clock.until_next(_TICK))
                 self._end_overdue()
-                self._ties.let_go()
+                self.clients.let_go()
                 self._turn.look_for_room()
                 self.settle()  # the order changes with time alone
                 if clock.monotonic() - noted >= _USAGE_INTERVAL:
@@ -100,7 +102,7 @@ class Leases:
         finally:
             self._turn.end()
             self._note_usage(self.ledger.usage)
-            self._ties.close()
+            self.clients.close()
 
     def restore(self) -> None:
         """Take up the leases of an earlier mpsd of this boot; call it before anybody can ask for one.
@@ -117,8 +119,7 @@ class Leases:
         for lease in leases:
             self.ledger.restore(lease, now)
             self._note_request(lease)
-            for identity in (lease.holder, *lease.clients):
-                self._ties.tie_to(lease.id, identity)
+            self.clients.restore(lease)
         # All of them stand in the ledger before the first ends: what it leaves must not be granted twice.
         for lease in leases:
             self._take_up(lease, now)
@@ -127,11 +128,11 @@ class Leases:
             self._log.info(Happened.LEASES_RESTORED, leases=left, ended=len(leases) - left)
 
     def _take_up(self, lease: Lease, now: float) -> None:
-        living = self._ties.of(lease.id)
-        if not living:
+        if not self.clients.has_living(lease.id):
             self._end(lease.id, f"its holder, pid {lease.holder.pid}, died while mpsd was away")
         elif lease.state is not LeaseState.WAITING:
-            self._detach(lease, tuple(each for each in lease.clients if each in living))
+            self._reconciler.follow(lease)
+            self.clients.see_off(lease)
         elif lease.request.request_id is None:
             self._end(lease.id, "mpsd was restarted, and its caller had no request_id to come back with")
         else:
@@ -190,11 +191,11 @@ class Leases:
                 because=refusal.detail,
             )
             raise
-        self._ties.tie(lease.id, holder)
+        self.clients.tie(lease.id, holder)
         self._note_request(lease)
         waits = lease.state is LeaseState.WAITING
         self._lines[lease.id] = _Line(asyncio.get_running_loop().create_future() if waits else None)
-        self._tell(lease)
+        self._decided(lease)
         return await self._hear(lease)
 
     def knows(self, request: LeaseRequest, owner: Owner) -> bool:
@@ -211,7 +212,7 @@ class Leases:
             self._asked[lease.owner.uid, lease.request.request_id] = lease.id
 
     async def _hear(self, lease: Lease) -> Lease:
-        """Return the lease once it is granted and stored, or raise why it has ended, once that is stored.
+        """Return the lease once it is granted, stored and open, or raise why it has ended, once that is stored.
 
         Whoever is cancelled before that has hung up, and may come back to hear of it only with a request_id.
         """
@@ -224,6 +225,8 @@ class Leases:
             if line.decided is not None:
                 await asyncio.shield(line.decided)
             await self._turn.over()
+            if line.refusal is None:
+                await self._open(lease.id)
         except asyncio.CancelledError:
             self._hang_up(lease.id, line)
             raise
@@ -231,6 +234,14 @@ class Leases:
             raise line.refusal
         self._lines.pop(lease.id, None)
         return self.ledger.leases[lease.id]
+
+    async def _open(self, lease_id: str) -> None:
+        """Return when the clients of a lease can attach, or it has ended because they cannot."""
+        try:
+            await self._reconciler.open(self.ledger.leases[lease_id])
+        except CapacityError as refusal:
+            self._end(lease_id, refusal.detail, refusal=refusal)
+            await self._turn.over()
 
     def _hang_up(self, lease_id: str, line: _Line) -> None:
         line.listeners -= 1
@@ -289,7 +300,7 @@ class Leases:
         if not self.ledger.waiting or self._turn.trouble:
             return
         for lease in self.ledger.settle(self._now()):
-            self._tell(lease)
+            self._decided(lease)
             _decide(self._lines[lease.id], None)
 
     async def as_stored(self) -> None:
@@ -303,20 +314,11 @@ class Leases:
     def _refuse(self, lease: Lease, error: StorageError) -> None:
         self._end(lease.id, error.detail, refusal=error)
 
-    def _tell(self, lease: Lease) -> None:
-        """Have a request stored that was decided, and tell what was decided."""
-        if lease.state is LeaseState.WAITING:
-            self._turn.change(lease, Happened.LEASE_WAITS, because=lease.because)
-            return
-        self._turn.change(
-            lease,
-            Happened.LEASE_GRANTED,
-            gpus=[share.gpu for share in lease.shares],
-            active_thread_percentage=float(lease.shares[0].threads),
-            pinned_device_mem_limit=lease.shares[0].memory.bytes,
-            processes=lease.request.processes,
-            because=lease.because,
-        )
+    def _decided(self, lease: Lease) -> None:
+        """Take note of what was decided about a request: its clients are let in before its caller hears of it."""
+        if lease.state is not LeaseState.WAITING:
+            self._reconciler.follow(lease)
+        self._turn.decided(lease)
 
     @property
     def trouble(self) -> str:
@@ -339,10 +341,11 @@ class Leases:
         if ended is None:
             return
         self._unsettled = True
+        self._reconciler.follow(ended)
         self._ended[lease_id] = ended
         while len(self._ended) > _ENDED_KEPT:
             del self._ended[next(iter(self._ended))]
-        self._ties.untie(lease_id)
+        self.clients.untie(lease_id)
         if ended.request.request_id is not None:
             self._asked.pop((ended.owner.uid, ended.request.request_id), None)
         line = self._lines.pop(lease_id, None)
@@ -352,37 +355,6 @@ class Leases:
             self._turn.change(ended, Happened.LEASE_REFUSED, code=refusal.code, because=because)
         else:
             self._turn.change(ended, Happened.LEASE_ENDED, because=because)
-
-    # -- the processes that keep a lease alive -------------------------------------------------------------------------
-
-    def attribute(self, clients: Iterable[int]) -> None:
-        """Attribute MPS clients to the leases whose processes they are or descend from, while those have room."""
-        attributed = {client.pid for lease in self.ledger.leases.values() for client in lease.clients}
-        for pid in clients:
-            if pid in attributed:
-                continue
-            family = list(process.ancestors(pid))
-            found = attribution.lease_of(family, attribution.by_process(self.ledger.leases.values()))
-            if found is not None and self._ties.tie_to(found.id, family[0]):
-                lease = self.ledger.attach(found.id, (*found.clients, family[0]))
-                self._turn.change(lease, Happened.CLIENT_ATTRIBUTED, client=pid)
-
-    def _bereave(self, lease_id: str, gone: ProcessIdentity) -> None:
-        """Note that a process of a lease is gone, however it went; a lease that it alone kept alive ends."""
-        lease = self.ledger.find(lease_id)
-        if lease is None:
-            return
-        if self._ties.of(lease_id):
-            self._detach(lease, tuple(each for each in lease.clients if each != gone))
-        elif gone == lease.holder:
-            self._end(lease_id, f"its holder, pid {gone.pid}, is gone")
-        else:
-            because = f"its holder, pid {lease.holder.pid}, is gone, and so is its last client, pid {gone.pid}"
-            self._end(lease_id, because)
-
-    def _detach(self, lease: Lease, left: tuple[ProcessIdentity, ...]) -> None:
-        if left != lease.clients:
-            self._turn.change(self.ledger.attach(lease.id, left))
 
     @staticmethod
     def _now() -> Now:

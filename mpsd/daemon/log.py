@@ -34,6 +34,8 @@ class Happened(StrEnum):
     LIMITS_NOT_HELD = "limits_not_held"
     LIMIT_DRIFT = "limit_drift"
     LIMIT_DRIFT_OVER = "limit_drift_over"
+    REACH_DRIFT = "reach_drift"
+    REACH_NOT_HELD = "reach_not_held"
     SERVER_ORPHANED = "server_orphaned"
     FOREIGN_COMMAND = "foreign_command"
     LOG_SHORTENED = "log_shortened"

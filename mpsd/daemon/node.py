@@ -29,6 +29,7 @@ from mpsd.core.quota import Person
 from mpsd.core.settings import Settings, Users
 from mpsd.daemon.leases import Leases
 from mpsd.daemon.log import Happened, Logger
+from mpsd.daemon.reconciler import Reconciler
 from mpsd.daemon.supervisor import Supervisor
 from mpsd.system import clock, peers, rundir
 from mpsd.system.control import ControlProgram
@@ -38,9 +39,6 @@ from mpsd.system.rundir import RunDir
 
 _GPU_INTERVAL: Final = 10.0
 """Seconds between two readings of the GPUs."""
-
-_OFFER_INTERVAL: Final = 0.2
-"""Seconds between two looks whether those who wait can have more than before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +80,7 @@ class Node:
         run_dir: RunDir,
         settings: Settings,
         leases: Leases,
+        reconciler: Reconciler,
         log: Logger,
         simulated: bool,
     ) -> None:
@@ -100,7 +99,9 @@ class Node:
         self._supervisors: dict[str, Supervisor] = {}
         self._offers: list[Offer] = []
         self._offered_at: object = None
+        self._news = asyncio.Event()
         self.leases = leases
+        self._reconciler = reconciler
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -115,9 +116,11 @@ class Node:
             self.leases.offer(self.offers())
             # Nobody was served yet: this task has not let go of the loop since mpsd began to listen.
             self.leases.restore()
+            self._reconciler.configure(self.settings)
             # What is here now is here to stay: the collector need not look at it again, some thousand times a day.
             gc.freeze()
             self._group.create_task(self.leases.run())
+            self._group.create_task(self._reconciler.run())
             self._group.create_task(self._follow_offers())
             while True:
                 await asyncio.sleep(_GPU_INTERVAL)
@@ -131,13 +134,19 @@ class Node:
     async def _follow_offers(self) -> None:
         """Let those who wait have what becomes possible when a daemon or a GPU changes."""
         while True:
-            await asyncio.sleep(clock.until_next(_OFFER_INTERVAL))
+            await self._news.wait()
+            self._news.clear()
             before = self._offers
             if self.offers() is not before:
                 self.leases.offer(self._offers)
-                self.leases.attribute(
+                self.leases.clients.attribute(
                     pid for daemon in self.daemons() for server in daemon.servers for pid in server.clients
                 )
+
+    def _look(self) -> None:
+        """Look again soon: something has changed about a daemon, a GPU or the settings."""
+        self._news.set()
+        self._reconciler.look()
 
     def leave(self) -> None:
         """Admit nobody any more: mpsd is on its way out."""
@@ -158,6 +167,8 @@ class Node:
         self.leases.grace = settings.admission.hang_up_grace
         for supervisor in self._supervisors.values():
             supervisor.reload(settings)
+        self._reconciler.configure(settings)
+        self._look()
 
     async def _take_inventory(self, inventory: Inventory) -> None:
         for gpu in inventory.gpus:
@@ -177,6 +188,8 @@ class Node:
             if isinstance(now, Known) and isinstance(before, Unknown):
                 self._log.info(Happened.GPU_HEALTH, index=index, uuid=gpu.uuid, health=Health.OK)
             self._usage[index] = now
+            if now != before:
+                self._look()
 
     def _supervise(self) -> None:
         """Give each GPU that can run MPS a supervisor, once."""
@@ -185,9 +198,16 @@ class Node:
             name = daemon_name(gpu)
             if name not in self._supervisors and gpus.unsupported(gpu) is None:
                 supervisor = Supervisor(
-                    name, gpu, program=self._program, run_dir=self._run_dir, settings=self.settings, log=self._log
+                    name,
+                    gpu,
+                    program=self._program,
+                    way=self._reconciler.way(name, gpu.uuid),
+                    settings=self.settings,
+                    log=self._log,
+                    changed=self._look,
                 )
                 self._supervisors[name] = supervisor
+                self._reconciler.add(supervisor)
                 self._group.create_task(supervisor.run())
 
     # -- telling ------------------------------------------------------------------------------------------------------

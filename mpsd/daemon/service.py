@@ -21,6 +21,8 @@ from mpsd.daemon.keeping import LEASES_BALLAST, LEASES_SCHEMA, Keeping
 from mpsd.daemon.leases import Leases
 from mpsd.daemon.log import Happened, Logger
 from mpsd.daemon.node import Node, rules
+from mpsd.daemon.reach import Reach
+from mpsd.daemon.reconciler import Reconciler
 from mpsd.system import rundir
 from mpsd.system.control import ControlProgram
 from mpsd.system.counter import Counter
@@ -72,9 +74,12 @@ async def serve(plan: Plan) -> None:
             _report(log, events, store, history)
             half_life = settings.admission.usage_half_life
             keeping = Keeping(store)
+            ledger = Ledger(rules(settings), Usage(half_life, known_usage(history, half_life)))
+            reconciler = Reconciler(settings, Reach(run_dir.daemon, ledger.holders, settings.unadmitted, log))
             leases = Leases(
-                Ledger(rules(settings), Usage(half_life, known_usage(history, half_life))),
+                ledger,
                 keeping,
+                reconciler,
                 log,
                 grace=settings.admission.hang_up_grace,
                 tell=events.tell,
@@ -87,6 +92,7 @@ async def serve(plan: Plan) -> None:
                 run_dir=run_dir,
                 settings=settings,
                 leases=leases,
+                reconciler=reconciler,
                 log=log,
                 simulated=plan.simulated,
             )
@@ -142,6 +148,7 @@ def _reload(plan: Plan, node: Node, log: Logger) -> None:
     """Read the configuration again, and swap it whole, or keep the old one and say so."""
     try:
         wanted = plan.reread()
+        rundir.check_reach(wanted)
     except ConfigurationError as error:
         log.error(Happened.SETTINGS_REFUSED, because=error.detail, hint=error.hint)
         return

@@ -6,8 +6,7 @@ settings) is noted and wakes the loop. The state has one writer, `_move`, which 
 
 import asyncio
 import contextlib
-import random
-import signal
+from collections.abc import Callable
 from datetime import datetime
 from typing import Final
 
@@ -18,20 +17,22 @@ from mpsd.core.errors import (
     ControlUnreachableError,
     ForeignDaemonError,
     LimitNotHeldError,
+    ReachError,
 )
 from mpsd.core.lifecycle import ANSWERED, RUNNING, Event, State, step
 from mpsd.core.model import Daemon, DaemonProcess, Gpu, Limits
-from mpsd.core.restart import Death, RestartPolicy, Verdict, decide, recent
+from mpsd.core.restart import Verdict
 from mpsd.core.settings import Settings
 from mpsd.daemon.holding import Holding
+from mpsd.daemon.ladder import end_daemon
 from mpsd.daemon.launch import Launcher
 from mpsd.daemon.log import Happened, Logger
 from mpsd.daemon.observer import Observer
+from mpsd.daemon.reach import Way
 from mpsd.daemon.tally import Tally
 from mpsd.system import clock, process
 from mpsd.system.control import ControlProgram
 from mpsd.system.process import Process
-from mpsd.system.rundir import RunDir
 
 _TICK: Final = 1.0
 """Seconds between two looks at the log and the process."""
@@ -39,29 +40,36 @@ _TICK: Final = 1.0
 _LISTEN_POLL: Final = 0.001
 """Seconds between two looks for the socket of a daemon that starts: it appears 2 to 7 ms after exec (measured)."""
 
-_RUNG: Final = 5
-"""Seconds for each rung of the ladder: quit, SIGTERM, SIGKILL."""
-
 
 class Supervisor:
     """The owner of one control daemon."""
 
     def __init__(
-        self, name: str, gpu: Gpu, *, program: ControlProgram, run_dir: RunDir, settings: Settings, log: Logger
+        self,
+        name: str,
+        gpu: Gpu,
+        *,
+        program: ControlProgram,
+        way: Way,
+        settings: Settings,
+        log: Logger,
+        changed: Callable[[], None],
     ) -> None:
+        """`changed` is called whenever a snapshot might come out different."""
         self.name = name
         self.gpu = gpu
-        self._paths = run_dir.daemon(name)
+        self._way = way
         self._settings = settings
         self._log = log.bind(daemon=name)
-        self._tally = Tally(run_dir.tally(name))
-        self._launcher = Launcher(gpu, program, self._paths)
-        self._observer = Observer(program, self._paths, settings.daemon.answer_deadline, self._log)
+        self._tally = Tally(way.paths.tally, self._log)
+        self._launcher = Launcher(gpu, program, way)
+        self._observer = Observer(program, way.paths, settings.daemon.answer_deadline, self._log)
         self._group: asyncio.TaskGroup | None = None
         self._wake = asyncio.Event()
         self._down = asyncio.Event()
 
         self._holding = Holding(self._observer, settings, self._log)
+        self._changed = changed
         self.revision = 0
         """Grows whenever a snapshot might come out different."""
         self._state = State.DOWN
@@ -96,7 +104,7 @@ class Supervisor:
             since=self._since,
             process=self._evidence,
             ready_since=self._ready_since,
-            pipe_directory=str(self._paths.pipe_directory),
+            pipe_directory=str(self._way.paths.pipe_directory),
             wanted=self._holding.limits,
             limits=self._observer.read_back,
             drift=self._observer.drift,
@@ -109,16 +117,16 @@ class Supervisor:
     def reset(self) -> None:
         """Forget the deaths and try again, at an operator's word; a daemon that runs is not touched."""
         self._wanted = True
-        self._note((), None)
+        self._tally.forget()
         self._move(Event.RESET, "an operator reset it")
         self._wake.set()
 
     def reload(self, settings: Settings) -> None:
         """Take new settings; limits that differ are set and verified at the next look, for servers that start later."""
         self._settings = settings
-        self._holding.configure(settings)
-        self.limit(settings.default_limits)
-        self.revision += 1
+        if self._holding.configure(settings):
+            self._due = 0.0
+        self._touch()
         self._observer.pipe.deadline = settings.daemon.answer_deadline
         self._wake.set()
 
@@ -127,6 +135,22 @@ class Supervisor:
         if self._holding.want(limits):
             self._due = 0.0
             self._wake.set()
+
+    @property
+    def trouble(self) -> str:
+        """Why it is not certain that the limits that are wanted hold for its next client; empty when it is."""
+        if self._state not in ANSWERED:
+            return f"it is {self._state}: {self._because}"
+        if not self._holding.proved:
+            return "they were not read back in time"
+        if self._observer.starting:
+            pids = ", ".join(map(str, self._observer.starting))
+            return f"server {pids} is starting, and does not say yet what its clients get"
+        return ""
+
+    def _touch(self) -> None:
+        self.revision += 1
+        self._changed()
 
     async def stop(self) -> None:
         """Stop the daemon by the ladder: quit, SIGTERM, and, loudly, SIGKILL; return when it is gone.
@@ -174,7 +198,8 @@ class Supervisor:
             case State.READY | State.HELD | State.DRAINING | State.UNRESPONSIVE:
                 await self._watch()
             case State.STOPPING:
-                await self._descend()
+                assert self._process is not None  # noqa: S101 - there is one while it stops
+                await end_daemon(self._process, self._observer.pipe, self._log)
             case State.COOLING if clock.monotonic() < self._due:
                 await self._sleep(self._due - clock.monotonic())
             case State.COOLING:
@@ -208,7 +233,7 @@ class Supervisor:
             return
         before = self._state
         self._state = target
-        self.revision += 1
+        self._touch()
         self._since = clock.now()
         self._because, self._hint = because, hint
         if target not in ANSWERED:
@@ -252,7 +277,7 @@ class Supervisor:
     def _start(self) -> None:
         try:
             started, proof = self._launcher.start(self._settings.daemon.users)
-        except ConfigurationError as error:
+        except (ConfigurationError, ReachError) as error:
             self._move(Event.REFUSED, error.detail, error.hint)
             return
         except OSError as error:
@@ -281,8 +306,8 @@ class Supervisor:
             if self._dead is not None:
                 return
             if clock.monotonic() > self._due:
-                seconds = self._settings.daemon.start_deadline
-                self._move(Event.SILENT, f"it did not listen within {seconds:g} s", f"read {self._paths.control_log}")
+                late = f"it did not listen within {self._settings.daemon.start_deadline:g} s"
+                self._move(Event.SILENT, late, f"read {self._way.paths.control_log}")
                 return
             await asyncio.sleep(_LISTEN_POLL)
         reached = await self._probe()
@@ -296,7 +321,7 @@ class Supervisor:
         await self._find_orphans()
         glance = self._observer.glance()
         stopped = process.is_stopped(self._process.pid)
-        if glance.foreign or glance.news or (stopped and self._state is State.UNRESPONSIVE):
+        if not self._way.look() or glance.foreign or glance.news or (stopped and self._state is State.UNRESPONSIVE):
             # There is reason to ask at once; one that is known to be stopped cannot answer before it goes on.
             self._due = 0.0
         if stopped:
@@ -315,14 +340,15 @@ class Supervisor:
         """
         assert self._process is not None  # noqa: S101 - there is one in every state that is probed
         try:
-            self._launcher.check_socket(self._process)
+            self._launcher.check_way(self._process)
             await self._holding.hold(fresh=self._fresh)
-        except (LimitNotHeldError, ControlUnknownCommandError) as error:
-            # It answers, so it is not silent; but a limit that does not hold opens no door.
+        except (LimitNotHeldError, ControlUnknownCommandError, ReachError) as error:
+            # It is not silent; but a limit that does not hold opens no door, nor does a way that strangers may go.
             self._holding.forget()
             self._move(Event.UNPROVEN, error.detail, error.hint)
             self._because, self._hint = error.detail, error.hint
-            self._log.error(Happened.LIMITS_NOT_HELD, because=error.detail)
+            happened = Happened.REACH_NOT_HELD if isinstance(error, ReachError) else Happened.LIMITS_NOT_HELD
+            self._log.error(happened, because=error.detail)
         except ControlError as error:
             starting = self._fresh and self._state is State.STARTING and clock.monotonic() < self._due
             if starting and isinstance(error, ControlUnreachableError):
@@ -335,8 +361,9 @@ class Supervisor:
             self._move(Event.VERIFIED, self._because, self._hint)
         # A socket that is gone is looked for all the time, and asked as soon as it is back.
         gone = self._launcher.socket_is_gone
-        self._due = 0.0 if gone else clock.monotonic() + self._settings.daemon.probe_interval
-        self.revision += 1
+        pause = _TICK if self._observer.starting else self._settings.daemon.probe_interval
+        self._due = 0.0 if gone else clock.monotonic() + pause
+        self._touch()
         return not gone
 
     # -- ending -------------------------------------------------------------------------------------------------------
@@ -359,13 +386,8 @@ class Supervisor:
 
     def _die(self, how: str) -> None:
         """Note a death, and do what the tally says."""
-        now, daemon = clock.monotonic(), self._settings.daemon
-        policy = RestartPolicy(deaths=daemon.deaths, window=daemon.death_window)
-        deaths = (*recent(self._tally.deaths, policy, now), Death(now, how))
-        decision = decide(deaths, policy, now, random.random())  # noqa: S311 - jitter is no secret
-        self._log.warning(Happened.DAEMON_DEATH, how=how, verdict=decision.verdict, delay=decision.delay)
-        self._note(deaths, decision.because if decision.verdict is Verdict.GIVE_UP else None)
-        self._due = now + decision.delay
+        decision = self._tally.count(how, self._settings.daemon)
+        self._due = clock.monotonic() + decision.delay
         self._move(Event.DIED, decision.because)
         if decision.verdict is Verdict.GIVE_UP:
             self._move(Event.GAVE_UP, decision.because, self._reset_hint)
@@ -373,23 +395,3 @@ class Supervisor:
             # The kernel has just proved that ours is gone, so nobody needs to be looked for: clients wait for nothing.
             self._move(Event.COOLED, decision.because)
             self._start()
-
-    def _note(self, deaths: tuple[Death, ...], failed: str | None) -> None:
-        try:
-            self._tally.note(deaths, failed)
-        except OSError as error:
-            self._log.error(Happened.TALLY_NOT_KEPT, because=str(error))
-
-    async def _descend(self) -> None:
-        """Climb down the ladder, each rung with its time, and never start with the last."""
-        assert self._process is not None  # noqa: S101 - there is one while it stops
-        try:
-            await self._observer.pipe.quit(_RUNG)
-        except ControlError as error:
-            self._log.warning(Happened.DAEMON_FORCED, rung="quit", because=error.detail)
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            if await self._process.gone_within(_RUNG):
-                return
-            self._log.warning(Happened.DAEMON_FORCED, rung=number.name, pid=self._process.pid)
-            self._process.signal(number)
-        await self._process.gone_within(_RUNG)

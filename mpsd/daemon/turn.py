@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Final
 
 from mpsd.core.errors import StorageError
-from mpsd.core.model import Lease
+from mpsd.core.model import Lease, LeaseState
 from mpsd.daemon.keeping import Keeping, News
 from mpsd.daemon.log import Happened, Logger
 
@@ -47,6 +47,21 @@ class Turn:
         if happened is not None:
             owner = lease.owner
             self._news.append(News(lease.id, happened, {"uid": owner.uid, "pid": owner.pid, **facts}))
+
+    def decided(self, lease: Lease) -> None:
+        """Have a request stored that was decided, and tell what was decided."""
+        if lease.state is LeaseState.WAITING:
+            self.change(lease, Happened.LEASE_WAITS, because=lease.because)
+            return
+        self.change(
+            lease,
+            Happened.LEASE_GRANTED,
+            gpus=[share.gpu for share in lease.shares],
+            active_thread_percentage=float(lease.shares[0].threads),
+            pinned_device_mem_limit=lease.shares[0].memory.bytes,
+            processes=lease.request.processes,
+            because=lease.because,
+        )
 
     def _schedule(self) -> None:
         if not self._scheduled:

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from mpsd.core.errors import AlreadyRunningError, ConfigurationError
 from mpsd.core.limits import CONTROL_PATH_BYTES, LONGEST_SOCKET_NAME, SOCKET_PATH_BYTES
-from mpsd.core.settings import Settings
+from mpsd.core.settings import Settings, Unadmitted
+from mpsd.system import acl
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class DaemonPaths:
 
     pipe_directory: Path
     log_directory: Path
+    tally: Path
+    """The file that its deaths are kept in."""
 
     @property
     def control_socket(self) -> Path:
@@ -38,11 +41,8 @@ class DaemonPaths:
         return self.log_directory / "control.log"
 
     def create(self) -> None:
-        """Make both directories, for every uid to traverse and for mpsd alone to write.
-
-        MPS runs the server under the client's uid, and both need the path (the server fails with EACCES otherwise).
-        """
-        _make(self.pipe_directory, 0o755)
+        """Make both directories, for mpsd alone to write; a new pipe directory is closed until somebody opens it."""
+        _make(self.pipe_directory, 0o700)
         _make(self.log_directory, 0o755)
 
 
@@ -61,6 +61,7 @@ class RunDir:
         """
         for directory in (settings.paths.runtime_dir, settings.paths.state_dir, settings.paths.log_dir):
             _make(directory, 0o755)
+        check_reach(settings)
         path = settings.paths.runtime_dir / "mpsd.lock"
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
@@ -100,11 +101,7 @@ class RunDir:
     def daemon(self, name: str) -> DaemonPaths:
         """Say where the control daemon of this name has its things."""
         paths = self._settings.paths
-        return DaemonPaths(self.daemons / name, paths.log_dir / name)
-
-    def tally(self, name: str) -> Path:
-        """Say where the deaths of this control daemon are kept."""
-        return self._settings.paths.runtime_dir / f"{name}.tally.json"
+        return DaemonPaths(self.daemons / name, paths.log_dir / name, paths.runtime_dir / f"{name}.tally.json")
 
 
 def check(settings: Settings, names: Sequence[str], *, private: bool) -> None:
@@ -130,6 +127,25 @@ def check(settings: Settings, names: Sequence[str], *, private: bool) -> None:
                 hint=f"chmod o+x {closed}, or choose another paths.runtime_dir",
                 limit="paths.runtime_dir",
             )
+
+
+def check_reach(settings: Settings) -> None:
+    """Refuse a runtime directory whose file system cannot keep who may reach a control daemon, where that matters.
+
+    An mpsd that is not root's serves its own uid, which owns the directories. Raises ConfigurationError.
+    """
+    runtime_dir = settings.paths.runtime_dir
+    if os.geteuid() != 0 or settings.unadmitted is not Unadmitted.DENY:
+        return
+    there = next(path for path in (runtime_dir, *runtime_dir.parents) if path.exists())
+    if not acl.is_kept(there):
+        raise ConfigurationError(
+            f"the file system of {there} keeps no POSIX ACLs, and those let the uids that hold a lease reach a control"
+            ' daemon, and nobody else (enforcement.unadmitted = "deny")',
+            hint="choose a paths.runtime_dir on tmpfs, ext4, xfs or btrfs, mount this one with ACLs, or set"
+            ' enforcement.unadmitted = "defaults", which lets every local user reach every control daemon',
+            limit="paths.runtime_dir",
+        )
 
 
 def closed_to_others(path: Path) -> Path | None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from typing import Any, Final
 
 import pytest
@@ -224,8 +225,11 @@ class TestOrder:
     def test_fairness(self, make_node: Start, make_line: MakeLine, many: Node) -> None:
         """Between equals in priority, the user who had less lately goes first, however late and seldom it asks."""
         line = make_line(make_node(simulate=1, control=many.control, config=many.config).start())
+        begun = time.monotonic()
         line.release(fill(line, uid=BOB))
+        moment, since = time.monotonic() - begun, time.monotonic()
         first = fill(line, uid=ANN)
+        wait_until(lambda: time.monotonic() - since > 2 * moment, what="Ann to have it for longer than Bob had")
         whole = {"threads": 100, "memory": "1GiB"}
         anns = [line.waits(uid=ANN, **whole)[0] for _ in range(2)]
         bobs, cats = line.waits(uid=BOB, **whole)[0], line.waits(uid=CAT, **whole)[0]

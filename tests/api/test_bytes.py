@@ -75,13 +75,13 @@ def node(node_for_all: Start) -> Node:
 @pytest.fixture(autouse=True)
 def unharmed(node: Node) -> Iterator[None]:
     """See that mpsd is what it was, and that neither its memory nor its log has grown by what it was sent."""
-    daemons, size, before = node.daemons(), memory(node), len(node.stderr.read_bytes())
+    daemons, size, before = node.unharmed(), memory(node), len(node.stderr.read_bytes())
     yield
     assert node.exited() is None
-    assert node.daemons() == daemons
+    assert node.unharmed() == daemons
     assert memory(node) - size < 10 * MIB
     said = node.stderr.read_bytes()[before:].decode()
-    decisions = {"lease_granted", "lease_waits", "lease_refused", "lease_ended"}
+    decisions = {"lease_granted", "lease_waits", "lease_refused", "lease_ended", "limits_verified"}
     assert all(re.search(r'"event": ?"(\w+)"', each)[1] in decisions for each in said.splitlines()), said  # type: ignore[index]
     for lease in node.get("/v1/leases").json["leases"]:
         node.request("DELETE", f"/v1/leases/{lease['id']}")

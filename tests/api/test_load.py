@@ -46,10 +46,10 @@ def node(node_for_all: Start) -> Node:
 @pytest.fixture
 def line(node: Node, make_line: MakeLine) -> Iterator[Line]:
     """Stand in front of it; after each test it runs, it is well, and it found no defect in itself."""
-    before = node.daemons()
+    before = node.unharmed()
     yield make_line(node)
     assert node.exited() is None
-    assert node.daemons() == before
+    assert node.unharmed() == before
     assert node.events("api_defect") == []
 
 

@@ -52,7 +52,7 @@ def test_json(node: Node, command: str) -> None:
             [
                 r"healthy: .+",
                 r"0 +ok +.+",
-                r"gpu1 +ready +\d+\w +\d+ +100% +no limit.*",
+                r"gpu1 +ready +\d+\w +\d+ +0\.1% +1MiB.*",
                 r".*1 lease, 0 waiting, 0 clients; .+",
             ],
         ),

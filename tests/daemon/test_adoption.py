@@ -83,7 +83,7 @@ class TestAway:
         node.start()
         assert by_hand(node, "gpu0") == (["12.5"], ["512M"])
         node.end()
-        node.config = ""
+        node.config = '[enforcement]\nunadmitted = "allow"\n'
         node.start()
         assert by_hand(node, "gpu0") == (["100.0"], [])
         daemons = node.daemons().values()

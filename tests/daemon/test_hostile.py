@@ -72,11 +72,11 @@ def node(node_for_all: Start) -> Node:
 @pytest.fixture(autouse=True)
 def unharmed(node: Node) -> Iterator[None]:
     """See that after each test mpsd and its control daemons are what they were, and that none of it is a defect."""
-    pid, before = node.pid, node.daemons()
+    pid, before = node.pid, node.unharmed()
     yield
     assert node.exited() is None
     assert node.pid == pid
-    assert node.daemons() == before
+    assert node.unharmed() == before
     assert node.get("/readyz").status == 200
     assert node.events("api_defect") == []
     for lease in node.get("/v1/leases").json["leases"]:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.daemon.conftest import Start
-from tests.daemon.scene import BRISK, GIB, LIMITS, branches, by_hand
+from tests.daemon.scene import BRISK, GIB, LIMITS, MIB, branches, by_hand
 from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon
@@ -47,7 +47,7 @@ def test_limits_are_applied(make_node: Start, real: RealDaemon) -> None:
     assert node.events("foreign_command") == []
     node.reload("")
     for name in before:
-        wait_for_limits(node, name, 100.0, None)
+        wait_for_limits(node, name, 0.1, MIB if has_memory else None)
     assert node.get("/v1/config").json["config"]["limits"] == {
         "active_thread_percentage": 100.0,
         "pinned_device_mem_limit": None,

@@ -100,7 +100,7 @@ def test_directory_is_gone(make_node: Start) -> None:
     assert is_running(pid)
     kill(pid)
     next_ready(node, "gpu0", pid)
-    assert pipes.stat().st_mode & 0o777 == 0o755
+    assert pipes.stat().st_mode & 0o777 == 0o700
 
 
 def test_adopted_while_it_is_stopped(make_node: Start) -> None:

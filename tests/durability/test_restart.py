@@ -17,14 +17,17 @@ import pytest
 from mpsd.core.admission import Offer
 from mpsd.core.ledger import Ledger, Rules
 from mpsd.core.model import Lease, LeaseRequest, LeaseState, Owner
-from mpsd.core.settings import LogFormat, Settings
+from mpsd.core.settings import LogFormat, Settings, Unadmitted
 from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.usage import Usage
 from mpsd.daemon.keeping import LEASES_SCHEMA, Keeping
 from mpsd.daemon.leases import Leases
 from mpsd.daemon.log import configure
+from mpsd.daemon.reach import Reach
+from mpsd.daemon.reconciler import Reconciler
 from mpsd.system import process
 from mpsd.system.database import Database
+from mpsd.system.rundir import RunDir
 from tests.daemon.caller import calling
 from tests.durability.conftest import Start
 from tests.durability.crowd import Holders
@@ -209,10 +212,14 @@ async def mpsd(directory: Path) -> AsyncIterator[Leases]:
         closing(Database(directory / "leases.db", LEASES_SCHEMA)) as store,
         (directory / "log").open("a") as stream,
     ):
+        ledger, log = Ledger(Rules(), Usage(3600)), configure(LogFormat.JSON, stream=stream)
+        reach = Reach(RunDir(Settings().under(directory), 0).daemon, ledger.holders, Unadmitted.DENY, log)
+        reach.way(OFFER.daemon, OFFER.gpu)
         leases = Leases(
-            Ledger(Rules(), Usage(3600)),
+            ledger,
             Keeping(store),
-            configure(LogFormat.JSON, stream=stream),
+            Reconciler(Settings(), reach),
+            log,
             grace=30,
             tell=lambda _: True,
             told=0,
@@ -261,7 +268,7 @@ def test_clients_outlive_the_holder(tmp_path: Path, *, restarted: bool) -> None:
         parent, first, second = pids
         async with mpsd(tmp_path) as leases:
             lease = await take(leases, parent, 2)
-            leases.attribute([first, second, os.getpid()])
+            leases.clients.attribute([first, second, os.getpid()])
             assert [each.pid for each in leases.find(lease.id).clients] == [first, second]
             os.kill(parent, signal.SIGKILL)
             if not restarted:
@@ -294,8 +301,8 @@ def test_more_clients_than_were_asked_for(tmp_path: Path) -> None:
         parent, first, second = pids
         async with mpsd(tmp_path) as leases:
             one, other = await take(leases, parent, 1), await take(leases, parent, 1)
-            leases.attribute([first])
-            leases.attribute([first, second, parent])
+            leases.clients.attribute([first])
+            leases.clients.attribute([first, second, parent])
             assert [each.pid for each in leases.find(one.id).clients] == [first]
             assert [each.pid for each in leases.find(other.id).clients] == [second]
 

@@ -61,7 +61,8 @@ class TestClaim:
         finally:
             os.umask(before)
         run_dir.close()
-        assert mode(settings.paths.runtime_dir) == mode(paths.pipe_directory) == mode(paths.log_directory) == 0o755
+        assert mode(settings.paths.runtime_dir) == mode(paths.log_directory) == 0o755
+        assert mode(paths.pipe_directory) == 0o700
 
     def test_second_claim(self, settings: Settings) -> None:
         """A second claim is refused for as long as the first holds, with how to see who has it; then it is granted."""

@@ -1,0 +1,130 @@
+"""How far the limits of a control daemon are open, and for whom. Pure.
+
+MPS fixes what a client gets when it connects: the lesser of the server's limits then and its own environment's. Nobody
+can change it afterwards, so the server's limits are the one thing that holds whatever a process says. mpsd keeps them
+at what the leases need whose clients are still to come, and closed otherwise.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import reduce
+from typing import Final
+
+from mpsd.core.model import Lease, Limits, Share
+from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
+
+SMALLEST: Final = Limits(ActiveThreadPercentage(1), PinnedDeviceMemLimit(1))
+"""0.1 % reads back as 0.1, and less as 0.0; 1M is the least memory, and 0 would be none at all (measured, all four)."""
+
+UNLIMITED: Final = Limits(ActiveThreadPercentage(1000), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What an operator decides about attaching."""
+
+    closed: Limits
+    """What a process gets that nobody let in."""
+    strict: bool
+    """Whether leases attach one at a time, each under exactly its own limits, or together under the largest."""
+    window: float
+    """Seconds of a turn in strict mode, and for those of a lease's processes that do not come with its first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """What the next client gets at most, and until when, if that may change by itself."""
+
+    limits: Limits
+    until: float | None
+
+
+def each_process(lease: Lease, share: Share) -> Limits:
+    """Return what each client process of a lease is to get on one of its GPUs: its part, rounded down."""
+    processes = lease.request.processes
+    if processes == 1:
+        return Limits(share.threads, share.memory)
+    return Limits(
+        ActiveThreadPercentage(share.threads.tenths // processes),
+        PinnedDeviceMemLimit(share.memory.mebibytes // processes),
+    )
+
+
+def widest(one: Limits, other: Limits) -> Limits:
+    """Return the larger of each limit; no memory limit is larger than any."""
+    memory = (one.pinned_device_mem_limit, other.pinned_device_mem_limit)
+    return Limits(
+        max(one.active_thread_percentage, other.active_thread_percentage),
+        None if memory[0] is None or memory[1] is None else max(memory[0], memory[1]),
+    )
+
+
+class Attaching:
+    """The leases of one control daemon whose processes are still to come, in the order in which they are to.
+
+    A lease of which no process is there yet is waited for as long as it lives: its holder is to become its client, and
+    nobody can know when. In strict mode it has its turn again and again. Of one that has some of its processes, the
+    others are waited for as long as the window is open; later ones have to ask for it.
+    """
+
+    def __init__(self) -> None:
+        self._expected: dict[str, Limits] = {}
+        self._sizes: Counter[Limits] = Counter()
+        """How many of them are to get what: thousands mostly ask for the same few sizes."""
+        self._since: dict[str, float] = {}
+        """Those that have some of their processes, and since when the others are waited for; the earliest first."""
+        self._turn: tuple[str, float] | None = None
+        """In strict mode, whose turn it is, and since when."""
+
+    def expect(self, lease_id: str, limits: Limits, *, some: bool, now: float) -> None:
+        """Wait for processes of a lease, which has `some` or none; its window begins now."""
+        if lease_id not in self._expected:
+            self._expected[lease_id] = limits
+            self._sizes[limits] += 1
+        self._since.pop(lease_id, None)
+        if some:
+            self._since[lease_id] = now
+
+    def forget(self, lease_id: str) -> None:
+        """Wait no more for processes of a lease: it has all, or has ended."""
+        limits = self._expected.pop(lease_id, None)
+        if limits is not None:
+            self._since.pop(lease_id, None)
+            self._sizes[limits] -= 1
+            if not self._sizes[limits]:
+                del self._sizes[limits]
+
+    def expects(self, lease_id: str) -> bool:
+        """Tell whether processes of a lease are waited for."""
+        return lease_id in self._expected
+
+    def is_open_to(self, lease_id: str) -> bool:
+        """Tell whether processes of a lease may attach now, as it was settled last."""
+        return self.expects(lease_id) and (self._turn is None or self._turn[0] == lease_id)
+
+    def settle(self, rules: Rules, now: float) -> Ceiling:
+        """Return how far it is open now."""
+        return self._strictly(rules, now) if rules.strict else self._together(rules, now)
+
+    def _together(self, rules: Rules, now: float) -> Ceiling:
+        self._turn = None
+        while self._since and next(iter(self._since.values())) + rules.window <= now:
+            self.forget(next(iter(self._since)))
+        ends = next(iter(self._since.values())) + rules.window if self._since else None
+        return Ceiling(reduce(widest, self._sizes, rules.closed), ends)
+
+    def _strictly(self, rules: Rules, now: float) -> Ceiling:
+        if self._turn is not None and self._turn[0] in self._expected and now >= self._turn[1] + rules.window:
+            late = self._turn[0]
+            if late in self._since:
+                self.forget(late)
+            else:
+                self._expected[late] = self._expected.pop(late)  # it has another turn, after all others
+            self._turn = None
+        if self._turn is None or self._turn[0] not in self._expected:
+            first = next(iter(self._expected), None)
+            self._turn = None if first is None else (first, now)
+        if self._turn is None:
+            return Ceiling(rules.closed, None)
+        whose, since = self._turn
+        return Ceiling(self._expected[whose], since + rules.window)

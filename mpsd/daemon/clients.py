@@ -1,0 +1,87 @@
+"""The processes of leases: holders and clients, which keep a lease alive, and whose client is whose."""
+
+from collections.abc import Callable, Iterable
+
+from mpsd.core import attribution
+from mpsd.core.ledger import Ledger
+from mpsd.core.model import Lease, ProcessIdentity
+from mpsd.daemon.log import Happened
+from mpsd.daemon.reconciler import Reconciler
+from mpsd.daemon.ties import Ties
+from mpsd.daemon.turn import Turn
+from mpsd.system import process
+from mpsd.system.process import Process
+
+
+class Clients:
+    """Which processes belong to which lease, from their coming to their end."""
+
+    def __init__(self, ledger: Ledger, turn: Turn, reconciler: Reconciler, end: Callable[[str, str], None]) -> None:
+        """`end` is called with a lease that nothing keeps alive any more, and why."""
+        self._ledger = ledger
+        self._turn = turn
+        self._reconciler = reconciler
+        self._end = end
+        self._ties = Ties(self._bereave)
+
+    def restore(self, lease: Lease) -> None:
+        """Take up the processes of a lease of an earlier mpsd, those that live."""
+        for identity in (lease.holder, *lease.clients):
+            self._ties.tie_to(lease.id, identity)
+
+    def see_off(self, lease: Lease) -> None:
+        """Note which clients of a restored lease are gone."""
+        living = self._ties.of(lease.id)
+        self._detach(lease, tuple(each for each in lease.clients if each in living))
+
+    def has_living(self, lease_id: str) -> bool:
+        """Tell whether any process keeps a lease alive."""
+        return bool(self._ties.of(lease_id))
+
+    def tie(self, lease_id: str, holder: Process) -> None:
+        """Have a lease live as long as its holder, which is taken over."""
+        self._ties.tie(lease_id, holder)
+
+    def untie(self, lease_id: str) -> None:
+        """Forget the processes of a lease that has ended."""
+        self._ties.untie(lease_id)
+
+    def let_go(self) -> None:
+        """Watch no more those processes that have had no lease since the last time."""
+        self._ties.let_go()
+
+    def close(self) -> None:
+        """Watch nobody any more; that does nothing to the processes."""
+        self._ties.close()
+
+    def attribute(self, clients: Iterable[int]) -> None:
+        """Attribute MPS clients to the leases whose processes they are or descend from, while those have room."""
+        attributed = {client.pid for lease in self._ledger.leases.values() for client in lease.clients}
+        for pid in clients:
+            if pid in attributed:
+                continue
+            family = list(process.ancestors(pid))
+            found = attribution.lease_of(family, attribution.by_process(self._ledger.leases.values()))
+            if found is not None and self._ties.tie_to(found.id, family[0]):
+                lease = self._ledger.attach(found.id, (*found.clients, family[0]))
+                self._reconciler.follow(lease)
+                self._turn.change(lease, Happened.CLIENT_ATTRIBUTED, client=pid)
+
+    def _bereave(self, lease_id: str, gone: ProcessIdentity) -> None:
+        """Note that a process of a lease is gone, however it went; a lease that it alone kept alive ends."""
+        lease = self._ledger.find(lease_id)
+        if lease is None:
+            return
+        if self._ties.of(lease_id):
+            self._detach(lease, tuple(each for each in lease.clients if each != gone))
+        elif gone == lease.holder:
+            self._end(lease_id, f"its holder, pid {gone.pid}, is gone")
+        else:
+            because = f"its holder, pid {lease.holder.pid}, is gone, and so is its last client, pid {gone.pid}"
+            self._end(lease_id, because)
+
+    def _detach(self, lease: Lease, left: tuple[ProcessIdentity, ...]) -> None:
+        if left != lease.clients:
+            lease = self._ledger.attach(lease.id, left)
+            self._reconciler.follow(lease)
+            self._turn.change(lease)

@@ -1,0 +1,158 @@
+"""Keeps every control daemon at what the leases need: open for those whose clients are to come, and closed behind them.
+
+They are opened, and read back, before the grant is answered. In shared mode they are closed a moment later than they
+could be, so that grants and releases that follow each other at once do not each cost a conversation.
+"""
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+from typing import Final
+
+from mpsd.core import ceiling
+from mpsd.core.ceiling import Attaching, Rules
+from mpsd.core.errors import DaemonNotReadyError
+from mpsd.core.model import Lease, LeaseState, Limits
+from mpsd.core.settings import Attach, Settings, Unadmitted
+from mpsd.daemon.reach import Reach, Way
+from mpsd.daemon.supervisor import Supervisor
+from mpsd.system import clock
+
+_LINGER: Final = 0.2
+"""Seconds for which limits may stay that nobody needs any more."""
+
+
+@dataclass(slots=True)
+class _Gate:
+    """One control daemon, and who is to attach to it."""
+
+    supervisor: Supervisor
+    limits: Limits
+    attaching: Attaching = field(default_factory=Attaching)
+    lower_at: float | None = None
+    """When limits that are wider than is needed are to be lowered."""
+    until: float | None = None
+
+
+class Reconciler:
+    """The gates of all control daemons."""
+
+    def __init__(self, settings: Settings, reach: Reach) -> None:
+        self._reach = reach
+        self._gates: dict[str, _Gate] = {}
+        self._news = asyncio.Event()
+        self._moved = asyncio.Event()
+        """Set, and replaced, whenever something was settled: whoever waits for a gate looks again."""
+        self.configure(settings)
+
+    def configure(self, settings: Settings) -> None:
+        """Take what an operator says of enforcement, and let it hold."""
+        self._rules, self._patience = rules(settings), 2 * settings.daemon.answer_deadline
+        self._reach.follow(settings.unadmitted)
+        self._settle_all()
+
+    def way(self, name: str, gpu: str) -> Way:
+        """Return the way to a GPU's control daemon, which is open to those who hold leases there."""
+        return self._reach.way(name, gpu)
+
+    def add(self, supervisor: Supervisor) -> None:
+        """Take over what a control daemon is to give its clients."""
+        self._gates[supervisor.name] = _Gate(supervisor, self._rules.closed)
+        supervisor.limit(self._rules.closed)
+
+    async def run(self) -> None:
+        """Follow the clock and what the supervisors find, until cancelled."""
+        while True:
+            self._news.clear()
+            self._settle_all()
+            self._moved.set()
+            self._moved = asyncio.Event()
+            moments = [
+                each for gate in self._gates.values() for each in (gate.until, gate.lower_at) if each is not None
+            ]
+            seconds = max(min(moments) - clock.monotonic(), 0.0) if moments else None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._news.wait()
+
+    def look(self) -> None:
+        """Look again soon: something has changed about a control daemon."""
+        self._news.set()
+
+    def follow(self, lease: Lease) -> None:
+        """Wait for processes of a lease, or no more, by what it is now; its window begins anew."""
+        left = 0 if lease.state is LeaseState.ENDED else lease.request.processes - len(lease.clients)
+        for share in lease.shares:
+            gate = self._gates.get(share.daemon)
+            if gate is None:  # the GPU of a lease of an earlier mpsd may be gone
+                continue
+            if left > 0:
+                limits = ceiling.each_process(lease, share)
+                gate.attaching.expect(lease.id, limits, some=bool(lease.clients), now=clock.monotonic())
+            else:
+                gate.attaching.forget(lease.id)
+            self._settle(gate)
+        if lease.state is LeaseState.ENDED:
+            self._reach.close(lease)
+        self._news.set()
+
+    async def open(self, lease: Lease) -> None:
+        """Return when a lease's clients can attach: the way is open, and so are its limits, which were read back.
+
+        Raises ReachError, and DaemonNotReadyError when a control daemon does not get that far.
+        """
+        self._reach.open(lease)
+        for share in lease.shares:
+            gate = self._gates.get(share.daemon)
+            if gate is not None:
+                await self._open(gate, lease.id)
+
+    async def _open(self, gate: _Gate, lease_id: str) -> None:
+        supervisor, patience = gate.supervisor, None
+        while gate.attaching.expects(lease_id):
+            if gate.attaching.is_open_to(lease_id):
+                if not supervisor.trouble:
+                    return
+                patience = patience or clock.monotonic() + self._patience
+                if clock.monotonic() >= patience:
+                    raise self._not_ready(supervisor)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if patience is None else max(patience - clock.monotonic(), 0.0)):
+                    await self._moved.wait()
+
+    @staticmethod
+    def _not_ready(supervisor: Supervisor) -> DaemonNotReadyError:
+        return DaemonNotReadyError(
+            f"the limits of {supervisor.name} could not be opened: {supervisor.trouble}",
+            hint="try again in a moment; see mpsctl daemons",
+            limit="health",
+        )
+
+    def _settle_all(self) -> None:
+        for gate in self._gates.values():
+            self._settle(gate)
+
+    def _settle(self, gate: _Gate) -> None:
+        """Have a control daemon hold what is needed: wider limits at once, narrower ones when they have lingered."""
+        now = clock.monotonic()
+        needed = gate.attaching.settle(self._rules, now)
+        gate.until = needed.until
+        if self._rules.strict or (gate.lower_at is not None and now >= gate.lower_at):
+            gate.limits = needed.limits
+        else:
+            gate.limits = ceiling.widest(gate.limits, needed.limits)
+        if gate.limits == needed.limits:
+            gate.lower_at = None
+        elif gate.lower_at is None:
+            gate.lower_at = now + _LINGER
+        gate.supervisor.limit(gate.limits)
+
+
+def rules(settings: Settings) -> Rules:
+    """Return what the settings say of attaching."""
+    closed = {
+        Unadmitted.DENY: ceiling.SMALLEST,
+        Unadmitted.DEFAULTS: settings.default_limits,
+        Unadmitted.ALLOW: ceiling.UNLIMITED,
+    }[settings.unadmitted]
+    return Rules(closed, strict=settings.enforcement.attach is Attach.STRICT, window=settings.enforcement.attach_window)

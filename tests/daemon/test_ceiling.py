@@ -1,0 +1,206 @@
+"""The limits of a control daemon are open for the leases whose clients are to come, and closed otherwise.
+
+The subjects are NVIDIA's own control daemons, read with NVIDIA's own front-end.
+"""
+
+import contextlib
+import random
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tests.daemon.conftest import Start
+from tests.daemon.scene import BRISK, GIB, MIB, branches, by_hand, kill, program
+from tests.harness import wait_until
+from tests.node import Node
+from tests.real import RealDaemon
+
+STRICT: Final = '[enforcement]\nattach = "strict"\nattach_window = 1.0\n'
+
+
+def lease(node: Node, threads: float = 25, memory: int = 2 * GIB, **more: Any) -> str:
+    """Ask for a lease, and return its id."""
+    answer = node.request("POST", "/v1/leases", {"threads": threads, "memory": memory, "gpu": "0", **more})
+    assert answer.status == 201, answer.body
+    found: str = answer.json["id"]
+    return found
+
+
+def release(node: Node, lease_id: str) -> None:
+    """End a lease."""
+    assert node.request("DELETE", f"/v1/leases/{lease_id}").status == 204
+
+
+def read(node: Node, name: str = "gpu0") -> tuple[str, str | None]:
+    """Return the limits that NVIDIA's front-end reads; no memory limit where the driver has none."""
+    (percentage,), memory = by_hand(node, name)
+    return percentage, memory[0] if memory and memory[0][0].isdigit() else None
+
+
+def limits(real: RealDaemon, percentage: str, memory: str) -> tuple[str, str | None]:
+    """Return what is to be read on a driver: those before 495 have no memory limit."""
+    return percentage, memory if real.branch >= 495 else None
+
+
+def end_if_there(pid: int | None) -> None:
+    """Kill what may be gone already: a server without a GPU goes by itself, and a daemon was killed before."""
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid)
+
+
+def closes(node: Node, closed: tuple[str, str | None]) -> None:
+    """Wait until nobody who comes now gets more than that."""
+    wait_until(lambda: read(node) == closed, what=f"{closed}; the log is {node.stderr}")
+
+
+@pytest.mark.parametrize("real", branches())
+class TestEveryDriver:
+    """On each of NVIDIA's control daemons."""
+
+    def test_open_and_closed(self, make_node: Start, real: RealDaemon) -> None:
+        """It opens before the grant is answered, as far as the largest lease needs, and closes behind it."""
+        node = make_node(simulate=2, control=real.control, config="").start()
+        closed = limits(real, "0.1", "1M")
+        assert read(node) == closed
+        large = lease(node)
+        assert read(node) == limits(real, "25.0", "2G")
+        small = lease(node, threads=12.5, memory=4 * GIB)
+        assert read(node) == limits(real, "25.0", "4G")
+        assert read(node, "gpu1") == closed
+        release(node, large)
+        closes(node, limits(real, "12.5", "4G"))
+        release(node, small)
+        closes(node, closed)
+        # That was all mpsd's own hand.
+        assert node.events("limit_drift") == node.events("foreign_command") == []
+
+    def test_part_of_each_process(self, make_node: Start, real: RealDaemon) -> None:
+        """A lease of several processes is opened as far as each of them needs, and no more."""
+        node = make_node(simulate=1, control=real.control, config="").start()
+        lease(node, threads=50, memory=3 * GIB, processes=4)
+        assert read(node) == limits(real, "12.5", "768M")
+
+    def test_strict(self, make_node: Start, real: RealDaemon) -> None:
+        """In strict mode a grant is answered when it is its turn, and what is open then is its own, also if smaller."""
+        node = make_node(simulate=1, control=real.control, config=STRICT).start()
+        lease(node, threads=50, memory=4 * GIB)
+        assert read(node) == limits(real, "50.0", "4G")
+        small = lease(node, threads=10, memory=1 * GIB)
+        assert read(node) == limits(real, "10.0", "1G")
+        release(node, small)
+        closes(node, limits(real, "50.0", "4G"))
+
+    def test_any_death(self, make_node: Start, real: RealDaemon) -> None:
+        """Whatever is killed while leases come and go: after it settles, the limits are what the leases say."""
+        node = make_node(simulate=1, control=real.control, config="").start()
+        dice = random.Random(real.branch)
+        held: dict[str, tuple[int, int]] = {}
+        for _ in range(20):
+            match dice.choice(["grant", "grant", "release", "daemon", "mpsd", "server"]):
+                case "grant":
+                    asked = dice.randint(1, 9), dice.randint(1, 3)
+                    answer = node.request(
+                        "POST", "/v1/leases", {"threads": asked[0], "memory": asked[1] * GIB, "gpu": "0"}
+                    )
+                    if answer.status == 201:
+                        held[answer.json["id"]] = asked
+                    else:  # the control daemon was killed a moment ago
+                        assert answer.json["code"] == "daemon_not_ready"
+                case "release" if held:
+                    lease_id = dice.choice([*held])
+                    release(node, lease_id)
+                    del held[lease_id]
+                case "daemon":
+                    end_if_there(node.daemons()["gpu0"]["pid"])
+                case "mpsd":
+                    node.end(signal.SIGKILL)
+                    node.start(ready=False)
+                case "server":
+                    node.ask("gpu0", f"start_server -uid {dice.choice([0, 61001])}")
+                    for server in node.daemons()["gpu0"]["servers"]:
+                        end_if_there(server["pid"])
+        assert {each["id"] for each in node.get("/v1/leases").json["leases"]} == held.keys()
+        node.wait_for_state("gpu0", "ready")
+        largest = [max(each) for each in zip(*held.values(), strict=True)]
+        expected = limits(real, f"{largest[0]:.1f}", f"{largest[1]}G") if held else limits(real, "0.1", "1M")
+        closes(node, expected)
+
+
+_STUBBORN: Final = """
+[ "$1" = -f ] && exec {control} "$@"
+[ -e {spell} ] && exec sed 's/^\\(set_default_active_thread_percentage\\) .*/\\1 0.1/' | {control}
+exec {control}
+"""
+
+
+@pytest.mark.real_daemon(535)
+class TestOneDriver:
+    """What does not depend on the driver, with that of 535."""
+
+    def test_unadmitted(self, make_node: Start) -> None:
+        """Who holds no lease gets nothing, or what [limits] says where it does, or what an operator says."""
+        node = make_node(simulate=1, config="").start()
+        assert read(node) == ("0.1", "1M")
+        some = '[limits]\nactive_thread_percentage = 30.0\npinned_device_mem_limit = "3GiB"\n'
+        for config, closed in (
+            (some, ("30.0", "3G")),
+            (some + '[enforcement]\nunadmitted = "allow"\n', ("100.0", None)),
+            (some + '[enforcement]\nunadmitted = "deny"\n', ("0.1", "1M")),
+            ('[enforcement]\nunadmitted = "defaults"\n', ("100.0", None)),
+        ):
+            node.reload(config)
+            closes(node, closed)
+
+    def test_turns(self, make_node: Start) -> None:
+        """In strict mode several wait for their turns, each told in its own; who does not come has another turn."""
+        node = make_node(simulate=1, config=STRICT).start()
+        asked = {
+            (threads, memory): {"threads": threads, "memory": memory * GIB}
+            for threads, memory in ((10, 3), (20, 2), (30, 1))
+        }
+        with ThreadPoolExecutor(3) as pool:
+            calls = [pool.submit(lease, node, **each) for each in asked.values()]
+            assert len({call.result(timeout=30) for call in calls}) == len(calls)
+        opened = [
+            (line["active_thread_percentage"], line["pinned_device_mem_limit"])
+            for line in node.events("limits_verified", daemon="gpu0")
+        ]
+        # Never anything between them, such as the threads of the one and the memory of the other.
+        assert set(opened) <= {(0.1, MIB), *((threads, memory * GIB) for threads, memory in asked)}
+        first = opened[1]
+        wait_until(
+            lambda: (
+                [line["active_thread_percentage"] for line in node.events("limits_verified", daemon="gpu0")].count(
+                    first[0]
+                )
+                > 1
+            ),
+            what="the first to have another turn",
+        )
+
+    def test_limits_that_do_not_open(self, make_node: Start, short_tmp: Path, control: Path) -> None:
+        """A grant whose limits do not open is none: its caller is told why, and it holds nothing."""
+        spell = short_tmp / "spell"
+        stubborn = program(short_tmp / "nvidia-cuda-mps-control", _STUBBORN.format(control=control, spell=spell))
+        node = make_node(simulate=1, control=stubborn, config=BRISK).start()
+        spell.touch()
+        answer = node.request("POST", "/v1/leases", {"threads": 25, "memory": "1GiB"})
+        assert (answer.status, answer.json["code"], answer.json["limit"]) == (409, "daemon_not_ready", "health")
+        assert "gpu0" in answer.json["detail"]
+        assert node.get("/v1/leases").json["leases"] == []
+        spell.unlink()
+        node.wait_for_state("gpu0", "ready")
+        lease(node)
+        assert read(node) == ("25.0", "2G")
+
+    def test_follows_each_other(self, make_node: Start) -> None:
+        """Grants and releases that follow each other at once cost one conversation, not one each."""
+        node = make_node(simulate=1, config="").start()
+        for _ in range(50):
+            release(node, lease(node))
+        closes(node, ("0.1", "1M"))
+        assert len(node.events("limits_verified", daemon="gpu0")) < 10

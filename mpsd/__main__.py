@@ -113,7 +113,8 @@ def demo() -> None:
     with tempfile.TemporaryDirectory(prefix="mpsd-demo-") as root:
         settings = Settings().under(Path(root))
         plan = _plan(settings, lambda: settings, simulate=2, control=None, private=True)
-        what_to_try = _WHAT_TO_TRY.format(socket=settings.socket, mpsctl=_mpsctl())
+        client = f"{sys.executable} -m mpsd.simulator.client"
+        what_to_try = _WHAT_TO_TRY.format(socket=settings.socket, mpsctl=_mpsctl(), client=client)
         _serve(replace(plan, stop_daemons_on_exit=True, announce=lambda: click.echo(what_to_try)))
 
 
@@ -123,6 +124,7 @@ A simulated node with 2 GPUs is running. In a second terminal:
     export MPSD_SOCKET={socket}
     {mpsctl} status
     {mpsctl} run --threads 25 --memory 2GiB -- env | grep CUDA
+    {mpsctl} run --threads 25 --memory 2GiB -- {client}    # say: alloc 1GiB
     {mpsctl} run --fraction 0.5 -- sleep 60 &
     {mpsctl} leases
     {mpsctl} run --threads 80 --memory 2GiB --gpu 0 -- true

@@ -70,7 +70,7 @@ class TestDemo:
                 for line in said.splitlines()
                 if " status" in line or " run " in line
             ]
-            assert len(tried) == 4
+            assert len(tried) == 5
             done = subprocess.run(
                 [sys.executable, "-m", "mpsd.cli.main", *tried[1][1:]],
                 env={**os.environ, "MPSD_SOCKET": socket},

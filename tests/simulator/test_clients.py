@@ -339,7 +339,7 @@ def test_one_user_at_a_time(bench: GpuBench) -> None:
 
 @as_root
 def test_client_that_waited_in_vain(bench: GpuBench) -> None:
-    """A client that is killed while it waits is forgotten."""
+    """A client that is killed while it waits is forgotten: no server hears of it."""
     bench.root.chmod(0o711)
     first = bench.client()
     assert first.hello["mps"]
@@ -349,6 +349,7 @@ def test_client_that_waited_in_vain(bench: GpuBench) -> None:
     first.end()
     bench.wait_for_log(f"Server {first.hello['server']} exited with status 0")
     assert bench.client().hello["mps"]
+    assert not [line for line in bench.server_log() if str(other.pid) in line]
 
 
 @as_root

@@ -189,6 +189,7 @@ def test_faults(nvml: FakeNvml, gpus: Child) -> None:
     """Faults are told as soon as they come, once each, with their GPU; what came together is told together."""
     nvml.show(*_NODE)
     gpus.inventory()
+    gpus.do("patience", _HOUR)
     asked = gpus.ask("faults")
     wait_until(lambda: "nvmlEventSetWait_v2" in nvml.functions(), what="somebody to wait for faults")
     nvml.show(*_NODE, "xid 1 79", "xid 0 31", "xid 1 13")

@@ -8,8 +8,9 @@ from typing import Final
 
 from mpsd.core import commands, enforcement, setters
 from mpsd.core.errors import ControlBusyError, ControlError, ControlUnknownCommandError, LimitNotHeldError
+from mpsd.core.logevents import NEWS, ForeignCommand, ServerBusy
 from mpsd.core.model import Drift, Limits, ProcessIdentity, ReadBack, Server
-from mpsd.core.mpslog import ForeignHand, parse
+from mpsd.core.mpslog import LogReader, parse
 from mpsd.daemon.log import Happened, Logger
 from mpsd.system import clock, mpslog, peers, process
 from mpsd.system.control import ControlPipe, ControlProgram, Conversation, Pending
@@ -18,9 +19,6 @@ from mpsd.system.rundir import DaemonPaths
 
 _DEVICE: Final = 0
 """The ordinal of the one GPU that a control daemon sees."""
-
-_NEWS: Final = ("NEW CLIENT", "NEW SERVER", "Starting new server", "Server ")
-"""How log lines begin after which servers or clients may be others than before."""
 
 _MOST_WORDS: Final = 200
 """Characters of a last line that are worth repeating."""
@@ -42,7 +40,7 @@ class Glance:
     foreign: tuple[str, ...]
     """Commands of others that can have changed something."""
     news: bool
-    """Whether servers or clients came or went."""
+    """Whether servers or clients came or went, or a server could not answer yet."""
     behind: bool
     """Whether there is more to read at once: the log is shortened only as far as it was read."""
 
@@ -96,7 +94,7 @@ class Observer:
         self._servers: dict[ProcessIdentity, Server] = {}
         self._orphans: tuple[ProcessIdentity, ...] = ()
         self._follower = mpslog.LogFollower(paths.control_log)
-        self._hand = ForeignHand(self.pipe.key)
+        self._reader = LogReader(self.pipe.key)
         self._unexplained: tuple[str, ...] = ()
         """Commands of others since the limits were last read."""
         self._held_since = 0.0
@@ -249,14 +247,14 @@ class Observer:
 
     def glance(self) -> Glance:
         """Read what was added to the log, and see which orphans are left: some system calls, nothing for the daemon."""
-        lines = self._follower.read()
-        foreign = self._hand.seen(lines)
+        events = self._reader.read(self._follower.read())
+        foreign = tuple(event.text for event in events if isinstance(event, ForeignCommand))
         self._unexplained = (*self._unexplained, *foreign)[-_MOST_COMMANDS:]
         for command in foreign[:_MOST_TOLD]:
             self._log.warning(Happened.FOREIGN_COMMAND, command=command)
         if len(foreign) > _MOST_TOLD:
             self._log.warning(Happened.FOREIGN_COMMAND, command=foreign[-1], left_out=len(foreign) - _MOST_TOLD - 1)
-        news = any(line is not None and line.text.startswith(_NEWS) for line in map(parse, lines))
+        news = any(isinstance(event, (*NEWS, ServerBusy)) for event in events)
         self.see_orphans_off()
         return Glance(foreign, news, self._follower.behind)
 

@@ -23,6 +23,7 @@ from mpsd.core.errors import (
     MpsdError,
     ServerNotFoundError,
 )
+from mpsd.core.logevents import ForeignCommand
 from mpsd.core.setters import Setting
 from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.simulator.gpus import SimulatedGpus
@@ -357,9 +358,11 @@ def test_whose_hand_it_was(bench: Bench) -> None:
         await door.set(percentage(300))
 
     run(test)
-    hand = mpslog.ForeignHand()
     bench.complete_log()
-    assert hand.seen(bench.raw_log()) == ("set_default_active_thread_percentage 20",)
+    events = mpslog.LogReader().read(bench.raw_log())
+    assert [event.text for event in events if isinstance(event, ForeignCommand)] == [
+        "set_default_active_thread_percentage 20"
+    ]
 
 
 # -- when the daemon is not well ---------------------------------------------------------------------------------------

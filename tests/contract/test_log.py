@@ -6,6 +6,7 @@ from typing import Final
 
 from mpsd.core import mpslog
 from mpsd.core.commands import echo_of
+from mpsd.core.logevents import DaemonExits, DaemonStarted, ForeignCommand, ServerExited, ServerStarting
 from tests.contract.differences import DIFFERENCES, answered
 from tests.contract.subjects import Bench
 from tests.harness import wait_until
@@ -67,8 +68,39 @@ def test_a_strangers_hand(bench: Bench) -> None:
     bench.front_end("get_server_list", f"{SET} 30", f"{SET_LIMIT} 0 2G")
     bench.front_end("mpsd-0123abce-0", f"{SET} 40", "mpsd-0123abce-1")
     bench.complete_log()
-    hand = mpslog.ForeignHand()
-    assert hand.seen(bench.raw_log()) == (f"{SET} 30", f"{SET_LIMIT} 0 2G")
+    events = mpslog.LogReader().read(bench.raw_log())
+    assert events == [DaemonStarted(bench.daemon.pid), ForeignCommand(f"{SET} 30"), ForeignCommand(f"{SET_LIMIT} 0 2G")]
+
+
+def test_every_line_is_known(bench: Bench) -> None:
+    """Whatever a daemon without a GPU says is known, from its first line to its last: servers, refusals and the end."""
+    bench.put_server("exec sleep 1000")
+    server = bench.start_server()
+    with bench.held():
+        bench.front_end("get_server_list")
+    bench.front_end("get_active_thread_percentage 999", "terminate_client 1 2", "shutdown_server 999", "bogus", "ps")
+    bench.front_end(f"get_active_thread_percentage {server}", f"shutdown_server {server} -f")
+    wait_until(lambda: "Removed Shm file at " in bench.log(), what="the server's end in the log")
+    bench.front_end("start_server -uid 0", "quit -t 0")
+    bench.ended()
+    reader = mpslog.LogReader()
+    events = reader.read(bench.raw_log())
+    assert (reader.unknown, list(reader.latest)) == (0, [])
+    assert events[0] == DaemonStarted(bench.daemon.pid)
+    assert ServerStarting(server, 0) in events
+    assert ServerExited(server, 0) in events
+    assert isinstance(events[-1], DaemonExits)
+
+
+def test_unknown_lines(bench: Bench) -> None:
+    """What a server prints stands in the daemon's log as it is, and is counted and kept as what nobody knows."""
+    bench.put_server("echo what a new driver says; exec sleep 1000")
+    bench.start_server()
+    wait_until(lambda: "what a new driver says" in bench.raw_log(), what="what it printed in the log")
+    bench.complete_log()
+    reader = mpslog.LogReader()
+    reader.read(bench.raw_log())
+    assert (reader.unknown, list(reader.latest)) == (1, ["what a new driver says"])
 
 
 def test_log_on_a_full_disk(idle: Bench) -> None:

@@ -206,6 +206,18 @@ def test_death_of_the_server(bench: GpuBench) -> None:
     assert bench.client().hello["server"] != client.hello["server"]
 
 
+def test_server_that_is_stopped(bench: GpuBench) -> None:
+    """What a stopped server is asked, its control daemon waits for: nobody else is served until it goes on."""
+    server = bench.server()
+    os.kill(server, signal.SIGSTOP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        bench.front_end(f"get_client_list {server}", seconds=0.3)
+    with pytest.raises(subprocess.TimeoutExpired):
+        bench.front_end("get_server_list", seconds=0.3)
+    os.kill(server, signal.SIGCONT)
+    assert wait_until(lambda: bench.ask("get_server_list"), what="the daemon to serve again") == [str(server)]
+
+
 def test_gpu_that_is_lost(bench: GpuBench) -> None:
     """On a GPU that fell off the bus calls fail, and no server starts: after six tries the client is told."""
     client = bench.client()

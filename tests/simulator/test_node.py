@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from mpsd.simulator.devices import Held, Kind
+from tests.daemon.scene import kill, next_ready
 from tests.harness import wait_until
 from tests.node import Node, running
 from tests.simulated import SimulatedClient, gpus, leased, outside, variables
@@ -62,3 +63,40 @@ def test_front_end(node: Node) -> None:
     with SimulatedClient(variables(node)) as client:
         server = client.hello["server"]
         assert node.ask("gpu0", f"get_server_list\nget_client_list {server}") == [str(server), str(client.pid)]
+
+
+def test_server_is_known_by_evidence(node: Node) -> None:
+    """When its control daemon dies, a simulated server is an orphan to mpsd, as NVIDIA's is; also to the next mpsd.
+
+    Its clients go on; the next client has the new control daemon start another.
+    """
+    with SimulatedClient(variables(node)) as client:
+        server = client.hello["server"]
+        wait_until(lambda: [each["pid"] for each in servers(node, "gpu0")] == [server], what="the server to be seen")
+        before = node.daemons()["gpu0"]["pid"]
+        kill(before)
+        next_ready(node, "gpu0", before)
+        wait_until(lambda: [each["orphan"] for each in servers(node, "gpu0")] == [True], what="it to be an orphan")
+        node.end()
+        node.start(ready=False)
+        node.wait_for_state("gpu0", "ready")
+        assert [(each["pid"], each["orphan"]) for each in servers(node, "gpu0")] == [(server, True)]
+        assert client.sync()["ok"]
+        with SimulatedClient(variables(node)) as other:
+            assert other.hello["mps"]
+            assert other.hello["server"] != server
+        kill(server)
+        lost = wait_until(lambda: not (said := client.sync())["ok"] and said, what="the client to lose its server")
+        assert lost["error"] == "CUDA_ERROR_MPS_RPC_FAILURE"
+
+
+def test_next_mpsd_finds_the_server(node: Node) -> None:
+    """A server whose control daemon runs on is listed by the next mpsd with its clients, which notice nothing."""
+    with SimulatedClient(variables(node)) as client:
+        server = client.hello["server"]
+        node.end()
+        node.start()
+        (found,) = servers(node, "gpu0")
+        assert (found["pid"], found["orphan"], found["clients"]) == (server, False, [client.pid])
+        assert client.sync()["ok"]
+        assert client.hello["mps"]

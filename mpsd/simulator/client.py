@@ -145,6 +145,7 @@ class Client:
     def leave(self) -> None:
         """Say goodbye to the server: a process that is killed does not."""
         if self._connection is not None:
+            self._bad_news(0.0)  # what is left unread would take the goodbye with it
             try:
                 self._connection.send(b"exit")
             except ConnectionError:

@@ -195,7 +195,7 @@ class Server:
         if self.clients.pop(pid, None) is None:
             answer.printed.append("1")
             return
-        self._log(f"Client {PAIR.format(pid)} terminated")
+        self._log(f"Client {PAIR.format(pid)} exit")  # in what words NVIDIA's logs it is unknown
         answer.terminated = pid
         answer.printed.append("0")
 

@@ -7,6 +7,8 @@ from typing import Any, Final
 
 import pytest
 
+from mpsd.core.logevents import ClientArrived, ClientLeft, ClientLost, ServerExited, ServerFaulted, ServerReady
+from mpsd.core.mpslog import LogReader
 from mpsd.simulator.devices import MEMORY as WHOLE
 from mpsd.simulator.devices import Held, Kind
 from tests.contract.subjects import STRANGER, as_root
@@ -195,6 +197,35 @@ def test_terminated_client(bench: GpuBench) -> None:
     assert other.alloc("1GiB")["ok"]
     assert bench.ask(f"terminate_client {server} {victim.pid}") == ["1"]
     assert victim.end() == 0
+
+
+def test_log_has_the_words_of_nvidias(bench: GpuBench) -> None:
+    """mpsd understands every line that clients and servers make the simulator log, and takes them for what they are."""
+    first, second, third = bench.client(), bench.client(), bench.client()
+    server = first.hello["server"]
+    assert second.hello["server"] == third.hello["server"] == server
+    bench.ask(f"terminate_client {server} {first.pid}")
+    first.end()
+    second.fault()
+    second.end()
+    third.kill()
+    wait_until(lambda: bench.ask(f"get_server_status {server}") == ["ACTIVE"], what="the server to recover")
+    bench.ask(f"shutdown_server {server}")
+    bench.wait_for_log(f"Server {server} exited with status 0")
+    control, served = LogReader(), LogReader()
+    told = control.read(bench.raw_log())
+    assert {event.pid for event in told if isinstance(event, ClientArrived)} == {first.pid, second.pid, third.pid}
+    assert ServerReady(server) in told
+    assert ServerExited(server, 0) in told
+    told = served.read((bench.logs / "server.log").read_text().splitlines())
+    assert sorted(event.pid for event in told if isinstance(event, ClientLeft)) == sorted(
+        [first.pid, second.pid, third.pid]
+    )
+    assert [event for event in told if isinstance(event, ServerFaulted | ClientLost)] == [
+        ServerFaulted(server),
+        ClientLost(server),
+    ]
+    assert [*control.latest, *served.latest] == []
 
 
 def test_death_of_the_server(bench: GpuBench) -> None:

@@ -473,7 +473,7 @@ def test_nvml_is_a_gpu_source() -> None:
 
 @pytest.mark.gpu
 def test_real_driver() -> None:
-    """NVIDIA's own library answers every call that mpsd makes: an inventory without unknowns, and usage of each GPU."""
+    """NVIDIA's own library answers every call that mpsd makes: inventory, usage of each GPU, and faults, all known."""
     with child({}) as gpus:
         inventory = gpus.inventory()
         assert inventory.gpus
@@ -485,3 +485,5 @@ def test_real_driver() -> None:
             assert reading.value.memory_used >= 0
             assert gpu.memory_reserved >= 0
             assert gpu.memory_reserved + reading.value.memory_used <= gpu.memory_total
+        gpus.do("patience", 0.01)
+        assert isinstance(gpus.do("faults"), Known)

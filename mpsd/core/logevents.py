@@ -26,14 +26,6 @@ class DaemonStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class DaemonExits:
-    """`Exit with status ...`: the last line of one that was told to quit (measured)."""
-
-    pid: int
-    status: int
-
-
-@dataclass(frozen=True, slots=True)
 class ServerStarting:
     """`Starting new server N for user U` (measured; from 550 on it is the server itself that says so)."""
 
@@ -44,13 +36,6 @@ class ServerStarting:
 @dataclass(frozen=True, slots=True)
 class ServerReady:
     """`NEW SERVER N: Ready` in control.log, and `Server has started` in server.log (R580)."""
-
-    server: int
-
-
-@dataclass(frozen=True, slots=True)
-class ServerBusy:
-    """`Server N is <busy>`: the answer to a question that a server which starts cannot answer yet (measured)."""
 
     server: int
 
@@ -143,10 +128,8 @@ class ClientLost:
 LogEvent = (
     ForeignCommand
     | DaemonStarted
-    | DaemonExits
     | ServerStarting
     | ServerReady
-    | ServerBusy
     | ServerFailed
     | ServerExited
     | ServerFaulted
@@ -160,7 +143,6 @@ LogEvent = (
 )
 
 NEWS: Final = (
-    DaemonStarted,
     ServerStarting,
     ServerReady,
     ServerFailed,

@@ -21,12 +21,10 @@ from mpsd.core.logevents import (
     ClientLeft,
     ClientLost,
     ClientStatus,
-    DaemonExits,
     DaemonStarted,
     ForeignCommand,
     LogEvent,
     MemoryGiven,
-    ServerBusy,
     ServerExited,
     ServerFailed,
     ServerFaulted,
@@ -85,9 +83,9 @@ def _status(line: LogLine, found: re.Match[str]) -> LogEvent:
 _MEANINGS: Final[dict[str, _Meaning | None]] = {
     # Of a control daemon; measured, but for what says otherwise.
     "Starting control daemon using socket .*": lambda line, _: DaemonStarted(line.pid),
-    "Exit with status <N>": lambda line, found: DaemonExits(line.pid, int(found[1])),
+    "Exit with status <N>": None,
     "Starting new server <N> for user <N>": lambda _, found: ServerStarting(int(found[1]), int(found[2])),
-    "Server <N> is <busy>": lambda _, found: ServerBusy(int(found[1])),
+    "Server <N> is <busy>": None,
     "Server <N> exited with status <N>": lambda _, found: ServerExited(int(found[1]), int(found[2])),
     "NEW SERVER <N>: Ready": lambda _, found: ServerReady(int(found[1])),  # R580
     "NEW CLIENT <N> from user <N>: Server (is not ready|already exists).*": (  # R580
@@ -227,8 +225,11 @@ class LogReader:
         known = _form(line.text)
         if known is not None:
             form, found = known
-            if form.event is not None:
-                events.append(form.event(line, found))
+            event = None if form.event is None else form.event(line, found)
+            if isinstance(event, DaemonStarted):
+                self.whose = Whose.NOBODYS  # whoever talked to the one before it
+            if event is not None:
+                events.append(event)
         elif not line.text.isdecimal() and (line.source != "Control" or self.whose is Whose.NOBODYS):
             self._wonder(raw)
         # What else the daemon says within a conversation is an answer, and a number is one, or one of a list.

@@ -3,16 +3,17 @@
 import asyncio
 import contextlib
 import shlex
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 from mpsd.core import commands, enforcement, setters
 from mpsd.core.errors import ControlBusyError, ControlError, ControlUnknownCommandError, LimitNotHeldError
-from mpsd.core.logevents import NEWS, ForeignCommand, ServerBusy
 from mpsd.core.model import Drift, Limits, ProcessIdentity, ReadBack, Server
-from mpsd.core.mpslog import LogReader, parse
+from mpsd.core.settings import ControlDaemon
+from mpsd.daemon.control_log import ControlLog, Glance
 from mpsd.daemon.log import Happened, Logger
-from mpsd.system import clock, mpslog, peers, process
+from mpsd.system import clock, peers, process
 from mpsd.system.control import ControlPipe, ControlProgram, Conversation, Pending
 from mpsd.system.peers import Part
 from mpsd.system.rundir import DaemonPaths
@@ -20,29 +21,8 @@ from mpsd.system.rundir import DaemonPaths
 _DEVICE: Final = 0
 """The ordinal of the one GPU that a control daemon sees."""
 
-_MOST_WORDS: Final = 200
-"""Characters of a last line that are worth repeating."""
-
-_MOST_COMMANDS: Final = 64
-"""Strangers' commands that are remembered until mpsd can ask what came of them; the latest count."""
-
 _MOST_UNDONE: Final = 8
 """Changes of others that mpsd put back and still can tell about; its events have all of them."""
-
-_MOST_TOLD: Final = 16
-"""Strangers' commands of one look at the log that are told one by one: nobody may fill mpsd's own log with them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Glance:
-    """What the log said since the last look."""
-
-    foreign: tuple[str, ...]
-    """Commands of others that can have changed something."""
-    news: bool
-    """Whether servers or clients came or went, or a server could not answer yet."""
-    behind: bool
-    """Whether there is more to read at once: the log is shortened only as far as it was read."""
 
 
 class _Questions:
@@ -80,8 +60,23 @@ class _Questions:
 class Observer:
     """The knowledge about one control daemon, and the ways to renew it."""
 
-    def __init__(self, program: ControlProgram, paths: DaemonPaths, deadline: float, log: Logger) -> None:
-        self.pipe = ControlPipe(program, paths.pipe_directory, paths.log_directory, deadline=deadline)
+    def __init__(
+        self,
+        program: ControlProgram,
+        paths: DaemonPaths,
+        settings: ControlDaemon,
+        log: Logger,
+        woken: Callable[[], None],
+    ) -> None:
+        """`woken` is called when the log has something for which the daemon is to be asked at once."""
+        self.control_log = ControlLog(paths, settings.log_size, log, woken)
+        self.pipe = ControlPipe(
+            program,
+            paths.pipe_directory,
+            paths.log_directory,
+            deadline=settings.answer_deadline,
+            key=self.control_log.key,
+        )
         self.read_back: ReadBack | None = None
         self.drift: tuple[Drift, ...] = ()
         """What others changed and is not put back yet."""
@@ -93,10 +88,6 @@ class Observer:
         self._log = log
         self._servers: dict[ProcessIdentity, Server] = {}
         self._orphans: tuple[ProcessIdentity, ...] = ()
-        self._follower = mpslog.LogFollower(paths.control_log)
-        self._reader = LogReader(self.pipe.key)
-        self._unexplained: tuple[str, ...] = ()
-        """Commands of others since the limits were last read."""
         self._held_since = 0.0
         """Since when, in seconds since boot, the defaults are what they are: a server started later has got them."""
 
@@ -119,6 +110,10 @@ class Observer:
         found = ", ".join(f"{each.limit} is {each.found} instead of {each.wanted}" for each in self.drift)
         return f"it answers, and {found}", f"set it back: printf '{script}' | {front_end}"
 
+    def configure(self, settings: ControlDaemon) -> None:
+        """Take new settings."""
+        self.pipe.deadline, self.control_log.size = settings.answer_deadline, settings.log_size
+
     # -- talking ------------------------------------------------------------------------------------------------------
 
     async def set(self, wanted: Limits) -> None:
@@ -127,6 +122,7 @@ class Observer:
         What others had changed is undone by that, and told. Raises ControlError as `ControlPipe.hold` does,
         LimitNotHeldError when a limit did not take, and ControlUnknownCommandError when the driver has no such limit.
         """
+        foreign = self.control_log.foreign
         await self._converse(wanted, apply=True)
         for server in self._servers.values():
             differs = enforcement.differing(wanted, server)
@@ -137,15 +133,18 @@ class Observer:
                     limit=differs[0],
                 )
         self._undo()
+        self.control_log.settle(foreign)
 
     async def read(self, wanted: Limits) -> bool:
         """Read every limit back, tell of what others changed, and return whether all are as wanted.
 
         Raises ControlError as `ControlPipe.hold` does.
         """
-        known = tuple(self._servers)
+        known, foreign = tuple(self._servers), self.control_log.foreign
         found = await self._converse(wanted, apply=False)
+        self.control_log.look()
         self._compare(wanted, found, known)
+        self.control_log.settle(foreign)
         return enforcement.holds(wanted, found, self._servers.values())
 
     @property
@@ -224,8 +223,9 @@ class Observer:
         """
         servers = tuple(self._servers[each] for each in known if each in self._servers)
         before = self.drift
-        self.drift = enforcement.drift(wanted, found, before, self._unexplained, clock.now(), servers=servers)
-        self._unexplained = ()
+        self.drift = enforcement.drift(
+            wanted, found, before, self.control_log.unexplained, clock.now(), servers=servers
+        )
         for each in self.drift:
             if each not in before:
                 self._log.warning(
@@ -241,45 +241,20 @@ class Observer:
         if self.drift:
             limits = ", ".join(each.limit for each in self.drift)
             self._log.info(Happened.LIMIT_DRIFT_OVER, because=f"mpsd put it back: {limits}")
-        self.drift, self._unexplained = (), ()
+        self.drift = ()
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
     def glance(self) -> Glance:
-        """Read what was added to the log, and see which orphans are left: some system calls, nothing for the daemon."""
-        events = self._reader.read(self._follower.read())
-        foreign = tuple(event.text for event in events if isinstance(event, ForeignCommand))
-        self._unexplained = (*self._unexplained, *foreign)[-_MOST_COMMANDS:]
-        for command in foreign[:_MOST_TOLD]:
-            self._log.warning(Happened.FOREIGN_COMMAND, command=command)
-        if len(foreign) > _MOST_TOLD:
-            self._log.warning(Happened.FOREIGN_COMMAND, command=foreign[-1], left_out=len(foreign) - _MOST_TOLD - 1)
-        news = any(isinstance(event, (*NEWS, ServerBusy)) for event in events)
+        """Return what the log said since the last glance, and see which orphans are left; nothing for the daemon."""
         self.see_orphans_off()
-        return Glance(foreign, news, self._follower.behind)
-
-    def last_words(self) -> str:
-        """Return the last thing that the daemon wrote since the last look, or nothing; for right after its death."""
-        lines = [line for line in self._follower.read() if line.strip()]
-        if not lines:
-            return ""
-        line = parse(lines[-1])
-        return (line.text if line is not None else lines[-1])[-_MOST_WORDS:]
-
-    def shorten_log(self, limit: int) -> None:
-        """Keep the log within `limit` bytes; lines that were not read yet are never given up."""
-        try:
-            given_up = self._follower.keep_within(limit)
-        except OSError as error:
-            self._log.warning(Happened.LOG_NOT_SHORTENED, because=str(error))
-            return
-        if given_up:
-            self._log.info(Happened.LOG_SHORTENED, bytes=given_up)
+        return self.control_log.glance()
 
     def orphaned(self, found: tuple[ProcessIdentity, ...] = ()) -> None:
         """The daemon is gone: nothing that it said holds any more, and those of its servers that live are orphans."""
         self.found_orphans((*self._servers, *found))
-        self.read_back, self.drift, self._servers, self._unexplained = None, (), {}, ()
+        self.read_back, self.drift, self._servers = None, (), {}
+        self.control_log.forget()
         self._held_since = 0.0
 
     def found_orphans(self, found: tuple[ProcessIdentity, ...]) -> None:

@@ -35,7 +35,7 @@ from mpsd.system.control import ControlProgram
 from mpsd.system.process import Process
 
 _TICK: Final = 1.0
-"""Seconds between two looks at the log and the process."""
+"""Seconds between two looks at the process."""
 
 _LISTEN_POLL: Final = 0.001
 """Seconds between two looks for the socket of a daemon that starts: it appears 2 to 7 ms after exec (measured)."""
@@ -63,9 +63,9 @@ class Supervisor:
         self._log = log.bind(daemon=name)
         self._tally = Tally(way.paths.tally, self._log)
         self._launcher = Launcher(gpu, program, way)
-        self._observer = Observer(program, way.paths, settings.daemon.answer_deadline, self._log)
         self._group: asyncio.TaskGroup | None = None
         self._wake = asyncio.Event()
+        self._observer = Observer(program, way.paths, settings.daemon, self._log, woken=self._wake.set)
         self._down = asyncio.Event()
 
         self._holding = Holding(self._observer, settings, self._log)
@@ -127,7 +127,7 @@ class Supervisor:
         if self._holding.configure(settings):
             self._due = 0.0
         self._touch()
-        self._observer.pipe.deadline = settings.daemon.answer_deadline
+        self._observer.configure(settings.daemon)
         self._wake.set()
 
     def limit(self, limits: Limits) -> None:
@@ -180,6 +180,7 @@ class Supervisor:
                     except OSError as error:
                         await self._stumble(error)
         finally:
+            self._observer.control_log.close()
             if self._process is not None:
                 self._process.close()
 
@@ -316,7 +317,7 @@ class Supervisor:
             await self._sleep(self._settings.daemon.probe_interval if reached else _LISTEN_POLL)
 
     async def _watch(self) -> None:
-        """Look once a second; talk to the daemon only when there is reason to, or when a proof of life is due."""
+        """Look once a second, and at news in the log; talk to the daemon where there is reason to, or it is time."""
         assert self._process is not None  # noqa: S101 - there is one in every state that is watched
         await self._find_orphans()
         glance = self._observer.glance()
@@ -328,10 +329,9 @@ class Supervisor:
             due = self._state is not State.UNRESPONSIVE
         else:
             due = clock.monotonic() >= self._due or self._launcher.socket_is_gone
-        if due and not glance.behind:
+        if due:
             await self._probe()
-        self._observer.shorten_log(self._settings.daemon.log_size)
-        await self._sleep(0.0 if glance.behind else clock.until_next(_TICK))
+        await self._sleep(clock.until_next(_TICK))
 
     async def _probe(self) -> bool:
         """Talk to the daemon, and let the state be what comes of it; tell whether it could be reached at all.
@@ -372,8 +372,8 @@ class Supervisor:
         """The process is gone, and the kernel said so: settle what it leaves behind."""
         assert self._process is not None  # noqa: S101 - it is the one that ended
         how = f"pid {self._process.pid} {process.describe(returncode)}"
-        words = self._observer.last_words() if self._fresh else ""
-        if words:
+        words = self._observer.control_log.last_words()
+        if words and self._fresh:
             how += f", and its last words were {words!r}"
         self._process.close()
         self._process = self._evidence = self._dead = None

@@ -176,12 +176,20 @@ def _share(segment: list[Pending[Any]], lines: list[str]) -> None:
 class ControlPipe:
     """The door to one control daemon."""
 
-    def __init__(self, program: ControlProgram, pipe_directory: Path, log_directory: Path, *, deadline: float) -> None:
+    def __init__(
+        self,
+        program: ControlProgram,
+        pipe_directory: Path,
+        log_directory: Path,
+        *,
+        deadline: float,
+        key: str | None = None,
+    ) -> None:
         self._program = program
         self._environment = process.environment(variables(pipe_directory, log_directory))
         self._pipe_directory = pipe_directory
         self._turn = asyncio.Lock()
-        self.key = secrets.token_hex(8)
+        self._key = key or secrets.token_hex(8)
         """What the nonces of all its marks begin with: by this its conversations are known in the daemon's log."""
         self.deadline = deadline
         """Seconds that a conversation may take from its first front-end on, strangers in the way included."""
@@ -213,7 +221,7 @@ class ControlPipe:
             try:
                 async for attempt in retry.collisions(seconds):
                     with attempt:
-                        nonce = self.key + secrets.token_hex(4)
+                        nonce = self._key + secrets.token_hex(4)
                         output = await self._front_end(conversation.script(nonce), until)
                         conversation.distribute(nonce, output)
             except retry.CollisionError:

@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -11,7 +12,11 @@ _PUNCH_HOLE: Final = 0x02 | 0x01
 """FALLOC_FL_COLLAPSE_RANGE, and FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE. Source: linux/falloc.h."""
 
 _BLOCK: Final = 4096
-_MOST_AT_ONCE: Final = 1024 * 1024
+_MOST_AT_ONCE: Final = 256 * 1024
+"""Bytes of one reading, so that whoever reads lets others have their turn."""
+
+_PROOF: Final = 1024
+"""Bytes before a position by which it is known again; less than a block, which is what is left of what was read."""
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
@@ -24,42 +29,74 @@ def open_for_daemon(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o640)
 
 
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A place in a log, with what proves that it is the same place after mpsd, or the file, was something else."""
+
+    inode: int
+    offset: int
+    before: bytes
+    """What stands right before it."""
+
+    def after(self, added: bytes) -> "Position":
+        """Return the place behind what was added here."""
+        return Position(self.inode, self.offset + len(added), (self.before + added)[-_PROOF:])
+
+
 class LogFollower:
     """Reads what was added to a log since the last time, and gives back the disk that its older half takes."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = self._size()
+    def __init__(self, path: Path, position: Position | None = None, *, collapses: bool = True) -> None:
+        """Go on at a position, or begin at the end where there is none.
 
-    def _size(self) -> int:
+        `collapses` tells that whoever writes the log appends to it (O_APPEND), so that it may be cut; a log of which
+        that is not known gets a hole instead.
+        """
+        self._path = path
+        self._collapses = collapses
+        self.position = position or self._end()
+        """Up to where it was read."""
+
+    def _end(self) -> Position:
         try:
-            return self._path.stat().st_size
+            with self._path.open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                return _at(log.fileno(), size)
         except FileNotFoundError:
-            return 0
+            return Position(0, 0, b"")
+
+    def _stat(self) -> tuple[int, int]:
+        """Return the inode and the size of what is there now."""
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            return 0, 0
+        return found.st_ino, found.st_size
 
     def read(self) -> list[str]:
-        """Return the whole lines that were added. A file that was truncated is read from its start again."""
-        size = self._size()
-        if size < self._offset:
-            self._offset = 0
-        if size == self._offset:
+        """Return the whole lines that were added.
+
+        A file that took the place of the one before, or was truncated, is read from its start.
+        """
+        inode, size = self._stat()
+        if (inode, size) == (self.position.inode, self.position.offset) or not size:
             return []
-        with self._path.open("rb") as log:
-            log.seek(self._offset)
-            added = log.read(_MOST_AT_ONCE)
+        with self._path.open("rb", buffering=0) as log:
+            start = _found_again(log.fileno(), self.position)
+            added = os.pread(log.fileno(), _MOST_AT_ONCE, start.offset)
         whole = added.rfind(b"\n") + 1
         if whole == 0 and len(added) == _MOST_AT_ONCE:
             whole = len(added)
+        self.position = start.after(added[:whole])
         if whole == 0:
             return []
-        self._offset += whole
         # Not splitlines(): a stranger's command may hold what that takes for the end of a line, and so would forge one.
         return added[:whole].decode("utf-8", errors="replace").removesuffix("\n").split("\n")
 
     @property
     def behind(self) -> bool:
         """Whether there is more to read than one reading takes, as when a stranger talks without a pause."""
-        return self._size() - self._offset >= _MOST_AT_ONCE
+        return self._stat()[1] - self.position.offset >= _MOST_AT_ONCE
 
     def keep_within(self, limit: int) -> int:
         """Give up the oldest lines that were read when the file takes more than `limit` bytes; return how many bytes.
@@ -71,22 +108,41 @@ class LogFollower:
             taken = self._path.stat().st_blocks * 512
         except FileNotFoundError:
             return 0
-        if taken <= limit:
-            return 0
-        length = min(self._offset, taken - limit // 2) // _BLOCK * _BLOCK
-        if length == 0:
+        # What stands right before the position stays: by that it is found again.
+        length = min(self.position.offset - _BLOCK, taken - limit // 2) // _BLOCK * _BLOCK
+        if taken <= limit or length <= 0:
             return 0
         descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            if _fallocate(descriptor, _COLLAPSE, 0, length):
-                self._offset -= length
-            elif not _fallocate(descriptor, _PUNCH_HOLE, 0, self._offset // _BLOCK * _BLOCK):
+            if os.fstat(descriptor).st_ino != self.position.inode:
+                return 0
+            if self._collapses and _fallocate(descriptor, _COLLAPSE, 0, length):
+                self.position = replace(self.position, offset=self.position.offset - length)
+            elif not _fallocate(descriptor, _PUNCH_HOLE, 0, self.position.offset // _BLOCK * _BLOCK - _BLOCK):
                 raise OSError(
                     errno.EOPNOTSUPP, "this file system can neither collapse nor punch a range", str(self._path)
                 )
         finally:
             os.close(descriptor)
         return length
+
+
+def _at(descriptor: int, offset: int) -> Position:
+    before = os.pread(descriptor, min(offset, _PROOF), max(0, offset - _PROOF))
+    return Position(os.fstat(descriptor).st_ino, offset, before)
+
+
+def _found_again(descriptor: int, position: Position) -> Position:
+    """Return the place in this file that a position stands for: its beginning when there is none.
+
+    mpsd may have been killed between cutting the file and noting that: the place is some blocks nearer to the start.
+    """
+    found = os.fstat(descriptor)
+    if found.st_ino == position.inode:
+        for offset in range(position.offset, len(position.before) - 1, -_BLOCK):
+            if offset <= found.st_size and _at(descriptor, offset).before == position.before:
+                return replace(position, offset=offset)
+    return Position(found.st_ino, 0, b"")
 
 
 def _fallocate(descriptor: int, mode: int, offset: int, length: int) -> bool:

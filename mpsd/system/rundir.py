@@ -29,6 +29,8 @@ class DaemonPaths:
     log_directory: Path
     tally: Path
     """The file that its deaths are kept in."""
+    reading: Path
+    """The file that tells how far its log was read."""
 
     @property
     def control_socket(self) -> Path:
@@ -39,6 +41,11 @@ class DaemonPaths:
     def control_log(self) -> Path:
         """The file that the daemon's own output is appended to."""
         return self.log_directory / "control.log"
+
+    @property
+    def server_log(self) -> Path:
+        """The file that its servers write (NVIDIA's documentation)."""
+        return self.log_directory / "server.log"
 
     def create(self) -> None:
         """Make both directories, for mpsd alone to write; a new pipe directory is closed until somebody opens it."""
@@ -101,7 +108,12 @@ class RunDir:
     def daemon(self, name: str) -> DaemonPaths:
         """Say where the control daemon of this name has its things."""
         paths = self._settings.paths
-        return DaemonPaths(self.daemons / name, paths.log_dir / name, paths.runtime_dir / f"{name}.tally.json")
+        return DaemonPaths(
+            self.daemons / name,
+            paths.log_dir / name,
+            tally=paths.runtime_dir / f"{name}.tally.json",
+            reading=paths.runtime_dir / f"{name}.reading.json",
+        )
 
 
 def check(settings: Settings, names: Sequence[str], *, private: bool) -> None:

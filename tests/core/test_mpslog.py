@@ -14,12 +14,10 @@ from mpsd.core.logevents import (
     ClientLeft,
     ClientLost,
     ClientStatus,
-    DaemonExits,
     DaemonStarted,
     ForeignCommand,
     LogEvent,
     MemoryGiven,
-    ServerBusy,
     ServerExited,
     ServerFailed,
     ServerFaulted,
@@ -200,7 +198,6 @@ _DAEMONS: Final[list[tuple[str, list[LogEvent]]]] = [
     ("Starting control daemon using socket /run/p/control", [DaemonStarted(77)]),
     ("Starting new server 5 for user 1000", [ServerStarting(5, 1000)]),
     ("NEW SERVER 5: Ready", [ServerReady(5)]),
-    ("Server 5 is <busy>", [ServerBusy(5)]),
     ("Server 5 exited with status 1", [ServerExited(5, 1)]),
     (
         "Server encountered a fatal exception. Shutting down",
@@ -211,7 +208,6 @@ _DAEMONS: Final[list[tuple[str, list[LogEvent]]]] = [
         [ClientArrived(0, 1000, waits=True)],
     ),
     ("NEW CLIENT 9 from user 1000: Server already exists", [ClientArrived(9, 1000, waits=False)]),
-    ("Exit with status 1", [DaemonExits(77, 1)]),
     *(
         (text, list[LogEvent]())
         for text in (
@@ -221,6 +217,8 @@ _DAEMONS: Final[list[tuple[str, list[LogEvent]]]] = [
             "User did not send valid credentials",
             "Unable to read new connection type information",
             "Removed Shm file at ",
+            "Server 5 is <busy>",
+            "Exit with status 1",
             "Force shutting down server 5",
             "quit command issued with timeout of 1",
             "Using log directory: /var/log/nvidia-mps",
@@ -291,6 +289,14 @@ def test_answers_are_not_unknown() -> None:
     reader.read([*conversation("bogus", whole=False), line("Server 999 not found"), line("PID ID SERVER")])
     assert reader.unknown == 0
     reader.read([line("UI closed"), line("Server 999 not found")])
+    assert reader.unknown == 1
+
+
+def test_a_daemon_that_died() -> None:
+    """What a daemon was in the middle of when it died is nobody's after the next one has begun."""
+    reader = LogReader("k")
+    log = [*conversation(mark("k", 0), whole=False), said("Starting control daemon using socket /run/p/control")]
+    assert foreign([*log, line("a line that is new")], reader) == ()
     assert reader.unknown == 1
 
 

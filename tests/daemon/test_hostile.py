@@ -195,7 +195,8 @@ def test_out_of_descriptors(make_node: Start) -> None:
     node = make_node(simulate=1, config="[daemon]\nprobe_interval = 0.1\n").start()
     pid = node.daemons()["gpu0"]["pid"]
     soft, hard = resource.prlimit(node.pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (descriptors(node) + 3, hard))
+    # A front-end takes more than two; there may be one too many in the count, of the answer to the question above.
+    resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (descriptors(node) + 1, hard))
     with contextlib.ExitStack() as stack:
         for _ in range(20):
             stack.enter_context(connected(node))

@@ -92,8 +92,8 @@ def test_line_without_an_end(tmp_path: Path) -> None:
     path = tmp_path / "control.log"
     with Writer(path) as writer:
         follower = LogFollower(path)
-        os.write(writer.descriptor, b"x" * (1024 * 1024 + 10))
-        assert [len(line) for line in follower.read()] == [1024 * 1024]
+        os.write(writer.descriptor, b"x" * (256 * 1024 + 10))
+        assert [len(line) for line in follower.read()] == [256 * 1024]
         writer.say("", "next")
         assert follower.read() == ["x" * 10, "next"]
 
@@ -107,7 +107,7 @@ def test_more_than_one_reading_takes(tmp_path: Path) -> None:
         seen = 0
         while follower.behind:
             seen += len(follower.read())
-        assert seen >= 128 * 1024
+        assert seen >= 256 * 1024
         assert seen + len(follower.read()) == 300 * 1024
         assert not follower.behind
 
@@ -133,6 +133,98 @@ def test_truncated(directory: Path) -> None:
         writer.say("3")
         assert follower.read() == ["3"]
         assert path.read_bytes() == b"3\n"
+
+
+@pytest.mark.parametrize("grown", [0, 1, 5000])
+def test_truncated_and_written_again(directory: Path, grown: int) -> None:
+    """It is also read from its beginning when it has grown past its former size before anybody looked."""
+    path = directory / "control.log"
+    with Writer(path) as writer:
+        follower = LogFollower(path)
+        writer.say("one", "two", *["x" * 100] * 20)
+        assert len(follower.read()) == 22
+        size = path.stat().st_size
+        os.truncate(path, 0)
+        # As many bytes as were read, and more; just as many in one more line cannot be told from nothing at all.
+        lines = [f"{number:099d}" for number in range(-(-size // 100) + grown)]
+        writer.say(*lines)
+        seen = follower.read()
+        while follower.behind:
+            seen += follower.read()
+        assert [*seen, *follower.read()] == lines
+
+
+def test_replaced(directory: Path) -> None:
+    """A log in the place of the one before is read from its beginning, also where it has got that one's inode."""
+    path = directory / "control.log"
+    with Writer(path) as writer:
+        writer.say("of old")
+        follower = LogFollower(path)
+    path.unlink()
+    assert follower.read() == []
+    with Writer(path) as writer:
+        writer.say("one", "two", "three")
+        assert follower.read() == ["one", "two", "three"]
+    path.rename(directory / "control.log.1")
+    with Writer(path) as writer:
+        writer.say("four")
+        assert follower.read() == ["four"]
+        assert follower.read() == []
+
+
+def test_goes_on(directory: Path) -> None:
+    """Another follower goes on where one was: what was written meanwhile is read once, and nothing else."""
+    path = directory / "control.log"
+    with Writer(path) as writer:
+        first = LogFollower(path)
+        writer.say("one", "two")
+        assert first.read() == ["one", "two"]
+        os.write(writer.descriptor, b"half")
+        assert first.read() == []
+        writer.say(" and half", "three")
+        second = LogFollower(path, first.position)
+        assert second.read() == ["half and half", "three"]
+        assert LogFollower(path, second.position).read() == []
+
+
+def test_goes_on_in_a_log_that_was_shortened(directory: Path) -> None:
+    """It finds its place in a log that was shortened, also when the one before died before it could note that."""
+    path = directory / "control.log"
+    with Writer(path) as writer:
+        first = LogFollower(path)
+        writer.say(*[f"{number} {'x' * 100}" for number in range(2000)])
+        assert len(first.read()) == 2000
+        noted = first.position
+        assert first.keep_within(8 * _BLOCK) > 0
+        writer.say("next", "and next")
+        assert LogFollower(path, first.position).read() == ["next", "and next"]
+        assert LogFollower(path, noted).read() == ["next", "and next"]
+
+
+def test_goes_on_in_another_log(directory: Path) -> None:
+    """A log that is not the one that was read is read from its beginning, however much it looks like that one."""
+    path = directory / "control.log"
+    with Writer(path) as writer:
+        first = LogFollower(path)
+        writer.say(*["before"] * 500)
+        assert len(first.read()) == 500
+    path.unlink()
+    with Writer(path) as writer:
+        writer.say(*["beyond"] * 600)
+        assert LogFollower(path, first.position).read() == ["beyond"] * 600
+
+
+def test_log_that_nobody_appends_to(tmp_path: Path) -> None:
+    """A log of which it is not known that it is appended to gets a hole, and keeps its length."""
+    path = tmp_path / "server.log"
+    with path.open("wb", buffering=0) as log:
+        follower = LogFollower(path, collapses=False)
+        for number in range(20):
+            log.write(f"{number} {'x' * 4095}\n".encode())
+            assert [line.split()[0] for line in follower.read()] == [str(number)]
+            follower.keep_within(4 * _BLOCK)
+        assert taken(path) <= 5 * _BLOCK
+        assert path.stat().st_size == log.tell()
 
 
 def test_log_is_appended_to(tmp_path: Path) -> None:
@@ -232,6 +324,7 @@ _STEPS: Final = st.lists(
         st.tuples(st.just("say"), st.integers(1, 60)),
         st.tuples(st.just("read"), st.just(0)),
         st.tuples(st.just("keep"), st.integers(1, 6)),
+        st.tuples(st.just("end"), st.just(0)),
     ),
     max_size=40,
 )
@@ -239,11 +332,15 @@ _STEPS: Final = st.lists(
 
 @given(_STEPS)
 def test_any_order(steps: list[tuple[str, int]]) -> None:
-    """In whatever order is written, read and shortened: every line is read once, in order, and whole."""
+    """In whatever order is written, read, shortened and begun anew: every line is read once, in order, and whole.
+
+    What is noted is where a reading ended, and not what the shortening after it made of that: the worst moment to die.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "control.log"
         with Writer(path) as writer:
             follower, said, seen = LogFollower(path), list[str](), list[str]()
+            noted = follower.position
             for step, count in steps:
                 match step:
                     case "say":
@@ -252,7 +349,10 @@ def test_any_order(steps: list[tuple[str, int]]) -> None:
                         writer.say(*lines)
                     case "read":
                         seen += follower.read()
-                    case _:
+                        noted = follower.position
+                    case "keep":
                         follower.keep_within(count * _BLOCK)
+                    case _:
+                        follower = LogFollower(path, noted)
             seen += follower.read()
             assert seen == said

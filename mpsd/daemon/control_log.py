@@ -1,0 +1,219 @@
+"""The log of one control daemon and of its servers: followed as it is written, understood, told, and kept small."""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from mpsd.core.logevents import NEWS, ForeignCommand, LogEvent, ServerExited, ServerFailed, ServerFaulted
+from mpsd.core.mpslog import LogReader, Whose, parse
+from mpsd.daemon.log import Happened, Logger
+from mpsd.system import store
+from mpsd.system.inotify import DirectoryWatch
+from mpsd.system.mpslog import LogFollower, Position
+from mpsd.system.rundir import DaemonPaths
+
+_BREATH: Final = 0.002
+"""Seconds between two readings when there is more than one takes: whoever else runs in mpsd has its turn."""
+
+_MOST_WORDS: Final = 200
+"""Characters of a last line that are worth repeating."""
+
+_MOST_COMMANDS: Final = 64
+"""Strangers' commands that are remembered until mpsd can ask what came of them; the latest count."""
+
+_MOST_TOLD: Final = 16
+"""Things of one kind, in one reading of the log, that are told one by one: nobody may fill mpsd's own log with them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """What the log said since the last look."""
+
+    foreign: bool
+    """Whether somebody else gave a command that can have changed something."""
+    news: bool
+    """Whether servers or clients came or went."""
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    """What the next mpsd needs in order to go on with the reading. The key in it is for nobody else."""
+
+    key: str
+    whose: Whose
+    control: Position
+    server: Position
+
+
+class ControlLog:
+    """Reads what is written within a moment of its being written, whatever else mpsd is doing."""
+
+    def __init__(self, paths: DaemonPaths, size: int, log: Logger, woken: Callable[[], None]) -> None:
+        """`woken` is called when the log has something for which the daemon is to be asked at once."""
+        kept = _kept(paths)
+        self.size = size
+        """Bytes that each of the two files may keep."""
+        self.key = kept.key if kept else secrets.token_hex(8)
+        """By what mpsd's own conversations are known in the log: those of the mpsd before as well."""
+        self.foreign = 0
+        """Commands of others, so far."""
+        self.unexplained: tuple[str, ...] = ()
+        """Those of them of which is not known yet what they did."""
+        self._paths = paths
+        self._log = log
+        self._woken = woken
+        self._watch = DirectoryWatch(paths.log_directory, self._look_now)
+        self._control = LogFollower(paths.control_log, kept.control if kept else None)
+        # How a server opens its log is not known, and one that does not append to it must not have it cut.
+        self._server = LogFollower(paths.server_log, kept.server if kept else None, collapses=False)
+        self._reader = LogReader(self.key, kept.whose if kept else Whose.NOBODYS)
+        self._server_reader = LogReader()
+        self._again: asyncio.TimerHandle | None = None
+        self._glance = Glance(foreign=False, news=False)
+        self._last_line = ""
+        self._complaints: dict[Happened, str] = {}
+
+    # -- what was seen ------------------------------------------------------------------------------------------------
+
+    @property
+    def unknown(self) -> int:
+        """How many lines nobody understood, since mpsd started."""
+        return self._reader.unknown + self._server_reader.unknown
+
+    @property
+    def latest_unknown(self) -> tuple[str, ...]:
+        """The latest of them, of the daemon and then of its servers."""
+        return (*self._reader.latest, *self._server_reader.latest)
+
+    def glance(self) -> Glance:
+        """Look, and return what there was since the last glance."""
+        self.look()
+        glance, self._glance = self._glance, Glance(foreign=False, news=False)
+        return glance
+
+    def last_words(self) -> str:
+        """Return the last thing that the daemon wrote, or nothing; for right after its death."""
+        self.look()
+        line = parse(self._last_line)
+        return (line.text if line is not None else self._last_line)[-_MOST_WORDS:]
+
+    def settle(self, foreign: int) -> None:
+        """What the first so many commands of others did is known now; those that came later may have come too late."""
+        late = self.foreign - foreign
+        self.unexplained = self.unexplained[-late:] if late else ()
+
+    def forget(self) -> None:
+        """The daemon is gone, and what it said last are not the words of the next one."""
+        self._last_line = ""
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Have the kernel tell when something is written. Where it cannot, the log is read when somebody looks."""
+        try:
+            self._watch.renew()
+        except OSError as error:
+            self._complain(Happened.LOG_NOT_WATCHED, error)
+        else:
+            self._complaints.pop(Happened.LOG_NOT_WATCHED, None)
+
+    def close(self) -> None:
+        """Stop watching; the next mpsd goes on from here."""
+        self._watch.close()
+        if self._again is not None:
+            self._again.cancel()
+
+    def look(self) -> None:
+        """Read what was added, tell what there is to tell, note how far that was, and give up what takes too much.
+
+        It is for any moment and never waits: some system calls, and nothing for the daemon. What is told is noted as
+        read afterwards: an mpsd that is killed between the two tells it again, and none leaves it out. Raises OSError
+        when the machine has no descriptor left to read it by.
+        """
+        self.watch()
+        lines, servers = self._control.read(), self._server.read()
+        if lines or servers:
+            self._last_line = next((line for line in reversed(lines) if line.strip()), self._last_line)
+            # A server's log has nobody's commands: whatever looks like one there is not.
+            said = [event for event in self._server_reader.read(servers) if not isinstance(event, ForeignCommand)]
+            self._take([*self._reader.read(lines), *said])
+            self._keep()
+            if self._again is None and (self._control.behind or self._server.behind):
+                self._again = asyncio.get_running_loop().call_later(_BREATH, self._look_now)
+        self._shorten()
+
+    def _look_now(self) -> None:
+        """Look by itself; an error waits for who looks next, and can say what follows of it."""
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+        with contextlib.suppress(OSError):
+            self.look()
+
+    def _take(self, events: Sequence[LogEvent]) -> None:
+        foreign = [event.text for event in events if isinstance(event, ForeignCommand)]
+        self.foreign += len(foreign)
+        self.unexplained = (*self.unexplained, *foreign)[-_MOST_COMMANDS:]
+        self._tell(Happened.FOREIGN_COMMAND, [{"command": command} for command in foreign])
+        exits = [event for event in events if isinstance(event, ServerExited) and event.status]
+        self._tell(Happened.SERVER_EXITED, [{"server": each.server, "status": each.status} for each in exits])
+        failed = [event for event in events if isinstance(event, ServerFailed)]
+        self._tell(Happened.SERVER_FAILED, [{"server": each.server, "words": each.words} for each in failed])
+        faults = [event for event in events if isinstance(event, ServerFaulted)]
+        self._tell(Happened.SERVER_FAULTED, [{"server": each.server} for each in faults])
+        news = any(isinstance(event, NEWS) for event in events)
+        self._glance = Glance(self._glance.foreign or bool(foreign), self._glance.news or news)
+        if foreign or news:
+            self._woken()
+
+    def _tell(self, happened: Happened, each: Sequence[dict[str, object]]) -> None:
+        for facts in each[:_MOST_TOLD]:
+            self._log.warning(happened, **facts)
+        if len(each) > _MOST_TOLD:
+            self._log.warning(happened, **each[-1], left_out=len(each) - _MOST_TOLD - 1)
+
+    # -- keeping ------------------------------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        """Note how far the log was read."""
+        file = _File(self.key, self._reader.whose, self._control.position, self._server.position)
+        try:
+            store.write(self._paths.reading, msgspec.json.encode(file))
+        except OSError as error:
+            self._complain(Happened.READING_NOT_KEPT, error)
+        else:
+            self._complaints.pop(Happened.READING_NOT_KEPT, None)
+
+    def _shorten(self) -> None:
+        """Keep both files within their size; lines that were not read yet are never given up."""
+        try:
+            given_up = self._control.keep_within(self.size) + self._server.keep_within(self.size)
+        except OSError as error:
+            self._complain(Happened.LOG_NOT_SHORTENED, error)
+            return
+        self._complaints.pop(Happened.LOG_NOT_SHORTENED, None)
+        if given_up:
+            self._keep()
+            self._log.info(Happened.LOG_SHORTENED, bytes=given_up)
+
+    def _complain(self, happened: Happened, error: OSError) -> None:
+        """Tell what does not work, once: it is tried again all the time."""
+        because = str(error)
+        if self._complaints.get(happened) != because:
+            self._complaints[happened] = because
+            self._log.warning(happened, because=because)
+
+
+def _kept(paths: DaemonPaths) -> _File | None:
+    """Return what an earlier mpsd noted, if it can be understood: the file is mpsd's own, and so is a damaged one."""
+    raw = store.read(paths.reading)
+    if raw is None:
+        return None
+    try:
+        return msgspec.json.decode(raw, type=_File)
+    except (msgspec.DecodeError, msgspec.ValidationError):
+        return None

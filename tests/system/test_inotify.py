@@ -1,0 +1,166 @@
+"""News of a directory's files: each change is told, a storm of them is told once, and whatever happens is survived."""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from mpsd.system.inotify import DirectoryWatch
+from tests.harness import eventually
+
+_QUEUE: Final = Path("/proc/sys/fs/inotify/max_queued_events")
+
+
+class Watched:
+    """A directory, and how often something was told of it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.file = directory / "control.log"
+        self.told = 0
+        self.watch = DirectoryWatch(directory, self._count)
+
+    def _count(self) -> None:
+        self.told += 1
+
+    def say(self, text: str = "x", name: str = "control.log") -> None:
+        """Append to a file there."""
+        with (self.file.parent / name).open("a") as file:
+            file.write(text)
+
+    async def hears(self, what: str) -> None:
+        """Wait until something is told, and until nothing more is: files are opened, written and closed one by one."""
+        await eventually(lambda: self.told, what=f"{what} to be told")
+        self.told = 0
+
+
+def watching(directory: Path, test: Callable[[Watched], Awaitable[None]]) -> None:
+    """Run a test with a watched directory."""
+
+    async def run() -> None:
+        watched = Watched(directory)
+        watched.watch.renew()
+        try:
+            await test(watched)
+        finally:
+            watched.watch.close()
+
+    asyncio.run(run())
+
+
+def test_what_is_told(tmp_path: Path) -> None:
+    """What is written, truncated, created or moved there is told, for each file."""
+
+    async def test(watched: Watched) -> None:
+        watched.say()
+        await watched.hears("a new file")
+        watched.say()
+        await watched.hears("what was written")
+        os.truncate(watched.file, 0)
+        await watched.hears("that it was truncated")
+        watched.file.unlink()
+        watched.say(name="elsewhere")
+        await watched.hears("another file")
+        (tmp_path / "elsewhere").rename(watched.file)
+        await watched.hears("that one took its place")
+
+    watching(tmp_path, test)
+
+
+def test_a_storm_is_told_once(tmp_path: Path) -> None:
+    """However often something is written before anybody has time to look, it is told once."""
+
+    async def test(watched: Watched) -> None:
+        for number in range(1000):
+            watched.say(name=f"{number % 2}")
+        await eventually(lambda: watched.told, what="the storm to be told")
+        assert watched.told == 1
+        watched.told = 0
+        watched.say()
+        await watched.hears("what came after it")
+
+    watching(tmp_path, test)
+
+
+def test_more_than_the_kernel_keeps(tmp_path: Path) -> None:
+    """When the kernel had to forget some of it, that is told like anything else, and so is what comes after."""
+    files = [(tmp_path / name).open("wb", buffering=0) for name in "ab"]
+
+    async def test(watched: Watched) -> None:
+        for _ in range(int(_QUEUE.read_text()) // 2 + 10):
+            for file in files:  # in turn, since the same news twice in a row is kept once
+                file.write(b"x")
+        await watched.hears("what is left of it")
+        watched.say()
+        await watched.hears("what came after it")
+
+    try:
+        watching(tmp_path, test)
+    finally:
+        for file in files:
+            file.close()
+
+
+def test_directory_that_comes_back(tmp_path: Path) -> None:
+    """A directory that was removed and made again is watched again."""
+    directory = tmp_path / "log"
+    directory.mkdir()
+
+    async def test(watched: Watched) -> None:
+        watched.say()
+        await watched.hears("the file")
+        watched.file.unlink()
+        directory.rmdir()
+        await watched.hears("that the directory is gone")
+        with pytest.raises(FileNotFoundError):
+            watched.watch.renew()
+        directory.mkdir()
+        watched.watch.renew()
+        watched.say()
+        await watched.hears("the file in the new directory")
+
+    watching(directory, test)
+
+
+def test_directory_that_is_not_there_yet(tmp_path: Path) -> None:
+    """A watch on nothing fails, leaves nothing behind, and can be begun later; a file is no directory."""
+    directory = tmp_path / "log"
+
+    async def test() -> None:
+        watched = Watched(directory)
+        try:
+            for _ in range(3):
+                with pytest.raises(FileNotFoundError):
+                    watched.watch.renew()
+            directory.mkdir()
+            watched.watch.renew()
+            watched.say()
+            await watched.hears("the first file")
+        finally:
+            watched.watch.close()
+        file = DirectoryWatch(watched.file, lambda: None)
+        with pytest.raises(NotADirectoryError):
+            file.renew()
+        file.close()
+
+    asyncio.run(test())
+
+
+def test_after_the_end(tmp_path: Path) -> None:
+    """Nothing is told once the watch is closed, not even what came just before; and it can be closed twice."""
+
+    async def test(watched: Watched) -> None:
+        watched.say()
+        other = Watched(tmp_path)
+        other.watch.renew()
+        watched.say()
+        await asyncio.sleep(0)
+        watched.watch.close()
+        watched.watch.close()
+        await other.hears("what was written, to somebody else")
+        assert watched.told == 0
+        other.watch.close()
+
+    watching(tmp_path, test)

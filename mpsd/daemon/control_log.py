@@ -147,12 +147,17 @@ class ControlLog:
         self._shorten()
 
     def _look_now(self) -> None:
-        """Look by itself; an error waits for who looks next, and can say what follows of it."""
+        """Look by itself; an error waits for who looks next, and can say what follows of it.
+
+        Nobody is woken by what it saw itself: else a storm of lines would leave it no pause.
+        """
         if self._again is not None:
             self._again.cancel()
             self._again = None
         with contextlib.suppress(OSError):
             self.look()
+        if self._glance.foreign or self._glance.news:
+            self._woken()
 
     def _take(self, events: Sequence[LogEvent]) -> None:
         foreign = [event.text for event in events if isinstance(event, ForeignCommand)]
@@ -167,8 +172,6 @@ class ControlLog:
         self._tell(Happened.SERVER_FAULTED, [{"server": each.server} for each in faults])
         news = any(isinstance(event, NEWS) for event in events)
         self._glance = Glance(self._glance.foreign or bool(foreign), self._glance.news or news)
-        if foreign or news:
-            self._woken()
 
     def _tell(self, happened: Happened, each: Sequence[dict[str, object]]) -> None:
         for facts in each[:_MOST_TOLD]:

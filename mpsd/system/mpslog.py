@@ -118,13 +118,12 @@ class LogFollower:
                 return 0
             if self._collapses and _fallocate(descriptor, _COLLAPSE, 0, length):
                 self.position = replace(self.position, offset=self.position.offset - length)
-            elif not _fallocate(descriptor, _PUNCH_HOLE, 0, self.position.offset // _BLOCK * _BLOCK - _BLOCK):
-                raise OSError(
-                    errno.EOPNOTSUPP, "this file system can neither collapse nor punch a range", str(self._path)
-                )
+                return length
+            if _fallocate(descriptor, _PUNCH_HOLE, 0, self.position.offset // _BLOCK * _BLOCK - _BLOCK):
+                return max(0, taken - os.fstat(descriptor).st_blocks * 512)
+            raise OSError(errno.EOPNOTSUPP, "this file system can neither collapse nor punch a range", str(self._path))
         finally:
             os.close(descriptor)
-        return length
 
 
 def _at(descriptor: int, offset: int) -> Position:

@@ -1,6 +1,11 @@
 """NVIDIA's control.log: kept within its size, without a line lost that mpsd had not read, whatever is done to it."""
 
+import json
 import os
+import shutil
+import signal
+import stat
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,11 +13,14 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.conftest import Start
-from tests.daemon.scene import LIMITS, kill, next_ready, undone
+from tests.daemon.scene import LIMITS, by_hand, kill, next_ready, undone
 from tests.harness import remove_tree, wait_until
 from tests.node import Node
 
 pytestmark = pytest.mark.real_daemon(535)
+
+_LINES = int(os.environ.get("MPSD_TEST_LOG_LINES", "200000"))
+"""How many lines a storm has."""
 
 _SIZE = 64 * 1024
 _SMALL = f'{LIMITS}[daemon]\nlog_size = "64KiB"\nprobe_interval = 0.5\n'
@@ -34,6 +42,29 @@ def node(node_for_all: Start) -> Node:
     return node_for_all(simulate=3, config=_SMALL).start()
 
 
+def told(node: Node, name: str) -> int:
+    """Count the commands of strangers that mpsd has told of, and see that none is missing, and none told twice.
+
+    Each has its number. Of many at once, the first are told one by one, and then the last, with how many were left out.
+    """
+    count = 0
+    for event in node.events("foreign_command", daemon=name):
+        count += event.get("left_out", 0)
+        assert event["command"] == numbered(count)
+        count += 1
+    return count
+
+
+def numbered(number: int) -> str:
+    """Return a command that changes a limit, and has a number by which it is known."""
+    return f"set_default_active_thread_percentage 10 {number:06d}"
+
+
+def taken(path: Path) -> int:
+    """Return the bytes of disk that a file takes."""
+    return path.stat().st_blocks * 512
+
+
 def chatter(node: Node, name: str, batches: int) -> list[str]:
     """Have a stranger say much, among it a changing command in each batch, and return those commands."""
     commands = [f"set_default_active_thread_percentage {10 + number / 10}" for number in range(batches)]
@@ -50,7 +81,7 @@ def check_chatter(node: Node, name: str) -> None:
         what="every one of the stranger's commands to be seen, once and in order",
     )
     log = node.control_log(name)
-    wait_until(lambda: log.stat().st_blocks * 512 <= _SIZE + 4096, what="the log to be shortened")
+    wait_until(lambda: taken(log) <= _SIZE + 4096, what="the log to be shortened")
     wait_until(lambda: node.events("log_shortened", daemon=name), what="that to be told")
     assert node.events("log_not_shortened") == []
     # And it goes on: what is said later is seen as well.
@@ -78,6 +109,37 @@ def test_chatter_on_a_file_system_in_memory(make_node: Start, memory: Path) -> N
         node.clean_up()
 
 
+@pytest.mark.parametrize("place", ["disk", "memory"])
+def test_storm(make_node: Start, request: pytest.FixtureRequest, short_tmp: Path, place: str) -> None:
+    """Of 200,000 lines in one conversation mpsd misses none, and all the while the log takes little more than 1 MiB."""
+    root = short_tmp / "storm" if place == "disk" else request.getfixturevalue("memory") / "n"
+    root.mkdir()
+    node = make_node(root=root, simulate=1, config=f'{LIMITS}[daemon]\nlog_size = "1MiB"\n')
+    try:
+        node.start()
+        commands = _LINES // 2
+        script = root / "script"
+        script.write_text("".join(f"{numbered(number)}\n" for number in range(commands)))
+        log, sizes = node.control_log("gpu0"), list[int]()
+        with script.open() as said, (root / "answers").open("w") as answers:
+            stranger = subprocess.Popen([str(node.control)], stdin=said, stdout=answers, env=node.by_hand("gpu0"))
+
+            def ended() -> bool:
+                sizes.append(taken(log))
+                return stranger.poll() is not None
+
+            wait_until(ended, what="the stranger to have said it all", deadline=50)
+        assert (root / "answers").read_text().splitlines() == ["10.0"] * commands
+        wait_until(lambda: told(node, "gpu0") == commands, what="the last of them to be told")
+        wait_until(lambda: taken(log) <= 1024 * 1024 + 4096, what="the log to be within its size again")
+        assert sum(event["bytes"] for event in node.events("log_shortened")) > 60 * _LINES - 2 * 1024 * 1024
+        # What comes between two looks, on a machine that has more to do.
+        assert max(sizes) < 4 * 1024 * 1024
+        assert undone(node, "gpu0", "active_thread_percentage")["command"] == numbered(commands - 1)
+    finally:
+        node.clean_up()
+
+
 def test_truncated_by_hand(node: Node) -> None:
     """Somebody who truncates the log does not keep mpsd from seeing what comes after."""
     chatter(node, "gpu1", 2)
@@ -96,6 +158,63 @@ def test_removed_by_hand(node: Node) -> None:
     node.ask("gpu2", "set_default_active_thread_percentage 20")
     assert undone(node, "gpu2", "active_thread_percentage")["found"] == 20.0
     assert node.exited() is None
+
+
+def read_up_to_the_end(node: Node, name: str) -> bool:
+    """Tell whether mpsd has noted that it read the whole log."""
+    noted = json.loads((node.root / "run" / f"{name}.reading.json").read_text())
+    offset: int = noted["control"]["offset"]
+    return offset == node.control_log(name).stat().st_size
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_mpsd_comes_back(make_node: Start, number: signal.Signals) -> None:
+    """What strangers said while there was no mpsd is told by the next one, once, and what they changed is put back."""
+    node = make_node(simulate=1, config=_SMALL).start()
+    pid = node.daemons()["gpu0"]["pid"]
+    for life in range(3):
+        for command in map(numbered, range(7 * life, 7 * life + 5)):
+            node.ask("gpu0", command)
+        wait_until(lambda: told(node, "gpu0") % 7 == 5 and read_up_to_the_end(node, "gpu0"), what="all to be noted")
+        node.end(number)
+        # More than the log may keep, so that it is cut as soon as it is read.
+        script = [numbered(7 * life + 5), *["get_server_list"] * 1000, numbered(7 * life + 6)]
+        node.ask("gpu0", "\n".join(script))
+        node.start()
+    wait_until(lambda: told(node, "gpu0") == 21, what="all of it to be told")
+    seen = undone(node, "gpu0", "active_thread_percentage")
+    assert (seen["found"], seen["command"]) == (10.0, numbered(20))
+    assert by_hand(node, "gpu0") == (["50.0"], ["8G"])
+    assert node.daemons()["gpu0"]["pid"] == pid
+
+
+def test_mpsd_knows_its_own_hand_again(make_node: Start) -> None:
+    """What mpsd set right before it was killed, and had not read in the log yet, is not taken for a stranger's."""
+    node = make_node(simulate=1, config=LIMITS).start()
+    wait_until(lambda: read_up_to_the_end(node, "gpu0"), what="the first conversation to be read")
+    noted = node.root / "run" / "gpu0.reading.json"
+    assert stat.filemode(noted.stat().st_mode) == "-rw-------"  # who knows the key can pass for mpsd
+    node.end(signal.SIGKILL)
+    key = json.loads(noted.read_text())["key"]
+    said = node.front_end("gpu0", f"mpsd-{key}01234567-0\nset_default_active_thread_percentage 20\n").stdout
+    assert said.splitlines()[1:] == ["20.0"]
+    node.start()
+    assert undone(node, "gpu0", "active_thread_percentage")["command"] is None
+    node.ask("gpu0", numbered(0))
+    wait_until(lambda: told(node, "gpu0") == 1, what="a stranger's command, and no other, to be told")
+
+
+def test_log_directory_removed(make_node: Start) -> None:
+    """Whoever removes the directory with the log in it does not end mpsd, and the next daemon's log is read."""
+    node = make_node(simulate=1, config=LIMITS).start()
+    shutil.rmtree(node.control_log("gpu0").parent)
+    wait_until(lambda: node.events("log_not_watched", daemon="gpu0"), what="that to be told")
+    before = node.daemons()["gpu0"]["pid"]
+    kill(before)
+    next_ready(node, "gpu0", before)
+    node.ask("gpu0", numbered(0))
+    wait_until(lambda: told(node, "gpu0") == 1, what="a stranger's command to be told")
+    assert len(node.events("log_not_watched", daemon="gpu0")) == 1
 
 
 def test_log_of_a_daemon_that_was_replaced(make_node: Start) -> None:

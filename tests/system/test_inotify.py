@@ -1,6 +1,7 @@
 """News of a directory's files: each change is told, a storm of them is told once, and whatever happens is survived."""
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -103,23 +104,36 @@ def test_more_than_the_kernel_keeps(tmp_path: Path) -> None:
             file.close()
 
 
-def test_directory_that_comes_back(tmp_path: Path) -> None:
-    """A directory that was removed and made again is watched again."""
+@pytest.mark.parametrize("held", [False, True])
+def test_directory_that_comes_back(tmp_path: Path, held: bool) -> None:  # noqa: FBT001 - a case of two
+    """A directory that was removed and made again is watched again, also when somebody has a file of the old one open.
+
+    Whatever happens in the old one is told no more.
+    """
     directory = tmp_path / "log"
     directory.mkdir()
 
     async def test(watched: Watched) -> None:
         watched.say()
         await watched.hears("the file")
-        watched.file.unlink()
-        directory.rmdir()
-        await watched.hears("that the directory is gone")
-        with pytest.raises(FileNotFoundError):
+        with watched.file.open("a") if held else contextlib.nullcontext() as file:
+            watched.file.unlink()
+            directory.rmdir()
+            with pytest.raises(FileNotFoundError):
+                watched.watch.renew()
+            directory.mkdir()
             watched.watch.renew()
+            watched.say()
+            await watched.hears("the file in the new directory")
+            if file is not None:
+                file.write("x")
+                file.flush()
+        directory.rename(tmp_path / "elsewhere")
         directory.mkdir()
         watched.watch.renew()
+        (tmp_path / "elsewhere" / "control.log").write_text("y")
         watched.say()
-        await watched.hears("the file in the new directory")
+        await watched.hears("the file in the third directory")
 
     watching(directory, test)
 

@@ -54,6 +54,14 @@ class Api(Client):
         """Let a lease live for this many seconds from now on."""
         return cast("shapes.Lease", self.post(f"/v1/leases/{segment(lease)}/renew", {"ttl": ttl}))
 
+    def attach(self, lease: str) -> "shapes.Lease":
+        """Have a lease's limits opened for its processes that are still to come; answered when they are open."""
+        return cast("shapes.Lease", self.post(f"/v1/leases/{segment(lease)}/attach", {}, deadline=inf))
+
+    def verify(self, lease: str) -> "shapes.Verify":
+        """Tell whether every process of a lease is under MPS and within its limits."""
+        return cast("shapes.Verify", self.get(f"/v1/leases/{segment(lease)}/verify"))
+
     def release(self, lease: str) -> None:
         """End a lease; one that has ended already is fine."""
         self.delete(f"/v1/leases/{segment(lease)}")

@@ -1,6 +1,7 @@
-"""Which process a lease of `mpsctl admit` is tied to: the shell, or other program, that called mpsctl."""
+"""Which processes called mpsctl: a lease of `mpsctl admit` is tied to the shell, or other program, that did."""
 
 import os
+from collections.abc import Iterator
 from typing import Final
 
 _PF_FORKNOEXEC: Final = 0x40
@@ -17,6 +18,16 @@ def calling_program() -> int:
     while (original := _copied_from(pid)) is not None:
         pid = original
     return pid
+
+
+def family(pid: int) -> Iterator[int]:
+    """Yield a process and its ancestors, as far as they can be seen."""
+    while pid > 0:
+        yield pid
+        try:
+            pid, _ = _parent_and_flags(pid)
+        except OSError:
+            return
 
 
 def _copied_from(pid: int) -> int | None:

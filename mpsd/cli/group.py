@@ -10,6 +10,7 @@ from mpsd.cli.api import Api
 
 _MODULES: Final = {
     "admit": "leasing",
+    "attach": "leasing",
     "clients": "reading",
     "config": "reading",
     "daemons": "reading",
@@ -22,6 +23,7 @@ _MODULES: Final = {
     "run": "leasing",
     "show": "reading",
     "status": "reading",
+    "verify": "verifying",
 }
 """The module of mpsd.cli in which each command is defined, under the command's own name."""
 

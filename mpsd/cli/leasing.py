@@ -196,6 +196,19 @@ def renew(api: Api, lease: str, form: str, ttl: float) -> None:
 
 @click.command()
 @click.argument("lease")
+@with_form()
+@with_api
+def attach(api: Api, lease: str, form: str) -> None:
+    """Wait until those processes of a lease can attach that are still to come; and print it.
+
+    A lease waits for its first process by itself, however long that takes. Of one that has some of its processes, the
+    others are waited for as long as enforcement.attach_window says; those that come later need this before they start.
+    """
+    print_lease(form, api.attach(lease))
+
+
+@click.command()
+@click.argument("lease")
 @with_api
 def release(api: Api, lease: str) -> None:
     """End a lease of your own, or give up its place in the queue; one that has ended already is fine."""

@@ -181,6 +181,34 @@ class Clients(TypedDict):
     clients: list[Client]
 
 
+class Process(TypedDict):
+    """A process of a lease on one GPU: whether it is under MPS, what it was granted, and what it can really use."""
+
+    pid: int
+    name: str
+    daemon: str
+    gpu: str
+    server: int | None
+    mps: bool | None
+    limits_granted: Limits
+    limits_in_force: Limits | None
+    memory_held: int | None
+    ok: bool
+    because: str
+
+
+class Verify(TypedDict):
+    """Whether every process of a lease is under MPS and within its limits."""
+
+    lease: str
+    ok: bool
+    because: str
+    memory_granted: int
+    memory_held: int
+    processes: list[Process]
+    violations: list[str]
+
+
 class Part(TypedDict):
     """One part of the node in the summary."""
 

@@ -5,7 +5,7 @@ The answers come in with their foreign text made harmless (`render.plain`).
 
 from collections.abc import Iterable, Iterator
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from mpsd.cli.render import age, columns, fact, percent, plural, size, table, until
 
@@ -201,6 +201,36 @@ def clients(answer: "shapes.Clients") -> str:
         for client in answer["clients"]
     ]
     return table(("PID", "UID", "DAEMON", "SERVER", "LEASE", "NAME"), rows, none="no clients")
+
+
+def verified(answer: "shapes.Verify") -> str:
+    """Say what verifying a lease came to, then what each of its processes can use of what it was granted."""
+    rows = [
+        (
+            str(each["pid"]),
+            each["daemon"],
+            _pid(each["server"]),
+            _in_force(each, "active_thread_percentage"),
+            _in_force(each, "pinned_device_mem_limit"),
+            _UNKNOWN if each["memory_held"] is None else size(each["memory_held"]),
+            "ok" if each["ok"] else each["because"],
+        )
+        for each in answer["processes"]
+    ]
+    lines = [f"{'ok' if answer['ok'] else 'not ok'}: {answer['because']}"]
+    lines += [f"  {each}" for each in answer["violations"] if each != answer["because"]]
+    if rows:
+        heads = ("PID", "DAEMON", "SERVER", "THREADS", "MEMORY", "HOLDS", "VERDICT")
+        lines += ["", table(heads, rows, none="")]
+    return "\n".join(lines)
+
+
+def _in_force(each: "shapes.Process", name: Literal["active_thread_percentage", "pinned_device_mem_limit"]) -> str:
+    """Print a limit that a process really has, of the one that it was granted."""
+    granted = _limit(name, each["limits_granted"][name])
+    if each["limits_in_force"] is None:
+        return f"{_UNKNOWN} of {granted}" if each["mps"] else f"- of {granted}"
+    return f"{_limit(name, each['limits_in_force'][name])} of {granted}"
 
 
 def leases(answer: "shapes.Leases", now: datetime) -> str:

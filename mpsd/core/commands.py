@@ -262,6 +262,11 @@ def _parse_nothing(command: str, lines: Sequence[str]) -> None:
         raise _garbled(command, lines)
 
 
+def _parse_zero(command: str, lines: Sequence[str]) -> None:
+    if _one(command, lines) != "0":
+        raise _garbled(command, lines)
+
+
 # -- the commands that mpsd speaks -------------------------------------------------------------------------------------
 
 
@@ -324,6 +329,14 @@ def get_device_pinned_mem_limit(server: int, device: int) -> Command[int | None]
 def start_server(uid: int) -> Command[None]:
     """Start a server for a uid ahead of its first client. Silence says nothing: look at the server list."""
     return command("start_server", ("-uid", uid), _parse_nothing)
+
+
+def terminate_client(server: int, client: int) -> Command[None]:
+    """End the contexts of a client, without harm to the others of its server; it answers 0 when that is done.
+
+    The process itself goes on with errors. Source: NVIDIA's man page.
+    """
+    return command("terminate_client", (server, client), _parse_zero)
 
 
 def quit_daemon(seconds: int | None) -> Command[None]:

@@ -48,6 +48,15 @@ def drift(
     return tuple(result)
 
 
+def widest(one: ReadBack, other: ReadBack) -> ReadBack:
+    """Return the larger of each limit; no memory limit is larger than any."""
+    memory = (one.pinned_device_mem_limit, other.pinned_device_mem_limit)
+    return ReadBack(
+        max(one.active_thread_percentage_tenths, other.active_thread_percentage_tenths),
+        None if memory[0] is None or memory[1] is None else max(memory[0], memory[1]),
+    )
+
+
 def holds(wanted: Limits, found: ReadBack, servers: Iterable[Server]) -> bool:
     """Tell whether the defaults, and the limits of all servers as far as they are known, are as wanted."""
     return next(_differing(wanted, found, servers), None) is None

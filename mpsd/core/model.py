@@ -176,6 +176,22 @@ class Server:
     orphan: bool = False
     limits: ReadBack | None = None
     """What its next client gets at most; None while it does not say, as while it starts."""
+    ceilings: Mapping[int, ReadBack | None] = field(default_factory=dict)
+    """By client, the most that anybody got who connected when it did; None where mpsd was not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A process that a server of MPS lists as its client."""
+
+    identity: ProcessIdentity
+    daemon: str
+    gpu: str
+    server: int
+    ceiling: ReadBack | None
+    """The most that anybody got who connected when it did; None where mpsd was not there."""
+    environment: Mapping[str, str] | None
+    """What it was started with of CUDA's and MPS's variables; None where that cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)

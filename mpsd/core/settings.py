@@ -25,6 +25,7 @@ from mpsd.core.units import (
     PinnedDeviceMemLimit,
     format_size,
 )
+from mpsd.core.violations import Kind
 
 T = TypeVar("T")
 
@@ -64,6 +65,13 @@ class Attach(StrEnum):
 
     SHARED = "shared"
     STRICT = "strict"
+
+
+class OnViolation(StrEnum):
+    """What becomes of a process that breaks its lease."""
+
+    REPORT = "report"
+    TERMINATE = "terminate"
 
 
 class Placement(StrEnum):
@@ -196,12 +204,47 @@ class Enforcement:
         " other, each under exactly its own",
         reload=True,
     )
+    on_violation: OnViolation = row(
+        OnViolation.REPORT,
+        parsers.choice(OnViolation),
+        "what becomes of a process that breaks its lease: an event (report), or its end as well (terminate);"
+        " [violations] has each kind by itself",
+        reload=True,
+    )
+    grace: float = row(
+        10.0,
+        parsers.seconds,
+        "that a process has to end after SIGTERM, before terminate_client, and after that before SIGKILL",
+        unit="s",
+        reload=True,
+    )
     attach_window: float = row(
         60.0,
         parsers.seconds,
         "of a lease's turn in strict mode, and for those of its processes that do not come with the first",
         unit="s",
         reload=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Violations:
+    """What becomes of each kind of violation; absent: enforcement.on_violation."""
+
+    no_lease: OnViolation | None = row(
+        None, parsers.choice(OnViolation), "a client that no lease let in, with unadmitted = deny", reload=True
+    )
+    processes: OnViolation | None = row(
+        None, parsers.choice(OnViolation), "a client more than its lease may have", reload=True
+    )
+    limits: OnViolation | None = row(
+        None, parsers.choice(OnViolation), "a client that can use more than its part of its lease", reload=True
+    )
+    memory: OnViolation | None = row(
+        None, parsers.choice(OnViolation), "processes that hold more memory than their lease has", reload=True
+    )
+    outside: OnViolation | None = row(
+        None, parsers.choice(OnViolation), "a process with a lease that runs on its GPU outside MPS", reload=True
     )
 
 
@@ -287,6 +330,7 @@ class Settings:
     daemon: ControlDaemon = field(default_factory=ControlDaemon)
     limits: DefaultLimits = field(default_factory=DefaultLimits)
     enforcement: Enforcement = field(default_factory=Enforcement)
+    violations: Violations = field(default_factory=Violations)
     admission: Admission = field(default_factory=Admission)
     roles: Roles = field(default_factory=Roles)
     log: Log = field(default_factory=Log)
@@ -302,6 +346,11 @@ class Settings:
     def default_limits(self) -> Limits:
         """The limits that every control daemon is to hold."""
         return Limits(self.limits.active_thread_percentage, self.limits.pinned_device_mem_limit)
+
+    def on_violation(self, kind: Kind) -> OnViolation:
+        """What becomes of a violation of this kind."""
+        of_kind: OnViolation | None = getattr(self.violations, kind)
+        return of_kind or self.enforcement.on_violation
 
     @property
     def unadmitted(self) -> Unadmitted:

@@ -23,7 +23,7 @@ from mpsd.core.errors import (
     MpsdError,
     NotFoundError,
 )
-from mpsd.daemon import wire
+from mpsd.daemon import lease_wire, wire
 from mpsd.daemon.callers import Callers, Known, Visitor, require
 from mpsd.daemon.door import Connection, Door
 from mpsd.daemon.events import Events
@@ -33,7 +33,7 @@ from mpsd.daemon.node import Node
 from mpsd.daemon.openapi import document
 from mpsd.daemon.routes import EVENTS_PATH, OPENAPI_PATH, ROUTES, Role, Route, Table
 
-Body: TypeAlias = wire.LeaseRequest | wire.Renewal
+Body: TypeAlias = lease_wire.LeaseRequest | lease_wire.Renewal
 
 _MAXIMUM_BODY: Final = 64 * 1024
 

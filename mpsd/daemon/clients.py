@@ -1,10 +1,11 @@
 """The processes of leases: holders and clients, which keep a lease alive, and whose client is whose."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from mpsd.core import attribution
 from mpsd.core.ledger import Ledger
-from mpsd.core.model import Lease, ProcessIdentity
+from mpsd.core.model import Client, Lease, ProcessIdentity
+from mpsd.core.violations import Attached
 from mpsd.daemon.log import Happened
 from mpsd.daemon.reconciler import Reconciler
 from mpsd.daemon.ties import Ties
@@ -54,18 +55,47 @@ class Clients:
         """Watch nobody any more; that does nothing to the processes."""
         self._ties.close()
 
-    def attribute(self, clients: Iterable[int]) -> None:
-        """Attribute MPS clients to the leases whose processes they are or descend from, while those have room."""
-        attributed = {client.pid for lease in self._ledger.leases.values() for client in lease.clients}
-        for pid in clients:
-            if pid in attributed:
+    def attribute(self, clients: Iterable[Client]) -> None:
+        """Attribute clients to the leases whose processes they are or descend from, while those have room."""
+        for client in clients:
+            found = self.lease_of(client)
+            if found.lease is None or not found.counted or client.identity in found.lease.clients:
                 continue
-            family = list(process.ancestors(pid))
-            found = attribution.lease_of(family, attribution.by_process(self._ledger.leases.values()))
-            if found is not None and self._ties.tie_to(found.id, family[0]):
-                lease = self._ledger.attach(found.id, (*found.clients, family[0]))
+            if self._ties.tie_to(found.lease.id, client.identity):
+                lease = self._ledger.attach(found.lease.id, (*found.lease.clients, client.identity))
                 self._reconciler.follow(lease)
-                self._turn.change(lease, Happened.CLIENT_ATTRIBUTED, client=pid)
+                self._turn.change(lease, Happened.CLIENT_ATTRIBUTED, client=client.identity.pid)
+
+    def lease_of(self, client: Client) -> Attached:
+        """Return a client with its lease, by its family, or by its control group where it has no family that counts."""
+        own = next((each for each in self._leases_of(client.identity) if client.identity in each.clients), None)
+        if own is not None:
+            return Attached(client, own, counted=True)
+        found = attribution.by_family(client, process.ancestors(client.identity.pid), self._leases_of)
+        if found.lease is not None:
+            return found
+        cgroup = process.cgroup(client.identity.pid)
+        return attribution.by_cgroup(client, self._in_cgroup(cgroup, client.daemon))
+
+    def leases_with(self, pid: int) -> Iterator[Lease]:
+        """Yield the leases that a process has, or its ancestors have, the nearest first."""
+        for ancestor in process.ancestors(pid):
+            yield from self._leases_of(ancestor)
+
+    def _leases_of(self, identity: ProcessIdentity) -> list[Lease]:
+        found = (self._ledger.leases.get(lease_id) for lease_id in self._ties.leases_of(identity))
+        return [lease for lease in found if lease is not None]
+
+    def _in_cgroup(self, cgroup: str, daemon: str) -> list[Lease]:
+        """Return the leases on a control daemon that have a living process in a control group that tells anything."""
+        if not attribution.is_telling(cgroup):
+            return []
+        return [
+            lease
+            for lease in self._ledger.leases.values()
+            if any(share.daemon == daemon for share in lease.shares)
+            and any(process.cgroup(each.pid) == cgroup for each in self._ties.of(lease.id))
+        ]
 
     def _bereave(self, lease_id: str, gone: ProcessIdentity) -> None:
         """Note that a process of a lease is gone, however it went; a lease that it alone kept alive ends."""

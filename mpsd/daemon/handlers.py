@@ -17,7 +17,7 @@ from mpsd.core.lifecycle import State
 from mpsd.core.model import Drift, Health, Known, Lease, LeaseState, Owner
 from mpsd.core.quota import Person
 from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
-from mpsd.daemon import wire
+from mpsd.daemon import lease_wire, wire
 from mpsd.daemon.node import GpuView, Node
 from mpsd.system import clock, peers, process
 from mpsd.system.credentials import Caller
@@ -43,7 +43,7 @@ class Request(NamedTuple):
     process: Callable[[], Process | None]
     """Watches the process that connected; whoever calls it owns what it returns."""
     names: Mapping[str, str]
-    body: wire.LeaseRequest | wire.Renewal | None = None
+    body: lease_wire.LeaseRequest | lease_wire.Renewal | None = None
 
 
 class Handlers:
@@ -147,7 +147,8 @@ class Handlers:
 
     async def clients(self, _: Request) -> wire.ClientsOut:
         """Return the clients of every server."""
-        holders = {lease.owner.pid: lease.id for lease in self._node.leases.ledger.leases.values()}
+        attached = (each for each in self._node.inspector.attached() if each.lease is not None and each.counted)
+        leases = {(each.client.daemon, each.client.identity.pid): each.lease.id for each in attached if each.lease}
         return wire.ClientsOut(
             [
                 wire.ClientOut(
@@ -157,7 +158,7 @@ class Handlers:
                     daemon=daemon.name,
                     gpu=daemon.gpu,
                     server=server.pid,
-                    lease=holders.get(pid),
+                    lease=leases.get((daemon.name, pid)),
                 )
                 for daemon in self._node.daemons()
                 for server in daemon.servers
@@ -165,16 +166,16 @@ class Handlers:
             ]
         )
 
-    async def leases(self, request: Request) -> wire.LeasesOut:
+    async def leases(self, request: Request) -> lease_wire.LeasesOut:
         """Return the leases that the caller may see, and the sums of the rest."""
         ledger = self._node.leases.ledger
         places = ledger.places(clock.monotonic())
         seen = [lease for lease in ledger.all() if self._may_see(request, lease)]
         hidden = [lease for lease in ledger.all() if not self._may_see(request, lease)]
         shares = [share for lease in hidden for share in lease.shares]
-        answer = wire.LeasesOut(
+        answer = lease_wire.LeasesOut(
             [_lease_out(lease, places.get(lease.id)) for lease in seen],
-            wire.OthersOut(
+            lease_wire.OthersOut(
                 leases=len(hidden),
                 waiting=sum(lease.state is LeaseState.WAITING for lease in hidden),
                 threads_granted=sum(share.threads.tenths for share in shares) / 10,
@@ -195,7 +196,7 @@ class Handlers:
             raise NotPermittedError(f"lease {lease.id} is another user's", hint="ask its owner, or an administrator")
         return lease
 
-    async def lease(self, request: Request) -> wire.LeaseOut:
+    async def lease(self, request: Request) -> lease_wire.LeaseOut:
         """Return one lease."""
         lease = self._theirs(request, act=False)
         answer = _lease_out(lease, self._node.leases.ledger.place(lease.id, clock.monotonic()))
@@ -208,9 +209,9 @@ class Handlers:
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
-    async def admit(self, request: Request) -> wire.LeaseOut:
+    async def admit(self, request: Request) -> lease_wire.LeaseOut:
         """Grant a lease, now or after waiting for it, or say why not."""
-        assert isinstance(request.body, wire.LeaseRequest)  # noqa: S101 - the route table says so
+        assert isinstance(request.body, lease_wire.LeaseRequest)  # noqa: S101 - the route table says so
         body = request.body
         asked = _lease_request(body)
         holder, (uid, gid) = _holder(request, body.pid)
@@ -226,12 +227,34 @@ class Handlers:
         verb = "released" if lease.owner.uid == request.caller.uid else "revoked"
         await self._node.leases.release(lease.id, f"uid {request.caller.uid} {verb} it")
 
-    async def renew(self, request: Request) -> wire.LeaseOut:
+    async def renew(self, request: Request) -> lease_wire.LeaseOut:
         """Give a lease more time."""
-        assert isinstance(request.body, wire.Renewal)  # noqa: S101 - the route table says so
+        assert isinstance(request.body, lease_wire.Renewal)  # noqa: S101 - the route table says so
         lease = self._theirs(request, act=True)
         ttl = quota.time_to_live(quota.quota_of(request.person, self._node.settings.quota), request.body.ttl)
         return _lease_out(await self._node.leases.renew(lease.id, ttl or request.body.ttl), None)
+
+    async def attach(self, request: Request) -> lease_wire.LeaseOut:
+        """Open a lease's limits for those of its processes that are still to come, and answer when they are open."""
+        lease = self._theirs(request, act=True)
+        return _lease_out(await self._node.leases.attach(lease.id), None)
+
+    async def verify(self, request: Request) -> lease_wire.VerifyOut:
+        """Tell whether every process of a lease is under MPS and within its limits, by what is read for this answer."""
+        lease = self._theirs(request, act=False)
+        if lease.shares and lease.state is not LeaseState.ENDED:
+            await self._node.refresh(lease)
+            lease = self._node.leases.find(lease.id)
+        verdict = self._node.inspector.verify(lease)
+        return lease_wire.VerifyOut(
+            lease=lease.id,
+            ok=verdict.ok,
+            because=verdict.because,
+            memory_granted=sum(share.memory.bytes for share in lease.shares),
+            memory_held=sum(each.held or 0 for each in verdict.processes),
+            processes=[lease_wire.ProcessOut.of(each, peers.command_of(each.pid)) for each in verdict.processes],
+            violations=[each.because for each in self._node.inspector.violations if each.lease == lease.id],
+        )
 
     # -- operating ----------------------------------------------------------------------------------------------------
 
@@ -267,12 +290,12 @@ def _drifted(daemon: str, drift: Drift) -> str:
     return f"{daemon}: {whose} was {drift.found} instead of {drift.wanted}{culprit}; put back at {at}"
 
 
-def _lease_out(lease: Lease, place: Place | None) -> wire.LeaseOut:
+def _lease_out(lease: Lease, place: Place | None) -> lease_wire.LeaseOut:
     """Return a lease as the wire has it, with the end of its time on the wall clock, where people look for it."""
     expires = None
     if lease.expires is not None and lease.state is not LeaseState.ENDED:
         expires = clock.now() + timedelta(seconds=lease.expires - clock.monotonic())
-    return wire.LeaseOut.of(lease, expires=expires, place=place)
+    return lease_wire.LeaseOut.of(lease, expires=expires, place=place)
 
 
 # Most ask for as much as somebody has asked for before.
@@ -280,7 +303,7 @@ _threads: Final = lru_cache(64)(ActiveThreadPercentage.parse)
 _memory: Final = lru_cache(64)(PinnedDeviceMemLimit.parse)
 
 
-def _lease_request(body: wire.LeaseRequest) -> model.LeaseRequest:
+def _lease_request(body: lease_wire.LeaseRequest) -> model.LeaseRequest:
     """Turn what came over the wire into the value that is decided upon. Raises InvalidRequestError."""
     return model.LeaseRequest(
         threads=None if body.threads is None else _threads(body.threads),

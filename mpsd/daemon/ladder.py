@@ -1,15 +1,19 @@
 """How what runs is ended: rung by rung, each with its time, and never the last one first."""
 
 import signal
-from typing import Final
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeAlias
 
 from mpsd.core.errors import ControlError
 from mpsd.daemon.log import Happened, Logger
 from mpsd.system.control import ControlPipe
 from mpsd.system.process import Process
 
+Terminate: TypeAlias = Callable[[], Awaitable[None]]
+"""Has a server end the contexts of a client, and returns when it says that this is done. Raises ControlError."""
+
 _RUNG: Final = 5
-"""Seconds for each rung."""
+"""Seconds for each rung of a control daemon's ladder."""
 
 
 async def end_daemon(daemon: Process, pipe: ControlPipe, log: Logger) -> None:
@@ -24,3 +28,36 @@ async def end_daemon(daemon: Process, pipe: ControlPipe, log: Logger) -> None:
         log.warning(Happened.DAEMON_FORCED, rung=number.name, pid=daemon.pid)
         daemon.signal(number)
     await daemon.gone_within(_RUNG)
+
+
+async def end_client(client: Process, terminate: Terminate | None, grace: float, log: Logger, because: str) -> None:
+    """End a client by SIGTERM, `terminate_client` and SIGKILL, with `grace` seconds after each of the first two.
+
+    The client is taken over. A client that is killed while its server works for it takes the server's other clients
+    with it; one whose contexts the server has ended does not (mps-facts B4.3). So SIGKILL comes after the server's
+    `0`, and not at all where that does not come. A process that is no client of a server has no such rung.
+    """
+
+    def forced(rung: str, **facts: object) -> None:
+        log.warning(Happened.CLIENT_FORCED, rung=rung, pid=client.pid, because=because, **facts)
+
+    try:
+        forced(signal.SIGTERM.name)
+        client.signal(signal.SIGTERM)
+        if await client.gone_within(grace):
+            return
+        if terminate is not None:
+            try:
+                await terminate()
+            except ControlError as error:
+                # Its server may have no such command, or be busy with it for ever.
+                forced("terminate_client", failed=error.detail)
+                return
+            forced("terminate_client")
+            if await client.gone_within(grace):
+                return
+        forced(signal.SIGKILL.name)
+        client.signal(signal.SIGKILL)
+        await client.gone_within(grace)
+    finally:
+        client.close()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from mpsd.core import attribution
 from mpsd.core.admission import Offer
 from mpsd.core.errors import CapacityError, DoesNotFitError, MpsdError, NotFoundError, StoppingError, StorageError
 from mpsd.core.ledger import Ledger, Now
@@ -270,6 +271,25 @@ class Leases:
         self._turn.change(lease, Happened.LEASE_RENEWED, ttl=ttl)
         await self._turn.stored(lease_id)
         return lease
+
+    async def attach(self, lease_id: str) -> Lease:
+        """Wait anew for those processes of a lease that are still to come, and return when they can attach.
+
+        Raises NotFoundError when it has ended, or only waits, DoesNotFitError when all its processes are there, and as
+        `Reconciler.open` does.
+        """
+        lease = self.ledger.leases.get(lease_id)
+        if lease is None:
+            raise NotFoundError(f"lease {lease_id} holds nothing that could be attached to", hint="ask for a new one")
+        if not attribution.has_room(lease):
+            raise DoesNotFitError(
+                f"lease {lease_id} has its {lease.request.processes} processes",
+                hint="end one of them, or ask for a lease of more (processes)",
+                limit="processes",
+            )
+        self._reconciler.follow(lease)
+        await self._reconciler.open(lease)
+        return self.ledger.leases.get(lease_id, lease)
 
     def offer(self, offers: Iterable[Offer]) -> None:
         """Take what the GPUs have to give from now on, and grant what has become possible."""

@@ -5,9 +5,10 @@ import contextlib
 import gc
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
-from mpsd.core import admission, gpus, limits, quota
+from mpsd.core import admission, commands, gpus, limits, quota, violations
 from mpsd.core.admission import Amount, Offer, Refusal
 from mpsd.core.errors import DaemonNotReadyError, GpuError, MpsdError, NotFoundError, NotPermittedError, StoppingError
 from mpsd.core.ledger import Rules
@@ -27,6 +28,8 @@ from mpsd.core.model import (
 )
 from mpsd.core.quota import Person
 from mpsd.core.settings import Settings, Users
+from mpsd.daemon.inspector import Inspector
+from mpsd.daemon.ladder import Terminate
 from mpsd.daemon.leases import Leases
 from mpsd.daemon.log import Happened, Logger
 from mpsd.daemon.reconciler import Reconciler
@@ -100,8 +103,11 @@ class Node:
         self._offers: list[Offer] = []
         self._offered_at: object = None
         self._news = asyncio.Event()
+        self._touched = asyncio.Event()
+        """Set, and replaced, whenever something has changed."""
         self.leases = leases
         self._reconciler = reconciler
+        self.inspector = Inspector(leases.clients, leases.ledger.find, settings, self._terminate, log)
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -122,6 +128,11 @@ class Node:
             self._group.create_task(self.leases.run())
             self._group.create_task(self._reconciler.run())
             self._group.create_task(self._follow_offers())
+            self._group.create_task(self._follow_gpus())
+
+    async def _follow_gpus(self) -> None:
+        """Read the GPUs every now and then, and look for those that could not be read."""
+        try:
             while True:
                 await asyncio.sleep(_GPU_INTERVAL)
                 if self._unread:
@@ -129,7 +140,10 @@ class Node:
                     with contextlib.suppress(GpuError):
                         await self._take_inventory(await self._source.inventory())
                 await self._read_usage()
+                self._inspect(read=True)
                 self._supervise()
+        finally:
+            self.inspector.close()
 
     async def _follow_offers(self) -> None:
         """Let those who wait have what becomes possible when a daemon or a GPU changes."""
@@ -139,13 +153,35 @@ class Node:
             before = self._offers
             if self.offers() is not before:
                 self.leases.offer(self._offers)
-                self.leases.clients.attribute(
-                    pid for daemon in self.daemons() for server in daemon.servers for pid in server.clients
-                )
+                self._inspect(read=False)
+
+    def _inspect(self, *, read: bool) -> None:
+        """See what the processes on the GPUs do; `read` tells whether the GPUs were read since the last time."""
+        usages = {gpu.uuid: self._usage[index] for index, gpu in self._gpus.items() if index in self._usage}
+        self.inspector.inspect(self.daemons(), usages, read=read)
+
+    def _terminate(self, daemon: str, server: int, client: int) -> Terminate:
+        pipe = self._supervisors[daemon].pipe
+        return partial(pipe.ask, commands.terminate_client(server, client))
+
+    async def refresh(self, lease: Lease) -> None:
+        """Ask the control daemons and the GPUs of a lease anew, and return when they have answered, or had the time."""
+        asked = [each for each in self._supervisors.values() if violations.share_on(lease, each.name) is not None]
+        revisions = {each: each.revision for each in asked}
+        for supervisor in asked:
+            supervisor.ask()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.settings.daemon.answer_deadline):
+                while any(each.revision == before for each, before in revisions.items()):
+                    await self._touched.wait()
+        await self._read_usage()
+        self._inspect(read=True)
 
     def _look(self) -> None:
         """Look again soon: something has changed about a daemon, a GPU or the settings."""
         self._news.set()
+        self._touched.set()
+        self._touched = asyncio.Event()
         self._reconciler.look()
 
     def leave(self) -> None:
@@ -168,6 +204,7 @@ class Node:
         for supervisor in self._supervisors.values():
             supervisor.reload(settings)
         self._reconciler.configure(settings)
+        self.inspector.settings = settings
         self._look()
 
     async def _take_inventory(self, inventory: Inventory) -> None:

@@ -178,7 +178,8 @@ class Observer:
         before, self.read_back = self.read_back, found
         if before != found or not self._held_since:
             self._held_since = clock.since_boot()
-        self._servers = await self._meet(pids.answer, known, limits)
+        met = await self._meet(pids.answer, known, limits)
+        self._servers = {identity: self._with_ceilings(identity, met[identity], before, found) for identity in met}
         return found
 
     def _mem_limit(self, pending: Pending[int | None], wanted: Limits) -> int | None:
@@ -215,6 +216,19 @@ class Observer:
             await self._hold(talk)
         servers = ((each.identity, each.server()) for each in known if each.identity.pid in pids)
         return {identity: server for identity, server in servers if server is not None}
+
+    def _with_ceilings(
+        self, identity: ProcessIdentity, server: Server, before: ReadBack | None, found: ReadBack
+    ) -> Server:
+        """Note what was open to clients that are new: they connected between the last conversation and this one.
+
+        `before` and `found` are the daemon's defaults then and now, with which a server starts.
+        """
+        earlier = self._servers.get(identity)
+        last = earlier.limits if earlier is not None and earlier.limits is not None else before
+        ceiling = None if last is None else enforcement.widest(last, server.limits or found)
+        known = earlier.ceilings if earlier is not None else {}
+        return replace(server, ceilings={pid: known.get(pid, ceiling) for pid in server.clients})
 
     def _compare(self, wanted: Limits, found: ReadBack, known: tuple[ProcessIdentity, ...]) -> None:
         """Keep what others changed, and tell of it when it comes and when it goes.

@@ -91,7 +91,8 @@ class Reconciler:
                 gate.attaching.expect(lease.id, limits, some=bool(lease.clients), now=clock.monotonic())
             else:
                 gate.attaching.forget(lease.id)
-            self._settle(gate)
+            # Whoever asks next may well need what a lease leaves; behind a client that has come, the door is shut.
+            self._settle(gate, linger=lease.state is not LeaseState.ACTIVE)
         if lease.state is LeaseState.ENDED:
             self._reach.close(lease)
         self._news.set()
@@ -132,12 +133,12 @@ class Reconciler:
         for gate in self._gates.values():
             self._settle(gate)
 
-    def _settle(self, gate: _Gate) -> None:
+    def _settle(self, gate: _Gate, *, linger: bool = True) -> None:
         """Have a control daemon hold what is needed: wider limits at once, narrower ones when they have lingered."""
         now = clock.monotonic()
         needed = gate.attaching.settle(self._rules, now)
         gate.until = needed.until
-        if self._rules.strict or (gate.lower_at is not None and now >= gate.lower_at):
+        if self._rules.strict or not linger or (gate.lower_at is not None and now >= gate.lower_at):
             gate.limits = needed.limits
         else:
             gate.limits = ceiling.widest(gate.limits, needed.limits)

@@ -8,7 +8,7 @@ from typing import Final, Generic, TypeVar
 
 import msgspec
 
-from mpsd.daemon import wire
+from mpsd.daemon import lease_wire, wire
 from mpsd.daemon.handlers import Handlers, Request
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class Route:
     handler: Callable[[Handlers], Callable[[Request], Awaitable[msgspec.Struct | None]]]
     answer: type[msgspec.Struct] | None
     status: int = 200
-    body: type[wire.LeaseRequest] | type[wire.Renewal] | None = None
+    body: type[lease_wire.LeaseRequest] | type[lease_wire.Renewal] | None = None
     errors: tuple[int, ...] = ()
     """Statuses of errors beyond those that every route can answer."""
 
@@ -53,8 +53,8 @@ ROUTES: Final = (
     Route("GET", "/v1/gpus", Role.OBSERVER, lambda h: h.gpus, wire.GpusOut),
     Route("GET", "/v1/daemons", Role.OBSERVER, lambda h: h.daemons, wire.DaemonsOut),
     Route("GET", "/v1/clients", Role.OBSERVER, lambda h: h.clients, wire.ClientsOut),
-    Route("GET", "/v1/leases", Role.OBSERVER, lambda h: h.leases, wire.LeasesOut),
-    Route("GET", "/v1/leases/{id}", Role.OBSERVER, lambda h: h.lease, wire.LeaseOut, errors=(404,)),
+    Route("GET", "/v1/leases", Role.OBSERVER, lambda h: h.leases, lease_wire.LeasesOut),
+    Route("GET", "/v1/leases/{id}", Role.OBSERVER, lambda h: h.lease, lease_wire.LeaseOut, errors=(404,)),
     Route("GET", "/v1/config", Role.OBSERVER, lambda h: h.config, wire.ConfigOut),
     Route("GET", "/v1/operations/{id}", Role.OBSERVER, lambda h: h.operation, wire.OperationOut, errors=(404,)),
     Route(
@@ -62,9 +62,9 @@ ROUTES: Final = (
         "/v1/leases",
         Role.USER,
         lambda h: h.admit,
-        wire.LeaseOut,
+        lease_wire.LeaseOut,
         201,
-        wire.LeaseRequest,
+        lease_wire.LeaseRequest,
         errors=(409, 413, 422, 503, 507),
     ),
     Route(
@@ -72,11 +72,20 @@ ROUTES: Final = (
         "/v1/leases/{id}/renew",
         Role.USER,
         lambda h: h.renew,
-        wire.LeaseOut,
+        lease_wire.LeaseOut,
         200,
-        wire.Renewal,
+        lease_wire.Renewal,
         errors=(404, 413, 422, 507),
     ),
+    Route(
+        "POST",
+        "/v1/leases/{id}/attach",
+        Role.USER,
+        lambda h: h.attach,
+        lease_wire.LeaseOut,
+        errors=(404, 409),
+    ),
+    Route("GET", "/v1/leases/{id}/verify", Role.OBSERVER, lambda h: h.verify, lease_wire.VerifyOut, errors=(404,)),
     Route("DELETE", "/v1/leases/{id}", Role.USER, lambda h: h.release, None, 204, errors=(404, 507)),
     Route("POST", "/v1/daemons/{name}/reset", Role.ADMIN, lambda h: h.reset, wire.OperationOut, 202, errors=(404,)),
 )

@@ -63,9 +63,12 @@ class Supervisor:
         self._log = log.bind(daemon=name)
         self._tally = Tally(way.paths.tally, self._log)
         self._launcher = Launcher(gpu, program, way)
+        self._reset_hint = f"mend the cause, then: mpsctl reset {name}"
         self._group: asyncio.TaskGroup | None = None
         self._wake = asyncio.Event()
         self._observer = Observer(program, way.paths, settings.daemon, self._log, woken=self._wake.set)
+        self.pipe = self._observer.pipe
+        """The door to its control daemon."""
         self._down = asyncio.Event()
 
         self._holding = Holding(self._observer, settings, self._log)
@@ -125,7 +128,7 @@ class Supervisor:
         """Take new settings; limits that differ are set and verified at the next look, for servers that start later."""
         self._settings = settings
         if self._holding.configure(settings):
-            self._due = 0.0
+            self.ask()
         self._touch()
         self._observer.configure(settings.daemon)
         self._wake.set()
@@ -133,8 +136,12 @@ class Supervisor:
     def limit(self, limits: Limits) -> None:
         """Have these limits hold from now on for whoever becomes a client: set, read back, and kept."""
         if self._holding.want(limits):
-            self._due = 0.0
-            self._wake.set()
+            self.ask()
+
+    def ask(self) -> None:
+        """Talk to the daemon soon; the revision has grown when that was done."""
+        self._due = 0.0
+        self._wake.set()
 
     @property
     def trouble(self) -> str:
@@ -200,7 +207,7 @@ class Supervisor:
                 await self._watch()
             case State.STOPPING:
                 assert self._process is not None  # noqa: S101 - there is one while it stops
-                await end_daemon(self._process, self._observer.pipe, self._log)
+                await end_daemon(self._process, self.pipe, self._log)
             case State.COOLING if clock.monotonic() < self._due:
                 await self._sleep(self._due - clock.monotonic())
             case State.COOLING:
@@ -216,10 +223,6 @@ class Supervisor:
             self._move(Event.SILENT, f"mpsd could not look at it: {error.strerror}", hint)
         self._due = 0.0
         await asyncio.sleep(_TICK)
-
-    @property
-    def _reset_hint(self) -> str:
-        return f"mend the cause, then: mpsctl reset {self.name}"
 
     async def _sleep(self, seconds: float | None) -> None:
         """Wait until something happens, for this long at most."""

@@ -1,6 +1,6 @@
 """Which processes keep which lease alive: each is watched through a pidfd, which no process with its pid can fool."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -31,6 +31,11 @@ class Ties:
     def of(self, lease_id: str) -> tuple[ProcessIdentity, ...]:
         """Return the living processes that a lease is tied to."""
         return self._of.get(lease_id, ())
+
+    def leases_of(self, identity: ProcessIdentity) -> Collection[str]:
+        """Return the leases that a process is tied to."""
+        watched = self._watched.get(identity)
+        return watched.leases if watched is not None else ()
 
     def tie(self, lease_id: str, living: Process) -> None:
         """Tie a lease to a process, which is taken over."""

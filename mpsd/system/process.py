@@ -10,7 +10,7 @@ import select
 import shlex
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -71,6 +71,36 @@ def ancestors(pid: int) -> Iterator[ProcessIdentity]:
             return
         yield ProcessIdentity(pid, int(fields[19]))
         pid = int(fields[1])
+
+
+def cgroup(pid: int) -> str:
+    """Return the path of a process's control group; empty where there is no such process, or no group but the root.
+
+    Of the lines of /proc/PID/cgroup the one of the unified hierarchy, or of systemd's own. Source: cgroups(7).
+    """
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    paths = {line.split(":", 2)[1]: line.split(":", 2)[2] for line in lines if line.count(":") > 1}
+    return (paths.get("name=systemd") or paths.get("", "")).rstrip("/")
+
+
+def variables_of(pid: int, names: Collection[str]) -> dict[str, str] | None:
+    """Return those of these variables that a process was started with; None where that cannot be read.
+
+    What a process has done to its environment since is not in /proc/PID/environ. Source: proc(5).
+    """
+    try:
+        raw = Path(f"/proc/{pid}/environ").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    pairs = (entry.partition(b"=") for entry in raw.split(b"\0"))
+    return {
+        key: value.decode("utf-8", errors="replace")
+        for name, _, value in pairs
+        if (key := name.decode("utf-8", errors="replace")) in names
+    }
 
 
 def is_nested(pid: int) -> bool:

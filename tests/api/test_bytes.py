@@ -113,6 +113,8 @@ def statuses(said: bytes) -> list[int]:
             assert headers[b"content-type"] == b"application/problem+json", said
         if headers.get(b"transfer-encoding") == b"chunked":
             rest = rest.partition(b"0\r\n\r\n")[2]
+        elif status == 200 and b"content-length" not in headers:
+            rest = b""  # to HTTP/1.0, which knows no chunks, it goes on until the connection ends
         else:
             size = int(headers.get(b"content-length", b"0"))
             # The answer to HEAD has the length of what it leaves out.

@@ -10,7 +10,7 @@ import pytest
 from mpsd.cli import shapes
 from mpsd.cli.group import mpsctl
 from mpsd.core.settings import Settings
-from mpsd.daemon import wire
+from mpsd.daemon import lease_wire, wire
 
 SHAPES = [shape for _, shape in inspect.getmembers(shapes, is_typeddict)]
 """Each is named as the type in wire, less its `Out`."""
@@ -35,7 +35,8 @@ def takes(believed: Any, answered: Any) -> bool:
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
 def test_shapes(shape: Any) -> None:
     """Each shape has fields of the type that mpsd answers with, and takes what is in them; it may know fewer fields."""
-    struct = getattr(wire, f"{shape.__name__}Out", None) or getattr(wire, shape.__name__)
+    names = (f"{shape.__name__}Out", shape.__name__)
+    struct = next(getattr(module, name) for module in (wire, lease_wire) for name in names if hasattr(module, name))
     answered, believed = get_type_hints(struct), get_type_hints(shape)
     assert believed.keys() <= answered.keys()
     assert [name for name, hint in believed.items() if not takes(hint, answered[name])] == []
@@ -44,7 +45,7 @@ def test_shapes(shape: Any) -> None:
 def test_differences_are_seen() -> None:
     """The comparison above is one: what is not believed is not taken."""
     assert takes(dict[str, list[int | None]], dict[str, list[int]])
-    assert takes(shapes.Lease | None, wire.LeaseOut)
+    assert takes(shapes.Lease | None, lease_wire.LeaseOut)
     assert takes(str | None, datetime | None)
     assert not takes(int, int | None)
     assert not takes(list[int | None], list[str])

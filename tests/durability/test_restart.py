@@ -16,7 +16,7 @@ import pytest
 
 from mpsd.core.admission import Offer
 from mpsd.core.ledger import Ledger, Rules
-from mpsd.core.model import Lease, LeaseRequest, LeaseState, Owner
+from mpsd.core.model import Client, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
 from mpsd.core.settings import LogFormat, Settings, Unadmitted
 from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.usage import Usage
@@ -260,6 +260,11 @@ async def take(leases: Leases, pid: int, processes: int) -> Lease:
     return await leases.admit(request, Owner(0, 0, pid, None), holder, wait=0, ttl=None)
 
 
+def client(pid: int) -> Client:
+    """Return a process as a client of the control daemon."""
+    return Client(ProcessIdentity(pid, start_ticks(pid)), OFFER.daemon, OFFER.gpu, 1, None, None)
+
+
 @pytest.mark.parametrize("restarted", [False, True])
 def test_clients_outlive_the_holder(tmp_path: Path, *, restarted: bool) -> None:
     """A lease lives until its holder and all clients attributed to it are gone, across a restart of mpsd too."""
@@ -268,7 +273,7 @@ def test_clients_outlive_the_holder(tmp_path: Path, *, restarted: bool) -> None:
         parent, first, second = pids
         async with mpsd(tmp_path) as leases:
             lease = await take(leases, parent, 2)
-            leases.clients.attribute([first, second, os.getpid()])
+            leases.clients.attribute(map(client, (first, second, os.getpid())))
             assert [each.pid for each in leases.find(lease.id).clients] == [first, second]
             os.kill(parent, signal.SIGKILL)
             if not restarted:
@@ -301,8 +306,8 @@ def test_more_clients_than_were_asked_for(tmp_path: Path) -> None:
         parent, first, second = pids
         async with mpsd(tmp_path) as leases:
             one, other = await take(leases, parent, 1), await take(leases, parent, 1)
-            leases.clients.attribute([first])
-            leases.clients.attribute([first, second, parent])
+            leases.clients.attribute([client(first)])
+            leases.clients.attribute(map(client, (first, second, parent)))
             assert [each.pid for each in leases.find(one.id).clients] == [first]
             assert [each.pid for each in leases.find(other.id).clients] == [second]
 

@@ -1,0 +1,194 @@
+"""Sees the processes on the GPUs, finds whose they are, and what of it breaks a lease; ends those that policy ends."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Final
+
+from mpsd.core import verification, violations
+from mpsd.core.model import Client, Daemon, GpuProcess, GpuUsage, Known, Lease, ProcessIdentity, Reading, Server
+from mpsd.core.settings import OnViolation, Settings, Unadmitted
+from mpsd.core.verification import Verdict
+from mpsd.core.violations import Attached, Kind, Violation
+from mpsd.daemon.clients import Clients
+from mpsd.daemon.ladder import Terminate, end_client
+from mpsd.daemon.log import Happened, Logger
+from mpsd.system import process
+
+_UNCERTAIN: Final = frozenset({Kind.MEMORY, Kind.OUTSIDE})
+"""NVML lists a process a moment before a control daemon does, and after: these have to be found twice."""
+
+
+class Inspector:
+    """What is known of the processes on the node's GPUs, and of the violations among them."""
+
+    def __init__(
+        self,
+        clients: Clients,
+        find: Callable[[str], Lease | None],
+        settings: Settings,
+        terminate: Callable[[str, int, int], Terminate],
+        log: Logger,
+    ) -> None:
+        """`find` returns a lease that has not ended; `terminate` what ends the contexts of a client of a daemon."""
+        self.settings = settings
+        self._clients = clients
+        self._find_lease = find
+        self._terminate = terminate
+        self._log = log
+        self._seen: dict[tuple[str, int], Client] = {}
+        self._daemons: dict[str, Daemon] = {}
+        self._held: dict[tuple[str, str], dict[ProcessIdentity, GpuProcess]] = {}
+        """By lease and GPU, what its processes hold there, as NVML said last."""
+        self._suspected: set[Violation] = set()
+        self._found: dict[Violation, asyncio.Task[None] | None] = {}
+        """The violations of now, and what is done about each."""
+
+    @property
+    def violations(self) -> tuple[Violation, ...]:
+        """The violations of now."""
+        return tuple(self._found)
+
+    def inspect(self, daemons: Iterable[Daemon], usages: Mapping[str, Reading[GpuUsage]], *, read: bool) -> None:
+        """Look at what the control daemons say, and the GPUs (by UUID) if they were `read` since the last time."""
+        self._daemons = {daemon.name: daemon for daemon in daemons}
+        self._see()
+        self._clients.attribute(self._seen.values())
+        if read:
+            self._weigh(usages)
+        found = set(self._find())
+        # What NVML says is believed when it says so twice, and holds until it says otherwise.
+        uncertain = {each for each in found if each.kind in _UNCERTAIN}
+        found -= {each for each in uncertain if each not in self._found and not (read and each in self._suspected)}
+        if read:
+            self._suspected = uncertain
+        for each in found - self._found.keys():
+            self._begin(each)
+        for each in self._found.keys() - found:
+            self._end(each)
+        for each in found:
+            self._act(each)
+
+    def close(self) -> None:
+        """Do no more about anything."""
+        for task in self._found.values():
+            if task is not None:
+                task.cancel()
+
+    def _see(self) -> None:
+        """Take in which clients the servers list."""
+        listed = {
+            (daemon.name, pid): (daemon, server)
+            for daemon in self._daemons.values()
+            for server in daemon.servers
+            for pid in server.clients
+        }
+        for key in self._seen.keys() - listed.keys():
+            del self._seen[key]
+        for key, (daemon, server) in listed.items():
+            ticks = process.start_ticks(key[1])
+            known = self._seen.get(key)
+            if ticks is None:  # it has ended, or lives where mpsd sees no processes
+                self._seen.pop(key, None)
+            elif known is None or known.identity.start_ticks != ticks or known.server != server.pid:
+                self._seen[key] = _client(ProcessIdentity(key[1], ticks), daemon, server)
+
+    # -- finding ------------------------------------------------------------------------------------------------------
+
+    def attached(self) -> Iterator[Attached]:
+        """Yield the clients of all servers, each with its lease if it has one."""
+        for client in self._seen.values():
+            yield self._clients.lease_of(client)
+
+    def held(self, lease_id: str, gpu: str) -> Mapping[ProcessIdentity, GpuProcess]:
+        """Return what the processes of a lease held on a GPU when it was read last."""
+        return self._held.get((lease_id, gpu), {})
+
+    def verify(self, lease: Lease) -> Verdict:
+        """Judge a lease by what was seen last."""
+        clients = [each.client for each in self.attached() if each.lease is not None and each.lease.id == lease.id]
+        held = {share.gpu: self.held(lease.id, share.gpu) for share in lease.shares}
+        memory = all(daemon.has_mem_limit for daemon in self._daemons.values())
+        return verification.verify(lease, clients, held, self.violations, memory=memory)
+
+    def _weigh(self, usages: Mapping[str, Reading[GpuUsage]]) -> None:
+        """Find whose is what is held on the GPUs; of one that cannot be read nothing is known."""
+        self._held = {}
+        servers = {server.pid for daemon in self._daemons.values() for server in daemon.servers}
+        for gpu, usage in usages.items():
+            for pid, each in usage.value.processes.items() if isinstance(usage, Known) else ():
+                ticks = process.start_ticks(pid) if pid not in servers else None
+                lease = next((each for each in self._clients.leases_with(pid) if _is_on(each, gpu)), None)
+                if ticks is not None and lease is not None:
+                    self._held.setdefault((lease.id, gpu), {})[ProcessIdentity(pid, ticks)] = each
+
+    def _find(self) -> Iterator[Violation]:
+        denied = self.settings.unadmitted is Unadmitted.DENY
+        servers = {}
+        for attached in self.attached():
+            client = attached.client
+            servers[client.identity] = client.server
+            found = violations.of_client(attached, denied=denied, memory=self._daemons[client.daemon].has_mem_limit)
+            if found is not None:
+                yield found
+        for (lease_id, gpu), held in self._held.items():
+            lease = self._find_lease(lease_id)
+            share = next((each for each in lease.shares if each.gpu == gpu), None) if lease is not None else None
+            if lease is None or share is None:
+                continue
+            too_much = violations.of_memory(lease, held, share, servers)
+            if too_much is not None:
+                yield too_much
+            outside = [each for each, on in held.items() if not on.mps and each not in servers]
+            yield from violations.of_outside(lease, share, outside)
+
+    # -- acting -------------------------------------------------------------------------------------------------------
+
+    def _begin(self, violation: Violation) -> None:
+        policy = self.settings.on_violation(violation.kind)
+        self._log.warning(
+            Happened.VIOLATION,
+            kind=violation.kind,
+            pid=violation.process.pid,
+            lease=violation.lease,
+            daemon=violation.daemon,
+            policy=policy,
+            because=violation.because,
+        )
+        self._found[violation] = None
+
+    def _act(self, violation: Violation) -> None:
+        """Do what policy says, once."""
+        policy = self.settings.on_violation(violation.kind)
+        if policy is OnViolation.REPORT or self._found[violation] is not None:
+            return
+        living = process.adopt(violation.process)
+        if living is None:
+            return
+        terminate = None
+        if violation.server is not None:
+            terminate = self._terminate(violation.daemon, violation.server, violation.process.pid)
+        ending = end_client(living, terminate, self.settings.enforcement.grace, self._log, violation.because)
+        self._found[violation] = asyncio.get_running_loop().create_task(ending)
+
+    def _end(self, violation: Violation) -> None:
+        self._log.info(
+            Happened.VIOLATION_OVER,
+            kind=violation.kind,
+            pid=violation.process.pid,
+            lease=violation.lease,
+            daemon=violation.daemon,
+        )
+        task = self._found.pop(violation)
+        # Whoever is on the ladder for a reason that is over is let go.
+        if task is not None and process.start_ticks(violation.process.pid) == violation.process.start_ticks:
+            task.cancel()
+
+
+def _is_on(lease: Lease, gpu: str) -> bool:
+    return any(share.gpu == gpu for share in lease.shares)
+
+
+def _client(identity: ProcessIdentity, daemon: Daemon, server: Server) -> Client:
+    environment = process.variables_of(identity.pid, violations.VARIABLES)
+    ceiling = server.ceilings.get(identity.pid)
+    return Client(identity, daemon.name, daemon.gpu, server.pid, ceiling, environment)

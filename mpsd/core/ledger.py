@@ -210,8 +210,15 @@ class Ledger:
         Of several places that came free, each is the next user's in turn; but on a daemon that serves one uid at a time
         the user whose turn it is gets all that it waits for at once: nobody else could use the rest.
 
-        Time alone changes the order, so it is to be called now and then, and not just when something happened.
+        Time alone changes the order, so it is to be called now and then, and not just when something happened. So does
+        what is granted: whoever came before may come after now, and what was kept for it be free for others.
         """
+        granted: list[Lease] = []
+        while more := self._settle_once(now):
+            granted += more
+        return granted
+
+    def _settle_once(self, now: Now) -> list[Lease]:
         granted: list[Lease] = []
         kept: dict[str, Kept] = {}
         anew = all(offer.many_users for offer in self._offers.by_gpu.values())

@@ -177,10 +177,18 @@ class Books:
     def settle(self, granted: Iterable[Lease]) -> None:
         """Go through those who wait, and compare who gets what, and when in turn, with what the ledger granted.
 
-        Where daemons serve many users, whoever was granted something is put in order anew.
+        What is granted changes the order. Where daemons serve many users, those who wait are put in order anew each
+        time; where they serve one, the user whose turn it is gets all it can have first, and then all are asked again.
         """
+        decided = list(granted)
+        while self._settle_once(decided):
+            pass
+        assert not decided, "these were granted, and should wait"
+
+    def _settle_once(self, decided: list[Lease]) -> bool:
+        """Go through them once; tell whether anything was granted."""
         kept: dict[str, Kept] = {}
-        decided, remaining = list(granted), self.in_order()
+        remaining, before = self.in_order(), len(decided)
         in_turn = all(offer.many_users for offer in self.offers.values())
         while remaining:
             lease = min(remaining, key=self.order) if in_turn else remaining[0]
@@ -192,7 +200,7 @@ class Books:
                 self.enter(decided.pop(0))
             elif self.keeps(lease, kept):
                 self.first_since.setdefault(lease.id, self.now)
-        assert not decided, "these were granted, and should wait"
+        return len(decided) < before
 
     def enter(self, lease: Lease) -> None:
         """Note a lease as it is now."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from bench import admission, supervision
+from bench import admission, log, supervision
 from bench.side_by_side import Figure, Result
 
 _BENCHES: Final[dict[str, Callable[[str, Path], Iterator[Result | Figure]]]] = {
@@ -19,6 +19,7 @@ _BENCHES: Final[dict[str, Callable[[str, Path], Iterator[Result | Figure]]]] = {
     "e": admission.one_caller,
     "f": admission.many_callers,
     "g": admission.held,
+    "h": log.following,
 }
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import IO, Any, Final
 
 from mpsd.system import process
 from mpsd.system.control import variables
@@ -49,16 +49,29 @@ class Service:
     def next_ready(self) -> None:
         """Read mpsd's log until a control daemon is ready and verified."""
         while True:
+            fact = self.next_event("daemon_state")
+            if fact["state"] == "ready":
+                self.daemons[fact["daemon"]] = fact["pid"]
+                return
+
+    def next_event(self, event: str) -> dict[str, Any]:
+        """Read mpsd's log up to the next event of this name, and return what it says."""
+        while True:
             line = self._log.readline()
             if not line.endswith("\n"):
                 assert self.process.poll() is None, (self.root / "mpsd.log").read_text()
                 self._log.seek(self._log.tell() - len(line))
                 time.sleep(_LOOK)
                 continue
-            fact = json.loads(line)
-            if fact["event"] == "daemon_state" and fact["state"] == "ready":
-                self.daemons[fact["daemon"]] = fact["pid"]
-                return
+            fact: dict[str, Any] = json.loads(line)
+            if fact["event"] == event:
+                return fact
+
+    def has_read(self, name: str) -> None:
+        """Wait until mpsd has read all that a control daemon has logged."""
+        noted, log = self.root / "run" / f"{name}.reading.json", self.root / "log" / name / "control.log"
+        while json.loads(noted.read_bytes())["control"]["offset"] != log.stat().st_size:
+            time.sleep(_LOOK)
 
     def stop(self) -> None:
         """End mpsd, and leave its control daemons and its leases to the next one."""
@@ -103,7 +116,9 @@ def bare_environment(root: Path) -> dict[str, str]:
     return process.environment(variables(root / "pipe", root / "log"))
 
 
-def start_bare(control: str, environment: dict[str, str]) -> "subprocess.Popen[bytes]":
+def start_bare(
+    control: str, environment: dict[str, str], log: int | IO[bytes] = subprocess.DEVNULL
+) -> "subprocess.Popen[bytes]":
     """Start a control daemon and wait for its socket."""
     pipe_directory = Path(environment["CUDA_MPS_PIPE_DIRECTORY"])
     (pipe_directory / "control").unlink(missing_ok=True)
@@ -111,7 +126,7 @@ def start_bare(control: str, environment: dict[str, str]) -> "subprocess.Popen[b
         [control, "-f"],
         env=environment,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
+        stdout=log,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )

@@ -131,6 +131,8 @@ class Daemon(TypedDict):
     undone: list[Drift]
     servers: list[Server]
     version: str | None
+    unknown_lines: int
+    latest_unknown_lines: list[str]
 
 
 class Daemons(TypedDict):

@@ -217,6 +217,9 @@ class Daemon:
     has_mem_limit: bool = True
     """Whether its driver knows a pinned device memory limit at all; those before 495 do not."""
     hint: str | None = None
+    unknown_lines: int = 0
+    """Lines of its log, and of its servers', in words that mpsd does not know, since mpsd started."""
+    latest_unknown_lines: tuple[str, ...] = ()
 
 
 # -- leases ------------------------------------------------------------------------------------------------------------

@@ -33,7 +33,8 @@ from mpsd.core.logevents import (
     ThreadsGiven,
 )
 
-_LINE: Final = re.compile(r"\[(?P<at>[0-9-]+ [0-9:.]+) +(?P<source>[A-Za-z ]+?) +(?P<pid>[0-9]{1,10})\] (?P<text>.*)")
+_STAMP: Final = re.compile(r"\[(?P<at>[0-9-]+ [0-9:.]+) +(?P<source>[A-Za-z]+(?: [A-Za-z]+)*) +(?P<pid>[0-9]{1,10})\] ")
+"""What stands before the text of each line."""
 
 _MOST_KEPT: Final = 32
 """Lines that nobody understood which are kept, the latest last."""
@@ -54,10 +55,12 @@ class LogLine:
 
 def parse(line: str) -> LogLine | None:
     """Return the line as a value, or None when it has not the usual form."""
-    match = _LINE.fullmatch(line)
-    if match is None:
-        return None
-    return LogLine(match["at"], match["source"], int(match["pid"]), match["text"])
+    stamp = _STAMP.match(line)
+    return None if stamp is None else _behind(stamp, line)
+
+
+def _behind(stamp: re.Match[str], line: str) -> LogLine:
+    return LogLine(stamp["at"], stamp["source"], int(stamp["pid"]), line[stamp.end() :])
 
 
 _Meaning = Callable[[LogLine, re.Match[str]], LogEvent]
@@ -198,18 +201,21 @@ class LogReader:
     def read(self, lines: Iterable[str]) -> list[LogEvent]:
         """Return what these lines say, in their order; most say nothing that mpsd needs to know."""
         events: list[LogEvent] = []
-        for each in lines:
-            line = parse(each)
-            if line is None:
-                self._wonder(each)
-            elif line.text.startswith("Cmd:"):
-                self._command(line.text.removeprefix("Cmd:"), events)
-            elif line.text == "NEW UI":
+        for line in lines:
+            # A line that is not news is no value: there are thousands of them to each that is.
+            stamp = _STAMP.match(line)
+            if stamp is None:
+                self._wonder(line)
+                continue
+            text = line[stamp.end() :]
+            if text.startswith("Cmd:"):
+                self._command(text.removeprefix("Cmd:"), events)
+            elif text == "NEW UI":
                 self.whose = Whose.UNKNOWN
-            elif line.text == "UI closed":
+            elif text == "UI closed":
                 self.whose = Whose.NOBODYS
             else:
-                self._other(each, line, events)
+                self._other(stamp, text, line, events)
         return events
 
     def _command(self, command: str, events: list[LogEvent]) -> None:
@@ -221,17 +227,17 @@ class LogReader:
         if self.whose is Whose.FOREIGN and changes_something(command):
             events.append(ForeignCommand(command))
 
-    def _other(self, raw: str, line: LogLine, events: list[LogEvent]) -> None:
-        known = _form(line.text)
+    def _other(self, stamp: re.Match[str], text: str, line: str, events: list[LogEvent]) -> None:
+        known = _form(text)
         if known is not None:
             form, found = known
-            event = None if form.event is None else form.event(line, found)
+            event = None if form.event is None else form.event(_behind(stamp, line), found)
             if isinstance(event, DaemonStarted):
                 self.whose = Whose.NOBODYS  # whoever talked to the one before it
             if event is not None:
                 events.append(event)
-        elif not line.text.isdecimal() and (line.source != "Control" or self.whose is Whose.NOBODYS):
-            self._wonder(raw)
+        elif not text.isdecimal() and (self.whose is Whose.NOBODYS or stamp["source"] != "Control"):
+            self._wonder(line)
         # What else the daemon says within a conversation is an answer, and a number is one, or one of a list.
 
     def _wonder(self, line: str) -> None:

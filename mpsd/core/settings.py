@@ -168,7 +168,7 @@ class ControlDaemon:
     log_size: int = row(
         16 * MIB,
         parsers.size,
-        "that NVIDIA's control.log may keep before its older half goes",
+        "that NVIDIA's control.log and server.log may each keep before the older half goes",
         unit="bytes",
         reload=True,
     )

@@ -115,6 +115,8 @@ class Supervisor:
             servers=self._observer.servers,
             version=self.gpu.driver_version,
             has_mem_limit=self._observer.has_mem_limit,
+            unknown_lines=self._observer.control_log.unknown,
+            latest_unknown_lines=self._observer.control_log.latest_unknown,
         )
 
     def reset(self) -> None:

@@ -85,6 +85,9 @@ class DaemonOut(Struct):
     servers: list[ServerOut]
     version: str | None
     """The driver's."""
+    unknown_lines: int
+    """Lines of its log in words that mpsd does not know, since mpsd started."""
+    latest_unknown_lines: list[str]
 
     @classmethod
     def of(cls, daemon: Daemon) -> "DaemonOut":
@@ -107,6 +110,8 @@ class DaemonOut(Struct):
             undone=[DriftOut.of(each) for each in daemon.undone],
             servers=[ServerOut.of(each) for each in daemon.servers],
             version=daemon.version,
+            unknown_lines=daemon.unknown_lines,
+            latest_unknown_lines=list(daemon.latest_unknown_lines),
         )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.conftest import Start
-from tests.daemon.scene import LIMITS, by_hand, kill, next_ready, undone
+from tests.daemon.scene import LIMITS, by_hand, kill, next_ready, program, undone
 from tests.harness import remove_tree, wait_until
 from tests.node import Node
 
@@ -202,6 +202,42 @@ def test_mpsd_knows_its_own_hand_again(make_node: Start) -> None:
     assert undone(node, "gpu0", "active_thread_percentage")["command"] is None
     node.ask("gpu0", numbered(0))
     wait_until(lambda: told(node, "gpu0") == 1, what="a stranger's command, and no other, to be told")
+
+
+def test_servers_log(make_node: Start, short_tmp: Path) -> None:
+    """What servers log is followed as well: what mpsd knows of it is told, and of the rest the latest is kept."""
+    stamp = "[2026-11-21 02:59:14.618 Server 77]"
+    said = [
+        f"{stamp} Server has started",
+        f"{stamp} Volta MPS: Server is handling a fatal GPU error.",
+        f"{stamp} what a new driver says",
+        "[2026-11-21 02:59:14.618 Legacy Server 78] Failed to start : invalid argument",
+        f"{stamp} NEW UI",
+        f"{stamp} Cmd:set_default_active_thread_percentage 10",
+    ]
+    server = program(
+        short_tmp / "nvidia-cuda-mps-server",
+        "echo what it prints\n" + "\n".join(f"echo '{line}' >> $CUDA_MPS_LOG_DIRECTORY/server.log" for line in said),
+    )
+    node = make_node(simulate=1, config=LIMITS, env={"PATH": f"{server.parent}:{os.environ['PATH']}"}).start()
+    node.ask("gpu0", "start_server -uid 0")
+    wait_until(lambda: node.daemons()["gpu0"]["unknown_lines"] == 2, what="the lines that are new to be counted")
+    assert node.daemons()["gpu0"]["latest_unknown_lines"] == ["what it prints", f"{stamp} what a new driver says"]
+    (fault,) = node.events("server_faulted")
+    assert (fault["daemon"], fault["server"]) == ("gpu0", 77)
+    (failure,) = node.events("server_failed")
+    assert (failure["server"], failure["words"]) == (78, "Failed to start : invalid argument")
+    # A command in a server's log is nobody's.
+    assert [event["command"] for event in node.events("foreign_command")] == ["start_server -uid 0"]
+
+
+def test_server_that_exits(make_node: Start, short_tmp: Path) -> None:
+    """A server that ends with a status other than 0 is told, with that."""
+    server = program(short_tmp / "nvidia-cuda-mps-server", "exit 3")
+    node = make_node(simulate=1, config=LIMITS, env={"PATH": f"{server.parent}:{os.environ['PATH']}"}).start()
+    node.ask("gpu0", "start_server -uid 0")
+    (ended,) = wait_until(lambda: node.events("server_exited"), what="its end to be told")
+    assert ended["status"] == 3
 
 
 def test_log_directory_removed(make_node: Start) -> None:

@@ -195,6 +195,14 @@ class Client:
 
 
 @dataclass(frozen=True, slots=True)
+class UnknownLines:
+    """Lines of NVIDIA's logs in words that mpsd does not know: how many, and the latest of them."""
+
+    count: int = 0
+    latest: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Daemon:
     """Everything there is to say about one control daemon: intent, existence and readiness are three separate facts."""
 
@@ -217,9 +225,7 @@ class Daemon:
     has_mem_limit: bool = True
     """Whether its driver knows a pinned device memory limit at all; those before 495 do not."""
     hint: str | None = None
-    unknown_lines: int = 0
-    """Lines of its log, and of its servers', in words that mpsd does not know, since mpsd started."""
-    latest_unknown_lines: tuple[str, ...] = ()
+    unknown_lines: UnknownLines = UnknownLines()
 
 
 # -- leases ------------------------------------------------------------------------------------------------------------

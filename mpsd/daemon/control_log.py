@@ -4,12 +4,12 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
 from mpsd.core.logevents import NEWS, ForeignCommand, LogEvent, ServerExited, ServerFailed, ServerFaulted
+from mpsd.core.model import UnknownLines
 from mpsd.core.mpslog import LogReader, Whose, parse
 from mpsd.daemon.log import Happened, Logger
 from mpsd.system import store
@@ -28,16 +28,6 @@ _MOST_COMMANDS: Final = 64
 
 _MOST_TOLD: Final = 16
 """Things of one kind, in one reading of the log, that are told one by one: nobody may fill mpsd's own log with them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Glance:
-    """What the log said since the last look."""
-
-    foreign: bool
-    """Whether somebody else gave a command that can have changed something."""
-    news: bool
-    """Whether servers or clients came or went."""
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -73,27 +63,25 @@ class ControlLog:
         self._reader = LogReader(self.key, kept.whose if kept else Whose.NOBODYS)
         self._server_reader = LogReader()
         self._again: asyncio.TimerHandle | None = None
-        self._glance = Glance(foreign=False, news=False)
+        self._news = False
+        """Whether there was anything since the last glance for which the daemon is to be asked."""
         self._last_line = ""
         self._complaints: dict[Happened, str] = {}
 
     # -- what was seen ------------------------------------------------------------------------------------------------
 
     @property
-    def unknown(self) -> int:
-        """How many lines nobody understood, since mpsd started."""
-        return self._reader.unknown + self._server_reader.unknown
+    def unknown(self) -> UnknownLines:
+        """The lines that nobody understood, since mpsd started: the daemon's, and then those of its servers."""
+        readers = (self._reader, self._server_reader)
+        latest = tuple(line for reader in readers for line in reader.latest)
+        return UnknownLines(sum(reader.unknown for reader in readers), latest)
 
-    @property
-    def latest_unknown(self) -> tuple[str, ...]:
-        """The latest of them, of the daemon and then of its servers."""
-        return (*self._reader.latest, *self._server_reader.latest)
-
-    def glance(self) -> Glance:
-        """Look, and return what there was since the last glance."""
+    def glance(self) -> bool:
+        """Look, and tell whether a stranger, a server or a client did something since the last glance."""
         self.look()
-        glance, self._glance = self._glance, Glance(foreign=False, news=False)
-        return glance
+        news, self._news = self._news, False
+        return news
 
     def last_words(self) -> str:
         """Return the last thing that the daemon wrote, or nothing; for right after its death."""
@@ -156,7 +144,7 @@ class ControlLog:
             self._again = None
         with contextlib.suppress(OSError):
             self.look()
-        if self._glance.foreign or self._glance.news:
+        if self._news:
             self._woken()
 
     def _take(self, events: Sequence[LogEvent]) -> None:
@@ -170,8 +158,7 @@ class ControlLog:
         self._tell(Happened.SERVER_FAILED, [{"server": each.server, "words": each.words} for each in failed])
         faults = [event for event in events if isinstance(event, ServerFaulted)]
         self._tell(Happened.SERVER_FAULTED, [{"server": each.server} for each in faults])
-        news = any(isinstance(event, NEWS) for event in events)
-        self._glance = Glance(self._glance.foreign or bool(foreign), self._glance.news or news)
+        self._news = self._news or bool(foreign) or any(isinstance(event, NEWS) for event in events)
 
     def _tell(self, happened: Happened, each: Sequence[dict[str, object]]) -> None:
         for facts in each[:_MOST_TOLD]:

@@ -11,7 +11,7 @@ from mpsd.core import commands, enforcement, setters
 from mpsd.core.errors import ControlBusyError, ControlError, ControlUnknownCommandError, LimitNotHeldError
 from mpsd.core.model import Drift, Limits, ProcessIdentity, ReadBack, Server
 from mpsd.core.settings import ControlDaemon
-from mpsd.daemon.control_log import ControlLog, Glance
+from mpsd.daemon.control_log import ControlLog
 from mpsd.daemon.log import Happened, Logger
 from mpsd.system import clock, peers, process
 from mpsd.system.control import ControlPipe, ControlProgram, Conversation, Pending
@@ -259,8 +259,8 @@ class Observer:
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
-    def glance(self) -> Glance:
-        """Return what the log said since the last glance, and see which orphans are left; nothing for the daemon."""
+    def glance(self) -> bool:
+        """Look at the log, and which orphans are left; tell whether there is reason to ask the daemon at once."""
         self.see_orphans_off()
         return self.control_log.glance()
 

@@ -116,7 +116,6 @@ class Supervisor:
             version=self.gpu.driver_version,
             has_mem_limit=self._observer.has_mem_limit,
             unknown_lines=self._observer.control_log.unknown,
-            latest_unknown_lines=self._observer.control_log.latest_unknown,
         )
 
     def reset(self) -> None:
@@ -325,9 +324,8 @@ class Supervisor:
         """Look once a second, and at news in the log; talk to the daemon where there is reason to, or it is time."""
         assert self._process is not None  # noqa: S101 - there is one in every state that is watched
         await self._find_orphans()
-        glance = self._observer.glance()
         stopped = process.is_stopped(self._process.pid)
-        if not self._way.look() or glance.foreign or glance.news or (stopped and self._state is State.UNRESPONSIVE):
+        if any((self._observer.glance(), not self._way.look(), stopped and self._state is State.UNRESPONSIVE)):
             # There is reason to ask at once; one that is known to be stopped cannot answer before it goes on.
             self._due = 0.0
         if stopped:

@@ -110,8 +110,8 @@ class DaemonOut(Struct):
             undone=[DriftOut.of(each) for each in daemon.undone],
             servers=[ServerOut.of(each) for each in daemon.servers],
             version=daemon.version,
-            unknown_lines=daemon.unknown_lines,
-            latest_unknown_lines=list(daemon.latest_unknown_lines),
+            unknown_lines=daemon.unknown_lines.count,
+            latest_unknown_lines=list(daemon.unknown_lines.latest),
         )
 
 

@@ -64,6 +64,13 @@ class ServerFaulted:
 
 
 @dataclass(frozen=True, slots=True)
+class ContextsMade:
+    """`Creating server context on device N`: said at the start, and when a fatal fault is over (R580, OLD)."""
+
+    server: int
+
+
+@dataclass(frozen=True, slots=True)
 class ThreadsGiven:
     """`Active Threads Percentage set to 33.0`: what a server gives each client at most (R580)."""
 
@@ -133,6 +140,7 @@ LogEvent = (
     | ServerFailed
     | ServerExited
     | ServerFaulted
+    | ContextsMade
     | ThreadsGiven
     | MemoryGiven
     | ClientArrived
@@ -148,6 +156,7 @@ NEWS: Final = (
     ServerFailed,
     ServerExited,
     ServerFaulted,
+    ContextsMade,
     ThreadsGiven,
     MemoryGiven,
     ClientArrived,

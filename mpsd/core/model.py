@@ -123,6 +123,7 @@ class Health(StrEnum):
 
     OK = "ok"
     UNKNOWN = "unknown"
+    FAULTY = "faulty"
     UNSUPPORTED = "unsupported"
 
 
@@ -174,6 +175,10 @@ class Server:
     status: str | None = None
     clients: tuple[int, ...] = ()
     orphan: bool = False
+    faulted: datetime | None = None
+    """Since when it handles a fatal fault, and takes no client."""
+    hit: tuple[int, ...] = ()
+    """The pids of the clients that the log says the fault hit."""
     limits: ReadBack | None = None
     """What its next client gets at most; None while it does not say, as while it starts."""
     ceilings: Mapping[int, ReadBack | None] = field(default_factory=dict)
@@ -222,6 +227,8 @@ class Daemon:
     """What they changed and mpsd put back, the latest last."""
     servers: tuple[Server, ...] = ()
     version: str | None = None
+    cannot_start: str | None = None
+    """Why its servers do not start, if they do not."""
     has_mem_limit: bool = True
     """Whether its driver knows a pinned device memory limit at all; those before 495 do not."""
     hint: str | None = None

@@ -21,6 +21,7 @@ from mpsd.core.logevents import (
     ClientLeft,
     ClientLost,
     ClientStatus,
+    ContextsMade,
     DaemonStarted,
     ForeignCommand,
     LogEvent,
@@ -126,7 +127,7 @@ _MEANINGS: Final[dict[str, _Meaning | None]] = {
     "Initializing server process": None,
     "CUDA MPS Server for Linux/Unix.*": None,
     "Display Driver version: .*": None,
-    "Creating server context on device .*": None,
+    "Creating server context on device .*": lambda line, _: ContextsMade(line.pid),
     "Destroy server context on device .*": None,  # OLD
     "Created anonymous shared memory region .*": None,
     "Created named shared memory region .*": None,  # OLD

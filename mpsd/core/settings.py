@@ -243,6 +243,12 @@ class Violations:
     memory: OnViolation | None = row(
         None, parsers.choice(OnViolation), "processes that hold more memory than their lease has", reload=True
     )
+    lingers: OnViolation | None = row(
+        None,
+        parsers.choice(OnViolation),
+        "a client that does not exit within enforcement.grace after its server met a fatal fault",
+        reload=True,
+    )
     outside: OnViolation | None = row(
         None, parsers.choice(OnViolation), "a process with a lease that runs on its GPU outside MPS", reload=True
     )

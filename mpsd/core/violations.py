@@ -32,6 +32,8 @@ class Kind(StrEnum):
     """It can use more than its part: more was open when it connected, and its environment does not hold it back."""
     MEMORY = "memory"
     """The processes of its lease hold more memory than the lease has; it is the one that holds most."""
+    LINGERS = "lingers"
+    """It met a fatal fault and does not exit, so that its server cannot recover, and lets nobody in."""
     OUTSIDE = "outside"
     """It has a lease and runs on the GPU outside MPS, where no limit holds."""
 
@@ -154,6 +156,18 @@ def of_client(attached: Attached, *, denied: bool, memory: bool) -> Violation | 
         because = f"process {identity.pid} can use {more}: its environment does not hold it to lease {lease.id}"
         kind, lease_id = Kind.LIMITS, lease.id
     return Violation(kind, identity, lease_id, client.daemon, because, client.server)
+
+
+def of_lingering(attached: Attached, seconds: float) -> Violation:
+    """Judge a client whose server has been handling a fatal fault for so long."""
+    client, pid = attached.client, attached.client.identity.pid
+    because = (
+        f"process {pid} is a client of server {client.server} of {client.daemon}, which met a fatal fault"
+        f" {seconds:.0f} s ago and cannot recover before it exits"
+    )
+    lease = attached.lease.id if attached.lease is not None else None
+    # Its contexts are lost already, so that no server has to be asked to end them.
+    return Violation(Kind.LINGERS, client.identity, lease, client.daemon, because)
 
 
 def of_memory(

@@ -11,8 +11,9 @@ import msgspec
 from mpsd.core.logevents import NEWS, ForeignCommand, LogEvent, ServerExited, ServerFailed, ServerFaulted
 from mpsd.core.model import UnknownLines
 from mpsd.core.mpslog import LogReader, Whose, parse
+from mpsd.core.serving import Serving
 from mpsd.daemon.log import Happened, Logger
-from mpsd.system import store
+from mpsd.system import clock, store
 from mpsd.system.inotify import DirectoryWatch
 from mpsd.system.mpslog import LogFollower, Position
 from mpsd.system.rundir import DaemonPaths
@@ -67,6 +68,8 @@ class ControlLog:
         """Whether there was anything since the last glance for which the daemon is to be asked."""
         self._last_line = ""
         self._complaints: dict[Happened, str] = {}
+        self.serving = Serving()
+        """Whether the servers serve."""
 
     # -- what was seen ------------------------------------------------------------------------------------------------
 
@@ -158,6 +161,7 @@ class ControlLog:
         self._tell(Happened.SERVER_FAILED, [{"server": each.server, "words": each.words} for each in failed])
         faults = [event for event in events if isinstance(event, ServerFaulted)]
         self._tell(Happened.SERVER_FAULTED, [{"server": each.server} for each in faults])
+        self.serving.note(events, clock.now())
         self._news = self._news or bool(foreign) or any(isinstance(event, NEWS) for event in events)
 
     def _tell(self, happened: Happened, each: Sequence[dict[str, object]]) -> None:

@@ -18,7 +18,8 @@ from mpsd.core.model import Drift, Health, Known, Lease, LeaseState, Owner
 from mpsd.core.quota import Person
 from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.daemon import lease_wire, wire
-from mpsd.daemon.node import GpuView, Node
+from mpsd.daemon.gpus import GpuView
+from mpsd.daemon.node import Node, faulted
 from mpsd.system import clock, peers, process
 from mpsd.system.credentials import Caller
 from mpsd.system.process import Process
@@ -67,7 +68,7 @@ class Handlers:
     async def status(self, _: Request) -> wire.StatusOut:
         """Return the node in one answer."""
         node, reasons, daemons = self._node, self._reasons(), self._node.daemons()
-        gpus = [wire.Part(f"GPU {view.index}", view.health, view.because) for view in node.gpus()]
+        gpus = [wire.Part(f"GPU {view.index}", view.health, view.because) for view in node.gpus.views()]
         drift = [
             _drifted(daemon.name, each)
             for daemon in daemons
@@ -101,9 +102,12 @@ class Handlers:
 
     def _reasons(self) -> list[str]:
         """Return every reason why the node is not healthy, the gravest kind first."""
-        daemons, gpus = self._node.daemons(), self._node.gpus()
+        daemons, gpus = self._node.daemons(), list(self._node.gpus.views())
         reasons = [f"GPU {view.index} is unknown: {view.because}" for view in gpus if view.health is Health.UNKNOWN]
+        reasons += [f"GPU {view.index} is faulty: {view.because}" for view in gpus if view.health is Health.FAULTY]
         reasons += [f"{each.name} is {each.state}: {each.because}" for each in daemons if each.state is not State.READY]
+        reasons += [faulted(each.name, server) for each in daemons for server in each.servers if server.faulted]
+        reasons += [f"{each.name}: {each.cannot_start}" for each in daemons if each.cannot_start]
         reasons += [f"{each.name}: {drift.limit} has drifted" for each in daemons for drift in each.drift]
         if self._node.leases.trouble:
             reasons.append(f"no lease can be granted: {self._node.leases.trouble}")
@@ -119,7 +123,7 @@ class Handlers:
 
     async def gpus(self, _: Request) -> wire.GpusOut:
         """Return the GPUs."""
-        return wire.GpusOut([self._gpu(view) for view in self._node.gpus()])
+        return wire.GpusOut([self._gpu(view) for view in self._node.gpus.views()])
 
     def _gpu(self, view: GpuView) -> wire.GpuOut:
         gpu = view.gpu
@@ -263,6 +267,7 @@ class Handlers:
         name, now = request.names["name"], clock.now()
         supervisor = self._node.supervisor(name)
         supervisor.reset()
+        self._node.gpus.reset(supervisor.gpu.uuid)
         because = f"uid {request.caller.uid} reset {name}; it is {supervisor.snapshot().state}"
         done = wire.OperationOut(f"op-{secrets.token_hex(5)}", name, "reset", "done", because, now, clock.now())
         self._operations[done.id] = done

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
 from typing import Final
 
 from mpsd.core import verification, violations
@@ -12,7 +13,7 @@ from mpsd.core.violations import Attached, Kind, Violation
 from mpsd.daemon.clients import Clients
 from mpsd.daemon.ladder import Terminate, end_client
 from mpsd.daemon.log import Happened, Logger
-from mpsd.system import process
+from mpsd.system import clock, process
 
 _UNCERTAIN: Final = frozenset({Kind.MEMORY, Kind.OUTSIDE})
 """NVML lists a process a moment before a control daemon does, and after: these have to be found twice."""
@@ -39,6 +40,8 @@ class Inspector:
         self._daemons: dict[str, Daemon] = {}
         self._held: dict[tuple[str, str], dict[ProcessIdentity, GpuProcess]] = {}
         """By lease and GPU, what its processes hold there, as NVML said last."""
+        self._faults: dict[tuple[str, int], datetime] = {}
+        """By control daemon and server, since when it handles a fatal fault."""
         self._suspected: set[Violation] = set()
         self._found: dict[Violation, asyncio.Task[None] | None] = {}
         """The violations of now, and what is done about each."""
@@ -55,6 +58,7 @@ class Inspector:
         self._clients.attribute(self._seen.values())
         if read:
             self._weigh(usages)
+        self._follow_faults()
         found = set(self._find())
         # What NVML says is believed when it says so twice, and holds until it says otherwise.
         uncertain = {each for each in found if each.kind in _UNCERTAIN}
@@ -91,6 +95,30 @@ class Inspector:
                 self._seen.pop(key, None)
             elif known is None or known.identity.start_ticks != ticks or known.server != server.pid:
                 self._seen[key] = _client(ProcessIdentity(key[1], ticks), daemon, server)
+
+    def _follow_faults(self) -> None:
+        """Tell of each fatal fault that comes, with whom it hit, and of each that is over."""
+        faults = {
+            (daemon.name, server.pid): (server.faulted, server.hit)
+            for daemon in self._daemons.values()
+            for server in daemon.servers
+            if server.faulted is not None
+        }
+        for name, pid in faults.keys() - self._faults.keys():
+            there = [each for each in self.attached() if (each.client.daemon, each.client.server) == (name, pid)]
+            clients = [each.client.identity.pid for each in there]
+            self._log.error(
+                Happened.LEASES_HIT,
+                daemon=name,
+                server=pid,
+                leases=sorted({each.lease.id for each in there if each.lease is not None}),
+                clients=clients,
+                named_by_its_log=[each for each in faults[name, pid][1] if each in clients],
+                because="a fatal fault of one client ends the work of all clients of its server",
+            )
+        for name, pid in self._faults.keys() - faults.keys():
+            self._log.info(Happened.SERVER_RECOVERED, daemon=name, server=pid)
+        self._faults = {key: since for key, (since, _) in faults.items()}
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
@@ -130,6 +158,10 @@ class Inspector:
             found = violations.of_client(attached, denied=denied, memory=self._daemons[client.daemon].has_mem_limit)
             if found is not None:
                 yield found
+            since = self._faults.get((client.daemon, client.server))
+            seconds = (clock.now() - since).total_seconds() if since is not None else 0.0
+            if seconds > self.settings.enforcement.grace:
+                yield violations.of_lingering(attached, seconds)
         for (lease_id, gpu), held in self._held.items():
             lease = self._find_lease(lease_id)
             share = next((each for each in lease.shares if each.gpu == gpu), None) if lease is not None else None

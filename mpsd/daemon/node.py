@@ -3,31 +3,28 @@
 import asyncio
 import contextlib
 import gc
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
 from mpsd.core import admission, commands, gpus, limits, quota, violations
 from mpsd.core.admission import Amount, Offer, Refusal
-from mpsd.core.errors import DaemonNotReadyError, GpuError, MpsdError, NotFoundError, NotPermittedError, StoppingError
+from mpsd.core.errors import DaemonNotReadyError, MpsdError, NotFoundError, NotPermittedError, StoppingError
 from mpsd.core.ledger import Rules
 from mpsd.core.lifecycle import State
 from mpsd.core.model import (
     Daemon,
     Gpu,
-    GpuUsage,
     Health,
     Inventory,
-    Known,
     Lease,
     LeaseRequest,
     Owner,
-    Reading,
-    Unknown,
+    Server,
 )
 from mpsd.core.quota import Person
 from mpsd.core.settings import Settings, Users
+from mpsd.daemon.gpus import Gpus, GpuView
 from mpsd.daemon.inspector import Inspector
 from mpsd.daemon.ladder import Terminate
 from mpsd.daemon.leases import Leases
@@ -40,20 +37,18 @@ from mpsd.system.gpu import GpuSource
 from mpsd.system.process import Process
 from mpsd.system.rundir import RunDir
 
-_GPU_INTERVAL: Final = 10.0
-"""Seconds between two readings of the GPUs."""
+CANNOT_START: Final = (
+    "see server.log and nvidia-smi; /dev/shm may be full, the GPU lost or in another compute mode, or nofile too low"
+)
 
 
-@dataclass(frozen=True, slots=True)
-class GpuView:
-    """A GPU as the node sees it: `gpu` is None for one that could not be read at all."""
-
-    index: int
-    gpu: Gpu | None
-    usage: Reading[GpuUsage]
-    health: Health
-    because: str
-    hint: str | None
+def faulted(daemon: str, server: Server) -> str:
+    """Say that a server of a control daemon handles a fatal fault."""
+    since = server.faulted.isoformat(timespec="seconds") if server.faulted else "now"
+    return (
+        f"{daemon}: server {server.pid} handles a fatal GPU fault since {since}, and takes no client until"
+        f" all {len(server.clients)} that it has are gone"
+    )
 
 
 def rules(settings: Settings) -> Rules:
@@ -90,15 +85,12 @@ class Node:
         self.settings = settings
         self.simulated = simulated
         self.since = clock.now()
-        self._source = source
         self._program = program
         self._run_dir = run_dir
         self._log = log
         self._stopping = False
         self._group: asyncio.TaskGroup | None = None
-        self._gpus: dict[int, Gpu] = {}
-        self._usage: dict[int, Reading[GpuUsage]] = {}
-        self._unread: Mapping[int, Unknown] = {}
+        self.gpus = Gpus(source, log, self._look)
         self._supervisors: dict[str, Supervisor] = {}
         self._offers: list[Offer] = []
         self._offered_at: object = None
@@ -113,7 +105,7 @@ class Node:
 
     async def open(self, inventory: Inventory) -> None:
         """Take in the GPUs that were found at the start."""
-        await self._take_inventory(inventory)
+        await self.gpus.take(inventory)
 
     async def run(self) -> None:
         """Supervise until cancelled, and then leave the control daemons running."""
@@ -128,22 +120,16 @@ class Node:
             self._group.create_task(self.leases.run())
             self._group.create_task(self._reconciler.run())
             self._group.create_task(self._follow_offers())
-            self._group.create_task(self._follow_gpus())
+            self._group.create_task(self.gpus.listen())
+            try:
+                await self.gpus.follow(self._read)
+            finally:
+                self.inspector.close()
 
-    async def _follow_gpus(self) -> None:
-        """Read the GPUs every now and then, and look for those that could not be read."""
-        try:
-            while True:
-                await asyncio.sleep(_GPU_INTERVAL)
-                if self._unread:
-                    # What is not even countable stays as unread as it was.
-                    with contextlib.suppress(GpuError):
-                        await self._take_inventory(await self._source.inventory())
-                await self._read_usage()
-                self._inspect(read=True)
-                self._supervise()
-        finally:
-            self.inspector.close()
+    def _read(self) -> None:
+        """The GPUs were read."""
+        self._inspect(read=True)
+        self._supervise()
 
     async def _follow_offers(self) -> None:
         """Let those who wait have what becomes possible when a daemon or a GPU changes."""
@@ -157,8 +143,7 @@ class Node:
 
     def _inspect(self, *, read: bool) -> None:
         """See what the processes on the GPUs do; `read` tells whether the GPUs were read since the last time."""
-        usages = {gpu.uuid: self._usage[index] for index, gpu in self._gpus.items() if index in self._usage}
-        self.inspector.inspect(self.daemons(), usages, read=read)
+        self.inspector.inspect(self.daemons(), self.gpus.usages, read=read)
 
     def _terminate(self, daemon: str, server: int, client: int) -> Terminate:
         pipe = self._supervisors[daemon].pipe
@@ -174,7 +159,7 @@ class Node:
             async with asyncio.timeout(self.settings.daemon.answer_deadline):
                 while any(each.revision == before for each, before in revisions.items()):
                     await self._touched.wait()
-        await self._read_usage()
+        await self.gpus.read()
         self._inspect(read=True)
 
     def _look(self) -> None:
@@ -207,31 +192,10 @@ class Node:
         self.inspector.settings = settings
         self._look()
 
-    async def _take_inventory(self, inventory: Inventory) -> None:
-        for gpu in inventory.gpus:
-            if gpu.index not in self._gpus:
-                self._log.info(Happened.GPU_FOUND, index=gpu.index, uuid=gpu.uuid, name=gpu.name)
-            self._gpus[gpu.index] = gpu
-        self._unread = inventory.unknown
-        await self._read_usage()
-
-    async def _read_usage(self) -> None:
-        for index, gpu in self._gpus.items():
-            before, now = self._usage.get(index), await self._source.usage(gpu)
-            if isinstance(now, Unknown) and not isinstance(before, Unknown):
-                self._log.error(
-                    Happened.GPU_HEALTH, index=index, uuid=gpu.uuid, health=Health.UNKNOWN, because=now.reason
-                )
-            if isinstance(now, Known) and isinstance(before, Unknown):
-                self._log.info(Happened.GPU_HEALTH, index=index, uuid=gpu.uuid, health=Health.OK)
-            self._usage[index] = now
-            if now != before:
-                self._look()
-
     def _supervise(self) -> None:
         """Give each GPU that can run MPS a supervisor, once."""
         assert self._group is not None  # noqa: S101 - called by run alone
-        for _, gpu in sorted(self._gpus.items()):
+        for _, gpu in sorted(self.gpus.by_index.items()):
             name = daemon_name(gpu)
             if name not in self._supervisors and gpus.unsupported(gpu) is None:
                 supervisor = Supervisor(
@@ -252,27 +216,6 @@ class Node:
     def daemons(self) -> list[Daemon]:
         """Return the control daemons in the order of their GPUs."""
         return [supervisor.snapshot() for supervisor in self._supervisors.values()]
-
-    def gpus(self) -> list[GpuView]:
-        """Return the GPUs by index, those included that could not be read."""
-        views = [self._view(gpu) for gpu in self._gpus.values()]
-        for index, unknown in self._unread.items():
-            if index not in self._gpus:
-                hint = "see what nvidia-smi and dmesg say; mpsd looks again by itself"
-                views.append(GpuView(index, None, unknown, Health.UNKNOWN, unknown.reason, hint))
-        return sorted(views, key=lambda view: view.index)
-
-    def _view(self, gpu: Gpu) -> GpuView:
-        usage = self._usage.get(gpu.index, Unknown("it was not read yet"))
-        if gpu.index in self._unread:
-            usage = self._unread[gpu.index]
-        refused = gpus.unsupported(gpu)
-        if refused is not None:
-            return GpuView(gpu.index, gpu, usage, Health.UNSUPPORTED, *refused)
-        if isinstance(usage, Unknown):
-            hint = "see what nvidia-smi and dmesg say; mpsd looks again by itself"
-            return GpuView(gpu.index, gpu, usage, Health.UNKNOWN, usage.reason, hint)
-        return GpuView(gpu.index, gpu, usage, Health.OK, "it answers", None)
 
     # -- admitting ----------------------------------------------------------------------------------------------------
 
@@ -322,7 +265,7 @@ class Node:
         """Return the UUID of the GPU that was named, or `any`. Raises InvalidRequestError, DaemonNotReadyError."""
         if wanted == "any":
             return wanted
-        named = gpus.select(list(self._gpus.values()), wanted)
+        named = gpus.select(list(self.gpus.by_index.values()), wanted)
         refused = gpus.unsupported(named)
         if refused is not None:
             raise DaemonNotReadyError(f"GPU {named.index} cannot be shared: {refused[0]}", hint=refused[1], limit="gpu")
@@ -341,12 +284,10 @@ class Node:
 
     def offers(self) -> list[Offer]:
         """Return what each GPU that can be shared has to give now; the same list for as long as nothing has changed."""
-        now = [(each.revision, self._usage.get(each.gpu.index)) for each in self._supervisors.values()]
+        now = [self.gpus.revision, *(each.revision for each in self._supervisors.values())]
         if now != self._offered_at:
             self._offered_at = now
-            self._offers = [
-                self._offer(self._view(self._gpus[each.gpu.index]), each) for each in self._supervisors.values()
-            ]
+            self._offers = [self._offer(self.gpus.view(each.gpu.index), each) for each in self._supervisors.values()]
         return self._offers
 
     def _offer(self, view: GpuView, supervisor: Supervisor) -> Offer:
@@ -382,6 +323,12 @@ def _refusal(view: GpuView, daemon: Daemon) -> Refusal | None:
         limit = "hold" if daemon.state in {State.HELD, State.DRAINING} else "health"
         because = f"the control daemon of GPU {view.index} is {daemon.state}: {daemon.because}"
         return Refusal(limit, because, daemon.hint or "try again in a moment; see mpsctl daemons")
+    hit = next((server for server in daemon.servers if server.faulted is not None), None)
+    if hit is not None:
+        return Refusal("health", faulted(daemon.name, hit), "end those of its clients that linger: mpsctl clients")
+    if daemon.cannot_start is not None:
+        because = f"{daemon.name}: {daemon.cannot_start}"
+        return Refusal("health", because, CANNOT_START)
     if daemon.drift:
         drift = daemon.drift[0]
         return Refusal(

@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
 from mpsd.core import commands, enforcement, setters
 from mpsd.core.errors import ControlBusyError, ControlError, ControlUnknownCommandError, LimitNotHeldError
 from mpsd.core.model import Drift, Limits, ProcessIdentity, ReadBack, Server
+from mpsd.core.serving import Fault
 from mpsd.core.settings import ControlDaemon
 from mpsd.daemon.control_log import ControlLog
 from mpsd.daemon.log import Happened, Logger
@@ -94,7 +95,16 @@ class Observer:
     @property
     def servers(self) -> tuple[Server, ...]:
         """The servers of this daemon, and those of dead ones before it that live on."""
-        return (*self._servers.values(), *(Server(each.pid, orphan=True) for each in self._orphans))
+        faults = self.control_log.serving.faults
+        return (
+            *(_faulted(each, faults) for each in self._servers.values()),
+            *(Server(each.pid, orphan=True) for each in self._orphans),
+        )
+
+    @property
+    def cannot_start(self) -> str | None:
+        """Why the servers of this daemon do not start, if they do not."""
+        return self.control_log.serving.cannot_start(clock.now())
 
     def verdict(self, wanted: Limits) -> tuple[str, str | None]:
         """Say what the latest reading of the limits came to, in a sentence, and the way out where one is needed."""
@@ -180,6 +190,7 @@ class Observer:
             self._held_since = clock.since_boot()
         met = await self._meet(pids.answer, known, limits)
         self._servers = {identity: self._with_ceilings(identity, met[identity], before, found) for identity in met}
+        self.control_log.serving.statuses({each.pid: each.status for each in met.values()}, clock.now())
         return found
 
     def _mem_limit(self, pending: Pending[int | None], wanted: Limits) -> int | None:
@@ -227,6 +238,11 @@ class Observer:
         earlier = self._servers.get(identity)
         last = earlier.limits if earlier is not None and earlier.limits is not None else before
         ceiling = None if last is None else enforcement.widest(last, server.limits or found)
+        given = self.control_log.serving.given.pop(server.pid, None)
+        if given is not None and ceiling is not None and (wider := enforcement.widest(ceiling, given)) != ceiling:
+            # Its log is the proof of what is applied, so that counts for its clients.
+            asked, ceiling = ceiling, wider
+            self._log.error(Happened.LIMITS_NOT_GIVEN, server=server.pid, asked=_plain(asked), given=_plain(given))
         known = earlier.ceilings if earlier is not None else {}
         return replace(server, ceilings={pid: known.get(pid, ceiling) for pid in server.clients})
 
@@ -282,3 +298,13 @@ class Observer:
         """Forget the orphans that are gone; tell whether any is left."""
         self._orphans = tuple(each for each in self._orphans if process.start_ticks(each.pid) == each.start_ticks)
         return bool(self._orphans)
+
+
+def _plain(limits: ReadBack) -> dict[str, float | int | None]:
+    tenths, memory = limits.active_thread_percentage_tenths, limits.pinned_device_mem_limit
+    return {"active_thread_percentage": tenths / 10, "pinned_device_mem_limit": memory}
+
+
+def _faulted(server: Server, faults: Mapping[int, Fault]) -> Server:
+    fault = faults.get(server.pid)
+    return server if fault is None else replace(server, faulted=fault.since, hit=fault.clients)

@@ -70,7 +70,6 @@ class Supervisor:
         self.pipe = self._observer.pipe
         """The door to its control daemon."""
         self._down = asyncio.Event()
-
         self._holding = Holding(self._observer, settings, self._log)
         self._changed = changed
         self.revision = 0
@@ -114,6 +113,7 @@ class Supervisor:
             undone=self._observer.undone,
             servers=self._observer.servers,
             version=self.gpu.driver_version,
+            cannot_start=self._observer.cannot_start,
             has_mem_limit=self._observer.has_mem_limit,
             unknown_lines=self._observer.control_log.unknown,
         )

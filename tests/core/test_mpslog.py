@@ -14,6 +14,7 @@ from mpsd.core.logevents import (
     ClientLeft,
     ClientLost,
     ClientStatus,
+    ContextsMade,
     DaemonStarted,
     ForeignCommand,
     LogEvent,
@@ -165,6 +166,7 @@ _SERVERS: Final[list[tuple[str, list[LogEvent]]]] = [
     ("Client {4267, 0} exit", [ClientLeft(77, 4267, 0)]),
     ("Receive command failed, assuming client exit. Client process disconnected", [ClientLost(77)]),
     ("Volta MPS: Server is handling a fatal GPU error.", [ServerFaulted(77)]),
+    ("Creating server context on device 0 (Tesla T4)", [ContextsMade(77)]),
     ("MPS server failed to start", [ServerFailed(77, "MPS server failed to start")]),
     ("Invalid CUDA_VISIBLE_DEVICES", [ServerFailed(77, "Invalid CUDA_VISIBLE_DEVICES")]),
     *(
@@ -173,7 +175,6 @@ _SERVERS: Final[list[tuple[str, list[LogEvent]]]] = [
             "Startup",
             "Connecting to control daemon on socket: /run/p/control",
             "Initializing server process",
-            "Creating server context on device 0 (Tesla T4)",
             "Destroy server context on device 0",
             "Created anonymous shared memory region mps.shm.1000.4428",
             "Created named shared memory region /cuda.shm.0.52.1",

@@ -88,7 +88,8 @@ class ControlLog:
 
     def last_words(self) -> str:
         """Return the last thing that the daemon wrote, or nothing; for right after its death."""
-        self.look()
+        with contextlib.suppress(OSError):  # they are told for a person, and what follows of the death must follow
+            self.look()
         line = parse(self._last_line)
         return (line.text if line is not None else self._last_line)[-_MOST_WORDS:]
 
@@ -103,7 +104,7 @@ class ControlLog:
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
-    def watch(self) -> None:
+    def _renew(self) -> None:
         """Have the kernel tell when something is written. Where it cannot, the log is read when somebody looks."""
         try:
             self._watch.renew()
@@ -125,7 +126,7 @@ class ControlLog:
         read afterwards: an mpsd that is killed between the two tells it again, and none leaves it out. Raises OSError
         when the machine has no descriptor left to read it by.
         """
-        self.watch()
+        self._renew()
         lines, servers = self._control.read(), self._server.read()
         if lines or servers:
             self._last_line = next((line for line in reversed(lines) if line.strip()), self._last_line)

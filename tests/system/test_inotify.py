@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import resource
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
@@ -158,6 +159,28 @@ def test_directory_that_is_not_there_yet(tmp_path: Path) -> None:
         with pytest.raises(NotADirectoryError):
             file.renew()
         file.close()
+
+    asyncio.run(test())
+
+
+def test_no_descriptor_left(tmp_path: Path) -> None:
+    """Where there is no descriptor to watch by, that is said, and the watch can be begun when there is one again."""
+
+    async def test() -> None:
+        watched = Watched(tmp_path)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            with pytest.raises(OSError, match=r"no descriptor left, or see fs\.inotify\.max_user_instances"):
+                watched.watch.renew()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        watched.watch.renew()
+        try:
+            watched.say()
+            await watched.hears("what was written")
+        finally:
+            watched.watch.close()
 
     asyncio.run(test())
 

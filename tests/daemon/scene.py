@@ -16,8 +16,8 @@ from tests.real import RealDaemon, real_daemon_params
 if TYPE_CHECKING:
     from _pytest.mark import ParameterSet
 
-SOON = 5.0
-"""Seconds within which a stranger's change is to be seen (issue 2)."""
+SOON = 2.0
+"""Seconds within which a stranger's change is to be undone and named."""
 
 MIB = 1024**2
 GIB = 1024**3

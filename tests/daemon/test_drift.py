@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.conftest import Start
-from tests.daemon.scene import BRISK, LIMITS, PERCENTAGE, SOON, by_hand, holding, program, undone, untouched
+from tests.daemon.scene import BRISK, LIMITS, PERCENTAGE, SOON, branches, by_hand, holding, program, undone, untouched
 from tests.harness import wait_until
 from tests.node import Node
+from tests.real import RealDaemon
 
 pytestmark = pytest.mark.real_daemon(535)
 
@@ -172,3 +173,20 @@ def test_stranger_who_never_stops(node: Node, name: str) -> None:
     assert len(node.events("foreign_command", daemon=name)) < 100
     assert undone(node, name, "active_thread_percentage")["command"] == "set_default_active_thread_percentage 10"
     assert by_hand(node, name) == (["50.0"], ["8G"])
+
+
+@pytest.mark.parametrize("real", branches())
+def test_a_hundred_in_a_row(make_node: Start, real: RealDaemon) -> None:
+    """However often somebody changes a limit, it is right again moments after the last time, and each is told."""
+    node = make_node(simulate=1, control=real.control, config=PERCENTAGE).start()
+    for number in range(100):
+        node.ask("gpu0", f"set_default_active_thread_percentage {10 + number % 5}")
+    wait_until(
+        lambda: node.ask("gpu0", "get_default_active_thread_percentage") == ["50.0"], what="the limit", deadline=SOON
+    )
+
+    def told() -> int:
+        return sum(1 + line.get("left_out", 0) for line in node.events("foreign_command", daemon="gpu0"))
+
+    wait_until(lambda: told() == 100, what="each of them to be told", deadline=SOON)
+    assert node.wait_for_state("gpu0", "ready")["drift"] == []

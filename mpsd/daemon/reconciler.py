@@ -21,6 +21,8 @@ from mpsd.system import clock
 _LINGER: Final = 0.2
 """Seconds for which limits may stay that nobody needs any more."""
 
+_NEVER: Final = float("inf")
+
 
 @dataclass(slots=True)
 class _Gate:
@@ -41,8 +43,12 @@ class Reconciler:
         self._reach = reach
         self._gates: dict[str, _Gate] = {}
         self._news = asyncio.Event()
+        self._wakes = _NEVER
+        """When `run` looks again by itself."""
         self._moved = asyncio.Event()
         """Set, and replaced, whenever something was settled: whoever waits for a gate looks again."""
+        self._waiting = 0
+        """How many wait for that."""
         self.configure(settings)
 
     def configure(self, settings: Settings) -> None:
@@ -67,13 +73,15 @@ class Reconciler:
             self._settle_all()
             self._moved.set()
             self._moved = asyncio.Event()
-            moments = [
-                each for gate in self._gates.values() for each in (gate.until, gate.lower_at) if each is not None
-            ]
-            seconds = max(min(moments) - clock.monotonic(), 0.0) if moments else None
+            self._wakes = self._next()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
+                async with asyncio.timeout(None if self._wakes == _NEVER else self._wakes - clock.monotonic()):
                     await self._news.wait()
+
+    def _next(self) -> float:
+        """Return when something changes by itself, and no later."""
+        moments = (each for gate in self._gates.values() for each in (gate.until, gate.lower_at) if each is not None)
+        return min(moments, default=_NEVER)
 
     def look(self) -> None:
         """Look again soon: something has changed about a control daemon."""
@@ -95,7 +103,9 @@ class Reconciler:
             self._settle(gate, linger=lease.state is not LeaseState.ACTIVE)
         if lease.state is LeaseState.ENDED:
             self._reach.close(lease)
-        self._news.set()
+        # It is settled already; those who wait look again, and the clock is followed anew where it has to be.
+        if self._waiting or self._next() < self._wakes:
+            self._news.set()
 
     async def open(self, lease: Lease) -> None:
         """Return when a lease's clients can attach: the way is open, and so are its limits, which were read back.
@@ -117,9 +127,13 @@ class Reconciler:
                 patience = patience or clock.monotonic() + self._patience
                 if clock.monotonic() >= patience:
                     raise self._not_ready(supervisor)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(None if patience is None else max(patience - clock.monotonic(), 0.0)):
-                    await self._moved.wait()
+            self._waiting += 1
+            try:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(None if patience is None else patience - clock.monotonic()):
+                        await self._moved.wait()
+            finally:
+                self._waiting -= 1
 
     @staticmethod
     def _not_ready(supervisor: Supervisor) -> DaemonNotReadyError:

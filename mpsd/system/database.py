@@ -89,6 +89,8 @@ class Database:
             connection.execute("PRAGMA locking_mode = EXCLUSIVE")
             # Nothing is written before it is known whose it is.
             version = self._check(connection)
+            # What is written gets the checksum that it has: only what was read had to be compared with it.
+            connection.execute("PRAGMA ignore_check_constraints = ON")
             # PERSIST: the journal keeps its blocks, so that a commit that only deletes needs no room on a full disk.
             connection.execute(f"PRAGMA journal_mode = {'WAL' if self._lasting else 'PERSIST'}")
             connection.execute(f"PRAGMA synchronous = {'NORMAL' if self._lasting else 'OFF'}")

@@ -40,7 +40,7 @@ class Events:
         self._counter = counter
         self._count = count
         self._age = age
-        rows = database.rows("SELECT seq, at, data FROM events ORDER BY seq DESC LIMIT ?", count)[::-1]
+        rows = list(database.rows("SELECT seq, at, data FROM events ORDER BY seq DESC LIMIT ?", count))[::-1]
         last = max(counter.last, int(str(rows[-1][0])) if rows else 0)
         if not counter.certain:
             # Whatever was given before, it was less than one number a microsecond.
@@ -56,7 +56,7 @@ class Events:
         self._first = self._base
         self._on_disk = self._base - (_SLACK if self.lost else 0)
         """The number of the first event that is still on disk, or less: what comes before a gap goes at once."""
-        noted = database.rows("SELECT value FROM notes WHERE name = 'turn'")
+        noted = list(database.rows("SELECT value FROM notes WHERE name = 'turn'"))
         self.turn = int(str(noted[0][0])) if noted else 0
         """The latest turn of which the news of the leases are stored here."""
         self._turn = self.turn

@@ -97,7 +97,7 @@ class Keeping:
     def untold(self, told: int) -> list[News]:
         """Return what was decided and is not in the history, whose latest turn is `told`, since mpsd died between."""
         self.told = told
-        rows = self._database.rows("SELECT turn, data FROM news ORDER BY turn")
+        rows = list(self._database.rows("SELECT turn, data FROM news ORDER BY turn"))
         self.turn = max([told, *(int(str(turn)) for turn, _ in rows)])
         return [
             news

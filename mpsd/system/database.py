@@ -10,7 +10,7 @@ import contextlib
 import os
 import sqlite3
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -152,9 +152,9 @@ class Database:
 
     # -- reading and writing ------------------------------------------------------------------------------------------
 
-    def rows(self, query: str, *values: object) -> list[tuple[object, ...]]:
-        """Return the rows of a query."""
-        return self._connection.execute(query, values).fetchall()
+    def rows(self, query: str, *values: object) -> Iterator[tuple[object, ...]]:
+        """Yield the rows of a query, as they are asked for: of thousands, no two need be in memory at a time."""
+        return self._connection.execute(query, values)
 
     def commit(self, statements: Iterable[tuple[str, Sequence[object]]], *, needed: bool = False) -> None:
         """Do all of this, or none of it. Raises StorageError, and then nothing has changed.

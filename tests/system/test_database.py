@@ -242,7 +242,7 @@ try:
     database.commit([(put, (f"more-{number}-{'x' * 200}",)) for number in range(1000)])
 except StorageError:
     database.commit([("DELETE FROM things WHERE name LIKE '0%'", ())], needed=True)
-    print(len(database.rows("SELECT name FROM things")))
+    print(len(list(database.rows("SELECT name FROM things"))))
 """
 
 

@@ -89,6 +89,8 @@ class Observer:
         self._log = log
         self._servers: dict[ProcessIdentity, Server] = {}
         self._orphans: tuple[ProcessIdentity, ...] = ()
+        self._ceilings: dict[ProcessIdentity, Mapping[int, ReadBack | None]] = {}
+        """By server, also one that says nothing for a while, what was open to each of its clients when it came."""
         self._held_since = 0.0
         """Since when, in seconds since boot, the defaults are what they are: a server started later has got them."""
 
@@ -190,6 +192,9 @@ class Observer:
             self._held_since = clock.since_boot()
         met = await self._meet(pids.answer, known, limits)
         self._servers = {identity: self._with_ceilings(identity, met[identity], before, found) for identity in met}
+        for identity in self._ceilings.keys() - met.keys():
+            if process.start_ticks(identity.pid) != identity.start_ticks:
+                del self._ceilings[identity]
         self.control_log.serving.statuses({each.pid: each.status for each in met.values()}, clock.now())
         return found
 
@@ -243,8 +248,9 @@ class Observer:
             # Its log is the proof of what is applied, so that counts for its clients.
             asked, ceiling = ceiling, wider
             self._log.error(Happened.LIMITS_NOT_GIVEN, server=server.pid, asked=_plain(asked), given=_plain(given))
-        known = earlier.ceilings if earlier is not None else {}
-        return replace(server, ceilings={pid: known.get(pid, ceiling) for pid in server.clients})
+        known = self._ceilings.get(identity, {})
+        ceilings = self._ceilings[identity] = {pid: known.get(pid, ceiling) for pid in server.clients}
+        return replace(server, ceilings=ceilings)
 
     def _compare(self, wanted: Limits, found: ReadBack, known: tuple[ProcessIdentity, ...]) -> None:
         """Keep what others changed, and tell of it when it comes and when it goes.

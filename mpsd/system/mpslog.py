@@ -54,14 +54,15 @@ class LogFollower:
         """
         self._path = path
         self._collapses = collapses
-        self.position = position or self._end()
+        self.position = self._begin(position)
         """Up to where it was read."""
 
-    def _end(self) -> Position:
+    def _begin(self, position: Position | None) -> Position:
         try:
             with self._path.open("rb") as log:
-                size = log.seek(0, os.SEEK_END)
-                return _at(log.fileno(), size)
+                if position is not None:
+                    return _found_again(log.fileno(), position)
+                return _at(log.fileno(), log.seek(0, os.SEEK_END))
         except FileNotFoundError:
             return Position(0, 0, b"")
 
@@ -114,8 +115,8 @@ class LogFollower:
             return 0
         descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            if os.fstat(descriptor).st_ino != self.position.inode:
-                return 0
+            if _found_again(descriptor, self.position) != self.position:
+                return 0  # it is another file since it was read, and nothing of it was read yet
             if self._collapses and _fallocate(descriptor, _COLLAPSE, 0, length):
                 self.position = replace(self.position, offset=self.position.offset - length)
                 return length

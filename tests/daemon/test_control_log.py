@@ -1,5 +1,6 @@
 """NVIDIA's control.log: kept within its size, without a line lost that mpsd had not read, whatever is done to it."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,9 @@ pytestmark = pytest.mark.real_daemon(535)
 
 _LINES = int(os.environ.get("MPSD_TEST_LOG_LINES", "200000"))
 """How many lines a storm has."""
+
+_READING = 256 * 1024 // len("[2026-11-21 02:59:14.618 Control 10975] 10.0")
+"""Lines of one reading, at most."""
 
 _SIZE = 64 * 1024
 _SMALL = f'{LIMITS}[daemon]\nlog_size = "64KiB"\nprobe_interval = 0.5\n'
@@ -109,6 +114,29 @@ def test_chatter_on_a_file_system_in_memory(make_node: Start, memory: Path) -> N
         node.clean_up()
 
 
+def let_in(node: Node, script: Path, answers: Path) -> "subprocess.Popen[bytes] | None":
+    """Start a front-end with what it is to say, and return it when it is answered; None when it was turned away."""
+    with script.open() as said, answers.open("w") as heard:
+        stranger = subprocess.Popen([str(node.control)], stdin=said, stdout=heard, env=node.by_hand("gpu0"))
+    wait_until(lambda: stranger.poll() is not None or answers.stat().st_size, what="an answer, or a refusal")
+    return stranger if stranger.poll() is None else None
+
+
+@contextlib.contextmanager
+def storm(node: Node, commands: int) -> Iterator["subprocess.Popen[bytes]"]:
+    """Have a stranger give so many commands in one conversation, and see at the end that each was answered."""
+    script, answers = node.root / "script", node.root / "answers"
+    script.write_text("".join(f"{numbered(number)}\n" for number in range(commands)))
+    stranger = wait_until(lambda: let_in(node, script, answers), what="the stranger to be let in")
+    try:
+        yield stranger
+        stranger.wait(timeout=50)
+    finally:
+        stranger.kill()
+        stranger.wait()
+    assert answers.read_text().splitlines() == ["10.0"] * commands
+
+
 @pytest.mark.parametrize("place", ["disk", "memory"])
 def test_storm(make_node: Start, request: pytest.FixtureRequest, short_tmp: Path, place: str) -> None:
     """Of 200,000 lines in one conversation mpsd misses none, and all the while the log takes little more than 1 MiB."""
@@ -117,19 +145,14 @@ def test_storm(make_node: Start, request: pytest.FixtureRequest, short_tmp: Path
     node = make_node(root=root, simulate=1, config=f'{LIMITS}[daemon]\nlog_size = "1MiB"\n')
     try:
         node.start()
-        commands = _LINES // 2
-        script = root / "script"
-        script.write_text("".join(f"{numbered(number)}\n" for number in range(commands)))
-        log, sizes = node.control_log("gpu0"), list[int]()
-        with script.open() as said, (root / "answers").open("w") as answers:
-            stranger = subprocess.Popen([str(node.control)], stdin=said, stdout=answers, env=node.by_hand("gpu0"))
+        log, sizes, commands = node.control_log("gpu0"), list[int](), _LINES // 2
+        with storm(node, commands) as stranger:
 
             def ended() -> bool:
                 sizes.append(taken(log))
                 return stranger.poll() is not None
 
             wait_until(ended, what="the stranger to have said it all", deadline=50)
-        assert (root / "answers").read_text().splitlines() == ["10.0"] * commands
         wait_until(lambda: told(node, "gpu0") == commands, what="the last of them to be told")
         wait_until(lambda: taken(log) <= 1024 * 1024 + 4096, what="the log to be within its size again")
         assert sum(event["bytes"] for event in node.events("log_shortened")) > 60 * _LINES - 2 * 1024 * 1024
@@ -138,6 +161,37 @@ def test_storm(make_node: Start, request: pytest.FixtureRequest, short_tmp: Path
         assert undone(node, "gpu0", "active_thread_percentage")["command"] == numbered(commands - 1)
     finally:
         node.clean_up()
+
+
+def test_killed_in_a_storm(make_node: Start) -> None:
+    """An mpsd that is killed again and again while a stranger talks misses nothing.
+
+    What it told and had no time to note, the next one tells again: no more than one reading for each time.
+    """
+    node = make_node(simulate=1, config=f'{LIMITS}[daemon]\nlog_size = "64KiB"\n').start()
+    commands, kills = _LINES // 2, 0
+    with storm(node, commands) as stranger:
+
+        def at_work(before: int) -> bool:
+            return len(node.events("log_shortened")) > before or stranger.poll() is not None
+
+        while stranger.poll() is None:
+            wait_until(partial(at_work, len(node.events("log_shortened"))), what="mpsd to read, tell and shorten")
+            node.end(signal.SIGKILL)
+            node.start(ready=False)
+            kills += 1
+    last = numbered(commands - 1)
+    wait_until(lambda: node.events("foreign_command", command=last), what="the last of them to be told")
+    following = again = 0
+    for event in node.events("foreign_command"):
+        number = int(event["command"].split()[-1])
+        first = number - event.get("left_out", 0)
+        assert first <= following
+        again += following - first
+        following = number + 1
+    assert following == commands
+    assert kills > 1
+    assert again < kills * _READING
 
 
 def test_truncated_by_hand(node: Node) -> None:

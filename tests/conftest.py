@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 
 from tests import real
+from tests.gpu import machine
 from tests.harness import Watch, kill, remove_tree
 
 
@@ -92,14 +93,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.fail(f"{missing}, and {real.REQUIRE} is set", pytrace=False)
         elif missing is not None:
             pytest.skip(missing)
-    if item.get_closest_marker("gpu") is not None and not Path("/dev/nvidiactl").exists():
-        pytest.skip("no NVIDIA driver on this machine")
+    if item.get_closest_marker("gpu") is not None and (missing := machine.missing()) is not None:
+        if machine.required():
+            pytest.fail(f"{missing}, and {machine.REQUIRE} is set", pytrace=False)
+        pytest.skip(missing)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say loudly which of NVIDIA's control daemons the tests did without."""
+    """Say loudly which of NVIDIA's control daemons, and whether a GPU, the tests did without."""
     absent = [branch for branch in real.BRANCHES if branch not in real.real_daemons()]
     if absent:
         names = ", ".join(str(branch) for branch in absent)
         terminalreporter.section("NOT TESTED AGAINST NVIDIA'S OWN CONTROL DAEMON", sep="!", red=True, bold=True)
         terminalreporter.line(f"missing: driver branch {names}. Fetch with: tests/real/fetch")
+    if any("gpu" in report.keywords for report in terminalreporter.stats.get("skipped", [])):
+        terminalreporter.section("NOT TESTED ON A REAL GPU", sep="!", red=True, bold=True)
+        terminalreporter.line("On a machine with one, as root: pytest -m gpu tests/gpu (docs/gpu.md)")

@@ -1,0 +1,219 @@
+"""CUDA's driver API by ctypes on libcuda.so.1 alone: one context on the first visible GPU, its memory, two kernels.
+
+No framework and no toolkit: libcuda comes with the driver, and compiles the text below for whatever GPU there is.
+Source of every signature: NVIDIA's cuda.h. The names with a suffix (`_v2`) are what the header's plain names stand for.
+"""
+
+import ctypes
+import time
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from dataclasses import dataclass
+from typing import Final, NoReturn
+
+LIBRARY: Final = "libcuda.so.1"
+
+BLOCKS: Final = 8192
+"""Of a launch: many times as many as the largest GPU runs at a time, so that the last ones are no large part of it."""
+
+THREADS: Final = 256
+"""Of a block."""
+
+ROUNDS: Final = 8192
+"""Of a thread. A launch is about 1 ms on a whole data centre GPU, and some 150 ms on one multiprocessor of it."""
+
+_PTX: Final = """
+.version 6.0
+.target sm_50
+.address_size 64
+
+// Every thread computes for so many rounds. Its block then marks the multiprocessor that it ran on: seen[%smid] != 0.
+.visible .entry busy(.param .u64 seen, .param .u32 rounds)
+{
+    .reg .pred %p;
+    .reg .u32 %left, %value, %at;
+    .reg .u64 %to, %offset;
+    ld.param.u64 %to, [seen];
+    ld.param.u32 %left, [rounds];
+    mov.u32 %value, %tid.x;
+again:
+    mad.lo.u32 %value, %value, 1664525, 1013904223;
+    sub.u32 %left, %left, 1;
+    setp.ne.u32 %p, %left, 0;
+    @%p bra again;
+    or.b32 %value, %value, 1;
+    mov.u32 %at, %smid;
+    mul.wide.u32 %offset, %at, 4;
+    cvta.to.global.u64 %to, %to;
+    add.u64 %to, %to, %offset;
+    st.global.u32 [%to], %value;
+    ret;
+}
+
+// A store to an address that nobody has: a fatal fault.
+.visible .entry fault()
+{
+    .reg .u64 %to;
+    mov.u64 %to, 16;
+    st.global.u32 [%to], 1;
+    ret;
+}
+"""
+"""PTX of 2017, for GPUs since Maxwell (5.0): a driver compiles old PTX for every newer GPU."""
+
+_MOST_MULTIPROCESSORS: Final = 4096
+"""Marks that `busy` has room for: far more than there are on any GPU."""
+
+_MULTIPROCESSOR_COUNT: Final = 16
+"""CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT."""
+
+_SIGNATURES: Final = {
+    "cuInit": [c_uint],
+    "cuDriverGetVersion": [POINTER(c_int)],
+    "cuDeviceGet": [POINTER(c_int), c_int],
+    "cuDeviceGetName": [c_char_p, c_int, c_int],
+    "cuDeviceGetAttribute": [POINTER(c_int), c_int, c_int],
+    "cuCtxCreate_v2": [POINTER(c_void_p), c_uint, c_int],
+    "cuCtxSynchronize": [],
+    "cuModuleLoadData": [POINTER(c_void_p), c_char_p],
+    "cuModuleGetFunction": [POINTER(c_void_p), c_void_p, c_char_p],
+    "cuLaunchKernel": [
+        c_void_p, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_void_p, POINTER(c_void_p), POINTER(c_void_p)
+    ],
+    "cuMemGetInfo_v2": [POINTER(c_size_t), POINTER(c_size_t)],
+    "cuMemAlloc_v2": [POINTER(c_uint64), c_size_t],
+    "cuMemFree_v2": [c_uint64],
+    "cuMemsetD32_v2": [c_uint64, c_uint, c_size_t],
+    "cuMemcpyDtoH_v2": [c_void_p, c_uint64, c_size_t],
+    "cuGetErrorName": [c_int, POINTER(c_char_p)],
+}  # fmt: skip
+"""What is called, and the types of its arguments; each returns a CUresult."""
+
+
+class CudaError(Exception):
+    """A call returned something else than CUDA_SUCCESS."""
+
+    def __init__(self, function: str, code: int, name: str) -> None:
+        super().__init__(f"{function}: {name} ({code})")
+        self.function, self.code, self.name = function, code, name
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What `busy` did."""
+
+    rounds_per_second: float
+    multiprocessors: int
+    """How many different ones of them it ran on."""
+
+
+class Cuda:
+    """A context on the first visible GPU. Every method raises CudaError where a call fails.
+
+    OSError from the constructor: there is no libcuda.so.1 here, and so no driver.
+    """
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(LIBRARY)
+        for function, types in _SIGNATURES.items():
+            entry = getattr(self._library, function)
+            entry.argtypes, entry.restype = types, c_int
+        self._held: list[c_uint64] = []
+        self._call("cuInit", 0)
+        self._device = c_int()
+        self._call("cuDeviceGet", byref(self._device), 0)
+
+    def connect(self) -> None:
+        """Create the context, and compile the kernels."""
+        self._context, self._module = c_void_p(), c_void_p()
+        self._busy, self._fault = c_void_p(), c_void_p()
+        self._call("cuCtxCreate_v2", byref(self._context), 0, self._device)
+        self._call("cuModuleLoadData", byref(self._module), _PTX.encode())
+        self._call("cuModuleGetFunction", byref(self._busy), self._module, b"busy")
+        self._call("cuModuleGetFunction", byref(self._fault), self._module, b"fault")
+
+    def _call(self, function: str, *arguments: object) -> None:
+        code = getattr(self._library, function)(*arguments)
+        if code != 0:
+            self._fail(function, code)
+
+    def _fail(self, function: str, code: int) -> NoReturn:
+        name = c_char_p()
+        self._library.cuGetErrorName(code, byref(name))  # leaves NULL where it does not know the code
+        raise CudaError(function, code, (name.value or b"unknown").decode())
+
+    @property
+    def driver(self) -> str:
+        """The newest CUDA that the driver supports, such as `12.4`."""
+        version = c_int()
+        self._call("cuDriverGetVersion", byref(version))
+        return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+    @property
+    def name(self) -> str:
+        """The GPU's name."""
+        name = ctypes.create_string_buffer(96)
+        self._call("cuDeviceGetName", name, len(name), self._device)
+        return name.value.decode()
+
+    @property
+    def multiprocessors(self) -> int:
+        """How many multiprocessors CUDA says that there are for this process."""
+        count = c_int()
+        self._call("cuDeviceGetAttribute", byref(count), _MULTIPROCESSOR_COUNT, self._device)
+        return count.value
+
+    def memory(self) -> tuple[int, int]:
+        """Return the bytes of device memory that are free, and all that there are."""
+        free, total = c_size_t(), c_size_t()
+        self._call("cuMemGetInfo_v2", byref(free), byref(total))
+        return free.value, total.value
+
+    def alloc(self, size: int) -> None:
+        """Allocate so many bytes, and keep them."""
+        self._held.append(self._allocated(size))
+
+    def free(self) -> None:
+        """Free all that was allocated."""
+        while self._held:
+            self._call("cuMemFree_v2", self._held.pop())
+
+    def busy(self, seconds: float) -> Work:
+        """Keep the GPU busy for so long, and as long as a quarter of that before: clocks rise with the work."""
+        seen = self._allocated(4 * _MOST_MULTIPROCESSORS)
+        try:
+            self._rounds(seen, seconds / 4)
+            self._call("cuMemsetD32_v2", seen, 0, _MOST_MULTIPROCESSORS)
+            rate = self._rounds(seen, seconds)
+            marks = (c_uint * _MOST_MULTIPROCESSORS)()
+            self._call("cuMemcpyDtoH_v2", marks, seen, ctypes.sizeof(marks))
+        finally:
+            # After a fault nothing can be freed, and the error that is on its way out says more than this one would.
+            self._library.cuMemFree_v2(seen)
+        return Work(rate, sum(map(bool, marks)))
+
+    def synchronize(self) -> None:
+        """Wait for the GPU; an error that is waiting comes here."""
+        self._call("cuCtxSynchronize")
+
+    def fault(self) -> None:
+        """Store to an address that nobody has; raises CudaError, unless the GPU let it pass."""
+        self._launch(self._fault, 1, 1)
+        self.synchronize()
+
+    def _allocated(self, size: int) -> c_uint64:
+        pointer = c_uint64()
+        self._call("cuMemAlloc_v2", byref(pointer), size)
+        return pointer
+
+    def _rounds(self, seen: c_uint64, seconds: float) -> float:
+        """Launch `busy` for so long, and return the rounds per second, of all threads together."""
+        launches, begin = 0, time.monotonic()
+        while (passed := time.monotonic() - begin) < seconds or launches == 0:
+            self._launch(self._busy, BLOCKS, THREADS, seen, c_uint(ROUNDS))
+            self.synchronize()
+            launches += 1
+        return launches * BLOCKS * THREADS * ROUNDS / passed
+
+    def _launch(self, kernel: c_void_p, blocks: int, threads: int, *parameters: c_uint64 | c_uint) -> None:
+        pointers = (c_void_p * len(parameters))(*(ctypes.addressof(each) for each in parameters))
+        self._call("cuLaunchKernel", kernel, blocks, 1, 1, threads, 1, 1, 0, None, pointers, None)

@@ -1,0 +1,157 @@
+"""The CUDA client that the tests of a real GPU stand on, with a libcuda.so.1 that has none: built from fake_cuda.c."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests import real
+from tests.gate.inner import inner_pytest
+from tests.gpu.client import PIECE
+from tests.gpu.cuda import LIBRARY
+from tests.gpu.machine import PROGRAM, Client
+
+MIB: Final = 1 << 20
+_ROOT: Final = Path(__file__).parents[2]
+
+Start = Callable[..., Client]
+"""Starts a client with these variables of the library."""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the library, and return the directory that it is in."""
+    compiler = shutil.which("gcc")
+    if compiler is None and real.required():
+        pytest.fail(f"gcc is not installed, and {real.REQUIRE} is set", pytrace=False)
+    if compiler is None:
+        pytest.skip("gcc is not installed, so there is no CUDA to test with: apt-get install gcc")
+    directory = tmp_path_factory.mktemp("cuda")
+    options = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{LIBRARY}"]
+    source = Path(__file__).with_name("fake_cuda.c")
+    subprocess.run([compiler, *options, "-o", directory / LIBRARY, source], check=True)
+    return directory
+
+
+@pytest.fixture
+def start(library: Path) -> Iterator[Start]:
+    """Give a starter of clients, which are ended when the test is over."""
+    with ExitStack() as stack:
+
+        def started(**variables: str) -> Client:
+            memory = {"FAKE_CUDA_MEMORY": str(300 * MIB)}
+            place = {"LD_LIBRARY_PATH": str(library), "PYTHONPATH": str(_ROOT)}
+            return stack.enter_context(Client(PROGRAM, {**place, **memory, **variables}))
+
+        yield started
+
+
+def test_what_it_says_first(start: Start) -> None:
+    """It says where it is, and says it again when asked."""
+    client = start(FAKE_CUDA_MULTIPROCESSORS="33")
+    said = {"pid": client.pid, "gpu": "Fake GPU", "cuda": "12.4", "multiprocessors": 33, "ok": True}
+    assert client.hello == {**said, "free": 300 * MIB, "total": 300 * MIB}
+    assert client.do("info") == client.hello
+    assert client.end() == 0
+
+
+def test_memory(start: Start) -> None:
+    """It allocates until it is refused, keeps what it has, and gives all of it back."""
+    client = start()
+    assert client.do("alloc 32MiB") == {"ok": True}
+    assert client.do("info")["free"] == 268 * MIB
+    until_refused = {"ok": True, "held": 4 * PIECE, "refused": "CUDA_ERROR_OUT_OF_MEMORY"}
+    assert client.do("alloc-until-refused") == until_refused
+    refused = {"ok": False, "error": "CUDA_ERROR_OUT_OF_MEMORY", "code": 2, "call": "cuMemAlloc_v2"}
+    assert client.do("alloc 64MiB") == refused
+    assert client.do("free") == {"ok": True}
+    assert client.do("info")["free"] == 300 * MIB
+    assert client.do("alloc-until-refused") == until_refused
+
+
+def test_work(start: Start) -> None:
+    """It tells its rate and on how many multiprocessors it ran, and holds no more memory afterwards than before."""
+    client = start(FAKE_CUDA_MULTIPROCESSORS="5")
+    done = client.do("busy 0.05")
+    assert done["ok"]
+    assert done["rate"] > 0
+    assert done["multiprocessors"] == 5
+    assert client.do("info")["free"] == 300 * MIB
+    assert client.do("sync") == {"ok": True}
+
+
+def test_fault(start: Start) -> None:
+    """A fault is told, and stays: whatever is asked next fails of it, and the client is still there to say so."""
+    client = start()
+    error = {"ok": False, "error": "CUDA_ERROR_ILLEGAL_ADDRESS", "code": 700}
+    assert client.do("fault") == {**error, "call": "cuCtxSynchronize"}
+    assert client.do("sync") == {**error, "call": "cuCtxSynchronize"}
+    assert client.do("alloc 1MiB") == {**error, "call": "cuMemAlloc_v2"}
+    assert client.do("busy 0.05") == {**error, "call": "cuMemAlloc_v2"}
+    assert client.end() == 0
+
+
+@pytest.mark.parametrize("call", ["cuMemsetD32_v2", "cuLaunchKernel", "cuMemcpyDtoH_v2"])
+def test_work_that_fails_midway(start: Start, call: str) -> None:
+    """An error within the work is told as that of the call which it came of."""
+    client = start(FAKE_CUDA_FAIL=f"{call} 719")
+    assert client.do("busy 0.05") == {"ok": False, "error": "unknown", "code": 719, "call": call}
+    assert client.do("info")["free"] == 300 * MIB
+
+
+@pytest.mark.parametrize("call", ["cuInit", "cuCtxCreate_v2", "cuModuleLoadData"])
+def test_no_context(start: Start, call: str) -> None:
+    """Who gets no context says why, and ends with status 1."""
+    client = start(FAKE_CUDA_FAIL=f"{call} 805")
+    assert client.hello == {"ok": False, "error": "unknown", "code": 805, "call": call}
+    assert client.process.wait(10) == 1
+
+
+def test_no_library(tmp_path: Path) -> None:
+    """A libcuda.so.1 that cannot be loaded is a reason, and no traceback."""
+    (tmp_path / LIBRARY).write_text("not a library")
+    with Client(PROGRAM, {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(_ROOT)}) as client:
+        assert client.hello["ok"] is False
+        assert client.hello["error"].startswith("libcuda.so.1 cannot be loaded: ")
+        assert client.process.wait(10) == 1
+
+
+NEEDY: Final = """
+import pytest
+
+@pytest.mark.gpu
+def test_it():
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("required", "closing"),
+    [("", "1 skipped"), ("1", "1 error")],
+    ids=["skips", "fails where required"],
+)
+def test_without_a_gpu(library: Path, tmp_path: Path, required: str, closing: str) -> None:
+    """Without a GPU its tests skip, loudly and with the reason; with MPSD_REQUIRE_GPU=1 they fail with it."""
+    said = inner_pytest(
+        tmp_path, NEEDY, LD_LIBRARY_PATH=str(library), FAKE_CUDA_FAIL="cuInit 100", MPSD_REQUIRE_GPU=required
+    )
+    assert closing in said, said
+    assert "no GPU for CUDA here: CUDA_ERROR_NO_DEVICE" in said
+    assert ("NOT TESTED ON A REAL GPU" in said) is not required.isdigit()
+
+
+def test_with_a_gpu(library: Path, tmp_path: Path) -> None:
+    """With a GPU and a control program they run."""
+    control = tmp_path / "bin" / "nvidia-cuda-mps-control"
+    control.parent.mkdir()
+    control.write_text("#!/bin/sh\n")
+    control.chmod(0o755)
+    path = f"{control.parent}:{Path(sys.executable).parent}:/usr/bin:/bin"
+    said = inner_pytest(tmp_path, NEEDY, LD_LIBRARY_PATH=str(library), PATH=path, MPSD_REQUIRE_GPU="1")
+    assert "1 passed" in said, said
+    assert "NOT TESTED ON A REAL GPU" not in said

@@ -1,0 +1,222 @@
+"""What MPS does on a real GPU with real clients, under mpsd: `pytest -m gpu tests/gpu`; docs/gpu.md has the figures.
+
+One module, so that one worker has the GPU to itself. Rates are compared with rates of the same run, and the bands are
+wide, since threads are handed out in whole pairs of multiprocessors and the clock follows the temperature: they tell a
+limit that holds from one that does not, and measure nothing. `python -m tests.gpu.report` does.
+"""
+
+import os
+import signal
+from contextlib import ExitStack
+from typing import Any, Final
+
+import pytest
+
+from tests.daemon.scene import GIB, is_running, kill, next_ready, undone
+from tests.gpu.client import PIECE
+from tests.gpu.machine import Client, leased, unadmitted
+from tests.harness import wait_until
+from tests.node import Node
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+LONG: Final = 8.0
+"""Seconds of work under which something is done to its control daemon or to mpsd, which takes much less."""
+
+CLOSED: Final = {"active_thread_percentage": 0.1, "pinned_device_mem_limit": 1 << 20}
+"""What a client gets that no lease let in (docs/enforcement.md)."""
+
+
+def attached(node: Node, client: Client) -> Any:
+    """Wait until mpsd sees a client as that of a lease, and return it."""
+
+    def look() -> Any:
+        clients = node.get("/v1/clients").json["clients"]
+        return next((each for each in clients if each["pid"] == client.pid and each["lease"] is not None), None)
+
+    assert client.hello["ok"], client.hello
+    return wait_until(look, what=f"client {client.pid} to be that of a lease; the log is {node.stderr}")
+
+
+def is_closed(node: Node) -> bool:
+    """Tell whether the next client gets next to nothing, from the control daemon and from each of its servers."""
+    daemon = node.daemons()["gpu0"]
+    return all(each["limits"] == CLOSED for each in [daemon, *daemon["servers"]])
+
+
+def finish(client: Client) -> float:
+    """Wait for the end of the work that a client was told, and return its rate."""
+    answer = client.answer()
+    assert answer["ok"], answer
+    rate: float = answer["rate"]
+    return rate
+
+
+def rate_of(node: Node, threads: float) -> tuple[float, int]:
+    """Return the rate of a lease that is alone, and on how many multiprocessors it ran."""
+    with leased(node, threads=threads, memory="2GiB") as client:
+        attached(node, client)
+        answer = client.do("busy 2")
+        assert answer["ok"], answer
+        assert client.end() == 0
+    return answer["rate"], answer["multiprocessors"]
+
+
+def test_thread_ceiling(node: Node) -> None:
+    """A quarter of the threads computes less than half as fast as all of them, on less than half of the GPU."""
+    whole, all_of_them = rate_of(node, 100)
+    quarter, some = rate_of(node, 25)
+    assert 0.10 < quarter / whole < 0.45
+    assert some < 0.45 * all_of_them
+
+
+def test_memory_ceiling(node: Node) -> None:
+    """A lease of 4 GiB is refused more, though the GPU has more; CUDA's own part of it is less than 1 GiB."""
+    with leased(node, threads=50, memory="4GiB") as client:
+        attached(node, client)
+        assert client.hello["total"] > 6 * GIB, "this GPU is too small to tell"
+        answer = client.do("alloc-until-refused")
+        assert answer["refused"] == "CUDA_ERROR_OUT_OF_MEMORY"
+        assert 3 * GIB <= answer["held"] <= 4 * GIB
+        # What it gives back it gets again, and no more than that.
+        assert client.do("free")["ok"]
+        assert client.do("alloc-until-refused")["held"] == pytest.approx(answer["held"], abs=2 * PIECE)
+        assert client.end() == 0
+
+
+def test_memory_ceiling_without_its_variable(node: Node) -> None:
+    """The limit is the server's: a client that dropped its own variables is refused just the same."""
+    lease = node.request("POST", "/v1/leases", {"threads": 25, "memory": "4GiB", "gpu": "0"})
+    assert lease.status == 201, lease.body
+    with unadmitted(node) as client:
+        assert client.hello["ok"], client.hello
+        answer = client.do("alloc-until-refused")
+        assert answer["refused"] == "CUDA_ERROR_OUT_OF_MEMORY"
+        assert answer["held"] <= 4 * GIB
+        assert client.end() == 0
+
+
+def test_closed_ceiling(node: Node) -> None:
+    """Who has no lease gets nothing to work with: no context, or no memory; and while another has one, too."""
+    with leased(node, threads=50, memory="4GiB") as holder:
+        attached(node, holder)
+        wait_until(lambda: is_closed(node), what="the ceiling to be closed", deadline=90)
+        with unadmitted(node) as client:
+            if client.hello["ok"]:
+                refused = client.do(f"alloc {PIECE >> 20}MiB")
+                assert refused["error"] == "CUDA_ERROR_OUT_OF_MEMORY", refused
+            else:
+                assert client.hello["error"].startswith("CUDA_ERROR_"), client.hello
+        # The one who was let in is no worse off.
+        assert holder.do("alloc 1GiB")["ok"]
+        assert holder.end() == 0
+
+
+def test_drift_undone_under_load(node: Node) -> None:
+    """A stranger's limits are put back while a client works, which it does not notice; nor does the next one."""
+    with leased(node, threads=50, memory="2GiB") as client:
+        server = attached(node, client)["server"]
+        before = client.busy(2)
+        wait_until(lambda: is_closed(node), what="mpsd to be done with the limits", deadline=90)
+        client.tell(f"busy {LONG}")
+        node.ask("gpu0", f"set_active_thread_percentage {server} 77\nset_default_active_thread_percentage 77")
+        undone(node, "gpu0", "active_thread_percentage", server=server)
+        undone(node, "gpu0", "active_thread_percentage", server=None)
+        assert not client.has_answered, "the work was over before the limits were back"
+        during = finish(client)
+        assert 0.7 < during / before < 1.4
+        with leased(node, threads=25, memory="2GiB") as other:
+            attached(node, other)
+            assert other.busy(2) < 0.9 * before
+            assert other.end() == 0
+        assert client.end() == 0
+
+
+def test_two_leases_side_by_side(node: Node) -> None:
+    """Two leases work at the same time, neither beyond its own part; what one allocates the other does not lack.
+
+    A percentage is a cap and reserves nothing: two of 50 % may share multiprocessors, and then each has half of what it
+    has alone. Below that one of them would be waiting for the other.
+    """
+    alone, _ = rate_of(node, 50)
+    with (
+        leased(node, threads=50, memory="4GiB") as one,
+        leased(node, threads=50, memory="4GiB") as other,
+    ):
+        assert attached(node, one)["server"] == attached(node, other)["server"]
+        for client in (one, other):
+            client.tell("busy 4")
+        for client in (one, other):
+            assert 0.35 < finish(client) / alone < 1.3
+        for client in (one, other):
+            assert 3 * GIB <= client.do("alloc-until-refused")["held"] <= 4 * GIB
+        for client in (one, other):
+            assert client.end() == 0
+
+
+def test_blast_radius_of_a_fault(node: Node) -> None:
+    """A fault of one client hits every client of its GPU; the GPU is closed until they are gone, and then works."""
+    daemon = node.daemons()["gpu0"]["pid"]
+    with (
+        leased(node, threads=25, memory="2GiB") as guilty,
+        leased(node, threads=25, memory="2GiB") as victim,
+    ):
+        leases = {attached(node, guilty)["lease"], attached(node, victim)["lease"]}
+        failed = guilty.do("fault")
+        assert failed["error"] in {"CUDA_ERROR_ILLEGAL_ADDRESS", "CUDA_ERROR_LAUNCH_FAILED"}, failed
+        wait_until(lambda: not victim.do("busy 0.1")["ok"], what="the victim to be hit")
+        assert victim.do("sync")["error"].startswith("CUDA_ERROR_")
+        (told,) = wait_until(lambda: node.events("leases_hit"), what=f"the fault to be told; the log is {node.stderr}")
+        assert set(told["leases"]) == leases
+        wait_until(lambda: node.get("/readyz").status == 503, what="the node not to be ready")
+        refused = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB", "gpu": "0"})
+        assert (refused.status, refused.json["code"]) == (409, "daemon_not_ready")
+        for client in (guilty, victim):
+            client.end()
+    wait_until(lambda: node.get("/readyz").status == 200, what="the node to be ready", deadline=60)
+    assert node.daemons()["gpu0"]["pid"] == daemon
+    assert rate_of(node, 25)[0] > 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_adoption_with_a_client_running(node: Node, number: signal.Signals) -> None:
+    """mpsd goes and comes back under a client, which works on; daemon, server, client and lease are what they were."""
+    with leased(node, threads=50, memory="4GiB") as client:
+        before, known = attached(node, client), node.daemons()["gpu0"]
+        client.tell(f"busy {LONG}")
+        node.end(number)
+        node.start()
+        assert not client.has_answered, "the work was over before mpsd was back"
+        after = attached(node, client)
+        assert (after["lease"], after["server"]) == (before["lease"], before["server"])
+        assert node.daemons()["gpu0"]["pid"] == known["pid"]
+        assert finish(client) > 0
+        assert 3 * GIB <= client.do("alloc-until-refused")["held"] <= 4 * GIB
+        assert client.end() == 0
+    wait_until(lambda: not node.get("/v1/leases").json["leases"], what="the lease to end with its client")
+
+
+def test_control_daemon_killed_with_a_client_running(node: Node) -> None:
+    """A control daemon dies under a client, which works on: its server is an orphan, until both are gone."""
+    with ExitStack() as stack:
+        client = stack.enter_context(leased(node, threads=50, memory="2GiB"))
+        server = attached(node, client)["server"]
+        before = node.daemons()["gpu0"]["pid"]
+        client.tell(f"busy {LONG}")
+        kill(before)
+        daemon = next_ready(node, "gpu0", before)
+        assert not client.has_answered, "the work was over before the next control daemon was ready"
+        wait_until(
+            lambda: any(each["pid"] == server and each["orphan"] for each in node.daemons()["gpu0"]["servers"]),
+            what="the server to be an orphan",
+        )
+        assert node.get("/v1/status").json["healthy"] is False
+        assert finish(client) > 0
+        assert client.do("alloc 1GiB")["ok"]
+        assert client.end() == 0
+        assert daemon["pid"] == node.daemons()["gpu0"]["pid"]
+    if is_running(server):  # whether it goes with its last client is not documented
+        os.kill(server, signal.SIGTERM)
+        wait_until(lambda: not is_running(server), what="the orphan to be gone", deadline=30)
+    wait_until(lambda: node.get("/v1/status").json["healthy"], what="the node to be healthy")
+    assert rate_of(node, 50)[0] > 0

@@ -1,0 +1,95 @@
+"""Programs as processes, for tests: told what to do in lines on stdin, and answering each in a line of JSON."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, Self
+
+_DEADLINE: Final = 30.0
+"""Seconds for any answer: none should come near it."""
+
+
+class Told:
+    """A process that says one line first, then answers each line that it is told; it ends with the `with` around it.
+
+    Every answer is a dict with `ok`, and with `error` and `code` where that is false.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start it, with no CUDA_* variable but those of `environment`."""
+        bare = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
+        self.process = subprocess.Popen(
+            command,
+            env={**bare, **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._stdin, self._stdout = self.process.stdin, self.process.stdout
+        self._hello: dict[str, Any] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Its pid."""
+        return self.process.pid
+
+    @property
+    def hello(self) -> dict[str, Any]:
+        """What it says first. It comes once CUDA is initialised, and so not at all where MPS has the client wait."""
+        if self._hello is None:
+            self._hello = self.answer()
+        return self._hello
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether there is an answer to read now."""
+        return bool(select.select([self._stdout], [], [], 0)[0])
+
+    def tell(self, line: str) -> None:
+        """Tell it something, and do not wait for its answer."""
+        assert self.hello["ok"], self.hello
+        self._stdin.write(f"{line}\n".encode())
+
+    def answer(self, deadline: float = _DEADLINE) -> dict[str, Any]:
+        """Return the next answer that comes."""
+        if not select.select([self._stdout], [], [], deadline)[0]:
+            raise AssertionError(f"client {self.pid} did not answer within {deadline:g} s")
+        line = self._stdout.readline()
+        if not line:
+            raise AssertionError(f"client {self.pid} ended with {self.process.wait(_DEADLINE)} instead of answering")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def do(self, line: str) -> dict[str, Any]:
+        """Tell it something, and return its answer."""
+        self.tell(line)
+        return self.answer()
+
+    def end(self) -> int:
+        """Have it exit by itself, and return its status."""
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.write(b"exit\n")
+        return self.process.wait(_DEADLINE)
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> int:
+        """End it by a signal, and return its status."""
+        self.process.send_signal(number)
+        return self.process.wait(_DEADLINE)
+
+    def __enter__(self) -> Self:
+        """Hand it over."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End it whatever happens."""
+        with self.process:
+            self.process.kill()

@@ -1,7 +1,7 @@
 """Whether the servers of a control daemon serve, by what their logs say and by their state words. Pure."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Final
 
@@ -40,17 +40,18 @@ class Fault:
     """The pids of those that the log says it hit."""
 
 
+@dataclass(slots=True)
 class Serving:
-    """What is known of the servers of one control daemon."""
+    """What is known of the servers of one control daemon; it is kept with how far their logs were read."""
 
-    def __init__(self) -> None:
-        self.faults: dict[int, Fault] = {}
-        """By the server's pid."""
-        self.given: dict[int, ReadBack] = {}
-        """By server, the limits that its log says it gives, since somebody last compared them with what was asked."""
-        self._failures: list[datetime] = []
-        """When servers could not start, since one could."""
-        self._words: str = ""
+    faults: dict[int, Fault] = field(default_factory=dict)
+    """By the server's pid."""
+    given: dict[int, ReadBack] = field(default_factory=dict)
+    """By server, the limits that its log says it gives, since somebody last compared them with what was asked."""
+    failures: list[datetime] = field(default_factory=list)
+    """When servers could not start, since one could."""
+    words: str = ""
+    """What the last of them said."""
 
     def note(self, events: Iterable[LogEvent], now: datetime) -> None:
         """Take in what the logs say, in their order."""
@@ -73,13 +74,13 @@ class Serving:
     def _try(self, event: ServerReady | ServerFailed | ServerExited, now: datetime) -> None:
         """Count the servers that could not start since one could."""
         if isinstance(event, ServerReady):
-            self._failures, self._words = [], ""
+            self.failures, self.words = [], ""
         elif isinstance(event, ServerFailed):
-            self._words = event.words
+            self.words = event.words
         else:
             self.faults.pop(event.server, None)
             if event.status:
-                self._failures = [*self._failures, now][-_TRIES:]
+                self.failures = [*self.failures, now][-_TRIES:]
 
     def _give(self, event: ThreadsGiven | MemoryGiven) -> None:
         before = self.given.get(event.server, _NOTHING)
@@ -103,8 +104,8 @@ class Serving:
 
     def cannot_start(self, now: datetime) -> str | None:
         """Say that servers do not start, with what the last of them said, as long as that is so."""
-        if len(self._failures) < _TRIES or now - self._failures[-1] > _WINDOW:
+        if len(self.failures) < _TRIES or now - self.failures[-1] > _WINDOW:
             return None
-        seconds = (self._failures[-1] - self._failures[0]).total_seconds()
-        words = f", and the last one said {self._words!r}" if self._words else ", and none said why"
+        seconds = (self.failures[-1] - self.failures[0]).total_seconds()
+        words = f", and the last one said {self.words!r}" if self.words else ", and none said why"
         return f"{_TRIES} servers in a row could not start within {seconds:.0f} s{words}"

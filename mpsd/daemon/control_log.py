@@ -38,6 +38,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     whose: Whose
     control: Position
     server: Position
+    serving: Serving
 
 
 class ControlLog:
@@ -68,7 +69,7 @@ class ControlLog:
         """Whether there was anything since the last glance for which the daemon is to be asked."""
         self._last_line = ""
         self._complaints: dict[Happened, str] = {}
-        self.serving = Serving()
+        self.serving = kept.serving if kept else Serving()
         """Whether the servers serve."""
 
     # -- what was seen ------------------------------------------------------------------------------------------------
@@ -174,8 +175,8 @@ class ControlLog:
     # -- keeping ------------------------------------------------------------------------------------------------------
 
     def _keep(self) -> None:
-        """Note how far the log was read."""
-        file = _File(self.key, self._reader.whose, self._control.position, self._server.position)
+        """Note how far the log was read, and what follows of that: nobody will read it again."""
+        file = _File(self.key, self._reader.whose, self._control.position, self._server.position, self.serving)
         try:
             store.write(self._paths.reading, msgspec.json.encode(file))
         except OSError as error:

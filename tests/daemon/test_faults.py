@@ -1,5 +1,6 @@
 """Fatal faults, errors that a GPU reports, and servers that do not start: told, and nobody is let in meanwhile."""
 
+import signal
 from functools import partial
 from typing import Any
 
@@ -107,3 +108,10 @@ def test_servers_that_do_not_start(make_node: Start) -> None:
     assert "servers in a row could not start" in refused.json["detail"]
     assert "nvidia-smi" in refused.json["hint"]
     assert "could not start" in node.get("/v1/status").json["because"]
+    # It is as true for the next mpsd, which does not read of it again.
+    node.end(signal.SIGKILL)
+    node.start(ready=False)
+    node.wait_for_state("gpu0", "ready")
+    refused = node.request("POST", "/v1/leases", SMALL)
+    assert refused.status == 409
+    assert "servers in a row could not start" in refused.json["detail"]

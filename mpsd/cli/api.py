@@ -66,9 +66,9 @@ class Api(Client):
         """End a lease; one that has ended already is fine."""
         self.delete(f"/v1/leases/{segment(lease)}")
 
-    def reset(self, daemon: str) -> "shapes.Operation":
-        """Forget a control daemon's deaths, and try again."""
-        return cast("shapes.Operation", self.post(f"/v1/daemons/{segment(daemon)}/reset", {}))
+    def operate(self, daemon: str, verb: str) -> "shapes.Operation":
+        """Have a control daemon reset, held or resumed."""
+        return cast("shapes.Operation", self.post(f"/v1/daemons/{segment(daemon)}/{verb}", {}))
 
     def events(
         self, after: int, *, follow: bool, meanwhile: Meanwhile | None = None

@@ -1,4 +1,7 @@
-"""The commands of an operator: reset."""
+"""The commands of an operator: hold, resume, reset."""
+
+from collections.abc import Callable
+from functools import wraps
 
 import click
 
@@ -7,18 +10,42 @@ from mpsd.cli.api import Api
 from mpsd.cli.command import print_answer, with_api, with_form
 
 
-@click.command()
-@click.argument("daemon", required=False)
-@click.option("--all", "everyone", is_flag=True, help="Every control daemon of the node.")
-@with_form()
-@with_api
-def reset(api: Api, daemon: str | None, form: str, *, everyone: bool) -> None:
-    """Forget the deaths of a failed control daemon, and try again. One that runs is not touched.
+def _of_daemons(described: Callable[[], None]) -> click.Command:
+    """Make a command of the name and the help that a function has: it asks for that operation on the daemons named."""
+    verb = described.__name__
+
+    @wraps(described)
+    def command(api: Api, daemon: str | None, form: str, *, everyone: bool) -> None:
+        if (daemon is None) is not everyone:
+            raise click.UsageError("Name one DAEMON, or all of them with --all.")
+        names = [each["name"] for each in api.daemons()["daemons"]] if daemon is None else [daemon]
+        for name in names:
+            print_answer(form, api.operate(name, verb), views.operation)
+
+    everyone = click.option("--all", "everyone", is_flag=True, help="Every control daemon of the node.")
+    return click.command()(click.argument("daemon", required=False)(everyone(with_form()(with_api(command)))))
+
+
+@_of_daemons
+def hold() -> None:
+    """Let nobody in on a control daemon until it is resumed. Who is there goes on, and nothing is stopped.
+
+    That outlives restarts of mpsd and reboots. Requests that may wait, wait; others are refused. DAEMON is a name that
+    `mpsctl daemons` lists.
+    """
+
+
+@_of_daemons
+def resume() -> None:
+    """Let people in again on a control daemon that was held.
 
     DAEMON is a name that `mpsctl daemons` lists.
     """
-    if (daemon is None) is not everyone:
-        raise click.UsageError("Name one DAEMON, or all of them with --all.")
-    names = [each["name"] for each in api.daemons()["daemons"]] if daemon is None else [daemon]
-    for name in names:
-        print_answer(form, api.reset(name), views.operation)
+
+
+@_of_daemons
+def reset() -> None:
+    """Forget the deaths of a failed control daemon, and what its GPU reported, and try again.
+
+    A daemon that runs is not touched. DAEMON is a name that `mpsctl daemons` lists.
+    """

@@ -13,13 +13,14 @@ from mpsd.core.admission import Amount
 from mpsd.core.errors import CallerUnknownError, InvalidRequestError, NotFoundError, NotPermittedError
 from mpsd.core.gpus import driver_branch
 from mpsd.core.ledger import Place
-from mpsd.core.lifecycle import State
+from mpsd.core.lifecycle import Intent, State
 from mpsd.core.model import Drift, Health, Known, Lease, LeaseState, Owner
 from mpsd.core.quota import Person
 from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.daemon import lease_wire, wire
 from mpsd.daemon.gpus import GpuView
 from mpsd.daemon.node import Node, faulted
+from mpsd.daemon.supervisor import Supervisor
 from mpsd.system import clock, peers, process
 from mpsd.system.credentials import Caller
 from mpsd.system.process import Process
@@ -263,13 +264,29 @@ class Handlers:
     # -- operating ----------------------------------------------------------------------------------------------------
 
     async def reset(self, request: Request) -> wire.OperationOut:
-        """Forget a control daemon's deaths and try again."""
-        name, now = request.names["name"], clock.now()
-        supervisor = self._node.supervisor(name)
+        """Forget a control daemon's deaths, and what its GPU reported, and try again."""
+        supervisor = self._node.supervisor(request.names["name"])
         supervisor.reset()
         self._node.gpus.reset(supervisor.gpu.uuid)
-        because = f"uid {request.caller.uid} reset {name}; it is {supervisor.snapshot().state}"
-        done = wire.OperationOut(f"op-{secrets.token_hex(5)}", name, "reset", "done", because, now, clock.now())
+        return self._done(request, supervisor, "reset", "reset")
+
+    async def hold(self, request: Request) -> wire.OperationOut:
+        """Let nobody in on a control daemon until it is resumed; stored before it is answered."""
+        supervisor = self._node.supervisor(request.names["name"])
+        supervisor.intend(Intent.HOLD, f"uid {request.caller.uid} holds it")
+        return self._done(request, supervisor, "hold", "holds")
+
+    async def resume(self, request: Request) -> wire.OperationOut:
+        """Let people in again; stored before it is answered."""
+        supervisor = self._node.supervisor(request.names["name"])
+        supervisor.intend(Intent.RUN, f"uid {request.caller.uid} resumed it")
+        return self._done(request, supervisor, "resume", "resumed")
+
+    def _done(self, request: Request, supervisor: Supervisor, verb: str, did: str) -> wire.OperationOut:
+        """Keep an operation that is done, and return it."""
+        name, now, state = supervisor.name, clock.now(), supervisor.snapshot().state
+        because = f"uid {request.caller.uid} {did} {name}; it is {state}"
+        done = wire.OperationOut(f"op-{secrets.token_hex(5)}", name, verb, "done", because, now, now)
         self._operations[done.id] = done
         while len(self._operations) > _OPERATIONS_KEPT:
             self._operations.popitem(last=False)

@@ -88,6 +88,10 @@ ROUTES: Final = (
     Route("GET", "/v1/leases/{id}/verify", Role.OBSERVER, lambda h: h.verify, lease_wire.VerifyOut, errors=(404,)),
     Route("DELETE", "/v1/leases/{id}", Role.USER, lambda h: h.release, None, 204, errors=(404, 507)),
     Route("POST", "/v1/daemons/{name}/reset", Role.ADMIN, lambda h: h.reset, wire.OperationOut, 202, errors=(404,)),
+    Route("POST", "/v1/daemons/{name}/hold", Role.ADMIN, lambda h: h.hold, wire.OperationOut, 202, errors=(404, 507)),
+    Route(
+        "POST", "/v1/daemons/{name}/resume", Role.ADMIN, lambda h: h.resume, wire.OperationOut, 202, errors=(404, 507)
+    ),
 )
 
 

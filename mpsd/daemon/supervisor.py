@@ -7,7 +7,6 @@ settings) is noted and wakes the loop. The state has one writer, `_move`, which 
 import asyncio
 import contextlib
 from collections.abc import Callable
-from datetime import datetime
 from typing import Final
 
 from mpsd.core.errors import (
@@ -19,16 +18,18 @@ from mpsd.core.errors import (
     LimitNotHeldError,
     ReachError,
 )
-from mpsd.core.lifecycle import ANSWERED, RUNNING, Event, State, step
+from mpsd.core.lifecycle import ANSWERED, RUNNING, Event, Intent, State
 from mpsd.core.model import Daemon, DaemonProcess, Gpu, Limits
 from mpsd.core.restart import Verdict
 from mpsd.core.settings import Settings
 from mpsd.daemon.holding import Holding
+from mpsd.daemon.intention import Intention
 from mpsd.daemon.ladder import end_daemon
 from mpsd.daemon.launch import Launcher
 from mpsd.daemon.log import Happened, Logger
 from mpsd.daemon.observer import Observer
 from mpsd.daemon.reach import Way
+from mpsd.daemon.standing import Standing
 from mpsd.daemon.tally import Tally
 from mpsd.system import clock, process
 from mpsd.system.control import ControlProgram
@@ -71,21 +72,14 @@ class Supervisor:
         """The door to its control daemon."""
         self._down = asyncio.Event()
         self._holding = Holding(self._observer, settings, self._log)
-        self._changed = changed
-        self.revision = 0
-        """Grows whenever a snapshot might come out different."""
-        self._state = State.DOWN
-        self._because = "nothing was tried yet"
-        self._hint: str | None = None
-        self._since = clock.now()
-
+        self._standing = Standing(self._log, changed)
+        self._intention = Intention(way.paths.intention)
         self._wanted = True
         """The intent: whether it should run at all."""
         self._process: Process | None = None
         self._evidence: DaemonProcess | None = None
         self._fresh = True
         """Whether the process was started by this mpsd, and so has no history."""
-        self._ready_since: datetime | None = None
         self._dead: tuple[int | None] | None = None
         """What the watcher noted when the process ended: its return code, or None in it for one that was adopted."""
         self._due = 0.0
@@ -100,12 +94,12 @@ class Supervisor:
         return Daemon(
             name=self.name,
             gpu=self.gpu.uuid,
-            state=self._state,
-            because=self._because,
-            hint=self._hint,
-            since=self._since,
+            state=self._standing.state,
+            because=self._standing.because,
+            hint=self._standing.hint,
+            since=self._standing.since,
             process=self._evidence,
-            ready_since=self._ready_since,
+            ready_since=self._standing.ready_since,
             pipe_directory=str(self._way.paths.pipe_directory),
             wanted=self._holding.limits,
             limits=self._observer.read_back,
@@ -130,7 +124,7 @@ class Supervisor:
         self._settings = settings
         if self._holding.configure(settings):
             self.ask()
-        self._touch()
+        self._standing.touch()
         self._observer.configure(settings.daemon)
         self._wake.set()
 
@@ -147,8 +141,8 @@ class Supervisor:
     @property
     def trouble(self) -> str:
         """Why it is not certain that the limits that are wanted hold for its next client; empty when it is."""
-        if self._state not in ANSWERED:
-            return f"it is {self._state}: {self._because}"
+        if self._standing.state not in ANSWERED:
+            return f"it is {self._standing.state}: {self._standing.because}"
         if not self._holding.proved:
             return "they were not read back in time"
         if self._observer.starting:
@@ -156,9 +150,15 @@ class Supervisor:
             return f"server {pids} is starting, and does not say yet what its clients get"
         return ""
 
-    def _touch(self) -> None:
-        self.revision += 1
-        self._changed()
+    @property
+    def revision(self) -> int:
+        """Grows whenever a snapshot might come out different."""
+        return self._standing.revision
+
+    def intend(self, intent: Intent, because: str) -> None:
+        """Do what an operator wants, from now on. Raises StorageError, and then nothing has changed."""
+        self._intention.want(intent, because)
+        self._obey()
 
     async def stop(self) -> None:
         """Stop the daemon by the ladder: quit, SIGTERM, and, loudly, SIGKILL; return when it is gone.
@@ -168,7 +168,7 @@ class Supervisor:
         self._wanted = False
         self._move(Event.STOP, "an operator stopped it")
         self._wake.set()
-        if self._state is State.STOPPING:
+        if self._standing.state is State.STOPPING:
             self._down.clear()
             await self._down.wait()
 
@@ -177,6 +177,7 @@ class Supervisor:
     async def run(self) -> None:
         """Supervise until cancelled, and then leave the daemon running: its clients must not notice."""
         self._tally.load()
+        self._intention.load()
         try:
             async with asyncio.TaskGroup() as self._group:
                 while True:
@@ -193,7 +194,7 @@ class Supervisor:
                 self._process.close()
 
     async def _one_round(self) -> None:
-        match self._state:
+        match self._standing.state:
             case State.DOWN if self._tally.failed is not None:
                 self._move(Event.REFUSED, self._tally.failed, self._reset_hint)
             case State.DOWN if self._wanted:
@@ -219,7 +220,7 @@ class Supervisor:
 
         It is no reason for mpsd to end, nor for the daemon; both look again.
         """
-        if self._state in RUNNING:
+        if self._standing.state in RUNNING:
             hint = "see what the machine has run out of; mpsd looks again by itself"
             self._move(Event.SILENT, f"mpsd could not look at it: {error.strerror}", hint)
         self._due = 0.0
@@ -232,23 +233,16 @@ class Supervisor:
                 await self._wake.wait()
 
     def _move(self, event: Event, because: str, hint: str | None = None) -> None:
-        """Apply an event: the one place where the state changes, is stamped, and is told about."""
-        target = step(self._state, event)
-        if target is None:
-            return
-        before = self._state
-        self._state = target
-        self._touch()
-        self._since = clock.now()
-        self._because, self._hint = because, hint
-        if target not in ANSWERED:
-            self._ready_since = None
-        elif self._ready_since is None:
-            self._ready_since = self._since
-        if target is State.DOWN:
+        """Apply an event."""
+        self._standing.move(event, because, hint, self._process.pid if self._process else None)
+        if self._standing.state is State.DOWN:
             self._down.set()
-        pid = self._process.pid if self._process else None
-        self._log.info(Happened.DAEMON_STATE, state=target, before=before, because=because, pid=pid)
+
+    def _obey(self) -> None:
+        """Let nobody in where an operator wants that, and everybody where he does no more."""
+        if self._standing.state in ANSWERED:
+            event = Event.HOLD if self._intention.intent is Intent.HOLD else Event.RESUME
+            self._move(event, self._intention.because, f"let people in again: mpsctl resume {self.name}")
 
     # -- arriving: adopt what is there, or start ----------------------------------------------------------------------
 
@@ -316,7 +310,7 @@ class Supervisor:
                 return
             await asyncio.sleep(_LISTEN_POLL)
         reached = await self._probe()
-        if self._state is State.STARTING:
+        if self._standing.state is State.STARTING:
             # It may have bound its socket and not listen yet, a moment that a busy machine makes long.
             await self._sleep(self._settings.daemon.probe_interval if reached else _LISTEN_POLL)
 
@@ -325,11 +319,11 @@ class Supervisor:
         assert self._process is not None  # noqa: S101 - there is one in every state that is watched
         await self._find_orphans()
         stopped = process.is_stopped(self._process.pid)
-        if any((self._observer.glance(), not self._way.look(), stopped and self._state is State.UNRESPONSIVE)):
+        if any((self._observer.glance(), not self._way.look(), stopped and self._standing.state is State.UNRESPONSIVE)):
             # There is reason to ask at once; one that is known to be stopped cannot answer before it goes on.
             self._due = 0.0
         if stopped:
-            due = self._state is not State.UNRESPONSIVE
+            due = self._standing.state is not State.UNRESPONSIVE
         else:
             due = clock.monotonic() >= self._due or self._launcher.socket_is_gone
         if due:
@@ -349,24 +343,27 @@ class Supervisor:
             # It is not silent; but a limit that does not hold opens no door, nor does a way that strangers may go.
             self._holding.forget()
             self._move(Event.UNPROVEN, error.detail, error.hint)
-            self._because, self._hint = error.detail, error.hint
+            self._standing.explain(error.detail, error.hint)
             happened = Happened.REACH_NOT_HELD if isinstance(error, ReachError) else Happened.LIMITS_NOT_HELD
             self._log.error(happened, because=error.detail)
         except ControlError as error:
-            starting = self._fresh and self._state is State.STARTING and clock.monotonic() < self._due
+            starting = self._fresh and self._standing.state is State.STARTING and clock.monotonic() < self._due
             if starting and isinstance(error, ControlUnreachableError):
                 return False
             if self._dead is None:
                 self._move(Event.SILENT, error.detail, error.hint)
         else:
             self._fresh = False
-            self._because, self._hint = self._observer.verdict(self._holding.limits)
-            self._move(Event.VERIFIED, self._because, self._hint)
+            because, hint = self._observer.verdict(self._holding.limits)
+            self._move(Event.VERIFIED, because, hint)
+            if self._standing.state is State.READY:
+                self._standing.explain(because, hint)
+            self._obey()
         # A socket that is gone is looked for all the time, and asked as soon as it is back.
         gone = self._launcher.socket_is_gone
         pause = _TICK if self._observer.starting else self._settings.daemon.probe_interval
         self._due = 0.0 if gone else clock.monotonic() + pause
-        self._touch()
+        self._standing.touch()
         return not gone
 
     # -- ending -------------------------------------------------------------------------------------------------------
@@ -382,7 +379,7 @@ class Supervisor:
         self._process = self._evidence = self._dead = None
         self._observer.orphaned()
         self._looked = False
-        if self._state is State.STOPPING:
+        if self._standing.state is State.STOPPING:
             self._move(Event.DIED, how)
         else:
             self._die(how)

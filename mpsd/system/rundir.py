@@ -31,6 +31,8 @@ class DaemonPaths:
     """The file that its deaths are kept in."""
     reading: Path
     """The file that tells how far its log was read."""
+    intention: Path
+    """The file that has what an operator wants of it."""
 
     @property
     def control_socket(self) -> Path:
@@ -113,6 +115,7 @@ class RunDir:
             paths.log_dir / name,
             tally=paths.runtime_dir / f"{name}.tally.json",
             reading=paths.runtime_dir / f"{name}.reading.json",
+            intention=paths.state_dir / f"{name}.intention.json",
         )
 
 

@@ -1,0 +1,53 @@
+"""Where a control daemon stands: the one place where its state changes, is stamped, and is told about."""
+
+from collections.abc import Callable
+from datetime import datetime
+
+from mpsd.core.lifecycle import ANSWERED, Event, State, step
+from mpsd.daemon.log import Happened, Logger
+from mpsd.system import clock
+
+
+class Standing:
+    """The state of one control daemon, since when, and why."""
+
+    def __init__(self, log: Logger, changed: Callable[[], None]) -> None:
+        """`changed` is called whenever something about the daemon may be otherwise than before."""
+        self._state = State.DOWN
+        self.because = "nothing was tried yet"
+        self.hint: str | None = None
+        self.since = clock.now()
+        self.ready_since: datetime | None = None
+        self.revision = 0
+        """Grows whenever something about the daemon may be otherwise than before."""
+        self._log = log
+        self._changed = changed
+
+    @property
+    def state(self) -> State:
+        """What the daemon is to mpsd at this moment."""
+        return self._state
+
+    def touch(self) -> None:
+        """Note that something about the daemon may be otherwise than before."""
+        self.revision += 1
+        self._changed()
+
+    def explain(self, because: str, hint: str | None) -> None:
+        """Say why it is still in this state."""
+        self.because, self.hint = because, hint
+
+    def move(self, event: Event, because: str, hint: str | None, pid: int | None) -> None:
+        """Apply an event that happened to the daemon, which is this process, if any."""
+        target = step(self._state, event)
+        if target is None:
+            return
+        before, self._state = self._state, target
+        self.touch()
+        self.since = clock.now()
+        self.explain(because, hint)
+        if target not in ANSWERED:
+            self.ready_since = None
+        elif self.ready_since is None:
+            self.ready_since = self.since
+        self._log.info(Happened.DAEMON_STATE, state=target, before=before, because=because, pid=pid)

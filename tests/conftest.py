@@ -93,10 +93,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.fail(f"{missing}, and {real.REQUIRE} is set", pytrace=False)
         elif missing is not None:
             pytest.skip(missing)
-    if item.get_closest_marker("gpu") is not None and (missing := machine.missing()) is not None:
-        if machine.required():
-            pytest.fail(f"{missing}, and {machine.REQUIRE} is set", pytrace=False)
-        pytest.skip(missing)
+    if item.get_closest_marker("gpu") is not None:
+        if not machine.required() and "gpu" not in item.config.getoption("-m"):
+            # They bring about a fault, which is no business of whoever shares the GPU of a developer's machine.
+            pytest.skip("the tests of a real GPU are run by: pytest -m gpu tests/gpu")
+        if (missing := machine.missing()) is not None:
+            if machine.required():
+                pytest.fail(f"{missing}, and {machine.REQUIRE} is set", pytrace=False)
+            pytest.skip(missing)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -64,7 +64,10 @@ class TestOutlives:
         node.start(ready=False)
         pid = node.wait_for_state("gpu0", "held")["pid"]
         kill(pid)
-        assert node.wait_for_state("gpu0", "held")["pid"] != pid
+        wait_until(
+            lambda: (found := node.daemons()["gpu0"])["state"] == "held" and found["pid"] not in {None, pid},
+            what="the next one to be held",
+        )
         assert node.request("POST", "/v1/leases", SMALL).json["limit"] == "hold"
         operate(node, "resume")
         node.end()

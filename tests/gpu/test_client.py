@@ -138,11 +138,25 @@ def test_it():
 def test_without_a_gpu(library: Path, tmp_path: Path, required: str, closing: str) -> None:
     """Without a GPU its tests skip, loudly and with the reason; with MPSD_REQUIRE_GPU=1 they fail with it."""
     said = inner_pytest(
-        tmp_path, NEEDY, LD_LIBRARY_PATH=str(library), FAKE_CUDA_FAIL="cuInit 100", MPSD_REQUIRE_GPU=required
+        tmp_path,
+        NEEDY,
+        "-m",
+        "gpu",
+        LD_LIBRARY_PATH=str(library),
+        FAKE_CUDA_FAIL="cuInit 100",
+        MPSD_REQUIRE_GPU=required,
     )
     assert closing in said, said
     assert "no GPU for CUDA here: CUDA_ERROR_NO_DEVICE" in said
     assert ("NOT TESTED ON A REAL GPU" in said) is not required.isdigit()
+
+
+def test_that_nobody_asked_for(library: Path, tmp_path: Path) -> None:
+    """Who runs all tests on a machine with a GPU does not run these: one of them brings about a fault."""
+    said = inner_pytest(tmp_path, NEEDY, LD_LIBRARY_PATH=str(library), MPSD_REQUIRE_GPU="")
+    assert "1 skipped" in said, said
+    assert "are run by: pytest -m gpu" in said
+    assert "NOT TESTED ON A REAL GPU" in said
 
 
 def test_with_a_gpu(library: Path, tmp_path: Path) -> None:

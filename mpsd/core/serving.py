@@ -22,6 +22,9 @@ from mpsd.core.units import GIB
 FAULT: Final = "FAULT"
 """The state word of a server that handles a fatal fault of a GPU; drivers before 550 have no word for it."""
 
+_MOST_CLIENTS: Final = 60
+"""Clients that a server can have; whatever more a log names is none."""
+
 _TRIES: Final = 6
 """Servers in a row that could not start: so many NVIDIA tries for one client, one and five more (public reports)."""
 
@@ -61,7 +64,7 @@ class Serving:
                     self.faults[event.server] = Fault(now)
                 case ClientStatus(status="INACTIVE") if event.server in self.faults:
                     fault = self.faults[event.server]
-                    self.faults[event.server] = Fault(fault.since, (*fault.clients, event.pid))
+                    self.faults[event.server] = Fault(fault.since, (*fault.clients, event.pid)[-_MOST_CLIENTS:])
                 case ThreadsGiven() | MemoryGiven():
                     self._give(event)
                 case ContextsMade():
@@ -94,8 +97,9 @@ class Serving:
 
     def statuses(self, words: Mapping[int, str | None], now: datetime) -> None:
         """Take in the state words of all servers there are, where the driver has any: they count for more."""
-        for pid in self.faults.keys() - words.keys():
-            del self.faults[pid]
+        for known in (self.faults, self.given):
+            for pid in known.keys() - words.keys():
+                del known[pid]
         for pid, word in words.items():
             if word == FAULT:
                 self.faults.setdefault(pid, Fault(now))

@@ -6,7 +6,7 @@ The subjects are NVIDIA's own control daemons, read with NVIDIA's own front-end.
 import contextlib
 import random
 import signal
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Final
 
@@ -181,6 +181,19 @@ class TestOneDriver:
             ),
             what="the first to have another turn",
         )
+
+    def test_turn_is_handed_on(self, make_node: Start) -> None:
+        """Who waits for its turn has it as soon as the lease before it ends, also where it needs no other limits."""
+        node = make_node(simulate=1, config='[enforcement]\nattach = "strict"\nattach_window = 600.0\n').start()
+        current = lease(node, threads=10)
+        with ThreadPoolExecutor(4) as pool:
+            waiting = {pool.submit(lease, node, threads=10) for _ in range(4)}
+            wait_until(lambda: len(node.get("/v1/leases").json["leases"]) == 5, what="the others to wait")
+            while waiting:
+                release(node, current)
+                told, waiting = wait(waiting, timeout=5, return_when=FIRST_COMPLETED)
+                (next_one,) = told
+                current = next_one.result()
 
     def test_limits_that_do_not_open(self, make_node: Start, short_tmp: Path, control: Path) -> None:
         """A grant whose limits do not open is none: its caller is told why, and it holds nothing."""

@@ -177,8 +177,6 @@ class Server:
     orphan: bool = False
     faulted: datetime | None = None
     """Since when it handles a fatal fault, and takes no client."""
-    hit: tuple[int, ...] = ()
-    """The pids of the clients that the log says the fault hit."""
     limits: ReadBack | None = None
     """What its next client gets at most; None while it does not say, as while it starts."""
     ceilings: Mapping[int, ReadBack | None] = field(default_factory=dict)

@@ -1,12 +1,11 @@
 """Whether the servers of a control daemon serve, by what their logs say and by their state words. Pure."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Final
 
 from mpsd.core.logevents import (
-    ClientStatus,
     ContextsMade,
     LogEvent,
     MemoryGiven,
@@ -22,8 +21,8 @@ from mpsd.core.units import GIB
 FAULT: Final = "FAULT"
 """The state word of a server that handles a fatal fault of a GPU; drivers before 550 have no word for it."""
 
-_MOST_CLIENTS: Final = 60
-"""Clients that a server can have; whatever more a log names is none."""
+_MOST_GIVEN: Final = 16
+"""Servers whose limits are kept until they are compared; whatever more the logs name is none."""
 
 _TRIES: Final = 6
 """Servers in a row that could not start: so many NVIDIA tries for one client, one and five more (public reports)."""
@@ -34,21 +33,12 @@ _WINDOW: Final = timedelta(seconds=60)
 """How long that closes the GPU; then one more client may try."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """A server that handles a fatal fault: it takes no client until all those are gone that it hit."""
-
-    since: datetime
-    clients: tuple[int, ...] = ()
-    """The pids of those that the log says it hit."""
-
-
 @dataclass(slots=True)
 class Serving:
     """What is known of the servers of one control daemon; it is kept with how far their logs were read."""
 
-    faults: dict[int, Fault] = field(default_factory=dict)
-    """By the server's pid."""
+    faults: dict[int, datetime] = field(default_factory=dict)
+    """By the server's pid, since when it handles a fatal fault: it takes no client until those that it has are gone."""
     given: dict[int, ReadBack] = field(default_factory=dict)
     """By server, the limits that its log says it gives, since somebody last compared them with what was asked."""
     failures: list[datetime] = field(default_factory=list)
@@ -61,10 +51,7 @@ class Serving:
         for event in events:
             match event:
                 case ServerFaulted():
-                    self.faults[event.server] = Fault(now)
-                case ClientStatus(status="INACTIVE") if event.server in self.faults:
-                    fault = self.faults[event.server]
-                    self.faults[event.server] = Fault(fault.since, (*fault.clients, event.pid)[-_MOST_CLIENTS:])
+                    self.faults[event.server] = now
                 case ThreadsGiven() | MemoryGiven():
                     self._give(event)
                 case ContextsMade():
@@ -94,17 +81,26 @@ class Serving:
             whole = event.bytes // GIB * GIB if event.bytes >= GIB else event.bytes
             before = replace(before, pinned_device_mem_limit=whole)
         self.given[event.server] = before
+        while len(self.given) > _MOST_GIVEN:
+            del self.given[next(iter(self.given))]
 
-    def statuses(self, words: Mapping[int, str | None], now: datetime) -> None:
-        """Take in the state words of all servers there are, where the driver has any: they count for more."""
-        for known in (self.faults, self.given):
-            for pid in known.keys() - words.keys():
-                del known[pid]
+    def statuses(self, words: Mapping[int, str | None], gone: Collection[int], now: datetime) -> None:
+        """Take in the servers' state words, where the driver has any: they count for more. Those gone have no fault.
+
+        A busy server says nothing, and is not gone for that.
+        """
+        for pid in gone:
+            self.faults.pop(pid, None)
         for pid, word in words.items():
             if word == FAULT:
-                self.faults.setdefault(pid, Fault(now))
+                self.faults.setdefault(pid, now)
             elif word is not None:
                 self.faults.pop(pid, None)
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """What decides whether anybody is let in: another value where that may be decided otherwise than before."""
+        return (*self.faults, *self.failures)
 
     def cannot_start(self, now: datetime) -> str | None:
         """Say that servers do not start, with what the last of them said, as long as that is so."""

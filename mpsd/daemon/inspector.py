@@ -99,7 +99,7 @@ class Inspector:
     def _follow_faults(self) -> None:
         """Tell of each fatal fault that comes, with whom it hit, and of each that is over."""
         faults = {
-            (daemon.name, server.pid): (server.faulted, server.hit)
+            (daemon.name, server.pid): server.faulted
             for daemon in self._daemons.values()
             for server in daemon.servers
             if server.faulted is not None
@@ -113,12 +113,11 @@ class Inspector:
                 server=pid,
                 leases=sorted({each.lease.id for each in there if each.lease is not None}),
                 clients=clients,
-                named_by_its_log=[each for each in faults[name, pid][1] if each in clients],
                 because="a fatal fault of one client ends the work of all clients of its server",
             )
         for name, pid in self._faults.keys() - faults.keys():
             self._log.info(Happened.SERVER_RECOVERED, daemon=name, server=pid)
-        self._faults = {key: since for key, (since, _) in faults.items()}
+        self._faults = faults
 
     # -- finding ------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ from typing import Final
 from mpsd.core import commands, enforcement, setters
 from mpsd.core.errors import ControlBusyError, ControlError, ControlUnknownCommandError, LimitNotHeldError
 from mpsd.core.model import Drift, Limits, ProcessIdentity, ReadBack, Server
-from mpsd.core.serving import Fault
 from mpsd.core.settings import ControlDaemon
 from mpsd.daemon.control_log import ControlLog
 from mpsd.daemon.log import Happened, Logger
@@ -99,7 +98,7 @@ class Observer:
         """The servers of this daemon, and those of dead ones before it that live on."""
         faults = self.control_log.serving.faults
         return (
-            *(_faulted(each, faults) for each in self._servers.values()),
+            *(replace(each, faulted=faults.get(each.pid)) for each in self._servers.values()),
             *(Server(each.pid, orphan=True) for each in self._orphans),
         )
 
@@ -195,7 +194,9 @@ class Observer:
         for identity in self._ceilings.keys() - met.keys():
             if process.start_ticks(identity.pid) != identity.start_ticks:
                 del self._ceilings[identity]
-        self.control_log.serving.statuses({each.pid: each.status for each in met.values()}, clock.now())
+        serving = self.control_log.serving
+        gone = {pid for pid in serving.faults if process.start_ticks(pid) is None}
+        serving.statuses({each.pid: each.status for each in met.values()}, gone, clock.now())
         return found
 
     def _mem_limit(self, pending: Pending[int | None], wanted: Limits) -> int | None:
@@ -309,8 +310,3 @@ class Observer:
 def _plain(limits: ReadBack) -> dict[str, float | int | None]:
     tenths, memory = limits.active_thread_percentage_tenths, limits.pinned_device_mem_limit
     return {"active_thread_percentage": tenths / 10, "pinned_device_mem_limit": memory}
-
-
-def _faulted(server: Server, faults: Mapping[int, Fault]) -> Server:
-    fault = faults.get(server.pid)
-    return server if fault is None else replace(server, faulted=fault.since, hit=fault.clients)

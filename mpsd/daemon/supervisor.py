@@ -151,9 +151,9 @@ class Supervisor:
         return ""
 
     @property
-    def revision(self) -> int:
-        """Grows whenever a snapshot might come out different."""
-        return self._standing.revision
+    def revision(self) -> tuple[object, ...]:
+        """Another value whenever a snapshot might come out different; the log is read between two looks too."""
+        return (self._standing.revision, *self._observer.control_log.serving.state)
 
     def intend(self, intent: Intent, because: str) -> None:
         """Do what an operator wants, from now on. Raises StorageError, and then nothing has changed."""

@@ -7,7 +7,6 @@ import pytest
 
 from mpsd.core import xid
 from mpsd.core.logevents import (
-    ClientStatus,
     ContextsMade,
     MemoryGiven,
     ServerExited,
@@ -17,7 +16,7 @@ from mpsd.core.logevents import (
     ThreadsGiven,
 )
 from mpsd.core.model import ReadBack
-from mpsd.core.serving import Fault, Serving
+from mpsd.core.serving import Serving
 from mpsd.core.units import GIB, MIB
 
 T: Final = datetime(2026, 1, 1, tzinfo=UTC)
@@ -29,13 +28,14 @@ def after(seconds: float) -> datetime:
 
 
 def test_fault_by_its_log() -> None:
-    """A fault begins with its line, names those whom it hit, and is over when the server has new contexts."""
+    """A fault begins with its line, and is over when the server has new contexts."""
     serving = Serving()
-    serving.note([ServerFaulted(7), ClientStatus(7, 100, 0, "INACTIVE"), ClientStatus(7, 101, 0, "INACTIVE")], T)
-    assert serving.faults == {7: Fault(T, (100, 101))}
-    # A driver without a state word says nothing against it.
-    serving.statuses({7: None}, after(1))
-    assert serving.faults == {7: Fault(T, (100, 101))}
+    serving.note([ServerFaulted(7)], T)
+    assert serving.faults == {7: T}
+    # A driver without a state word says nothing against it, and neither does a server that is busy with it.
+    serving.statuses({7: None}, (), after(1))
+    serving.statuses({}, (), after(1))
+    assert serving.faults == {7: T}
     serving.note([ContextsMade(7)], after(2))
     assert serving.faults == {}
 
@@ -43,14 +43,14 @@ def test_fault_by_its_log() -> None:
 def test_fault_by_its_word() -> None:
     """The state word counts for more than a log that says nothing, or cannot be read."""
     serving = Serving()
-    serving.statuses({7: "FAULT", 8: "ACTIVE"}, T)
-    serving.statuses({7: "FAULT", 8: "ACTIVE"}, after(5))
-    assert serving.faults == {7: Fault(T)}
-    serving.statuses({7: "ACTIVE", 8: "ACTIVE"}, after(6))
+    serving.statuses({7: "FAULT", 8: "ACTIVE"}, (), T)
+    serving.statuses({7: "FAULT", 8: "ACTIVE"}, (), after(5))
+    assert serving.faults == {7: T}
+    serving.statuses({7: "ACTIVE", 8: "ACTIVE"}, (), after(6))
     assert serving.faults == {}
 
 
-@pytest.mark.parametrize("gone_by", ["its exit", "the list of servers"])
+@pytest.mark.parametrize("gone_by", ["its exit", "the kernel"])
 def test_server_that_is_gone(gone_by: str) -> None:
     """A server that is gone has no fault any more."""
     serving = Serving()
@@ -58,7 +58,7 @@ def test_server_that_is_gone(gone_by: str) -> None:
     if gone_by == "its exit":
         serving.note([ServerExited(7, 0)], after(1))
     else:
-        serving.statuses({}, after(1))
+        serving.statuses({}, {7}, after(1))
     assert serving.faults == {}
 
 

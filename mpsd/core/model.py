@@ -179,8 +179,11 @@ class Server:
     """Since when it handles a fatal fault, and takes no client."""
     limits: ReadBack | None = None
     """What its next client gets at most; None while it does not say, as while it starts."""
-    ceilings: Mapping[int, ReadBack | None] = field(default_factory=dict)
-    """By client, the most that anybody got who connected when it did; None where mpsd was not there."""
+    ceilings: Mapping[ProcessIdentity, ReadBack | None] = field(default_factory=dict)
+    """By client, as it was when it was listed, the most that anybody got who connected when it did.
+
+    None where mpsd was not there. A client that lives where mpsd sees no processes is in `clients` alone.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,15 +36,19 @@ class Inspector:
         self._find_lease = find
         self._terminate = terminate
         self._log = log
-        self._seen: dict[tuple[str, int], Client] = {}
+        self._seen: dict[tuple[str, ProcessIdentity], Client] = {}
         self._daemons: dict[str, Daemon] = {}
         self._held: dict[tuple[str, str], dict[ProcessIdentity, GpuProcess]] = {}
         """By lease and GPU, what its processes hold there, as NVML said last."""
         self._faults: dict[tuple[str, int], datetime] = {}
         """By control daemon and server, since when it handles a fatal fault."""
         self._suspected: set[Violation] = set()
-        self._found: dict[Violation, asyncio.Task[None] | None] = {}
-        """The violations of now, and what is done about each."""
+        self._found: dict[Violation, None] = {}
+        """The violations of now, in the order in which they were found."""
+        self._endings: dict[ProcessIdentity, asyncio.Task[None]] = {}
+        """Who was put on the ladder, once, as long as that goes on or there is a reason for it."""
+        self._ended: set[ProcessIdentity] = set()
+        """Those of them whose contexts their server has ended: there is no way back for them."""
 
     @property
     def violations(self) -> tuple[Violation, ...]:
@@ -71,30 +75,27 @@ class Inspector:
             self._end(each)
         for each in found:
             self._act(each)
+        reasons = {each.process for each in found}
+        self._endings = {each: task for each, task in self._endings.items() if each in reasons or not task.done()}
+        self._ended &= self._endings.keys()
 
     def close(self) -> None:
         """Do no more about anything."""
-        for task in self._found.values():
-            if task is not None:
-                task.cancel()
+        for task in self._endings.values():
+            task.cancel()
 
     def _see(self) -> None:
-        """Take in which clients the servers list."""
-        listed = {
-            (daemon.name, pid): (daemon, server)
-            for daemon in self._daemons.values()
-            for server in daemon.servers
-            for pid in server.clients
-        }
-        for key in self._seen.keys() - listed.keys():
-            del self._seen[key]
-        for key, (daemon, server) in listed.items():
-            ticks = process.start_ticks(key[1])
-            known = self._seen.get(key)
-            if ticks is None:  # it has ended, or lives where mpsd sees no processes
-                self._seen.pop(key, None)
-            elif known is None or known.identity.start_ticks != ticks or known.server != server.pid:
-                self._seen[key] = _client(ProcessIdentity(key[1], ticks), daemon, server)
+        """Take in which clients the servers list, as far as they live: a pid that another has by now is nobody's."""
+        seen: dict[tuple[str, ProcessIdentity], Client] = {}
+        for daemon in self._daemons.values():
+            for server in daemon.servers:
+                for identity in server.ceilings:
+                    key = (daemon.name, identity)
+                    known = self._seen.get(key)
+                    if process.start_ticks(identity.pid) != identity.start_ticks:
+                        continue
+                    seen[key] = known if known and known.server == server.pid else _client(identity, daemon, server)
+        self._seen = seen
 
     def _follow_faults(self) -> None:
         """Tell of each fatal fault that comes, with whom it hit, and of each that is over."""
@@ -188,18 +189,27 @@ class Inspector:
         self._found[violation] = None
 
     def _act(self, violation: Violation) -> None:
-        """Do what policy says, once."""
+        """Do what policy says, once for a process."""
         policy = self.settings.on_violation(violation.kind)
-        if policy is OnViolation.REPORT or self._found[violation] is not None:
+        if policy is OnViolation.REPORT or violation.process in self._endings:
             return
         living = process.adopt(violation.process)
         if living is None:
             return
-        terminate = None
-        if violation.server is not None:
-            terminate = self._terminate(violation.daemon, violation.server, violation.process.pid)
+        terminate = self._end_contexts(violation) if violation.server is not None else None
         ending = end_client(living, terminate, self.settings.enforcement.grace, self._log, violation.because)
-        self._found[violation] = asyncio.get_running_loop().create_task(ending)
+        self._endings[violation.process] = asyncio.get_running_loop().create_task(ending)
+
+    def _end_contexts(self, violation: Violation) -> Terminate:
+        assert violation.server is not None  # noqa: S101 - who has none has no contexts there
+        ask = self._terminate(violation.daemon, violation.server, violation.process.pid)
+
+        async def end() -> None:
+            await ask()
+            # It is no client any more, so that what it was ended for is over; the process is still to go.
+            self._ended.add(violation.process)
+
+        return end
 
     def _end(self, violation: Violation) -> None:
         self._log.info(
@@ -209,10 +219,16 @@ class Inspector:
             lease=violation.lease,
             daemon=violation.daemon,
         )
-        task = self._found.pop(violation)
+        del self._found[violation]
         # Whoever is on the ladder for a reason that is over is let go.
-        if task is not None and process.start_ticks(violation.process.pid) == violation.process.start_ticks:
-            task.cancel()
+        if violation.process not in self._ended and not any(
+            each.process == violation.process and self.settings.on_violation(each.kind) is OnViolation.TERMINATE
+            for each in self._found
+        ):
+            task = self._endings.get(violation.process)
+            if task is not None and process.start_ticks(violation.process.pid) == violation.process.start_ticks:
+                del self._endings[violation.process]
+                task.cancel()
 
 
 def _is_on(lease: Lease, gpu: str) -> bool:
@@ -221,5 +237,5 @@ def _is_on(lease: Lease, gpu: str) -> bool:
 
 def _client(identity: ProcessIdentity, daemon: Daemon, server: Server) -> Client:
     environment = process.variables_of(identity.pid, violations.VARIABLES)
-    ceiling = server.ceilings.get(identity.pid)
+    ceiling = server.ceilings[identity]
     return Client(identity, daemon.name, daemon.gpu, server.pid, ceiling, environment)

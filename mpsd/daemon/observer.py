@@ -88,7 +88,7 @@ class Observer:
         self._log = log
         self._servers: dict[ProcessIdentity, Server] = {}
         self._orphans: tuple[ProcessIdentity, ...] = ()
-        self._ceilings: dict[ProcessIdentity, Mapping[int, ReadBack | None]] = {}
+        self._ceilings: dict[ProcessIdentity, Mapping[ProcessIdentity, ReadBack | None]] = {}
         """By server, also one that says nothing for a while, what was open to each of its clients when it came."""
         self._held_since = 0.0
         """Since when, in seconds since boot, the defaults are what they are: a server started later has got them."""
@@ -250,7 +250,9 @@ class Observer:
             asked, ceiling = ceiling, wider
             self._log.error(Happened.LIMITS_NOT_GIVEN, server=server.pid, asked=_plain(asked), given=_plain(given))
         known = self._ceilings.get(identity, {})
-        ceilings = self._ceilings[identity] = {pid: known.get(pid, ceiling) for pid in server.clients}
+        started = ((pid, process.start_ticks(pid)) for pid in server.clients)
+        clients = (ProcessIdentity(pid, ticks) for pid, ticks in started if ticks is not None)
+        ceilings = self._ceilings[identity] = {each: known.get(each, ceiling) for each in clients}
         return replace(server, ceilings=ceilings)
 
     def _compare(self, wanted: Limits, found: ReadBack, known: tuple[ProcessIdentity, ...]) -> None:

@@ -87,6 +87,11 @@ def undone(node: Node, name: str, limit: str, **facts: object) -> dict[str, Any]
     return wait_until(look, what=f"{limit} of {name} to be put back; the log is {node.stderr}", deadline=SOON)
 
 
+def event(node: Node, name: str, **facts: object) -> dict[str, Any]:
+    """Wait for an event with these facts, and return the first."""
+    return wait_until(lambda: node.events(name, **facts), what=f"{name} {facts}; the log is {node.stderr}")[0]
+
+
 def untouched(daemon: dict[str, Any]) -> tuple[Any, ...]:
     """Return what stays the same about a control daemon to which nothing happened."""
     return tuple(daemon[key] for key in ("pid", "start_time", "state", "since", "ready_since", "limits"))

@@ -2,11 +2,11 @@
 
 import signal
 from functools import partial
-from typing import Any
 
 import pytest
 
 from tests.daemon.conftest import Start
+from tests.daemon.scene import event
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated import gpus, leased
@@ -19,11 +19,6 @@ BRISK = "[enforcement]\ngrace = 0.5\n"
 def node(make_node: Start) -> Node:
     """Start a node of simulated parts alone."""
     return make_node(simulate=1, control=None, config=BRISK).start()
-
-
-def event(node: Node, name: str, **facts: object) -> Any:
-    """Wait for an event, and return the first."""
-    return wait_until(lambda: node.events(name, **facts), what=f"{name}; the log is {node.stderr}")[0]
 
 
 def test_fatal_fault(node: Node) -> None:

@@ -339,6 +339,8 @@ class Supervisor:
         try:
             self._launcher.check_way(self._process)
             await self._holding.hold(fresh=self._fresh)
+            if self._fresh:
+                self._way.hold()  # it gives its socket to everybody a moment after it made it (measured, all versions)
         except (LimitNotHeldError, ControlUnknownCommandError, ReachError) as error:
             # It is not silent; but a limit that does not hold opens no door, nor does a way that strangers may go.
             self._holding.forget()

@@ -31,6 +31,18 @@ class Rules:
     """Seconds of a turn in strict mode, and for those of a lease's processes that do not come with its first."""
 
 
+@dataclass(slots=True)
+class _Turn:
+    """In strict mode, whose turn it is, and since when."""
+
+    lease: str
+    since: float
+    held: bool = False
+    """Whether it does not pass, since the lease waits for its turn on another GPU."""
+    told: bool = False
+    """Whether somebody who waited for it was told: it has begun then, and nobody who asks again makes it longer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ceiling:
     """What the next client gets at most, and until when, if that may change by itself."""
@@ -73,8 +85,7 @@ class Attaching:
         """How many of them are to get what: thousands mostly ask for the same few sizes."""
         self._since: dict[str, float] = {}
         """Those that have some of their processes, and since when the others are waited for; the earliest first."""
-        self._turn: tuple[str, float] | None = None
-        """In strict mode, whose turn it is, and since when."""
+        self._turn: _Turn | None = None
 
     def expect(self, lease_id: str, limits: Limits, *, some: bool, now: float) -> None:
         """Wait for processes of a lease, which has `some` or none; its window begins now."""
@@ -84,6 +95,26 @@ class Attaching:
         self._since.pop(lease_id, None)
         if some:
             self._since[lease_id] = now
+
+    def ask(self, lease_id: str) -> None:
+        """Have the window of a lease not run out while somebody waits to be told that it is open."""
+        self._since.pop(lease_id, None)
+
+    def hold(self, lease_id: str) -> None:
+        """Have the turn of a lease not pass while it waits for its turn on another GPU.
+
+        Who holds turns here and there takes them in the order of the GPUs, so that no two wait for each other.
+        """
+        if self._turn is not None and self._turn.lease == lease_id and not self._turn.told:
+            self._turn.held = True
+
+    def tell(self, lease_id: str, *, some: bool, now: float) -> None:
+        """Have the window and the turn of a lease, which has `some` of its processes or none, begin: it is told now."""
+        if some and self.expects(lease_id):
+            self._since.pop(lease_id, None)
+            self._since[lease_id] = now
+        if self._turn is not None and self._turn.lease == lease_id and not self._turn.told:
+            self._turn = _Turn(lease_id, now, told=True)
 
     def forget(self, lease_id: str) -> None:
         """Wait no more for processes of a lease: it has all, or has ended."""
@@ -100,7 +131,7 @@ class Attaching:
 
     def is_open_to(self, lease_id: str) -> bool:
         """Tell whether processes of a lease may attach now, as it was settled last."""
-        return self.expects(lease_id) and (self._turn is None or self._turn[0] == lease_id)
+        return self.expects(lease_id) and (self._turn is None or self._turn.lease == lease_id)
 
     def settle(self, rules: Rules, now: float) -> Ceiling:
         """Return how far it is open now."""
@@ -114,17 +145,17 @@ class Attaching:
         return Ceiling(reduce(widest, self._sizes, rules.closed), ends)
 
     def _strictly(self, rules: Rules, now: float) -> Ceiling:
-        if self._turn is not None and self._turn[0] in self._expected and now >= self._turn[1] + rules.window:
-            late = self._turn[0]
-            if late in self._since:
-                self.forget(late)
-            else:
-                self._expected[late] = self._expected.pop(late)  # it has another turn, after all others
-            self._turn = None
-        if self._turn is None or self._turn[0] not in self._expected:
+        turn = self._turn
+        if turn is not None and turn.lease in self._expected and not turn.held and now >= turn.since + rules.window:
+            if turn.lease in self._since:
+                self.forget(turn.lease)
+            else:  # it has another turn, after all others
+                self._expected[turn.lease] = self._expected.pop(turn.lease)
+            turn = None
+        if turn is None or turn.lease not in self._expected:
             first = next(iter(self._expected), None)
-            self._turn = None if first is None else (first, now)
-        if self._turn is None:
+            turn = None if first is None else _Turn(first, now)
+        self._turn = turn
+        if turn is None:
             return Ceiling(rules.closed, None)
-        whose, since = self._turn
-        return Ceiling(self._expected[whose], since + rules.window)
+        return Ceiling(self._expected[turn.lease], None if turn.held else turn.since + rules.window)

@@ -113,20 +113,37 @@ class Reconciler:
         Raises ReachError, and DaemonNotReadyError when a control daemon does not get that far.
         """
         self._reach.open(lease)
-        for share in lease.shares:
-            gate = self._gates.get(share.daemon)
-            if gate is not None:
-                await self._open(gate, lease.id)
+        gates = [self._gates[name] for name in sorted(share.daemon for share in lease.shares) if name in self._gates]
+        for gate in gates:
+            gate.attaching.ask(lease.id)
+        try:
+            while True:
+                for gate in gates:
+                    await self._open(gate, lease.id)
+                    gate.attaching.hold(lease.id)
+                    self._settle(gate)
+                if all(gate.attaching.is_open_to(lease.id) or not gate.attaching.expects(lease.id) for gate in gates):
+                    return
+        finally:
+            for gate in gates:
+                gate.attaching.tell(lease.id, some=bool(lease.clients), now=clock.monotonic())
+                self._settle(gate)
+            if self._waiting or self._next() < self._wakes:
+                self._news.set()
 
     async def _open(self, gate: _Gate, lease_id: str) -> None:
         supervisor, patience = gate.supervisor, None
         while gate.attaching.expects(lease_id):
-            if gate.attaching.is_open_to(lease_id):
-                if not supervisor.trouble:
+            is_open = gate.attaching.is_open_to(lease_id)
+            if not supervisor.trouble:
+                if is_open:
                     return
-                patience = patience or clock.monotonic() + self._patience
-                if clock.monotonic() >= patience:
-                    raise self._not_ready(supervisor)
+                patience = None
+            elif is_open and patience is None:
+                patience = clock.monotonic() + self._patience
+            # Its turn may pass meanwhile: what was not opened in time is not waited for turn after turn.
+            if patience is not None and clock.monotonic() >= patience:
+                raise self._not_ready(supervisor)
             self._waiting += 1
             try:
                 with contextlib.suppress(TimeoutError):

@@ -118,6 +118,46 @@ class TestStrictly:
         attaching.forget("a")
         assert attaching.settle(STRICT, 61.0) == Ceiling(SMALLEST, None)
 
+    def test_a_turn_is_held(self) -> None:
+        """It passes no more while its lease waits for another GPU, and begins when that was told, once."""
+        attaching = Attaching()
+        attaching.expect("a", QUARTER, some=False, now=0.0)
+        attaching.expect("b", HALF, some=False, now=0.0)
+        attaching.settle(STRICT, 0.0)
+        attaching.hold("b")  # not its turn: there is nothing to be held
+        attaching.hold("a")
+        assert attaching.settle(STRICT, 1000.0) == Ceiling(QUARTER, None)
+        attaching.tell("a", some=False, now=1000.0)
+        assert attaching.settle(STRICT, 1000.0) == Ceiling(QUARTER, 1030.0)
+        attaching.hold("a")
+        attaching.tell("a", some=False, now=1010.0)
+        assert attaching.settle(STRICT, 1010.0) == Ceiling(QUARTER, 1030.0)
+        assert attaching.settle(STRICT, 1030.0) == Ceiling(HALF, 1060.0)
+
+    def test_a_turn_that_is_held_ends_with_its_lease(self) -> None:
+        """Whoever is next has the next."""
+        attaching = Attaching()
+        attaching.expect("a", QUARTER, some=False, now=0.0)
+        attaching.expect("b", HALF, some=False, now=0.0)
+        attaching.settle(STRICT, 0.0)
+        attaching.hold("a")
+        attaching.forget("a")
+        assert attaching.settle(STRICT, 1.0) == Ceiling(HALF, 31.0)
+
+    def test_who_asks_is_not_forgotten(self) -> None:
+        """While somebody waits to be told, neither mode forgets the lease; its window begins when it is told."""
+        for rules in (SHARED, STRICT):
+            attaching = Attaching()
+            attaching.expect("a", QUARTER, some=True, now=0.0)
+            attaching.settle(rules, 0.0)
+            attaching.ask("a")
+            attaching.settle(rules, 31.0)
+            assert open_to(attaching) == {"a"}
+            attaching.tell("a", some=True, now=40.0)
+            assert attaching.settle(rules, 69.9) == Ceiling(QUARTER, 70.0)
+            attaching.settle(rules, 70.0)
+            assert not attaching.expects("a")
+
 
 @given(
     st.lists(st.tuples(st.integers(1, 100), st.none() | st.integers(1, 4096)).map(lambda each: limits(*each))),

@@ -195,6 +195,36 @@ class TestOneDriver:
                 (next_one,) = told
                 current = next_one.result()
 
+    def test_turns_on_two_gpus(self, make_node: Start) -> None:
+        """A lease of two GPUs is told when it is its turn on both, whoever else has turns on either."""
+        node = make_node(simulate=2, config=STRICT).start()
+        asked = [
+            {"threads": threads, "memory": GIB, **where}
+            for threads, where in (
+                (1, {"gpu": "1"}),
+                (2, {"gpu": "1"}),
+                (10, {"gpu": "any", "gpus": 2}),
+                (20, {"gpu": "any", "gpus": 2}),
+                (3, {"gpu": "0"}),
+                (4, {"gpu": "0"}),
+            )
+        ]
+
+        def ask(wanted: dict[str, Any]) -> tuple[str, str]:
+            lease(node, **wanted)
+            return read(node, "gpu0")[0], read(node, "gpu1")[0]
+
+        def granted() -> int:
+            return len(node.get("/v1/leases").json["leases"])
+
+        with ThreadPoolExecutor(len(asked)) as pool:
+            calls = []
+            for wanted in asked:
+                calls.append(pool.submit(ask, wanted))
+                wait_until(lambda: granted() == len(calls), what="the grant, whose caller waits for its turn")
+            assert calls[2].result(timeout=30) == ("10.0", "10.0")
+            assert calls[3].result(timeout=30) == ("20.0", "20.0")
+
     def test_limits_that_do_not_open(self, make_node: Start, short_tmp: Path, control: Path) -> None:
         """A grant whose limits do not open is none: its caller is told why, and it holds nothing."""
         spell = short_tmp / "spell"

@@ -127,6 +127,7 @@ class Daemon(TypedDict):
     ready_since: str | None
     limits: Limits
     limits_wanted: Limits
+    verified: bool
     drift: list[Drift]
     undone: list[Drift]
     servers: list[Server]

@@ -222,6 +222,8 @@ class Daemon:
     pipe_directory: str
     wanted: Limits
     limits: ReadBack | None
+    verified: bool
+    """Whether it is certain that the wanted limits hold for its next client."""
     drift: tuple[Drift, ...] = ()
     """What others changed and is not put back yet."""
     undone: tuple[Drift, ...] = ()

@@ -103,6 +103,7 @@ class Supervisor:
             pipe_directory=str(self._way.paths.pipe_directory),
             wanted=self._holding.limits,
             limits=self._observer.read_back,
+            verified=not self.trouble,
             drift=self._observer.drift,
             undone=self._observer.undone,
             servers=self._observer.servers,

@@ -78,6 +78,8 @@ class DaemonOut(Struct):
     """As read back from the daemon, which reports limits of 1 GiB and more in whole GiB, rounded down."""
     limits_wanted: LimitsOut
     """What its next client is to get at most."""
+    verified: bool
+    """Whether it is certain that the next client gets no more; false while they are being changed, or not known."""
     drift: list[DriftOut]
     """What others changed and is not put back."""
     undone: list[DriftOut]
@@ -106,6 +108,7 @@ class DaemonOut(Struct):
             ready_since=daemon.ready_since,
             limits=LimitsOut.of(daemon.limits),
             limits_wanted=LimitsOut(float(daemon.wanted.active_thread_percentage), memory.bytes if memory else None),
+            verified=daemon.verified,
             drift=[DriftOut.of(each) for each in daemon.drift],
             undone=[DriftOut.of(each) for each in daemon.undone],
             servers=[ServerOut.of(each) for each in daemon.servers],

@@ -47,6 +47,7 @@ def daemon(**other: Any) -> Any:
         "ready_since": THEN,
         "limits": {"active_thread_percentage": 100.0, "pinned_device_mem_limit": None},
         "limits_wanted": {"active_thread_percentage": 100.0, "pinned_device_mem_limit": None},
+        "verified": True,
         "drift": [],
         "undone": [],
         "servers": [],

@@ -205,7 +205,8 @@ class Node:
 
     def unharmed(self) -> dict[str, Any]:
         """Return what stays the same about the control daemons whatever callers do: all but the limits."""
-        return {name: {**each, "limits": None, "limits_wanted": None} for name, each in self.daemons().items()}
+        changing = dict.fromkeys(("limits", "limits_wanted", "verified"))
+        return {name: {**each, **changing} for name, each in self.daemons().items()}
 
     def wait_for_state(self, name: str, state: str, *, deadline: float = 15) -> Any:
         """Wait until a control daemon has this state, and return it."""

@@ -1,0 +1,101 @@
+"""requirements.lock, from which the service and its container are installed, is in step with pyproject.toml."""
+
+import re
+import tomllib
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+import pytest
+
+from tests.gate.source import ROOT
+
+LOCK: Final = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+COMMAND: Final = (
+    "uv pip compile --universal --python-version 3.11 --generate-hashes --output-file requirements.lock pyproject.toml"
+)
+"""What makes it: for every platform and every Python that mpsd runs on, and not for the machine on which it is made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """One library of the lock."""
+
+    version: str
+    hashes: tuple[str, ...]
+    wanted_by: frozenset[str]
+
+
+def pins(lock: str = LOCK) -> dict[str, Pin]:
+    """Return what a lock pins, by name."""
+    starts = [match.start() for match in re.finditer(r"^[^\s#]", lock, re.MULTILINE)]
+    entries = [lock[start:end] for start, end in pairwise([*starts, len(lock)])]
+    found = {}
+    for entry in entries:
+        head = re.match(r"([a-z0-9-]+)==([0-9][0-9.]*)(?: ; [^\\\n]+)? \\\n", entry)
+        assert head is not None, f"not a library of one version with its hashes: {entry.splitlines()[0]}"
+        hashes = tuple(re.findall(r"--hash=(\S+)", entry))
+        wanted_by = entry.rpartition("# via")[2].replace(" (pyproject.toml)", "")
+        found[head[1]] = Pin(head[2], hashes, frozenset(re.findall(r"[a-z0-9-]+", wanted_by)))
+    return found
+
+
+def dependencies() -> dict[str, str]:
+    """Return the libraries that pyproject.toml names, each with the versions that it takes."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    split = (re.fullmatch(r"([\w-]+)(.*)", line) for line in project["dependencies"])
+    return {match[1]: match[2] for match in split if match is not None}
+
+
+def number(version: str) -> tuple[int, ...]:
+    """Return a version for comparing."""
+    return tuple(map(int, version.split(".")))
+
+
+def test_every_dependency_is_pinned() -> None:
+    """Each library that pyproject.toml names is in the lock, in a version that pyproject.toml takes."""
+    pinned = pins()
+    for name, versions in dependencies().items():
+        assert name in pinned, f"the lock lacks {name}: {COMMAND}"
+        for bound in versions.split(","):
+            match = re.fullmatch(r"(>=|<)([0-9.]+)", bound)
+            assert match is not None, f"this test has to learn what {bound} means"
+            at_least = number(pinned[name].version) >= number(match[2])
+            assert at_least == (match[1] == ">="), f"the lock has {name} {pinned[name].version}, not {bound}: {COMMAND}"
+
+
+def test_nothing_else_is() -> None:
+    """Whatever else is in it is there because of one of those: what mpsd needs no more, nobody installs."""
+    pinned = pins()
+    reached, before = set(dependencies()), set[str]()
+    while reached != before:
+        before = set(reached)
+        reached |= {name for name, pin in pinned.items() if pin.wanted_by & reached}
+    assert reached == pinned.keys()
+    directly = {name for name, pin in pinned.items() if "mpsd" in pin.wanted_by}
+    assert directly == dependencies().keys()
+
+
+def test_each_file_is_known() -> None:
+    """Each library has the SHA-256 of its files: its wheels, and what those are built from."""
+    for name, pin in pins().items():
+        assert len(pin.hashes) >= 2, name
+        assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", each) for each in pin.hashes), name
+
+
+def test_how_it_is_renewed() -> None:
+    """The command that made it is the one that README.md tells, and neither index nor path of any machine is in it."""
+    assert LOCK.splitlines()[1] == f"#    {COMMAND}"
+    assert COMMAND in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert not re.search(r"://|^ *(?:-i|-f|--(?!hash))|(?<!\w)/\w", LOCK.replace(COMMAND, ""), re.MULTILINE)
+
+
+def test_what_is_not_pinned_is_seen() -> None:
+    """A lock is read as it is meant: the library, its version, its hashes, and who wants it."""
+    head = "# by uv\na-b==1.2 ; python_version < '3' \\\n    --hash=sha256:0 \\\n    --hash=sha256:1\n"
+    assert pins(f"{head}    # via\n    #   c\n    #   d\n") == {
+        "a-b": Pin("1.2", ("sha256:0", "sha256:1"), frozenset({"c", "d"}))
+    }
+    assert pins(f"{head}    # via mpsd (pyproject.toml)\n")["a-b"].wanted_by == {"mpsd"}
+    with pytest.raises(AssertionError, match="not a library of one version"):
+        pins("a>=1\n")

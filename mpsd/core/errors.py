@@ -289,6 +289,12 @@ class GpuUnknownError(GpuError):
     retryable = True
 
 
+class ComputeModeError(GpuError):
+    """The GPU's compute mode could not be changed, so it is as it was."""
+
+    code = "compute_mode"
+
+
 # -- mpsd itself -------------------------------------------------------------------------------------------------------
 
 

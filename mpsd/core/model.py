@@ -91,6 +91,19 @@ class GpuProcess:
     """Whether it is a client of MPS. A server is none, nor is a process that runs outside MPS, without any limit."""
 
 
+class ComputeMode(StrEnum):
+    """Whether processes may share a GPU (nvmlComputeMode_t). The server of MPS is one process, whatever its clients."""
+
+    DEFAULT = "default"
+    """Any number of processes may have contexts on it."""
+    EXCLUSIVE_THREAD = "exclusive-thread"
+    """NVIDIA no longer supports it."""
+    PROHIBITED = "prohibited"
+    """No process may have one."""
+    EXCLUSIVE_PROCESS = "exclusive-process"
+    """One process may: the server of MPS, if it is the first."""
+
+
 @dataclass(frozen=True, slots=True)
 class GpuUsage:
     """What changes about a GPU, read at one moment."""
@@ -99,6 +112,8 @@ class GpuUsage:
     """Bytes that are in use on the whole GPU, by whomever."""
     processes: Mapping[int, GpuProcess] = field(default_factory=dict)
     """Who uses it, by pid; servers and clients of MPS included."""
+    compute_mode: ComputeMode | None = ComputeMode.DEFAULT
+    """None for a GPU that has no such mode, or one that is not known here."""
 
 
 @dataclass(frozen=True, slots=True)

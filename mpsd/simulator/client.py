@@ -3,7 +3,7 @@
 Run as `python -m mpsd.simulator.client`. Like a CUDA program it takes all it needs from its environment
 (CUDA_MPS_PIPE_DIRECTORY, CUDA_VISIBLE_DEVICES, its own limits), is pinned to its limits for good when it connects, and
 *fails open*: where no control daemon can be reached it runs outside MPS, on the whole GPU, without a word (NVIDIA's man
-page; NVG: "nothing reports an error"). Only a GPU in compute mode EXCLUSIVE_PROCESS keeps it out.
+page; NVG: "nothing reports an error"). Only a GPU in compute mode exclusive-process keeps it out.
 
 It says on stdout, in a line of JSON, where it is and what it may use, and then answers each line of its stdin with one:
 
@@ -172,7 +172,7 @@ def _outside(environment: Mapping[str, str]) -> tuple[Pinned, Device]:
     if isinstance(share, CudaError):
         raise _FailedError(share)
     device = gpus[share.gpu]
-    if device.exclusive and device.processes():
+    if not device.available:
         raise _FailedError(CudaError.DEVICE_UNAVAILABLE)
     return share, device
 

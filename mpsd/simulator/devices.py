@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
+from mpsd.core.model import ComputeMode
 from mpsd.core.units import GIB
 
 MEMORY: Final = 80 * GIB
@@ -24,6 +25,9 @@ VARIABLE: Final = "MPSD_SIMULATED_GPUS"
 
 FAULTS: Final = "faults"
 """The file with what all GPUs of a node reported, the oldest first: the UUID and an Xid, a line each."""
+
+_COMPUTE_MODE: Final = "compute_mode"
+"""The file of a GPU with its compute mode, where that was ever set."""
 
 
 class Kind(StrEnum):
@@ -124,13 +128,29 @@ class Device:
         (self._path / "lost").unlink(missing_ok=True)
 
     @property
-    def exclusive(self) -> bool:
-        """Whether its compute mode is EXCLUSIVE_PROCESS: the server alone may have a context, and who has one is it."""
-        return (self._path / "exclusive_process").exists()
+    def compute_mode(self) -> ComputeMode:
+        """Its compute mode."""
+        try:
+            return ComputeMode((self._path / _COMPUTE_MODE).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return ComputeMode.DEFAULT
 
-    def set_exclusive(self) -> None:
-        """Set its compute mode to EXCLUSIVE_PROCESS, as `nvidia-smi -c 3` does."""
-        (self._path / "exclusive_process").touch()
+    def set_compute_mode(self, mode: ComputeMode) -> None:
+        """Set its compute mode, as `nvidia-smi -c` does; who has a context keeps it."""
+        new = self._path / f"{_COMPUTE_MODE}.{os.getpid()}"
+        new.write_text(mode, encoding="utf-8")
+        new.rename(self._path / _COMPUTE_MODE)
+
+    @property
+    def available(self) -> bool:
+        """Whether its compute mode lets a process have a context that has none yet."""
+        match self.compute_mode:
+            case ComputeMode.PROHIBITED:
+                return False
+            case ComputeMode.EXCLUSIVE_PROCESS:
+                return not self.processes()
+            case _:
+                return True
 
     def report(self, xid: int) -> None:
         """Have the driver report a fault, by its number in NVIDIA's list of Xids."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from mpsd.core.errors import InvalidRequestError
-from mpsd.core.model import Gpu, GpuFault, GpuProcess, GpuUsage, Inventory, Known, Reading, Unknown
+from mpsd.core.model import ComputeMode, Gpu, GpuFault, GpuProcess, GpuUsage, Inventory, Known, Reading, Unknown
 from mpsd.simulator.devices import FAULTS, MEMORY, Device, Kind
 
 DRIVER_VERSION: Final = "555.58.02"
@@ -34,6 +34,8 @@ class SimulatedGpus:
             for index in range(count)
         )
         self._directory = directory
+        self._modes: dict[str, ComputeMode] = {}
+        """By UUID, where no directory keeps them."""
         self._told = len(self._reported())
 
     async def inventory(self) -> Inventory:
@@ -45,14 +47,25 @@ class SimulatedGpus:
         if gpu not in self._gpus:
             return Unknown(f"{gpu.uuid} is none of the simulated GPUs")
         if self._directory is None:
-            return Known(GpuUsage(memory_used=0))
+            return Known(GpuUsage(0, compute_mode=self._modes.get(gpu.uuid, ComputeMode.DEFAULT)))
         device = Device(self._directory, gpu.uuid)
         device.create()
         if device.lost:
             return Unknown("NVML: GPU is lost")
         held = device.processes()
         processes = {pid: GpuProcess(Known(each.memory), each.kind is Kind.MPS_COMPUTE) for pid, each in held.items()}
-        return Known(GpuUsage(sum(each.memory for each in held.values()), processes))
+        return Known(GpuUsage(sum(each.memory for each in held.values()), processes, device.compute_mode))
+
+    async def set_compute_mode(self, gpu: Gpu, mode: ComputeMode) -> Reading[ComputeMode | None]:
+        """Set a GPU's compute mode, for all who see that GPU, and return it. Unknown where its usage is."""
+        usage = await self.usage(gpu)
+        if isinstance(usage, Unknown):
+            return usage
+        if self._directory is None:
+            self._modes[gpu.uuid] = mode
+        else:
+            Device(self._directory, gpu.uuid).set_compute_mode(mode)
+        return Known(mode)
 
     async def faults(self) -> Reading[tuple[GpuFault, ...]]:
         """Return what the GPUs reported since the last time, or since the start; wait a while when that is nothing."""

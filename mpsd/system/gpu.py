@@ -5,19 +5,17 @@ signal reaches it. So all calls are made on one thread that nobody ever waits fo
 every reading is unknown, at once; when the call comes back, the readings do too.
 """
 
-import asyncio
 import contextlib
 import ctypes
-import queue
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
-from mpsd.core.errors import GpuUnknownError, NoDriverError
-from mpsd.core.model import Gpu, GpuFault, GpuProcess, GpuUsage, Inventory, Known, Reading, Unknown
+from mpsd.core import compute_mode
+from mpsd.core.errors import ComputeModeError, GpuUnknownError, NoDriverError
+from mpsd.core.model import ComputeMode, Gpu, GpuFault, GpuProcess, GpuUsage, Inventory, Known, Reading, Unknown
+from mpsd.system.nvml_thread import NvmlThread, SilentError
 
 T = TypeVar("T")
 
@@ -30,9 +28,6 @@ _PATIENCE: Final = 10.0
 
 _MOST_FAULTS: Final = 64
 """Faults that one call returns; a GPU that fails reports them by the dozen, and the rest are there at the next call."""
-
-_BACKLOG: Final = 64
-"""Requests that may wait for the thread: each GPU of the largest node (16), several times over."""
 
 _WITHOUT_GPU: Final = "to look at mpsd without a GPU: mpsd run --simulate 2"
 
@@ -50,6 +45,14 @@ _NO_DRIVER: Final = {
 """Why NVML does not start and what to do about it, by nvmlReturn_t. Source: nvml.h (NVML_ERROR_DRIVER_NOT_LOADED,
 NVML_ERROR_LIBRARY_NOT_FOUND, NVML_ERROR_LIB_RM_VERSION_MISMATCH)."""
 
+_COMPUTE_MODES: Final = {
+    0: ComputeMode.DEFAULT,
+    1: ComputeMode.EXCLUSIVE_THREAD,
+    2: ComputeMode.PROHIBITED,
+    3: ComputeMode.EXCLUSIVE_PROCESS,
+}
+"""By nvmlComputeMode_t (nvml.h)."""
+
 
 class GpuSource(Protocol):
     """Where GPUs and what is in use on them are read from: a driver, or a simulation."""
@@ -62,6 +65,12 @@ class GpuSource(Protocol):
 
     async def usage(self, gpu: Gpu) -> Reading[GpuUsage]:
         """Return what is in use on this GPU now."""
+
+    async def set_compute_mode(self, gpu: Gpu, mode: ComputeMode) -> Reading[ComputeMode | None]:
+        """Set this GPU's compute mode, and return the one that reads back; unknown where it may come about later.
+
+        Raises ComputeModeError when the driver refuses: then it is as it was.
+        """
 
     async def faults(self) -> Reading[tuple[GpuFault, ...]]:
         """Wait until GPUs report faults, and return them; none after some seconds without any.
@@ -82,9 +91,9 @@ class NvmlGpus:
 
     def __init__(self, deadline: float = _DEADLINE, opening: float = _OPENING, patience: float = _PATIENCE) -> None:
         self._nvml = _Nvml()
-        self._thread = _NvmlThread("nvml")
+        self._thread = NvmlThread("nvml")
         self._faults = _Faults(self._nvml)
-        self._faults_thread = _NvmlThread("nvml-faults")
+        self._faults_thread = NvmlThread("nvml-faults")
         self.deadline = deadline
         """Seconds that NVML may take for each reading of one GPU."""
         self.opening = opening
@@ -113,6 +122,13 @@ class NvmlGpus:
         """Return what is in use on this GPU now, which is found by its UUID."""
         return await self._read(partial(self._nvml.usage, gpu.uuid))
 
+    async def set_compute_mode(self, gpu: Gpu, mode: ComputeMode) -> Reading[ComputeMode | None]:
+        """Set this GPU's compute mode, which is immediate and needs root, and return the one that reads back.
+
+        Raises ComputeModeError when the driver refuses. A call that hangs may still change it when it comes back.
+        """
+        return await self._read(partial(self._nvml.set_compute_mode, gpu.index, gpu.uuid, mode))
+
     async def faults(self) -> Reading[tuple[GpuFault, ...]]:
         """Wait until GPUs report faults, and return them; none after `patience` seconds. Unknown before an inventory.
 
@@ -122,19 +138,19 @@ class NvmlGpus:
             return await self._faults_thread.ask(
                 partial(self._faults.wait, self.patience), self.patience + self.deadline
             )
-        except _SilentError as silent:
+        except SilentError as silent:
             return Unknown(str(silent))
 
     async def _open(self) -> "_Node":
         try:
             return await self._thread.ask(self._nvml.open, self.opening)
-        except _SilentError as silent:
+        except SilentError as silent:
             raise GpuUnknownError(str(silent), hint="see what the kernel says of it: dmesg | grep -i nvrm") from None
 
     async def _read(self, work: Callable[[], Reading[T]]) -> Reading[T]:
         try:
             return await self._thread.ask(work, self.deadline)
-        except _SilentError as silent:
+        except SilentError as silent:
             return Unknown(str(silent))
 
     def close(self) -> None:
@@ -145,68 +161,6 @@ class NvmlGpus:
             self._thread.finish(self._nvml.close)
 
         self._faults_thread.finish(last)
-
-
-class _SilentError(Exception):
-    """NVML has not answered, and nobody waits for it any longer. Its text says so to a person."""
-
-
-class _NvmlThread:
-    """One thread, one request at a time, each with a deadline for whoever asked.
-
-    It is no executor of concurrent.futures, because the interpreter joins their threads when it exits, and one that is
-    stuck in the driver would keep mpsd from ending. A daemon thread is left behind.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # Requests are numbered from 1 in the order asked. The thread alone writes `_served`, the event loop the others.
-        self._asked = 0
-        self._served = 0
-        self._overdue = 0
-        threading.Thread(target=self._serve, name=name, daemon=True).start()
-
-    def _serve(self) -> None:
-        while (request := self._requests.get()) is not None:
-            request()
-            self._served += 1
-
-    async def ask(self, work: Callable[[], T], seconds: float) -> T:
-        """Do `work` on the thread, and return what it returns or raise what it raises.
-
-        Raises _SilentError when that takes longer than `seconds`; at once while an earlier request that did so is still
-        not served, or too many wait.
-        """
-        if self._served < self._overdue:
-            raise _SilentError("NVML does not answer: a call hangs in the driver, and has not come back yet")
-        if self._asked - self._served >= _BACKLOG:
-            raise _SilentError(f"NVML does not keep up: {_BACKLOG} requests are waiting for it")
-        answer: Future[T] = Future()
-        self._asked += 1
-        number = self._asked
-        self._requests.put(partial(_answer, work, answer))
-        try:
-            async with asyncio.timeout(seconds):
-                return await asyncio.wrap_future(answer)
-        except TimeoutError:
-            self._overdue = max(self._overdue, number)
-            raise _SilentError(f"NVML did not answer within {seconds:g} s: a call hangs in the driver") from None
-
-    def finish(self, last: Callable[[], None]) -> None:
-        """Do `last` when all that was asked is done, and end the thread."""
-        self._requests.put(last)
-        self._requests.put(None)
-
-
-def _answer(work: Callable[[], T], answer: "Future[T]") -> None:
-    if not answer.set_running_or_notify_cancel():
-        return  # Nobody waits for it any longer.
-    try:
-        result = work()
-    except BaseException as error:  # noqa: BLE001 - nothing is handled here: it is raised where the answer is awaited
-        answer.set_exception(error)
-    else:
-        answer.set_result(result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,9 +238,33 @@ class _Nvml:
             handle = self.lib.nvmlDeviceGetHandleByUUID(uuid)
             _, _, used = self._memory(handle)
             processes = self._processes(handle)
+            mode = self._compute_mode(handle)
         except self.lib.NVMLError as error:
             return Unknown(f"NVML: {error}")
-        return Known(GpuUsage(used, processes))
+        return Known(GpuUsage(used, processes, mode))
+
+    def set_compute_mode(self, index: int, uuid: str, mode: ComputeMode) -> Reading[ComputeMode | None]:
+        """Set a GPU's compute mode. Raises ComputeModeError when the driver refuses."""
+        number = next(number for number, each in _COMPUTE_MODES.items() if each is mode)
+        try:
+            handle = self.lib.nvmlDeviceGetHandleByUUID(uuid)
+            self.lib.nvmlDeviceSetComputeMode(handle, number)
+            return Known(self._compute_mode(handle))
+        except self.lib.NVMLError_NoPermission as error:
+            by_root = f"only root may: run mpsd as root, or set it by hand: sudo {compute_mode.command(index, mode)}"
+            raise ComputeModeError(_unchanged(index, mode, error), hint=by_root) from None
+        except (self.lib.NVMLError_NotSupported, self.lib.NVMLError_InvalidArgument) as error:
+            no_other = 'a GPU with MIG on has no other mode, nor has that of a Tegra: daemon.compute_mode = "leave"'
+            raise ComputeModeError(_unchanged(index, mode, error), hint=no_other) from None
+        except self.lib.NVMLError as error:
+            return Unknown(f"NVML: {error}")
+
+    def _compute_mode(self, handle: object) -> ComputeMode | None:
+        """Return a GPU's compute mode; None where it has none, or one that came after this was written."""
+        try:
+            return _COMPUTE_MODES.get(int(self.lib.nvmlDeviceGetComputeMode(handle)))
+        except self.lib.NVMLError_NotSupported:
+            return None
 
     def _mig(self, handle: object) -> bool:
         """Tell whether MIG mode is on now, whatever it is going to be after a reset."""
@@ -335,6 +313,10 @@ class _Nvml:
                     memory = Known(max(known, int(process.usedGpuMemory)))
                 held[pid] = GpuProcess(memory, mps=before.mps or kind == "MPSCompute")
         return held
+
+
+def _unchanged(index: int, mode: ComputeMode, error: Exception) -> str:
+    return f"the compute mode of GPU {index} cannot be set to {mode}: NVML: {error}"
 
 
 class _Faults:

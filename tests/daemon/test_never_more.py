@@ -13,7 +13,7 @@ from typing import Any, Final
 import pytest
 
 from mpsd.core.ceiling import SMALLEST
-from mpsd.core.model import Limits
+from mpsd.core.model import ComputeMode, Limits
 from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.simulator.client import program
 from tests.daemon.caller import needs_root
@@ -133,7 +133,7 @@ def test_never_more(make_node: Start, mode: str) -> None:
     """No client has more than its part in strict mode, or than the largest in shared; nobody else has anything."""
     dice = random.Random(mode)
     node = make_node(simulate=1, control=None, config=f'[enforcement]\nattach = "{mode}"\n').start()
-    gpus(node)[0].set_exclusive()
+    gpus(node)[0].set_compute_mode(ComputeMode.EXCLUSIVE_PROCESS)
     runs = 0
     with SimulatedClient(variables(node)) as keeper, ThreadPoolExecutor(TOGETHER + 1) as pool:
         assert keeper.hello["mps"]  # so that a server is there, and the GPU is taken

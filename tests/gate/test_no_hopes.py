@@ -11,7 +11,7 @@ HARNESS: Final = "tests/harness.py"
 
 BOUNDARIES: Final = {
     "mpsd/daemon/api.py": "a defect answers one request with `internal`, and must not end mpsd",
-    "mpsd/system/gpu.py": "nothing is handled: what a call to NVML raised is raised where its answer is awaited",
+    "mpsd/system/nvml_thread.py": "nothing is handled: what a call to NVML raised is raised where it is awaited",
 }
 """Files of mpsd that may catch every error, each with the reason why there is nobody further out who could."""
 

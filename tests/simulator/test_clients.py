@@ -8,6 +8,7 @@ from typing import Any, Final
 import pytest
 
 from mpsd.core.logevents import ClientArrived, ClientLeft, ClientLost, ServerExited, ServerFaulted, ServerReady
+from mpsd.core.model import ComputeMode
 from mpsd.core.mpslog import LogReader
 from mpsd.simulator.devices import MEMORY as WHOLE
 from mpsd.simulator.devices import Held, Kind
@@ -289,12 +290,20 @@ def test_fails_open(idle: GpuBench) -> None:
 
 
 def test_exclusive_process(idle: GpuBench) -> None:
-    """On a GPU in mode EXCLUSIVE_PROCESS whoever is first has it: then nobody else gets in but by MPS."""
-    idle.device.set_exclusive()
+    """On a GPU in mode exclusive-process whoever is first has it: then nobody else gets in but by MPS."""
+    idle.device.set_compute_mode(ComputeMode.EXCLUSIVE_PROCESS)
     idle.start()
     assert idle.client().hello["mps"]
     idle.kill()
     assert idle.client().hello == error("DEVICE_UNAVAILABLE", 46)
+
+
+def test_prohibited(idle: GpuBench) -> None:
+    """On a GPU in mode prohibited nobody runs."""
+    idle.device.set_compute_mode(ComputeMode.PROHIBITED)
+    assert idle.client().hello == error("DEVICE_UNAVAILABLE", 46)
+    idle.device.set_compute_mode(ComputeMode.DEFAULT)
+    assert idle.client().hello["ok"]
 
 
 def test_invisible_gpu(bench: GpuBench) -> None:

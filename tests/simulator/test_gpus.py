@@ -12,7 +12,7 @@ import pytest
 
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.gpus import driver_branch, unsupported
-from mpsd.core.model import GpuFault, GpuProcess, GpuUsage, Known, Unknown
+from mpsd.core.model import ComputeMode, GpuFault, GpuProcess, GpuUsage, Known, Unknown
 from mpsd.simulator.devices import MEMORY, Device, Kind
 from mpsd.simulator.gpus import SimulatedGpus
 
@@ -83,6 +83,31 @@ def test_gpu_that_is_lost(tmp_path: Path) -> None:
     assert isinstance(asyncio.run(source.usage(second)), Known)
     device.recover()
     assert isinstance(asyncio.run(source.usage(first)), Known)
+
+
+def test_compute_mode(tmp_path: Path) -> None:
+    """It is set on one GPU, for all who see that GPU, and read back; of a GPU that is lost nothing is known."""
+    source: GpuSource = SimulatedGpus(2, directory=tmp_path)
+    first, second = asyncio.run(source.inventory()).gpus
+    for mode in ComputeMode:
+        assert asyncio.run(source.set_compute_mode(first, mode)) == Known(mode)
+        assert asyncio.run(source.usage(first)) == Known(GpuUsage(0, compute_mode=mode))
+        assert Device(tmp_path, first.uuid).compute_mode is mode
+    assert asyncio.run(source.usage(second)) == Known(GpuUsage(0))
+    device = Device(tmp_path, first.uuid)
+    device.set_compute_mode(ComputeMode.DEFAULT)
+    device.lose()
+    assert asyncio.run(source.set_compute_mode(first, ComputeMode.PROHIBITED)) == Unknown("NVML: GPU is lost")
+    device.recover()
+    assert asyncio.run(source.usage(first)) == Known(GpuUsage(0))
+
+
+def test_compute_mode_without_a_directory() -> None:
+    """Where only this process knows the GPUs, it knows their modes."""
+    source = SimulatedGpus(1)
+    (gpu,) = asyncio.run(source.inventory()).gpus
+    assert asyncio.run(source.set_compute_mode(gpu, ComputeMode.PROHIBITED)) == Known(ComputeMode.PROHIBITED)
+    assert asyncio.run(source.usage(gpu)) == Known(GpuUsage(0, compute_mode=ComputeMode.PROHIBITED))
 
 
 def test_faults(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@
  *   fault FUNCTION GPU|-1 RESULT                              RESULT: an nvmlReturn_t, or -1 to hang while it stands there
  *   xid GPU NUMBER                                            reported once, to who listens to this GPU; more come behind
  *
+ * $FAKE_NVML/compute_mode-UUID has a GPU's nvmlComputeMode_t where it was ever set; it is replaced by rename, too.
+ *
  * $FAKE_NVML/calls gets a line for each call: the thread's id and the function. Values and layouts are those of nvml.h.
  */
 
@@ -18,7 +20,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { SUCCESS = 0, UNINITIALIZED = 1, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, TIMED_OUT = 10 };
+enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, TIMED_OUT = 10 };
 enum { ALL = -1, HANG = -1 };
 enum { GPUS = 16, PROCESSES = 64, FAULTS = 16, XIDS = 128 };
 
@@ -266,6 +268,44 @@ LIST(nvmlDeviceGetComputeRunningProcesses_v2, "Compute")
 LIST(nvmlDeviceGetComputeRunningProcesses_v3, "Compute")
 LIST(nvmlDeviceGetMPSComputeRunningProcesses_v2, "MPSCompute")
 LIST(nvmlDeviceGetMPSComputeRunningProcesses_v3, "MPSCompute")
+
+enum { COMPUTE_MODES = 4 };
+
+static void name_of_mode(const struct gpu *g, const char *suffix, char *path, size_t length)
+{
+    snprintf(path, length, "%s/compute_mode-%s%s", getenv("FAKE_NVML"), g->uuid, suffix);
+}
+
+int nvmlDeviceGetComputeMode(void *handle, unsigned *mode)
+{
+    char path[4096];
+    ENTER(index_of(handle));
+    name_of_mode(&s.gpu[index_of(handle)], "", path, sizeof path);
+    FILE *file = fopen(path, "re");
+    *mode = 0;
+    if (file != NULL) {
+        if (fscanf(file, "%u", mode) != 1)
+            abort();
+        fclose(file);
+    }
+    return SUCCESS;
+}
+
+int nvmlDeviceSetComputeMode(void *handle, unsigned mode)
+{
+    char new[4096], path[4096];
+    ENTER(index_of(handle));
+    if (mode >= COMPUTE_MODES)
+        return INVALID_ARGUMENT;
+    if (s.gpu[index_of(handle)].mig == 1)
+        return NOT_SUPPORTED;
+    name_of_mode(&s.gpu[index_of(handle)], ".new", new, sizeof new);
+    name_of_mode(&s.gpu[index_of(handle)], "", path, sizeof path);
+    FILE *file = fopen(new, "we");
+    if (file == NULL || fprintf(file, "%u\n", mode) < 0 || fclose(file) != 0 || rename(new, path) != 0)
+        abort();
+    return SUCCESS;
+}
 
 /* There is one event set: its address is all that anybody needs of it. */
 static char event_set;

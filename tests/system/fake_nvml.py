@@ -20,7 +20,7 @@ from typing import IO, Final
 import pytest
 
 from mpsd.core.errors import catalogue
-from mpsd.core.model import Gpu, GpuUsage, Inventory, Known, Reading, Unknown
+from mpsd.core.model import ComputeMode, Gpu, GpuUsage, Inventory, Known, Reading, Unknown
 from tests import real
 
 LIBRARY: Final = "libnvidia-ml.so.1"
@@ -65,6 +65,17 @@ class FakeNvml:
     def functions(self) -> list[str]:
         """Return the function of every call so far."""
         return [function for _, function in self.calls()]
+
+    def compute_mode(self, uuid: str) -> int:
+        """Return a GPU's nvmlComputeMode_t."""
+        path = self.directory / f"compute_mode-{uuid}"
+        return int(path.read_text(encoding="ascii")) if path.exists() else 0
+
+    def set_compute_mode(self, uuid: str, mode: int) -> None:
+        """Set a GPU's nvmlComputeMode_t, as somebody else would."""
+        new = self.directory / f"compute_mode-{uuid}.mine"
+        new.write_text(f"{mode}\n", encoding="ascii")
+        new.rename(self.directory / f"compute_mode-{uuid}")
 
     @property
     def variables(self) -> dict[str, str]:
@@ -116,6 +127,12 @@ class Child:
     def usage(self, gpu: Gpu) -> Reading[GpuUsage]:
         """Return what `NvmlGpus.usage` returns there."""
         reading = self.do("usage", gpu)
+        assert isinstance(reading, Known | Unknown)
+        return reading
+
+    def set_compute_mode(self, gpu: Gpu, mode: ComputeMode) -> Reading[ComputeMode | None]:
+        """Return what `NvmlGpus.set_compute_mode` returns there."""
+        reading = self.do("set_compute_mode", gpu, mode)
         assert isinstance(reading, Known | Unknown)
         return reading
 

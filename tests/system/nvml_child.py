@@ -19,6 +19,8 @@ async def _do(source: NvmlGpus, name: str, arguments: tuple[object, ...]) -> obj
             return await source.inventory()
         case "usage", (gpu,):
             return await source.usage(gpu)  # type: ignore[arg-type]
+        case "set_compute_mode", (gpu, mode):
+            return await source.set_compute_mode(gpu, mode)  # type: ignore[arg-type]
         case "faults", ():
             return await source.faults()
         case "patience", (float(seconds),):

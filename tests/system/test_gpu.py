@@ -9,8 +9,8 @@ from typing import Final
 
 import pytest
 
-from mpsd.core.errors import GpuUnknownError, NoDriverError
-from mpsd.core.model import Gpu, GpuFault, GpuProcess, GpuUsage, Inventory, Known, Unknown
+from mpsd.core.errors import ComputeModeError, GpuUnknownError, NoDriverError
+from mpsd.core.model import ComputeMode, Gpu, GpuFault, GpuProcess, GpuUsage, Inventory, Known, Unknown
 from mpsd.system.gpu import GpuSource, NvmlGpus
 from tests.harness import wait_until
 from tests.system.fake_nvml import LIBRARY, Child, FakeNvml, child
@@ -44,6 +44,9 @@ _BY_INDEX: Final = "nvmlDeviceGetHandleByIndex_v2"
 _BY_UUID: Final = "nvmlDeviceGetHandleByUUID"
 _GPU_IS_LOST: Final = 15
 _FUNCTION_NOT_FOUND: Final = 13
+_INVALID_ARGUMENT: Final = 2
+_NOT_SUPPORTED: Final = 3
+_NO_PERMISSION: Final = 4
 _HANG: Final = -1
 _HOUR: Final = 3600.0
 
@@ -182,6 +185,76 @@ def test_either_version_of_the_process_lists_will_do(nvml: FakeNvml, gpus: Child
     assert gpus.usage(gpu) == expected
 
 
+# -- the compute mode --------------------------------------------------------------------------------------------------
+
+
+def test_compute_mode(nvml: FakeNvml, gpus: Child) -> None:
+    """It is read with the usage, in each of NVML's values, and set on the one GPU that is meant, found by its UUID."""
+    nvml.show(_DRIVER, _FIRST, _SECOND.replace(" 8.0 1 ", " 8.0 0 "))
+    first, second = gpus.inventory().gpus
+    nvml.show(_DRIVER, _SECOND.replace(" 8.0 1 ", " 8.0 0 "), _FIRST)
+    for number, mode in enumerate(("default", "exclusive-thread", "prohibited", "exclusive-process")):
+        nvml.set_compute_mode(_SECOND_UUID, number)
+        assert gpus.usage(second) == Known(GpuUsage(0, compute_mode=ComputeMode(mode)))
+        assert gpus.set_compute_mode(first, ComputeMode(mode)) == Known(ComputeMode(mode))
+        assert (nvml.compute_mode(_FIRST_UUID), nvml.compute_mode(_SECOND_UUID)) == (number, number)
+        assert gpus.usage(first) == Known(GpuUsage(_USED, compute_mode=ComputeMode(mode)))
+
+
+def test_compute_mode_of_another_kind(nvml: FakeNvml, gpus: Child) -> None:
+    """A GPU without any, and one in a mode that came after this was written, have none that is known."""
+    nvml.show(*_NODE)
+    first, second = gpus.inventory().gpus
+    nvml.show(*_NODE, _fault("nvmlDeviceGetComputeMode", _NOT_SUPPORTED, gpu=0))
+    nvml.set_compute_mode(_SECOND_UUID, 4)
+    assert gpus.usage(first) == Known(GpuUsage(_USED, compute_mode=None))
+    assert gpus.usage(second) == Known(GpuUsage(0, compute_mode=None))
+
+
+@pytest.mark.parametrize(
+    ("result", "because", "remedy"),
+    [
+        (_NO_PERMISSION, "Insufficient Permissions", "sudo nvidia-smi -i 0 -c EXCLUSIVE_PROCESS"),
+        (_NOT_SUPPORTED, "Not Supported", "MIG"),
+        (_INVALID_ARGUMENT, "Invalid Argument", "MIG"),
+    ],
+)
+def test_compute_mode_that_is_refused(nvml: FakeNvml, gpus: Child, result: int, because: str, remedy: str) -> None:
+    """A driver that refuses to change it is an error that says why and what to do; it is as it was."""
+    nvml.show(*_NODE)
+    first, _ = gpus.inventory().gpus
+    nvml.show(*_NODE, _fault("nvmlDeviceSetComputeMode", result))
+    with pytest.raises(ComputeModeError, match=f"GPU 0 cannot be set to exclusive-process: NVML: {because}") as refused:
+        gpus.set_compute_mode(first, ComputeMode.EXCLUSIVE_PROCESS)
+    assert remedy in refused.value.hint
+    assert nvml.compute_mode(_FIRST_UUID) == 0
+
+
+def test_compute_mode_under_mig(nvml: FakeNvml, gpus: Child) -> None:
+    """A GPU with MIG on has the mode that it has."""
+    nvml.show(*_NODE)
+    _, second = gpus.inventory().gpus
+    with pytest.raises(ComputeModeError, match="GPU 1 cannot be set to exclusive-process: NVML: Not Supported"):
+        gpus.set_compute_mode(second, ComputeMode.EXCLUSIVE_PROCESS)
+
+
+def test_compute_mode_of_a_lost_gpu(nvml: FakeNvml, gpus: Child) -> None:
+    """What could not be done, or not in time, is unknown: it may come about when a call that hangs comes back."""
+    nvml.show(*_NODE)
+    first, _ = gpus.inventory().gpus
+    nvml.show(*_NODE, _fault("nvmlDeviceSetComputeMode", _GPU_IS_LOST))
+    assert gpus.set_compute_mode(first, ComputeMode.EXCLUSIVE_PROCESS) == Unknown("NVML: GPU is lost")
+    nvml.show(*_NODE, _fault("nvmlDeviceSetComputeMode", _HANG))
+    gpus.do("deadline", 0.2)
+    late = Unknown("NVML did not answer within 0.2 s: a call hangs in the driver")
+    assert gpus.set_compute_mode(first, ComputeMode.EXCLUSIVE_PROCESS) == late
+    gpus.do("deadline", _HOUR)
+    nvml.show(*_NODE)
+    wait_until(lambda: nvml.compute_mode(_FIRST_UUID) == 3, what="the call to come back")
+    wait_until(lambda: isinstance(gpus.usage(first), Known), what="NVML to come back")
+    assert gpus.usage(first) == Known(GpuUsage(_USED, compute_mode=ComputeMode.EXCLUSIVE_PROCESS))
+
+
 # -- what the GPUs report by themselves --------------------------------------------------------------------------------
 
 
@@ -271,6 +344,7 @@ def test_lost_gpu_is_unknown_alone(nvml: FakeNvml, gpus: Child) -> None:
         "nvmlDeviceGetMemoryInfo_v2",
         "nvmlDeviceGetComputeRunningProcesses_v2",
         "nvmlDeviceGetMPSComputeRunningProcesses_v2",
+        "nvmlDeviceGetComputeMode",
     ],
 )
 def test_usage_is_unknown_when_any_part_is(nvml: FakeNvml, gpus: Child, function: str) -> None:

@@ -1,0 +1,64 @@
+"""What mpsd does about a compute mode: each case once, by what is wanted, written down, there, and seen before."""
+
+from itertools import product
+
+import pytest
+
+from mpsd.core.compute_mode import Step, command, step, trouble
+from mpsd.core.model import ComputeMode
+
+DEFAULT, THREAD, PROHIBITED, EXCLUSIVE = ComputeMode
+NOBODY_KNOWS = None
+
+
+@pytest.mark.parametrize(
+    ("found", "now", "held", "wanted"),
+    [
+        (None, DEFAULT, False, Step.TAKE),
+        (None, THREAD, False, Step.TAKE),
+        (None, EXCLUSIVE, False, Step.NOTHING),  # somebody else's, and stays theirs
+        (None, PROHIBITED, False, Step.NOTHING),
+        (None, NOBODY_KNOWS, False, Step.NOTHING),
+        (DEFAULT, DEFAULT, False, Step.TAKE),  # mpsd died in between, or the driver was loaded anew
+        (DEFAULT, EXCLUSIVE, False, Step.NOTHING),
+        (DEFAULT, EXCLUSIVE, True, Step.NOTHING),
+        (DEFAULT, DEFAULT, True, Step.NOTHING),  # somebody changed it: that is told, and not fought
+        (DEFAULT, PROHIBITED, True, Step.NOTHING),
+        (None, DEFAULT, True, Step.NOTHING),
+    ],
+)
+def test_where_it_is_wanted(found: ComputeMode | None, now: ComputeMode | None, held: bool, wanted: Step) -> None:  # noqa: FBT001 - a table
+    """It is set where it is not, once; what somebody else set later is left."""
+    assert step(wanted=True, found=found, now=now, held=held) is wanted
+
+
+@pytest.mark.parametrize(("found", "held"), list(product([DEFAULT, THREAD], [False, True])))
+def test_where_it_is_not_wanted(found: ComputeMode, held: bool) -> None:  # noqa: FBT001 - a table
+    """What mpsd set is given back, what somebody set after it is left, and without a record nothing is touched."""
+    steps = {now: step(wanted=False, found=found, now=now, held=held) for now in (*ComputeMode, NOBODY_KNOWS)}
+    assert steps.pop(EXCLUSIVE) is Step.GIVE_BACK
+    assert set(steps.values()) == {Step.FORGET}
+    for now in (*ComputeMode, NOBODY_KNOWS):
+        assert step(wanted=False, found=None, now=now, held=held) is Step.NOTHING
+
+
+def test_trouble() -> None:
+    """A mode in which nobody can run is trouble, and so is one that is not as wanted; each has its way out."""
+    for wanted, now, held in product([False, True], [*ComputeMode, NOBODY_KNOWS], [False, True]):
+        said = trouble(index=3, wanted=wanted, now=now, held=held)
+        if now is PROHIBITED:
+            assert said is not None
+            assert "nvidia-smi -i 3 -c DEFAULT" in said[1]
+        elif now is EXCLUSIVE or not wanted:
+            assert said is None
+        else:
+            assert said is not None
+            assert "leave" in said[1]
+            assert ("reset gpu3" in said[1]) == (now is not NOBODY_KNOWS)
+            assert ("changed it" in said[0]) == (held and now is not NOBODY_KNOWS)
+
+
+def test_command() -> None:
+    """The modes are spelt as nvidia-smi has them."""
+    assert command(0, EXCLUSIVE) == "nvidia-smi -i 0 -c EXCLUSIVE_PROCESS"
+    assert command(7, DEFAULT) == "nvidia-smi -i 7 -c DEFAULT"

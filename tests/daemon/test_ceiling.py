@@ -3,9 +3,6 @@
 The subjects are NVIDIA's own control daemons, read with NVIDIA's own front-end.
 """
 
-import contextlib
-import random
-import signal
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +10,7 @@ from typing import Any, Final
 import pytest
 
 from tests.daemon.conftest import Start
-from tests.daemon.scene import BRISK, GIB, MIB, branches, by_hand, kill, program
+from tests.daemon.scene import BRISK, GIB, MIB, branches, by_hand, program
 from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon
@@ -43,13 +40,6 @@ def read(node: Node, name: str = "gpu0") -> tuple[str, str | None]:
 def limits(real: RealDaemon, percentage: str, memory: str) -> tuple[str, str | None]:
     """Return what is to be read on a driver: those before 495 have no memory limit."""
     return percentage, memory if real.branch >= 495 else None
-
-
-def end_if_there(pid: int | None) -> None:
-    """Kill what may be gone already: a server without a GPU goes by itself, and a daemon was killed before."""
-    if pid is not None:
-        with contextlib.suppress(ProcessLookupError):
-            kill(pid)
 
 
 def closes(node: Node, closed: tuple[str, str | None]) -> None:
@@ -93,41 +83,6 @@ class TestEveryDriver:
         assert read(node) == limits(real, "10.0", "1G")
         release(node, small)
         closes(node, limits(real, "50.0", "4G"))
-
-    def test_any_death(self, make_node: Start, real: RealDaemon) -> None:
-        """Whatever is killed while leases come and go: after it settles, the limits are what the leases say."""
-        node = make_node(simulate=1, control=real.control, config="").start()
-        dice = random.Random(real.branch)
-        held: dict[str, tuple[int, int]] = {}
-        for _ in range(20):
-            match dice.choice(["grant", "grant", "release", "daemon", "mpsd", "server"]):
-                case "grant":
-                    asked = dice.randint(1, 9), dice.randint(1, 3)
-                    answer = node.request(
-                        "POST", "/v1/leases", {"threads": asked[0], "memory": asked[1] * GIB, "gpu": "0"}
-                    )
-                    if answer.status == 201:
-                        held[answer.json["id"]] = asked
-                    else:  # the control daemon was killed a moment ago
-                        assert answer.json["code"] == "daemon_not_ready"
-                case "release" if held:
-                    lease_id = dice.choice([*held])
-                    release(node, lease_id)
-                    del held[lease_id]
-                case "daemon":
-                    end_if_there(node.daemons()["gpu0"]["pid"])
-                case "mpsd":
-                    node.end(signal.SIGKILL)
-                    node.start(ready=False)
-                case "server":
-                    node.ask("gpu0", f"start_server -uid {dice.choice([0, 61001])}")
-                    for server in node.daemons()["gpu0"]["servers"]:
-                        end_if_there(server["pid"])
-        assert {each["id"] for each in node.get("/v1/leases").json["leases"]} == held.keys()
-        node.wait_for_state("gpu0", "ready")
-        largest = [max(each) for each in zip(*held.values(), strict=True)]
-        expected = limits(real, f"{largest[0]:.1f}", f"{largest[1]}G") if held else limits(real, "0.1", "1M")
-        closes(node, expected)
 
 
 _STUBBORN: Final = """

@@ -155,6 +155,7 @@ class Gpu(TypedDict):
     memory_held: int | None
     clients: int
     clients_max: int | None
+    compute_mode: str | None
     health: str
     because: str
     hint: str | None

@@ -68,6 +68,7 @@ def _gpus_in_short(gpus: "shapes.Gpus") -> str:
         (
             str(gpu["index"]),
             gpu["health"],
+            gpu["compute_mode"] or _UNKNOWN,
             _granted_threads(gpu),
             _granted_memory(gpu),
             _granted_clients(gpu),
@@ -75,7 +76,7 @@ def _gpus_in_short(gpus: "shapes.Gpus") -> str:
         )
         for gpu in gpus["gpus"]
     ]
-    return table(("GPU", "HEALTH", "THREADS", "MEMORY", "CLIENTS", "NAME"), rows, none="no GPUs")
+    return table(("GPU", "HEALTH", "COMPUTE MODE", "THREADS", "MEMORY", "CLIENTS", "NAME"), rows, none="no GPUs")
 
 
 def _daemons_in_short(daemons: "shapes.Daemons", now: datetime) -> str:
@@ -103,6 +104,7 @@ def gpus(answer: "shapes.Gpus") -> str:
         (
             str(gpu["index"]),
             gpu["health"],
+            gpu["compute_mode"] or _UNKNOWN,
             _granted_threads(gpu),
             _granted_memory(gpu),
             size(gpu["memory_reserved"]),
@@ -113,7 +115,7 @@ def gpus(answer: "shapes.Gpus") -> str:
         )
         for gpu in answer["gpus"]
     ]
-    headings = ("GPU", "HEALTH", "THREADS", "MEMORY", "RESERVED", "HELD", "CLIENTS", "UUID", "NAME")
+    headings = ("GPU", "HEALTH", "COMPUTE MODE", "THREADS", "MEMORY", "RESERVED", "HELD", "CLIENTS", "UUID", "NAME")
     troubles = [_trouble(f"GPU {gpu['index']}", gpu) for gpu in answer["gpus"] if gpu["hint"]]
     return "\n".join([table(headings, rows, none="no GPUs"), *troubles])
 

@@ -140,6 +140,7 @@ class Health(StrEnum):
     UNKNOWN = "unknown"
     FAULTY = "faulty"
     UNSUPPORTED = "unsupported"
+    MISCONFIGURED = "misconfigured"
 
 
 # -- control daemons ---------------------------------------------------------------------------------------------------

@@ -39,10 +39,11 @@ class Layout(StrEnum):
     PER_GPU = "per-gpu"
 
 
-class ComputeMode(StrEnum):
+class WantedComputeMode(StrEnum):
     """What to do about the GPU's compute mode."""
 
     LEAVE = "leave"
+    EXCLUSIVE_PROCESS = "exclusive-process"
 
 
 class Unadmitted(StrEnum):
@@ -151,8 +152,12 @@ class ControlDaemon:
         "whether a control daemon serves one uid at a time, or many (-multiuser-server: driver 555 or newer)",
     )
     layout: Layout = row(Layout.PER_GPU, parsers.choice(Layout), "one control daemon for each GPU")
-    compute_mode: ComputeMode = row(
-        ComputeMode.LEAVE, parsers.choice(ComputeMode), "leave the GPU's compute mode as it is"
+    compute_mode: WantedComputeMode = row(
+        WantedComputeMode.LEAVE,
+        parsers.choice(WantedComputeMode),
+        "leave the GPU's compute mode as it is, or set exclusive-process (as root), which keeps out processes that miss"
+        " MPS, and give back what was found",
+        reload=True,
     )
     start_deadline: float = row(
         10.0, parsers.seconds, "for a daemon to listen once it was started", unit="s", reload=True

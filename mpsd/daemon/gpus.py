@@ -10,6 +10,8 @@ from typing import Final
 from mpsd.core import gpus, xid
 from mpsd.core.errors import GpuError
 from mpsd.core.model import Gpu, GpuFault, GpuUsage, Health, Inventory, Known, Reading, Unknown
+from mpsd.core.settings import WantedComputeMode
+from mpsd.daemon.compute_modes import ComputeModes
 from mpsd.daemon.log import Happened, Logger
 from mpsd.system import clock
 from mpsd.system.gpu import GpuSource
@@ -35,9 +37,10 @@ class GpuView:
 class Gpus:
     """What is known of every GPU."""
 
-    def __init__(self, source: GpuSource, log: Logger, changed: Callable[[], None]) -> None:
+    def __init__(self, source: GpuSource, modes: ComputeModes, log: Logger, changed: Callable[[], None]) -> None:
         """`changed` is called when a GPU is another than before."""
         self.by_index: dict[int, Gpu] = {}
+        self.modes = modes
         self._source = source
         self._log = log
         self._changed = changed
@@ -45,6 +48,10 @@ class Gpus:
         self._unread: Mapping[int, Unknown] = {}
         self._reported: dict[str, tuple[int, datetime]] = {}
         """By UUID, the Xid that a GPU reported, and when: the latest, or the one that condemns it."""
+        self._reading = asyncio.Lock()
+        """What a GPU's mode is, and what is done about it, belong together."""
+        self._soon = asyncio.Event()
+        """Set where the GPUs are to be read before it is time."""
         self.revision = 0
         """Grows whenever a GPU is another than before."""
 
@@ -53,7 +60,10 @@ class Gpus:
     async def follow(self, read: Callable[[], None]) -> None:
         """Read the GPUs every now and then, and look for those that could not be read; call `read` after each time."""
         while True:
-            await asyncio.sleep(_INTERVAL)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_INTERVAL):
+                    await self._soon.wait()
+            self._soon.clear()
             if self._unread:
                 # What is not even countable stays as unread as it was.
                 with contextlib.suppress(GpuError):
@@ -81,9 +91,10 @@ class Gpus:
         await self.read()
 
     async def read(self) -> None:
-        """Read what is in use."""
+        """Read what is in use, and do what there is to do about the compute modes."""
         for index, gpu in self.by_index.items():
-            before, now = self._usage.get(index), await self._source.usage(gpu)
+            async with self._reading:
+                before, now = self._usage.get(index), await self.modes.settle(gpu, await self._source.usage(gpu))
             if isinstance(now, Unknown) and not isinstance(before, Unknown):
                 facts = {"index": index, "uuid": gpu.uuid, "health": Health.UNKNOWN, "because": now.reason}
                 self._log.error(Happened.GPU_HEALTH, **facts)
@@ -101,10 +112,23 @@ class Gpus:
             self._reported[fault.gpu] = (fault.xid, clock.now())
             self._touch()
 
+    def want(self, mode: WantedComputeMode, because: str) -> None:
+        """Have the GPUs in another compute mode, or in their own, soon."""
+        self.modes.want(mode, because)
+        self._soon.set()
+        self._touch()
+
+    async def release(self, because: str) -> None:
+        """Give back what was changed about the GPUs, now: no control daemon of mpsd's is on them any more."""
+        self.modes.want(WantedComputeMode.LEAVE, because)
+        await self.read()
+
     def reset(self, uuid: str) -> None:
-        """Forget what a GPU reported, at an operator's word."""
-        if self._reported.pop(uuid, None) is not None:
-            self._touch()
+        """Forget what a GPU reported, and what became of its compute mode, at an operator's word."""
+        self.modes.reset(uuid)
+        self._reported.pop(uuid, None)
+        self._soon.set()
+        self._touch()
 
     def _touch(self) -> None:
         self.revision += 1
@@ -136,10 +160,18 @@ class Gpus:
         if isinstance(usage, Unknown):
             return GpuView(index, gpu, usage, Health.UNKNOWN, usage.reason, _LOOK)
         reported, at = self._reported.get(gpu.uuid, (0, clock.now()))
-        if not reported:
-            return GpuView(index, gpu, usage, Health.OK, "it answers", None)
-        told = f"at {at.isoformat(timespec='seconds')} it reported {xid.describe(reported)}"
-        if xid.condemns(reported):
+        told = f"at {at.isoformat(timespec='seconds')} it reported {xid.describe(reported)}" if reported else ""
+        if reported and xid.condemns(reported):
             hint = f"see NVIDIA's list XID Errors, mend or reset the GPU, then: mpsctl reset gpu{index}"
             return GpuView(index, gpu, usage, Health.FAULTY, told, hint)
-        return GpuView(index, gpu, usage, Health.OK, f"it answers; {told}", None)
+        closed = self.modes.trouble(gpu, usage.value.compute_mode)
+        if closed is not None:
+            return GpuView(index, gpu, usage, Health.MISCONFIGURED, *closed)
+        left = self.modes.left_behind(gpu)
+        because = "; ".join(filter(None, ("it answers", told, left and left[0])))
+        return GpuView(index, gpu, usage, Health.OK, because, left and left[1])
+
+    def notes(self) -> list[str]:
+        """Return what is not wrong with the GPUs and should be known."""
+        read = {gpu: self._usage.get(index) for index, gpu in self.by_index.items()}
+        return self.modes.notes({gpu: each.value.compute_mode for gpu, each in read.items() if isinstance(each, Known)})

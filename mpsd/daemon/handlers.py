@@ -30,11 +30,6 @@ _OPERATIONS_KEPT: Final = 256
 _TOLD: Final = timedelta(hours=1)
 """For how long a limit that others changed is told about after mpsd put it back."""
 
-_FAILS_OPEN: Final = (
-    "the compute mode is left as it is, so a process that does not use its lease's environment runs outside MPS,"
-    " without limits"
-)
-
 
 class Request(NamedTuple):
     """A request as a handler gets it: who calls, what the path names, and the body's value."""
@@ -93,7 +88,7 @@ class Handlers:
 
     def _notes(self, daemons: list[model.Daemon]) -> list[str]:
         """Return what is not wrong and should be known."""
-        notes = [] if self._node.simulated else [_FAILS_OPEN]
+        notes = self._node.gpus.notes()
         notes += [
             f"{each.name}: this driver has no pinned device memory limit (535 has), so memory is counted only"
             for each in daemons
@@ -105,7 +100,11 @@ class Handlers:
         """Return every reason why the node is not healthy, the gravest kind first."""
         daemons, gpus = self._node.daemons(), list(self._node.gpus.views())
         reasons = [f"GPU {view.index} is unknown: {view.because}" for view in gpus if view.health is Health.UNKNOWN]
-        reasons += [f"GPU {view.index} is faulty: {view.because}" for view in gpus if view.health is Health.FAULTY]
+        reasons += [
+            f"GPU {view.index} is {view.health}: {view.because}"
+            for view in gpus
+            if view.health in {Health.FAULTY, Health.MISCONFIGURED}
+        ]
         reasons += [f"{each.name} is {each.state}: {each.because}" for each in daemons if each.state is not State.READY]
         reasons += [faulted(each.name, server) for each in daemons for server in each.servers if server.faulted]
         reasons += [f"{each.name}: {each.cannot_start}" for each in daemons if each.cannot_start]
@@ -141,6 +140,7 @@ class Handlers:
             memory_held=view.usage.value.memory_used if isinstance(view.usage, Known) else None,
             clients=given.clients,
             clients_max=clients,
+            compute_mode=view.usage.value.compute_mode if isinstance(view.usage, Known) else None,
             health=view.health,
             because=view.because,
             hint=view.hint,

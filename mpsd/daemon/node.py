@@ -24,6 +24,7 @@ from mpsd.core.model import (
 )
 from mpsd.core.quota import Person
 from mpsd.core.settings import Settings, Users
+from mpsd.daemon.compute_modes import ComputeModes
 from mpsd.daemon.gpus import Gpus, GpuView
 from mpsd.daemon.inspector import Inspector
 from mpsd.daemon.ladder import Terminate
@@ -33,6 +34,7 @@ from mpsd.daemon.reconciler import Reconciler
 from mpsd.daemon.supervisor import Supervisor
 from mpsd.system import clock, peers, rundir
 from mpsd.system.control import ControlProgram
+from mpsd.system.found_modes import FoundModes
 from mpsd.system.gpu import GpuSource
 from mpsd.system.process import Process
 from mpsd.system.rundir import RunDir
@@ -90,7 +92,8 @@ class Node:
         self._log = log
         self._stopping = False
         self._group: asyncio.TaskGroup | None = None
-        self.gpus = Gpus(source, log, self._look)
+        modes = ComputeModes(source, FoundModes(run_dir.found_modes), log)
+        self.gpus = Gpus(source, modes, log, self._look)
         self._supervisors: dict[str, Supervisor] = {}
         self._offers: list[Offer] = []
         self._offered_at: object = None
@@ -105,6 +108,8 @@ class Node:
 
     async def open(self, inventory: Inventory) -> None:
         """Take in the GPUs that were found at the start."""
+        self.gpus.modes.load()
+        self._want_mode(self.settings)
         await self.gpus.take(inventory)
 
     async def run(self) -> None:
@@ -179,9 +184,12 @@ class Node:
         async with asyncio.TaskGroup() as group:
             for supervisor in self._supervisors.values():
                 group.create_task(supervisor.stop())
+        await self.gpus.release("an operator stopped the control daemons")
 
     def reload(self, settings: Settings) -> None:
         """Take new settings, and hand them on."""
+        if settings.daemon.compute_mode is not self.settings.daemon.compute_mode:
+            self._want_mode(settings)
         self.settings = settings
         self._offered_at = None
         self.leases.ledger.rules = rules(settings)
@@ -191,6 +199,10 @@ class Node:
         self._reconciler.configure(settings)
         self.inspector.settings = settings
         self._look()
+
+    def _want_mode(self, settings: Settings) -> None:
+        mode = settings.daemon.compute_mode
+        self.gpus.want(mode, f'daemon.compute_mode = "{mode}"')
 
     def _supervise(self) -> None:
         """Give each GPU that can run MPS a supervisor, once."""

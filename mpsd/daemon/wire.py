@@ -137,6 +137,7 @@ class GpuOut(Struct):
     memory_held: int | None
     clients: int
     clients_max: int | None
+    compute_mode: str | None
     health: str
     because: str
     hint: str | None

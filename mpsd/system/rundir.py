@@ -103,6 +103,11 @@ class RunDir:
         return self._settings.paths.state_dir / "history.db"
 
     @property
+    def found_modes(self) -> Path:
+        """The compute modes that GPUs are to get back."""
+        return found_modes(self._settings)
+
+    @property
     def last_event(self) -> Path:
         """The number of the last event, beside the history, so that damage to that does not have it given again."""
         return self._settings.paths.state_dir / "last-event"
@@ -117,6 +122,11 @@ class RunDir:
             reading=paths.runtime_dir / f"{name}.reading.json",
             intention=paths.state_dir / f"{name}.intention.json",
         )
+
+
+def found_modes(settings: Settings) -> Path:
+    """Say where the compute modes are written down that GPUs are to get back."""
+    return settings.paths.state_dir / "compute-modes.json"
 
 
 def check(settings: Settings, names: Sequence[str], *, private: bool) -> None:

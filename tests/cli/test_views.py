@@ -25,6 +25,7 @@ def gpu(**other: Any) -> Any:
         "memory_held": 3 * GIB,
         "clients": 1,
         "clients_max": 48,
+        "compute_mode": "default",
         "health": "ok",
         "because": "it answers",
         "hint": None,
@@ -100,8 +101,8 @@ def test_a_healthy_node() -> None:
     assert lines == [
         "healthy: every control daemon is ready",
         "",
-        "GPU  HEALTH  THREADS      MEMORY         CLIENTS  NAME",
-        "0    ok      25% of 100%  8GiB of 80GiB  1 of 48  H100",
+        "GPU  HEALTH  COMPUTE MODE  THREADS      MEMORY         CLIENTS  NAME",
+        "0    ok      default       25% of 100%  8GiB of 80GiB  1 of 48  H100",
         "",
         "DAEMON  STATE  SINCE  PID   THREADS  MEMORY    SERVERS",
         "gpu0    ready  2m     4711  100%     no limit  -",

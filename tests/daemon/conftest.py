@@ -10,6 +10,7 @@ import pytest
 from tests import real
 from tests.harness import remove_tree
 from tests.node import Node
+from tests.system.conftest import nvml, nvml_library  # noqa: F401 - fixtures
 
 Start = Callable[..., Node]
 """Makes a node, not started yet; takes what `Node` takes."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ async def serve(plan: Plan) -> None:
 
     Raises ConfigurationError, AlreadyRunningError, NoDriverError and GpuUnknownError, all before anything is started.
     """
+    # With another one, a control daemon would open its privileged socket to everybody, or close its log to its clients.
+    os.umask(0o022)
     settings = plan.settings
     source = plan.source()
     try:

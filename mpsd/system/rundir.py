@@ -18,7 +18,7 @@ from pathlib import Path
 from mpsd.core.errors import AlreadyRunningError, ConfigurationError
 from mpsd.core.limits import CONTROL_PATH_BYTES, LONGEST_SOCKET_NAME, SOCKET_PATH_BYTES
 from mpsd.core.settings import Settings, Unadmitted
-from mpsd.system import acl
+from mpsd.system import acl, trust
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,15 @@ class DaemonPaths:
         return self.log_directory / "server.log"
 
     def create(self) -> None:
-        """Make both directories, for mpsd alone to write; a new pipe directory is closed until somebody opens it."""
+        """Make both directories, for mpsd alone to write; a new pipe directory is closed until somebody opens it.
+
+        Raises ConfigurationError, also for what a stranger left in them: the control daemon would write to it, and open
+        it to everybody (control_lock gets the mode 0666, whatever it is).
+        """
         _make(self.pipe_directory, 0o700)
         _make(self.log_directory, 0o755)
+        for path in self.pipe_directory.iterdir():
+            trust.check_file(path, fifo=True)
 
 
 class RunDir:
@@ -68,10 +74,15 @@ class RunDir:
 
         Raises AlreadyRunningError when another mpsd has it, ConfigurationError when a directory cannot be used.
         """
-        for directory in (settings.paths.runtime_dir, settings.paths.state_dir, settings.paths.log_dir):
+        paths = settings.paths
+        for directory in (paths.runtime_dir, paths.runtime_dir / "mps", paths.state_dir, paths.log_dir):
             _make(directory, 0o755)
+        trust.check_way(settings.socket)
+        logs = (*paths.log_dir.glob("*/control.log"), *paths.log_dir.glob("*/server.log"))
+        for path in (*paths.runtime_dir.iterdir(), *paths.state_dir.iterdir(), *paths.log_dir.iterdir(), *logs):
+            trust.check_file(path)
         check_reach(settings)
-        path = settings.paths.runtime_dir / "mpsd.lock"
+        path = paths.runtime_dir / "mpsd.lock"
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -198,21 +209,24 @@ def find_program(name: str) -> Path:
 
 
 def _make(directory: Path, mode: int) -> None:
-    """Make a directory and its parents. One that is there must be a real directory that no stranger can write to."""
+    """Make a directory and its parents. No stranger may write to it, or put another one in its place."""
     try:
+        trust.check_way(directory)  # before anything is made behind a stranger's link
         directory.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             directory.mkdir(mode=0o700)
             directory.chmod(mode)
-        found = directory.lstat()
+        trust.check_way(directory)
+        own = trust.is_own(directory)
     except OSError as error:
         raise ConfigurationError(
             f"cannot make {directory}: {error.strerror}",
             hint="give a directory that mpsd may write, for example with --root",
         ) from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid not in {0, os.geteuid()} or found.st_mode & stat.S_IWOTH:
+    if not own:
         raise ConfigurationError(
-            f"{directory} is no directory of mpsd's own: a symbolic link, another user's, or writable for everybody",
+            f"{directory} is no directory of mpsd's own: a symbolic link, another user's, or writable for everybody or"
+            " for users or groups other than root's and mpsd's",
             hint="choose a directory that only mpsd writes to",
         )
     if not os.access(directory, os.W_OK | os.X_OK):

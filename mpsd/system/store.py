@@ -7,7 +7,8 @@ from pathlib import Path
 def write(path: Path, data: bytes) -> None:
     """Replace a file's content at once, readable for its owner only. Raises OSError, and then nothing has changed."""
     hidden = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    hidden.unlink(missing_ok=True)  # of an earlier process with this pid
+    descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)

@@ -1,0 +1,111 @@
+"""Whether a stranger could put something of his own under one of mpsd's paths, or has done so.
+
+A stranger is every uid but root's and mpsd's own. What is looked at here is looked at once, before anything is opened:
+where no stranger may write, none can change it afterwards.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from mpsd.core.errors import ConfigurationError
+from mpsd.system import acl
+from mpsd.system.acl import Tag
+
+_MOST_LINKS: Final = 40
+"""Symbolic links on the way to a path; the kernel follows no more. Source: path_resolution(7)."""
+
+
+def check_way(path: Path) -> None:
+    """Refuse a path if a stranger could put something else in its place, by renaming what leads there.
+
+    A group that may write to a directory on the way is trusted: on some systems one owns /var/log. Raises
+    ConfigurationError, and OSError for a way that cannot be looked at.
+    """
+    for each in _way(path):
+        found = each.lstat()
+        if found.st_uid not in _trusted():
+            raise ConfigurationError(
+                f"{each} belongs to uid {found.st_uid}, who can put anything in the place of {path}",
+                hint=f"chown root {each}, or choose a place on the way to which only root and mpsd's user own anything",
+            )
+        if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+            raise ConfigurationError(
+                f"everybody may write to {each}, and so can put anything in the place of {path}",
+                hint=f"chmod o-w {each} (or +t, so that each may remove only what is his own), or choose another place",
+            )
+
+
+def is_own(directory: Path) -> bool:
+    """Tell whether this is a real directory that no stranger owns or may write to. Raises OSError."""
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid not in _trusted():
+        return False
+    for entry in acl.read(directory):
+        group = found.st_gid if entry.tag == Tag.OWNING_GROUP else entry.who
+        match entry.tag:
+            case Tag.OTHERS:
+                trusted = False
+            case Tag.USER:
+                trusted = entry.who in _trusted()
+            case Tag.GROUP | Tag.OWNING_GROUP:
+                trusted = group in {0, os.getegid()}
+            case _:  # the owner, and the mask, which gives nothing by itself
+                trusted = True
+        if entry.permissions & acl.WRITE and not trusted:
+            return False
+    return True
+
+
+def check_file(path: Path, *, fifo: bool = False) -> None:
+    """Refuse what was planted where mpsd, or a control daemon, has a file or a socket; `fifo`: or a FIFO.
+
+    What has a second name may be somebody's: to write to it would be to write there. Nothing at all is fine. Raises
+    ConfigurationError.
+    """
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    strange = None
+    if found.st_uid not in _trusted():
+        strange = f"belongs to uid {found.st_uid}"
+    elif stat.S_ISLNK(found.st_mode):
+        strange = "is a symbolic link"
+    elif stat.S_ISREG(found.st_mode) and found.st_nlink > 1:
+        strange = "has another name somewhere (a hard link)"
+    elif stat.S_ISFIFO(found.st_mode) and not fifo:
+        strange = "is a FIFO"
+    if strange is not None:
+        raise ConfigurationError(
+            f"{path} {strange}: mpsd did not put it there",
+            hint="find out who could write there, then remove it, or move it away",
+        )
+
+
+def _trusted() -> frozenset[int]:
+    return frozenset({0, os.geteuid()})
+
+
+def _way(path: Path) -> Iterator[Path]:
+    """Yield what there is on the way to a path, symbolic links and what they lead to included, but not the path."""
+    at, links = Path("/"), 0
+    yield at
+    ahead = [*reversed(path.absolute().parts[1:-1])]
+    while ahead:
+        each = at / ahead.pop()
+        if not os.path.lexists(each):
+            return
+        yield each
+        if each.is_symlink():
+            links += 1
+            if links > _MOST_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+            target = each.readlink()
+            at = Path("/") if target.is_absolute() else at
+            ahead += [*reversed(target.parts[target.is_absolute() :])]
+        else:
+            at = each.parent.parent if each.name == ".." else each

@@ -1,0 +1,276 @@
+"""Files and directories: with their final modes whoever starts mpsd, and nothing of a stranger's is ever followed."""
+
+import contextlib
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from mpsd.core.errors import ConfigurationError
+from mpsd.core.settings import Settings
+from mpsd.system import acl, trust
+from mpsd.system.acl import Entry, Tag
+from mpsd.system.rundir import RunDir
+from tests.daemon.caller import needs_root
+from tests.daemon.conftest import Start
+from tests.harness import wait_until
+from tests.node import Node
+
+pytestmark = [pytest.mark.real_daemon(535), needs_root]
+
+ANN: Final = 2601
+OWNER, USER, OWNING_GROUP, GROUP, MASK, OTHERS = Tag
+
+MODES: Final = {
+    "a": "drwxr-xr-x",
+    "a/b": "drwxr-xr-x",
+    "a/b/state": "drwxr-xr-x",
+    "a/b/state/history.db": "-rw-------",
+    "a/b/state/history.db-wal": "-rw-------",
+    "a/b/state/last-event": "-rw-------",
+    "c": "drwxr-xr-x",
+    "c/log": "drwxr-xr-x",
+    "c/log/gpu0": "drwxr-xr-x",
+    "c/log/gpu0/control.log": "-rw-r-----",
+    "run": "drwxr-xr-x",
+    "run/gpu0.reading.json": "-rw-------",
+    "run/leases.ballast": "-rw-------",
+    "run/leases.db": "-rw-------",
+    "run/leases.db-journal": "-rw-------",
+    "run/mps": "drwxr-xr-x",
+    "run/mps/gpu0": "drwx------",
+    "run/mps/gpu0/control": "srw-------",
+    "run/mps/gpu0/control_lock": "-rw-rw-rw-",
+    "run/mps/gpu0/control_privileged": "srwxr-xr-x",
+    "run/mps/gpu0/log": "prwxrwxrwx",
+    "run/mpsd.lock": "-rw-------",
+    "run/mpsd.sock": "srw-rw-rw-",
+}
+"""Every path that mpsd and driver 535's control daemon make; the last of these are in a directory that is closed."""
+
+PATHS: Final = """
+[paths]
+runtime_dir = "{root}/run"
+state_dir = "{root}/a/b/state"
+log_dir = "{root}/c/log"
+"""
+
+PLANT: Final = """
+import os, sys
+kind, path, victim = sys.argv[2:]
+os.setgroups([])
+os.setresgid(*[int(sys.argv[1])] * 3)
+os.setresuid(*[int(sys.argv[1])] * 3)
+{"link": lambda: os.symlink(victim, path),
+ "fifo": lambda: os.mkfifo(path),
+ "file": lambda: os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o666)),
+ "directory": lambda: os.mkdir(path)}[kind]()
+"""
+
+
+def plant(kind: str, path: Path, victim: Path) -> None:
+    """Have a stranger put something where mpsd has a file, while he may write there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    mode = path.parent.stat().st_mode
+    path.parent.chmod(0o777)
+    if kind == "hard link":
+        path.hardlink_to(victim)  # the kernel lets strangers do so only where fs.protected_hardlinks is 0
+    else:
+        command = [sys.executable, "-I", "-c", PLANT, str(ANN), kind, str(path), str(victim)]
+        subprocess.run(command, check=True, timeout=30)
+    path.parent.chmod(mode)
+
+
+@pytest.fixture
+def victim(short_tmp: Path) -> Iterator[Path]:
+    """Give a file of root's, which is what it was when the test is over."""
+    short_tmp.chmod(0o711)
+    path = short_tmp / "victim"
+    path.write_bytes(b"precious")
+    path.chmod(0o640)
+    yield path
+    found = path.stat()
+    assert (path.read_bytes(), stat.filemode(found.st_mode), found.st_uid) == (b"precious", "-rw-r-----", 0)
+
+
+@contextlib.contextmanager
+def umask(mask: int) -> Iterator[None]:
+    """Have this umask, which every process that is started meanwhile inherits."""
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o077, 0o777], ids=oct)
+def test_modes(make_node: Start, mask: int) -> None:
+    """Whatever the umask of whoever starts mpsd, each path has the mode and the owner that it is to have."""
+    node = make_node(simulate=1, rooted=False)
+    node.config = PATHS.format(root=node.root)
+    node.command  # noqa: B018 - it writes the configuration, which is not mpsd's to make
+    node.configuration.chmod(0o644)
+    node.stderr.touch()
+    with umask(mask):
+        node.start()
+    wait_until((node.root / "run" / "gpu0.reading.json").exists, what="the log to have been read")
+    found = {}
+    for path in node.root.rglob("*"):
+        name = f"{path.relative_to(node.root)}"
+        if "simulated" not in name and path not in {node.stderr, node.configuration}:
+            info = path.lstat()
+            found[name] = stat.filemode(info.st_mode)
+            assert (info.st_uid, info.st_gid) == (0, os.getegid()), path
+    assert found == MODES
+
+
+class TestPlanted:
+    """What a stranger left behind where mpsd has its files, while he could write there."""
+
+    @pytest.mark.parametrize("kind", ["link", "hard link", "fifo", "file"])
+    def test_every_file(self, short_tmp: Path, victim: Path, kind: str) -> None:
+        """No file of mpsd's is opened that a stranger put there: the claim is refused, and says which it is."""
+        settings = Settings().under(short_tmp / "root")
+        run, state = settings.paths.runtime_dir, settings.paths.state_dir
+        RunDir.claim(settings).close()
+        names = ("leases.db", "leases.db-journal", "leases.ballast", "gpu0.tally.json", "gpu0.reading.json", "mps")
+        mine = [run / "mpsd.lock", *(run / name for name in names)]
+        mine += [state / name for name in ("history.db", "history.db-wal", "last-event", "gpu0.intention.json")]
+        for path in mine:
+            if path.is_dir():
+                path.rmdir()
+            path.unlink(missing_ok=True)
+            plant(kind, path, victim)
+            with pytest.raises(ConfigurationError) as refused:
+                RunDir.claim(settings)
+            assert refused.value.detail.startswith(f"{path} "), (path, refused.value.detail)
+            assert refused.value.hint
+            path.unlink()
+        RunDir.claim(settings).close()
+
+    @pytest.mark.parametrize(
+        ("kind", "path", "words"),
+        [
+            ("link", "run/leases.db", "belongs to uid 2601"),
+            ("hard link", "state/history.db", "has another name somewhere (a hard link)"),
+            ("fifo", "run/gpu0.tally.json", "belongs to uid 2601"),
+            ("fifo", "log/gpu0/control.log", "belongs to uid 2601"),
+            ("hard link", "log/gpu0/server.log", "has another name somewhere (a hard link)"),
+            ("directory", "run/mps", "is no directory of mpsd's own"),
+        ],
+    )
+    def test_start(self, make_node: Start, victim: Path, kind: str, path: str, words: str) -> None:
+        """An mpsd that finds such a thing says so and ends with 78; once it is removed, it starts."""
+        node = make_node(simulate=1)
+        planted = node.root / path
+        plant(kind, planted, victim)
+        status, said = node.refuse()
+        assert status == 78
+        assert f"mpsd: {planted} {words}" in said
+        assert "Traceback" not in said
+        if planted.is_dir():
+            planted.rmdir()
+        else:
+            planted.unlink()
+        node.start()
+
+    @pytest.mark.parametrize("kind", ["link", "hard link", "fifo", "file"])
+    @pytest.mark.parametrize("path", ["run/mps/gpu0/control_lock", "run/mps/gpu0/log"])
+    def test_control_daemon(self, make_node: Start, victim: Path, path: str, kind: str) -> None:
+        """No control daemon is started on such a thing: it would write to it, or open it to everybody."""
+        node = make_node(simulate=1)
+        planted = node.root / path
+        plant(kind, planted, victim)
+        node.start(ready=False)
+        daemon = node.wait_for_state("gpu0", "failed")
+        assert daemon["because"].startswith(f"{planted} ")
+        assert daemon["hint"]
+        assert daemon["pid"] is None
+        planted.unlink()
+        assert node.request("POST", "/v1/daemons/gpu0/reset").status == 202
+        node.wait_for_state("gpu0", "ready")
+
+
+class TestWay:
+    """What leads to mpsd's directories."""
+
+    def refused(self, node: Node) -> str:
+        """Return what an mpsd says that does not start, with its hint; it has made nothing."""
+        status, said = node.refuse()
+        assert status == 78, said
+        assert not (node.root / "run").exists()
+        return said
+
+    def test_parent_that_everybody_may_write(self, make_node: Start) -> None:
+        """Where everybody may rename mpsd's directories, it does not start, and says what to do; that helps."""
+        node = make_node(simulate=1)
+        node.root.chmod(0o777)
+        said = self.refused(node)
+        assert f"mpsd: everybody may write to {node.root}, and so can put anything in the place of" in said
+        assert f"hint: chmod o-w {node.root} (or +t" in said
+        node.root.chmod(0o1777)
+        node.start()
+
+    def test_parent_of_another(self, make_node: Start) -> None:
+        """Nor does it where one user may."""
+        node = make_node(simulate=1)
+        os.chown(node.root, ANN, ANN)
+        said = self.refused(node)
+        assert f"mpsd: {node.root} belongs to uid {ANN}, who can put anything in the place of" in said
+        assert f"hint: chown root {node.root}" in said
+
+    def test_stranger_s_link(self, make_node: Start, short_tmp: Path) -> None:
+        """A stranger's symbolic link on the way is not followed, wherever it leads: nothing is made behind it."""
+        node = make_node(simulate=1, rooted=False)
+        shared, target = node.root / "shared", short_tmp / "target"
+        target.mkdir()
+        shared.mkdir()
+        shared.chmod(0o1777)
+        plant("link", shared / "link", target)
+        shared.chmod(0o1777)
+        node.config = PATHS.format(root=shared / "link" / "deeper")
+        assert f"mpsd: {shared}/link belongs to uid {ANN}" in self.refused(node)
+        assert list(target.iterdir()) == []
+
+    def test_root_s_link(self, short_tmp: Path) -> None:
+        """One of root's own is followed, and what it leads to is looked at as well; a circle ends."""
+        (short_tmp / "open" / "below").mkdir(parents=True)
+        (short_tmp / "link").symlink_to("./open/../open/below")
+        trust.check_way(short_tmp / "link" / "run")
+        (short_tmp / "open").chmod(0o777)
+        with pytest.raises(ConfigurationError, match=f"everybody may write to {short_tmp}/open,"):
+            trust.check_way(short_tmp / "link" / "run")
+        (short_tmp / "a").symlink_to(short_tmp / "b")
+        (short_tmp / "b").symlink_to(short_tmp / "a")
+        with pytest.raises(OSError, match="Too many levels"):
+            trust.check_way(short_tmp / "a" / "run")
+
+    def test_own_directory_that_another_may_write(self, short_tmp: Path) -> None:
+        """An access list that lets another user or group write to a directory of mpsd's own is seen too."""
+        settings = Settings().under(short_tmp / "root")
+        RunDir.claim(settings).close()
+        owner, group, mask, others = Entry(OWNER, 7), Entry(OWNING_GROUP, 5), Entry(MASK, 7), Entry(OTHERS, 5)
+        for entries in (
+            (owner, Entry(USER, 7, ANN), group, mask, others),
+            (owner, group, Entry(GROUP, 7, ANN), mask, others),
+        ):
+            acl.write(settings.paths.state_dir, entries)
+            with pytest.raises(ConfigurationError, match="is no directory of mpsd's own"):
+                RunDir.claim(settings)
+        acl.write(settings.paths.state_dir, (owner, Entry(USER, 5, ANN), Entry(USER, 7, 0), group, mask, others))
+        RunDir.claim(settings).close()
+
+    def test_own_directory_of_another_group(self, short_tmp: Path) -> None:
+        """And a group that is neither root's nor mpsd's."""
+        settings = Settings().under(short_tmp / "root")
+        RunDir.claim(settings).close()
+        os.chown(settings.paths.log_dir, 0, ANN)
+        RunDir.claim(settings).close()
+        settings.paths.log_dir.chmod(0o775)
+        with pytest.raises(ConfigurationError, match="is no directory of mpsd's own"):
+            RunDir.claim(settings)

@@ -48,7 +48,7 @@ def run(config: Path | None, root: Path | None, simulate: int | None, control: s
     SIGTERM ends mpsd and leaves the control daemons running: the next mpsd adopts them. SIGHUP reloads the
     configuration.
     """
-    from mpsd.daemon.service import read_configuration
+    from mpsd.system.configuration import read_configuration
 
     def read() -> "Settings":
         settings = read_configuration(config)
@@ -94,7 +94,7 @@ def _serve(plan: "Plan") -> None:
 def check(config: Path | None) -> None:
     """Parse and validate the configuration, print the effective settings as TOML, and exit with 0 or 78."""
     from mpsd.core.settings import document
-    from mpsd.daemon.service import read_configuration
+    from mpsd.system.configuration import read_configuration
     from mpsd.system.rundir import check_reach
 
     settings = read_configuration(config)

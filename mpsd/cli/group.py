@@ -14,6 +14,7 @@ _MODULES: Final = {
     "clients": "reading",
     "config": "reading",
     "daemons": "reading",
+    "doctor": "doctor",
     "events": "events",
     "gpus": "reading",
     "hold": "operating",

@@ -11,7 +11,7 @@ from mpsd.core.model import ComputeMode, Gpu, GpuUsage, Known, Reading, Unknown
 from mpsd.core.settings import WantedComputeMode
 from mpsd.daemon.log import Happened, Logger
 from mpsd.system.found_modes import FoundModes
-from mpsd.system.gpu import GpuSource
+from mpsd.system.gpu import GpuSource, change_compute_mode
 
 _EXCLUSIVE: Final = ComputeMode.EXCLUSIVE_PROCESS
 _FAILS_OPEN: Final = (
@@ -133,7 +133,7 @@ class ComputeModes:
                 hint=_NO_ROOM.format(index=gpu.index),
             ) from error
         try:
-            reading = await self._set(gpu, _EXCLUSIVE)
+            reading = await change_compute_mode(self._source, gpu, _EXCLUSIVE)
         except ComputeModeError:
             self._forget(gpu)  # it is not what mpsd set, whoever sets it next
             raise
@@ -145,20 +145,11 @@ class ComputeModes:
 
     async def _give_back(self, gpu: Gpu, found: ComputeMode) -> Reading[ComputeMode | None]:
         """Set what was written down, and only then strike it out. Raises ComputeModeError, and then it stands there."""
-        reading = await self._set(gpu, found)
+        reading = await change_compute_mode(self._source, gpu, found)
         if isinstance(reading, Known):
             self._held.discard(gpu.uuid)
             self._log.info(Happened.GPU_MODE_RETURNED, **_of(gpu), mode=found, because=self._because)
             self._forget(gpu)
-        return reading
-
-    async def _set(self, gpu: Gpu, mode: ComputeMode) -> Reading[ComputeMode | None]:
-        reading = await self._source.set_compute_mode(gpu, mode)
-        if isinstance(reading, Known) and reading.value is not mode:
-            raise ComputeModeError(
-                f"the compute mode of GPU {gpu.index} was set to {mode}, and reads back as {reading.value}",
-                hint=f"see who else sets it, then: mpsctl reset gpu{gpu.index}",
-            )
         return reading
 
     def _forget(self, gpu: Gpu) -> None:

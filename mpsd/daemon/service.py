@@ -6,10 +6,8 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from mpsd.core import reload
-from mpsd.core import settings as table
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.ledger import Ledger
 from mpsd.core.settings import Settings
@@ -158,19 +156,3 @@ def _reload(plan: Plan, node: Node, log: Logger) -> None:
     applied, waiting = reload.changed(node.settings, wanted)
     node.reload(reload.reloaded(node.settings, wanted))
     log.info(Happened.SETTINGS_RELOADED, applied=list(applied), needs_restart=list(waiting))
-
-
-def read_configuration(path: Path | None) -> Settings:
-    """Return the settings of a file, or the defaults where none is named and the usual one is absent.
-
-    Raises ConfigurationError for a file that cannot be read or does not parse.
-    """
-    usual = Path("/etc/mpsd/mpsd.toml")
-    try:
-        return table.parse((path or usual).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if path is None:
-            return Settings()
-        raise ConfigurationError(f"there is no configuration file {path}", hint="check --config") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path or usual} cannot be read: {error}", hint="check its permissions") from error

@@ -82,6 +82,20 @@ class GpuSource(Protocol):
         """Let go of the driver; nothing is asked of it afterwards."""
 
 
+async def change_compute_mode(source: GpuSource, gpu: Gpu, mode: ComputeMode) -> Reading[ComputeMode | None]:
+    """Set a GPU's compute mode, and see that it reads back; unknown where it may come about later.
+
+    Raises ComputeModeError when the driver refuses, or has another mode afterwards.
+    """
+    reading = await source.set_compute_mode(gpu, mode)
+    if isinstance(reading, Known) and reading.value is not mode:
+        raise ComputeModeError(
+            f"the compute mode of GPU {gpu.index} was set to {mode}, and reads back as {reading.value}",
+            hint=f"see who else sets it, then: mpsctl reset gpu{gpu.index}",
+        )
+    return reading
+
+
 class NvmlGpus:
     """The GPUs of NVIDIA's driver.
 

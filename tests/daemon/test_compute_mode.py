@@ -104,6 +104,15 @@ class TestWanted:
         assert (given_back["mode"], given_back["because"]) == (name, 'daemon.compute_mode = "leave"')
         assert gpu(node)["compute_mode"] == name
 
+    def test_driver_that_was_loaded_anew(self, node: Node, nvml: FakeNvml) -> None:
+        """It is set again, and what was found first is what is given back."""
+        nvml.set_compute_mode(FIRST, THREAD)
+        node.start()
+        node.end()
+        nvml.set_compute_mode(FIRST, DEFAULT)
+        node.start()
+        assert (nvml.compute_mode(FIRST), written(node)) == (EXCLUSIVE, {FIRST: "exclusive-thread"})
+
     def test_by_a_reload(self, node: Node, nvml: FakeNvml) -> None:
         """A reload sets it, and the next one gives it back, as often as one likes."""
         node.config = LEAVE

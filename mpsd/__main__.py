@@ -11,6 +11,7 @@ import click
 
 from mpsd import __version__
 from mpsd.core.errors import MpsdError
+from mpsd.core.harmless import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -146,7 +147,7 @@ def main() -> None:
     try:
         cli(prog_name="mpsd")
     except MpsdError as error:
-        click.echo(f"mpsd: {error.detail} [{error.code}]\n  hint: {error.hint}", err=True)
+        click.echo(f"mpsd: {plain(error.detail)} [{error.code}]\n  hint: {plain(error.hint)}", err=True)
         sys.exit(error.exit_code)
 
 

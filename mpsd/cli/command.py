@@ -9,8 +9,9 @@ import click
 
 from mpsd.cli import views
 from mpsd.cli.api import Api
-from mpsd.cli.render import as_exports, as_json, plain, plural
+from mpsd.cli.render import as_exports, as_json, plural
 from mpsd.core.errors import DoesNotFitError, InternalError, InvalidRequestError, MpsdError, NotFoundError
+from mpsd.core.harmless import plain
 
 if TYPE_CHECKING:
     from mpsd.cli import shapes

@@ -13,8 +13,8 @@ import click
 from mpsd.cli import views
 from mpsd.cli.api import Api
 from mpsd.cli.command import note, of_one_version, with_api, with_form
-from mpsd.cli.render import harmless_json, plain
 from mpsd.core.errors import UnreachableError
+from mpsd.core.harmless import harmless_json, plain
 
 if TYPE_CHECKING:
     from mpsd.cli import shapes

@@ -41,8 +41,8 @@ def _outcome() -> int:
     import click
 
     from mpsd.cli.group import mpsctl
-    from mpsd.cli.render import plain
     from mpsd.core.errors import MpsdError
+    from mpsd.core.harmless import plain
 
     try:
         mpsctl(prog_name="mpsctl")

@@ -5,7 +5,7 @@ import click
 from mpsd.cli import views
 from mpsd.cli.api import Api
 from mpsd.cli.command import ForEval, now, print_answer, print_lease, with_api, with_form
-from mpsd.cli.render import plain
+from mpsd.core.harmless import plain
 
 
 @click.command()

@@ -1,51 +1,20 @@
-"""How values look to a person, in plain text; and what makes foreign text harmless on a terminal.
-
-Names of leases and of processes are chosen by others. On a terminal, a control character in one of them could hide a
-line, or forge one, so each answer passes `plain` on its way to a table, and `as_json` on its way out as JSON.
-"""
+"""How values look to a person, in plain text. What was chosen by others has passed `harmless.plain` before."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import TypeVar, cast
 
 from mpsd.core.errors import InternalError
-
-T = TypeVar("T")
+from mpsd.core.harmless import harmless_json, plain
 
 _GAP = "  "
 _UNITS = (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 _AGES = (("d", 86400), ("h", 3600), ("m", 60))
 
 
-def plain(value: T) -> T:
-    """Return a text, or a decoded answer, with every character escaped that prints as anything but itself."""
-    match value:
-        case str():
-            safe = value if value.isprintable() else "".join(map(_escaped, value))
-            return cast("T", safe)
-        case list():
-            return cast("T", [plain(each) for each in value])
-        case dict():
-            return cast("T", {plain(key): plain(each) for key, each in value.items()})
-        case _:
-            return value
-
-
-def _escaped(character: str) -> str:
-    return character if character.isprintable() else character.encode("unicode_escape").decode()
-
-
 def as_json(answer: object) -> str:
     """Return what the API answered, indented: the same document, with what does not print escaped."""
     return harmless_json(json.dumps(answer, indent=2, ensure_ascii=False))
-
-
-def harmless_json(text: str) -> str:
-    """Return a document in JSON as it is, with what does not print escaped; line ends between its parts may stay."""
-    if text.replace("\n", "").isprintable():
-        return text
-    return "".join(each if each.isprintable() or each == "\n" else json.dumps(each)[1:-1] for each in text)
 
 
 def as_exports(variables: Mapping[str, str]) -> str:

@@ -10,6 +10,7 @@ from typing import Final, TextIO
 import msgspec
 import structlog
 
+from mpsd.core.harmless import harmless_json, plain
 from mpsd.core.settings import LogFormat
 from mpsd.system import clock
 
@@ -97,6 +98,11 @@ class _BytesPrinter(structlog.BytesLogger):
     info = warning = error = msg
 
 
+def _harmless(line: bytes) -> bytes:
+    """Return a line of JSON with nothing in it that acts on a terminal: most have nothing, and are looked at only."""
+    return line if line.isascii() and b"\x7f" not in line else harmless_json(line.decode()).encode()
+
+
 def configure(form: LogFormat, record: Callable[[bytes], None] | None = None, stream: TextIO = sys.stderr) -> Logger:
     """Return the logger of this process: text on a terminal and JSON elsewhere, unless the form says which.
 
@@ -107,13 +113,15 @@ def configure(form: LogFormat, record: Callable[[bytes], None] | None = None, st
     def line(_: object, level: str, facts: structlog.typing.EventDict) -> bytes:
         # What a reader looks for first stands first: when, how bad, and what.
         event = facts.pop("event")
-        rendered = _JSON.encode({"at": clock.now(), "level": level, "event": event, **facts})
+        rendered = _harmless(_JSON.encode({"at": clock.now(), "level": level, "event": event, **facts}))
         if record is not None and "exception" not in facts:
             record(rendered)
         return rendered
 
     def text(_: object, level: str, facts: structlog.typing.EventDict) -> str:
-        return console(None, level, msgspec.json.decode(line(None, level, facts)))
+        known = msgspec.json.decode(line(None, level, facts))
+        trace = {name: "\n".join(map(plain, known.pop(name).split("\n"))) for name in ("exception",) if name in known}
+        return console(None, level, {**plain(known), **trace})
 
     # Any local user could fill the log through aiohttp, which reports each malformed request with a traceback.
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)

@@ -281,6 +281,7 @@ def test_it_starts_light(node: Node) -> None:
         *(f"mpsd.cli.{name}" for name in ("api", "client", "command", "group", "main", "reading", "render", "views")),
         "mpsd.core",
         "mpsd.core.errors",
+        "mpsd.core.harmless",
     }
     of_click = {"_locale", "locale"}  # once it has something to say in the user's language
     assert status - needed - own <= of_click | {"_signal", "gc", "signal", "_struct", "struct"}

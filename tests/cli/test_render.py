@@ -14,9 +14,7 @@ from mpsd.cli.render import (
     as_json,
     columns,
     fact,
-    harmless_json,
     percent,
-    plain,
     plural,
     size,
     table,
@@ -106,55 +104,12 @@ def test_tables() -> None:
     assert columns([("only", "row")]) == "only  row"
 
 
-@pytest.mark.parametrize(
-    ("text", "printed"),
-    [("plain ü 漢", "plain ü 漢"), ("\x1b[2J\x1b[1A", "\\x1b[2J\\x1b[1A"), ("a\nb\tc\r", "a\\nb\\tc\\r"),
-     ("\x9b31m", "\\x9b31m"),
-     ("\x7f", "\\x7f"), ("\u202egnp.exe", "\\u202egnp.exe"), ("\u2028", "\\u2028"), ("\ud800", "\\ud800")],
-)  # fmt: skip
-def test_harmless_text(text: str, printed: str) -> None:
-    """Escape sequences, line breaks, C1 controls and reversals of direction are shown, not carried out."""
-    assert plain(text) == printed
-
-
-@given(JSON)
-def test_harmless_answers(answer: object) -> None:
-    """Whatever a decoded answer holds, and wherever, all of its text prints as itself; the rest stays as it was."""
-
-    def walk(before: object, after: object) -> None:
-        match before, after:
-            case str(), str():
-                assert after.isprintable()
-                assert after == before or not before.isprintable()
-            case list(), list():
-                for pair in zip(before, after, strict=True):
-                    walk(*pair)
-            case dict(), dict():
-                assert all(key.isprintable() for key in after)
-                if len(before) == len(after):
-                    walk(list(before.values()), list(after.values()))
-            case _:
-                assert before is after
-
-    walk(answer, plain(answer))
-
-
 @given(JSON | st.text(SURROGATE))
 def test_json_is_the_same_document(answer: object) -> None:
     """JSON comes out as the document that came in, with its keys in their order, and without a character that acts."""
     text = as_json(answer)
     assert json.dumps(json.loads(text)) == json.dumps(answer)
     assert text.replace("\n", "").isprintable()
-
-
-@given(JSON | st.text(SURROGATE))
-def test_lines_of_json(answer: object) -> None:
-    """A line of JSON stays the same document in one line, without a character that acts; if it has none, as it was."""
-    text = json.dumps(answer, ensure_ascii=False)
-    line = harmless_json(text)
-    assert json.dumps(json.loads(line)) == json.dumps(answer)
-    assert line.isprintable()
-    assert line == text or not text.isprintable()
 
 
 def test_json_is_indented() -> None:

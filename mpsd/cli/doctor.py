@@ -8,8 +8,9 @@ import click
 from mpsd.cli.api import Api
 from mpsd.cli.checks import Check, Verdict, of_node, report
 from mpsd.cli.command import of_one_version, with_api, with_form
-from mpsd.cli.render import as_json, plain
+from mpsd.cli.render import as_json
 from mpsd.core.errors import MpsdError, UnreachableError
+from mpsd.core.harmless import plain
 
 
 @click.command()

@@ -229,10 +229,15 @@ class Node:
             **options,
         )
 
+    @property
+    def front_end_program(self) -> Sequence[str]:
+        """How the bare front-end is called."""
+        return program() if self.control is None else [str(self.control)]
+
     def front_end(self, name: str, script: str, **options: Any) -> "subprocess.CompletedProcess[str]":
         """Run the bare front-end against one control daemon, as a stranger would."""
         return subprocess.run(
-            program() if self.control is None else [str(self.control)],
+            self.front_end_program,
             input=script,
             capture_output=True,
             text=True,

@@ -1,10 +1,12 @@
 """Whether the limits in force are the limits that mpsd set. Pure."""
 
+import re
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import Final, TypeAlias
 
 from mpsd.core.model import Drift, Limits, ReadBack, Server
+from mpsd.core.units import GIB, MIB
 
 _PERCENTAGE: Final = "active_thread_percentage"
 _MEM_LIMIT: Final = "pinned_device_mem_limit"
@@ -16,6 +18,11 @@ _SETTERS: Final = {
     (_MEM_LIMIT, True): "set_device_pinned_mem_limit",
 }
 """By limit, and by whether it is a server's own, the command that sets it."""
+
+EVERYTHING: Final = ReadBack(1000, None)
+NOTHING: Final = ReadBack(0, 0)
+
+_SIZE: Final = re.compile(r"([1-9][0-9]*)([MG])")
 
 Value: TypeAlias = float | int | None
 
@@ -55,6 +62,44 @@ def widest(one: ReadBack, other: ReadBack) -> ReadBack:
         max(one.active_thread_percentage_tenths, other.active_thread_percentage_tenths),
         None if memory[0] is None or memory[1] is None else max(memory[0], memory[1]),
     )
+
+
+def opened(commands: Iterable[str], server: int, *, fresh: bool) -> ReadBack:
+    """Return the most that commands of others gave, be it for a moment, to whoever connected to a server meanwhile.
+
+    The defaults of the daemon are those of a server that is `fresh`. A value that mpsd would not write itself counts as
+    no limit at all: what MPS makes of such a one is its own affair (`-1G` is 16 EiB, measured).
+    """
+    result = NOTHING
+    for command in commands:
+        match command.split():
+            case ["set_default_active_thread_percentage", *rest] if fresh:
+                result = widest(result, ReadBack(_tenths(rest), 0))
+            case ["set_active_thread_percentage", pid, *rest] if _may_be(pid, server):
+                result = widest(result, ReadBack(_tenths(rest), 0))
+            case ["set_default_device_pinned_mem_limit", *rest] if fresh:
+                result = widest(result, ReadBack(0, _bytes(rest)))
+            case ["set_device_pinned_mem_limit", pid, *rest] if _may_be(pid, server):
+                result = widest(result, ReadBack(0, _bytes(rest)))
+    return result
+
+
+def _may_be(pid: str, server: int) -> bool:
+    """Tell whether a word in a command may be this server; only another number is none."""
+    return not pid.isdecimal() or int(pid) == server
+
+
+def _tenths(rest: list[str]) -> int:
+    try:
+        (value,) = map(float, rest)
+    except ValueError:
+        return 1000
+    return -int(-value * 10 // 1) if 0 < value <= 100 else 1000  # noqa: PLR2004 - it is a percentage
+
+
+def _bytes(rest: list[str]) -> int | None:
+    found = _SIZE.fullmatch(rest[-1]) if len(rest) == len(("device", "value")) else None
+    return int(found[1]) * (GIB if found[2] == "G" else MIB) if found is not None else None
 
 
 def holds(wanted: Limits, found: ReadBack, servers: Iterable[Server]) -> bool:

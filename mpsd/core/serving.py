@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Final
 
+from mpsd.core.enforcement import NOTHING
 from mpsd.core.logevents import (
     ContextsMade,
     LogEvent,
@@ -26,8 +27,6 @@ _MOST_GIVEN: Final = 16
 
 _TRIES: Final = 6
 """Servers in a row that could not start: so many NVIDIA tries for one client, one and five more (public reports)."""
-
-_NOTHING: Final = ReadBack(0, 0)
 
 _WINDOW: Final = timedelta(seconds=60)
 """How long that closes the GPU; then one more client may try."""
@@ -73,7 +72,7 @@ class Serving:
                 self.failures = [*self.failures, now][-_TRIES:]
 
     def _give(self, event: ThreadsGiven | MemoryGiven) -> None:
-        before = self.given.get(event.server, _NOTHING)
+        before = self.given.get(event.server, NOTHING)
         if isinstance(event, ThreadsGiven):
             before = replace(before, active_thread_percentage_tenths=int(event.percentage * 10))
         elif event.device == 0:

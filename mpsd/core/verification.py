@@ -43,10 +43,12 @@ def verify(
     found: Sequence[Violation],
     *,
     memory: bool,
+    unknown: Sequence[str] = (),
 ) -> Verdict:
     """Judge a lease by its clients, by what its processes hold on each GPU, and by the violations that were found.
 
-    `memory` tells whether the driver limits memory. A lease that has ended, that waits, or of which no process has come
+    `memory` tells whether the driver limits memory, and `unknown` what could not be asked or read now, so that all the
+    rest is of before. A lease that has ended, that waits, or of which no process has come
     yet is not well: whoever asks wants to know whether it runs under MPS, and it does not.
     """
     if lease.state is LeaseState.ENDED:
@@ -59,6 +61,7 @@ def verify(
     wrong = [each.because for each in found if each.lease == lease.id] + [
         each.because for each in processes if not each.ok and each.mps is not None
     ]
+    wrong += unknown
     attached = [each for each in processes if each.mps]
     if wrong:
         return Verdict(ok=False, because=wrong[0], processes=processes)

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Final, NamedTuple
 
 from mpsd.core import ceiling
+from mpsd.core.enforcement import EVERYTHING
 from mpsd.core.model import Client, GpuProcess, Known, Lease, ProcessIdentity, ReadBack, Share
 from mpsd.core.units import GIB, MIB, format_size
 
@@ -15,8 +16,6 @@ MEM_LIMIT: Final = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 PIPE_DIRECTORY: Final = "CUDA_MPS_PIPE_DIRECTORY"
 VARIABLES: Final = (PIPE_DIRECTORY, "CUDA_VISIBLE_DEVICES", PERCENTAGE, MEM_LIMIT)
 """The variables of a client that decide what it uses, and that a lease's environment holds."""
-
-EVERYTHING: Final = ReadBack(1000, None)
 
 _SIZE: Final = re.compile(r"(\d+)([MG])", re.IGNORECASE)
 

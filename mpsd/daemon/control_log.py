@@ -55,6 +55,8 @@ class ControlLog:
         """Commands of others, so far."""
         self.unexplained: tuple[str, ...] = ()
         """Those of them of which is not known yet what they did."""
+        self._settled = 0
+        """How many of them are known to have come to nothing more."""
         self._paths = paths
         self._log = log
         self._woken = woken
@@ -94,9 +96,14 @@ class ControlLog:
         line = parse(self._last_line)
         return (line.text if line is not None else self._last_line)[-_MOST_WORDS:]
 
+    @property
+    def has_forgotten(self) -> bool:
+        """Whether there were more of those than are remembered: they may have been anything."""
+        return self.foreign - self._settled > _MOST_COMMANDS
+
     def settle(self, foreign: int) -> None:
         """What the first so many commands of others did is known now; those that came later may have come too late."""
-        late = self.foreign - foreign
+        self._settled, late = foreign, self.foreign - foreign
         self.unexplained = self.unexplained[-late:] if late else ()
 
     def forget(self) -> None:

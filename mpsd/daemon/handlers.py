@@ -247,10 +247,11 @@ class Handlers:
     async def verify(self, request: Request) -> lease_wire.VerifyOut:
         """Tell whether every process of a lease is under MPS and within its limits, by what is read for this answer."""
         lease = self._theirs(request, act=False)
+        late: list[str] = []
         if lease.shares and lease.state is not LeaseState.ENDED:
-            await self._node.refresh(lease)
+            late = await self._node.refresh(lease)
             lease = self._node.leases.find(lease.id)
-        verdict = self._node.inspector.verify(lease)
+        verdict = self._node.inspector.verify(lease, late)
         return lease_wire.VerifyOut(
             lease=lease.id,
             ok=verdict.ok,

@@ -1,12 +1,24 @@
 """Sees the processes on the GPUs, finds whose they are, and what of it breaks a lease; ends those that policy ends."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Final
 
 from mpsd.core import verification, violations
-from mpsd.core.model import Client, Daemon, GpuProcess, GpuUsage, Known, Lease, ProcessIdentity, Reading, Server
+from mpsd.core.lifecycle import ANSWERED
+from mpsd.core.model import (
+    Client,
+    Daemon,
+    GpuProcess,
+    GpuUsage,
+    Known,
+    Lease,
+    ProcessIdentity,
+    Reading,
+    Server,
+    Share,
+)
 from mpsd.core.settings import OnViolation, Settings, Unadmitted
 from mpsd.core.verification import Verdict
 from mpsd.core.violations import Attached, Kind, Violation
@@ -38,6 +50,8 @@ class Inspector:
         self._log = log
         self._seen: dict[tuple[str, ProcessIdentity], Client] = {}
         self._daemons: dict[str, Daemon] = {}
+        self._usages: Mapping[str, Reading[GpuUsage]] = {}
+        """By UUID, what was read of the GPUs last."""
         self._held: dict[tuple[str, str], dict[ProcessIdentity, GpuProcess]] = {}
         """By lease and GPU, what its processes hold there, as NVML said last."""
         self._faults: dict[tuple[str, int], datetime] = {}
@@ -61,7 +75,8 @@ class Inspector:
         self._see()
         self._clients.attribute(self._seen.values())
         if read:
-            self._weigh(usages)
+            self._usages = usages
+            self._weigh()
         self._follow_faults()
         found = set(self._find())
         # What NVML says is believed when it says so twice, and holds until it says otherwise.
@@ -131,18 +146,32 @@ class Inspector:
         """Return what the processes of a lease held on a GPU when it was read last."""
         return self._held.get((lease_id, gpu), {})
 
-    def verify(self, lease: Lease) -> Verdict:
-        """Judge a lease by what was seen last."""
+    def verify(self, lease: Lease, late: Collection[str] = ()) -> Verdict:
+        """Judge a lease by what was seen last; `late` are the control daemons that did not answer just now."""
         clients = [each.client for each in self.attached() if each.lease is not None and each.lease.id == lease.id]
         held = {share.gpu: self.held(lease.id, share.gpu) for share in lease.shares}
         memory = all(daemon.has_mem_limit for daemon in self._daemons.values())
-        return verification.verify(lease, clients, held, self.violations, memory=memory)
+        unknown = tuple(each for share in lease.shares for each in self._unknown(share, late))
+        return verification.verify(lease, clients, held, self.violations, memory=memory, unknown=unknown)
 
-    def _weigh(self, usages: Mapping[str, Reading[GpuUsage]]) -> None:
+    def _unknown(self, share: Share, late: Collection[str]) -> Iterator[str]:
+        """Say what is not known now of the GPU of a share, and of its control daemon."""
+        daemon, usage = self._daemons.get(share.daemon), self._usages.get(share.gpu)
+        if daemon is None:
+            yield f"{share.daemon} is not known: GPU {share.gpu} is gone"
+        elif daemon.state not in ANSWERED:
+            yield f"{daemon.name} is {daemon.state}: {daemon.because}"
+        elif daemon.name in late:
+            yield f"{daemon.name} did not answer in time"
+        if not isinstance(usage, Known):
+            because = usage.reason if usage is not None else "it was not read yet"
+            yield f"who runs on the GPU of {share.daemon} is not known: {because}"
+
+    def _weigh(self) -> None:
         """Find whose is what is held on the GPUs; of one that cannot be read nothing is known."""
         self._held = {}
         servers = {server.pid for daemon in self._daemons.values() for server in daemon.servers}
-        for gpu, usage in usages.items():
+        for gpu, usage in self._usages.items():
             for pid, each in usage.value.processes.items() if isinstance(usage, Known) else ():
                 ticks = process.start_ticks(pid) if pid not in servers else None
                 lease = next((each for each in self._clients.leases_with(pid) if _is_on(each, gpu)), None)

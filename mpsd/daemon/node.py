@@ -154,8 +154,8 @@ class Node:
         pipe = self._supervisors[daemon].pipe
         return partial(pipe.ask, commands.terminate_client(server, client))
 
-    async def refresh(self, lease: Lease) -> None:
-        """Ask the control daemons and the GPUs of a lease anew, and return when they have answered, or had the time."""
+    async def refresh(self, lease: Lease) -> list[str]:
+        """Ask the control daemons and the GPUs of a lease anew; return which daemons have not answered in time."""
         asked = [each for each in self._supervisors.values() if violations.share_on(lease, each.name) is not None]
         revisions = {each: each.revision for each in asked}
         for supervisor in asked:
@@ -164,8 +164,10 @@ class Node:
             async with asyncio.timeout(self.settings.daemon.answer_deadline):
                 while any(each.revision == before for each, before in revisions.items()):
                     await self._touched.wait()
+        late = [each.name for each, before in revisions.items() if each.revision == before]
         await self.gpus.read()
         self._inspect(read=True)
+        return late
 
     def _look(self) -> None:
         """Look again soon: something has changed about a daemon, a GPU or the settings."""

@@ -190,6 +190,8 @@ class Observer:
         if before != found or not self._held_since:
             self._held_since = clock.since_boot()
         met = await self._meet(pids.answer, known, limits)
+        if any(not self._has_met(identity, server) for identity, server in met.items()):
+            self.control_log.look()  # what others did to limits while somebody connected counts for that client
         self._servers = {identity: self._with_ceilings(identity, met[identity], before, found) for identity in met}
         for identity in self._ceilings.keys() - met.keys():
             if process.start_ticks(identity.pid) != identity.start_ticks:
@@ -234,6 +236,10 @@ class Observer:
         servers = ((each.identity, each.server()) for each in known if each.identity.pid in pids)
         return {identity: server for identity, server in servers if server is not None}
 
+    def _has_met(self, server: ProcessIdentity, found: Server) -> bool:
+        """Tell whether a server lists nobody but clients that it listed before."""
+        return {*found.clients} <= {each.pid for each in self._ceilings.get(server, ())}
+
     def _with_ceilings(
         self, identity: ProcessIdentity, server: Server, before: ReadBack | None, found: ReadBack
     ) -> Server:
@@ -244,6 +250,8 @@ class Observer:
         earlier = self._servers.get(identity)
         last = earlier.limits if earlier is not None and earlier.limits is not None else before
         ceiling = None if last is None else enforcement.widest(last, server.limits or found)
+        if ceiling is not None:
+            ceiling = enforcement.widest(ceiling, self._opened(server, fresh=earlier is None))
         given = self.control_log.serving.given.pop(server.pid, None)
         if given is not None and ceiling is not None and (wider := enforcement.widest(ceiling, given)) != ceiling:
             # Its log is the proof of what is applied, so that counts for its clients.
@@ -254,6 +262,12 @@ class Observer:
         clients = (ProcessIdentity(pid, ticks) for pid, ticks in started if ticks is not None)
         ceilings = self._ceilings[identity] = {each: known.get(each, ceiling) for each in clients}
         return replace(server, ceilings=ceilings)
+
+    def _opened(self, server: Server, *, fresh: bool) -> ReadBack:
+        """Return what others may have opened for its clients since mpsd talked to the daemon last."""
+        if self.control_log.has_forgotten:
+            return enforcement.EVERYTHING
+        return enforcement.opened(self.control_log.unexplained, server.pid, fresh=fresh)
 
     def _compare(self, wanted: Limits, found: ReadBack, known: tuple[ProcessIdentity, ...]) -> None:
         """Keep what others changed, and tell of it when it comes and when it goes.

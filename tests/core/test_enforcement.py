@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpsd.core.enforcement import drift
+from mpsd.core.enforcement import EVERYTHING, NOTHING, drift, opened
 from mpsd.core.model import Drift, Limits, ReadBack
 from mpsd.core.units import GIB, MIB, ActiveThreadPercentage, PinnedDeviceMemLimit
 
@@ -120,3 +120,42 @@ def test_any_reading(tenths: int, mebibytes: int | None, found: int, memory: int
     expected = [PERCENTAGE] * (tenths != found) + [MEMORY] * ((limit.as_reported.bytes if limit else None) != memory)
     assert [each.limit for each in result] == expected
     assert drift(wanted, read, result, (), LATER) == result
+
+
+@pytest.mark.parametrize(
+    ("command", "fresh", "old"),
+    [
+        ("set_active_thread_percentage 7 80", ReadBack(800, 0), ReadBack(800, 0)),
+        ("set_active_thread_percentage 7 12.34", ReadBack(124, 0), ReadBack(124, 0)),
+        ("set_active_thread_percentage 8 80", NOTHING, NOTHING),
+        ("set_device_pinned_mem_limit 7 0 3G", ReadBack(0, 3 * GIB), ReadBack(0, 3 * GIB)),
+        ("set_device_pinned_mem_limit 7 0 0", ReadBack(0, None), ReadBack(0, None)),
+        # A server has got the defaults of the moment at which it started.
+        ("set_default_active_thread_percentage 80", ReadBack(800, 0), NOTHING),
+        ("set_default_device_pinned_mem_limit 0 512M", ReadBack(0, 512 * MIB), NOTHING),
+        # What MPS makes of these is not known, or is nothing that anybody would expect.
+        ("set_active_thread_percentage +7 80", ReadBack(800, 0), ReadBack(800, 0)),
+        ("set_active_thread_percentage 7 80%", ReadBack(1000, 0), ReadBack(1000, 0)),
+        ("set_active_thread_percentage 7", ReadBack(1000, 0), ReadBack(1000, 0)),
+        ("set_active_thread_percentage", NOTHING, NOTHING),
+        ("set_device_pinned_mem_limit 7 0 -1G", ReadBack(0, None), ReadBack(0, None)),
+        ("set_device_pinned_mem_limit 7 0 100", ReadBack(0, None), ReadBack(0, None)),
+        ("get_active_thread_percentage 7", NOTHING, NOTHING),
+        ("", NOTHING, NOTHING),
+    ],
+)
+def test_what_others_opened(command: str, fresh: ReadBack, old: ReadBack) -> None:
+    """A command counts for the server that it names, or may name, and one about the defaults for a fresh server."""
+    assert opened([command], 7, fresh=True) == fresh
+    assert opened([command], 7, fresh=False) == old
+
+
+def test_the_widest_counts() -> None:
+    """Of several commands each limit counts where it was the widest."""
+    commands = ["set_active_thread_percentage 7 80", "set_active_thread_percentage 7 25"]
+    assert opened(commands, 7, fresh=False) == ReadBack(800, 0)
+    assert opened([*commands, "set_device_pinned_mem_limit 7 0 0"], 7, fresh=False) == ReadBack(800, None)
+    assert (
+        opened([*commands, "set_active_thread_percentage 7 x", "set_device_pinned_mem_limit 7 0 x"], 7, fresh=False)
+        == EVERYTHING
+    )

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mpsd.core import attribution, violations
 from mpsd.core.admission import Amount, Offer, share
+from mpsd.core.enforcement import EVERYTHING
 from mpsd.core.model import (
     Client,
     GpuProcess,
@@ -92,7 +93,7 @@ def test_as_mps_decides(tenths: int, memory: int | None, percentage: str, entrie
 
 def test_what_nobody_saw() -> None:
     """Of one that connected before mpsd could see it, everything was open but what its own environment closes."""
-    assert in_force(client(ceiling=None)) == violations.EVERYTHING
+    assert in_force(client(ceiling=None)) == EVERYTHING
     assert in_force(client(of=lease(), ceiling=None)) == ReadBack(250, 2 * GIB)
 
 
@@ -213,6 +214,15 @@ def test_verify() -> None:
     assert not verify(granted, [client(of=granted)], {GPU: {**held[GPU], **outside[GPU]}}, (), memory=True).ok
     found = Violation(Kind.MEMORY, HOLDER, granted.id, "gpu0", "too much")
     assert verify(granted, [client(of=granted)], held, (found,), memory=True).because == "too much"
+
+
+def test_verify_what_is_not_known() -> None:
+    """What could not be asked now is not well, and what is wrong all the same is told first."""
+    granted = lease(clients=(HOLDER,))
+    told = verify(granted, [client(of=granted)], {}, (), memory=True, unknown=["gpu0 is unresponsive"])
+    assert (told.ok, told.because) == (False, "gpu0 is unresponsive")
+    wrong = verify(granted, [client(ceiling=ReadBack(1000, None))], {}, (), memory=True, unknown=["gpu0 is silent"])
+    assert "instead of 25 %" in wrong.because
 
 
 def test_verify_without_processes() -> None:

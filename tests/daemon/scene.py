@@ -120,8 +120,8 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def holding(node: Node, name: str, command: str = "anybody-there") -> Iterator[int]:
-    """Hold a front-end open on a control daemon, after a first command, and give its pid; close it at the end.
+def holding(node: Node, name: str, command: str = "anybody-there", last: str = "") -> Iterator[int]:
+    """Hold a front-end open on a control daemon, after a first command, and give its pid; say the last, and close it.
 
     Its answer proves that it was let in, since one that comes while mpsd talks is turned away; answers come at once
     on a terminal only.
@@ -134,7 +134,7 @@ def holding(node: Node, name: str, command: str = "anybody-there") -> Iterator[i
         try:
             yield front_end.pid
         finally:
-            front_end.communicate(timeout=10)
+            front_end.communicate(last, timeout=10)
     finally:
         os.close(terminal)
         os.close(its_terminal)
@@ -143,7 +143,7 @@ def holding(node: Node, name: str, command: str = "anybody-there") -> Iterator[i
 def _held(node: Node, name: str, command: str, terminal: int, its_terminal: int) -> "subprocess.Popen[str] | None":
     """Start a front-end, and return it once it has answered, or None when it was turned away."""
     front_end = subprocess.Popen(
-        [str(node.control)], stdin=subprocess.PIPE, stdout=its_terminal, env=node.by_hand(name), text=True
+        node.front_end_program, stdin=subprocess.PIPE, stdout=its_terminal, env=node.by_hand(name), text=True
     )
     assert front_end.stdin is not None
     with contextlib.suppress(BrokenPipeError):

@@ -47,5 +47,7 @@ def resume() -> None:
 def reset() -> None:
     """Forget the deaths of a failed control daemon, and what its GPU reported, and try again.
 
+    A compute mode that somebody changed, or that could not be set, is tried again, too.
+
     A daemon that runs is not touched. DAEMON is a name that `mpsctl daemons` lists.
     """

@@ -265,7 +265,7 @@ class Handlers:
     # -- operating ----------------------------------------------------------------------------------------------------
 
     async def reset(self, request: Request) -> wire.OperationOut:
-        """Forget a control daemon's deaths, and what its GPU reported, and try again."""
+        """Forget a control daemon's deaths, what its GPU reported, and who changed its mode; try again."""
         supervisor = self._node.supervisor(request.names["name"])
         supervisor.reset()
         self._node.gpus.reset(supervisor.gpu.uuid)

@@ -190,8 +190,7 @@ class Node:
 
     def reload(self, settings: Settings) -> None:
         """Take new settings, and hand them on."""
-        if settings.daemon.compute_mode is not self.settings.daemon.compute_mode:
-            self._want_mode(settings)
+        self._want_mode(settings)
         self.settings = settings
         self._offered_at = None
         self.leases.ledger.rules = rules(settings)

@@ -49,7 +49,7 @@ class _Commands(click.Group):
 _EPILOG: Final = """\
 \b
 Exit status:
-    0   it was done; for status: the node is healthy
+    0   it was done; for status: the node is healthy; for doctor: no check fails
     1   anything else
     2   it was called wrongly
     69  mpsd is unreachable

@@ -9,6 +9,7 @@ import asyncio
 import http
 import socket
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
@@ -22,9 +23,10 @@ from mpsd.core.errors import (
     MethodNotAllowedError,
     MpsdError,
     NotFoundError,
+    NotPermittedError,
 )
 from mpsd.daemon import lease_wire, wire
-from mpsd.daemon.callers import Callers, Known, Visitor, require
+from mpsd.daemon.callers import Callers, Known, Refusals, Visitor, require
 from mpsd.daemon.door import Connection, Door
 from mpsd.daemon.events import Events
 from mpsd.daemon.handlers import Handlers, Request
@@ -93,6 +95,7 @@ class Api:
         self._events = events
         self._log = log
         self._callers = Callers()
+        self._refusals = Refusals(log)
         self._handlers = Handlers(node)
         self._document = msgspec.json.encode(document(ROUTES))
         self._table = Table[_Row]()
@@ -139,7 +142,7 @@ class Api:
             finally:
                 self._callers.went(visitor.uid)
         except MpsdError as error:
-            return problem(error)
+            return self._problem(error, request)
         except Exception as error:  # noqa: BLE001 - the boundary: a defect answers one request, and must not end mpsd
             return self._defect(error, request.path)
 
@@ -158,7 +161,7 @@ class Api:
         try:
             self._let_in(request, Role.OBSERVER)
         except MpsdError as refusal:
-            return problem(refusal)
+            return self._problem(refusal, request)
         if status >= http.HTTPStatus.INTERNAL_SERVER_ERROR:
             return self._defect(error, request.path)
         reason = (said or "").partition("\n")[0].rstrip(":. ")
@@ -166,6 +169,14 @@ class Api:
             InvalidRequestError(f"this cannot be read as HTTP/1.1: {reason}", hint="see what curl --unix-socket sends"),
             status=status,
         )
+
+    def _problem(self, error: MpsdError, request: web.BaseRequest) -> web.Response:
+        """Return the answer that an error is; whoever asked for what it may not have is told of in the log."""
+        if isinstance(error, NotPermittedError) and self._door is not None:
+            with suppress(NotPermittedError):  # it has hung up
+                caller = self._door.heard(request.transport).known(self._node.settings).caller
+                self._refusals.tell(caller, f"{request.method} {request.path}", error.detail)
+        return problem(error)
 
     def _defect(self, error: BaseException | None, path: str) -> web.Response:
         self._log.error(Happened.API_DEFECT, path=path, exc_info=error)

@@ -3,14 +3,24 @@
 import socket
 from collections import Counter
 from dataclasses import dataclass
+from math import inf
+from typing import Final
 
 from mpsd.core.errors import NotPermittedError, TooManyRequestsError
 from mpsd.core.quota import Person
 from mpsd.core.settings import Settings
+from mpsd.daemon.log import Happened, Logger
 from mpsd.daemon.routes import Role
-from mpsd.system import credentials, peers
+from mpsd.system import clock, credentials, peers
 from mpsd.system.credentials import Caller
 from mpsd.system.process import Process
+
+_MINUTE: Final = 60.0
+_MOST_TOLD: Final = 16
+"""Refusals for want of a right that are told in a minute."""
+
+_MOST_WORDS: Final = 200
+"""Characters of what was asked that are worth repeating."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +83,29 @@ class Callers:
         self._requests[uid] -= 1
         if not self._requests[uid]:
             del self._requests[uid]
+
+
+class Refusals:
+    """Tells who asked for what it may not have, so many times a minute: anybody can go on asking."""
+
+    def __init__(self, log: Logger) -> None:
+        self._log = log
+        self._since = -inf
+        self._told = 0
+        self._left_out = 0
+
+    def tell(self, caller: Caller, asked: str, because: str) -> None:
+        """Tell it in one line of the log; the next line that is told says how many were left out."""
+        now = clock.monotonic()
+        if now - self._since >= _MINUTE:
+            self._since, self._told = now, 0
+        if self._told >= _MOST_TOLD:
+            self._left_out += 1
+            return
+        more = {"left_out": self._left_out} if self._left_out else {}
+        self._told, self._left_out = self._told + 1, 0
+        facts = {"uid": caller.uid, "pid": caller.pid, "asked": asked[:_MOST_WORDS], "because": because}
+        self._log.warning(Happened.CALLER_REFUSED, **facts, **more)
 
 
 def _role(uid: int, person: Person, settings: Settings) -> Role | None:

@@ -25,6 +25,8 @@ class Happened(StrEnum):
     NODE_STARTED = "node_started"
     NODE_STOPPING = "node_stopping"
     API_LISTENING = "api_listening"
+    SOCKET_REPLACED = "socket_replaced"
+    CALLER_REFUSED = "caller_refused"
     API_DEFECT = "api_defect"
     GPU_FOUND = "gpu_found"
     GPU_XID = "gpu_xid"

@@ -22,7 +22,7 @@ from mpsd.daemon.log import Happened, Logger
 from mpsd.daemon.node import Node, rules
 from mpsd.daemon.reach import Reach
 from mpsd.daemon.reconciler import Reconciler
-from mpsd.system import rundir
+from mpsd.system import rundir, trust
 from mpsd.system.control import ControlProgram
 from mpsd.system.counter import Counter
 from mpsd.system.database import Database
@@ -116,6 +116,9 @@ def _report(log: Logger, events: Events, *databases: Database) -> None:
 async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
     settings = plan.settings
     api = Api(node, events, log)
+    stranger = trust.stranger_at(settings.socket)
+    if stranger is not None:
+        log.warning(Happened.SOCKET_REPLACED, socket=str(settings.socket), uid=stranger)
     listener = rundir.publish(settings.socket, settings.api.mode, settings.api.group)
     over = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -86,6 +86,15 @@ def check_file(path: Path, *, fifo: bool = False) -> None:
         )
 
 
+def stranger_at(path: Path) -> int | None:
+    """Return the uid of the stranger whose file or socket lies there; None when it is nobody's, or no stranger's."""
+    try:
+        owner = path.lstat().st_uid
+    except FileNotFoundError:
+        return None
+    return None if owner in _trusted() else owner
+
+
 def _trusted() -> frozenset[int]:
     return frozenset({0, os.geteuid()})
 

@@ -46,11 +46,28 @@ class Caller:
     """A process that calls mpsd when it is told to, and does nothing else until it is ended."""
 
     def __init__(
-        self, socket: Path | str, *, uid: int | None = None, groups: tuple[int, ...] = (), cwd: Path | None = None
+        self,
+        socket: Path | str,
+        *,
+        uid: int | None = None,
+        groups: tuple[int, ...] = (),
+        cwd: Path | None = None,
+        before: str = "",
     ) -> None:
-        """Start it, by default as the user of the tests. A relative socket path is taken from `cwd`."""
+        """Start it, by default as the user of the tests. A relative socket path is taken from `cwd`.
+
+        `before` is what it does first of all, in Python.
+        """
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _PROGRAM, str(socket), str(-1 if uid is None else uid), json.dumps(groups)],
+            [
+                sys.executable,
+                "-I",
+                "-c",
+                before + _PROGRAM,
+                str(socket),
+                str(-1 if uid is None else uid),
+                json.dumps(groups),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,0 +1,234 @@
+"""Who may not, cannot, from wherever it asks: another user, a container's root, and one who was at the socket first."""
+
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from mpsd.core.settings import LogFormat
+from mpsd.daemon.callers import Refusals
+from mpsd.daemon.log import configure
+from mpsd.system.credentials import Caller as Credentials
+from tests.admission.asking import Line
+from tests.daemon.caller import Caller, calling, needs_root
+from tests.daemon.conftest import Start
+from tests.daemon.scene import event
+from tests.harness import look_at, wait_until
+from tests.node import Node
+from tests.real import real_daemons
+from tests.security.conftest import MakeLine
+
+pytestmark = [pytest.mark.real_daemon(535), needs_root]
+
+ANN, BOB = 2601, 2602
+SMALL: Final[dict[str, Any]] = {"threads": 1, "memory": "1GiB"}
+
+CONTAINER: Final = f"""
+import ctypes, json, os, signal, socket, sys
+os.setgroups([])
+os.setresgid({ANN}, {ANN}, {ANN})
+os.setresuid({ANN}, {ANN}, {ANN})
+libc = ctypes.CDLL(None, use_errno=True)
+libc.prctl(4, 1)  # PR_SET_DUMPABLE: who gave up a uid may not write the map of his namespace otherwise
+assert libc.unshare(0x10000000 | 0x20000000) == 0, os.strerror(ctypes.get_errno())  # CLONE_NEWUSER, CLONE_NEWPID
+for name, line in (("setgroups", "deny"), ("uid_map", "0 {ANN} 1"), ("gid_map", "0 {ANN} 1")):
+    with open(f"/proc/self/{{name}}", "w") as file:
+        file.write(line)
+child = os.fork()
+if child:
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) % 256)
+libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: whoever ends the one that the test knows ends this one
+assert (os.getuid(), os.getpid()) == (0, 1)
+"""
+"""Becomes root, and process 1, of namespaces of its own, as the root of a container that some user started."""
+
+PATHS: Final = """
+[paths]
+runtime_dir = "{root}/run"
+state_dir = "{root}/state"
+log_dir = "{root}/log"
+"""
+
+IMPOSTOR: Final = """
+import os, socket, sys
+os.setgroups([])
+os.setresgid(*[int(sys.argv[2])] * 3)
+os.setresuid(*[int(sys.argv[2])] * 3)
+with socket.socket(socket.AF_UNIX) as listener:
+    listener.bind(sys.argv[1])
+    os.chmod(sys.argv[1], 0o666)
+    listener.listen()
+    print(flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def node(node_for_all: Start) -> Node:
+    """Start the node that the tests of this module share; the events of each are told apart by their facts."""
+    return node_for_all(simulate=1).start()
+
+
+@pytest.fixture
+def line(node: Node, make_line: MakeLine) -> Line:
+    """Stand in front of it."""
+    return make_line(node)
+
+
+@pytest.fixture
+def container(node: Node) -> Iterator[Caller]:
+    """Give a caller that is root in a container, and ANN outside."""
+    with calling(node.socket, before=CONTAINER) as caller:
+        yield caller
+
+
+class TestTold:
+    """Whoever asks for what it may not have is told of in mpsd's log, in one line for each."""
+
+    def test_break_ins(self, make_node: Start, make_line: MakeLine) -> None:
+        """What an operator may, what a lease's owner may, and what one's own process may: who tried, and what."""
+        node = make_node(simulate=1).start()
+        line = make_line(node)
+        lease = line.granted(uid=BOB, **SMALL)
+        path = f"/v1/leases/{lease['id']}"
+        tries: list[tuple[str, str, object]] = [
+            *(("POST", f"/v1/daemons/gpu0/{verb}", None) for verb in ("reset", "hold", "resume")),
+            ("GET", path, None),
+            ("GET", f"{path}/verify", None),
+            ("POST", f"{path}/renew", {"ttl": 1}),
+            ("POST", f"{path}/attach", None),
+            ("DELETE", path, None),
+            ("POST", "/v1/leases", {**SMALL, "pid": 1}),
+        ]
+        for method, target, body in tries:
+            assert line.call(method, target, body, uid=ANN).answer().status == 403
+        told = node.events("caller_refused")
+        assert [each["asked"] for each in told] == [f"{method} {target}" for method, target, _ in tries]
+        assert {(each["uid"], each["pid"], each["level"]) for each in told} == {(ANN, os.getpid(), "warning")}
+        assert all(each["because"] for each in told)
+        assert line.lease(lease) == lease
+
+    def test_no_flood(self) -> None:
+        """Not more than 16 in a minute, of whatever length; the next one says how many were left out."""
+        stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+        refusals = Refusals(configure(LogFormat.JSON, stream=stream))
+        for _ in range(20):
+            refusals.tell(Credentials(ANN, ANN, 1), "GET /" + "x" * 1000, "no")
+        refusals._since -= 60
+        refusals.tell(Credentials(ANN, ANN, 1), "GET /", "no")
+        stream.seek(0)
+        told = [json.loads(each) for each in stream]
+        assert len(told) == 17
+        assert [each.get("left_out") for each in told[15:]] == [None, 4]
+        assert max(len(each["asked"]) for each in told) == 200
+
+
+class TestContainer:
+    """A caller in a container with the socket: root there, in user and pid namespaces of its own."""
+
+    def test_is_no_administrator(self, node: Node, line: Line, container: Caller) -> None:
+        """It is the user that it is outside: it operates nothing, and sees and ends no lease but its own."""
+        lease = line.granted(uid=BOB, **SMALL)
+        for method, path in (("POST", "/v1/daemons/gpu0/hold"), ("DELETE", f"/v1/leases/{lease['id']}")):
+            answer = container.request(method, path)
+            assert (answer.status, answer.json["code"]) == (403, "not_permitted")
+        assert container.request("GET", "/v1/leases").json["leases"] == []
+        assert {each["uid"] for each in node.events("caller_refused")} == {ANN}
+        assert node.daemons()["gpu0"]["state"] == "ready"
+
+    def test_is_known_by_its_process(self, container: Caller, line: Line) -> None:
+        """Its lease is tied to its process as mpsd sees it, not to the number that it has inside; and ends with it."""
+        lease = container.admit(**SMALL).json
+        assert lease["owner"]["uid"] == ANN
+        found = look_at(lease["owner"]["pid"])
+        assert found is not None
+        assert found.parent == container.pid
+        container.kill()
+        assert "is gone" in line.gone(lease)["because"]
+
+    def test_cannot_name_another(self, node: Node, container: Caller) -> None:
+        """A pid that it names is one of its own namespace, and so is refused: outside it may be anybody's."""
+        for pid in (2, node.pid):
+            answer = container.admit(**SMALL, pid=pid)
+            assert (answer.status, answer.json["limit"]) == (422, "pid")
+            assert "another pid namespace" in answer.json["detail"]
+
+
+@dataclass
+class Contained(Node):
+    """An mpsd in a pid namespace of its own, as in a container without hostPID."""
+
+    @property
+    def command(self) -> list[str]:
+        """How mpsd is called there."""
+        return ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *super().command]
+
+
+def test_mpsd_in_a_container(short_tmp: Path) -> None:
+    """An mpsd that cannot see its caller's process (pid 0) ties no lease to anything, and says what it needs."""
+    (short_tmp / "n").mkdir()
+    short_tmp.chmod(0o711)
+    node = Contained(root=short_tmp / "n", simulate=1, control=real_daemons()[535])
+    try:
+        node.start()
+        answer = node.request("POST", "/v1/leases", SMALL)
+        assert (answer.status, answer.json["code"]) == (403, "caller_unknown"), answer.json
+        assert "hostPID: true" in answer.json["hint"]
+        answer = node.request("POST", "/v1/leases", {**SMALL, "pid": 1})
+        assert (answer.status, answer.json["limit"]) == (422, "pid")
+        assert node.get("/v1/leases").json["leases"] == []
+    finally:
+        node.clean_up()
+
+
+class TestImpostor:
+    """One who was at the socket's place first."""
+
+    def impostor(self, path: Path) -> "subprocess.Popen[bytes]":
+        """Have another user listen there."""
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-c", IMPOSTOR, str(path), str(ANN)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"\n"
+        return process
+
+    def test_socket_is_replaced(self, make_node: Start) -> None:
+        """Where each may remove only his own, mpsd takes the place; callers reach mpsd, and its log names the other."""
+        node = make_node(simulate=1, rooted=False)
+        shared = node.root / "shared"
+        shared.mkdir()
+        shared.chmod(0o1777)
+        node.config = f'{PATHS.format(root=node.root)}[api]\nsocket = "{shared}/s"\n'
+        with self.impostor(shared / "s") as impostor:
+            node.launch()
+            told = wait_until(
+                lambda: node.events("socket_replaced"), what="the other to be told", not_yet=(FileNotFoundError,)
+            )
+            assert (told[0]["uid"], told[0]["socket"]) == (ANN, f"{shared}/s")
+            event(node, "api_listening")
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(f"{shared}/s")
+                connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: mpsd\r\n\r\n")
+                assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+            assert (shared / "s").stat().st_uid == 0
+            impostor.communicate(timeout=10)
+
+    def test_place_that_everybody_may_write(self, make_node: Start) -> None:
+        """Where anybody could take the place again, mpsd does not start."""
+        node = make_node(simulate=1, rooted=False)
+        shared = node.root / "shared"
+        shared.mkdir()
+        shared.chmod(0o777)
+        node.config = f'{PATHS.format(root=node.root)}[api]\nsocket = "{shared}/s"\n'
+        status, said = node.refuse()
+        assert status == 78
+        assert f"everybody may write to {shared}, and so can put anything in the place of {shared}/s" in said

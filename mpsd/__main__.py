@@ -43,19 +43,31 @@ _CONFIG = click.option(
 )
 @click.option("--simulate", type=click.IntRange(1, 64), metavar="N", help="Put N simulated GPUs in the place of NVML.")
 @click.option("--control", metavar="PROGRAM", help="The control program; NVIDIA's, or the simulator's when simulating.")
-def run(config: Path | None, root: Path | None, simulate: int | None, control: str | None) -> None:
+@click.option(
+    "--stop-daemons-on-exit",
+    is_flag=True,
+    help="When told to end, let nobody in, and stop each control daemon when nobody is left on it. A second signal"
+    " ends mpsd at once, and leaves the others running.",
+)
+def run(
+    config: Path | None, root: Path | None, simulate: int | None, control: str | None, *, stop_daemons_on_exit: bool
+) -> None:
     """Run the service in the foreground; logs go to stderr, as JSON unless that is a terminal.
 
     SIGTERM ends mpsd and leaves the control daemons running: the next mpsd adopts them. SIGHUP reloads the
     configuration.
     """
+    from dataclasses import replace
+
+    from mpsd.daemon.service import StopDaemons
     from mpsd.system.configuration import read_configuration
 
     def read() -> "Settings":
         settings = read_configuration(config)
         return settings if root is None else settings.under(root.absolute())
 
-    _serve(_plan(read(), read, simulate=simulate, control=control, private=root is not None))
+    plan = _plan(read(), read, simulate=simulate, control=control, private=root is not None)
+    _serve(replace(plan, stop_daemons=StopDaemons.DRAIN if stop_daemons_on_exit else StopDaemons.NEVER))
 
 
 def _plan(
@@ -110,13 +122,14 @@ def demo() -> None:
     from dataclasses import replace
 
     from mpsd.core.settings import Settings
+    from mpsd.daemon.service import StopDaemons
 
     with tempfile.TemporaryDirectory(prefix="mpsd-demo-") as root:
         settings = Settings().under(Path(root))
         plan = _plan(settings, lambda: settings, simulate=2, control=None, private=True)
         client = f"{sys.executable} -m mpsd.simulator.client"
         what_to_try = _WHAT_TO_TRY.format(socket=settings.socket, mpsctl=_mpsctl(), client=client)
-        _serve(replace(plan, stop_daemons_on_exit=True, announce=lambda: click.echo(what_to_try)))
+        _serve(replace(plan, stop_daemons=StopDaemons.AT_ONCE, announce=lambda: click.echo(what_to_try)))
 
 
 _WHAT_TO_TRY = """\

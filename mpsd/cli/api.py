@@ -66,9 +66,13 @@ class Api(Client):
         """End a lease; one that has ended already is fine."""
         self.delete(f"/v1/leases/{segment(lease)}")
 
-    def operate(self, daemon: str, verb: str) -> "shapes.Operation":
-        """Have a control daemon reset, held or resumed."""
-        return cast("shapes.Operation", self.post(f"/v1/daemons/{segment(daemon)}/{verb}", {}))
+    def operate(self, daemon: str, verb: str, request: Mapping[str, object] | None = None) -> "shapes.Operation":
+        """Have a control daemon held, drained, resumed, restarted or reset."""
+        return cast("shapes.Operation", self.post(f"/v1/daemons/{segment(daemon)}/{verb}", request or {}))
+
+    def operation(self, operation: str) -> "shapes.Operation":
+        """Return an operation, as it stands."""
+        return cast("shapes.Operation", self.get(f"/v1/operations/{segment(operation)}"))
 
     def events(
         self, after: int, *, follow: bool, meanwhile: Meanwhile | None = None

@@ -1,53 +1,106 @@
-"""The commands of an operator: hold, resume, reset."""
+"""The commands of an operator: hold, drain, resume, restart, reset."""
 
+import time
 from collections.abc import Callable
 from functools import wraps
+from typing import TYPE_CHECKING, Final
 
 import click
 
-from mpsd.cli import views
+from mpsd.cli import signals, views
 from mpsd.cli.api import Api
-from mpsd.cli.command import print_answer, with_api, with_form
+from mpsd.cli.command import note, print_answer, with_api, with_form
+from mpsd.core.drain import TIMEOUT, Intent
+from mpsd.core.errors import UnreachableError
+
+if TYPE_CHECKING:
+    from mpsd.cli import shapes
+
+_FIRST_PAUSE: Final = 0.05
+"""Seconds between the first two looks at an operation; each pause is a half longer than the one before."""
+
+_LONGEST_PAUSE: Final = 2.0
+
+_RUNNING: Final = "running"
+
+_NAME: Final = "DAEMON is a name that `mpsctl daemons` lists."
 
 
-def _of_daemons(described: Callable[[], None]) -> click.Command:
-    """Make a command of the name and the help that a function has: it asks for that operation on the daemons named."""
-    verb = described.__name__
+def _names(api: Api, daemon: str | None, *, everyone: bool) -> list[str]:
+    if (daemon is None) is not everyone:
+        raise click.UsageError("Name one DAEMON, or all of them with --all.")
+    return [each["name"] for each in api.daemons()["daemons"]] if daemon is None else [daemon]
 
-    @wraps(described)
+
+def _at_once(verb: str, text: str) -> click.Command:
+    """Make a command that has something done to the daemons named, which is done when mpsd answers."""
+
     def command(api: Api, daemon: str | None, form: str, *, everyone: bool) -> None:
-        if (daemon is None) is not everyone:
-            raise click.UsageError("Name one DAEMON, or all of them with --all.")
-        names = [each["name"] for each in api.daemons()["daemons"]] if daemon is None else [daemon]
-        for name in names:
+        for name in _names(api, daemon, everyone=everyone):
             print_answer(form, api.operate(name, verb), views.operation)
 
+    return _of_daemons(verb, text, command)
+
+
+def _in_time(verb: str, text: str) -> click.Command:
+    """Make a command that has something done to the daemons named, which takes as long as somebody is there."""
+
+    def command(
+        api: Api, daemon: str | None, form: str, timeout: float | None, *, everyone: bool, no_wait: bool
+    ) -> None:
+        names = _names(api, daemon, everyone=everyone)
+        begun = [api.operate(name, verb, {"timeout": timeout}) for name in names]
+        ended = begun if no_wait else [_follow(api, each) for each in begun]
+        for each in ended:
+            print_answer(form, each, views.operation)
+        if not no_wait and any(each["state"] != "done" for each in ended):
+            raise SystemExit(1)
+
+    seconds = click.FloatRange(min=0, max=1e9)
+    for option in (
+        click.option("--timeout", type=seconds, metavar="SECONDS", help=f"{TIMEOUT} Without it nobody is ended."),
+        click.option("--no-wait", is_flag=True, help="Begin it, and do not wait until it is done."),
+    ):
+        command = option(command)
+    return _of_daemons(verb, f"{text} Ctrl-C ends the waiting, and not the {verb}.", command)
+
+
+def _of_daemons(verb: str, text: str, function: Callable[..., None]) -> click.Command:
     everyone = click.option("--all", "everyone", is_flag=True, help="Every control daemon of the node.")
-    return click.command()(click.argument("daemon", required=False)(everyone(with_form()(with_api(command)))))
+    command = click.argument("daemon", required=False)(everyone(with_form()(with_api(wraps(function)(function)))))
+    return click.command(verb, help=f"{text}\n\n{_NAME}")(command)
 
 
-@_of_daemons
-def hold() -> None:
-    """Let nobody in on a control daemon until it is resumed. Who is there goes on, and nothing is stopped.
+def _follow(api: Api, operation: "shapes.Operation") -> "shapes.Operation":
+    """Tell how an operation gets on, and return it when it is over; an mpsd that goes away is waited for."""
+    told, pause = None, _FIRST_PAUSE
+    with signals.raised():
+        try:
+            while operation["state"] == _RUNNING:
+                time.sleep(pause)
+                pause = min(pause * 1.5, _LONGEST_PAUSE)
+                try:
+                    operation = api.operation(operation["id"])
+                    news = operation["because"] if operation["state"] == _RUNNING and operation["waits_for"] else told
+                except UnreachableError:
+                    news = "mpsd is gone, and the next one goes on with it"
+                if news != told:
+                    told = news
+                    note(f"{operation['daemon']}: {told}")
+        except signals.SignalledError:
+            note(f"{operation['id']} goes on; to give it up: mpsctl resume {operation['daemon']}")
+            raise
+    return operation
 
-    That outlives restarts of mpsd and reboots. Requests that may wait, wait; others are refused. DAEMON is a name that
-    `mpsctl daemons` lists.
-    """
 
-
-@_of_daemons
-def resume() -> None:
-    """Let people in again on a control daemon that was held.
-
-    DAEMON is a name that `mpsctl daemons` lists.
-    """
-
-
-@_of_daemons
-def reset() -> None:
-    """Forget the deaths of a failed control daemon, and what its GPU reported, and try again.
-
-    A compute mode that somebody changed, or that could not be set, is tried again, too.
-
-    A daemon that runs is not touched. DAEMON is a name that `mpsctl daemons` lists.
-    """
+hold = _at_once("hold", f"{Intent.HOLD.promise} That outlives restarts of mpsd and reboots.")
+drain = _in_time("drain", Intent.DRAIN.promise)
+resume = _at_once(
+    "resume", "Let people in again, and give up a drain, or a restart that has not begun to stop anything."
+)
+restart = _in_time("restart", Intent.RESTART.promise)
+reset = _at_once(
+    "reset",
+    "Forget the deaths of a failed control daemon, what its GPU reported, and who changed its compute mode, and try"
+    " again. A daemon that runs is not touched.",
+)

@@ -134,6 +134,8 @@ class Daemon(TypedDict):
     version: str | None
     unknown_lines: int
     latest_unknown_lines: list[str]
+    operation: str | None
+    restart_for: list[str]
 
 
 class Daemons(TypedDict):
@@ -244,6 +246,15 @@ class Config(TypedDict):
     config: dict[str, dict[str, object]]
 
 
+class Occupant(TypedDict):
+    """Somebody who is waited for."""
+
+    what: str
+    lease: str | None
+    pid: int | None
+    since: str
+
+
 class Operation(TypedDict):
     """What an operator asked of a control daemon, and what came of it."""
 
@@ -254,3 +265,4 @@ class Operation(TypedDict):
     because: str
     started: str
     ended: str | None
+    waits_for: list[Occupant]

@@ -160,6 +160,9 @@ def daemons(answer: "shapes.Daemons", now: datetime) -> str:
         lines += [f"{daemon['name']}: {_drifted(drift, now)}" for drift in daemon["drift"] + daemon["undone"]]
         if daemon["hint"]:
             lines.append(_trouble(daemon["name"], daemon))
+        if daemon["restart_for"]:
+            settings, name = ", ".join(daemon["restart_for"]), daemon["name"]
+            lines.append(f"{name}: it was started with another {settings}; to change that: mpsctl restart {name}")
     return "\n".join(lines)
 
 

@@ -100,6 +100,10 @@ class Ledger:
         """Return the uids that hold a lease on a GPU."""
         return self._room.uids(gpu)
 
+    def on(self, daemon: str) -> list[Lease]:
+        """Return the leases that hold something of a control daemon."""
+        return [lease for lease in self.leases.values() if any(share.daemon == daemon for share in lease.shares)]
+
     def user(self, uid: int) -> User:
         """Return what a user holds and waits for."""
         return self._users.get(uid, User())

@@ -65,15 +65,6 @@ class Event(StrEnum):
     """An operator: forget the deaths and try again."""
 
 
-class Intent(StrEnum):
-    """What an operator wants of a control daemon. Each is a promise, kept across restarts of mpsd and reboots."""
-
-    RUN = "run"
-    """Whoever fits is let in."""
-    HOLD = "hold"
-    """Nobody is let in until it is resumed. Who is there already goes on, and nothing is stopped."""
-
-
 class Outcome(StrEnum):
     """What an event means in a state when it leads to no other state."""
 

@@ -49,6 +49,8 @@ class DaemonProcess:
     executable: str
     pipe_directory: str
     started: datetime
+    many_users: bool
+    """Whether it was started to serve many users at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +254,10 @@ class Daemon:
     """Whether its driver knows a pinned device memory limit at all; those before 495 do not."""
     hint: str | None = None
     unknown_lines: UnknownLines = UnknownLines()
+    operation: str | None = None
+    """What an operator wants of it that is not done yet, and what that waits for."""
+    restart_for: tuple[str, ...] = ()
+    """The settings that it was not started with: a restart brings them."""
 
 
 # -- leases ------------------------------------------------------------------------------------------------------------

@@ -149,7 +149,9 @@ class ControlDaemon:
     users: Users = row(
         Users.ONE,
         parsers.choice(Users),
-        "whether a control daemon serves one uid at a time, or many (-multiuser-server: driver 555 or newer)",
+        "whether a control daemon serves one uid at a time, or many (-multiuser-server: driver 555 or newer), from its"
+        " next start on",
+        reload=True,
     )
     layout: Layout = row(Layout.PER_GPU, parsers.choice(Layout), "one control daemon for each GPU")
     compute_mode: WantedComputeMode = row(

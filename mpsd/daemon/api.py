@@ -29,10 +29,11 @@ from mpsd.daemon import lease_wire, wire
 from mpsd.daemon.callers import Callers, Known, Refusals, Visitor, require
 from mpsd.daemon.door import Connection, Door
 from mpsd.daemon.events import Events
-from mpsd.daemon.handlers import Handlers, Request
+from mpsd.daemon.handlers import Handlers
 from mpsd.daemon.log import Happened, Logger
 from mpsd.daemon.node import Node
 from mpsd.daemon.openapi import document
+from mpsd.daemon.request import Request
 from mpsd.daemon.routes import EVENTS_PATH, OPENAPI_PATH, ROUTES, Role, Route, Table
 
 Body: TypeAlias = lease_wire.LeaseRequest | lease_wire.Renewal
@@ -302,7 +303,7 @@ def _follow(request: web.BaseRequest) -> bool:
 def _decode(decoder: "msgspec.json.Decoder[Body]", body: bytes) -> Body:
     """Return the body's value. Raises InvalidRequestError that says where it is wrong."""
     try:
-        return decoder.decode(body)
+        return decoder.decode(body or b"{}")
     except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequestError(f"the request's body is not valid: {error}", hint="see /v1/openapi.json") from error
 

@@ -1,6 +1,7 @@
 """Which control daemon has a pipe directory, and whether it is ours: by what the kernel says, never by a pid file."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from mpsd.core.errors import ForeignDaemonError
 from mpsd.core.model import DaemonProcess, ProcessIdentity
@@ -8,6 +9,10 @@ from mpsd.system import peers
 from mpsd.system.control import ControlProgram
 from mpsd.system.peers import MpsProcess, Part
 from mpsd.system.rundir import DaemonPaths
+
+FOREGROUND: Final = "-f"
+MANY_USERS: Final = "-multiuser-server"
+"""The flags that mpsd starts a control daemon with (NVIDIA's man page; the second since driver 555)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,15 +23,16 @@ class Found:
     orphans: tuple[ProcessIdentity, ...]
 
 
-def look(paths: DaemonPaths, program: ControlProgram, flags: tuple[str, ...], environment: dict[str, str]) -> Found:
+def look(paths: DaemonPaths, program: ControlProgram, environment: dict[str, str]) -> Found:
     """Look for processes of MPS on a pipe directory.
 
-    Ours is a control daemon that runs under mpsd's own uid, with just the flags and the CUDA environment that mpsd
-    would give it. Raises ForeignDaemonError for any other: mpsd would fight it for the directory, and lose.
+    Ours is a control daemon that runs under mpsd's own uid, in the foreground, with just the CUDA environment that mpsd
+    would give it; whether it serves many users is as it was configured when it was started. Raises ForeignDaemonError
+    for any other: mpsd would fight it for the directory, and lose.
     """
     processes = peers.on_pipe_directory(paths.pipe_directory, program.argv)
     daemons = [each for each in processes if each.part is Part.DAEMON]
-    foreign = [each for each in daemons if not _ours(each, flags, environment)]
+    foreign = [each for each in daemons if not _ours(each, environment)]
     if foreign:
         stranger = foreign[0]
         raise ForeignDaemonError(
@@ -39,10 +45,13 @@ def look(paths: DaemonPaths, program: ControlProgram, flags: tuple[str, ...], en
     if not daemons:
         return Found(None, tuple(each.identity for each in servers))
     ours = daemons[0]
-    found = DaemonProcess(ours.identity, ours.executable, str(paths.pipe_directory), ours.started)
+    many_users = MANY_USERS in ours.arguments
+    found = DaemonProcess(ours.identity, ours.executable, str(paths.pipe_directory), ours.started, many_users)
     return Found(found, tuple(each.identity for each in servers if each.parent != ours.identity.pid))
 
 
-def _ours(each: MpsProcess, flags: tuple[str, ...], environment: dict[str, str]) -> bool:
+def _ours(each: MpsProcess, environment: dict[str, str]) -> bool:
     wanted = {name: value for name, value in environment.items() if name.startswith("CUDA_")}
-    return each.uid == peers.own_uid() and each.arguments[-len(flags) :] == flags and each.variables == wanted
+    flags = each.arguments[each.arguments.index(FOREGROUND) :] if FOREGROUND in each.arguments else ()
+    known = flags in {(FOREGROUND,), (FOREGROUND, MANY_USERS)}
+    return known and each.uid == peers.own_uid() and each.variables == wanted

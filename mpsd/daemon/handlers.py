@@ -1,46 +1,28 @@
 """What each route of the API does: a request's value in, an answer's value out. Roles are not their business."""
 
-import secrets
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final
 
 from mpsd import __version__
 from mpsd.core import limits, model, quota, settings
 from mpsd.core.admission import Amount
-from mpsd.core.errors import CallerUnknownError, InvalidRequestError, NotFoundError, NotPermittedError
+from mpsd.core.errors import CallerUnknownError, InvalidRequestError, NotPermittedError
 from mpsd.core.gpus import driver_branch
 from mpsd.core.ledger import Place
-from mpsd.core.lifecycle import Intent, State
+from mpsd.core.lifecycle import State
 from mpsd.core.model import Drift, Health, Known, Lease, LeaseState, Owner
-from mpsd.core.quota import Person
 from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.daemon import lease_wire, wire
 from mpsd.daemon.gpus import GpuView
 from mpsd.daemon.node import Node, faulted
-from mpsd.daemon.supervisor import Supervisor
+from mpsd.daemon.operating import Operating
+from mpsd.daemon.request import Request
 from mpsd.system import clock, peers, process
-from mpsd.system.credentials import Caller
 from mpsd.system.process import Process
-
-_OPERATIONS_KEPT: Final = 256
 
 _TOLD: Final = timedelta(hours=1)
 """For how long a limit that others changed is told about after mpsd put it back."""
-
-
-class Request(NamedTuple):
-    """A request as a handler gets it: who calls, what the path names, and the body's value."""
-
-    caller: Caller
-    person: Person
-    admin: bool
-    process: Callable[[], Process | None]
-    """Watches the process that connected; whoever calls it owns what it returns."""
-    names: Mapping[str, str]
-    body: lease_wire.LeaseRequest | lease_wire.Renewal | None = None
 
 
 class Handlers:
@@ -48,7 +30,7 @@ class Handlers:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._operations: OrderedDict[str, wire.OperationOut] = OrderedDict()
+        self.operating = Operating(node)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -261,46 +243,6 @@ class Handlers:
             processes=[lease_wire.ProcessOut.of(each, peers.command_of(each.pid)) for each in verdict.processes],
             violations=[each.because for each in self._node.inspector.violations if each.lease == lease.id],
         )
-
-    # -- operating ----------------------------------------------------------------------------------------------------
-
-    async def reset(self, request: Request) -> wire.OperationOut:
-        """Forget a control daemon's deaths, what its GPU reported, and who changed its mode; try again."""
-        supervisor = self._node.supervisor(request.names["name"])
-        supervisor.reset()
-        self._node.gpus.reset(supervisor.gpu.uuid)
-        return self._done(request, supervisor, "reset", "reset")
-
-    async def hold(self, request: Request) -> wire.OperationOut:
-        """Let nobody in on a control daemon until it is resumed; stored before it is answered."""
-        supervisor = self._node.supervisor(request.names["name"])
-        supervisor.intend(Intent.HOLD, f"uid {request.caller.uid} holds it")
-        return self._done(request, supervisor, "hold", "holds")
-
-    async def resume(self, request: Request) -> wire.OperationOut:
-        """Let people in again; stored before it is answered."""
-        supervisor = self._node.supervisor(request.names["name"])
-        supervisor.intend(Intent.RUN, f"uid {request.caller.uid} resumed it")
-        return self._done(request, supervisor, "resume", "resumed")
-
-    def _done(self, request: Request, supervisor: Supervisor, verb: str, did: str) -> wire.OperationOut:
-        """Keep an operation that is done, and return it."""
-        name, now, state = supervisor.name, clock.now(), supervisor.snapshot().state
-        because = f"uid {request.caller.uid} {did} {name}; it is {state}"
-        done = wire.OperationOut(f"op-{secrets.token_hex(5)}", name, verb, "done", because, now, now)
-        self._operations[done.id] = done
-        while len(self._operations) > _OPERATIONS_KEPT:
-            self._operations.popitem(last=False)
-        return done
-
-    async def operation(self, request: Request) -> wire.OperationOut:
-        """Return one operation."""
-        found = self._operations.get(request.names["id"])
-        if found is None:
-            raise NotFoundError(
-                f"there is no operation {request.names['id']!r}", hint="operations are kept until mpsd restarts"
-            )
-        return found
 
 
 def _drifted(daemon: str, drift: Drift) -> str:

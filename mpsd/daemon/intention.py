@@ -1,19 +1,17 @@
 """What an operator wants of one control daemon, kept on disk: no restart of mpsd and no reboot undoes it."""
 
-from datetime import datetime
 from pathlib import Path
 
 import msgspec
 
+from mpsd.core.drain import Intent, Operation, Wish, take_up
 from mpsd.core.errors import StorageError
-from mpsd.core.lifecycle import Intent
 from mpsd.system import clock, store
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
-    intent: Intent
-    because: str
-    since: datetime
+    wish: Wish
+    last: Operation | None
 
 
 class Intention:
@@ -21,19 +19,19 @@ class Intention:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._kept = _File(Intent.RUN, "nobody holds it", clock.now())
+        self._kept = _File(Wish(Intent.RUN, "nobody holds it", clock.now(), boot=clock.boot_id()), None)
         self.damaged = ""
         """Why what an earlier mpsd kept could not be understood, if so."""
 
     @property
-    def intent(self) -> Intent:
+    def wish(self) -> Wish:
         """What is wanted."""
-        return self._kept.intent
+        return self._kept.wish
 
     @property
-    def because(self) -> str:
-        """Who wants it, and since when."""
-        return f"{self._kept.because}, at {self._kept.since.isoformat(timespec='seconds')}"
+    def last(self) -> Operation | None:
+        """The operation that ended last."""
+        return self._kept.last
 
     def load(self) -> None:
         """Read what an earlier mpsd was told. A file that cannot be understood may have said `hold`, and so it does."""
@@ -41,20 +39,23 @@ class Intention:
         if raw is None:
             return
         try:
-            self._kept = msgspec.json.decode(raw, type=_File)
+            kept = msgspec.json.decode(raw, type=_File)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             self.damaged = f"{self._path} cannot be understood: {error}"
-            self._kept = _File(Intent.HOLD, f"held, because {self.damaged}", clock.now())
+            wish = Wish(Intent.HOLD, f"held, because {self.damaged}", clock.now(), boot=clock.boot_id())
+            self._kept = _File(wish, None)
+        else:
+            self._kept = _File(take_up(kept.wish, clock.boot_id()), kept.last)
 
-    def want(self, intent: Intent, because: str) -> None:
-        """Want something from now on. Raises StorageError, and then nothing has changed."""
-        wanted = _File(intent, because, clock.now())
+    def keep(self, wish: Wish, last: Operation | None) -> None:
+        """Want this from now on. Raises StorageError, and then nothing has changed."""
+        kept = _File(wish, last)
         try:
-            store.write(self._path, msgspec.json.encode(wanted))
+            store.write(self._path, msgspec.json.encode(kept), lasting=True)
         except OSError as error:
             raise StorageError(
                 f"{self._path} cannot be written: {error.strerror}",
                 hint="make room on the file system of the state directory",
                 limit="paths.state_dir",
             ) from error
-        self._kept, self.damaged = wanted, ""
+        self._kept, self.damaged = kept, ""

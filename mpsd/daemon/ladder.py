@@ -2,8 +2,10 @@
 
 import signal
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final, TypeAlias
 
+from mpsd.core import commands
 from mpsd.core.errors import ControlError
 from mpsd.daemon.log import Happened, Logger
 from mpsd.system.control import ControlPipe
@@ -16,18 +18,24 @@ _RUNG: Final = 5
 """Seconds for each rung of a control daemon's ladder."""
 
 
+def contexts_of(pipe: ControlPipe, server: int, client: int) -> Terminate:
+    """Return what has a server end the contexts of a client."""
+    return partial(pipe.ask, commands.terminate_client(server, client))
+
+
 async def end_daemon(daemon: Process, pipe: ControlPipe, log: Logger) -> None:
     """End a control daemon by `quit`, SIGTERM and SIGKILL; its pidfd says when it is gone."""
     try:
         await pipe.quit(_RUNG)
+        if await daemon.gone_within(_RUNG):
+            return
     except ControlError as error:
         log.warning(Happened.DAEMON_FORCED, rung="quit", because=error.detail)
     for number in (signal.SIGTERM, signal.SIGKILL):
-        if await daemon.gone_within(_RUNG):
-            return
         log.warning(Happened.DAEMON_FORCED, rung=number.name, pid=daemon.pid)
         daemon.signal(number)
-    await daemon.gone_within(_RUNG)
+        if await daemon.gone_within(_RUNG):
+            return
 
 
 async def end_client(client: Process, terminate: Terminate | None, grace: float, log: Logger, because: str) -> None:

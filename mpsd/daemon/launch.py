@@ -1,16 +1,20 @@
 """How the process of a control daemon comes to be: what it is started with, and by what it is found again."""
 
 import os
+from typing import Final
 
 from mpsd.core.errors import ControlUnreachableError
 from mpsd.core.model import DaemonProcess, Gpu
 from mpsd.core.settings import Users
 from mpsd.daemon import evidence
-from mpsd.daemon.evidence import Found
+from mpsd.daemon.evidence import FOREGROUND, MANY_USERS, Found
 from mpsd.daemon.reach import Way
 from mpsd.system import clock, mpslog, process
 from mpsd.system.control import ControlProgram, variables
 from mpsd.system.process import Process
+
+_LEFT: Final = ("control", "control_privileged", "control_lock", "log", "nvidia-cuda-mps-control.pid")
+"""What a control daemon makes in its pipe directory (measured; the last one by 550 and later)."""
 
 
 class Launcher:
@@ -23,12 +27,12 @@ class Launcher:
         self._paths = way.paths
         self._socket_before: tuple[int, int] | None = None
 
-    def look(self, users: Users) -> Found:
+    def look(self) -> Found:
         """Look for a control daemon of ours, and for servers that a dead one left, in all of /proc: it takes its time.
 
         Raises ForeignDaemonError when somebody else's daemon has the pipe directory.
         """
-        return evidence.look(self._paths, self._program, _flags(users), self._environment())
+        return evidence.look(self._paths, self._program, self._environment())
 
     def start(self, users: Users) -> tuple[Process, DaemonProcess]:
         """Start a control daemon in a session of its own. Raises ConfigurationError, ReachError and OSError."""
@@ -44,7 +48,17 @@ class Launcher:
         finally:
             os.close(log)
         directory = str(self._paths.pipe_directory)
-        return started, DaemonProcess(started.identity, self._program.argv[0], directory, clock.now())
+        many_users = users is Users.MANY
+        proof = DaemonProcess(started.identity, self._program.argv[0], directory, clock.now(), many_users)
+        return started, proof
+
+    def sweep(self) -> None:
+        """Clear what a control daemon leaves that is gone, with all its servers: its sockets, its lock, and its FIFO.
+
+        The next one takes stale ones over (measured, all versions): until then there is nothing that looks like one.
+        """
+        for name in _LEFT:
+            (self._paths.pipe_directory / name).unlink(missing_ok=True)
 
     @property
     def listens(self) -> bool:
@@ -86,4 +100,4 @@ class Launcher:
 
 def _flags(users: Users) -> tuple[str, ...]:
     """In the foreground, as a daemon that is watched must be; for many users where that was asked for."""
-    return ("-f", "-multiuser-server") if users is Users.MANY else ("-f",)
+    return (FOREGROUND, MANY_USERS) if users is Users.MANY else (FOREGROUND,)

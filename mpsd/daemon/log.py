@@ -38,6 +38,8 @@ class Happened(StrEnum):
     GPU_MODE_NOT_KEPT = "gpu_mode_not_kept"
     DAEMON_STATE = "daemon_state"
     DAEMON_DEATH = "daemon_death"
+    OPERATION_BEGUN = "operation_begun"
+    OPERATION_ENDED = "operation_ended"
     DAEMON_FORCED = "daemon_forced"
     LIMITS_VERIFIED = "limits_verified"
     LIMITS_NOT_HELD = "limits_not_held"

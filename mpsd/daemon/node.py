@@ -4,11 +4,11 @@ import asyncio
 import contextlib
 import gc
 from dataclasses import replace
-from functools import partial
 from typing import Final
 
-from mpsd.core import admission, commands, gpus, limits, quota, violations
+from mpsd.core import admission, gpus, limits, quota, violations
 from mpsd.core.admission import Amount, Offer, Refusal
+from mpsd.core.drain import Operation
 from mpsd.core.errors import DaemonNotReadyError, MpsdError, NotFoundError, NotPermittedError, StoppingError
 from mpsd.core.ledger import Rules
 from mpsd.core.lifecycle import State
@@ -25,9 +25,10 @@ from mpsd.core.model import (
 from mpsd.core.quota import Person
 from mpsd.core.settings import Settings, Users
 from mpsd.daemon.compute_modes import ComputeModes
+from mpsd.daemon.drainer import Tenants
 from mpsd.daemon.gpus import Gpus, GpuView
 from mpsd.daemon.inspector import Inspector
-from mpsd.daemon.ladder import Terminate
+from mpsd.daemon.ladder import Terminate, contexts_of
 from mpsd.daemon.leases import Leases
 from mpsd.daemon.log import Happened, Logger
 from mpsd.daemon.reconciler import Reconciler
@@ -102,6 +103,7 @@ class Node:
         """Set, and replaced, whenever something has changed."""
         self.leases = leases
         self._reconciler = reconciler
+        self._tenants = Tenants(leases.ledger.on, leases.release)
         self.inspector = Inspector(leases.clients, leases.ledger.find, settings, self._terminate, log)
 
     # -- running ------------------------------------------------------------------------------------------------------
@@ -151,8 +153,7 @@ class Node:
         self.inspector.inspect(self.daemons(), self.gpus.usages, read=read)
 
     def _terminate(self, daemon: str, server: int, client: int) -> Terminate:
-        pipe = self._supervisors[daemon].pipe
-        return partial(pipe.ask, commands.terminate_client(server, client))
+        return contexts_of(self._supervisors[daemon].pipe, server, client)
 
     async def refresh(self, lease: Lease) -> list[str]:
         """Ask the control daemons and the GPUs of a lease anew; return which daemons have not answered in time."""
@@ -181,11 +182,11 @@ class Node:
         self._stopping = True
         self.leases.leave()
 
-    async def stop_daemons(self) -> None:
-        """Stop every control daemon, and their clients with them: for an operator's word only."""
+    async def stop_daemons(self, *, force: bool) -> None:
+        """Stop every control daemon when nobody is left on it, or by force, and its clients with it."""
         async with asyncio.TaskGroup() as group:
             for supervisor in self._supervisors.values():
-                group.create_task(supervisor.stop())
+                group.create_task(supervisor.stop(force=force))
         await self.gpus.release("an operator stopped the control daemons")
 
     def reload(self, settings: Settings) -> None:
@@ -216,6 +217,7 @@ class Node:
                     gpu,
                     program=self._program,
                     way=self._reconciler.way(name, gpu.uuid),
+                    tenants=self._tenants,
                     settings=self.settings,
                     log=self._log,
                     changed=self._look,
@@ -313,11 +315,16 @@ class Node:
             memory=max(gpu.memory_total - gpu.memory_reserved - settings.admission.memory_reserve, 0),
             clients=limits.clients_max(gpu.compute_capability, gpus.driver_branch(gpu.driver_version)),
             limits=settings.default_limits,
-            many_users=settings.daemon.users is Users.MANY,
+            many_users=daemon.process.many_users if daemon.process else settings.daemon.users is Users.MANY,
             refusal=_refusal(view, daemon),
         )
 
     # -- operating ----------------------------------------------------------------------------------------------------
+
+    def operation(self, operation: str) -> Operation | None:
+        """Return an operation that goes on, or that ended last on its control daemon."""
+        found = (supervisor.operation(operation) for supervisor in self._supervisors.values())
+        return next((each for each in found if each is not None), None)
 
     def supervisor(self, name: str) -> Supervisor:
         """Return the supervisor of this control daemon. Raises NotFoundError."""
@@ -333,8 +340,8 @@ def _refusal(view: GpuView, daemon: Daemon) -> Refusal | None:
     if view.health is not Health.OK:
         return Refusal("health", f"GPU {view.index} is {view.health}: {view.because}", view.hint or "see mpsctl gpus")
     if daemon.state is not State.READY:
-        limit = "hold" if daemon.state in {State.HELD, State.DRAINING} else "health"
-        because = f"the control daemon of GPU {view.index} is {daemon.state}: {daemon.because}"
+        limit = "hold" if daemon.operation or daemon.state in {State.HELD, State.DRAINING} else "health"
+        because = f"the control daemon of GPU {view.index} is {daemon.state}: {daemon.operation or daemon.because}"
         return Refusal(limit, because, daemon.hint or "try again in a moment; see mpsctl daemons")
     hit = next((server for server in daemon.servers if server.faulted is not None), None)
     if hit is not None:

@@ -4,12 +4,13 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, TypeAlias, TypeVar
 
 import msgspec
 
 from mpsd.daemon import lease_wire, wire
-from mpsd.daemon.handlers import Handlers, Request
+from mpsd.daemon.handlers import Handlers
+from mpsd.daemon.request import Request
 
 T = TypeVar("T")
 
@@ -31,6 +32,9 @@ class Role(IntEnum):
     """Operate the node, and end anybody's."""
 
 
+_Handler: TypeAlias = Callable[[Handlers], Callable[[Request], Awaitable[msgspec.Struct | None]]]
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """One row of the API."""
@@ -38,12 +42,18 @@ class Route:
     method: str
     path: str
     role: Role
-    handler: Callable[[Handlers], Callable[[Request], Awaitable[msgspec.Struct | None]]]
+    handler: _Handler
     answer: type[msgspec.Struct] | None
     status: int = 200
-    body: type[lease_wire.LeaseRequest] | type[lease_wire.Renewal] | None = None
+    body: type[lease_wire.LeaseRequest] | type[lease_wire.Renewal] | type[wire.Patience] | None = None
     errors: tuple[int, ...] = ()
     """Statuses of errors beyond those that every route can answer."""
+
+
+def _operation(verb: str, handler: _Handler, *errors: int, body: type[wire.Patience] | None = None) -> Route:
+    """Return the row of what an operator can have done to a control daemon."""
+    path = f"/v1/daemons/{{name}}/{verb}"
+    return Route("POST", path, Role.ADMIN, handler, wire.OperationOut, 202, body, errors=(404, *errors))
 
 
 ROUTES: Final = (
@@ -56,7 +66,9 @@ ROUTES: Final = (
     Route("GET", "/v1/leases", Role.OBSERVER, lambda h: h.leases, lease_wire.LeasesOut),
     Route("GET", "/v1/leases/{id}", Role.OBSERVER, lambda h: h.lease, lease_wire.LeaseOut, errors=(404,)),
     Route("GET", "/v1/config", Role.OBSERVER, lambda h: h.config, wire.ConfigOut),
-    Route("GET", "/v1/operations/{id}", Role.OBSERVER, lambda h: h.operation, wire.OperationOut, errors=(404,)),
+    Route(
+        "GET", "/v1/operations/{id}", Role.OBSERVER, lambda h: h.operating.operation, wire.OperationOut, errors=(404,)
+    ),
     Route(
         "POST",
         "/v1/leases",
@@ -87,11 +99,11 @@ ROUTES: Final = (
     ),
     Route("GET", "/v1/leases/{id}/verify", Role.OBSERVER, lambda h: h.verify, lease_wire.VerifyOut, errors=(404,)),
     Route("DELETE", "/v1/leases/{id}", Role.USER, lambda h: h.release, None, 204, errors=(404, 507)),
-    Route("POST", "/v1/daemons/{name}/reset", Role.ADMIN, lambda h: h.reset, wire.OperationOut, 202, errors=(404,)),
-    Route("POST", "/v1/daemons/{name}/hold", Role.ADMIN, lambda h: h.hold, wire.OperationOut, 202, errors=(404, 507)),
-    Route(
-        "POST", "/v1/daemons/{name}/resume", Role.ADMIN, lambda h: h.resume, wire.OperationOut, 202, errors=(404, 507)
-    ),
+    _operation("reset", lambda h: h.operating.reset),
+    _operation("hold", lambda h: h.operating.hold, 507),
+    _operation("resume", lambda h: h.operating.resume, 507),
+    _operation("drain", lambda h: h.operating.drain, 413, 422, 507, body=wire.Patience),
+    _operation("restart", lambda h: h.operating.restart, 413, 422, 507, body=wire.Patience),
 )
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 
 from mpsd.core import reload
 from mpsd.core.errors import ConfigurationError
@@ -30,6 +31,17 @@ from mpsd.system.gpu import GpuSource
 from mpsd.system.rundir import RunDir
 
 
+class StopDaemons(StrEnum):
+    """What becomes of the control daemons when mpsd ends."""
+
+    NEVER = "never"
+    """They run on, with their clients, and the next mpsd takes them over."""
+    DRAIN = "drain"
+    """Nobody is let in, and each is stopped when nobody is left on it; a second signal leaves the others running."""
+    AT_ONCE = "at once"
+    """They are stopped, and their clients with them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What this run of mpsd is to be, decided before anything is touched."""
@@ -42,7 +54,7 @@ class Plan:
     """Whether `--root` made it a node for those who can reach that directory."""
     reread: Callable[[], Settings]
     """Reads the configuration again. Raises ConfigurationError."""
-    stop_daemons_on_exit: bool = False
+    stop_daemons: StopDaemons = StopDaemons.NEVER
     announce: Callable[[], None] = lambda: None
     """Called once when the API answers."""
 
@@ -120,10 +132,14 @@ async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
     if stranger is not None:
         log.warning(Happened.SOCKET_REPLACED, socket=str(settings.socket), uid=stranger)
     listener = rundir.publish(settings.socket, settings.api.mode, settings.api.group)
-    over = asyncio.Event()
+    over, at_once = asyncio.Event(), asyncio.Event()
+
+    def end() -> None:
+        (at_once if over.is_set() else over).set()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, over.set)
+        loop.add_signal_handler(number, end)
     loop.add_signal_handler(signal.SIGHUP, _reload, plan, node, log)
     log.info(Happened.NODE_STARTED, program=" ".join(plan.program.argv), simulated=plan.simulated)
     try:
@@ -133,14 +149,20 @@ async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
             log.info(Happened.API_LISTENING, socket=str(settings.socket), mode=f"{settings.api.mode:04o}")
             plan.announce()
             await over.wait()
-            log.info(Happened.NODE_STOPPING, stop_daemons=plan.stop_daemons_on_exit)
+            log.info(Happened.NODE_STOPPING, stop_daemons=plan.stop_daemons)
             node.leave()
+            if plan.stop_daemons is StopDaemons.DRAIN:
+                stopping = group.create_task(node.stop_daemons(force=False))
+                hurried = group.create_task(at_once.wait())
+                await asyncio.wait({stopping, hurried}, return_when=asyncio.FIRST_COMPLETED)
+                stopping.cancel()
+                hurried.cancel()
             rundir.unpublish(settings.socket)
             events.close()
             serving.cancel()
             await api.close()
-            if plan.stop_daemons_on_exit:
-                await node.stop_daemons()
+            if plan.stop_daemons is StopDaemons.AT_ONCE:
+                await node.stop_daemons(force=True)
             running.cancel()
     finally:
         rundir.unpublish(settings.socket)
@@ -158,4 +180,5 @@ def _reload(plan: Plan, node: Node, log: Logger) -> None:
         return
     applied, waiting = reload.changed(node.settings, wanted)
     node.reload(reload.reloaded(node.settings, wanted))
-    log.info(Happened.SETTINGS_RELOADED, applied=list(applied), needs_restart=list(waiting))
+    daemons = {each.name: list(each.restart_for) for each in node.daemons() if each.restart_for}
+    log.info(Happened.SETTINGS_RELOADED, applied=list(applied), needs_restart=list(waiting), daemons=daemons)

@@ -9,37 +9,42 @@ import contextlib
 from collections.abc import Callable
 from typing import Final
 
+from mpsd.core.drain import Asked, Intent, Operation
 from mpsd.core.errors import (
     ConfigurationError,
     ControlError,
-    ControlUnknownCommandError,
-    ControlUnreachableError,
     ForeignDaemonError,
-    LimitNotHeldError,
     ReachError,
+    StorageError,
 )
-from mpsd.core.lifecycle import ANSWERED, RUNNING, Event, Intent, State
-from mpsd.core.model import Daemon, DaemonProcess, Gpu, Limits
+from mpsd.core.lifecycle import ANSWERED, RUNNING, Event, State
+from mpsd.core.model import Daemon, Gpu, Limits
 from mpsd.core.restart import Verdict
 from mpsd.core.settings import Settings
+from mpsd.daemon.drainer import Drainer, Tenants
 from mpsd.daemon.holding import Holding
-from mpsd.daemon.intention import Intention
-from mpsd.daemon.ladder import end_daemon
+from mpsd.daemon.instance import LISTEN_POLL, Instance
 from mpsd.daemon.launch import Launcher
-from mpsd.daemon.log import Happened, Logger
+from mpsd.daemon.log import Logger
 from mpsd.daemon.observer import Observer
+from mpsd.daemon.prober import Prober
 from mpsd.daemon.reach import Way
 from mpsd.daemon.standing import Standing
 from mpsd.daemon.tally import Tally
 from mpsd.system import clock, process
 from mpsd.system.control import ControlProgram
-from mpsd.system.process import Process
 
 _TICK: Final = 1.0
 """Seconds between two looks at the process."""
 
-_LISTEN_POLL: Final = 0.001
-"""Seconds between two looks for the socket of a daemon that starts: it appears 2 to 7 ms after exec (measured)."""
+
+_EVENTS: Final = {
+    Intent.RUN: Event.RESUME,
+    Intent.HOLD: Event.HOLD,
+    Intent.DRAIN: Event.DRAIN,
+    Intent.RESTART: Event.DRAIN,
+}
+"""What happens to a daemon that answers when an operator wants something."""
 
 
 class Supervisor:
@@ -52,6 +57,7 @@ class Supervisor:
         *,
         program: ControlProgram,
         way: Way,
+        tenants: Tenants,
         settings: Settings,
         log: Logger,
         changed: Callable[[], None],
@@ -64,33 +70,30 @@ class Supervisor:
         self._log = log.bind(daemon=name)
         self._tally = Tally(way.paths.tally, self._log)
         self._launcher = Launcher(gpu, program, way)
+        self._resume_hint = f"let people in again: mpsctl resume {name}"
         self._reset_hint = f"mend the cause, then: mpsctl reset {name}"
-        self._group: asyncio.TaskGroup | None = None
         self._wake = asyncio.Event()
         self._observer = Observer(program, way.paths, settings.daemon, self._log, woken=self._wake.set)
         self.pipe = self._observer.pipe
         """The door to its control daemon."""
-        self._down = asyncio.Event()
+        self._instance = Instance(self._launcher, self._observer, self._log, self._wake.set)
         self._holding = Holding(self._observer, settings, self._log)
+        self._prober = Prober(self._launcher, self._holding, self._observer, way, self._log)
         self._standing = Standing(self._log, changed)
-        self._intention = Intention(way.paths.intention)
+        self._drainer = Drainer(
+            name, way.paths.intention, tenants=tenants, pipe=self.pipe, settings=settings, log=self._log
+        )
         self._wanted = True
-        """The intent: whether it should run at all."""
-        self._process: Process | None = None
-        self._evidence: DaemonProcess | None = None
-        self._fresh = True
-        """Whether the process was started by this mpsd, and so has no history."""
-        self._dead: tuple[int | None] | None = None
-        """What the watcher noted when the process ended: its return code, or None in it for one that was adopted."""
+        """Whether it should run at all."""
+        self._down = asyncio.Event()
         self._due = 0.0
         """When the next thing is due: the end of a delay, the deadline of a start, or the next proof of life."""
-        self._looked = False
-        """Whether servers of dead daemons were looked for since the last death."""
 
     # -- what others may ask and say ----------------------------------------------------------------------------------
 
     def snapshot(self) -> Daemon:
         """Return everything there is to say about this control daemon at this moment."""
+        evidence, wish = self._instance.evidence, self._drainer.wish
         return Daemon(
             name=self.name,
             gpu=self.gpu.uuid,
@@ -98,7 +101,7 @@ class Supervisor:
             because=self._standing.because,
             hint=self._standing.hint,
             since=self._standing.since,
-            process=self._evidence,
+            process=evidence,
             ready_since=self._standing.ready_since,
             pipe_directory=str(self._way.paths.pipe_directory),
             wanted=self._holding.limits,
@@ -111,6 +114,8 @@ class Supervisor:
             cannot_start=self._observer.cannot_start,
             has_mem_limit=self._observer.has_mem_limit,
             unknown_lines=self._observer.control_log.unknown,
+            operation=self._drainer.told if wish.waits and wish.operation else None,
+            restart_for=self._instance.outdated(self._settings),
         )
 
     def reset(self) -> None:
@@ -122,7 +127,7 @@ class Supervisor:
 
     def reload(self, settings: Settings) -> None:
         """Take new settings; limits that differ are set and verified at the next look, for servers that start later."""
-        self._settings = settings
+        self._settings = self._drainer.settings = settings
         if self._holding.configure(settings):
             self.ask()
         self._standing.touch()
@@ -156,20 +161,32 @@ class Supervisor:
         """Another value whenever a snapshot might come out different; the log is read between two looks too."""
         return (self._standing.revision, *self._observer.control_log.serving.state)
 
-    def intend(self, intent: Intent, because: str) -> None:
-        """Do what an operator wants, from now on. Raises StorageError, and then nothing has changed."""
-        self._intention.want(intent, because)
-        self._obey()
+    def intend(self, asked: Asked) -> str:
+        """Do what an operator wants, from now on; return the operation that it is part of now, if it is one.
 
-    async def stop(self) -> None:
-        """Stop the daemon by the ladder: quit, SIGTERM, and, loudly, SIGKILL; return when it is gone.
-
-        Its clients go with it, so this is for an operator's word only.
+        Raises StorageError, and then nothing has changed.
         """
+        operation = self._drainer.want(asked, self._instance.identity)
+        if asked.intent is Intent.RESTART and self._instance.process is None:
+            self.reset()
+        self._obey()
+        self.ask()
+        return operation
+
+    def operation(self, operation: str) -> Operation | None:
+        """Return an operation on this daemon, if it is the one that goes on, or the one that ended last."""
+        return self._drainer.operation(operation)
+
+    async def stop(self, *, force: bool) -> None:
+        """Stop the daemon when nobody is left, or by force and its clients with it; return when it is gone."""
         self._wanted = False
-        self._move(Event.STOP, "an operator stopped it")
-        self._wake.set()
-        if self._standing.state is State.STOPPING:
+        self._drainer.leave(self._instance.identity)
+        if force:
+            self._move(Event.STOP, "it is stopped with mpsd")
+        else:
+            self._obey()
+        self.ask()
+        if self._instance.process is not None:
             self._down.clear()
             await self._down.wait()
 
@@ -178,21 +195,23 @@ class Supervisor:
     async def run(self) -> None:
         """Supervise until cancelled, and then leave the daemon running: its clients must not notice."""
         self._tally.load()
-        self._intention.load()
+        self._drainer.load()
         try:
-            async with asyncio.TaskGroup() as self._group:
-                while True:
-                    self._wake.clear()
-                    if self._dead is not None:
-                        self._bury(*self._dead)
-                    try:
-                        await self._one_round()
-                    except OSError as error:
-                        await self._stumble(error)
+            while True:
+                self._wake.clear()
+                self._bury()
+                try:
+                    await self._one_round()
+                except OSError as error:
+                    await self._stumble(error)
+                except StorageError as error:
+                    # What must be on disk before the next step is not: nothing is lost, and nothing goes on.
+                    self._standing.explain(error.detail, error.hint)
+                    await self._sleep(_TICK)
         finally:
+            self._drainer.close()
             self._observer.control_log.close()
-            if self._process is not None:
-                self._process.close()
+            self._instance.close()
 
     async def _one_round(self) -> None:
         match self._standing.state:
@@ -201,7 +220,9 @@ class Supervisor:
             case State.DOWN if self._wanted:
                 await self._arrive()
             case State.DOWN | State.FAILED:
-                await self._find_orphans()
+                await self._instance.find_orphans()
+                if self._wanted and self._standing.state is State.FAILED:
+                    self._drainer.fail(self._standing.because)
                 # Nothing happens here by itself, but that orphans go.
                 await self._sleep(_TICK if self._observer.see_orphans_off() else None)
             case State.STARTING:
@@ -209,18 +230,14 @@ class Supervisor:
             case State.READY | State.HELD | State.DRAINING | State.UNRESPONSIVE:
                 await self._watch()
             case State.STOPPING:
-                assert self._process is not None  # noqa: S101 - there is one while it stops
-                await end_daemon(self._process, self.pipe, self._log)
+                await self._see_off()
             case State.COOLING if clock.monotonic() < self._due:
                 await self._sleep(self._due - clock.monotonic())
             case State.COOLING:
                 self._move(Event.COOLED, "the delay after its death is over")
 
     async def _stumble(self, error: OSError) -> None:
-        """The machine had no descriptor, memory or process left: what cannot be looked at is not known to be well.
-
-        It is no reason for mpsd to end, nor for the daemon; both look again.
-        """
+        """The machine had no descriptor, memory or process left: what cannot be looked at is not known to be well."""
         if self._standing.state in RUNNING:
             hint = "see what the machine has run out of; mpsd looks again by itself"
             self._move(Event.SILENT, f"mpsd could not look at it: {error.strerror}", hint)
@@ -235,133 +252,98 @@ class Supervisor:
 
     def _move(self, event: Event, because: str, hint: str | None = None) -> None:
         """Apply an event."""
-        self._standing.move(event, because, hint, self._process.pid if self._process else None)
+        self._standing.move(event, because, hint, self._instance.pid)
         if self._standing.state is State.DOWN:
             self._down.set()
 
     def _obey(self) -> None:
         """Let nobody in where an operator wants that, and everybody where he does no more."""
         if self._standing.state in ANSWERED:
-            event = Event.HOLD if self._intention.intent is Intent.HOLD else Event.RESUME
-            self._move(event, self._intention.because, f"let people in again: mpsctl resume {self.name}")
+            event = _EVENTS[self._drainer.wish.intent]
+            self._move(event, self._drainer.told, None if event is Event.RESUME else self._resume_hint)
 
     # -- arriving: adopt what is there, or start ----------------------------------------------------------------------
 
     async def _arrive(self) -> None:
         try:
-            found = await asyncio.to_thread(self._launcher.look, self._settings.daemon.users)
+            found = await self._instance.adopt()
         except (ConfigurationError, ForeignDaemonError) as error:
             self._move(Event.REFUSED, error.detail, error.hint)
             return
-        self._observer.orphaned(found.orphans)
-        self._looked = True
-        adopted = process.adopt(found.daemon.identity) if found.daemon is not None else None
-        if adopted is None or found.daemon is None:
+        if self._instance.process is not None:
+            self._due = clock.monotonic() + self._settings.daemon.start_deadline
+            self._holding.forget()
+            self._move(Event.ADOPTED, f"pid {self._instance.pid} was found running, and adopted")
+        elif self._drainer.is_clear(found.orphans):
+            if self._drainer.wish.intent is Intent.RESTART:
+                self._launcher.sweep()
             self._start()
         else:
-            self._take(adopted, found.daemon, fresh=False)
-            self._move(Event.ADOPTED, f"pid {adopted.pid} was found running, and adopted")
-
-    async def _find_orphans(self) -> None:
-        """Look for servers that a dead daemon left, unless that was done: it may have started one in its last second.
-
-        That takes its time, so it waits until clients have a daemon again.
-        """
-        if self._looked:
-            return
-        self._looked = True
-        with contextlib.suppress(ForeignDaemonError):
-            found = await asyncio.to_thread(self._launcher.look, self._settings.daemon.users)
-            self._observer.found_orphans(found.orphans)
+            self._standing.explain(self._drainer.told, f"end them at once: mpsctl restart {self.name} --timeout 0")
+            self._standing.touch()
+            await self._sleep(_TICK)
 
     def _start(self) -> None:
         try:
-            started, proof = self._launcher.start(self._settings.daemon.users)
+            self._instance.start(self._settings.daemon.users)
         except (ConfigurationError, ReachError) as error:
             self._move(Event.REFUSED, error.detail, error.hint)
             return
         except OSError as error:
             self._die(f"it could not be started: {error}")
             return
-        self._take(started, proof, fresh=True)
-        self._move(Event.STARTED, f"pid {started.pid} was started")
-
-    def _take(self, taken: Process, proof: DaemonProcess, *, fresh: bool) -> None:
-        """Watch this process from now on."""
-        assert self._group is not None  # noqa: S101 - the loop runs in it
-        self._process, self._evidence = taken, proof
-        self._fresh = fresh
-        self._holding.forget()
         self._due = clock.monotonic() + self._settings.daemon.start_deadline
-        self._group.create_task(self._note_end(taken))
-
-    async def _note_end(self, watched: Process) -> None:
-        self._dead = (await watched.wait(),)
-        self._wake.set()
+        self._holding.forget()
+        self._move(Event.STARTED, f"pid {self._instance.pid} was started")
 
     # -- proving and watching: it listens, it answers, and every limit reads back --------------------------------------
 
     async def _prove(self) -> None:
-        while self._fresh and not self._holding.proved and not self._launcher.listens:
-            if self._dead is not None:
-                return
-            if clock.monotonic() > self._due:
+        if self._instance.is_fresh and not self._holding.proved and not await self._instance.listens_by(self._due):
+            if not self._instance.is_dead:
                 late = f"it did not listen within {self._settings.daemon.start_deadline:g} s"
                 self._move(Event.SILENT, late, f"read {self._way.paths.control_log}")
-                return
-            await asyncio.sleep(_LISTEN_POLL)
+            return
         reached = await self._probe()
         if self._standing.state is State.STARTING:
             # It may have bound its socket and not listen yet, a moment that a busy machine makes long.
-            await self._sleep(self._settings.daemon.probe_interval if reached else _LISTEN_POLL)
+            await self._sleep(self._settings.daemon.probe_interval if reached else LISTEN_POLL)
 
     async def _watch(self) -> None:
         """Look once a second, and at news in the log; talk to the daemon where there is reason to, or it is time."""
-        assert self._process is not None  # noqa: S101 - there is one in every state that is watched
-        await self._find_orphans()
-        stopped = process.is_stopped(self._process.pid)
+        assert self._instance.process is not None  # noqa: S101 - there is one in every state that is watched
+        await self._instance.find_orphans()
+        wish = self._drainer.wish
+        stopped = process.is_stopped(self._instance.process.pid)
         if any((self._observer.glance(), not self._way.look(), stopped and self._standing.state is State.UNRESPONSIVE)):
             # There is reason to ask at once; one that is known to be stopped cannot answer before it goes on.
             self._due = 0.0
         if stopped:
             due = self._standing.state is not State.UNRESPONSIVE
         else:
-            due = clock.monotonic() >= self._due or self._launcher.socket_is_gone
+            # Whoever waits for people to leave asks every time who is left.
+            waits = self._standing.state is State.DRAINING
+            due = waits or clock.monotonic() >= self._due or self._launcher.socket_is_gone
         if due:
             await self._probe()
-        await self._sleep(clock.until_next(_TICK))
+        # Who is there was asked since it was wanted, or it is asked now.
+        if wish is self._drainer.wish and not self._drain():
+            await self._sleep(clock.until_next(_TICK))
 
     async def _probe(self) -> bool:
-        """Talk to the daemon, and let the state be what comes of it; tell whether it could be reached at all.
-
-        One that was just started has its time to be.
-        """
-        assert self._process is not None  # noqa: S101 - there is one in every state that is probed
-        try:
-            self._launcher.check_way(self._process)
-            await self._holding.hold(fresh=self._fresh)
-            if self._fresh:
-                self._way.hold()  # it gives its socket to everybody a moment after it made it (measured, all versions)
-        except (LimitNotHeldError, ControlUnknownCommandError, ReachError) as error:
-            # It is not silent; but a limit that does not hold opens no door, nor does a way that strangers may go.
-            self._holding.forget()
-            self._move(Event.UNPROVEN, error.detail, error.hint)
-            self._standing.explain(error.detail, error.hint)
-            happened = Happened.REACH_NOT_HELD if isinstance(error, ReachError) else Happened.LIMITS_NOT_HELD
-            self._log.error(happened, because=error.detail)
-        except ControlError as error:
-            starting = self._fresh and self._standing.state is State.STARTING and clock.monotonic() < self._due
-            if starting and isinstance(error, ControlUnreachableError):
-                return False
-            if self._dead is None:
-                self._move(Event.SILENT, error.detail, error.hint)
-        else:
-            self._fresh = False
-            because, hint = self._observer.verdict(self._holding.limits)
-            self._move(Event.VERIFIED, because, hint)
-            if self._standing.state is State.READY:
-                self._standing.explain(because, hint)
-            self._obey()
+        """Talk to the daemon, and let the state be what comes of it; tell whether it could be reached at all."""
+        assert self._instance.process is not None  # noqa: S101 - there is one in every state that is probed
+        starting = self._standing.state is State.STARTING and clock.monotonic() < self._due
+        found = await self._prober.probe(self._instance.process, fresh=self._instance.is_fresh)
+        if found.event is Event.SILENT and not found.reached and self._instance.is_fresh and starting:
+            return False  # one that was just started has its time to be
+        if found.event is Event.VERIFIED:
+            self._instance.is_fresh = False
+        if not (found.event is Event.SILENT and self._instance.is_dead):
+            self._move(found.event, found.because, found.hint)
+        if found.event is Event.UNPROVEN or self._standing.state is State.READY:
+            self._standing.explain(found.because, found.hint)
+        self._obey()
         # A socket that is gone is looked for all the time, and asked as soon as it is back.
         gone = self._launcher.socket_is_gone
         pause = _TICK if self._observer.starting else self._settings.daemon.probe_interval
@@ -369,19 +351,37 @@ class Supervisor:
         self._standing.touch()
         return not gone
 
-    # -- ending -------------------------------------------------------------------------------------------------------
+    # -- draining and ending ------------------------------------------------------------------------------------------
 
-    def _bury(self, returncode: int | None) -> None:
-        """The process is gone, and the kernel said so: settle what it leaves behind."""
-        assert self._process is not None  # noqa: S101 - it is the one that ended
-        how = f"pid {self._process.pid} {process.describe(returncode)}"
-        words = self._observer.control_log.last_words()
-        if words and self._fresh:
-            how += f", and its last words were {words!r}"
-        self._process.close()
-        self._process = self._evidence = self._dead = None
-        self._observer.orphaned()
-        self._looked = False
+    def _drain(self) -> bool:
+        """Do what is next of what an operator wants; tell whether there is more to do at once."""
+        state, wish = self._standing.state, self._drainer.wish
+        if not wish.waits:
+            return False
+        answers = state in ANSWERED and self._holding.proved
+        is_to_quit = self._drainer.advance(self._observer.servers, self._instance.identity, answers=answers)
+        if is_to_quit:
+            self._move(Event.STOP, self._drainer.told, f"stop it at once: mpsctl restart {self.name} --timeout 0")
+        elif wish is not self._drainer.wish:
+            self._obey()
+            self._standing.touch()
+        if self._standing.state is State.DRAINING:
+            self._standing.explain(self._drainer.told, self._resume_hint)
+        return is_to_quit
+
+    async def _see_off(self) -> None:
+        """Have the daemon quit, and wait for whoever it waits for; or, when that has to be, by force."""
+        try:
+            await self._instance.quit(self.pipe, force=self._drainer.has_to_force(self._instance.identity))
+        except ControlError as error:
+            self._standing.explain(error.detail, error.hint)
+        await self._sleep(_TICK)
+
+    def _bury(self) -> None:
+        """Settle what a process leaves behind that is gone, as the kernel said."""
+        how = self._instance.bury()
+        if how is None:
+            return
         if self._standing.state is State.STOPPING:
             self._move(Event.DIED, how)
         else:
@@ -394,7 +394,7 @@ class Supervisor:
         self._move(Event.DIED, decision.because)
         if decision.verdict is Verdict.GIVE_UP:
             self._move(Event.GAVE_UP, decision.because, self._reset_hint)
-        elif decision.verdict is Verdict.AT_ONCE and self._wanted and self._group is not None:
+        elif decision.verdict is Verdict.AT_ONCE and self._wanted:
             # The kernel has just proved that ours is gone, so nobody needs to be looked for: clients wait for nothing.
             self._move(Event.COOLED, decision.because)
             self._start()

@@ -5,9 +5,11 @@ Times are RFC 3339 in UTC, memory is bytes, threads are percent, and a list is a
 """
 
 from datetime import datetime
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
+from mpsd.core.drain import Operation
 from mpsd.core.model import Daemon, Drift, ReadBack, Server
 
 
@@ -90,6 +92,10 @@ class DaemonOut(Struct):
     unknown_lines: int
     """Lines of its log in words that mpsd does not know, since mpsd started."""
     latest_unknown_lines: list[str]
+    operation: str | None
+    """What an operator wants of it that is not done yet, and what that waits for."""
+    restart_for: list[str]
+    """The settings that it was not started with: a restart brings them."""
 
     @classmethod
     def of(cls, daemon: Daemon) -> "DaemonOut":
@@ -115,6 +121,8 @@ class DaemonOut(Struct):
             version=daemon.version,
             unknown_lines=daemon.unknown_lines.count,
             latest_unknown_lines=list(daemon.unknown_lines.latest),
+            operation=daemon.operation,
+            restart_for=list(daemon.restart_for),
         )
 
 
@@ -199,6 +207,23 @@ class ConfigOut(Struct):
     config: dict[str, dict[str, str | bool | int | float | list[str] | None]]
 
 
+class Patience(Struct, forbid_unknown_fields=True):
+    """How long those who are there have."""
+
+    timeout: Annotated[float, Meta(ge=0, le=1e9)] | None = None
+    """Seconds, after which they are ended; null: as long as they like."""
+
+
+class OccupantOut(Struct):
+    """Somebody who is waited for: a lease, a client, or a server that outlived its control daemon."""
+
+    what: str
+    lease: str | None
+    pid: int | None
+    since: datetime
+    """Since when it is there."""
+
+
 class OperationOut(Struct):
     """What an operator asked of a control daemon, and what came of it."""
 
@@ -209,6 +234,22 @@ class OperationOut(Struct):
     because: str
     started: datetime
     ended: datetime | None
+    waits_for: list[OccupantOut]
+    """Those who are there, while it goes on."""
+
+    @classmethod
+    def of(cls, operation: Operation) -> "OperationOut":
+        """Make it from the value."""
+        return cls(
+            id=operation.id,
+            daemon=operation.daemon,
+            verb=operation.verb,
+            state=operation.state,
+            because=operation.because,
+            started=operation.started,
+            ended=operation.ended,
+            waits_for=[OccupantOut(each.what, each.lease, each.pid, each.since) for each in operation.waits_for],
+        )
 
 
 class HealthOut(Struct):

@@ -8,6 +8,7 @@ overruns it; and it sets nothing without reading it back.
 """
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -150,7 +151,7 @@ class Conversation:
 class _Farewell:
     """The conversation that ends the daemon: nothing can be heard behind its last word."""
 
-    seconds: int
+    seconds: int | None
 
     def script(self, nonce: str) -> list[str]:
         return [mark(nonce, 0), quit_daemon(self.seconds).line]
@@ -203,13 +204,19 @@ class ControlPipe:
         """
         await self._say(conversation, self.deadline)
 
-    async def quit(self, seconds: int) -> None:
+    async def quit(self, seconds: int | None) -> None:
         """Tell the daemon to quit, and to force its servers after `seconds`; whether it went, its pidfd says.
 
-        Raises as `hold` does when it could not be told, or did not go in `seconds` and the deadline together.
+        Raises as `hold` does when it could not be told, or did not go in `seconds` and the deadline together. Without
+        `seconds` it goes when its last client has gone, whenever that is: this returns when it is told, or has had the
+        time to be. It waits on when the front-end that told it is ended (measured, all versions).
         """
         try:
-            await self._say(_Farewell(seconds), seconds + self.deadline)
+            if seconds is None:
+                with contextlib.suppress(ControlUnresponsiveError):
+                    await self._say(_Farewell(None), self.deadline)
+            else:
+                await self._say(_Farewell(seconds), seconds + self.deadline)
         except ControlUnreachableError:
             # Nobody listens any more, which is what was asked for: a front-end can lose the daemon's last words (seen
             # on 470 and 535: status 1 or silence, though the daemon had quit).

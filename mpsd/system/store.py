@@ -4,18 +4,34 @@ import os
 from pathlib import Path
 
 
-def write(path: Path, data: bytes) -> None:
-    """Replace a file's content at once, readable for its owner only. Raises OSError, and then nothing has changed."""
+def write(path: Path, data: bytes, *, lasting: bool = False) -> None:
+    """Replace a file's content at once, readable for its owner only. Raises OSError, and then nothing has changed.
+
+    What is `lasting` is on the disk when this returns, and outlives a loss of power.
+    """
     hidden = path.with_name(f".{path.name}.{os.getpid()}")
     hidden.unlink(missing_ok=True)  # of an earlier process with this pid
     descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
+            if lasting:
+                file.flush()
+                os.fsync(descriptor)
         hidden.rename(path)
+        if lasting:
+            _sync(path.parent)
     except OSError:
         hidden.unlink(missing_ok=True)
         raise
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read(path: Path) -> bytes | None:

@@ -149,6 +149,9 @@ class TestRole:
         else:
             assert answer.status < 500
             assert "needs the role" not in answer.body.decode()
+        if path.startswith("/v1/daemons/{name}/"):
+            line.call("POST", "/v1/daemons/gpu0/resume", {}, uid=UIDS[Role.ADMIN]).answer()
+            line.node.wait_for_state("gpu0", "ready")
 
     @pytest.mark.parametrize("role", Role)
     @pytest.mark.parametrize("how", ["its own group", "another of its groups"])

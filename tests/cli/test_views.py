@@ -53,6 +53,8 @@ def daemon(**other: Any) -> Any:
         "undone": [],
         "servers": [],
         "version": "535.261.03",
+        "operation": None,
+        "restart_for": [],
         **other,
     }
 

@@ -3,7 +3,6 @@
 import json
 import random
 import signal
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -73,29 +72,6 @@ def look(node: Node) -> Callable[[], dict[str, Any]]:
     return read
 
 
-class StopsDaemons(Node):
-    """An mpsd that stops its control daemons when it ends."""
-
-    @property
-    def command(self) -> list[str]:
-        """How it is called."""
-        return [sys.executable, "-c", _STOPS_DAEMONS, str(self.root), str(self.control), str(self.config)]
-
-
-_STOPS_DAEMONS: Final = """
-import sys
-from dataclasses import replace
-from pathlib import Path
-from mpsd.__main__ import _plan, _serve
-from mpsd.core.settings import parse
-
-root, control, config = sys.argv[1:]
-settings = parse(config).under(Path(root))
-plan = _plan(settings, lambda: settings, simulate=None, control=control, private=True)
-_serve(replace(plan, stop_daemons_on_exit=True))
-"""
-
-
 # -- the way it goes ---------------------------------------------------------------------------------------------------
 
 
@@ -139,19 +115,15 @@ class TestWanted:
 
     def test_given_back_when_the_daemons_are_stopped(self, node: Node, nvml: FakeNvml) -> None:
         """An mpsd that stops its control daemons for good lets go of the GPU, in an orderly way: daemons first."""
-        assert node.control is not None
-        stopping = StopsDaemons(node.root, control=node.control, config=WANTED, env=node.env)
-        try:
-            stopping.start()
-            assert (nvml.compute_mode(FIRST), written(node)) == (EXCLUSIVE, {FIRST: "default"})
-            assert stopping.end() == 0
-            assert (nvml.compute_mode(FIRST), written(node)) == (DEFAULT, {})
-            (given_back,) = stopping.events("gpu_mode_returned")
-            assert given_back["because"] == "an operator stopped the control daemons"
-            (down,) = stopping.events("daemon_state", state="down", before="stopping")
-            assert down["at"] < given_back["at"]
-        finally:
-            stopping.clean_up()
+        node.config, node.arguments = WANTED, ("--stop-daemons-on-exit",)
+        node.start()
+        assert (nvml.compute_mode(FIRST), written(node)) == (EXCLUSIVE, {FIRST: "default"})
+        assert node.end() == 0
+        assert (nvml.compute_mode(FIRST), written(node)) == (DEFAULT, {})
+        (given_back,) = node.events("gpu_mode_returned")
+        assert given_back["because"] == "an operator stopped the control daemons"
+        (down,) = node.events("daemon_state", state="down", before="stopping")
+        assert down["at"] < given_back["at"]
 
     def test_by_a_reload(self, node: Node, nvml: FakeNvml) -> None:
         """A reload sets it, and the next one gives it back, as often as one likes."""

@@ -1,13 +1,15 @@
 """The servers of a control daemon: listed while they run, and reported as orphans when their control daemon dies."""
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.daemon.conftest import Start
-from tests.daemon.scene import branches, is_running, kill, next_ready
+from tests.daemon.operations import begin, ended
+from tests.daemon.scene import BRISK, branches, is_running, kill, next_ready
 from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon
@@ -129,3 +131,21 @@ class TestServers:
         node.end()
         node.start(ready=False)
         wait_for_servers(node, (orphan, True), (server, False))
+
+
+@pytest.mark.parametrize("real", branches())
+def test_a_server_that_hangs(start: Start, real: RealDaemon) -> None:
+    """Whoever restarts its control daemon waits for it as long as he likes, and then not at all: it is gone."""
+    node = start(control=real.control, config=BRISK)
+    before, server = node.daemons()["gpu0"]["pid"], start_server(node)
+    operation = begin(node, "restart")
+    node.wait_for_state("gpu0", "stopping")
+    node.end(signal.SIGKILL)
+    node.start(ready=False)
+    node.wait_for_state("gpu0", "stopping")
+    assert is_running(server)
+    assert is_running(before)
+    assert begin(node, "restart", timeout=0)["id"] == operation["id"]
+    ended(node, operation)
+    assert not is_running(server)
+    assert not is_running(before)

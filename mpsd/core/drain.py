@@ -1,0 +1,195 @@
+"""What an operator wants of a control daemon, and what is to be done next for it. Pure.
+
+NVIDIA's `quit` stops a daemon's servers when the last of their clients is gone, however long that takes, also when the
+front-end that said it is gone by then; `quit -t SECONDS` forces them, at once or while a `quit` waits (measured, all
+versions). So whoever is patient is sure that nobody is harmed who came at the last moment.
+"""
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+from enum import StrEnum
+from typing import Final, Self
+
+from mpsd.core.model import ProcessIdentity
+
+_DRAIN: Final = (
+    "Nobody is let in until it is resumed, and it is told when nobody is left: no lease, and no client. Who is there"
+    " already goes on for as long as it likes."
+)
+_RESTART: Final = (
+    "Nobody is let in, and when nobody is left the control daemon is replaced by a new one, with the same limits, read"
+    " back before anybody is let in again. Who is there already goes on for as long as it likes."
+)
+
+
+class Intent(StrEnum):
+    """What an operator wants of a control daemon. Each is a promise, kept across restarts of mpsd and reboots."""
+
+    promise: str
+    """What its user may rely on."""
+
+    def __new__(cls, value: str, promise: str) -> Self:
+        """Make a member of its value and its promise."""
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.promise = promise
+        return member
+
+    RUN = "run", "Whoever fits is let in."
+    HOLD = "hold", "Nobody is let in until it is resumed. Who is there already goes on, and nothing is stopped."
+    DRAIN = "drain", _DRAIN
+    RESTART = "restart", _RESTART
+
+
+TIMEOUT: Final = (
+    "After so many seconds those who are still there are ended: first their leases, then each client by SIGTERM, by"
+    " terminate_client, and by SIGKILL once its server has let go of it."
+)
+"""What is promised of a drain or a restart with a timeout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What an operator asks for."""
+
+    intent: Intent
+    because: str
+    operation: str = ""
+    timeout: float | None = None
+    """Seconds after which those who are still there are ended; None: never."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the last operator who wanted something wants."""
+
+    intent: Intent
+    because: str
+    since: datetime
+    operation: str = ""
+    """By what the caller knows it."""
+    boot: str = ""
+    """The boot in which the two that follow mean anything."""
+    deadline: float | None = None
+    """Seconds since boot, after which those who are still there are ended."""
+    replaced: ProcessIdentity | None = None
+    """The process that a restart is to replace; None when there was none."""
+    quitting: bool = False
+    """Whether that was told to quit, or is just about to be: there is no way back."""
+    then: Intent = Intent.RUN
+    """What is wanted once a restart is over."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is something to wait for, and no more than a state to be in."""
+        return self.intent in {Intent.DRAIN, Intent.RESTART}
+
+    def is_late(self, now: float) -> bool:
+        """Tell whether nobody is waited for any more; `now` is in seconds since boot."""
+        return self.deadline is not None and now >= self.deadline
+
+
+@dataclass(frozen=True, slots=True)
+class Occupant:
+    """Somebody who is waited for: a lease, a client, or a server that outlived its control daemon."""
+
+    what: str
+    lease: str | None
+    pid: int | None
+    since: datetime
+    """Since when it is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """How it stands with a control daemon."""
+
+    process: ProcessIdentity | None
+    answers: bool
+    """Whether it answered when it was last asked, with every limit as wanted."""
+    occupants: tuple[Occupant, ...]
+    tried: bool
+    """Whether everything was tried to end those who are there."""
+    now: float
+    """Seconds since boot."""
+
+
+class Step(StrEnum):
+    """What is to be done next."""
+
+    NOTHING = "nothing"
+    WAIT = "wait"
+    """For those who are there, or for the daemon to answer."""
+    END = "end"
+    """End those who are there: they had their time."""
+    QUIT = "quit"
+    """Nobody is there: have it quit, and wait for those who may come in this very moment."""
+    FORCE = "force"
+    """Have it quit whoever is there: all else was tried."""
+    DONE = "done"
+    """What was wanted is so."""
+
+
+def next_step(wish: Wish, scene: Scene) -> Step:
+    """Return what is to be done next, however often it was asked before, and by whichever mpsd."""
+    if not wish.waits:
+        return Step.NOTHING
+    if wish.intent is Intent.DRAIN:
+        return Step.DONE if scene.answers and not scene.occupants else _empty(wish, scene)
+    if wish.replaced is None or scene.process != wish.replaced:
+        # The old one is gone, by our word or its own: what is there now, or comes, is its successor.
+        return Step.DONE if scene.process is not None and scene.answers else Step.WAIT
+    if not wish.quitting and (scene.occupants or not scene.answers):
+        # Who is there is not known of one that does not answer.
+        step = _empty(wish, scene)
+        return Step.FORCE if step is Step.WAIT and wish.is_late(scene.now) else step
+    return Step.FORCE if wish.is_late(scene.now) and wish.quitting else Step.QUIT
+
+
+def _empty(wish: Wish, scene: Scene) -> Step:
+    """Wait for those who are there, or end them when they are late and not everything was tried."""
+    return Step.END if scene.occupants and not scene.tried and wish.is_late(scene.now) else Step.WAIT
+
+
+def take_up(wish: Wish, boot: str) -> Wish:
+    """Return a wish as it stands in this boot: of an earlier one no process is left, and no deadline matters."""
+    return wish if wish.boot == boot else replace(wish, boot=boot, deadline=None, replaced=None, quitting=False)
+
+
+def revise(before: Wish, after: Wish) -> Wish:
+    """Return what is wanted when one thing is wanted after the other.
+
+    The same again is the same operation, with the latest deadline. A restart that is beyond recall goes on, and what is
+    wanted after it holds when it is over.
+    """
+    if before.intent is after.intent and before.waits and before.operation:
+        return replace(before, deadline=after.deadline, because=after.because)
+    if before.intent is Intent.RESTART and before.quitting:
+        return replace(before, then=after.intent)
+    if after.intent is Intent.RESTART and before.intent is not Intent.RUN:
+        return replace(after, then=before.intent)
+    return after
+
+
+class Outcome(StrEnum):
+    """How an operation stands."""
+
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    SUPERSEDED = "superseded"
+    """An operator wanted something else before it was done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What an operator asked of a control daemon, and what came of it so far."""
+
+    id: str
+    daemon: str
+    verb: str
+    state: Outcome
+    because: str
+    started: datetime
+    ended: datetime | None
+    waits_for: tuple[Occupant, ...] = ()

@@ -1,0 +1,271 @@
+"""Works towards what an operator wants of one control daemon: waits for who is there, or ends them when they are late.
+
+What is to be done next follows from what is kept and from what is seen (`core/drain.py`), and never from what this mpsd
+remembers: whichever mpsd comes next goes on from there.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from mpsd.core import drain
+from mpsd.core.drain import Asked, Intent, Occupant, Operation, Outcome, Scene, Step, Wish
+from mpsd.core.errors import StorageError
+from mpsd.core.model import Lease, ProcessIdentity, Server
+from mpsd.core.settings import Settings
+from mpsd.daemon.intention import Intention
+from mpsd.daemon.ladder import contexts_of, end_client
+from mpsd.daemon.log import Happened, Logger
+from mpsd.system import clock, process
+from mpsd.system.control import ControlPipe
+
+_NAMED: Final = 3
+"""Of those who are waited for, how many are named in a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tenants:
+    """The leases of a node, as far as whoever empties a control daemon needs to know."""
+
+    on: Callable[[str], Iterable[Lease]]
+    """Those that hold something of a control daemon."""
+    end: Callable[[str, str], Awaitable[None]]
+    """Ends a lease, and says why. Raises StorageError when that could not be stored."""
+
+
+class Drainer:
+    """What is wanted of one control daemon, and how far it is."""
+
+    def __init__(
+        self, name: str, path: Path, *, tenants: Tenants, pipe: ControlPipe, settings: Settings, log: Logger
+    ) -> None:
+        self.settings = settings
+        self._name = name
+        self._intention = Intention(path)
+        self._tenants = tenants
+        self._pipe = pipe
+        self._log = log
+        self._occupants: tuple[Occupant, ...] = ()
+        self._clients: dict[ProcessIdentity, int | None] = {}
+        """Who is a client, and of which server; None for a server that outlived its control daemon."""
+        self._tried: set[ProcessIdentity | str] = set()
+        """Those processes and leases that everything was done to end."""
+        self._ending: asyncio.Task[None] | None = None
+        self._leaving: Wish | None = None
+        """A wish of this mpsd only: it is to go, and its control daemons with it."""
+
+    # -- what is wanted -----------------------------------------------------------------------------------------------
+
+    @property
+    def wish(self) -> Wish:
+        """What is wanted now."""
+        return self._leaving or self._intention.wish
+
+    def load(self) -> None:
+        """Take up what an earlier mpsd was told."""
+        self._intention.load()
+
+    def want(self, asked: Asked, there: ProcessIdentity | None) -> str:
+        """Want something from now on, of a daemon that is this process; return the operation that it is part of now.
+
+        Raises StorageError, and then nothing has changed.
+        """
+        before, now = self._intention.wish, clock.since_boot()
+        after = Wish(
+            asked.intent,
+            asked.because,
+            clock.now(),
+            asked.operation,
+            clock.boot_id(),
+            deadline=None if asked.timeout is None else now + asked.timeout,
+            replaced=there if asked.intent is Intent.RESTART else None,
+        )
+        revised, last = drain.revise(before, after), self._intention.last
+        known = last
+        if before.operation and revised.operation != before.operation:
+            last = self._ended(before, Outcome.SUPERSEDED, asked.because)
+        self._intention.keep(revised, last)
+        if not revised.is_late(now):
+            self._stop_ending()
+        if last is not None and last is not known:
+            self._tell(last)
+        self._log.info(Happened.OPERATION_BEGUN, operation=revised.operation, verb=asked.intent, because=asked.because)
+        return revised.operation
+
+    def leave(self, there: ProcessIdentity | None) -> None:
+        """Have this process go when nobody is left, until mpsd ends; that is not kept."""
+        self._leaving = Wish(
+            Intent.RESTART, "mpsd stops, and was told to stop it too", clock.now(), boot=clock.boot_id(), replaced=there
+        )
+
+    def _keep(self, wish: Wish) -> None:
+        if self._leaving is not None:
+            self._leaving = wish
+        else:
+            self._intention.keep(wish, self._intention.last)
+
+    def _done(self, there: ProcessIdentity | None) -> None:
+        """Note that what was wanted is so, of the daemon that is this process now. Raises StorageError: not yet."""
+        wish, pid = self._intention.wish, there.pid if there is not None else None
+        if wish.intent is Intent.DRAIN:
+            so = f"nobody is left on {self._name}"
+        elif wish.replaced is None:
+            so = f"{self._name} is pid {pid}, with every limit verified"
+        else:
+            so = f"{self._name} is pid {pid} in the place of {wish.replaced.pid}, with every limit verified"
+        self._finish(wish, Outcome.DONE, f"{so}: {wish.because}")
+
+    def fail(self, because: str) -> None:
+        """Note that a restart came to a daemon that cannot work. Raises StorageError: not yet."""
+        if self._intention.wish.intent is Intent.RESTART:
+            self._finish(self._intention.wish, Outcome.FAILED, because)
+
+    def _finish(self, wish: Wish, outcome: Outcome, because: str) -> None:
+        then = Wish(wish.then, because, clock.now(), boot=wish.boot) if wish.intent is Intent.RESTART else wish
+        self._stop_ending()
+        ended = self._ended(wish, outcome, because)
+        self._intention.keep(replace(then, operation=""), ended)
+        self._tell(ended)
+
+    def operation(self, operation: str) -> Operation | None:
+        """Return an operation on this daemon, if it is the one that goes on, or the one that ended last."""
+        wish, last = self._intention.wish, self._intention.last
+        if wish.operation == operation:
+            return Operation(
+                operation, self._name, wish.intent, Outcome.RUNNING, self.told, wish.since, None, self._occupants
+            )
+        return last if last is not None and last.id == operation else None
+
+    def _tell(self, ended: Operation) -> None:
+        self._log.info(
+            Happened.OPERATION_ENDED, operation=ended.id, verb=ended.verb, state=ended.state, because=ended.because
+        )
+
+    def _ended(self, wish: Wish, outcome: Outcome, because: str) -> Operation:
+        return Operation(wish.operation, self._name, wish.intent, outcome, because, wish.since, clock.now())
+
+    # -- what is so ---------------------------------------------------------------------------------------------------
+
+    @property
+    def told(self) -> str:
+        """What is wanted, since when, and what that waits for."""
+        wish = self.wish
+        words = f"{wish.because}, at {wish.since.isoformat(timespec='seconds')}"
+        if wish.operation:
+            words += f" ({wish.operation})"
+        elif wish.intent is Intent.DRAIN:
+            return f"{words}, and nobody was left"
+        waits = [_named(each) for each in self._occupants] if wish.waits else []
+        if len(waits) > _NAMED:
+            waits[_NAMED:] = [f"{len(waits) - _NAMED} more"]
+        return f"{words}; it waits for {', '.join(waits)}" if waits else words
+
+    def advance(self, servers: Iterable[Server], there: ProcessIdentity | None, *, answers: bool) -> bool:
+        """See who is there, and do what is next; tell whether the daemon, which is `there`, is to quit now.
+
+        Raises StorageError: what is next has to be on disk before it is done.
+        """
+        self._see(servers)
+        wish = self.wish
+        match self._next(there, answers=answers):
+            case Step.END:
+                self._end_all()
+            case Step.QUIT | Step.FORCE:
+                self._keep(replace(wish, quitting=True))
+                return True
+            case Step.DONE if wish.operation:
+                self._done(there)
+        return False
+
+    def has_to_force(self, there: ProcessIdentity | None) -> bool:
+        """Tell whether a daemon that is to quit has to be made to: an operator's word, or those left had their time."""
+        return not self.wish.quitting or self._next(there, answers=False) is Step.FORCE
+
+    def _see(self, servers: Iterable[Server]) -> None:
+        self._clients = {
+            identity: server.pid
+            for server in servers
+            for identity in server.ceilings
+            if process.start_ticks(identity.pid) == identity.start_ticks
+        }
+        self._occupants = (
+            *(
+                Occupant("lease", each.id, each.holder.pid, each.granted)
+                for each in self._tenants.on(self._name)
+                if each.granted is not None
+            ),
+            *(Occupant("client", None, each.pid, clock.at_ticks(each.start_ticks)) for each in self._clients),
+        )
+
+    def _next(self, there: ProcessIdentity | None, *, answers: bool) -> Step:
+        present = {*self._clients, *(each.lease for each in self._occupants if each.lease is not None)}
+        tried = present <= self._tried and not self._is_ending
+        return drain.next_step(self.wish, Scene(there, answers, self._occupants, tried, clock.since_boot()))
+
+    def is_clear(self, orphans: Collection[ProcessIdentity]) -> bool:
+        """Tell whether a successor may start: of the daemon that was told to quit no server is left.
+
+        Those that are late are ended.
+        """
+        wish = self.wish
+        if not (wish.intent is Intent.RESTART and wish.quitting and orphans):
+            return True
+        self._occupants = tuple(
+            Occupant("server", None, each.pid, clock.at_ticks(each.start_ticks)) for each in orphans
+        )
+        if wish.is_late(clock.since_boot()):
+            self._clients = dict.fromkeys(orphans)
+            self._end_all()
+        return False
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._ending is not None and not self._ending.done()
+
+    def _end_all(self) -> None:
+        """End those who are there, each once: they had their time."""
+        if self._is_ending:
+            return
+        leases = [each.lease for each in self._occupants if each.lease is not None and each.lease not in self._tried]
+        clients = {each: server for each, server in self._clients.items() if each not in self._tried}
+        because = f"{self._name}: {self.wish.because}, and their time to leave is over"
+        self._ending = asyncio.get_running_loop().create_task(self._end(leases, clients, because))
+
+    def close(self) -> None:
+        """Do no more about anybody."""
+        self._stop_ending()
+
+    def _stop_ending(self) -> None:
+        if self._ending is not None:
+            self._ending.cancel()
+        self._ending = None
+        self._tried.clear()
+
+    async def _end(self, leases: list[str], clients: dict[ProcessIdentity, int | None], because: str) -> None:
+        for lease in leases:
+            try:
+                await self._tenants.end(lease, because)
+            except StorageError as error:
+                self._log.error(Happened.STORE_FULL, because=error.detail)
+            self._tried.add(lease)
+        async with asyncio.TaskGroup() as group:
+            for identity, server in clients.items():
+                group.create_task(self._end_one(identity, server, because))
+
+    async def _end_one(self, identity: ProcessIdentity, server: int | None, because: str) -> None:
+        living = process.adopt(identity)
+        if living is not None:
+            terminate = contexts_of(self._pipe, server, identity.pid) if server is not None else None
+            await end_client(living, terminate, self.settings.enforcement.grace, self._log, because)
+        self._tried.add(identity)
+
+
+def _named(occupant: Occupant) -> str:
+    since = occupant.since.isoformat(timespec="seconds")
+    if occupant.lease is not None:
+        return f"{occupant.lease} (pid {occupant.pid}, since {since})"
+    return f"{occupant.what} {occupant.pid} (since {since})"

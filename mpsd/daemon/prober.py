@@ -1,0 +1,58 @@
+"""Proves that a control daemon can be reached, answers, and holds every limit; or says what is wrong with it."""
+
+from dataclasses import dataclass
+
+from mpsd.core.errors import (
+    ControlError,
+    ControlUnknownCommandError,
+    ControlUnreachableError,
+    LimitNotHeldError,
+    ReachError,
+)
+from mpsd.core.lifecycle import Event
+from mpsd.daemon.holding import Holding
+from mpsd.daemon.launch import Launcher
+from mpsd.daemon.log import Happened, Logger
+from mpsd.daemon.observer import Observer
+from mpsd.daemon.reach import Way
+from mpsd.system.process import Process
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What came of talking to a control daemon."""
+
+    event: Event
+    because: str
+    hint: str | None
+    reached: bool = True
+    """Whether anybody listened."""
+
+
+class Prober:
+    """Talks to one control daemon to see how it is."""
+
+    def __init__(self, launcher: Launcher, holding: Holding, observer: Observer, way: Way, log: Logger) -> None:
+        self._launcher = launcher
+        self._holding = holding
+        self._observer = observer
+        self._way = way
+        self._log = log
+
+    async def probe(self, daemon: Process, *, fresh: bool) -> Finding:
+        """Have the daemon hold every limit that is wanted; `fresh` tells whether it was just started."""
+        try:
+            self._launcher.check_way(daemon)
+            await self._holding.hold(fresh=fresh)
+            if fresh:
+                self._way.hold()  # it gives its socket to everybody a moment after it made it (measured, all versions)
+        except (LimitNotHeldError, ControlUnknownCommandError, ReachError) as error:
+            # It is not silent; but a limit that does not hold opens no door, nor does a way that strangers may go.
+            self._holding.forget()
+            happened = Happened.REACH_NOT_HELD if isinstance(error, ReachError) else Happened.LIMITS_NOT_HELD
+            self._log.error(happened, because=error.detail)
+            return Finding(Event.UNPROVEN, error.detail, error.hint)
+        except ControlError as error:
+            reached = not isinstance(error, ControlUnreachableError)
+            return Finding(Event.SILENT, error.detail, error.hint, reached)
+        return Finding(Event.VERIFIED, *self._observer.verdict(self._holding.limits))

@@ -1,0 +1,21 @@
+"""What a handler gets of a request."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from mpsd.core.quota import Person
+from mpsd.daemon import lease_wire, wire
+from mpsd.system.credentials import Caller
+from mpsd.system.process import Process
+
+
+class Request(NamedTuple):
+    """A request as a handler gets it: who calls, what the path names, and the body's value."""
+
+    caller: Caller
+    person: Person
+    admin: bool
+    process: Callable[[], Process | None]
+    """Watches the process that connected; whoever calls it owns what it returns."""
+    names: Mapping[str, str]
+    body: lease_wire.LeaseRequest | lease_wire.Renewal | wire.Patience | None = None

@@ -3,12 +3,15 @@
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from mpsd.simulator.client import program
 from mpsd.simulator.devices import VARIABLE, Device, there
 from tests.node import Node
 from tests.told import Told
+
+WAITS: Final = ("sh", "-c", 'read go || exit 0; exec "$@"', "sh")
+"""Becomes what follows once it is told to: so it can hold a lease before it looks for a GPU."""
 
 
 class SimulatedClient(Told):
@@ -57,8 +60,13 @@ def outside(node: Node) -> dict[str, str]:
     return {VARIABLE: str(node.root / "run" / "simulated"), "CUDA_MPS_PIPE_DIRECTORY": str(node.root / "nobody-here")}
 
 
-def leased(node: Node, *arguments: str) -> SimulatedClient:
-    """Start a client as a user does, by `mpsctl run` with these arguments: with a lease, in the lease's environment."""
+def leased(node: Node, *arguments: str, within: Sequence[str] = ()) -> SimulatedClient:
+    """Start a client as a user does, by `mpsctl run` with these arguments: with a lease, in the lease's environment.
+
+    `within` is the command that has the lease, where that is not the client, and starts or becomes it.
+    """
     mpsctl = (sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket), "run", *arguments, "--")
     root = str(Path(__file__).parent.parent)
-    return SimulatedClient({VARIABLE: str(node.root / "run" / "simulated"), "PYTHONPATH": root}, before=mpsctl)
+    return SimulatedClient(
+        {VARIABLE: str(node.root / "run" / "simulated"), "PYTHONPATH": root}, before=(*mpsctl, *within)
+    )

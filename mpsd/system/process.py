@@ -76,14 +76,15 @@ def ancestors(pid: int) -> Iterator[ProcessIdentity]:
 def cgroup(pid: int) -> str:
     """Return the path of a process's control group; empty where there is no such process, or no group but the root.
 
-    Of the lines of /proc/PID/cgroup the one of the unified hierarchy, or of systemd's own. Source: cgroups(7).
+    Of the lines of /proc/PID/cgroup the one of systemd's own hierarchy, or of the unified one: where both are there, it
+    may be either that knows of groups. Source: cgroups(7).
     """
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return ""
     paths = {line.split(":", 2)[1]: line.split(":", 2)[2] for line in lines if line.count(":") > 1}
-    return (paths.get("name=systemd") or paths.get("", "")).rstrip("/")
+    return paths.get("name=systemd", "").rstrip("/") or paths.get("", "").rstrip("/")
 
 
 def variables_of(pid: int, names: Collection[str]) -> dict[str, str] | None:

@@ -5,13 +5,16 @@ import os
 import select
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import pytest
 
 from tests.harness import look_at, wait_until
 from tests.node import Node
 from tests.real import RealDaemon, real_daemon_params
+from tests.simulated import WAITS
 
 if TYPE_CHECKING:
     from _pytest.mark import ParameterSet
@@ -117,6 +120,26 @@ def stopped(pid: int) -> Iterator[None]:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+_LAST_PID: Final = Path("/proc/sys/kernel/ns_last_pid")
+
+needs_last_pid = pytest.mark.skipif(
+    not os.access(_LAST_PID, os.W_OK), reason=f"{_LAST_PID} decides here who gets which pid"
+)
+
+
+def with_pid(pid: int, *command: str, env: Mapping[str, str] | None = None) -> "subprocess.Popen[bytes]":
+    """Start a process that has this pid, which nobody has now; it becomes a command once it is sent a line."""
+    for _ in range(100):
+        _LAST_PID.write_text(f"{pid - 1}", encoding="ascii")
+        started = subprocess.Popen(
+            [*WAITS, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, bufsize=0
+        )
+        if started.pid == pid:
+            return started
+        started.communicate()
+    raise AssertionError(f"pid {pid} could not be had")
 
 
 @contextlib.contextmanager

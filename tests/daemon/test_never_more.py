@@ -22,13 +22,10 @@ from tests.daemon.scene import GIB, MIB, event
 from tests.environments import any_environment
 from tests.harness import wait_until
 from tests.node import Node
-from tests.simulated import SimulatedClient, gpus, variables
+from tests.simulated import WAITS, SimulatedClient, gpus, variables
 
 RUNS: Final = int(os.environ.get("MPSD_RUNS", "20"))
 TOGETHER: Final = 4
-
-_WAITS: Final = ("sh", "-c", 'read go; exec "$@"', "sh")
-"""Becomes what follows once it is told to: so it can hold a lease before it looks for a GPU."""
 
 _AS_ANOTHER: Final = """
 import os, sys
@@ -72,7 +69,7 @@ def granted_client(node: Node, dice: random.Random) -> tuple[Limits, Seen]:
     )
     memory = limits.pinned_device_mem_limit
     assert memory is not None
-    with SimulatedClient({**variables(node), **any_environment(dice, limits)}, before=_WAITS) as client:
+    with SimulatedClient({**variables(node), **any_environment(dice, limits)}, before=WAITS) as client:
         asked = {"threads": float(limits.active_thread_percentage), "memory": memory.bytes, "gpu": "0"}
         answer = node.request("POST", "/v1/leases", {**asked, "pid": client.pid})
         assert answer.status == 201, answer.body

@@ -23,7 +23,7 @@ from tests.daemon.scene import GIB, MIB, branches, kill
 from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon
-from tests.simulated import SimulatedClient, variables
+from tests.simulated import WAITS, SimulatedClient, variables
 
 STEPS: Final = int(os.environ.get("MPSD_RUNS", "16"))
 BETWEEN: Final = 4
@@ -39,9 +39,6 @@ attach_window = 600.0
 """
 """No death counts for long, so that the next start waits for nothing; and all who may come may come till the end."""
 
-_WAITS: Final = ("sh", "-c", 'read go; exec "$@"', "sh")
-"""Becomes what follows once it is told to: so it can hold a lease before it looks for a GPU."""
-
 Limits = tuple[str, ...]
 """An active thread percentage, and a memory limit where the driver has one, as a front-end prints them."""
 
@@ -52,7 +49,7 @@ class Holder(SimulatedClient):
     def __init__(self, node: Node, threads: int, memory: int) -> None:
         """Start it in the environment that it will have as a client: percent of the threads, and GiB."""
         own = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": f"{threads}", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={memory}G"}
-        super().__init__({**variables(node), **own}, before=_WAITS)
+        super().__init__({**variables(node), **own}, before=WAITS)
         self.went = False
 
     def go(self) -> None:

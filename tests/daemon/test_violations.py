@@ -3,10 +3,7 @@
 The node is of simulated parts alone: its clients are real processes, and so are its servers and control daemons.
 """
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +12,7 @@ import pytest
 from mpsd.simulator.control import program as simulator
 from tests.daemon.caller import calling
 from tests.daemon.conftest import Start
-from tests.daemon.scene import BRISK, GIB, event, is_running, program, stopped
+from tests.daemon.scene import BRISK, GIB, event, is_running, needs_last_pid, program, stopped, with_pid
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated import SimulatedClient, leased, outside, variables
@@ -281,21 +278,7 @@ def test_let_go(node: Node) -> None:
             assert rungs(node, second.pid) == ["SIGTERM"]
 
 
-_LAST_PID: Final = Path("/proc/sys/kernel/ns_last_pid")
-
-
-def _with_pid(pid: int) -> "subprocess.Popen[bytes]":
-    """Start a process that has this pid, which nobody has now."""
-    for _ in range(100):
-        _LAST_PID.write_text(f"{pid - 1}", encoding="ascii")
-        started = subprocess.Popen([sys.executable, "-S", "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-        if started.pid == pid:
-            return started
-        started.communicate()
-    raise AssertionError(f"pid {pid} could not be had")
-
-
-@pytest.mark.skipif(not os.access(_LAST_PID, os.W_OK), reason=f"{_LAST_PID} decides here who gets which pid")
+@needs_last_pid
 def test_pid_that_was_reused(make_node: Start) -> None:
     """Who has the pid of a client that is gone is nobody that policy is about, also while mpsd has it listed yet."""
     node = make_node(simulate=1, control=None, config=BRISK).start()
@@ -305,7 +288,7 @@ def test_pid_that_was_reused(make_node: Start) -> None:
         with stopped(stray.hello["server"]):
             node.wait_for_state("gpu0", "unresponsive")
             stray.kill()
-            with _with_pid(stray.pid) as innocent:
+            with with_pid(stray.pid) as innocent:
                 node.reload(BRISK + TERMINATE)
                 over(node, pid=innocent.pid)
                 assert is_running(innocent.pid)

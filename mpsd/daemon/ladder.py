@@ -67,5 +67,7 @@ async def end_client(client: Process, terminate: Terminate | None, grace: float,
         forced(signal.SIGKILL.name)
         client.signal(signal.SIGKILL)
         await client.gone_within(grace)
+    except PermissionError as error:
+        forced("none", failed=f"mpsd may not signal it: {error.strerror} (CAP_KILL)")
     finally:
         client.close()

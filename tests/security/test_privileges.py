@@ -1,0 +1,188 @@
+"""What of root's power mpsd needs: with these capabilities all of it works, and without one of them something does not.
+
+The control daemons, servers and clients are the simulator's: what NVIDIA's server and driver need beyond takes a GPU.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.admission.asking import Talk
+from tests.daemon.caller import needs_root
+from tests.daemon.scene import event
+from tests.harness import look_at, wait_until
+from tests.node import Node
+from tests.simulated import variables
+from tests.told import Told
+
+pytestmark = needs_root
+
+ANN: Final = 2601
+
+NEEDED: Final = ("chown", "kill", "setgid", "setuid", "sys_ptrace")
+"""Of capabilities(7), in the spelling of setpriv(1)."""
+
+CONFIG: Final = """
+[api]
+group = "daemon"
+[enforcement]
+unadmitted = "deny"
+grace = 0.3
+on_violation = "terminate"
+"""
+
+CLIENT: Final = f"""
+import os, sys
+from mpsd.simulator.client import main
+os.setgroups([])
+os.setresgid({ANN}, {ANN}, {ANN})
+os.setresuid({ANN}, {ANN}, {ANN})
+sys.exit(main())
+"""
+"""A client that becomes another user's; what it was started with stays in /proc/PID/environ."""
+
+
+@dataclass
+class Bounded(Node):
+    """An mpsd that is root, and has no more than these capabilities."""
+
+    capabilities: Sequence[str] = field(default=NEEDED)
+    more: Sequence[str] = ()
+
+    @property
+    def command(self) -> list[str]:
+        """How mpsd is called."""
+        bounding_set = ",".join(("-all", *(f"+{each}" for each in self.capabilities)))
+        return ["setpriv", f"--bounding-set={bounding_set}", "--inh-caps=-all", *self.more, *super().command]
+
+
+@pytest.fixture
+def make(short_tmp: Path) -> "Callable[..., Bounded]":
+    """Give a maker of such an mpsd."""
+    short_tmp.chmod(0o711)
+    return lambda **options: Bounded(root=short_tmp, simulate=1, config=CONFIG, **options)
+
+
+def status_of(pid: int, name: str) -> str:
+    """Return a field of /proc/PID/status."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(line.split("\t")[1] for line in lines if line.startswith(f"{name}:"))
+
+
+def client_of(node: Node, environment: Mapping[str, str]) -> Told:
+    """Start another user's client, in this environment."""
+    return Told([sys.executable, "-c", CLIENT], {**variables(node), **environment})
+
+
+def leased(node: Node) -> Told:
+    """Start another user's client with a lease, whose holder is this very process, as it was that user."""
+    with Talk(node.socket, uid=ANN) as talk:
+        answer = talk.ask("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
+    assert answer.status == 201, answer.body
+    return client_of(node, {name: str(value) for name, value in answer.json["env"].items()})
+
+
+def serves(node: Node) -> bool:
+    """Tell whether another user's client gets a server, which is that user's."""
+    with leased(node) as client:
+        return bool(client.hello["ok"]) and look_at(client.hello["server"]) is not None
+
+
+def knows_limits(node: Node) -> bool:
+    """Tell whether the next mpsd knows what a client can use that another user's lease let in before it came."""
+    with leased(node) as client:
+        assert client.hello["ok"]
+        node.end(signal.SIGKILL)
+        node.start()
+        wait_until(lambda: node.get("/v1/clients").json["clients"], what="the client to be seen")
+        (lease,) = node.get("/v1/leases").json["leases"]
+        (process,) = node.get(f"/v1/leases/{lease['id']}/verify").json["processes"]
+        limits = process["limits_in_force"]
+        return limits is not None and limits["active_thread_percentage"] == 10
+
+
+def ends(node: Node) -> bool:
+    """Tell whether a client of another user is ended that its lease, which has one, has no room for."""
+    with leased(node) as first:
+        wait_until(
+            lambda: any(each["pid"] == first.pid and each["lease"] for each in node.get("/v1/clients").json["clients"]),
+            what="the first to be the lease's",
+        )
+        with client_of(node, {}) as second:
+            event(node, "violation", pid=second.pid)
+            wait_until(
+                lambda: second.process.poll() is not None or node.events("client_forced", rung="none", pid=second.pid),
+                what="it to be ended, or that to be impossible",
+            )
+            return second.process.poll() is not None
+
+
+def finds_orphans(node: Node) -> bool:
+    """Tell whether an mpsd finds the server of another user whose control daemon died, as mpsd did, before it came."""
+    with leased(node) as client:
+        server = client.hello["server"]
+        pid = node.daemons()["gpu0"]["pid"]
+        node.end(signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
+        node.start(ready=False)
+        node.wait_for_state("gpu0", "ready")
+        return bool(node.events("server_orphaned", server=server))
+
+
+@pytest.mark.parametrize("look", [serves, knows_limits, ends, finds_orphans])
+def test_enough(make: Callable[..., Bounded], look: Callable[[Node], bool]) -> None:
+    """With these alone all of it works; the rest, as of the bounding set, can never be had."""
+    node = make()
+    try:
+        node.start()
+        assert (node.root / "run" / "mpsd.sock").stat().st_gid == 1
+        bits = int(status_of(node.pid, "CapEff"), 16)
+        assert bits == int(status_of(node.pid, "CapBnd"), 16)
+        assert bits.bit_count() == len(NEEDED)
+        assert look(node)
+    finally:
+        node.clean_up()
+
+
+@pytest.mark.parametrize(
+    ("lacks", "look"),
+    [("setuid", serves), ("sys_ptrace", knows_limits), ("sys_ptrace", finds_orphans), ("kill", ends)],
+)
+def test_each_is_needed(make: Callable[..., Bounded], lacks: str, look: Callable[[Node], bool]) -> None:
+    """Without one of them something does not work for other users than root."""
+    node = make(capabilities=[each for each in NEEDED if each != lacks])
+    try:
+        node.start()
+        assert not look(node)
+        assert "Traceback" not in node.stderr.read_text()
+    finally:
+        node.clean_up()
+
+
+def test_group_needs_chown(make: Callable[..., Bounded]) -> None:
+    """Nor can the socket be given to a group."""
+    node = make(capabilities=[each for each in NEEDED if each != "chown"])
+    status, said = node.refuse()
+    assert status == 78
+    assert "cannot listen on" in said
+    assert "Operation not permitted" in said
+
+
+def test_no_new_privileges(make: Callable[..., Bounded]) -> None:
+    """`no_new_privs` reaches the control daemon and its servers: mpsd does not ask for it, and works under it."""
+    node = make(more=["--no-new-privs"])
+    try:
+        node.start()
+        daemon = node.daemons()["gpu0"]["pid"]
+        with leased(node) as client:
+            assert client.hello["ok"]
+            found = [status_of(pid, "NoNewPrivs") for pid in (node.pid, daemon, client.hello["server"], client.pid)]
+        assert found == ["1", "1", "1", "0"]
+    finally:
+        node.clean_up()

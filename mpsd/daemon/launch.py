@@ -38,7 +38,7 @@ class Launcher:
         """Start a control daemon in a session of its own. Raises ConfigurationError, ReachError and OSError."""
         # Also after a death: somebody may have removed them, and MPS would make one that everybody may write to.
         self._paths.create()
-        self._way.hold()
+        self._way.shut()
         self._socket_before = self._socket()
         log = mpslog.open_for_daemon(self._paths.control_log)
         try:
@@ -70,10 +70,8 @@ class Launcher:
         """Whether there is no control socket at all, so that no client can reach the daemon."""
         return self._socket() is None
 
-    def check_way(self, daemon: Process) -> None:
-        """Refuse a daemon whose socket is gone, or open to others than is wanted, which is tried to mend.
-
-        Raises ControlUnreachableError and ReachError.
+    def check_socket(self, daemon: Process) -> None:
+        """Refuse a daemon whose socket is gone. Raises ControlUnreachableError.
 
         mpsd's own front-ends would not notice: root's reach the daemon by another socket too (measured, all versions).
         """
@@ -82,7 +80,6 @@ class Launcher:
                 f"pid {daemon.pid} runs, and its socket {self._paths.control_socket} is gone: no client can reach it",
                 hint=f"when its clients are done, end it (kill {daemon.pid}): a new one is started at once",
             )
-        self._way.hold()
 
     def _environment(self) -> dict[str, str]:
         """Return the environment that the daemon gets: an allow-list, its directories, and its one GPU by UUID."""

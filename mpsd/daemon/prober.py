@@ -42,10 +42,11 @@ class Prober:
     async def probe(self, daemon: Process, *, fresh: bool) -> Finding:
         """Have the daemon hold every limit that is wanted; `fresh` tells whether it was just started."""
         try:
-            self._launcher.check_way(daemon)
+            self._launcher.check_socket(daemon)
             await self._holding.hold(fresh=fresh)
-            if fresh:
-                self._way.hold()  # it gives its socket to everybody a moment after it made it (measured, all versions)
+            # Only now: one that was just started gives everything to whoever comes before its limits are set. And its
+            # socket too: it gives that to everybody a moment after it made it (measured, all versions).
+            self._way.admit()
         except (LimitNotHeldError, ControlUnknownCommandError, ReachError) as error:
             # It is not silent; but a limit that does not hold opens no door, nor does a way that strangers may go.
             self._holding.forget()

@@ -25,11 +25,29 @@ class Way:
     def __init__(self, paths: DaemonPaths, wanted: Callable[[], frozenset[int] | None], log: Logger) -> None:
         """`wanted` returns the uids to be let in now, beside root's and mpsd's own, or None for everybody."""
         self.paths = paths
-        self._wanted = wanted
+        self._admitted = wanted
         self._log = log
+        self._is_shut = False
         self._sure = False
         """Whether `_held` was written and read back, and nothing has failed since."""
         self._held: frozenset[int] | None = frozenset()
+
+    def shut(self) -> None:
+        """Let nobody in, where not everybody is let in, until `admit`: a control daemon that starts has no limits yet.
+
+        Raises ReachError.
+        """
+        self._is_shut = True
+        self.hold()
+
+    def admit(self) -> None:
+        """Let those in who are wanted, now that the limits hold. Raises ReachError."""
+        self._is_shut = False
+        self.hold()
+
+    def _wanted(self) -> frozenset[int] | None:
+        admitted = self._admitted()
+        return frozenset() if self._is_shut and admitted is not None else admitted
 
     def open(self, uid: int) -> None:
         """Let a uid in that is wanted by now. Raises ReachError."""

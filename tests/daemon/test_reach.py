@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import pytest
 
 from tests.daemon.caller import Caller, calling, needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.scene import BRISK, branches, is_running, kill, next_ready
+from tests.daemon.scene import BRISK, branches, is_running, kill, next_ready, program
 from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon
@@ -145,6 +146,34 @@ class TestEveryDriver:
             assert reaches(node, ANN)
             assert not reaches(node, BOB)
             assert (node.pipe_directory("gpu0") / "control").stat().st_mode & 0o007 == 0
+
+    def test_before_its_limits_hold(self, make_node: Start, real: RealDaemon, short_tmp: Path) -> None:
+        """A control daemon that starts gives everything at first: nobody reaches it before mpsd has set its limits."""
+        gate = short_tmp / "gate"
+        slow = program(
+            short_tmp / "slow-control",
+            f"""case "$1" in -f) ;; *) while [ ! -e {gate} ]; do sleep 0.02; done ;; esac\nexec {real.control} "$@\"""",
+        )
+        gate.touch()
+        node = make_node(simulate=1, control=slow).start()
+        with two_callers(node) as (ann, _):
+            granted(ann)
+            pid = node.daemons()["gpu0"]["pid"]
+            gate.unlink()
+            kill(pid)
+            socket = node.pipe_directory("gpu0") / "control"
+            before = socket.stat().st_ino, socket.stat().st_ctime_ns
+            node.wait_for_state("gpu0", "starting")
+            wait_until(
+                lambda: (socket.stat().st_ino, socket.stat().st_ctime_ns) != before,
+                what="the next to listen",
+                not_yet=(FileNotFoundError,),
+            )
+            theirs = replace(node, control=real.control)
+            assert front_end(theirs, ANN) == REFUSED
+            gate.touch()
+            next_ready(node, "gpu0", pid)
+            assert reaches(theirs, ANN)
 
     def test_mpsd_s_death(self, make_node: Start, real: RealDaemon) -> None:
         """After SIGKILL of mpsd the next one lets in whom the leases say, also where one ended meanwhile."""

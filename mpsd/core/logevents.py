@@ -71,6 +71,17 @@ class ContextsMade:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedMemoryMade:
+    """`Created named shared memory region /cuda.shm.U.S.N`: uid, server in hexadecimal, and a number (OLD, R580).
+
+    Newer servers say `anonymous`, and leave nothing.
+    """
+
+    server: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class ThreadsGiven:
     """`Active Threads Percentage set to 33.0`: what a server gives each client at most (R580)."""
 
@@ -141,6 +152,7 @@ LogEvent = (
     | ServerExited
     | ServerFaulted
     | ContextsMade
+    | SharedMemoryMade
     | ThreadsGiven
     | MemoryGiven
     | ClientArrived

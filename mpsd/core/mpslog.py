@@ -31,6 +31,7 @@ from mpsd.core.logevents import (
     ServerFaulted,
     ServerReady,
     ServerStarting,
+    SharedMemoryMade,
     ThreadsGiven,
 )
 
@@ -130,6 +131,9 @@ _MEANINGS: Final[dict[str, _Meaning | None]] = {
     "Creating server context on device .*": lambda line, _: ContextsMade(line.pid),
     "Destroy server context on device .*": None,  # OLD
     "Created anonymous shared memory region .*": None,
+    r"Created named shared memory region /(cuda\.shm\.[0-9]{1,10}\.[0-9a-f]{1,8}\.[0-9]{1,10})": (  # OLD
+        lambda line, found: SharedMemoryMade(line.pid, found[1])
+    ),
     "Created named shared memory region .*": None,  # OLD
     "Server Priority set to .*": None,
     "Received new client request for .*": None,

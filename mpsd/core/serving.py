@@ -14,6 +14,7 @@ from mpsd.core.logevents import (
     ServerFailed,
     ServerFaulted,
     ServerReady,
+    SharedMemoryMade,
     ThreadsGiven,
 )
 from mpsd.core.model import ReadBack
@@ -23,7 +24,7 @@ FAULT: Final = "FAULT"
 """The state word of a server that handles a fatal fault of a GPU; drivers before 550 have no word for it."""
 
 _MOST_GIVEN: Final = 16
-"""Servers whose limits are kept until they are compared; whatever more the logs name is none."""
+"""Servers whose limits are kept until they are compared, and names in /dev/shm; more than that are left alone."""
 
 _TRIES: Final = 6
 """Servers in a row that could not start: so many NVIDIA tries for one client, one and five more (public reports)."""
@@ -44,6 +45,8 @@ class Serving:
     """When servers could not start, since one could."""
     words: str = ""
     """What the last of them said."""
+    shared_memory: list[str] = field(default_factory=list)
+    """The names of what servers made in /dev/shm, which one that is killed leaves there."""
 
     def note(self, events: Iterable[LogEvent], now: datetime) -> None:
         """Take in what the logs say, in their order."""
@@ -53,6 +56,8 @@ class Serving:
                     self.faults[event.server] = now
                 case ThreadsGiven() | MemoryGiven():
                     self._give(event)
+                case SharedMemoryMade() if event.name.split(".")[3] == f"{event.server:x}":
+                    self.shared_memory = [*self.shared_memory, event.name][-_MOST_GIVEN:]
                 case ContextsMade():
                     self.faults.pop(event.server, None)
                 case ServerReady() | ServerFailed() | ServerExited():

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -109,6 +109,11 @@ class ControlLog:
     def forget(self) -> None:
         """The daemon is gone, and what it said last are not the words of the next one."""
         self._last_line = ""
+
+    def sweep(self, clear: Callable[[Iterable[str]], None]) -> None:
+        """Have that cleared which servers left, all of which are gone."""
+        clear(self.serving.shared_memory)
+        self.serving.shared_memory.clear()
 
     # -- looking ------------------------------------------------------------------------------------------------------
 

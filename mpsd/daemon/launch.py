@@ -1,6 +1,7 @@
 """How the process of a control daemon comes to be: what it is started with, and by what it is found again."""
 
 import os
+from collections.abc import Iterable
 from typing import Final
 
 from mpsd.core.errors import ControlUnreachableError
@@ -9,7 +10,7 @@ from mpsd.core.settings import Users
 from mpsd.daemon import evidence
 from mpsd.daemon.evidence import FOREGROUND, MANY_USERS, Found
 from mpsd.daemon.reach import Way
-from mpsd.system import clock, mpslog, process
+from mpsd.system import clock, mpslog, process, rundir
 from mpsd.system.control import ControlProgram, variables
 from mpsd.system.process import Process
 
@@ -52,13 +53,15 @@ class Launcher:
         proof = DaemonProcess(started.identity, self._program.argv[0], directory, clock.now(), many_users)
         return started, proof
 
-    def sweep(self) -> None:
-        """Clear what a control daemon leaves that is gone, with all its servers: its sockets, its lock, and its FIFO.
+    def sweep(self, shared_memory: Iterable[str]) -> None:
+        """Clear what a control daemon leaves that is gone, with all its servers: sockets, lock, FIFO, shared memory.
 
         The next one takes stale ones over (measured, all versions): until then there is nothing that looks like one.
         """
         for name in _LEFT:
             (self._paths.pipe_directory / name).unlink(missing_ok=True)
+        for name in shared_memory:
+            rundir.remove_shared_memory(name)
 
     @property
     def listens(self) -> bool:

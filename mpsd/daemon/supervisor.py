@@ -276,7 +276,7 @@ class Supervisor:
             self._move(Event.ADOPTED, f"pid {self._instance.pid} was found running, and adopted")
         elif self._drainer.is_clear(found.orphans):
             if self._drainer.wish.intent is Intent.RESTART:
-                self._launcher.sweep()
+                self._observer.control_log.sweep(self._launcher.sweep)
             self._start()
         else:
             self._standing.explain(self._drainer.told, f"end them at once: mpsctl restart {self.name} --timeout 0")

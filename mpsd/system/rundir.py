@@ -267,3 +267,12 @@ def unpublish(path: Path) -> None:
     The lock is still held, so nobody else can have published another socket under this name meanwhile.
     """
     path.unlink(missing_ok=True)
+
+
+def remove_shared_memory(name: str) -> None:
+    """Remove what an MPS server made in /dev/shm, whose name begins with `cuda.shm.` and the uid of its owner."""
+    path = Path("/dev/shm") / name  # noqa: S108 - where POSIX shared memory is, shm_overview(7)
+    with contextlib.suppress(FileNotFoundError):
+        found = path.lstat()
+        if stat.S_ISREG(found.st_mode) and name.startswith(f"cuda.shm.{found.st_uid}."):
+            path.unlink()

@@ -24,6 +24,7 @@ from mpsd.core.logevents import (
     ServerFaulted,
     ServerReady,
     ServerStarting,
+    SharedMemoryMade,
     ThreadsGiven,
 )
 from mpsd.core.mpslog import LogLine, LogReader, Whose, parse
@@ -157,6 +158,7 @@ def said(text: str, source: str = "Control") -> str:
 
 
 _SERVERS: Final[list[tuple[str, list[LogEvent]]]] = [
+    ("Created named shared memory region /cuda.shm.0.52.1", [SharedMemoryMade(77, "cuda.shm.0.52.1")]),
     ("Active Threads Percentage set to 33.0", [ThreadsGiven(77, 33.0)]),
     ("Device pinned memory limit for device 0 set to 0x140000000 bytes", [MemoryGiven(77, 0, 5 << 30)]),
     ("Server has started", [ServerReady(77)]),
@@ -177,7 +179,7 @@ _SERVERS: Final[list[tuple[str, list[LogEvent]]]] = [
             "Initializing server process",
             "Destroy server context on device 0",
             "Created anonymous shared memory region mps.shm.1000.4428",
-            "Created named shared memory region /cuda.shm.0.52.1",
+            "Created named shared memory region of another name",
             "CUDA MPS Server for Linux/Unix. Binary version: 13000",
             "Display Driver version: 580",
             "Server Priority set to 0",

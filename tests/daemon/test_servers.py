@@ -149,3 +149,29 @@ def test_a_server_that_hangs(start: Start, real: RealDaemon) -> None:
     ended(node, operation)
     assert not is_running(server)
     assert not is_running(before)
+
+
+@pytest.mark.real_daemon(535)
+def test_shared_memory(start: Start, short_tmp: Path) -> None:
+    """What a server that was killed left in /dev/shm, as its log names it, goes with a restart; another's does not."""
+    says = 'echo "[2026-01-01 00:00:00.000 Server $$] Created named shared memory region /'
+    script = f"""#!/bin/bash
+mine=cuda.shm.$(id -u).$(printf %x $$).1 another=cuda.shm.$(id -u).1.1-test
+touch /dev/shm/$mine /dev/shm/$another
+{says}$mine"
+{says}$another"
+{says}../../$mine"
+exec -a nvidia-cuda-mps-server sleep 600
+"""
+    (short_tmp / "bin" / "nvidia-cuda-mps-server").write_text(script)
+    node = start()
+    mine = Path(f"/dev/shm/cuda.shm.{os.geteuid()}.{start_server(node):x}.1")
+    another = Path(f"/dev/shm/cuda.shm.{os.geteuid()}.1.1-test")
+    wait_until(mine.exists, what="the server to have made it")
+    try:
+        ended(node, begin(node, "restart", timeout=0))
+        assert not mine.exists()
+        assert another.exists()
+    finally:
+        mine.unlink(missing_ok=True)
+        another.unlink()

@@ -51,6 +51,16 @@ def test_doors_are_used_by_name() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_shell() -> None:
+    """No process is started through a shell, by whatever function, and no comment of a line can allow that."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--config", "lint.per-file-ignores = {}", "--ignore-noqa", "--no-cache",
+         "--select", "S602,S604,S605,S609", "--output-format", "concise", "mpsd"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_door_that_is_opened_elsewhere_is_seen() -> None:
     """The sentences are read as they are meant: a file, a folder, several of them, and nowhere."""
     both = "only in mpsd/system/process.py and mpsd/simulator/: the one door, not mpsd/cli/main.py"

@@ -82,16 +82,18 @@ class Drainer:
             deadline=None if asked.timeout is None else now + asked.timeout,
             replaced=there if asked.intent is Intent.RESTART else None,
         )
-        revised, last = drain.revise(before, after), self._intention.last
-        known = last
+        revised, ended = drain.revise(before, after), list[Operation]()
         if before.operation and revised.operation != before.operation:
-            last = self._ended(before, Outcome.SUPERSEDED, asked.because)
-        self._intention.keep(revised, last)
+            ended.append(self._ended(before, Outcome.SUPERSEDED, asked.because))
+        self._intention.keep(revised, *ended)
         if not revised.is_late(now):
             self._stop_ending()
-        if last is not None and last is not known:
-            self._tell(last)
-        self._log.info(Happened.OPERATION_BEGUN, operation=revised.operation, verb=asked.intent, because=asked.because)
+        for each in ended:
+            self._tell(each)
+        if asked.operation:
+            self._log.info(
+                Happened.OPERATION_BEGUN, operation=revised.operation, verb=asked.intent, because=asked.because
+            )
         return revised.operation
 
     def leave(self, there: ProcessIdentity | None) -> None:
@@ -104,7 +106,7 @@ class Drainer:
         if self._leaving is not None:
             self._leaving = wish
         else:
-            self._intention.keep(wish, self._intention.last)
+            self._intention.keep(wish)
 
     def _done(self, there: ProcessIdentity | None) -> None:
         """Note that what was wanted is so, of the daemon that is this process now. Raises StorageError: not yet."""
@@ -130,13 +132,13 @@ class Drainer:
         self._tell(ended)
 
     def operation(self, operation: str) -> Operation | None:
-        """Return an operation on this daemon, if it is the one that goes on, or the one that ended last."""
-        wish, last = self._intention.wish, self._intention.last
+        """Return an operation on this daemon, if it goes on, or is one of those that ended last."""
+        wish = self._intention.wish
         if wish.operation == operation:
             return Operation(
                 operation, self._name, wish.intent, Outcome.RUNNING, self.told, wish.since, None, self._occupants
             )
-        return last if last is not None and last.id == operation else None
+        return next((each for each in self._intention.ended if each.id == operation), None)
 
     def _tell(self, ended: Operation) -> None:
         self._log.info(

@@ -1,6 +1,7 @@
 """What an operator wants of one control daemon, kept on disk: no restart of mpsd and no reboot undoes it."""
 
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -8,10 +9,13 @@ from mpsd.core.drain import Intent, Operation, Wish, take_up
 from mpsd.core.errors import StorageError
 from mpsd.system import clock, store
 
+_MOST_ENDED: Final = 16
+"""Operations that are over, and can still be asked for."""
+
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     wish: Wish
-    last: Operation | None
+    ended: tuple[Operation, ...] = ()
 
 
 class Intention:
@@ -19,7 +23,7 @@ class Intention:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._kept = _File(Wish(Intent.RUN, "nobody holds it", clock.now(), boot=clock.boot_id()), None)
+        self._kept = _File(Wish(Intent.RUN, "nobody holds it", clock.now(), boot=clock.boot_id()))
         self.damaged = ""
         """Why what an earlier mpsd kept could not be understood, if so."""
 
@@ -29,9 +33,9 @@ class Intention:
         return self._kept.wish
 
     @property
-    def last(self) -> Operation | None:
-        """The operation that ended last."""
-        return self._kept.last
+    def ended(self) -> tuple[Operation, ...]:
+        """The operations that ended last, the latest last."""
+        return self._kept.ended
 
     def load(self) -> None:
         """Read what an earlier mpsd was told. A file that cannot be understood may have said `hold`, and so it does."""
@@ -43,13 +47,13 @@ class Intention:
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             self.damaged = f"{self._path} cannot be understood: {error}"
             wish = Wish(Intent.HOLD, f"held, because {self.damaged}", clock.now(), boot=clock.boot_id())
-            self._kept = _File(wish, None)
+            self._kept = _File(wish)
         else:
-            self._kept = _File(take_up(kept.wish, clock.boot_id()), kept.last)
+            self._kept = _File(take_up(kept.wish, clock.boot_id()), kept.ended)
 
-    def keep(self, wish: Wish, last: Operation | None) -> None:
-        """Want this from now on. Raises StorageError, and then nothing has changed."""
-        kept = _File(wish, last)
+    def keep(self, wish: Wish, *ended: Operation) -> None:
+        """Want this from now on, and note what has ended by that. Raises StorageError: nothing has changed, then."""
+        kept = _File(wish, (*self._kept.ended, *ended)[-_MOST_ENDED:])
         try:
             store.write(self._path, msgspec.json.encode(kept), lasting=True)
         except OSError as error:

@@ -322,7 +322,7 @@ class Node:
     # -- operating ----------------------------------------------------------------------------------------------------
 
     def operation(self, operation: str) -> Operation | None:
-        """Return an operation that goes on, or that ended last on its control daemon."""
+        """Return an operation that goes on, or is one of those that ended last on their control daemon."""
         found = (supervisor.operation(operation) for supervisor in self._supervisors.values())
         return next((each for each in found if each is not None), None)
 

@@ -80,8 +80,8 @@ class Operating:
         if found is None:
             raise NotFoundError(
                 f"there is no operation {operation!r}",
-                hint="of those that are over, the last of each control daemon is kept for good, and others until mpsd"
-                " restarts",
+                hint="of those that took their time, the last few of each control daemon are kept for good, and others"
+                " until mpsd restarts",
             )
         return wire.OperationOut.of(found)
 

@@ -174,7 +174,7 @@ class Supervisor:
         return operation
 
     def operation(self, operation: str) -> Operation | None:
-        """Return an operation on this daemon, if it is the one that goes on, or the one that ended last."""
+        """Return an operation on this daemon, if it goes on, or is one of those that ended last."""
         return self._drainer.operation(operation)
 
     async def stop(self, *, force: bool) -> None:

@@ -133,6 +133,18 @@ class TestClients:
         forced = [each["rung"] for each in node.events("client_forced", pid=client.pid)]
         assert forced == ["SIGTERM", "terminate_client", "SIGKILL"]
 
+    def test_asked_for_long_after(self, node: Node) -> None:
+        """Whoever began something can ask what came of it, whatever else was wanted since, and of whichever mpsd."""
+        with SimulatedClient(variables(node)) as client:
+            assert client.hello["mps"]
+            given_up = begin(node, "drain")
+            restart = begin(node, "restart")
+        ended(node, restart)
+        node.end(signal.SIGKILL)
+        node.start(ready=False)
+        assert look(node, given_up)["state"] == "superseded"
+        assert look(node, restart)["state"] == "done"
+
     def test_held_before(self, node: Node) -> None:
         """A daemon that was held is held afterwards too."""
         begin(node, "hold")

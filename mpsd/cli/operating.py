@@ -87,9 +87,9 @@ def _follow(api: Api, operation: "shapes.Operation") -> "shapes.Operation":
                 if news != told:
                     told = news
                     note(f"{operation['daemon']}: {told}")
-        except signals.SignalledError:
+        except signals.SignalledError as signal:
             note(f"{operation['id']} goes on; to give it up: mpsctl resume {operation['daemon']}")
-            raise
+            signal.end()
     return operation
 
 

@@ -164,6 +164,12 @@ class Drainer:
             waits[_NAMED:] = [f"{len(waits) - _NAMED} more"]
         return f"{words}; it waits for {', '.join(waits)}" if waits else words
 
+    @property
+    def way_out(self) -> str | None:
+        """How an operator takes back what is wanted, if he can."""
+        is_his = self._leaving is None and self.wish.intent is not Intent.RUN
+        return f"let people in again: mpsctl resume {self._name}" if is_his else None
+
     def advance(self, servers: Iterable[Server], there: ProcessIdentity | None, *, answers: bool) -> bool:
         """See who is there, and do what is next; tell whether the daemon, which is `there`, is to quit now.
 

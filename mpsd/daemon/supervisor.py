@@ -70,7 +70,6 @@ class Supervisor:
         self._log = log.bind(daemon=name)
         self._tally = Tally(way.paths.tally, self._log)
         self._launcher = Launcher(gpu, program, way)
-        self._resume_hint = f"let people in again: mpsctl resume {name}"
         self._reset_hint = f"mend the cause, then: mpsctl reset {name}"
         self._wake = asyncio.Event()
         self._observer = Observer(program, way.paths, settings.daemon, self._log, woken=self._wake.set)
@@ -260,7 +259,9 @@ class Supervisor:
         """Let nobody in where an operator wants that, and everybody where he does no more."""
         if self._standing.state in ANSWERED:
             event = _EVENTS[self._drainer.wish.intent]
-            self._move(event, self._drainer.told, None if event is Event.RESUME else self._resume_hint)
+            self._move(
+                event, self._drainer.told, self._resume_hint if self._wanted and event is not Event.RESUME else None
+            )
 
     # -- arriving: adopt what is there, or start ----------------------------------------------------------------------
 
@@ -366,7 +367,7 @@ class Supervisor:
             self._obey()
             self._standing.touch()
         if self._standing.state is State.DRAINING:
-            self._standing.explain(self._drainer.told, self._resume_hint)
+            self._standing.explain(self._drainer.told, self._drainer.way_out)
         return is_to_quit
 
     async def _see_off(self) -> None:

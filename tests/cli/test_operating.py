@@ -1,0 +1,102 @@
+"""An operator's commands that take their time: they say for whom they wait, and ending them ends the waiting only."""
+
+import json
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import end, start_mpsctl
+from tests.harness import wait_until
+from tests.node import Node
+
+SMALL = {"threads": 10, "memory": "1GiB", "gpu": "0"}
+
+
+@pytest.fixture
+def node(make_node: Callable[..., Node]) -> Node:
+    """Start a node of our own: what is held stays held."""
+    return make_node(simulate=2, control=None).start()
+
+
+@pytest.fixture
+def lease(node: Node) -> str:
+    """Give a lease on GPU 0, for which a restart waits."""
+    found: str = node.request("POST", "/v1/leases", SMALL).json["id"]
+    return found
+
+
+def begun(node: Node) -> Any:
+    """Wait until an operation has begun, and return its event."""
+    return wait_until(lambda: node.events("operation_begun"), what="an operation to begin")[0]
+
+
+def test_all(node: Node) -> None:
+    """Every control daemon is restarted, and a line says so of each."""
+    before = node.daemons()
+    done = node.mpsctl("restart", "--all")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    for (name, was), line in zip(before.items(), lines, strict=True):
+        pid = node.daemons()[name]["pid"]
+        assert f" done: {name} is pid {pid} in the place of {was['pid']}" in line
+
+
+def test_waits_and_is_given_up(node: Node, lease: str) -> None:
+    """It says for whom it waits, and ends with 1 when somebody else wanted something else meanwhile."""
+    process = start_mpsctl(node.socket, "drain", "gpu0", "-o", "json")
+    try:
+        assert process.stderr is not None
+        assert f"it waits for {lease} (pid " in process.stderr.readline()
+        assert node.mpsctl("resume", "gpu0").returncode == 0
+        stdout, _ = process.communicate(timeout=20)
+        assert process.returncode == 1
+        assert json.loads(stdout)["state"] == "superseded"
+    finally:
+        end(process)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signalled(node: Node, lease: str, number: signal.Signals) -> None:
+    """Ctrl-C ends mpsctl, which says that the restart goes on, and how to give it up; and it does go on."""
+    process = start_mpsctl(node.socket, "restart", "gpu0")
+    try:
+        assert process.stderr is not None
+        assert lease in process.stderr.readline()
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=20)
+        operation = begun(node)["operation"]
+        assert (process.returncode, stdout) == (-number, "")
+        assert stderr == f"mpsctl: {operation} goes on; to give it up: mpsctl resume gpu0\n"
+    finally:
+        end(process)
+    assert node.get(f"/v1/operations/{operation}").json["state"] == "running"
+    assert node.request("DELETE", f"/v1/leases/{lease}").status == 204
+    wait_until(lambda: node.get(f"/v1/operations/{operation}").json["state"] == "done", what="the restart to be done")
+
+
+def test_across_a_restart_of_mpsd(node: Node, lease: str) -> None:
+    """mpsd is killed meanwhile: that is said, and the next one is asked."""
+    process = start_mpsctl(node.socket, "restart", "gpu0")
+    try:
+        assert process.stderr is not None
+        assert lease in process.stderr.readline()
+        node.end(signal.SIGKILL)
+        assert "mpsd is gone, and the next one goes on with it" in process.stderr.readline()
+        node.start(ready=False)
+        assert node.request("DELETE", f"/v1/leases/{lease}").status == 204
+        stdout, _ = process.communicate(timeout=20)
+        assert process.returncode == 0
+        assert " done: gpu0 is pid " in stdout
+    finally:
+        end(process)
+
+
+def test_no_wait(node: Node, lease: str) -> None:
+    """It is begun, and who asked goes on with something else."""
+    done = node.mpsctl("restart", "gpu0", "--no-wait", "--timeout", "1000", "-o", "json")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["state"] == "running"
+    assert "ends who is there after 1000 s" in json.loads(done.stdout)["because"]
+    assert node.get(f"/v1/leases/{lease}").json["state"] == "granted"

@@ -258,10 +258,7 @@ class Supervisor:
     def _obey(self) -> None:
         """Let nobody in where an operator wants that, and everybody where he does no more."""
         if self._standing.state in ANSWERED:
-            event = _EVENTS[self._drainer.wish.intent]
-            self._move(
-                event, self._drainer.told, self._resume_hint if self._wanted and event is not Event.RESUME else None
-            )
+            self._move(_EVENTS[self._drainer.wish.intent], self._drainer.told, self._drainer.way_out)
 
     # -- arriving: adopt what is there, or start ----------------------------------------------------------------------
 

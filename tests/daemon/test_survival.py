@@ -1,0 +1,173 @@
+"""Whatever is killed, stopped, or cut off: nobody is harmed, nothing is lost or doubled, and it all comes back.
+
+What is in docs/reliability.md and nowhere else is here.
+"""
+
+import signal
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tests.daemon.caller import calling
+from tests.daemon.conftest import Start
+from tests.daemon.scene import (
+    BRISK,
+    LIMITS,
+    branches,
+    by_hand,
+    event,
+    is_running,
+    kill,
+    needs_last_pid,
+    next_ready,
+    program,
+    stopped,
+    with_pid,
+)
+from tests.harness import look_at, pids, wait_until
+from tests.node import Node
+from tests.real import RealDaemon
+from tests.simulated import leased
+
+SMALL: Final = {"threads": 10, "memory": "1GiB"}
+SETS: Final = "set_default_active_thread_percentage 33"
+
+
+def leases(node: Node) -> dict[str, Any]:
+    """Return the leases by their names for people."""
+    return {each["id"]: each for each in node.get("/v1/leases").json["leases"]}
+
+
+def descriptors(node: Node) -> int:
+    """Count mpsd's open descriptors, but for that of whoever asks."""
+    return len([*Path(f"/proc/{node.pid}/fd").iterdir()])
+
+
+@pytest.mark.parametrize("real", branches(470, 555))
+def test_mpsd_is_stopped(make_node: Start, real: RealDaemon) -> None:
+    """What happened while mpsd was stopped is seen when it goes on: a death, a holder's end, a stranger's hand."""
+    config = "[limits]\nactive_thread_percentage = 50.0\n"
+    node = make_node(simulate=2, control=real.control, config=config).start()
+    before = node.daemons()
+    with calling(node.socket) as stays, calling(node.socket) as goes:
+        kept, lost = stays.admit(threads=10, memory="1GiB", gpu="1").json, goes.admit(threads=10, memory="1GiB").json
+        with stopped(node.pid):
+            goes.kill()
+            kill(before["gpu0"]["pid"])
+            assert node.ask("gpu1", f"{SETS}\nget_default_active_thread_percentage")[-1] == "33.0"
+            assert is_running(before["gpu1"]["pid"])
+        next_ready(node, "gpu0", before["gpu0"]["pid"])
+        wait_until(lambda: leases(node).keys() == {kept["id"]}, what=f"{lost['id']} to end, and no other")
+        wait_until(lambda: by_hand(node, "gpu1")[0] == ["50.0"], what="the stranger's limit to be put back")
+        assert node.daemons()["gpu1"]["pid"] == before["gpu1"]["pid"]
+
+
+_FRONT_END: Final = """
+if [ "$1" != -f ] && [ -e {flag} ]; then
+    {then}
+fi
+exec {control} "$@"
+"""
+
+
+@pytest.mark.real_daemon(535)
+@pytest.mark.parametrize("then", ["kill -KILL $$", "kill -STOP $$", "head -c 100000 /dev/urandom; exit 0"])
+def test_front_end(make_node: Start, short_tmp: Path, control: Path, then: str) -> None:
+    """A front-end of mpsd's own that is killed, stopped, or talks nonsense proves nothing, and harms nobody."""
+    flag = short_tmp / "flag"
+    broken = program(short_tmp / "nvidia-cuda-mps-control", _FRONT_END.format(flag=flag, then=then, control=control))
+    node = make_node(simulate=1, control=broken, config=BRISK).start()
+    pid = node.daemons()["gpu0"]["pid"]
+    flag.touch()
+    assert node.wait_for_state("gpu0", "unresponsive")["pid"] == pid
+    assert node.request("POST", "/v1/leases", SMALL).json["code"] == "daemon_not_ready"
+    flag.unlink()
+    assert node.wait_for_state("gpu0", "ready")["pid"] == pid
+    assert node.request("POST", "/v1/leases", SMALL).status == 201
+    # Whoever was stopped is not left about.
+    wait_until(
+        lambda: (
+            [each for each in map(look_at, pids()) if each is not None and each.parent == node.pid and each.zombie]
+            == []
+        ),
+        what="every front-end to be reaped",
+    )
+
+
+@pytest.mark.real_daemon(535)
+@pytest.mark.parametrize("which", [("mpsd", "gpu0"), ("gpu0", "gpu1"), ("mpsd", "gpu0", "gpu1")], ids="+".join)
+def test_several_at_once(make_node: Start, which: tuple[str, ...]) -> None:
+    """mpsd and control daemons that are killed together are all there again, with each lease, and each limit once."""
+    node = make_node(simulate=2, config=LIMITS).start()
+    before, limits = node.daemons(), by_hand(node, "gpu0")
+    granted = {node.request("POST", "/v1/leases", {**SMALL, "gpu": gpu}).json["id"] for gpu in "01"}
+    killed = {name: node.pid if name == "mpsd" else before[name]["pid"] for name in which}
+    for pid in killed.values():
+        kill(pid)
+    if "mpsd" in which:
+        assert node.ended() == -signal.SIGKILL
+        node.start(ready=False)
+    for name in before:
+        after = node.wait_for_state(name, "ready")["pid"] if name not in which else None
+        after = after or next_ready(node, name, before[name]["pid"])["pid"]
+        assert (after == before[name]["pid"]) is (name not in which)
+        assert by_hand(node, name) == limits
+    assert leases(node).keys() == granted
+    assert node.get("/v1/status").json["healthy"] is True
+
+
+@pytest.mark.parametrize(
+    ("number", "which"),
+    [
+        (signal.SIGKILL, ("server", "gpu0")),
+        (signal.SIGKILL, ("server", "mpsd")),
+        (signal.SIGKILL, ("gpu0", "mpsd")),
+        (signal.SIGSTOP, ("server", "gpu0", "mpsd")),
+    ],
+)
+def test_clients(make_node: Start, which: tuple[str, ...], number: signal.Signals) -> None:
+    """A client computes on, whatever is killed beside it but its server, and whatever is stopped, once that goes on."""
+    node = make_node(simulate=2, control=None, config=BRISK).start()
+    arguments = ("--threads", "10", "--memory", "1GiB", "--gpu")
+    with leased(node, *arguments, "0") as near, leased(node, *arguments, "1") as far:
+        for client in (near, far):
+            event(node, "client_attributed", client=client.hello["pid"])
+        (kept,) = [key for key, each in leases(node).items() if each["owner"]["pid"] == far.pid]
+        before = node.daemons()
+        known = {"mpsd": node.pid, "gpu0": before["gpu0"]["pid"], "server": near.hello["server"]}
+        for name in which:
+            kill(known[name], number)
+        assert far.compute(0.01)["ok"]
+        if "server" not in which:
+            assert near.compute(0.01)["ok"]
+        if number is signal.SIGSTOP:
+            for name in which:
+                kill(known[name], signal.SIGCONT)
+        elif "mpsd" in which:
+            assert node.ended() == -signal.SIGKILL
+            node.start(ready=False)
+        wait_until(lambda: kept in leases(node), what="the other lease to be there")
+        if number is signal.SIGSTOP or "server" not in which:
+            assert near.compute(0.01)["ok"]
+        assert far.compute(0.01)["ok"]
+        node.wait_for_state("gpu1", "ready")
+    wait_until(lambda: leases(node) == {}, what="all leases to be over with their holders")
+    wait_until(lambda: node.daemons()["gpu0"]["state"] == "ready", what="gpu0 to be ready")
+
+
+@pytest.mark.real_daemon(535)
+@needs_last_pid
+def test_pid_of_a_control_daemon(make_node: Start) -> None:
+    """Who has the pid of a control daemon that is gone is neither adopted nor signalled by the next mpsd."""
+    node = make_node(simulate=1).start()
+    pid = node.daemons()["gpu0"]["pid"]
+    node.end(signal.SIGKILL)
+    kill(pid)
+    wait_until(lambda: look_at(pid) is None, what="it to be gone, and its pid free")
+    with with_pid(pid, "true") as another:
+        node.start()
+        assert node.daemons()["gpu0"]["pid"] != pid
+        assert node.mpsctl("restart", "gpu0", "--timeout", "0").returncode == 0
+        assert another.poll() is None
+        another.communicate()

@@ -107,8 +107,11 @@ class Serving:
         return (*self.faults, *self.failures)
 
     def cannot_start(self, now: datetime) -> str | None:
-        """Say that servers do not start, with what the last of them said, as long as that is so."""
-        if len(self.failures) < _TRIES or now - self.failures[-1] > _WINDOW:
+        """Say that servers do not start, with what the last of them said, as long as that is so.
+
+        A failure that is still to come was noted before the clock was set back: how long ago, nobody knows.
+        """
+        if len(self.failures) < _TRIES or not timedelta() <= now - self.failures[-1] <= _WINDOW:
             return None
         seconds = (self.failures[-1] - self.failures[0]).total_seconds()
         words = f", and the last one said {self.words!r}" if self.words else ", and none said why"

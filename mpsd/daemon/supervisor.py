@@ -10,13 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from mpsd.core.drain import Asked, Intent, Operation
-from mpsd.core.errors import (
-    ConfigurationError,
-    ControlError,
-    ForeignDaemonError,
-    ReachError,
-    StorageError,
-)
+from mpsd.core.errors import ConfigurationError, ControlError, ForeignDaemonError, ReachError, StorageError
 from mpsd.core.lifecycle import ANSWERED, RUNNING, Event, State
 from mpsd.core.model import Daemon, Gpu, Limits
 from mpsd.core.restart import Verdict
@@ -198,8 +192,8 @@ class Supervisor:
         try:
             while True:
                 self._wake.clear()
-                self._bury()
                 try:
+                    self._bury()
                     await self._one_round()
                 except OSError as error:
                     await self._stumble(error)
@@ -237,9 +231,12 @@ class Supervisor:
 
     async def _stumble(self, error: OSError) -> None:
         """The machine had no descriptor, memory or process left: what cannot be looked at is not known to be well."""
+        hint = "see what the machine has run out of; mpsd tries again by itself"
         if self._standing.state in RUNNING:
-            hint = "see what the machine has run out of; mpsd looks again by itself"
             self._move(Event.SILENT, f"mpsd could not look at it: {error.strerror}", hint)
+        else:
+            self._standing.explain(f"it cannot be started now: {error.strerror}", hint)
+            self._standing.touch()
         self._due = 0.0
         await asyncio.sleep(_TICK)
 
@@ -288,6 +285,8 @@ class Supervisor:
             self._move(Event.REFUSED, error.detail, error.hint)
             return
         except OSError as error:
+            if error.errno in process.SHORTAGES:
+                raise  # that is nobody's death: it is tried until the machine has what it takes
             self._die(f"it could not be started: {error}")
             return
         self._due = clock.monotonic() + self._settings.daemon.start_deadline

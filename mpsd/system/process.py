@@ -5,6 +5,7 @@ that is built, not inherited.
 """
 
 import asyncio
+import errno
 import os
 import select
 import shlex
@@ -31,6 +32,10 @@ _MAXIMUM_STAT: Final = 4096
 """Bytes of /proc/PID/stat that are read; it has some 50 numbers, and a name of 64 bytes at most."""
 
 _MAXIMUM_OUTPUT: Final = 16 * 1024 * 1024
+
+SHORTAGES: Final = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT})
+"""What the kernel says when it has no process, memory, descriptor or disk to give: no fault of what was to be started.
+Sources: fork(2), open(2)."""
 
 
 def environment(extra: Mapping[str, str], *, path: Sequence[str] = ()) -> dict[str, str]:

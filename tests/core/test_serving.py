@@ -74,6 +74,8 @@ def test_servers_that_cannot_start() -> None:
         because == "6 servers in a row could not start within 5 s, and the last one said 'MPS server failed to start'"
     )
     assert serving.cannot_start(after(66)) is None
+    # The clock was set back: nobody is kept out until it is then again.
+    assert serving.cannot_start(after(-3600)) is None
     # One that starts is the end of it.
     serving.note([ServerExited(7, 1)], after(67))
     assert serving.cannot_start(after(67)) is not None

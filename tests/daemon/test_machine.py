@@ -1,0 +1,127 @@
+"""What the machine does to mpsd: no process can be started, the clock jumps, signals rain, a disk is full."""
+
+import os
+import shutil
+import signal
+import struct
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tests.daemon.conftest import Start
+from tests.daemon.scene import by_hand, event, kill, next_ready
+from tests.harness import wait_until
+from tests.node import Node
+
+pytestmark = pytest.mark.real_daemon(535)
+
+SMALL: Final = {"threads": 10, "memory": "1GiB"}
+
+
+def leases(node: Node) -> dict[str, Any]:
+    """Return the leases by their ids."""
+    return {each["id"]: each for each in node.get("/v1/leases").json["leases"]}
+
+
+# -- no process can be started -----------------------------------------------------------------------------------------
+
+USER: Final = 61777
+"""Nobody's uid."""
+
+AS_USER: Final = ("setpriv", "--reuid", str(USER), "--regid", str(USER), "--clear-groups")
+
+
+@dataclass
+class AsUser(Node):
+    """An mpsd that is not root, whom no limit on processes would hold."""
+
+    @property
+    def command(self) -> list[str]:
+        """How it is called."""
+        return [*AS_USER, *super().command]
+
+    def most_processes(self, most: int) -> None:
+        """Let its user have so many processes, as mpsd sees it."""
+        subprocess.run([*AS_USER, "prlimit", "--pid", str(self.pid), f"--nproc={most}:"], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_no_process_can_be_started(short_tmp: Path, control: Path) -> None:
+    """Without memory or room for a fork mpsd says so, admits nobody, gives no daemon up for it, and goes on later."""
+    root = short_tmp / "n"
+    root.mkdir()
+    short_tmp.chmod(0o711)
+    os.chown(root, USER, USER)
+    mine = Path(shutil.copy(control, short_tmp))  # where anybody may go
+    # One death is followed at once; if that start were taken for a second death, it would be given up.
+    node = AsUser(root=root, control=mine, config="[daemon]\nprobe_interval = 0.2\ndeaths = 2\n")
+    try:
+        before = node.start().daemons()
+        node.most_processes(1)
+        assert "could not be started" in node.wait_for_state("gpu0", "unresponsive")["because"]
+        for each in before.values():
+            kill(each["pid"])
+        for name in before:
+            down = node.wait_for_state(name, "down")
+            assert "cannot be started now: Resource temporarily unavailable" in down["because"]
+            assert "run out of" in down["hint"]
+        refused = node.request("POST", "/v1/leases", SMALL)
+        assert (refused.status, refused.json["code"]) == (409, "daemon_not_ready")
+        node.most_processes(1000)
+        for name, each in before.items():
+            next_ready(node, name, each["pid"])
+        assert node.request("POST", "/v1/leases", SMALL).status == 201
+        assert len(node.events("daemon_death")) == 2
+    finally:
+        node.clean_up()
+
+
+# -- the clock ---------------------------------------------------------------------------------------------------------
+
+DAY: Final = 86400
+
+
+class Clock:
+    """The time of day, as one mpsd has it (set_clock.c)."""
+
+    def __init__(self, directory: Path) -> None:
+        """Build it; it begins as it is."""
+        self._library, self._offset = directory / "set_clock.so", directory / "offset"
+        source = Path(__file__).parent / "set_clock.c"
+        subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-o", self._library, source, "-ldl"], check=True)
+        self._offset.write_bytes(bytes(8))
+        self.variables = {"LD_PRELOAD": str(self._library), "SET_CLOCK": str(self._offset)}
+
+    def set(self, seconds: int) -> None:
+        """Set it to so many seconds from what it is for everybody else."""
+        with self._offset.open("r+b") as file:
+            file.write(struct.pack("=q", seconds))
+
+
+def test_clock(make_node: Start, short_tmp: Path) -> None:
+    """Whoever sets the clock back and forth by a year moves dates in the log, and no deadline, lease or limit."""
+    clock = Clock(short_tmp)
+    node = make_node(simulate=1, config="[daemon]\ndeath_window = 0.1\n", env=clock.variables).start()
+    year = int(node.log()[-1]["at"][:4])
+    kept = node.request("POST", "/v1/leases", {"threads": 60, "memory": "1GiB", "ttl": 600}).json["id"]
+    limits = by_hand(node, "gpu0")
+    for years in (1, -2):
+        clock.set(years * 366 * DAY)
+        # What ends by itself ends when it is to, and nothing else does.
+        short = node.request("POST", "/v1/leases", {**SMALL, "ttl": 0.5}).json["id"]
+        over = event(node, "lease_ended", lease=short)
+        assert int(over["at"][:4]) - year in {years - 1, years, years + 1}
+        refused = node.request("POST", "/v1/leases", {**SMALL, "threads": 90, "wait": 0.3})
+        assert refused.json["code"] == "does_not_fit", refused.json
+        # The control daemon is watched, and its limits are, as ever.
+        pid = node.daemons()["gpu0"]["pid"]
+        kill(pid)
+        next_ready(node, "gpu0", pid)
+        node.ask("gpu0", "set_default_active_thread_percentage 7")
+        wait_until(lambda: by_hand(node, "gpu0") == limits, what="a stranger's limit to be put back")
+        node.end(signal.SIGKILL)
+        node.start()
+        assert leases(node).keys() == {kept}

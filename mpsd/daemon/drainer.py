@@ -5,7 +5,7 @@ remembers: whichever mpsd comes next goes on from there.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -13,7 +13,7 @@ from typing import Final
 from mpsd.core import drain
 from mpsd.core.drain import Asked, Intent, Occupant, Operation, Outcome, Scene, Step, Wish
 from mpsd.core.errors import StorageError
-from mpsd.core.model import Lease, ProcessIdentity, Server
+from mpsd.core.model import Lease, ProcessIdentity
 from mpsd.core.settings import Settings
 from mpsd.daemon.intention import Intention
 from mpsd.daemon.ladder import contexts_of, end_client
@@ -48,8 +48,8 @@ class Drainer:
         self._pipe = pipe
         self._log = log
         self._occupants: tuple[Occupant, ...] = ()
-        self._clients: dict[ProcessIdentity, int | None] = {}
-        """Who is a client, and of which server; None for a server that outlived its control daemon."""
+        self._present: dict[ProcessIdentity, int | None] = {}
+        """Which processes are there: clients, each with its server, and servers that outlived a control daemon."""
         self._tried: set[ProcessIdentity | str] = set()
         """Those processes and leases that everything was done to end."""
         self._ending: asyncio.Task[None] | None = None
@@ -120,15 +120,16 @@ class Drainer:
         self._finish(wish, Outcome.DONE, f"{so}: {wish.because}")
 
     def fail(self, because: str) -> None:
-        """Note that a restart came to a daemon that cannot work. Raises StorageError: not yet."""
-        if self._intention.wish.intent is Intent.RESTART:
+        """Note that what was begun came to a daemon that cannot work. Raises StorageError: not yet."""
+        if self._intention.wish.operation:
             self._finish(self._intention.wish, Outcome.FAILED, because)
 
     def _finish(self, wish: Wish, outcome: Outcome, because: str) -> None:
         then = Wish(wish.then, because, clock.now(), boot=wish.boot) if wish.intent is Intent.RESTART else wish
         self._stop_ending()
         ended = self._ended(wish, outcome, because)
-        self._intention.keep(replace(then, operation=""), ended)
+        # Its time to leave was for those who were there then, and not for whoever comes one day.
+        self._intention.keep(replace(then, operation="", deadline=None), ended)
         self._tell(ended)
 
     def operation(self, operation: str) -> Operation | None:
@@ -170,12 +171,15 @@ class Drainer:
         is_his = self._leaving is None and self.wish.intent is not Intent.RUN
         return f"let people in again: mpsctl resume {self._name}" if is_his else None
 
-    def advance(self, servers: Iterable[Server], there: ProcessIdentity | None, *, answers: bool) -> bool:
+    def advance(
+        self, present: Mapping[ProcessIdentity, int | None], there: ProcessIdentity | None, *, answers: bool
+    ) -> bool:
         """See who is there, and do what is next; tell whether the daemon, which is `there`, is to quit now.
 
+        `present` are its clients, each with its server, and the servers that outlived a control daemon, with None.
         Raises StorageError: what is next has to be on disk before it is done.
         """
-        self._see(servers)
+        self._see(present)
         wish = self.wish
         match self._next(there, answers=answers):
             case Step.END:
@@ -191,12 +195,9 @@ class Drainer:
         """Tell whether a daemon that is to quit has to be made to: an operator's word, or those left had their time."""
         return not self.wish.quitting or self._next(there, answers=False) is Step.FORCE
 
-    def _see(self, servers: Iterable[Server]) -> None:
-        self._clients = {
-            identity: server.pid
-            for server in servers
-            for identity in server.ceilings
-            if process.start_ticks(identity.pid) == identity.start_ticks
+    def _see(self, present: Mapping[ProcessIdentity, int | None]) -> None:
+        self._present = {
+            each: server for each, server in present.items() if process.start_ticks(each.pid) == each.start_ticks
         }
         self._occupants = (
             *(
@@ -204,11 +205,14 @@ class Drainer:
                 for each in self._tenants.on(self._name)
                 if each.granted is not None
             ),
-            *(Occupant("client", None, each.pid, clock.at_ticks(each.start_ticks)) for each in self._clients),
+            *(
+                Occupant("server" if server is None else "client", None, each.pid, clock.at_ticks(each.start_ticks))
+                for each, server in self._present.items()
+            ),
         )
 
     def _next(self, there: ProcessIdentity | None, *, answers: bool) -> Step:
-        present = {*self._clients, *(each.lease for each in self._occupants if each.lease is not None)}
+        present = {*self._present, *(each.lease for each in self._occupants if each.lease is not None)}
         tried = present <= self._tried and not self._is_ending
         return drain.next_step(self.wish, Scene(there, answers, self._occupants, tried, clock.since_boot()))
 
@@ -220,11 +224,8 @@ class Drainer:
         wish = self.wish
         if not (wish.intent is Intent.RESTART and wish.quitting and orphans):
             return True
-        self._occupants = tuple(
-            Occupant("server", None, each.pid, clock.at_ticks(each.start_ticks)) for each in orphans
-        )
+        self._see(dict.fromkeys(orphans))
         if wish.is_late(clock.since_boot()):
-            self._clients = dict.fromkeys(orphans)
             self._end_all()
         return False
 
@@ -239,7 +240,7 @@ class Drainer:
         if self._is_ending:
             return
         leases = [each.lease for each in self._occupants if each.lease is not None and each.lease not in self._tried]
-        clients = {each: server for each, server in self._clients.items() if each not in self._tried}
+        clients = {each: server for each, server in self._present.items() if each not in self._tried}
         because = f"{self._name}: {self.wish.because}, and their time to leave is over"
         self._ending = asyncio.get_running_loop().create_task(self._end(leases, clients, because))
 

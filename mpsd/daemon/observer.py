@@ -103,6 +103,15 @@ class Observer:
         )
 
     @property
+    def present(self) -> dict[ProcessIdentity, int | None]:
+        """Who uses the GPU by way of MPS: each client, with its server; and the servers of dead daemons, with None.
+
+        Of those nobody can ask who their clients are, so each stands for some.
+        """
+        clients = {client: server.pid for server in self._servers.values() for client in server.ceilings}
+        return {**clients, **dict.fromkeys(self._orphans)}
+
+    @property
     def cannot_start(self) -> str | None:
         """Why the servers of this daemon do not start, if they do not."""
         return self.control_log.serving.cannot_start(clock.now())

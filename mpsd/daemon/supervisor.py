@@ -356,7 +356,7 @@ class Supervisor:
         if not wish.waits:
             return False
         answers = state in ANSWERED and self._holding.proved
-        is_to_quit = self._drainer.advance(self._observer.servers, self._instance.identity, answers=answers)
+        is_to_quit = self._drainer.advance(self._observer.present, self._instance.identity, answers=answers)
         if is_to_quit:
             self._move(Event.STOP, self._drainer.told, f"stop it at once: mpsctl restart {self.name} --timeout 0")
         elif wish is not self._drainer.wish:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.daemon.conftest import Start
 from tests.daemon.operations import begin, ended, look, waiting
-from tests.daemon.scene import BRISK, branches, is_running, kill, limits_for, stopped
+from tests.daemon.scene import BRISK, branches, is_running, kill, limits_for, next_ready, stopped
 from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon
@@ -158,6 +158,33 @@ class TestClients:
         assert first["id"] != second["id"]
         assert "nobody is left on gpu0" in second["because"]
 
+    def test_whoever_comes_later(self, node: Node) -> None:
+        """The timeout of a drain is for those who are there then: when it is over, nobody is ended by it any more."""
+        ended(node, begin(node, "drain", timeout=0))
+        with SimulatedClient(variables(node)) as client:
+            assert client.hello["mps"]
+            wait_until(lambda: node.get("/v1/clients").json["clients"], what="it to be seen")
+            node.get("/healthz")  # what comes of that is begun by now
+            assert node.events("client_forced") == []
+            assert client.compute(0.01)["ok"]
+
+    def test_waits_for_an_orphan(self, node: Node) -> None:
+        """Who uses a server that outlived its control daemon cannot be asked: nothing is stopped while there is one."""
+        with SimulatedClient(variables(node)) as client:
+            server = client.hello["server"]
+            before = node.daemons()["gpu0"]["pid"]
+            kill(before)
+            after = next_ready(node, "gpu0", before)["pid"]
+            operation = begin(node, "restart")
+            (occupant,) = waiting(node, operation)
+            assert (occupant["what"], occupant["pid"]) == ("server", server)
+            assert node.daemons()["gpu0"]["state"] == "draining"
+            assert node.daemons()["gpu0"]["pid"] == after
+            assert client.compute(0.01)["ok"]
+            kill(server)
+        ended(node, operation)
+        assert node.daemons()["gpu0"]["pid"] != after
+
     def test_events(self, node: Node) -> None:
         """What was begun, by whom, and how it ended, are events."""
         operation = ended(node, begin(node, "restart"))
@@ -197,7 +224,7 @@ class TestStopped:
 
 @pytest.mark.real_daemon(535)
 def test_failed(make_node: Start) -> None:
-    """A restart brings back a daemon that had died too often."""
+    """A drain of a daemon that died too often ends in vain; a restart brings it back, to be as was wanted before."""
     node = make_node(simulate=1).start()
 
     def next_one(before: int | None) -> bool:
@@ -208,7 +235,10 @@ def test_failed(make_node: Start) -> None:
         kill(daemon["pid"])
         wait_until(partial(next_one, daemon["pid"]), what="the next one")
     node.wait_for_state("gpu0", "failed")
+    ended(node, begin(node, "drain"), "failed")
     ended(node, begin(node, "restart"))
+    assert node.wait_for_state("gpu0", "draining")
+    begin(node, "resume")
     assert node.wait_for_state("gpu0", "ready")
 
 

@@ -140,6 +140,17 @@ class Command(Generic[T]):
         return 1 if self.row.lines is Lines.ONE else None
 
 
+# -- words -------------------------------------------------------------------------------------------------------------
+
+_WORD: Final = re.compile(r"[^ \t\v\f\r]+")
+"""Not what `str.split` does: what only Unicode takes for space is part of a word to a control daemon (measured)."""
+
+
+def words(line: str) -> list[str]:
+    """Return the words of a command: what stands between spaces of any kind, also before the first (measured)."""
+    return _WORD.findall(line)
+
+
 # -- framing -----------------------------------------------------------------------------------------------------------
 
 _UNKNOWN = re.compile(r'Unknown command "(.*)"')
@@ -163,7 +174,7 @@ def echo_of(line: str) -> str:
 
 def changes_something(line: str) -> bool:
     """Tell whether a command seen in the log can have changed anything. What nobody knows changes nothing."""
-    row = TABLE.get(line.split(" ", 1)[0].strip())
+    row = TABLE.get(next(iter(words(line)), ""))
     return row is not None and row.effect is Effect.CHANGES
 
 
@@ -221,7 +232,8 @@ def parse_percentage(command: str, lines: Sequence[str]) -> int:
     return int(match.group(1)) * 10 + int(match.group(2))
 
 
-_LIMIT = re.compile(r"([0-9]+)([GM])")
+_LIMIT = re.compile(r"([0-9]{1,20})([GM])")
+"""As many digits as the largest that is seen has, and more: `-1G` reads back as 17179869184G (measured)."""
 
 
 def parse_mem_limit(command: str, lines: Sequence[str]) -> int | None:
@@ -234,12 +246,15 @@ def parse_mem_limit(command: str, lines: Sequence[str]) -> int | None:
     return int(match.group(1)) * (GIB if match.group(2) == "G" else MIB)
 
 
+_PID = re.compile(r" *[0-9]{1,10} *")
+
+
 def parse_pids(command: str, lines: Sequence[str]) -> tuple[int, ...]:
     """Parse one pid a line, or none."""
     refused = refusal(command, lines)
     if refused is not None:
         raise refused
-    if not all(line.strip().isdecimal() for line in lines):
+    if not all(_PID.fullmatch(line) for line in lines):
         raise _garbled(command, lines)
     return tuple(int(line) for line in lines)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import Final, TypeAlias
 
+from mpsd.core.commands import words
 from mpsd.core.model import Drift, Limits, ReadBack, Server
 from mpsd.core.units import GIB, MIB
 
@@ -22,7 +23,10 @@ _SETTERS: Final = {
 EVERYTHING: Final = ReadBack(1000, None)
 NOTHING: Final = ReadBack(0, 0)
 
-_SIZE: Final = re.compile(r"([1-9][0-9]*)([MG])")
+_PERCENT: Final = re.compile(r"[0-9]{1,20}(?:\.[0-9]{1,20})?(?:[eE][+-]?[0-9]{1,3})?")
+_PID: Final = re.compile(r"[0-9]{1,10}")
+_SIZE: Final = re.compile(r"([1-9][0-9]{0,9})([GMgm])")
+"""What MPS is sure to read as these figures are meant. Ten digits of G are below 64 bits, at which it begins anew."""
 
 Value: TypeAlias = float | int | None
 
@@ -72,7 +76,7 @@ def opened(commands: Iterable[str], server: int, *, fresh: bool) -> ReadBack:
     """
     result = NOTHING
     for command in commands:
-        match command.split():
+        match words(command):
             case ["set_default_active_thread_percentage", *rest] if fresh:
                 result = widest(result, ReadBack(_tenths(rest), 0))
             case ["set_active_thread_percentage", pid, *rest] if _may_be(pid, server):
@@ -86,20 +90,27 @@ def opened(commands: Iterable[str], server: int, *, fresh: bool) -> ReadBack:
 
 def _may_be(pid: str, server: int) -> bool:
     """Tell whether a word in a command may be this server; only another number is none."""
-    return not pid.isdecimal() or int(pid) == server
+    return _PID.fullmatch(pid) is None or int(pid) == server
 
 
 def _tenths(rest: list[str]) -> int:
-    try:
-        (value,) = map(float, rest)
-    except ValueError:
-        return 1000
-    return -int(-value * 10 // 1) if 0 < value <= 100 else 1000  # noqa: PLR2004 - it is a percentage
+    return (parse_percentage(rest[0]) if len(rest) == 1 else None) or 1000
 
 
 def _bytes(rest: list[str]) -> int | None:
-    found = _SIZE.fullmatch(rest[-1]) if len(rest) == len(("device", "value")) else None
-    return int(found[1]) * (GIB if found[2] == "G" else MIB) if found is not None else None
+    return parse_mem_limit(rest[-1]) if len(rest) == len(("device", "value")) else None
+
+
+def parse_percentage(text: str) -> int | None:
+    """Return what a stranger's percentage is in tenths, rounded up; None for what MPS ignores, or may."""
+    value = float(text) if _PERCENT.fullmatch(text) else 0.0
+    return -int(-value * 10 // 1) if 0 < value <= 100 else None  # noqa: PLR2004 - it is a percentage
+
+
+def parse_mem_limit(text: str) -> int | None:
+    """Return what a stranger's memory limit is in bytes; None for what is no limit to MPS, or may be none."""
+    found = _SIZE.fullmatch(text)
+    return int(found[1]) * (GIB if found[2] in "gG" else MIB) if found is not None else None
 
 
 def holds(wanted: Limits, found: ReadBack, servers: Iterable[Server]) -> bool:
@@ -135,7 +146,7 @@ def _pairs(wanted: Limits, found: ReadBack) -> Iterator[tuple[str, Value, Value]
 
 def _sets(command: str, limit: str, server: int | None) -> bool:
     """Tell whether a command sets this limit, of this server if it is one of a server."""
-    name, *arguments = command.split()
+    name, *arguments = words(command) or [""]
     if name != _SETTERS[limit, server is not None]:
         return False
     return server is None or arguments[:1] == [str(server)]

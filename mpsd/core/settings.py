@@ -429,7 +429,7 @@ def parse(text: str) -> Settings:
     """Return the settings that a TOML document asks for. Raises ConfigurationError, and never guesses."""
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # besides its own error: numbers, and brackets, by the thousand
         raise ConfigurationError(f"the configuration is not TOML: {error}", hint="mend that line") from error
     return from_mapping(document)
 

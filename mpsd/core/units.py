@@ -20,6 +20,8 @@ _UNITS = {
     "GB": 1000**3,
 }
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", re.ASCII)
+_NUMBER = re.compile(r"[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?")
+"""Python's own take more for a number: `1_0`, and the digits of every script."""
 _MAXIMUM_SIZE = 2**63 - 1
 _LONGEST_QUOTE = 60
 
@@ -30,6 +32,11 @@ def _brief(value: object) -> str:
         return "a number beyond 63 bits"
     text = repr(value)
     return text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}..."
+
+
+def _number(text: str) -> str:
+    """Return a text without what surrounds it when it is a number, and else one that is none."""
+    return text.strip() if _NUMBER.fullmatch(text.strip()) else "nan"
 
 
 def parse_size(value: str | int) -> int:
@@ -92,7 +99,7 @@ class ActiveThreadPercentage:
         """Round down to a tenth. Raises InvalidRequestError for what is not a number in (0, 100], or is below 0.1."""
         hint = "give a percentage of the GPU's threads from 0.1 to 100"
         try:
-            exact = value if isinstance(value, int) else str(value).strip()
+            exact = value if isinstance(value, int) else _number(str(value))
             number = Decimal(exact) if not isinstance(value, bool) else Decimal("NaN")
         except InvalidOperation:
             number = Decimal("NaN")
@@ -165,7 +172,8 @@ class PinnedDeviceMemLimit:
 def parse_duration(value: str | float) -> float:
     """Return a duration in seconds. Raises InvalidRequestError for what is not a finite number above zero."""
     try:
-        seconds = float(value) if not isinstance(value, bool) else -1.0
+        number = _number(value) if isinstance(value, str) else value
+        seconds = float(number) if not isinstance(value, bool) else -1.0
     except (ValueError, OverflowError):
         seconds = -1.0
     if not 0 < seconds < float("inf"):

@@ -1,23 +1,20 @@
 """What the processes of leases may do, what each of them can use at most, and what of it is a violation. Pure."""
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, NamedTuple
 
 from mpsd.core import ceiling
-from mpsd.core.enforcement import EVERYTHING
+from mpsd.core.enforcement import EVERYTHING, parse_mem_limit, parse_percentage
 from mpsd.core.model import Client, GpuProcess, Known, Lease, ProcessIdentity, ReadBack, Share
-from mpsd.core.units import GIB, MIB, format_size
+from mpsd.core.units import format_size
 
 PERCENTAGE: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 MEM_LIMIT: Final = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 PIPE_DIRECTORY: Final = "CUDA_MPS_PIPE_DIRECTORY"
 VARIABLES: Final = (PIPE_DIRECTORY, "CUDA_VISIBLE_DEVICES", PERCENTAGE, MEM_LIMIT)
 """The variables of a client that decide what it uses, and that a lease's environment holds."""
-
-_SIZE: Final = re.compile(r"(\d+)([MG])", re.IGNORECASE)
 
 
 class Kind(StrEnum):
@@ -70,31 +67,17 @@ def in_force(client: Client) -> ReadBack:
     """
     open_to_it, own = client.ceiling or EVERYTHING, client.environment or {}
     tenths, memory = open_to_it.active_thread_percentage_tenths, open_to_it.pinned_device_mem_limit
-    percentage = _percentage(own.get(PERCENTAGE, ""))
+    percentage = parse_percentage(own.get(PERCENTAGE, ""))
     if percentage is not None:
         tenths = min(tenths, percentage)
     for entry in filter(None, own.get(MEM_LIMIT, "").split(",")):
         device, _, value = entry.partition("=")
         if not _is_its_gpu(device.strip(), client.gpu):
             return ReadBack(tenths, None)
-        size = _size(value.strip())
+        size = parse_mem_limit(value)
         if size is not None:
             memory = size if memory is None else min(memory, size)
     return ReadBack(tenths, memory)
-
-
-def _percentage(text: str) -> int | None:
-    """Return tenths of a percent, rounded up; None for what MPS ignores."""
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return -int(-value * 10 // 1) if 0 < value <= 100 else None  # noqa: PLR2004 - it is a percentage
-
-
-def _size(text: str) -> int | None:
-    match = _SIZE.fullmatch(text)
-    return None if match is None else int(match[1]) * (GIB if match[2] in "gG" else MIB)
 
 
 def _is_its_gpu(device: str, gpu: str) -> bool:

@@ -44,7 +44,7 @@ class Intention:
             return
         try:
             kept = msgspec.json.decode(raw, type=_File)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             self.damaged = f"{self._path} cannot be understood: {error}"
             wish = Wish(Intent.HOLD, f"held, because {self.damaged}", clock.now(), boot=clock.boot_id())
             self._kept = _File(wish)

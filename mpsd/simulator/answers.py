@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, TypeAlias
 
-from mpsd.core.commands import DEVICES, TABLE, echo_of
+from mpsd.core.commands import DEVICES, TABLE, echo_of, words
 from mpsd.simulator import figures
 from mpsd.simulator.replies import Following, ForceServer, Leave, PassOn, Quit, Reply, StartServer
 
@@ -88,7 +88,7 @@ class ControlDaemon:
     def answer(self, line: str, uid: int) -> Reply:
         """Do what a line from a front-end of this uid asks for, and say what NVIDIA's control daemon says."""
         reply = Reply()
-        name, *arguments = line.split() or [""]
+        name, *arguments = words(line) or [""]
         if not self._knows(name):
             reply.say(echo_of(name))
             return reply

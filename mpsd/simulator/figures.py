@@ -2,6 +2,7 @@
 
 import math
 import re
+from decimal import Decimal
 
 from mpsd.core.units import GIB, MIB
 
@@ -14,7 +15,8 @@ _FLOAT = re.compile(f"(?P<sign>[+-]?)(?:{_HEXADECIMAL}|{_DECIMAL})")
 def _digits(text: str) -> tuple[int, str]:
     """Return the number at the start of a text, 0 if there is none, and what stands behind it."""
     match = INTEGER.match(text)
-    return (int(match.group()), text[match.end() :]) if match else (0, text)
+    # By way of Decimal: Python's int refuses thousands of digits, which C takes for the largest number that it has.
+    return (int(Decimal(match.group())), text[match.end() :]) if match else (0, text)
 
 
 def integer(text: str) -> int:

@@ -52,6 +52,22 @@ def test_alike(bench: Bench, as_stranger: bool, lines: list[str]) -> None:  # no
     assert_alike(bench, lines, as_stranger=as_stranger)
 
 
+@pytest.mark.parametrize("subject", subjects(), indirect=True)
+def test_spaces(bench: Bench) -> None:
+    """Both take the same for space between two words, and before the first: what C does, and not what Unicode does."""
+    model = ControlDaemon(bench.subject.branch, owner=0)
+    ask = "get_default_active_thread_percentage"
+    for spaces, percentage in ((" \t\v\f\r", "50.0"), ("\x1c\x1f\x85\xa0\u2028\u3000", "100.0")):
+        for space in spaces:
+            for line in (
+                f"set_default_active_thread_percentage{space}50",
+                f"{space}set_default_active_thread_percentage 50",
+            ):
+                script = ["set_default_active_thread_percentage 100", line, ask]
+                assert bench.front_end(*script).printed[-1] == percentage
+                assert [model.answer(each, uid=0).printed for each in script][-1] == [percentage]
+
+
 def test_every_branch_is_there() -> None:
     """The simulator imitates just those branches that the tests have NVIDIA's own control daemons of."""
     assert set(BRANCHES) == real.BRANCHES.keys()

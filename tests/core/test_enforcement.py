@@ -133,7 +133,12 @@ def test_any_reading(tenths: int, mebibytes: int | None, found: int, memory: int
         # A server has got the defaults of the moment at which it started.
         ("set_default_active_thread_percentage 80", ReadBack(800, 0), NOTHING),
         ("set_default_device_pinned_mem_limit 0 512M", ReadBack(0, 512 * MIB), NOTHING),
+        ("\tset_active_thread_percentage\v7\f80", ReadBack(800, 0), ReadBack(800, 0)),
         # What MPS makes of these is not known, or is nothing that anybody would expect.
+        ("set_active_thread_percentage 7 1_0", ReadBack(1000, 0), ReadBack(1000, 0)),
+        ("set_active_thread_percentage 7 \u0663", ReadBack(1000, 0), ReadBack(1000, 0)),
+        ("set_active_thread_percentage \u0663 80", ReadBack(800, 0), ReadBack(800, 0)),
+        ("set_device_pinned_mem_limit 7 0 17179869185G", ReadBack(0, None), ReadBack(0, None)),
         ("set_active_thread_percentage +7 80", ReadBack(800, 0), ReadBack(800, 0)),
         ("set_active_thread_percentage 7 80%", ReadBack(1000, 0), ReadBack(1000, 0)),
         ("set_active_thread_percentage 7", ReadBack(1000, 0), ReadBack(1000, 0)),
@@ -142,6 +147,7 @@ def test_any_reading(tenths: int, mebibytes: int | None, found: int, memory: int
         ("set_device_pinned_mem_limit 7 0 100", ReadBack(0, None), ReadBack(0, None)),
         ("get_active_thread_percentage 7", NOTHING, NOTHING),
         ("", NOTHING, NOTHING),
+        (" ", NOTHING, NOTHING),
     ],
 )
 def test_what_others_opened(command: str, fresh: ReadBack, old: ReadBack) -> None:

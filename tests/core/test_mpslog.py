@@ -87,6 +87,18 @@ def test_stranger() -> None:
     assert foreign(conversation(*commands)) == (SET, "quit", "set_default_device_pinned_mem_limit 0 1G")
 
 
+@pytest.mark.parametrize("spoken", [f"\t{SET}", f" \v{SET}", SET.replace(" ", "\t"), SET.replace(" ", "\r\f")])
+def test_stranger_with_other_spaces(spoken: str) -> None:
+    """A command is seen behind and between whatever a control daemon takes for space (measured, all versions)."""
+    assert foreign(conversation(spoken)) == (spoken,)
+
+
+@pytest.mark.parametrize("space", ["\x1c", "\x85", "\xa0", "\u3000"])
+def test_what_is_no_space(space: str) -> None:
+    """What only Unicode takes for space makes an unknown command, which changes nothing (measured, all versions)."""
+    assert foreign(conversation(SET.replace(" ", space))) == ()
+
+
 def test_mpsd_itself() -> None:
     """What mpsd says, whose conversations open with a mark, is nobody's foreign hand."""
     assert foreign(conversation(mark("abcd", 0), SET, mark("abcd", 1))) == ()

@@ -75,6 +75,8 @@ def test_under_a_root() -> None:
     ("text", "words"),
     [
         ("[limits", "not TOML"),
+        (f"x = {'9' * 5000}", "not TOML"),
+        (f"x = {'[' * 5000}", "not TOML"),
         ("[limts]", "unknown section 'limts'"),
         ("limits = 3", "'limits' is not a section"),
         ("[[limits]]", "'limits' is not a section"),

@@ -85,13 +85,14 @@ class TestOutlives:
         node.wait_for_state("gpu0", "held")
         assert is_running(pid)
 
-    def test_file_that_is_damaged(self, make_node: Start) -> None:
+    @pytest.mark.parametrize("damaged", [b"hol", b"\xff\xff\xff\xff"])
+    def test_file_that_is_damaged(self, make_node: Start, damaged: bytes) -> None:
         """A file that cannot be understood may have said hold: it holds, and says so, until somebody resumes it."""
         node = make_node(simulate=1).start()
         operate(node, "hold")
         node.end()
         path = node.root / "state" / "gpu0.intention.json"
-        path.write_bytes(path.read_bytes()[:-5])
+        path.write_bytes(path.read_bytes().replace(b"hold", damaged))
         node.start(ready=False)
         assert "cannot be understood" in node.wait_for_state("gpu0", "held")["because"]
         operate(node, "resume")

@@ -126,6 +126,19 @@ def test_limits(node: Node) -> None:
             over(node, kind="limits", pid=client.pid)
 
 
+@pytest.mark.parametrize("figure", ["9" * 5000 + "G", "0G", "\u0663G", "1_0M"])
+def test_figures_that_are_none(node: Node, figure: str) -> None:
+    """What MPS ignores in a client's environment, or is no limit to it, lowers nothing; and mpsd lives on."""
+    granted = lease(node, threads=25, memory=GIB)
+    own = variables(node) | {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={figure}"}
+    with calling(node.socket) as other:
+        assert other.admit(threads=50, memory=4 * GIB, gpu="0").status == 201
+        with SimulatedClient(own) as client:
+            told = event(node, "violation", pid=client.pid)
+            assert (told["kind"], told["lease"]) == ("limits", granted["id"])
+            assert "4GiB of memory instead of 1GiB" in told["because"]
+
+
 def test_memory(make_node: Start, short_tmp: Path) -> None:
     """Where the driver limits no memory (470), what the processes of a lease hold together is counted."""
     node = make_node(simulate=1, config=GRACE)

@@ -1,0 +1,197 @@
+"""What an observer outside mpsd notes, and holds mpsd to: leases, operations, events, and who was ended by whom."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from tests.chaos.cast import Member, Request
+from tests.durability.crowd import check_room
+from tests.node import Node
+
+LEFT = "their time to leave is over"
+"""What mpsd says of those whom it ends at an operator's word."""
+
+
+def now() -> datetime:
+    """Return what time it is, as mpsd's log has it."""
+    return datetime.now(UTC)
+
+
+@dataclass
+class Operation:
+    """A drain or a restart that mpsd said it has begun."""
+
+    id: str
+    daemon: str
+    verb: str
+    timeouts: list[tuple[datetime, float | None]] = field(default_factory=list)
+    """When it was asked for, and with what timeout."""
+    outcomes: list[tuple[datetime, str, str]] = field(default_factory=list)
+    """Every time that the log says it ended, how, and why."""
+    told: str = ""
+    """How it ended, as the API says."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it ended."""
+        return bool(self.outcomes or self.told)
+
+    def may_end_at(self, moment: datetime) -> bool:
+        """Tell whether an operator's word stood then that those who are there are ended."""
+        if any(ended < moment for ended, _, _ in self.outcomes):
+            return False
+        before = [timeout for asked, timeout in self.timeouts if asked <= moment]
+        # What was asked while mpsd decided may have been too late for it.
+        return any(timeout is not None for timeout in before[-2:])
+
+
+@dataclass
+class Book:
+    """Everything that mpsd said, and everything that was done to it and around it."""
+
+    node: Node
+    granted: dict[str, Any] = field(default_factory=dict)
+    """By id, the leases that somebody was told of, as they were told."""
+    given_up: dict[str, str] = field(default_factory=dict)
+    """Leases that may end, and why."""
+    released: set[str] = field(default_factory=set)
+    """Those that mpsd said have ended."""
+    operations: dict[str, Operation] = field(default_factory=dict)
+    wishes: dict[str, set[str]] = field(default_factory=dict)
+    """By control daemon, what operators may want of it: more than one thing where an answer was not heard."""
+    events: dict[int, str] = field(default_factory=dict)
+    kills: list[tuple[datetime, str]] = field(default_factory=list)
+    """When which control daemon was ended by chaos, or may have been."""
+    faults: Counter[str] = field(default_factory=Counter)
+    log: list[dict[str, Any]] = field(default_factory=list)
+    _read: int = 0
+
+    # -- taking notes --------------------------------------------------------------------------------------------------
+
+    def note_grant(self, lease: dict[str, Any], why_it_may_end: str = "") -> None:
+        """Note a lease that somebody was told of: a new one."""
+        assert lease["id"] not in self.granted, f"{lease['id']} was granted twice"
+        self.granted[lease["id"]] = lease
+        if why_it_may_end:
+            self.given_up[lease["id"]] = why_it_may_end
+
+    def note_asked(self, daemon: str, verb: str, request: Request, timeout: float | None, asked: datetime) -> None:
+        """Note what an operator asked for, and what mpsd said to it, if it lived to say anything."""
+        answer, wishes = request.answer, self.wishes.setdefault(daemon, {"run"})
+        wish = {"resume": "run", "restart": ""}.get(verb, verb)
+        if answer is None:
+            wishes |= {wish} - {""}
+            return
+        assert answer.status == 202, f"{request.what}: {answer.body!r}"
+        if wish and verb != "reset":
+            self.wishes[daemon] = {wish}
+        if verb in {"drain", "restart"}:
+            # A restart beyond recall goes on, and a drain that is asked for then is part of it.
+            said = answer.json
+            operation = self.operations.setdefault(said["id"], Operation(said["id"], daemon, said["verb"]))
+            operation.timeouts.append((asked, timeout))
+
+    def read_log(self) -> None:
+        """Take in what is new in mpsd's log."""
+        with self.node.stderr.open("rb") as stream:
+            stream.seek(self._read)
+            text = stream.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for raw in whole.splitlines():
+            if not raw.startswith(b"{"):
+                raise AssertionError(f"mpsd said what is no event: {raw!r} and so on; the log is {self.node.stderr}")
+            self._note_line(json.loads(raw))
+
+    def _note_line(self, line: dict[str, Any]) -> None:
+        self.log.append(line)
+        at = datetime.fromisoformat(line["at"])
+        match line["event"]:
+            case "api_defect":
+                raise AssertionError(f"a defect: {line}")
+            case "operation_ended" if line["operation"] in self.operations:
+                self.operations[line["operation"]].outcomes.append((at, line["state"], line["because"]))
+            case "lease_ended" if LEFT in line["because"]:
+                self.given_up.setdefault(line["lease"], "an operator's word")
+            case "client_forced":
+                words = [each for each in self.operations.values() if each.daemon == line.get("daemon")]
+                assert LEFT in line["because"], line
+                assert any(each.may_end_at(at) for each in words), f"nobody wanted that: {line}"
+
+    def forced(self) -> set[int]:
+        """Return the pids of those whom mpsd says it signalled."""
+        return {line["pid"] for line in self.log if line["event"] == "client_forced"}
+
+    # -- what always holds ---------------------------------------------------------------------------------------------
+
+    def look(self) -> dict[str, Any]:
+        """Ask mpsd for its leases and its events, hold it to its word, and return the leases that it has."""
+        after = max(self.events, default=0)
+        answer = self.node.get(f"/v1/events?after={after}")
+        assert answer.status == 200, answer.body
+        for line in answer.body.decode().splitlines():
+            seq = json.loads(line)["seq"]
+            assert not self.events or seq == max(self.events) + 1, f"{seq} follows {max(self.events)}"
+            self.events[seq] = line
+        said = self.node.get("/v1/leases").json["leases"]
+        self.read_log()
+        self.check_leases(said)
+        return {each["id"]: each for each in said}
+
+    def check_leases(self, said: Iterable[dict[str, Any]]) -> None:
+        """Hold mpsd to every lease that it told of."""
+        said = list(said)
+        check_room(said)
+        counted = Counter(each["id"] for each in said)
+        assert set(counted.values()) <= {1}, f"there twice: {counted}"
+        back = self.released & counted.keys()
+        assert not back, f"released, and there again: {back}"
+        lost = self.granted.keys() - counted.keys() - self.given_up.keys()
+        assert not lost, f"granted, not released, and lost: {lost}; the log is {self.node.stderr}"
+        here = {each["id"]: each for each in said}
+        for lease in self.granted.keys() & here.keys():
+            same = ("shares", "env", "owner", "granted", "created")
+            assert [here[lease][key] for key in same] == [self.granted[lease][key] for key in same]
+
+    def check_members(self, members: Iterable[Member]) -> None:
+        """Check that nobody ended but by its own will, by chaos, or by a word of mpsd that was an operator's."""
+        for each in members:
+            if each.ended and not each.may_end:
+                if not (each.went and each.could_not_attach):
+                    self.read_log()
+                    assert each.pid in self.forced(), (
+                        f"client {each.pid} of {each.daemon} ended with {each.process.returncode}, and nobody says why;"
+                        f" the log is {self.node.stderr}"
+                    )
+                each.may_end = "it could not attach, or was forced"
+
+    def check_operations(self, running: Iterable[str]) -> None:
+        """Check that each operation that was begun goes on, or ended once, and each restart that is done was one."""
+        running = set(running)
+        for each in self.operations.values():
+            assert len(each.outcomes) <= 1, each
+            assert each.is_over != (each.id in running), f"{each} is over, or it goes on: which?"
+            for ended, state, because in each.outcomes:
+                assert state in {"done", "superseded", "failed"}, each
+                if each.verb == "restart" and state == "done":
+                    self._check_restart(each, ended, because)
+
+    def _check_restart(self, operation: Operation, ended: datetime, because: str) -> None:
+        words = because.split()
+        if "in the place of" in because:
+            assert words[words.index("pid") + 1].strip(",") != words[words.index("of") + 1].strip(","), because
+        begun = operation.timeouts[0][0]
+        started = self._between(begun, ended, operation.daemon, "daemon_state", "was started")
+        deaths = self._between(begun, ended, operation.daemon, "daemon_death", "")
+        killed = sum(begun <= at <= ended for at, daemon in self.kills if daemon == operation.daemon)
+        assert started <= 1 + max(deaths, killed), (
+            f"{started} were started for {operation}; the log is {self.node.stderr}"
+        )
+
+    def _between(self, begun: datetime, ended: datetime, daemon: str, event: str, because: str) -> int:
+        lines = (line for line in self.log if line["event"] == event and line.get("daemon") == daemon)
+        found = (line for line in lines if because in line.get("because", ""))
+        return sum(begun <= datetime.fromisoformat(line["at"]) <= ended for line in found)

@@ -1,0 +1,106 @@
+"""What has to be so on a node that is left in peace, as it is seen from outside."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tests.daemon.scene import GIB, MIB
+
+if TYPE_CHECKING:
+    from tests.chaos.scene import Chaos
+
+
+@dataclass
+class Peace:
+    """Looks whether all of a node has settled."""
+
+    chaos: "Chaos"
+
+    def pending(self) -> str:
+        """Say what is not as it is to be yet; nothing: all of it is so."""
+        before = self._said()
+        if isinstance(before, str):
+            return before
+        limits, clients = before
+        for daemon in self.chaos.daemons:
+            found, there = self._read(daemon)
+            if found != {limits[daemon]}:
+                return f"{daemon} has {found}, and the leases say {limits[daemon]}"
+            if there != clients[daemon]:
+                return f"the clients of {daemon} are {there}, and mpsd knows {clients[daemon]}"
+        return "" if self._said() == before else "it goes on"
+
+    def _said(self) -> "str | tuple[dict[str, tuple[str, ...]], dict[str, set[int]]]":
+        """Return which limits and which clients there are to be on each daemon; or why that is not known yet."""
+        leases, daemons = self.chaos.look(), self.chaos.node.daemons()
+        if gone := [each.pid for each in self.chaos.members if each.may_end and not each.ended]:
+            return f"{gone} are still there"
+        granted = {name: lease for name, lease in leases.items() if lease["state"] == "granted"}
+        if given_up := [each for each in granted if self.chaos.book.given_up.get(each, "it expires") != "it expires"]:
+            return f"{given_up} are not over"
+        if untold := granted.keys() - self.chaos.book.granted.keys():
+            # Whoever did not hear of it has ended, and it ends with them.
+            return f"nobody was told of {untold}"
+        running = []
+        for name, daemon in daemons.items():
+            if reason := self._unsettled(daemon, granted):
+                return f"{name}: {reason}"
+            running += self._running(name)
+        self.chaos.book.check_operations(running)
+        clients = {
+            name: {pid for each in daemon["servers"] if not each["orphan"] for pid in each["clients"]}
+            for name, daemon in daemons.items()
+        }
+        return {name: self._limits_by(name, granted) for name in daemons}, clients
+
+    def _running(self, daemon: str) -> list[str]:
+        """Return the operations of a daemon that go on, and note how those ended that do not."""
+        running = []
+        for each in self.chaos.book.operations.values():
+            if each.daemon != daemon or each.is_over:
+                continue
+            answer = self.chaos.node.get(f"/v1/operations/{each.id}")
+            assert answer.status == 200, f"nobody knows what became of {each}: {answer.body!r}"
+            if answer.json["state"] == "running":
+                running.append(each.id)
+            else:
+                each.told = answer.json["state"]
+        return running
+
+    def _unsettled(self, daemon: dict[str, Any], granted: dict[str, Any]) -> str:
+        """Say why a control daemon is not yet as it was last asked to be."""
+        name, state = daemon["name"], daemon["state"]
+        if not daemon["verified"] or daemon["drift"]:
+            return f"it is {state}: {daemon['because']}; its limits are not verified"
+        wishes = self.chaos.book.wishes.get(name, {"run"})
+        may_be = {{"run": "ready", "hold": "held", "drain": "draining"}[each] for each in wishes}
+        if daemon["operation"] is None:
+            return "" if state in may_be else f"it is {state}, and is to be {may_be}"
+        leases = [each for each in granted.values() if each["daemon"] == name]
+        if state != "draining":
+            return f"it is {state}, and {daemon['operation']}"
+        if not leases and not any(each["clients"] or each["orphan"] for each in daemon["servers"]):
+            return f"nobody is left, and {daemon['operation']}"
+        return ""
+
+    def _limits_by(self, daemon: str, granted: dict[str, Any]) -> tuple[str, ...]:
+        """Return the limits that a daemon is to have by the leases whose clients are still to come."""
+        here = [
+            each for each in granted.values() if each["daemon"] == daemon and len(each["clients"]) < each["processes"]
+        ]
+        threads = max((each["active_thread_percentage"] for each in here), default=0.1)
+        memory = max((each["pinned_device_mem_limit"] for each in here), default=MIB)
+        limits = f"{threads:.1f}", f"{memory // GIB}G" if memory >= GIB else "1M"
+        return limits[: 1 + self.chaos.memory]
+
+    def _read(self, daemon: str) -> tuple[set[tuple[str, ...]], set[int]]:
+        """Read the defaults and the limits of each server with the front-end, and who its clients are."""
+        limits = {self._limits(daemon, "get_default_active_thread_percentage", "get_default_device_pinned_mem_limit 0")}
+        clients: set[int] = set()
+        for server in self.chaos.node.ask(daemon, "get_server_list"):
+            own = f"get_active_thread_percentage {server}", f"get_device_pinned_mem_limit {server} 0"
+            limits.add(self._limits(daemon, *own))
+            clients.update(map(int, self.chaos.node.ask(daemon, f"get_client_list {server}")))
+        return limits, clients
+
+    def _limits(self, daemon: str, *commands: str) -> tuple[str, ...]:
+        return tuple(self.chaos.node.ask(daemon, "\n".join(commands[: 1 + self.chaos.memory])))

@@ -1,0 +1,397 @@
+"""A node under chaos: what befalls it, at random, and what has to be so whenever it is left in peace."""
+
+import contextlib
+import http.client
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from tests.chaos.book import Book, now
+from tests.chaos.cast import Member, Request, front_ends, signalled
+from tests.chaos.peace import Peace
+from tests.daemon.scene import GIB
+from tests.harness import remove_tree, wait_until
+from tests.node import Node
+
+CONFIG: Final = """
+[daemon]
+probe_interval = 0.5
+death_window = 0.1
+[enforcement]
+attach_window = 600.0
+grace = 0.3
+"""
+"""No death counts for long, so that the next start waits for nothing."""
+
+MOST: Final = 6
+"""Leases at a time on one GPU: as many as always fit."""
+
+PEACE: Final = 60.0
+"""Seconds within which all of it settles, on a machine with much else to do; some tenths are usual."""
+
+
+@dataclass
+class Chaos:
+    """A node, everybody on it, and the dice."""
+
+    node: Node
+    dice: random.Random
+    clients: bool
+    """Whether servers start, and clients attach to them."""
+    memory: bool = True
+    """Whether the driver limits memory."""
+    daemons: tuple[str, ...] = ("gpu0", "gpu1")
+    members: list[Member] = field(default_factory=list)
+    waiting: list[tuple[Request, Member]] = field(default_factory=list)
+    """Requests that wait in the queue, and whom each is for."""
+    frozen: list[int] = field(default_factory=list)
+    kills: int = 0
+    """How often mpsd was killed."""
+
+    def __post_init__(self) -> None:
+        """Begin the book."""
+        self.book = Book(self.node)
+        self.steps: dict[str, int] = {"grant": 12, "release": 2, "wait": 3, "hang_up": 1, "operate": 6, "reload": 1}
+        self.steps |= {"foreign_command": 2, "kill_daemon": 2, "freeze_daemon": 1, "kill_front_end": 1, "die": 2}
+        self.steps |= {"kill_mpsd": 2, "freeze_mpsd": 1, "remove_pipe": 1, "two_at_once": 2}
+        if self.clients:
+            self.steps |= {"attach": 10, "leave": 2, "stray": 1, "work": 4}
+            self.steps |= {"fault": 1, "kill_server": 2, "freeze_server": 1}
+
+    # -- the dice ------------------------------------------------------------------------------------------------------
+
+    def happens(self) -> None:
+        """Have something happen."""
+        (step,) = self.dice.choices([*self.steps], [*self.steps.values()])
+        self._do(step)
+
+    def _do(self, step: str) -> None:
+        sys.stdout.write(f"{step} ")
+        self.book.faults[step] += 1
+        getattr(self, step)()
+
+    def _daemon(self) -> str:
+        return self.dice.choice(self.daemons)
+
+    def _pid(self, daemon: str) -> int | None:
+        pid: int | None = self.node.daemons()[daemon]["pid"]
+        return pid
+
+    def _servers(self) -> list[int]:
+        return [each["pid"] for daemon in self.node.daemons().values() for each in daemon["servers"]]
+
+    def linger(self) -> None:
+        """Let some time go by: that of a few looks at the node."""
+        for _ in range(self.dice.randrange(12)):
+            self.look()
+
+    # -- those who use the node ----------------------------------------------------------------------------------------
+
+    def _member(self, daemon: str, *, goes: bool = False) -> Member:
+        self.members.append(Member(self.node, daemon, goes=goes))
+        return self.members[-1]
+
+    def _asked(self, member: Member, **more: object) -> dict[str, Any]:
+        threads, memory = self.dice.randint(1, 9), self.dice.randint(1, 3)
+        own = {"threads": threads, "memory": memory * GIB, "gpu": member.daemon.removeprefix("gpu"), "pid": member.pid}
+        return {**own, **more}
+
+    def _holding(self) -> list[Member]:
+        return [each for each in self.members if each.lease and not each.may_end]
+
+    def grant(self) -> None:
+        """Ask for a lease, which may soon expire."""
+        daemon = self._daemon()
+        if sum(each.daemon == daemon for each in self._holding()) >= MOST:
+            return
+        member, ttl = self._member(daemon), self.dice.choice([None, None, None, 0.5, 3.0])
+        request = self._ask_for(self._asked(member, ttl=ttl))
+        request.look(20)
+        self._note_lease(request, member, "it expires" if ttl is not None else "")
+
+    def _ask_for(self, body: dict[str, Any]) -> Request:
+        return Request(self.node, "POST", "/v1/leases", body)
+
+    def _note_lease(self, request: Request, member: Member, why_it_may_end: str) -> None:
+        """Take in the answer to a request for a lease; where there is none, nobody knows."""
+        answer = request.answer
+        if answer is None:
+            assert request.over, f"{request.what} was not answered"
+            member.cut_down()
+            return
+        if answer.status == 201:
+            member.lease = answer.json["id"]
+            if member.may_end:
+                why_it_may_end = member.may_end
+            self.book.note_grant(answer.json, why_it_may_end)
+            return
+        # It is full, held, or its control daemon was killed a moment ago; or its holder was.
+        assert answer.json["code"] in {"does_not_fit", "daemon_not_ready", "invalid_request", "stopping"}, answer.body
+        member.cut_down()
+
+    def wait(self) -> None:
+        """Ask for more than there may be, and wait for it."""
+        member = self._member(self._daemon())
+        body = self._asked(member, threads=self.dice.choice([5, 70]), wait=self.dice.choice([None, 0.2, 5.0]))
+        self.waiting.append((self._ask_for(body), member))
+
+    def hang_up(self) -> None:
+        """Have somebody who waits go away: a lease that was granted in this very moment nobody has heard of."""
+        if self.waiting:
+            request, member = self.waiting.pop(self.dice.randrange(len(self.waiting)))
+            request.hang_up()
+            member.cut_down()
+
+    def _hear(self) -> None:
+        """Take in what those who wait were answered."""
+        for each in tuple(self.waiting):
+            request, member = each
+            request.look()
+            if request.over:
+                self.waiting.remove(each)
+                self._note_lease(request, member, "")
+
+    def release(self) -> None:
+        """End a lease; its holder runs on."""
+        if holding := self._holding():
+            lease = self.dice.choice(holding).lease
+            self.book.given_up.setdefault(lease, "it was released")
+            if self.node.request("DELETE", f"/v1/leases/{lease}").status == 204:
+                self.book.released.add(lease)
+
+    def attach(self) -> None:
+        """Have a holder become a client."""
+        if here := [each for each in self._holding() if not each.went]:
+            self.dice.choice(here).go()
+
+    def stray(self) -> None:
+        """Have somebody come who has no lease."""
+        self._member(self._daemon(), goes=True)
+
+    def work(self) -> None:
+        """Have clients use the GPU."""
+        for each in self._at_work():
+            each.say(self.dice.choice(["alloc 1MiB", "free", "compute 0.01", "sync"]))
+
+    def _at_work(self, daemon: str | None = None) -> list[Member]:
+        here = [each for each in self.members if each.went and not each.may_end and not each.ended]
+        return [each for each in here if each.has_answered and daemon in {None, each.daemon}]
+
+    def leave(self) -> None:
+        """Have somebody end by itself."""
+        self._gone(Member.leave)
+
+    def die(self) -> None:
+        """Kill somebody."""
+        self._gone(Member.cut_down)
+
+    def _gone(self, way: Callable[[Member], None]) -> None:
+        if here := [each for each in self.members if not each.may_end]:
+            self._let_go(self.dice.choice(here), way)
+
+    def _let_go(self, member: Member, way: Callable[[Member], None]) -> None:
+        self.book.given_up.setdefault(member.lease, "its holder ended")
+        way(member)
+
+    def fault(self) -> None:
+        """Have a client meet a fatal fault, after which all clients of its GPU end, as programs do."""
+        if here := self._at_work():
+            first = self.dice.choice(here)
+            first.say("fault")
+            for each in self._at_work(first.daemon):
+                self._let_go(each, Member.leave)
+
+    # -- those who operate it ------------------------------------------------------------------------------------------
+
+    def operate(self) -> None:
+        """Hold, drain, restart, resume or reset a control daemon."""
+        verb = self.dice.choice(["hold", "drain", "drain", *["resume"] * 5, *["restart"] * 4, "reset"])
+        self._operate(self._daemon(), verb, self.dice.choice([None, None, 0, 0.5]))
+
+    def _operate(self, daemon: str, verb: str, timeout: float | None = None, *, kill: bool = False) -> None:
+        takes = verb in {"drain", "restart"}
+        asked, body = now(), {"timeout": timeout} if takes else None
+        request = Request(self.node, "POST", f"/v1/daemons/{daemon}/{verb}", body)
+        if kill:
+            self._kill_while(request)
+        request.look(20)
+        self.book.note_asked(daemon, verb, request, timeout if takes else None, asked)
+
+    def reload(self) -> None:
+        """Send mpsd SIGHUP."""
+        self.node.hang_up()
+
+    # -- faults --------------------------------------------------------------------------------------------------------
+
+    def foreign_command(self) -> None:
+        """Change a limit by hand."""
+        self.node.front_end(self._daemon(), f"set_default_active_thread_percentage {self.dice.randint(1, 100)}\n")
+
+    def kill_daemon(self) -> None:
+        """Kill a control daemon."""
+        daemon = self._daemon()
+        self.book.kills.append((now(), daemon))
+        signalled(self._pid(daemon), signal.SIGKILL)
+
+    def freeze_daemon(self) -> None:
+        """Stop a control daemon for a while."""
+        self._freeze(self._pid(self._daemon()))
+
+    def kill_server(self) -> None:
+        """Kill a server under its clients."""
+        if servers := self._servers():
+            signalled(self.dice.choice(servers), signal.SIGKILL)
+
+    def freeze_server(self) -> None:
+        """Stop a server for a while."""
+        if servers := self._servers():
+            self._freeze(self.dice.choice(servers))
+
+    def kill_front_end(self) -> None:
+        """Kill a front-end of mpsd in the middle of a conversation, if there is one."""
+        for each in front_ends(self.node):
+            signalled(each, self.dice.choice([signal.SIGKILL, signal.SIGSTOP]))
+
+    def _freeze(self, pid: int | None) -> None:
+        if signalled(pid, signal.SIGSTOP) and pid is not None:
+            self.frozen.append(pid)
+            self.linger()
+        if self.dice.random() < 0.7:
+            self._thaw()
+
+    def _thaw(self) -> None:
+        while self.frozen:
+            signalled(self.frozen.pop(), signal.SIGCONT)
+
+    def remove_pipe(self) -> None:
+        """Remove the pipe directory of a running control daemon; an operator replaces that, whoever is there."""
+        daemon = self._daemon()
+        remove_tree(self.node.pipe_directory(daemon))
+        self.linger()
+        self.book.kills.append((now(), daemon))
+        self._operate(daemon, "restart", 0)
+
+    def freeze_mpsd(self) -> None:
+        """Stop mpsd for a while, in which others come and go."""
+        with self._stopped(self.node.pid):
+            for _ in range(self.dice.randrange(3)):
+                self._gone(self.dice.choice([Member.leave, Member.cut_down]))
+                if self.clients:
+                    self.attach()
+
+    @contextlib.contextmanager
+    def _stopped(self, pid: int) -> Iterator[None]:
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    def kill_mpsd(self) -> None:
+        """Kill mpsd, most often while a request is on its way, and start it again; somebody may leave in between."""
+        match self.dice.choice(["admission", "drain", "restart", "nothing", "ask it to end"]):
+            case "admission":
+                member = self._member(self._daemon())
+                request = self._ask_for(self._asked(member))
+                self._kill_while(request)
+                request.look(20)
+                self._note_lease(request, member, "")
+            case "drain" | "restart" as verb:
+                self._operate(self._daemon(), verb, self.dice.choice([None, 0, 0.2]), kill=True)
+            case "nothing":
+                self.node.end(signal.SIGKILL)
+            case _:
+                self.node.end(signal.SIGTERM)
+        self.kills += 1
+        self._thaw()
+        if self.dice.random() < 0.3:
+            self._gone(self.dice.choice([Member.leave, Member.cut_down]))
+        self.node.start(ready=False)
+
+    def _kill_while(self, request: Request) -> None:
+        """Kill mpsd while a request is on its way, or just after it was answered."""
+        end = time.monotonic() + self.dice.choice([0.0005, 0.005, 0.05, 0.3]) * self.dice.random()
+        while (left := end - time.monotonic()) > 0 and not request.over:
+            request.look(left)
+        while time.monotonic() < end:
+            pass
+        self.node.end(signal.SIGKILL)
+
+    def two_at_once(self) -> None:
+        """Have two things break together, while mpsd does not look."""
+        pids = [self._pid(each) for each in self.daemons], self._servers()
+        with self._stopped(self.node.pid):
+            for each in self.dice.sample(["daemon", "server", "member"], 2):
+                match each:
+                    case "daemon":
+                        number = self.dice.randrange(len(self.daemons))
+                        self.book.kills.append((now(), self.daemons[number]))
+                        signalled(pids[0][number], signal.SIGKILL)
+                    case "server" if pids[1]:
+                        signalled(self.dice.choice(pids[1]), signal.SIGKILL)
+                    case _:
+                        self._gone(Member.cut_down)
+
+    # -- what is so ----------------------------------------------------------------------------------------------------
+
+    def look(self) -> dict[str, Any]:
+        """Look at the node from outside, and hold it to its word; return the leases that there are."""
+        self._hear()
+        leases = self.book.look()
+        self.book.check_members(self.members)
+        for each in self.members:
+            if each.ended:
+                self.book.given_up.setdefault(each.lease, "its holder ended")
+        return leases
+
+    def settles(self) -> None:
+        """Leave it in peace, wait until nothing is pending, and compare what is in force with what the leases say."""
+        self._thaw()
+        last: list[str] = []
+
+        def settled() -> bool:
+            last[:] = [Peace(self).pending()]
+            return not last[0]
+
+        try:
+            wait_until(settled, what="it to settle", deadline=PEACE, not_yet=(OSError, http.client.HTTPException))
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {last}; the log is {self.node.stderr}") from error
+        for each in [each for each in self.members if each.ended]:
+            each.close()
+            self.members.remove(each)
+        sys.stdout.write("-> settled\n")
+
+    def clear(self) -> None:
+        """Have everybody leave, and every control daemon run, and wait until it is so; nothing may go on then."""
+        self._thaw()
+        for request, member in self.waiting:
+            request.hang_up()
+            member.cut_down()
+        self.waiting.clear()
+        for daemon in self.node.daemons().values():
+            for server in daemon["servers"]:
+                if server["orphan"]:  # nobody knows whether one ends by itself
+                    signalled(server["pid"], signal.SIGKILL)
+        for each in self.members:
+            if not each.may_end:
+                self._let_go(each, Member.leave)
+        self.settles()
+        for name in self.daemons:
+            self._operate(name, "resume")
+        self.settles()
+        assert all(each.is_over for each in self.book.operations.values()), self.book.operations
+        assert not self.look(), self.node.stderr
+
+    def close(self) -> None:
+        """End everybody."""
+        self._thaw()
+        for request, _ in self.waiting:
+            request.hang_up()
+        for each in self.members:
+            each.close()

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from mpsd.core.errors import ControlUnreachableError
-from mpsd.core.model import DaemonProcess, Gpu
+from mpsd.core.model import DaemonProcess, Gpu, ProcessIdentity
 from mpsd.core.settings import Users
 from mpsd.daemon import evidence
 from mpsd.daemon.evidence import FOREGROUND, MANY_USERS, Found
@@ -27,6 +27,8 @@ class Launcher:
         self._way = way
         self._paths = way.paths
         self._socket_before: tuple[int, int] | None = None
+        self._its_socket: tuple[ProcessIdentity, int] | None = None
+        """The inode of the socket of the daemon that runs, as it was seen first."""
 
     def look(self) -> Found:
         """Look for a control daemon of ours, and for servers that a dead one left, in all of /proc: it takes its time.
@@ -74,13 +76,17 @@ class Launcher:
         return self._socket() is None
 
     def check_socket(self, daemon: Process) -> None:
-        """Refuse a daemon whose socket is gone. Raises ControlUnreachableError.
+        """Refuse a daemon whose socket is gone, or has another in its place. Raises ControlUnreachableError.
 
         mpsd's own front-ends would not notice: root's reach the daemon by another socket too (measured, all versions).
         """
-        if self.socket_is_gone:
+        there = self._socket()
+        if there is not None and (self._its_socket is None or self._its_socket[0] != daemon.identity):
+            self._its_socket = daemon.identity, there[0]
+        if there is None or self._its_socket != (daemon.identity, there[0]):
+            what = "is gone" if there is None else "is not there any more, but somebody else's"
             raise ControlUnreachableError(
-                f"pid {daemon.pid} runs, and its socket {self._paths.control_socket} is gone: no client can reach it",
+                f"pid {daemon.pid} runs, and its socket {self._paths.control_socket} {what}: no client can reach it",
                 hint=f"when its clients are done, end it (kill {daemon.pid}): a new one is started at once",
             )
 

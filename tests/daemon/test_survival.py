@@ -3,7 +3,9 @@
 What is in docs/reliability.md and nowhere else is here.
 """
 
+import resource
 import signal
+import socket
 from pathlib import Path
 from typing import Any, Final
 
@@ -171,3 +173,56 @@ def test_pid_of_a_control_daemon(make_node: Start) -> None:
         assert node.mpsctl("restart", "gpu0", "--timeout", "0").returncode == 0
         assert another.poll() is None
         another.communicate()
+
+
+@pytest.mark.parametrize("real", branches(535, 555))
+def test_impostor(make_node: Start, real: RealDaemon) -> None:
+    """Where somebody else listens in a control daemon's place nobody is let in; and the daemon is left alone."""
+    node = make_node(simulate=1, control=real.control, config=BRISK).start()
+    pid = node.daemons()["gpu0"]["pid"]
+    its = node.pipe_directory("gpu0") / "control"
+    away = its.with_name("away")
+    its.rename(away)
+    with socket.socket(socket.AF_UNIX) as impostor:
+        impostor.bind(str(its))
+        impostor.listen()
+        daemon = node.wait_for_state("gpu0", "unresponsive")
+        wait_until(lambda: "somebody else's" in node.daemons()["gpu0"]["because"], what="the impostor to be named")
+        assert (daemon["pid"], is_running(pid)) == (pid, True)
+        assert node.request("POST", "/v1/leases", SMALL).json["code"] == "daemon_not_ready"
+    away.rename(its)
+    assert node.wait_for_state("gpu0", "ready")["pid"] == pid
+    # A new one makes a socket of its own.
+    with socket.socket(socket.AF_UNIX) as impostor:
+        its.unlink()
+        impostor.bind(str(its))
+        node.wait_for_state("gpu0", "unresponsive")
+        kill(pid)
+        next_ready(node, "gpu0", pid)
+
+
+@pytest.mark.real_daemon(535)
+def test_it_all_comes_back(make_node: Start) -> None:
+    """After many deaths, hang-ups and stops mpsd has the descriptors, and its children the number, that they had."""
+    node = make_node(simulate=2, config="[daemon]\ndeath_window = 0.001\nanswer_deadline = 0.3\n").start()
+
+    def children() -> int:
+        return sum(each.parent == node.pid for each in map(look_at, pids()) if each is not None)
+
+    def size() -> int:
+        return int(Path(f"/proc/{node.pid}/statm").read_text().split()[1]) * resource.getpagesize()
+
+    def trouble(times: int) -> None:
+        for _ in range(times):
+            pid = node.daemons()["gpu0"]["pid"]
+            with calling(node.socket) as holder:
+                assert holder.admit(threads=10, memory="1GiB", gpu="1").status == 201
+                kill(pid)
+            next_ready(node, "gpu0", pid)
+        wait_until(lambda: leases(node) == {}, what="the leases to be over")
+
+    trouble(5)
+    before, memory = (descriptors(node), children()), size()
+    trouble(30)
+    wait_until(lambda: descriptors(node) <= before[0] and children() == before[1], what=f"mpsd to have {before} again")
+    assert size() - memory < 4 * 1024**2

@@ -90,6 +90,10 @@ class Launcher:
                 hint=f"when its clients are done, end it (kill {daemon.pid}): a new one is started at once",
             )
 
+    def relieve(self) -> int:
+        """Make room in the FIFO, where others have filled it; return how many bytes that was. Raises OSError."""
+        return mpslog.relieve(self._paths.pipe_directory / "log", self._paths.control_log)
+
     def _environment(self) -> dict[str, str]:
         """Return the environment that the daemon gets: an allow-list, its directories, and its one GPU by UUID."""
         extra = variables(self._paths.pipe_directory, self._paths.log_directory)

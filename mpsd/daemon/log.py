@@ -57,6 +57,7 @@ class Happened(StrEnum):
     FOREIGN_COMMAND = "foreign_command"
     LOG_SHORTENED = "log_shortened"
     LOG_NOT_SHORTENED = "log_not_shortened"
+    LOG_FIFO_FULL = "log_fifo_full"
     LOG_NOT_WATCHED = "log_not_watched"
     READING_NOT_KEPT = "reading_not_kept"
     TALLY_NOT_KEPT = "tally_not_kept"

@@ -1,5 +1,6 @@
 """Proves that a control daemon can be reached, answers, and holds every limit; or says what is wrong with it."""
 
+import contextlib
 from dataclasses import dataclass
 
 from mpsd.core.errors import (
@@ -54,6 +55,14 @@ class Prober:
             self._log.error(happened, because=error.detail)
             return Finding(Event.UNPROVEN, error.detail, error.hint)
         except ControlError as error:
+            self._relieve()
             reached = not isinstance(error, ControlUnreachableError)
             return Finding(Event.SILENT, error.detail, error.hint, reached)
         return Finding(Event.VERIFIED, *self._observer.verdict(self._holding.limits))
+
+    def _relieve(self) -> None:
+        """Where it is silent because others have filled its FIFO, have it go on; it answers when it is asked again."""
+        with contextlib.suppress(OSError):  # there is no FIFO: that is known by then, or will be
+            if moved := self._launcher.relieve():
+                because = f"its FIFO was full: {moved} bytes were moved into its log, and it goes on"
+                self._log.warning(Happened.LOG_FIFO_FULL, because=because)

@@ -3,6 +3,8 @@
 What is in docs/reliability.md and nowhere else is here.
 """
 
+import os
+import random
 import resource
 import signal
 import socket
@@ -16,6 +18,7 @@ from tests.daemon.conftest import Start
 from tests.daemon.scene import (
     BRISK,
     LIMITS,
+    PERCENTAGE,
     branches,
     by_hand,
     event,
@@ -199,6 +202,25 @@ def test_impostor(make_node: Start, real: RealDaemon) -> None:
         node.wait_for_state("gpu0", "unresponsive")
         kill(pid)
         next_ready(node, "gpu0", pid)
+
+
+@pytest.mark.parametrize("real", branches())
+def test_log_that_is_blocked(make_node: Start, real: RealDaemon) -> None:
+    """A control daemon whose FIFO others have filled goes on, and limits are held whatever is in its log."""
+    node = make_node(simulate=1, control=real.control, config=PERCENTAGE + BRISK).start()
+    pid = node.daemons()["gpu0"]["pid"]
+    noise = random.Random(real.branch).randbytes(4096)
+    with stopped(pid), (node.pipe_directory("gpu0") / "log").open("r+b", buffering=0) as fifo:
+        os.set_blocking(fifo.fileno(), False)
+        while fifo.write(noise) is not None:
+            pass
+    assert event(node, "log_fifo_full")["daemon"] == "gpu0"
+    with node.control_log("gpu0").open("ab") as log:
+        log.write(noise * 500)
+    assert node.wait_for_state("gpu0", "ready")["pid"] == pid
+    node.ask("gpu0", SETS)
+    wait_until(lambda: node.daemons()["gpu0"]["undone"], what="the stranger's limit to be put back")
+    assert node.ask("gpu0", "get_default_active_thread_percentage") == ["50.0"]
 
 
 @pytest.mark.real_daemon(535)

@@ -1,0 +1,313 @@
+"""What reads what others wrote, each as a function of bytes: it returns, or its test fails.
+
+Each target feeds a parser, lets only the error pass that the parser documents, and holds what came out to what mpsd
+promises of it. Hypothesis, the corpus and the coverage-guided fuzzer all go through these functions.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from mpsd.cli.render import as_json
+from mpsd.core import commands, enforcement, mpslog, setters, settings, violations
+from mpsd.core.drain import Intent
+from mpsd.core.errors import ConfigurationError, ControlError, InvalidRequestError
+from mpsd.core.harmless import harmless_json, plain
+from mpsd.core.logevents import ForeignCommand
+from mpsd.core.model import Client, Limits, ProcessIdentity, ReadBack
+from mpsd.core.units import (
+    GIB,
+    ActiveThreadPercentage,
+    PinnedDeviceMemLimit,
+    format_size,
+    parse_duration,
+    parse_size,
+)
+from mpsd.daemon import api, handlers, lease_wire, wire
+from mpsd.daemon.intention import Intention
+from mpsd.simulator.cuda import Pinned, pinned
+from mpsd.system.control import Conversation
+from mpsd.system.mpslog import LogFollower
+from mpsd.system.retry import CollisionError
+
+KEY: Final = "4f9d2c"
+"""With which the nonces of mpsd's marks begin, and which no other knows."""
+NONCE: Final = f"{KEY}77"
+GPU: Final = "GPU-11111111-2222-3333-4444-555555555555"
+NOW: Final = datetime(2026, 1, 1, tzinfo=UTC)
+SERVER: Final = 7
+
+LARGEST: Final = 2**63 - 1
+
+
+def text_of(data: bytes) -> str:
+    """Return text as mpsd decodes what others wrote."""
+    return data.decode("utf-8", errors="replace")
+
+
+def cut(data: bytes) -> Iterator[bytes]:
+    """Cut the rest of an input into pieces, which its first byte decides on."""
+    step, rest = data[0] % 61 + 1 if data else 1, data[1:]
+    for start, end in pairwise([*range(0, len(rest), step), len(rest)]):
+        yield rest[start:end]
+
+
+# -- the log -----------------------------------------------------------------------------------------------------------
+
+
+def log(data: bytes) -> None:
+    """A log is read alike whole and in pieces, and no stranger's change in it goes unseen."""
+    lines = text_of(data[1:]).split("\n")
+    whole, pieces = mpslog.LogReader(KEY), mpslog.LogReader(KEY)
+    events = whole.read(lines)
+    step = data[0] % 7 + 1 if data else 1
+    assert [each for at in range(0, len(lines), step) for each in pieces.read(lines[at : at + step])] == events
+    assert (pieces.whose, pieces.unknown, pieces.latest) == (whole.whose, whole.unknown, whole.latest)
+    assert len(events) + whole.unknown <= len(lines)
+    assert len(whole.latest) <= 32
+    assert all(len(each) <= 200 for each in whole.latest)
+    foreign = tuple(each.text for each in events if isinstance(each, ForeignCommand))
+    if f"mpsd-{KEY}" not in "".join(lines):
+        said = [parsed.text.removeprefix("Cmd:") for parsed in map(mpslog.parse, lines) if parsed is not None
+                and parsed.text.startswith("Cmd:")]  # fmt: skip
+        assert [each for each in said if commands.changes_something(each)] == list(foreign)
+    stranger(foreign)
+
+
+def stranger(foreign: tuple[str, ...]) -> None:
+    """What others said to a control daemon opens as much as it says, and never less for what else they said."""
+    before = enforcement.NOTHING
+    for count in range(1, len(foreign) + 1):
+        opened = enforcement.opened(foreign[:count], SERVER, fresh=True)
+        assert enforcement.widest(before, opened) == opened
+        before = opened
+    wanted = Limits(ActiveThreadPercentage(500), PinnedDeviceMemLimit(1024))
+    for each in enforcement.drift(wanted, ReadBack(1000, None), (), foreign, NOW):
+        assert each.command is None or each.command in foreign
+
+
+def command(data: bytes) -> None:
+    """A stranger's command is seen, and judged, whatever stands between its words and in its figures."""
+    text = text_of(data)
+    stranger((text,))
+    # What C takes for space (tests/contract/test_alike.py has it from the daemons themselves).
+    first = text.translate(dict.fromkeys(map(ord, "\t\v\f\r"), " ")).strip(" ").partition(" ")[0]
+    row = commands.TABLE.get(first)
+    assert commands.changes_something(text) == (row is not None and row.effect is commands.Effect.CHANGES)
+
+
+def follower(data: bytes) -> None:
+    """A log that grows in pieces is read as the same lines as one that was there at once."""
+    descriptor = os.memfd_create("log")
+    try:
+        reader, seen, whole = LogFollower(Path(f"/proc/self/fd/{descriptor}")), list[str](), b""
+        for piece in cut(data):
+            os.write(descriptor, piece)
+            whole += piece
+            seen += reader.read()
+        complete = whole[: whole.rfind(b"\n") + 1]
+        assert seen == text_of(complete).split("\n")[:-1]
+        assert reader.position.offset == len(complete)
+    finally:
+        os.close(descriptor)
+
+
+# -- the control pipe --------------------------------------------------------------------------------------------------
+
+_ASKED: Final[tuple[Callable[[Conversation], object], ...]] = (
+    lambda talk: talk.ask(commands.get_server_list()),
+    lambda talk: talk.ask(commands.get_server_status(SERVER)),
+    lambda talk: talk.ask(commands.get_client_list(SERVER)),
+    lambda talk: talk.ask(commands.get_default_active_thread_percentage()),
+    lambda talk: talk.ask(commands.get_default_device_pinned_mem_limit(0)),
+    lambda talk: talk.ask(commands.get_active_thread_percentage(SERVER)),
+    lambda talk: talk.ask(commands.get_device_pinned_mem_limit(SERVER, 0)),
+    lambda talk: talk.ask(commands.terminate_client(SERVER, 9)),
+    lambda talk: talk.ask(setters.set_active_thread_percentage(SERVER, ActiveThreadPercentage(250))),
+    lambda talk: talk.set(setters.default_active_thread_percentage(ActiveThreadPercentage(250))),
+    lambda talk: talk.set(setters.default_device_pinned_mem_limit(0, PinnedDeviceMemLimit(2048))),
+    lambda talk: talk.set(setters.default_device_pinned_mem_limit(0, None)),
+)
+
+
+def answers(data: bytes) -> None:
+    """No line goes to two questions, to none, or beyond its mark; and each answer is what its command answers.
+
+    The first three bytes say what is asked, a line `@N` stands for the echo of the mark N; all else is what came back.
+    """
+    talk = Conversation()
+    for byte in data[:3]:
+        _ASKED[byte % len(_ASKED)](talk)
+    marks = {f"@{number}": commands.echo_of(commands.mark(NONCE, number)) for number in range(5)}
+    output = [marks.get(line, line) for line in text_of(data[3:]).splitlines()]
+    try:
+        talk.distribute(NONCE, list(output))
+    except (CollisionError, ControlError):
+        return
+    given: list[str] = [marks["@0"]]
+    for number, segment in enumerate(talk._segments(), start=1):
+        for pending in segment:
+            given += pending._lines or []
+        given.append(marks[f"@{number}"])
+    assert given == output[: len(given)]
+    for pending in talk.pending:
+        try:
+            answer = pending.answer
+        except ControlError:
+            continue
+        if isinstance(pending.asked, setters.Setting):
+            assert answer == pending.asked.wanted
+        for number in answer if isinstance(answer, tuple) else (answer,):
+            assert not isinstance(number, int) or 0 <= number < 10**20 * GIB
+
+
+# -- what users write --------------------------------------------------------------------------------------------------
+
+
+def configuration(data: bytes) -> None:
+    """A configuration is refused with a hint, or printed as one that asks for the same."""
+    try:
+        asked = settings.parse(text_of(data))
+    except ConfigurationError as error:
+        assert error.detail
+        assert error.hint
+        return
+    asked = replace(asked, api=replace(asked.api, socket=asked.socket))
+    printed = settings.document(asked)
+    assert settings.parse(printed) == asked
+    assert settings.document(settings.parse(printed)) == printed
+    msgspec.json.encode(settings.effective(asked))
+
+
+_BODIES: Final[tuple[msgspec.json.Decoder[Any], ...]] = (
+    msgspec.json.Decoder(lease_wire.LeaseRequest),
+    msgspec.json.Decoder(lease_wire.Renewal),
+    msgspec.json.Decoder(wire.Patience),
+)
+
+
+def body(data: bytes) -> None:
+    """A request's body is refused, or within its bounds and the same again when it is written and read."""
+    decoder = _BODIES[data[0] % len(_BODIES) if data else 0]
+    try:
+        found = api._decode(decoder, data[1:])
+    except InvalidRequestError as error:
+        assert error.hint
+        return
+    assert decoder.decode(msgspec.json.encode(found)) == found
+    if not isinstance(found, lease_wire.LeaseRequest):
+        return
+    try:
+        request = handlers._lease_request(found)
+    except InvalidRequestError as error:
+        assert error.hint
+        return
+    assert 1 <= request.gpus <= 64
+    assert 1 <= request.processes <= 1000
+    assert len(request.labels) <= 32
+    assert request.threads is None or 1 <= request.threads.tenths <= 1000
+    assert request.memory is None or 0 < request.memory.bytes <= 2**50
+    assert all(plain(each) == each for each in request.labels)
+
+
+def units(data: bytes) -> None:
+    """What a person writes as a size, a percentage or a duration is refused, or bounded; printed it never grows."""
+    text = text_of(data)
+    for parse in (_size, _percentage, _mem_limit, _duration):
+        try:
+            parse(text)
+        except InvalidRequestError as error:
+            assert error.hint
+
+
+def _size(text: str) -> None:
+    size = parse_size(text)
+    assert 0 < size <= LARGEST
+    printed = format_size(size)
+    if not printed.startswith("0.00"):
+        assert 0 < parse_size(printed) <= size
+
+
+def _percentage(text: str) -> None:
+    percentage = ActiveThreadPercentage.parse(text)
+    assert 1 <= percentage.tenths <= 1000
+    assert ActiveThreadPercentage.parse(str(percentage)) == percentage
+    assert percentage.tenths <= float(text.strip()) * 10 * (1 + 1e-15)
+
+
+def _mem_limit(text: str) -> None:
+    limit = PinnedDeviceMemLimit.parse(text)
+    assert 0 <= limit.bytes - parse_size(text) < 1 << 20
+    assert enforcement.parse_mem_limit(limit.grammar) == limit.bytes
+    assert limit.as_reported <= limit
+
+
+def _duration(text: str) -> None:
+    assert 0 < parse_duration(text) < float("inf")
+
+
+def environment(data: bytes) -> None:
+    """What a client has in its environment never makes mpsd believe in less than MPS lets it use.
+
+    MPS reads those figures as C's library does, which is what the simulator's clients do.
+    """
+    percentage, _, limits = text_of(data).partition("\n")
+    own = {violations.PERCENTAGE: percentage, violations.MEM_LIMIT: limits}
+    ceiling = ReadBack(500, 8 * GIB)
+    found = violations.in_force(Client(ProcessIdentity(9, 1), "gpu-0", GPU, SERVER, ceiling, own))
+    assert 0 < found.active_thread_percentage_tenths <= 500
+    if len(data) > 1000:
+        return  # the simulator's own clients have no such figures
+    really = pinned([GPU], 50.0, {0: 8 * GIB}, own)
+    assert isinstance(really, Pinned)
+    assert found.active_thread_percentage_tenths >= really.percentage * 10 - 1e-9
+    assert found.pinned_device_mem_limit is None or (
+        really.memory is not None and found.pinned_device_mem_limit >= really.memory
+    )
+
+
+# -- what mpsd keeps, and what it prints -------------------------------------------------------------------------------
+
+
+def intention(data: bytes) -> None:
+    """A file that says what an operator wants is understood and kept as it is, or it holds."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "intention"
+        path.write_bytes(data)
+        found = Intention(path)
+        found.load()
+        if found.damaged:
+            assert found.wish.intent is Intent.HOLD
+            return
+        found.keep(found.wish)
+        again = Intention(path)
+        again.load()
+        assert not again.damaged
+        assert (again.wish, again.ended) == (found.wish, found.ended)
+        assert len(again.ended) <= 16
+
+
+def terminal(data: bytes) -> None:
+    """Whatever others chose acts on no terminal, and JSON stays the same document."""
+    text = data.decode("utf-8", errors="surrogateescape")
+    safe = plain(text)
+    assert safe.isprintable()
+    assert plain(safe) == safe
+    assert safe == text or not text.isprintable()
+    for printed in (harmless_json(json.dumps(text, ensure_ascii=False)), as_json(text)):
+        assert printed.isprintable()
+        assert json.loads(printed) == text
+
+
+TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
+    each.__name__: each
+    for each in (log, command, follower, answers, configuration, body, units, environment, intention, terminal)
+}

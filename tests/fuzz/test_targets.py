@@ -1,0 +1,56 @@
+"""Every parser under what the fuzzer found, under what is too long for a line of it, and under Hypothesis."""
+
+from typing import Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fuzz import kept
+from tests.fuzz.targets import TARGETS
+
+DIGITS: Final = b"9" * 5000
+"""More than Python reads as a number."""
+DEEP: Final = b"[" * 5000
+"""Deeper than Python's stack."""
+
+LONG: Final = {
+    "command": [b"set_active_thread_percentage %b 80" % DIGITS, b"set_device_pinned_mem_limit 7 0 %bG" % DIGITS],
+    "answers": [b"\0\0\0@0\n%b\n@1\n@2\n@3" % DIGITS, b"\4\0\0@0\n%bG\n@1\n@2\n@3" % DIGITS],
+    "configuration": [b"x=" + DIGITS, b"x=" + DEEP, b"[admission]\nmemory_reserve=" + DIGITS],
+    "body": [b'\0{"memory":"%b"}' % DIGITS, b'\0{"threads":%b}' % DIGITS, b'\0{"labels":' + DEEP],
+    "units": [DIGITS, DIGITS + b"GiB"],
+    "environment": [b"%b\n0=1G" % DIGITS, b"25.0\n0=%bG" % DIGITS, b"\n%b=1G" % DIGITS],
+    "intention": [b'{"wish":{"x":' + DEEP * 100, b'{"wish":{"deadline":' + DIGITS],
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_corpus(target: str) -> None:
+    """What the fuzzer found, and kept since it goes another way than all else or once failed, is dealt with."""
+    inputs = [*kept.load(target), *LONG.get(target, [])]
+    assert inputs
+    for data in inputs:
+        TARGETS[target](data)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_any_input(target: str) -> None:
+    """Whatever comes, alone or in the midst of something of use, is dealt with."""
+    some = st.sampled_from(kept.load(target))
+    piece = st.binary(max_size=12) | st.text(max_size=6).map(str.encode) | some
+
+    @given(some, piece, st.integers(0, 400), st.integers(0, 400))
+    def check(before: bytes, new: bytes, start: int, end: int) -> None:
+        TARGETS[target](before[:start] + new + before[end:])
+
+    check()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_is_kept_is_small(target: str) -> None:
+    """The corpus stays what a person can look through, in the order in which the fuzzer writes it."""
+    inputs = kept.load(target)
+    assert inputs == sorted(set(inputs), key=lambda each: (len(each), each))
+    assert len(inputs) <= kept.MOST
+    assert max(map(len, inputs)) <= kept.LONGEST

@@ -20,6 +20,7 @@ _BENCHES: Final[dict[str, Callable[[str, Path], Iterator[Result | Figure]]]] = {
     "f": admission.many_callers,
     "g": admission.held,
     "h": log.following,
+    "i": supervision.returning,
 }
 
 

@@ -73,9 +73,9 @@ class Service:
         while json.loads(noted.read_bytes())["control"]["offset"] != log.stat().st_size:
             time.sleep(_LOOK)
 
-    def stop(self) -> None:
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         """End mpsd, and leave its control daemons and its leases to the next one."""
-        self.process.terminate()
+        self.process.send_signal(number)
         self.process.wait()
         self._log.close()
 

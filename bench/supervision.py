@@ -4,6 +4,7 @@ import asyncio
 import compileall
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -53,19 +54,21 @@ def settings_through_the_pipe(control: str, root: Path) -> Iterator[Result]:
     yield Result(f"{_SETTINGS} verified settings against {_SETTINGS} one-shot front-ends", ours, theirs, at_least=20)
 
 
+def _bare_start(control: str, environment: dict[str, str]) -> float:
+    """Return how many seconds a bare daemon needs to start and answer one command."""
+    before = time.perf_counter()
+    daemon = start_bare(control, environment)
+    one_shot(control, environment, "get_default_active_thread_percentage")
+    taken = time.perf_counter() - before
+    daemon.kill()
+    daemon.wait()
+    return taken
+
+
 def recovery(control: str, root: Path) -> Iterator[Result]:
     """Compare SIGKILL to ready-and-verified with what a bare daemon needs to start and answer one command."""
     limits = '[limits]\nactive_thread_percentage = 50.0\npinned_device_mem_limit = "8GiB"\n[daemon]\ndeaths = 1000\n'
     environment = bare_environment(root / "bare")
-
-    def theirs() -> float:
-        before = time.perf_counter()
-        daemon = start_bare(control, environment)
-        one_shot(control, environment, "get_default_active_thread_percentage")
-        taken = time.perf_counter() - before
-        daemon.kill()
-        daemon.wait()
-        return taken
 
     # The second death within the window would wait on purpose: it is the first that is measured.
     with running(control, root / "mpsd", 1, limits + "death_window = 0.001\n") as service:
@@ -77,8 +80,36 @@ def recovery(control: str, root: Path) -> Iterator[Result]:
             service.next_ready()
             return time.perf_counter() - before
 
-        mine, bare = in_turn(ours, theirs, rounds=25)
+        mine, bare = in_turn(ours, lambda: _bare_start(control, environment), rounds=25)
     yield Result("SIGKILL to ready and verified against a bare start and one answer", mine, bare, at_most=3)
+
+
+def returning(control: str, root: Path) -> Iterator[Result]:
+    """Compare an mpsd that comes back, and a planned restart, with what a bare daemon needs to start and answer."""
+    environment = bare_environment(root / "bare")
+
+    with running(control, root / "mpsd", 1) as service:
+
+        def adopted() -> float:
+            service.stop(signal.SIGKILL)
+            before = time.perf_counter()
+            service.start()
+            service.next_ready()
+            return time.perf_counter() - before
+
+        def restarted() -> float:
+            before = time.perf_counter()
+            restart = ["POST /v1/daemons/gpu0/restart HTTP/1.1", "Host: mpsd", "Content-Length: 0", "", ""]
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(str(service.socket))
+                connection.sendall("\r\n".join(restart).encode())
+                assert connection.recv(100).startswith(b"HTTP/1.1 202 ")
+            service.next_ready()
+            return time.perf_counter() - before
+
+        back, anew, bare = in_turn(adopted, restarted, lambda: _bare_start(control, environment), rounds=9)
+    yield Result("start of mpsd to adopted and verified against a bare start and one answer", back, bare, at_most=200)
+    yield Result("restart of an idle daemon against a bare start and one answer", anew, bare, at_most=10)
 
 
 def status(control: str, root: Path) -> Iterator[Result]:

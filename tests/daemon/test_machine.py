@@ -1,5 +1,6 @@
 """What the machine does to mpsd: no process can be started, the clock jumps, signals rain, a disk is full."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -13,11 +14,14 @@ import pytest
 
 from tests.daemon.conftest import Start
 from tests.daemon.scene import by_hand, event, kill, next_ready
+from tests.daemon.test_compute_mode import GPU_IS_LOST, HANG, TWO_GPUS
 from tests.harness import wait_until
 from tests.node import Node
+from tests.system.fake_nvml import FakeNvml
 
 pytestmark = pytest.mark.real_daemon(535)
 
+CEILING: Final = "[limits]\nactive_thread_percentage = {}\n"
 SMALL: Final = {"threads": 10, "memory": "1GiB"}
 
 
@@ -125,3 +129,73 @@ def test_clock(make_node: Start, short_tmp: Path) -> None:
         node.end(signal.SIGKILL)
         node.start()
         assert leases(node).keys() == {kept}
+
+
+# -- signals, disks, and the driver ------------------------------------------------------------------------------------
+
+
+def test_storm_of_reloads(make_node: Start) -> None:
+    """However often and fast SIGHUP comes, the last file is what holds, mpsd answers, and no daemon notices."""
+    node = make_node(simulate=1, config=CEILING.format(50)).start()
+    before, used = node.daemons()["gpu0"], len([*Path(f"/proc/{node.pid}/fd").iterdir()])
+    for number in range(2000):
+        if number % 100 == 0:
+            node.configuration.write_text(CEILING.format(10 + number / 100))
+        node.hang_up()
+    assert node.get("/healthz").status == 200
+    node.reload("nonsense = [")
+    node.reload(CEILING.format(70))
+    wait_until(lambda: by_hand(node, "gpu0")[0] == ["70.0"], what="the last limit to hold")
+    after = node.daemons()["gpu0"]
+    assert (after["pid"], after["ready_since"]) == (before["pid"], before["ready_since"])
+    wait_until(lambda: len([*Path(f"/proc/{node.pid}/fd").iterdir()]) <= used + 1, what="the descriptors to be closed")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system")
+def test_full_log_directory(make_node: Start) -> None:
+    """Where no log takes a line any more, mpsd's own neither, limits are held, and leases given, as ever."""
+    node = make_node(simulate=1, config=CEILING.format(50) + "[daemon]\nprobe_interval = 0.3\n")
+    logs = node.root / "log"
+    logs.mkdir(mode=0o755)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=755", "none", logs], check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        node.stderr.symlink_to(logs / "mpsd.stderr")
+        before = node.start().daemons()["gpu0"]["pid"]
+        with (logs / "full").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+        node.ask("gpu0", "set_default_active_thread_percentage 7")
+        wait_until(lambda: by_hand(node, "gpu0")[0] == ["50.0"], what="a stranger's limit to be put back")
+        assert node.request("POST", "/v1/leases", SMALL).status == 201
+        kill(before)
+        next_ready(node, "gpu0", before)
+        assert node.request("POST", "/v1/leases", SMALL).status == 201
+    finally:
+        # Lazily: mpsd and its control daemons are ended only after this.
+        subprocess.run(["umount", "--lazy", logs], check=True)
+
+
+def test_gpu_that_hangs_or_is_lost(make_node: Start, nvml: FakeNvml) -> None:
+    """While NVML hangs, or has lost a GPU, mpsd says so and lets nobody in there; who was there keeps its lease."""
+    nvml.show(*TWO_GPUS)
+    node = make_node(simulate=None, env=nvml.variables).start()
+    pids = {name: each["pid"] for name, each in node.daemons().items()}
+    kept, other = (node.request("POST", "/v1/leases", {**SMALL, "gpu": gpu}).json["id"] for gpu in "01")
+
+    def health() -> str:
+        node.get(f"/v1/leases/{other}/verify")  # it has mpsd read its GPUs, which it does by itself every ten seconds
+        found: str = node.get("/v1/gpus").json["gpus"][0]["health"]
+        return found
+
+    for fault in (GPU_IS_LOST, HANG):
+        nvml.show(*TWO_GPUS, f"fault nvmlDeviceGetMemoryInfo_v2 0 {fault}")
+        wait_until(lambda: health() == "unknown", what="it to be unknown")
+        refused = node.request("POST", "/v1/leases", {**SMALL, "gpu": "0"})
+        assert (refused.status, refused.json["code"]) == (409, "daemon_not_ready")
+        assert node.get("/readyz").status == 503
+        nvml.show(*TWO_GPUS)
+        wait_until(lambda: health() == "ok", what="it to be read again", deadline=30)
+        assert node.request("POST", "/v1/leases", {**SMALL, "gpu": "0"}).status == 201
+    assert leases(node).keys() >= {kept, other}
+    assert {name: each["pid"] for name, each in node.daemons().items()} == pids

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -214,10 +215,17 @@ def test_quit_again(bench: Bench) -> None:
     assert not alive(server)
 
 
+def _ignores(pid: int, number: signal.Signals) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    ignored = next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:"))
+    return bool(int(ignored, 16) >> (number - 1) & 1)
+
+
 def test_quit_and_a_server_that_will_not_go(bench: Bench) -> None:
     """`quit -t` never ends when the server ignores SIGINT: nothing stronger is sent to it."""
     bench.put_server(STUBBORN)
     server = bench.start_server()
+    wait_until(lambda: _ignores(server, signal.SIGINT), what="the server to ignore SIGINT")
     with pytest.raises(subprocess.TimeoutExpired):
         bench.front_end("quit -t 0", seconds=0.3)
     assert alive(server)

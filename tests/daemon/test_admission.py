@@ -411,7 +411,7 @@ BAD_BODIES = [
     ({"threads": 10, "memory": "1GiB", "name": "\x1b[2J"}, "$.name", None),
     ({"threads": 10, "memory": "1GiB", "request_id": ""}, "$.request_id", None),
     ([], "array", None),
-    (b"", "", None),
+    (b"", "threads is missing", "threads"),
     (b"{", "", None),
     (b"\xff\xfe", "", None),
     (b'{"threads": 1e999, "memory": "1GiB"}', "", None),

@@ -48,21 +48,29 @@ class _Commands(click.Group):
         return command
 
 
-_EPILOG: Final = """\
-\b
-Exit status:
-    0   it was done; for status: the node is healthy; for doctor: no check fails
-    1   anything else
-    2   it was called wrongly
-    69  mpsd is unreachable
-    75  it does not fit now
-    77  refused, by policy or for want of permission
-    78  the configuration is wrong
+EXIT_STATUS: Final = {
+    0: "it was done; for status: the node is healthy; for doctor: no check fails",
+    1: "anything else",
+    2: "it was called wrongly",
+    69: "mpsd is unreachable",
+    75: "it does not fit now",
+    77: "refused, by policy or for want of permission",
+    78: "the configuration is wrong",
+}
+"""What mpsctl ends with, for `mpsctl --help` and mpsctl(1)."""
 
-\b
-Completion, for bash (zsh_source and fish_source are there too):
-    eval "$(_MPSCTL_COMPLETE=bash_source mpsctl)"
-"""
+_EPILOG: Final = "\n".join(
+    (
+        "\b",
+        "Exit status:",
+        *(f"    {status:<2}  {meaning}" for status, meaning in EXIT_STATUS.items()),
+        "",
+        "\b",
+        "Completion, for bash (zsh_source and fish_source are there too):",
+        '    eval "$(_MPSCTL_COMPLETE=bash_source mpsctl)"',
+        "",
+    )
+)
 
 
 @click.group(cls=_Commands, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})

@@ -12,6 +12,7 @@ from mpsd.cli import waiting
 from mpsd.cli.api import Api
 from mpsd.cli.caller import calling_program
 from mpsd.cli.command import ForEval, environment, note, print_lease, with_api, with_form
+from mpsd.cli.complete import gpu_names, lease_names, program
 from mpsd.cli.signals import SignalledError
 from mpsd.core.errors import InvalidRequestError, MpsdError
 
@@ -63,7 +64,7 @@ _REQUEST: Final = (
         metavar="PART",
         help="Instead of both, a part of a GPU, such as 0.25.",
     ),
-    click.option("--gpu", metavar="any|INDEX|UUID", help="Which GPU.  [default: any]"),
+    click.option("--gpu", metavar="any|INDEX|UUID", shell_complete=gpu_names, help="Which GPU.  [default: any]"),
     click.option("--gpus", type=int, metavar="N", help="On so many GPUs, as much on each, all or nothing."),
     click.option(
         "--processes", type=int, metavar="N", help="Client processes that share it in equal parts.  [default: 1]"
@@ -145,7 +146,7 @@ def admit(api: Api, form: str, pid: int | None, wait: float, **request: object) 
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @_with_request
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=program)
 @with_api
 def run(api: Api, command: tuple[str, ...], wait: float, **request: object) -> None:
     """Take out a lease, and become COMMAND with its environment.
@@ -183,7 +184,7 @@ def run(api: Api, command: tuple[str, ...], wait: float, **request: object) -> N
 
 
 @click.command()
-@click.argument("lease")
+@click.argument("lease", shell_complete=lease_names)
 @click.option(
     "--ttl", type=float, callback=_finite, required=True, metavar="SECONDS", help="It ends after that, from now on."
 )
@@ -195,7 +196,7 @@ def renew(api: Api, lease: str, form: str, ttl: float) -> None:
 
 
 @click.command()
-@click.argument("lease")
+@click.argument("lease", shell_complete=lease_names)
 @with_form()
 @with_api
 def attach(api: Api, lease: str, form: str) -> None:
@@ -208,7 +209,7 @@ def attach(api: Api, lease: str, form: str) -> None:
 
 
 @click.command()
-@click.argument("lease")
+@click.argument("lease", shell_complete=lease_names)
 @with_api
 def release(api: Api, lease: str) -> None:
     """End a lease of your own, or give up its place in the queue; one that has ended already is fine."""

@@ -10,6 +10,7 @@ import click
 from mpsd.cli import signals, views
 from mpsd.cli.api import Api
 from mpsd.cli.command import note, print_answer, with_api, with_form
+from mpsd.cli.complete import daemon_names
 from mpsd.core.drain import TIMEOUT, Intent
 from mpsd.core.errors import UnreachableError
 
@@ -67,7 +68,8 @@ def _in_time(verb: str, text: str) -> click.Command:
 
 def _of_daemons(verb: str, text: str, function: Callable[..., None]) -> click.Command:
     everyone = click.option("--all", "everyone", is_flag=True, help="Every control daemon of the node.")
-    command = click.argument("daemon", required=False)(everyone(with_form()(with_api(wraps(function)(function)))))
+    daemon = click.argument("daemon", required=False, shell_complete=daemon_names)
+    command = daemon(everyone(with_form()(with_api(wraps(function)(function)))))
     return click.command(verb, help=f"{text}\n\n{_NAME}")(command)
 
 

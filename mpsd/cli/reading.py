@@ -5,6 +5,7 @@ import click
 from mpsd.cli import views
 from mpsd.cli.api import Api
 from mpsd.cli.command import ForEval, now, print_answer, print_lease, with_api, with_form
+from mpsd.cli.complete import lease_names
 from mpsd.core.harmless import plain
 
 
@@ -59,7 +60,7 @@ def leases(api: Api, form: str) -> None:
 
 
 @click.command(cls=ForEval)
-@click.argument("lease")
+@click.argument("lease", shell_complete=lease_names)
 @click.option(
     "--share", type=click.IntRange(min=0), metavar="N", help="With -o env: on which of its GPUs, counted from 0."
 )

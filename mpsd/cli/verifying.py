@@ -9,6 +9,7 @@ from mpsd.cli import views
 from mpsd.cli.api import Api
 from mpsd.cli.caller import calling_program, family
 from mpsd.cli.command import print_answer, with_api, with_form
+from mpsd.cli.complete import lease_names
 from mpsd.core.errors import NotFoundError
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("lease", required=False)
+@click.argument("lease", required=False, shell_complete=lease_names)
 @click.option("--pid", type=click.IntRange(min=1), help="Find the lease that this process has, or its ancestors have.")
 @with_form()
 @with_api

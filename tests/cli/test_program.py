@@ -278,7 +278,8 @@ def test_it_starts_light(node: Node) -> None:
     assert own == {
         "mpsd",
         "mpsd.cli",
-        *(f"mpsd.cli.{name}" for name in ("api", "client", "command", "group", "main", "reading", "render", "views")),
+        *(f"mpsd.cli.{name}" for name in ("api", "client", "command", "complete", "group", "main", "reading")),
+        *(f"mpsd.cli.{name}" for name in ("render", "views")),
         "mpsd.core",
         "mpsd.core.errors",
         "mpsd.core.harmless",

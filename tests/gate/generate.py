@@ -1,6 +1,7 @@
-"""The parts of README.md that are made from the code: the errors, the settings, and the life of a control daemon.
+"""What is made from the code: parts of README.md (errors, settings, the life of a control daemon), and whole files.
 
-`python -m tests.gate.generate` writes them between their markers, and the tests of this folder fail while they differ.
+`python -m tests.gate.generate` writes them, the parts between their markers, and the tests of this folder fail while
+they differ.
 """
 
 import re
@@ -12,8 +13,10 @@ from typing import Final
 from mpsd.core.errors import CallerError, CapacityError, ControlError, GpuError, MpsdError, OperatorError, catalogue
 from mpsd.core.lifecycle import TABLE, Event, State
 from mpsd.core.settings import render, rows
+from tests.gate import completions, manual
 
-README: Final = Path(__file__).resolve().parents[2] / "README.md"
+ROOT: Final = Path(__file__).resolve().parents[2]
+README: Final = ROOT / "README.md"
 
 _DOING: Final[dict[type, str]] = {
     CallerError: "the caller",
@@ -79,6 +82,16 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
 }
 
 
+FILES: Final[dict[str, Callable[[], str]]] = {
+    "docs/man/mpsctl.1": manual.mpsctl_page,
+    "docs/man/mpsd.8": manual.mpsd_page,
+    "docs/man/mpsd.toml.5": manual.settings_page,
+    "docs/mpsd.toml": manual.example,
+    **completions.FILES,
+}
+"""Every file that is made as a whole, relative to the root of the tree."""
+
+
 def between(name: str, text: str) -> re.Match[str]:
     """Find the part of a document between the two markers of this name."""
     found = list(re.finditer(rf"(?<=<!-- {name}:begin -->\n).*?(?=<!-- {name}:end -->)", text, re.DOTALL))
@@ -108,12 +121,20 @@ def assert_written(name: str) -> None:
 
 
 def main() -> int:
-    """Write the generated parts into README.md."""
+    """Write the generated parts into README.md, and the generated files."""
     before = README.read_text(encoding="utf-8")
-    after = written(before)
-    README.write_text(after, encoding="utf-8")
-    print("README.md was written" if after != before else "README.md was up to date")
+    _write(README, written(before))
+    for name, make in FILES.items():
+        _write(ROOT / name, make())
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    stood = path.exists() and path.read_text(encoding="utf-8") == text
+    if not stood:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    print(f"{path.relative_to(ROOT)} was {'up to date' if stood else 'written'}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,303 @@
+"""The manual pages and the example of a configuration, made from click's commands and the table of settings.
+
+`python -m tests.gate.generate` writes them into docs/man and docs/mpsd.toml, and tests/gate/test_manual.py fails while
+they differ.
+"""
+
+import inspect
+import re
+import textwrap
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from typing import Final
+
+import click
+
+from mpsd import __version__
+from mpsd.__main__ import cli as mpsd
+from mpsd.cli.group import EXIT_STATUS, mpsctl
+from mpsd.core.settings import Row, Settings, quota_rows, render, rows
+from mpsd.core.violations import MEM_LIMIT, PERCENTAGE
+
+DATE: Final = "2026-11-21"
+"""The day that stands at the foot of every page: a page must not change because it is made on another day."""
+
+_WIDTH: Final = 79
+
+_MPSD_ENDS: Final = {
+    0: "it was told to end, or, for check, the configuration is right",
+    1: "anything else, such as another mpsd in the same runtime directory",
+    2: "it was called wrongly",
+    78: "the configuration is wrong, or the machine has no NVIDIA driver",
+}
+
+_ENVIRONMENT: Final = {
+    "MPSD_SOCKET": "Where mpsd listens, unless --socket says so.",
+    "MPSD_LEASE": "The lease of the calling process, for mpsctl verify; mpsctl run sets it for its COMMAND.",
+    f"CUDA_MPS_PIPE_DIRECTORY, CUDA_VISIBLE_DEVICES, {PERCENTAGE}, {MEM_LIMIT}": (
+        "What a lease is to its processes. mpsctl run sets them for its COMMAND, and mpsctl admit -o env prints them. A"
+        " process without them runs outside MPS, and without limits."
+    ),
+    "_MPSCTL_COMPLETE": "Set by a shell's completion; mpsctl then prints what could come next, and nothing else.",
+}
+
+_PATHS: Final = Settings().paths
+
+_FILES: Final = {
+    "/etc/mpsd/mpsd.toml": "The configuration, see mpsd.toml(5). Without it every setting has its default.",
+    f"{Settings().socket}": "The API: HTTP on a unix socket. /v1/openapi.json describes it.",
+    f"{_PATHS.runtime_dir}/mps/gpuN": "The pipe directory of each control daemon.",
+    f"{_PATHS.runtime_dir}/leases.db": "The leases, for as long as this boot lasts.",
+    f"{_PATHS.state_dir}": "What outlives a reboot: events, usage, and what operators want of each control daemon.",
+    f"{_PATHS.log_dir}/gpuN": "NVIDIA's control.log and server.log of each control daemon.",
+}
+
+
+# -- roff --------------------------------------------------------------------------------------------------------------
+
+
+def _escaped(text: str) -> str:
+    """Return text as roff has it; what begins a line is no request of it, and a hyphen can be copied from the page."""
+    escaped = text.replace("\\", "\\e").replace("-", "\\-").replace("'", "\\(aq").replace('"', "\\(dq")
+    return re.sub(r"^([.'])", r"\\&\1", escaped.replace("`", "\\(ga").replace("^", "\\(ha").replace("~", "\\(ti"))
+
+
+def _filled(text: str) -> Iterator[str]:
+    """Yield a paragraph as lines that the reader's terminal fills."""
+    for line in textwrap.wrap(" ".join(text.split()), _WIDTH - 20, break_on_hyphens=False, break_long_words=False):
+        yield _escaped(line)
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    """Yield a help text of click's, in which a backspace begins a paragraph whose lines stand as they are."""
+    for number, paragraph in enumerate(inspect.cleandoc(text).split("\n\n")):
+        if number:
+            yield ".PP"
+        if paragraph.startswith("\b\n"):
+            said, shown = _parted(paragraph.removeprefix("\b\n").splitlines())
+            yield from _filled(" ".join(said))
+            yield from _shown(shown)
+        else:
+            yield from _filled(paragraph)
+
+
+def _parted(lines: list[str]) -> tuple[list[str], list[str]]:
+    """Tell what introduces an example from the example, which is set in."""
+    said = [line for line in lines if not line.startswith(" ")]
+    return said, textwrap.dedent("\n".join(line for line in lines if line.startswith(" "))).splitlines()
+
+
+def _shown(lines: Iterable[str]) -> Iterator[str]:
+    """Yield lines that stand as they are."""
+    yield from (".RS 4", ".nf", *map(_escaped, lines), ".fi", ".RE")
+
+
+def _term(term: str, *meaning: str) -> Iterator[str]:
+    yield ".TP"
+    yield f".B {_escaped(term)}"
+    for number, paragraph in enumerate(meaning):
+        if number:
+            yield ".IP"
+        yield from _filled(paragraph)
+
+
+def _page(title: str, section: int, purpose: str, *parts: Iterable[str]) -> str:
+    lines = [
+        '.\\" Made by python -m tests.gate.generate: change what it is made from, and not this.',
+        f'.TH {title.upper()} {section} "{DATE}" "mpsd {__version__}" "NVIDIA MPS"',
+        ".SH NAME",
+        f"{_escaped(title)} \\- {_escaped(purpose)}",
+    ]
+    return "\n".join([*lines, *(line for part in parts for line in part), ""])
+
+
+def _section(title: str, *parts: Iterable[str]) -> Iterator[str]:
+    yield f".SH {title}"
+    for part in parts:
+        yield from part
+
+
+def _terms(table: dict[str, str]) -> Iterator[str]:
+    for term, meaning in table.items():
+        yield from _term(term, meaning)
+
+
+def _exit_status(table: dict[int, str]) -> Iterator[str]:
+    return _section("EXIT STATUS", _terms({f"{status}": f"{meaning}." for status, meaning in table.items()}))
+
+
+def _see_also(*pages: str) -> Iterator[str]:
+    yield ".SH SEE ALSO"
+    for number, page in enumerate(pages, start=1):
+        name, section = page.rstrip(")").split("(")
+        yield f".BR {_escaped(name)} ({section}){',' if number < len(pages) else ''}"
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def _options(command: click.Command, context: click.Context) -> Iterator[str]:
+    for parameter in command.get_params(context):
+        record = parameter.get_help_record(context)
+        if isinstance(parameter, click.Option) and record is not None and "--help" not in parameter.opts:
+            yield from _term(record[0], record[1])
+
+
+def _commands(group: click.Group, above: click.Context) -> Iterator[str]:
+    for name in sorted(group.list_commands(above)):
+        command = group.get_command(above, name)
+        assert command is not None
+        context = click.Context(command, info_name=name, parent=above)
+        yield from _commands(command, context) if isinstance(command, click.Group) else _command(command, context)
+
+
+def _command(command: click.Command, context: click.Context) -> Iterator[str]:
+    words = context.command_path.split()[1:]
+    pieces = command.collect_usage_pieces(context)
+    yield f".SS {_escaped(' '.join([*words, *pieces]))}"
+    yield from _paragraphs(command.help or "")
+    yield from _options(command, context)
+
+
+def _description(group: click.Group, *more: str) -> Iterator[str]:
+    return _section("DESCRIPTION", _paragraphs("\n\n".join([inspect.cleandoc(group.help or ""), *more])))
+
+
+def mpsd_page() -> str:
+    """Return mpsd(8)."""
+    synopsis = (".B mpsd", ".I COMMAND", ".RI [ OPTIONS ]")
+    signals = {
+        "SIGTERM": "mpsd ends. The control daemons and their clients go on, and the next mpsd adopts them.",
+        "SIGHUP": "The configuration is read again; what can change without a restart does, and the rest is told.",
+    }
+    return _page(
+        "mpsd", 8, "supervise NVIDIA MPS on a GPU node",
+        _section("SYNOPSIS", synopsis),
+        _description(mpsd, _WHAT_IT_IS),
+        _section("COMMANDS", _commands(mpsd, click.Context(mpsd, info_name="mpsd"))),
+        _section("SIGNALS", _terms(signals)),
+        _exit_status(_MPSD_ENDS),
+        _section("FILES", _terms(_FILES)),
+        _see_also("mpsctl(1)", "mpsd.toml(5)"),
+    )  # fmt: skip
+
+
+_WHAT_IT_IS: Final = (
+    "For each GPU it starts or adopts one nvidia-cuda-mps-control, proves that it answers, sets its limits and reads"
+    " them back, watches them, and brings it back when it dies. It admits clients: each gets a lease on a share of a"
+    " GPU, tied to the life of a process. No GPU process notices when mpsd is restarted, upgraded or killed."
+)
+
+
+def mpsctl_page() -> str:
+    """Return mpsctl(1)."""
+    synopsis = (".B mpsctl", ".RB [ \\-\\-socket", ".IR PATH ]", ".I COMMAND", ".RI [ OPTIONS ]")
+    context = click.Context(mpsctl, info_name="mpsctl")
+    files = {path: meaning for path, meaning in _FILES.items() if path == f"{Settings().socket}"}
+    return _page(
+        "mpsctl", 1, "ask mpsd about NVIDIA MPS, and take out a share of a GPU",
+        _section("SYNOPSIS", synopsis),
+        _description(mpsctl),
+        _section("OPTIONS", _options(mpsctl, context)),
+        _section("COMMANDS", _commands(mpsctl, context)),
+        _exit_status(EXIT_STATUS),
+        _section("ENVIRONMENT", _terms(_ENVIRONMENT)),
+        _section("FILES", _terms(files)),
+        _see_also("mpsd(8)", "mpsd.toml(5)"),
+    )  # fmt: skip
+
+
+# -- the configuration -------------------------------------------------------------------------------------------------
+
+
+def _value(row: Row) -> str:
+    """Return a setting's default as the file has it, or what it is when it is not there."""
+    shown = Settings().socket if row.key == "api.socket" else row.default
+    return "" if shown is None else render(row, shown)
+
+
+def _setting(row: Row) -> Iterator[str]:
+    default = _value(row)
+    facts = [f"Default: {default}." if default else "Absent by default."]
+    if isinstance(row.default, StrEnum):
+        facts.append(f"One of {', '.join(type(row.default))}.")
+    if row.unit:
+        facts.append(f"Unit: {row.unit}.")
+    if not row.reload and not row.key.startswith("quota."):
+        facts.append("A change needs a restart of mpsd.")
+    yield from _term(row.key.rpartition(".")[2], f"{row.help[0].upper()}{row.help[1:]}.", " ".join(facts))
+
+
+def _settings() -> Iterator[str]:
+    section = ""
+    for row in rows():
+        if row.key.split(".")[0] != section:
+            section = row.key.split(".")[0]
+            yield f".SS [{section}]"
+        yield from _setting(row)
+    yield ".SS [quota.NAME]"
+    yield from _filled("What one user may have: NAME is a user, a %group, or * for who has no other.")
+    for row in quota_rows():
+        yield from _setting(row)
+
+
+_FORM: Final = """\
+The file is TOML. Every setting has a default, and an unknown one is an error. Sizes are text such as "8GiB", or a
+number of bytes; times are seconds; file modes are octal text such as "0660".
+
+`mpsd check` reads it, says what is wrong, and prints every setting in force. SIGHUP has mpsd read it again, as does
+`systemctl reload mpsd`; where something in it is wrong, the settings stay as they were, and the log says why.
+"""
+
+_EXAMPLE: Final = """\
+[daemon]
+compute_mode = "exclusive-process"
+
+[limits]
+active_thread_percentage = 50
+pinned_device_mem_limit = "20GiB"
+
+[roles]
+users = ["%research"]
+admins = ["%gpu-operators"]
+
+[quota."%research"]
+threads = 100
+memory = "40GiB"
+"""
+
+
+def settings_page() -> str:
+    """Return mpsd.toml(5)."""
+    return _page(
+        "mpsd.toml", 5, "the configuration of mpsd",
+        _section("SYNOPSIS", (".I /etc/mpsd/mpsd.toml",)),
+        _section("DESCRIPTION", _paragraphs(_FORM)),
+        _section("SETTINGS", _settings()),
+        _section("EXAMPLE", _shown(_EXAMPLE.splitlines())),
+        _see_also("mpsd(8)", "mpsctl(1)"),
+    )  # fmt: skip
+
+
+def example() -> str:
+    """Return a configuration in which nothing is set: every section, and each setting as a comment to begin from."""
+    lines = [
+        "# The configuration of mpsd: every setting, with its default. Uncomment what is to be different, and then:",
+        "#     mpsd check && systemctl reload mpsd",
+        "# mpsd.toml(5) says more.",
+    ]
+    section = ""
+    for row in rows():
+        name = row.key.split(".")[1]
+        if row.key.split(".")[0] != section:
+            section = row.key.split(".")[0]
+            lines += ["", f"[{section}]"]
+        unit = f" ({row.unit})" if row.unit else ""
+        restart = "" if row.reload else "; a change needs a restart"
+        lines += [f"# {line}" for line in textwrap.wrap(f"{row.help}{unit}{restart}", 118)]
+        lines.append(f"#{name} = {_value(row)}".rstrip())
+    lines += ["", "# What one user may have: a user, a %group, or * for who has no other.", '#[quota."*"]']
+    for row in quota_rows():
+        unit = f" ({row.unit})" if row.unit else ""
+        lines += [f"# {row.help}{unit}", f"#{row.key.rpartition('.')[2]} ="]
+    return "\n".join([*lines, ""])

@@ -1,0 +1,78 @@
+"""The manual pages, the example of a configuration and the completions are what the code makes of them, and sound."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from mpsd.cli.group import EXIT_STATUS
+from mpsd.core.errors import catalogue
+from mpsd.core.settings import Settings, parse, quota_rows, rows
+from tests.gate.generate import FILES
+from tests.gate.source import ROOT
+from tests.tools import needed
+
+PAGES: Final = sorted(name for name in FILES if name.startswith("docs/man/"))
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_is_written(name: str) -> None:
+    """The file in the tree is the one that the code makes."""
+    stands = (ROOT / name).read_text(encoding="utf-8")
+    assert stands == FILES[name](), f"{name} is not up to date: run python -m tests.gate.generate"
+
+
+@pytest.mark.parametrize("folder", ["docs/man", "completions"])
+def test_nothing_else_is_there(folder: str) -> None:
+    """A page or a completion of something that is no more does not stay."""
+    there = {f"{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob("*") if path.is_file()}
+    assert there == {name for name in FILES if name.startswith(f"{folder}/")}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page_is_sound(page: str) -> None:
+    """Neither mandoc nor man has anything to say about it."""
+    linted = subprocess.run(
+        [needed("mandoc", "mandoc"), "-Tlint", "-Wstyle", page], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (linted.returncode, linted.stdout) == (0, "")
+    shown = subprocess.run(
+        [needed("man", "man-db"), "--warnings", "--encoding=UTF-8", "--local-file", "--troff-device=utf8", "-Z", page],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+        env={**os.environ, "LC_ALL": "C.UTF-8", "MANWIDTH": "80", "MANROFFSEQ": ""},
+    )  # fmt: skip
+    assert (shown.returncode, shown.stderr) == (0, "")
+
+
+def test_every_setting_has_a_page() -> None:
+    """mpsd.toml(5) has each setting, under its section."""
+    page = FILES["docs/man/mpsd.toml.5"]()
+    for row in (*rows(), *quota_rows()):
+        section, name = row.key.rsplit(".", 1)
+        below = page.partition(f".SS [{section}]\n")[2].partition("\n.SS ")[0]
+        assert f"\n.TP\n.B {name}\n" in f"\n{below}", row.key
+
+
+def test_every_exit_status_is_told() -> None:
+    """What an error ends mpsctl with stands in its help and its page."""
+    assert {error.exit_code for error in catalogue()} <= EXIT_STATUS.keys()
+
+
+def test_the_example_sets_nothing() -> None:
+    """It asks for what no configuration asks for; with every default uncommented, too."""
+    example = FILES["docs/mpsd.toml"]()
+    assert parse(example) == Settings()
+    uncommented = re.sub(r"^#(\w+ = .+)$", r"\1", example, flags=re.MULTILINE)
+    assert uncommented.count("\n#") < example.count("\n#")
+    socket = Settings().socket
+    assert parse(uncommented) == parse(f'[api]\nsocket = "{socket}"\n')
+
+
+def test_made_from_what_is_installed() -> None:
+    """The pages are those of this tree, and not of an mpsd that is installed beside it."""
+    import mpsd  # noqa: PLC0415 - its place is what is tested
+
+    assert Path(mpsd.__file__).is_relative_to(ROOT)

@@ -9,7 +9,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests import real
+from tests import real, systemd
 from tests.gpu import machine
 from tests.harness import Watch, kill, remove_tree
 
@@ -93,6 +93,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.fail(f"{missing}, and {real.REQUIRE} is set", pytrace=False)
         elif missing is not None:
             pytest.skip(missing)
+    if item.get_closest_marker("machine") is not None and (absent := systemd.missing()) is not None:
+        if real.required():
+            pytest.fail(f"{absent}, and {real.REQUIRE} is set", pytrace=False)
+        pytest.skip(absent)
     if item.get_closest_marker("gpu") is not None:
         if not machine.required() and "gpu" not in item.config.getoption("-m"):
             # They bring about a fault, which is no business of whoever shares the GPU of a developer's machine.
@@ -110,6 +114,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         names = ", ".join(str(branch) for branch in absent)
         terminalreporter.section("NOT TESTED AGAINST NVIDIA'S OWN CONTROL DAEMON", sep="!", red=True, bold=True)
         terminalreporter.line(f"missing: driver branch {names}. Fetch with: tests/real/fetch")
+    if any("machine" in report.keywords for report in terminalreporter.stats.get("skipped", [])):
+        terminalreporter.section("NOT TESTED ON A REAL SYSTEMD", sep="!", red=True, bold=True)
+        terminalreporter.line(f"{systemd.missing()}")
     if any("gpu" in report.keywords for report in terminalreporter.stats.get("skipped", [])):
         terminalreporter.section("NOT TESTED ON A REAL GPU", sep="!", red=True, bold=True)
         terminalreporter.line("On a machine with one, as root: pytest -m gpu tests/gpu (docs/gpu.md)")

@@ -4,8 +4,8 @@ They are not free software, so they are not in this repository: `tests/real/fetc
 outside the tree. That runs before anything is installed, so this module imports pytest only where a test calls it.
 """
 
+import functools
 import os
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -35,13 +35,18 @@ class RealDaemon(NamedTuple):
     control: Path
 
 
-def cache_directory() -> Path:
-    """Return where `fetch` puts them: a directory for each version, named after it."""
-    if os.environ.get(CACHE):
-        return Path(os.environ[CACHE]).expanduser().absolute()
+def cache(variable: str, name: str) -> Path:
+    """Return a directory outside the tree for what is slow to get: the one that a variable names, or the usual one."""
+    if os.environ.get(variable):
+        return Path(os.environ[variable]).expanduser().absolute()
     home = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(home) if home.startswith("/") else Path.home() / ".cache"
-    return base / "mpsd-tests" / "control-daemons"
+    return base / "mpsd-tests" / name
+
+
+def cache_directory() -> Path:
+    """Return where `fetch` puts them: a directory for each version, named after it."""
+    return cache(CACHE, "control-daemons")
 
 
 def version_of(directory: Path) -> tuple[int, ...] | None:
@@ -50,7 +55,7 @@ def version_of(directory: Path) -> tuple[int, ...] | None:
     return tuple(map(int, parts)) if len(parts) > 1 and all(part.isdecimal() for part in parts) else None
 
 
-@cache
+@functools.cache
 def real_daemons() -> dict[int, Path]:
     """Return the control program of each driver branch in the cache, the newest point release of each."""
     try:

@@ -1,0 +1,47 @@
+"""Machines with a real systemd as PID 1, for tests of what runs under it: the units, the packages.
+
+A root file system of each suite is made once, by mmdebstrap, into a cache outside the tree; systemd-nspawn boots it
+with an overlay that goes with the machine. Where that cannot be done the tests skip, or fail where they have to run.
+`python3 -m tests.systemd` makes what is missing, before anything is installed: this module imports no pytest.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from tests import real
+
+CACHE: Final = "MPSD_ROOT_FILE_SYSTEMS"
+
+BRANCH: Final = 535
+"""The driver branch of the control daemon in the machines."""
+
+
+class Suite(NamedTuple):
+    """A release of Debian, and what mpsd meets there."""
+
+    name: str
+    systemd: int
+    python: str
+
+
+SUITES: Final = {
+    "bookworm": Suite("bookworm", systemd=252, python="3.11"),
+    "trixie": Suite("trixie", systemd=257, python="3.13"),
+}
+
+
+def cache_directory() -> Path:
+    """Return where the root file systems are."""
+    return real.cache(CACHE, "root-file-systems")
+
+
+def missing() -> str | None:
+    """Say what this machine lacks to boot another one, or None when all is there."""
+    if os.geteuid() != 0:
+        return "only root can boot a machine"
+    absent = [program for program in ("mmdebstrap", "systemd-nspawn", "nsenter") if shutil.which(program) is None]
+    if absent:
+        return f"no {' and no '.join(absent)} here: install mmdebstrap and systemd-container"
+    return real.missing(BRANCH)

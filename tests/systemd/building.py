@@ -1,0 +1,77 @@
+"""Root file systems: a small Debian with systemd and Python, and what mpsd imports in a virtual environment."""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from tests import systemd
+from tests.real.apt import mirrors, run
+from tests.systemd import Suite
+
+PACKAGES: Final = ("dbus", "procps", "python3", "systemd", "systemd-sysv")
+
+HOME: Final = "opt/mpsd"
+"""The virtual environment of mpsd in the machine; mpsd itself is not in it yet."""
+
+_LOCK: Final = Path(__file__).resolve().parents[2] / "requirements.lock"
+
+_LEFT_OUT: Final = ("/usr/share/doc/*", "/usr/share/locale/*", "/usr/share/man/*")
+
+
+def root_file_system(suite: Suite) -> Path:
+    """Return the root file system of a suite, and make it first where that was not done yet.
+
+    Raises FetchError when something for it does not come. Several at once do not disturb each other.
+    """
+    with _locked(suite.name) as cache:
+        place = cache / f"{suite.name}-{_recipe()}"
+        if not place.exists():
+            folder = Path(tempfile.mkdtemp(prefix=f".{suite.name}-", dir=cache))
+            try:
+                _build(suite, folder / "root")
+                (folder / "root").rename(place)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+    return place
+
+
+def _recipe() -> str:
+    """Return a name for what a root file system is made from, and how."""
+    return hashlib.sha256(Path(__file__).read_bytes() + _LOCK.read_bytes()).hexdigest()[:12]
+
+
+@contextlib.contextmanager
+def _locked(name: str) -> Iterator[Path]:
+    """Be the only one who makes this one, and give the cache."""
+    cache = systemd.cache_directory()
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield cache
+
+
+def _build(suite: Suite, root: Path) -> None:
+    without = [f"--dpkgopt=path-exclude={pattern}" for pattern in _LEFT_OUT]
+    run(
+        "mmdebstrap", "--quiet", "--mode=root", "--variant=apt", "--dpkgopt=force-unsafe-io", *without,
+        f"--include={','.join(PACKAGES)}", suite.name, str(root), mirrors()[0],
+    )  # fmt: skip
+    # As on a machine that was booted before: the first boot enables units by their presets, and asks questions.
+    (root / "etc" / "machine-id").write_text(f"{hashlib.md5(suite.name.encode(), usedforsecurity=False).hexdigest()}\n")
+    run("chroot", str(root), "python3", "-m", "venv", "--without-pip", f"/{HOME}")
+    site = root / HOME / "lib" / f"python{suite.python}" / "site-packages"
+    with tempfile.TemporaryDirectory(dir=root.parent) as tools:
+        run(sys.executable, "-m", "venv", tools)
+        run(
+            f"{tools}/bin/python", "-m", "pip", "install", "--quiet", "--target", str(site), "--no-compile",
+            "--python-version", suite.python, "--only-binary=:all:", "--no-deps", "--require-hashes",
+            "--requirement", str(_LOCK),
+        )  # fmt: skip
+    run("chroot", str(root), "python3", "-m", "compileall", "-q", "-j", str(os.cpu_count() or 1), f"/{HOME}/lib")

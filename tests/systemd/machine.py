@@ -1,0 +1,176 @@
+"""A machine with a real systemd as PID 1: booted by systemd-nspawn, with an overlay that goes with it."""
+
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from tests import real, systemd
+from tests.harness import wait_until
+from tests.systemd import Suite
+from tests.systemd.building import HOME, root_file_system
+
+CONTROL: Final = "/usr/bin/nvidia-cuda-mps-control"
+"""NVIDIA's control program, where Debian has it."""
+
+_TREE: Final = Path(__file__).resolve().parents[2]
+
+_ENVIRONMENT: Final = ("env", "-i", "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin", "LANG=C.UTF-8")
+
+_PROGRAM: Final = """\
+#!/{home}/bin/python3 -I
+import sys
+from {module} import main
+sys.exit(main())
+"""
+
+_SECONDS: Final = 60.0
+"""For a command in the machine, and for the machine to boot, or to go."""
+
+
+class Machine:
+    """A machine of a suite, with the real control program, and without mpsd until that is installed.
+
+    As a context manager it boots, and powers off. It ends with its owner, also where that is killed.
+    """
+
+    def __init__(self, suite: Suite, name: str, folder: Path) -> None:
+        """`folder` is for what the machine says while it boots."""
+        self.suite = suite
+        self.name = name
+        self._said = folder / f"{name}.log"
+        self._lifeline = -1
+        self._keeper = -1
+        self._nspawn = 0
+        self._leader = 0
+
+    # -- its life -----------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        """Boot it."""
+        try:
+            self.boot()
+        except BaseException:
+            self.power_off()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Power it off."""
+        self.power_off()
+
+    def boot(self) -> None:
+        """Boot it, and wait until it is up; it begins with what the suite has, whatever an earlier boot left."""
+        control = real.real_daemons()[systemd.BRANCH]
+        arguments = [
+            f"--directory={root_file_system(self.suite)}",
+            "--quiet", "--boot", "--volatile=overlay", "--private-network", "--console=pipe",
+            "--register=no", "--keep-unit",  # there need be no systemd outside
+            f"--bind-ro={control}:{CONTROL}",
+        ]  # fmt: skip
+        reading, self._lifeline = os.pipe()
+        with self._said.open("ab") as said:
+            started = subprocess.run(
+                ["setsid", "--fork", sys.executable, "-m", "tests.systemd.keeper", self.name, *arguments],
+                stdin=reading, stdout=subprocess.PIPE, stderr=said, cwd=_TREE, timeout=_SECONDS, check=True,
+            )  # fmt: skip
+        os.close(reading)
+        assert started.stdout, self._said.read_text()
+        keeper, self._nspawn = map(int, started.stdout.split())
+        self._keeper = os.pidfd_open(keeper)
+        self._leader = wait_until(
+            self._find_leader, what=f"PID 1 of {self.name}; see {self._said}", not_yet=(OSError, IndexError)
+        )
+        wait_until(
+            lambda: self.run("systemctl", "is-system-running", check=False, timeout=2).stdout == "running\n",
+            what=f"{self.name} to be up; see {self._said}",
+            deadline=_SECONDS,
+            not_yet=(subprocess.TimeoutExpired,),  # asked too early, it may wait for an answer that never comes
+        )
+
+    def _find_leader(self) -> int:
+        """Return the pid of its PID 1, or 0 while that is still a part of systemd-nspawn."""
+        pid = int(Path(f"/proc/{self._nspawn}/task/{self._nspawn}/children").read_text().split()[0])
+        return pid if Path(f"/proc/{pid}/comm").read_text() == "systemd\n" else 0
+
+    def is_gone(self) -> bool:
+        """Tell whether it has powered off."""
+        return not Path(f"/proc/{self._leader}").exists()
+
+    def power_off(self) -> None:
+        """Power it off, and wait until nothing is left of it; nothing happens where it is off already."""
+        if self._lifeline < 0:
+            return
+        os.close(self._lifeline)
+        self._lifeline = -1
+        select.select([self._keeper], [], [], _SECONDS)
+        os.close(self._keeper)
+
+    # -- using it -----------------------------------------------------------------------------------------------------
+
+    def command(self, *argv: str) -> list[str]:
+        """Return what runs a command in the machine, as root, when it is run outside."""
+        return ["nsenter", "-t", str(self._leader), "-m", "-u", "-i", "-n", "-p", "-C", "--", *_ENVIRONMENT, *argv]
+
+    def run(self, *argv: str, check: bool = True, **options: Any) -> "subprocess.CompletedProcess[str]":
+        """Run a command in the machine to its end; where it fails, what it said is the error's message."""
+        done = subprocess.run(
+            self.command(*argv),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            **{"timeout": _SECONDS, **options},
+        )
+        if check and done.returncode != 0:
+            raise AssertionError(f"{' '.join(argv)}: status {done.returncode}\n{done.stdout}{done.stderr}")
+        return done
+
+    def path(self, path: str) -> Path:
+        """Return the outside path of a file in the machine."""
+        return Path(f"/proc/{self._leader}/root", path.lstrip("/"))
+
+    def write(self, path: str, text: str, mode: int = 0o644) -> None:
+        """Write a file, and make its directories."""
+        place = self.path(path)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+        place.chmod(mode)
+
+    def copy(self, source: Path, to: str) -> None:
+        """Copy a file, or a tree, to a path in the machine."""
+        place = self.path(to)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, place, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, place)
+
+    def show(self, unit: str, name: str) -> str:
+        """Return a property of a unit, as `systemctl show` has it."""
+        return self.run("systemctl", "show", "--property", name, "--value", unit).stdout.strip()
+
+    def journal(self, *arguments: str) -> list[dict[str, Any]]:
+        """Return the entries of the journal that match, with their fields."""
+        self.run("journalctl", "--sync")
+        said = self.run("journalctl", "--output=json", "--all", "--no-pager", *arguments).stdout
+        return [json.loads(line) for line in said.splitlines()]
+
+    def install(self) -> None:
+        """Install the mpsd of this tree, its programs in /usr/bin, without its units."""
+        package = f"/{HOME}/lib/python{self.suite.python}/site-packages/mpsd"
+        self.copy(_TREE / "mpsd", package)
+        for name, module in (("mpsd", "mpsd.__main__"), ("mpsctl", "mpsd.cli.main")):
+            self.write(f"/usr/bin/{name}", _PROGRAM.format(home=HOME, module=module), 0o755)
+        # As whoever installs a package does; mpsd itself has no right to write there.
+        self.run(f"/{HOME}/bin/python3", "-m", "compileall", "-q", package)
+
+    def enable(self, *units: str) -> None:
+        """Have systemd read its units again, and enable and start these."""
+        self.run("systemctl", "daemon-reload")
+        self.run("systemctl", "enable", "--now", *units)

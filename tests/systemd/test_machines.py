@@ -1,0 +1,63 @@
+"""The machines are what the tests take them for: a systemd of this version, mpsd for this Python, and nothing left."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from tests import systemd
+from tests.harness import wait_until
+from tests.systemd import Suite, keeper
+from tests.systemd.machine import CONTROL, Machine
+
+pytestmark = pytest.mark.machine
+
+_BOOTED: str = """
+import sys
+from pathlib import Path
+from tests import systemd
+from tests.systemd.machine import Machine
+machine = Machine(systemd.SUITES["trixie"], sys.argv[1], Path(sys.argv[2]))
+machine.boot()
+print("booted", flush=True)
+sys.stdin.read()
+"""
+
+
+class _OnEach:
+    SUITE: ClassVar[Suite]
+
+    def test_machine(self, machine: Machine) -> None:
+        """It has what its suite is named for, and the programs of mpsd and of NVIDIA."""
+        machine.install()
+        assert machine.run("systemctl", "--version").stdout.startswith(f"systemd {self.SUITE.systemd} ")
+        assert "Python " + self.SUITE.python in machine.run("python3", "--version").stdout
+        assert machine.run("mpsd", "--version").stdout.startswith("mpsd")
+        assert machine.run(CONTROL, "--help").stdout.startswith("CUDA MPS Control")
+
+
+class TestDebian12(_OnEach):
+    """Of Debian 12."""
+
+    SUITE = systemd.SUITES["bookworm"]
+
+
+class TestDebian13(_OnEach):
+    """Of Debian 13."""
+
+    SUITE = systemd.SUITES["trixie"]
+
+
+def test_it_ends_with_its_owner(tmp_path: Path) -> None:
+    """Nobody's machine goes on when whoever booted it is killed."""
+    name = f"orphan-{os.getpid()}"
+    command = [sys.executable, "-c", _BOOTED, name, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == b"booted\n"
+        assert all(group.exists() for group in keeper.groups(name))
+        owner.kill()
+    wait_until(lambda: not any(group.exists() for group in keeper.groups(name)), what="the machine to be gone")

@@ -75,19 +75,24 @@ def _plan(
 ) -> "Plan":
     from mpsd.daemon.service import Plan
     from mpsd.simulator.gpus import SimulatedGpus
+    from mpsd.system import driver, rundir
     from mpsd.system.control import ControlProgram
     from mpsd.system.gpu import NvmlGpus
-    from mpsd.system.rundir import find_program
 
     gpus = settings.paths.runtime_dir / "simulated"
     if simulate is not None and control is None:
+        found = None
         program = ControlProgram((sys.executable, "-I", "-m", "mpsd.simulator.control", "--gpus", str(gpus)))
     else:
-        program = ControlProgram((str(find_program(control or settings.daemon.control)),))
+        found = driver.find(control or settings.daemon.control, settings.daemon.driver_root)
+        linked = rundir.libraries(settings) if found.libraries is not None else None
+        program = ControlProgram((str(found.control),), found.directories, linked)
+    nvml = None if found is None else found.nvml
     return Plan(
         settings=settings,
         program=program,
-        source=(lambda: SimulatedGpus(simulate, directory=gpus)) if simulate is not None else NvmlGpus,
+        source=(lambda: SimulatedGpus(simulate, directory=gpus)) if simulate is not None else (lambda: NvmlGpus(nvml)),
+        driver=found,
         simulated=simulate is not None,
         private=private,
         reread=reread,
@@ -105,14 +110,25 @@ def _serve(plan: "Plan") -> None:
 @cli.command()
 @_CONFIG
 def check(config: Path | None) -> None:
-    """Parse and validate the configuration, print the effective settings as TOML, and exit with 0 or 78."""
+    """Parse and validate the configuration, print the effective settings as TOML, and exit with 0 or 78.
+
+    Comments behind them say where NVIDIA's driver was found.
+    """
+    from mpsd.core.errors import ConfigurationError
     from mpsd.core.settings import document
+    from mpsd.system import driver
     from mpsd.system.configuration import read_configuration
     from mpsd.system.rundir import check_reach
 
     settings = read_configuration(config)
     check_reach(settings)
     click.echo(document(settings), nl=False)
+    try:
+        told = driver.find(settings.daemon.control, settings.daemon.driver_root).told()
+    except ConfigurationError as error:
+        told = {"driver": f"{error.detail}; {error.hint}"}
+    for part, where in told.items():
+        click.echo(f"# {part}: {plain(where)}")
 
 
 @cli.command()

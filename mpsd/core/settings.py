@@ -146,6 +146,12 @@ class ControlDaemon:
     control: str = row(
         "nvidia-cuda-mps-control", parsers.text, "NVIDIA's control program: a path, or a name looked up in PATH"
     )
+    driver_root: Path | None = row(
+        None,
+        parsers.optional_path,
+        "the root that NVIDIA's driver is in, as a driver container has one; absent: this system's own, or else"
+        " /run/nvidia/driver, /driver-root or /usr/local/nvidia",
+    )
     users: Users = row(
         Users.ONE,
         parsers.choice(Users),

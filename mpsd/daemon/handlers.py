@@ -70,7 +70,8 @@ class Handlers:
 
     def _notes(self, daemons: list[model.Daemon]) -> list[str]:
         """Return what is not wrong and should be known."""
-        notes = self._node.gpus.notes()
+        notes = [f"{each.because}; it needs {each.remedy}" for each in self._node.missing]
+        notes += self._node.gpus.notes()
         notes += [
             f"{each.name}: this driver has no pinned device memory limit (535 has), so memory is counted only"
             for each in daemons
@@ -293,9 +294,15 @@ def _holder(request: Request, pid: int | None) -> tuple[Process, tuple[int, int]
     if pid is None or pid == request.caller.pid:
         connected = request.process()
         if connected is None:
+            unseen = request.caller.pid == 0
             raise CallerUnknownError(
-                "the calling process is gone or not visible to mpsd, so no lease can be tied to its life",
-                hint="in a container, mpsd needs the host's pid namespace (hostPID: true, --pid=host)",
+                "the calling process is outside mpsd's pid namespace: its pid is 0 here, so that neither it nor its"
+                " clients can be told from others, and no lease can be tied to their life"
+                if unseen
+                else "the calling process is gone, so no lease can be tied to its life",
+                hint="mpsd's container needs the host's pid namespace (hostPID: true, --pid=host)"
+                if unseen
+                else "a process that hands its connection on must live for as long as its lease",
             )
         return connected, (request.caller.uid, request.caller.gid)
     if request.caller.pid == 0 or process.is_nested(request.caller.pid):

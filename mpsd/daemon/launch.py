@@ -97,7 +97,11 @@ class Launcher:
     def _environment(self) -> dict[str, str]:
         """Return the environment that the daemon gets: an allow-list, its directories, and its one GPU by UUID."""
         extra = variables(self._paths.pipe_directory, self._paths.log_directory)
-        return process.environment({**extra, "CUDA_VISIBLE_DEVICES": self._gpu.uuid}, path=(self._program.directory,))
+        return process.environment(
+            {**extra, "CUDA_VISIBLE_DEVICES": self._gpu.uuid},
+            path=self._program.directories,
+            libraries=self._program.libraries,
+        )
 
     def _socket(self) -> tuple[int, int] | None:
         """Return what tells one control socket from the next."""

@@ -24,6 +24,7 @@ from mpsd.core.model import (
 )
 from mpsd.core.quota import Person
 from mpsd.core.settings import Settings, Users
+from mpsd.daemon import sight
 from mpsd.daemon.compute_modes import ComputeModes
 from mpsd.daemon.drainer import Tenants
 from mpsd.daemon.gpus import Gpus, GpuView
@@ -33,7 +34,7 @@ from mpsd.daemon.leases import Leases
 from mpsd.daemon.log import Happened, Logger
 from mpsd.daemon.reconciler import Reconciler
 from mpsd.daemon.supervisor import Supervisor
-from mpsd.system import clock, peers, rundir
+from mpsd.system import clock, peers, rundir, surroundings
 from mpsd.system.control import ControlProgram
 from mpsd.system.found_modes import FoundModes
 from mpsd.system.gpu import GpuSource
@@ -88,6 +89,8 @@ class Node:
         self.settings = settings
         self.simulated = simulated
         self.since = clock.now()
+        self.missing = surroundings.missing(settings)
+        """What mpsd needs of where it runs, and did not find when it started."""
         self._program = program
         self._run_dir = run_dir
         self._log = log
@@ -109,7 +112,9 @@ class Node:
     # -- running ------------------------------------------------------------------------------------------------------
 
     async def open(self, inventory: Inventory) -> None:
-        """Take in the GPUs that were found at the start."""
+        """Say what is missing, and take in the GPUs that were found at the start."""
+        for each in self.missing:
+            self._log.warning(Happened.SURROUNDINGS_LACKING, missing=each.name, because=each.because, hint=each.remedy)
         self.gpus.modes.load()
         self._want_mode(self.settings)
         await self.gpus.take(inventory)
@@ -246,8 +251,8 @@ class Node:
     ) -> Lease:
         """Grant a lease to a holder, whose process is taken over, or raise the refusal.
 
-        Raises what `Leases.admit` does, QuotaError, NotPermittedError for a uid that cannot reach a control daemon, and
-        StoppingError.
+        Raises what `Leases.admit` does, QuotaError, NotPermittedError for a uid that cannot reach a control daemon or a
+        process that does not find it, and StoppingError.
         """
         try:
             if self._stopping:
@@ -263,6 +268,7 @@ class Node:
                 worth = ledger.worth(request) if quota.weighs(limits_of) else Amount()
                 quota.check(limits_of, ledger.user(owner.uid), request.priority, worth)
             self._check_reach(owner.uid)
+            request = sight.narrowed(request, holder.pid, {each.gpu: each.pipe_directory for each in self.offers()})
         except MpsdError as refusal:
             holder.close()
             self._log.info(
@@ -274,6 +280,7 @@ class Node:
                 because=refusal.detail,
             )
             raise
+        sight.check_shared_memory(holder.pid, self._log)
         return await self.leases.admit(request, owner, holder, wait=wait, ttl=ttl)
 
     def _named(self, wanted: str) -> str:

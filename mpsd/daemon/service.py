@@ -23,10 +23,12 @@ from mpsd.daemon.log import Happened, Logger
 from mpsd.daemon.node import Node, rules
 from mpsd.daemon.reach import Reach
 from mpsd.daemon.reconciler import Reconciler
+from mpsd.system import driver as drivers
 from mpsd.system import rundir, trust
 from mpsd.system.control import ControlProgram
 from mpsd.system.counter import Counter
 from mpsd.system.database import Database
+from mpsd.system.driver import Driver
 from mpsd.system.gpu import GpuSource
 from mpsd.system.rundir import RunDir
 
@@ -49,6 +51,8 @@ class Plan:
     settings: Settings
     program: ControlProgram
     source: Callable[[], GpuSource]
+    driver: Driver | None
+    """Where NVIDIA's driver was found; None: it is simulated."""
     simulated: bool
     private: bool
     """Whether `--root` made it a node for those who can reach that directory."""
@@ -75,6 +79,8 @@ async def serve(plan: Plan) -> None:
         run_dir = RunDir.claim(settings)
         with contextlib.ExitStack() as stack:
             stack.callback(run_dir.close)
+            if plan.driver is not None:
+                drivers.link(plan.driver, run_dir.libraries)
             history = Database(run_dir.history, HISTORY_SCHEMA, lasting=True)
             stack.callback(history.close)
             store = Database(run_dir.leases, LEASES_SCHEMA, ballast=LEASES_BALLAST)
@@ -141,7 +147,8 @@ async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
     loop.add_signal_handler(signal.SIGHUP, _reload, plan, node, log)
-    log.info(Happened.NODE_STARTED, program=" ".join(plan.program.argv), simulated=plan.simulated)
+    found = {"program": " ".join(plan.program.argv)} if plan.driver is None else plan.driver.told()
+    log.info(Happened.NODE_STARTED, **found, simulated=plan.simulated)
     try:
         async with asyncio.TaskGroup() as group:
             running = group.create_task(node.run())

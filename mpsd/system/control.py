@@ -40,11 +40,10 @@ class ControlProgram:
     """The program that is both control daemon and front-end: NVIDIA's, or the simulator's."""
 
     argv: tuple[str, ...]
-
-    @property
-    def directory(self) -> str:
-        """Where it lies, since its server usually lies beside it."""
-        return str(Path(self.argv[0]).parent)
+    directories: tuple[str, ...] = ()
+    """Where it and its server lie: it looks for that in PATH (measured, all versions)."""
+    libraries: Path | None = None
+    """Where the driver's libraries are linked to that its server needs, if the loader has to be told."""
 
 
 def variables(pipe_directory: Path, log_directory: Path) -> dict[str, str]:

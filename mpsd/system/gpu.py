@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
 from mpsd.core import compute_mode
@@ -103,8 +104,16 @@ class NvmlGpus:
     persistence mode is not set up anew for each reading.
     """
 
-    def __init__(self, deadline: float = _DEADLINE, opening: float = _OPENING, patience: float = _PATIENCE) -> None:
-        self._nvml = _Nvml()
+    def __init__(
+        self,
+        library: Path | None = None,
+        *,
+        deadline: float = _DEADLINE,
+        opening: float = _OPENING,
+        patience: float = _PATIENCE,
+    ) -> None:
+        """`library` is NVML, where the loader has to be told."""
+        self._nvml = _Nvml(library)
         self._thread = NvmlThread("nvml")
         self._faults = _Faults(self._nvml)
         self._faults_thread = NvmlThread("nvml-faults")
@@ -191,12 +200,13 @@ class _Nvml:
     Text is made of NVML's errors here and not later, because that can be a call to NVML, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, library: Path | None) -> None:
         # Here and not above, so that a simulated node does not pay for it. It loads no library of the driver yet.
         import pynvml  # noqa: PLC0415
 
         self.lib = pynvml
         self.node: _Node | None = None
+        self._library = library
 
     def open(self) -> _Node:
         """Open the driver, once. Raises NoDriverError when it is not there, cannot be used, or has no GPU."""
@@ -204,9 +214,16 @@ class _Nvml:
             return self.node
         with contextlib.ExitStack() as on_failure:
             try:
+                if self._library is not None:
+                    # pynvml loads it by its soname, by which the loader then finds this one (dlopen(3)).
+                    ctypes.CDLL(str(self._library))
                 self.lib.nvmlInit()
                 on_failure.callback(self.close)
                 node = _Node(int(self.lib.nvmlDeviceGetCount()), str(self.lib.nvmlSystemGetDriverVersion()))
+            except OSError as error:
+                raise NoDriverError(
+                    f"NVML cannot be loaded: {error}", hint=f"see whether the driver there fits; {_WITHOUT_GPU}"
+                ) from None
             except self.lib.NVMLError as error:
                 unforeseen = (f"NVML cannot start: {error}", "see what nvidia-smi says")
                 because, remedy = _NO_DRIVER.get(error.value, unforeseen)

@@ -38,11 +38,16 @@ SHORTAGES: Final = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.EN
 Sources: fork(2), open(2)."""
 
 
-def environment(extra: Mapping[str, str], *, path: Sequence[str] = ()) -> dict[str, str]:
-    """Build a child's environment: an allow-list of mpsd's own, `extra`, and `path` behind what PATH already has."""
+def environment(extra: Mapping[str, str], *, path: Sequence[str] = (), libraries: Path | None = None) -> dict[str, str]:
+    """Build a child's environment: an allow-list of mpsd's own, `extra`, and `path` behind what PATH already has.
+
+    `libraries` comes before what LD_LIBRARY_PATH already has.
+    """
     built = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     directories = built.get("PATH", _DEFAULT_PATH).split(os.pathsep)
     directories += [directory for directory in path if directory not in directories]
+    if libraries is not None:
+        built["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (str(libraries), built.get("LD_LIBRARY_PATH"))))
     return {**built, "PATH": os.pathsep.join(directories), **extra}
 
 
@@ -89,7 +94,12 @@ def cgroup(pid: int) -> str:
     except (FileNotFoundError, ProcessLookupError):
         return ""
     paths = {line.split(":", 2)[1]: line.split(":", 2)[2] for line in lines if line.count(":") > 1}
-    return paths.get("name=systemd", "").rstrip("/") or paths.get("", "").rstrip("/")
+    return _within(paths.get("name=systemd", "")) or _within(paths.get("", ""))
+
+
+def _within(path: str) -> str:
+    """Return the path of a control group; empty for the root, which an mpsd in a cgroup namespace sees as `/../..`."""
+    return "" if set(path.split("/")) <= {"", ".."} else path.rstrip("/")
 
 
 def variables_of(pid: int, names: Collection[str]) -> dict[str, str] | None:

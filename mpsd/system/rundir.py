@@ -7,7 +7,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import shutil
 import socket
 import stat
 from collections.abc import Sequence
@@ -104,6 +103,11 @@ class RunDir:
         return self._settings.paths.runtime_dir / "mps"
 
     @property
+    def libraries(self) -> Path:
+        """Where the driver's libraries are linked to, if it has a root of its own."""
+        return libraries(self._settings)
+
+    @property
     def leases(self) -> Path:
         """The store of what ends with this boot."""
         return self._settings.paths.runtime_dir / "leases.db"
@@ -133,6 +137,11 @@ class RunDir:
             reading=paths.runtime_dir / f"{name}.reading.json",
             intention=paths.state_dir / f"{name}.intention.json",
         )
+
+
+def libraries(settings: Settings) -> Path:
+    """Say where the driver's libraries are linked to, if it has a root of its own."""
+    return settings.paths.runtime_dir / "driver"
 
 
 def found_modes(settings: Settings) -> Path:
@@ -194,18 +203,6 @@ def closed_to_others(path: Path) -> Path | None:
         if not mode & stat.S_IXOTH:
             return directory
     return None
-
-
-def find_program(name: str) -> Path:
-    """Return the control program's absolute path. Raises ConfigurationError when there is none to execute."""
-    found = shutil.which(name)
-    if found is None:
-        raise ConfigurationError(
-            f"there is no control program {name!r} to execute",
-            hint="install NVIDIA's driver with MPS, name the program with --control, or try --simulate 2",
-            limit="daemon.control",
-        )
-    return Path(found).absolute()
 
 
 def _make(directory: Path, mode: int) -> None:

@@ -181,10 +181,14 @@ def test_mpsd_in_a_container(short_tmp: Path) -> None:
         node.start()
         answer = node.request("POST", "/v1/leases", SMALL)
         assert (answer.status, answer.json["code"]) == (403, "caller_unknown"), answer.json
+        assert "its pid is 0 here" in answer.json["detail"]
         assert "hostPID: true" in answer.json["hint"]
         answer = node.request("POST", "/v1/leases", {**SMALL, "pid": 1})
         assert (answer.status, answer.json["limit"]) == (422, "pid")
         assert node.get("/v1/leases").json["leases"] == []
+        assert [each for each in node.get("/v1/status").json["notes"] if "hostPID: true" in each]
+        assert node.events("surroundings_lacking", missing="pid namespace")
+        assert node.mpsctl("status").returncode == 0
     finally:
         node.clean_up()
 

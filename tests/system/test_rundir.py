@@ -199,27 +199,6 @@ class TestCheck:
         assert rundir.closed_to_others(below) == short_tmp
 
 
-class TestProgram:
-    """The control program."""
-
-    def test_by_path_and_by_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A program is found by its path, or by its name in PATH, and is named by its absolute path."""
-        program = tmp_path / "a-control-program"
-        program.write_text("#!/bin/sh\n")
-        program.chmod(0o755)
-        assert rundir.find_program(str(program)) == program
-        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-        assert rundir.find_program(program.name) == program
-        monkeypatch.chdir(tmp_path)
-        assert rundir.find_program(f"./{program.name}") == program
-
-    def test_none(self) -> None:
-        """One that is not there is refused with the ways out."""
-        with pytest.raises(ConfigurationError) as refused:
-            rundir.find_program("there-is-no-such-program")
-        assert refused.value.limit == "daemon.control"
-
-
 class TestSocket:
     """The socket, which is published and not created."""
 

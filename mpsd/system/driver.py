@@ -1,0 +1,132 @@
+"""Where NVIDIA's driver of this machine is: on the machine itself, or, in a container, where somebody mounted it.
+
+The driver's programs and libraries belong to the kernel's modules and are never part of an image. The container toolkit
+and CDI put them among a container's own; the GPU operator has them in a root of their own.
+"""
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from mpsd.core.errors import ConfigurationError
+
+_ROOTS: Final = (Path("/run/nvidia/driver"), Path("/driver-root"), Path("/usr/local/nvidia"))
+"""The GPU operator's driver container, as a host path; the mount that its plugins give it; GKE's driver installer."""
+
+_PROGRAMS: Final = ("usr/bin", "usr/sbin", "bin", "sbin", "opt/bin")
+_LIBRARIES: Final = (
+    "usr/lib64",
+    "usr/lib/x86_64-linux-gnu",
+    "usr/lib/aarch64-linux-gnu",
+    "lib64",
+    "lib/x86_64-linux-gnu",
+    "lib/aarch64-linux-gnu",
+)
+"""Where a root has them, which depends on the distribution."""
+
+_OF_THE_DRIVER: Final = ("libcuda.so*", "libnvidia-*.so*")
+_SERVER: Final = "nvidia-cuda-mps-server"
+_NVML: Final = "libnvidia-ml.so.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """What was found of it."""
+
+    control: Path
+    server: Path | None
+    """None where it is neither beside the control program nor in its root or PATH."""
+    libraries: Path | None
+    """Where its libraries are in a root of its own; None: where the loader looks anyway."""
+
+    @property
+    def nvml(self) -> Path | None:
+        """NVML's library, if the loader has to be told."""
+        return None if self.libraries is None else self.libraries / _NVML
+
+    @property
+    def directories(self) -> tuple[str, ...]:
+        """Where its programs are: the control program looks for the server in PATH (measured)."""
+        programs = (self.control, self.server) if self.server is not None else (self.control,)
+        return tuple(dict.fromkeys(str(each.parent) for each in programs))
+
+    def told(self) -> dict[str, str]:
+        """Say where each part was found."""
+        return {
+            "program": str(self.control),
+            "server": str(self.server or f"not found: {_SERVER}"),
+            "nvml": str(self.nvml or f"{_NVML}, as the loader finds it"),
+        }
+
+
+def find(control: str, root: Path | None = None, roots: Sequence[Path] = _ROOTS) -> Driver:
+    """Find the driver: under `root` and nowhere else, or, without one, in PATH, or else in the first known root.
+
+    A `control` that is a path is that program, wherever it is. Raises ConfigurationError.
+    """
+    if root is None or os.sep in control:
+        found = shutil.which(control)
+        if found is not None:
+            program = Path(found).absolute()
+            return Driver(program, _server(program, root), None if root is None else _libraries(root))
+    if os.sep not in control:
+        for each in roots if root is None else (root,):
+            there = _first(each, _PROGRAMS, control)
+            if there is not None:
+                return Driver(there, _server(there, each), _libraries(each))
+    looked = f"under {root}" if root is not None else f"in PATH, {', '.join(map(str, roots))}"
+    raise ConfigurationError(
+        f"there is no control program {control!r} to execute, {looked}",
+        hint="install NVIDIA's driver with MPS; in a container, mount it (NVIDIA's runtime with the driver capability"
+        " utility,compute, or the host's /run/nvidia/driver); name it with daemon.control or daemon.driver_root; or try"
+        " --simulate 2",
+        limit="daemon.control" if root is None else "daemon.driver_root",
+    )
+
+
+def _first(root: Path, places: Sequence[str], name: str) -> Path | None:
+    found = (root / place / name for place in places)
+    return next((each for each in found if os.access(each, os.X_OK)), None)
+
+
+def _libraries(root: Path) -> Path | None:
+    return next((root / place for place in _LIBRARIES if (root / place / _NVML).exists()), None)
+
+
+def _server(control: Path, root: Path | None) -> Path | None:
+    beside = control.with_name(_SERVER)
+    if os.access(beside, os.X_OK):
+        return beside
+    if root is not None:
+        return _first(root, _PROGRAMS, _SERVER)
+    found = shutil.which(_SERVER)
+    return Path(found).absolute() if found is not None else None
+
+
+def link(driver: Driver, directory: Path) -> None:
+    """Have `directory` hold links to the driver's libraries, where those are in a root of their own.
+
+    The loader is to take those from there, and not the C library that lies beside them: it is another system's. What
+    is as it should be is left alone: a control daemon that runs may start a server now. Raises ConfigurationError.
+    """
+    if driver.libraries is None:
+        return
+    wanted = {each.name: each for pattern in _OF_THE_DRIVER for each in driver.libraries.glob(pattern)}
+    try:
+        directory.mkdir(mode=0o755, exist_ok=True)
+        for link in directory.iterdir():
+            if wanted.get(link.name) == link.readlink():
+                del wanted[link.name]
+            else:
+                link.unlink()
+        for name, library in wanted.items():
+            (directory / name).symlink_to(library)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot link the driver's libraries into {directory}: {error.strerror}",
+            hint="see what else is there",
+            limit="daemon.driver_root",
+        ) from error

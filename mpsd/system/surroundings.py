@@ -1,0 +1,120 @@
+"""What mpsd needs of the machine or container that it runs in, and of those that its callers run in, and does not find.
+
+Nothing here is an error by itself: mpsd says what it cannot do, and does the rest.
+"""
+
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from mpsd.core.settings import Settings, WantedComputeMode
+
+SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is, shm_overview(7)
+
+_FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
+"""PROC_PID_INIT_INO in the kernel's include/linux/proc_ns.h: the inode of the pid namespace that it starts with."""
+
+_EVERY_ID: Final = ["0", "0", "4294967295"]
+"""The uid_map of a user namespace in which each uid is itself. Source: user_namespaces(7)."""
+
+_NEEDED: Final = {
+    "CAP_KILL": (5, "a client of another uid cannot be ended"),
+    "CAP_SETGID": (6, "no server can be started for another uid than root"),
+    "CAP_SETUID": (7, "no server can be started for another uid than root"),
+    "CAP_SYS_PTRACE": (19, "what a client can use that connected before this mpsd, and where its container has what"),
+}
+"""The capabilities that root needs for every node (docs/security.md), by linux/capability.h, and what fails without."""
+
+_CHOWN: Final = 0
+_SYS_ADMIN: Final = 21
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """One thing that mpsd does not find, by what it cannot do, and what gives it that."""
+
+    name: str
+    because: str
+    remedy: str
+
+
+def missing(settings: Settings) -> tuple[Missing, ...]:
+    """Look at this process, and return what it misses; a node on the machine itself, run by root, misses nothing."""
+    return tuple(_missing(settings))
+
+
+def _missing(settings: Settings) -> Iterator[Missing]:
+    if Path("/proc/self/ns/pid").stat().st_ino != _FIRST_PID_NAMESPACE:
+        yield Missing(
+            "pid namespace",
+            "mpsd is not in the host's pid namespace: callers outside its own get no lease, and the pids that NVIDIA's"
+            " driver tells are not those that mpsd sees",
+            "hostPID: true, --pid=host",
+        )
+    if Path("/proc/self/uid_map").read_text(encoding="ascii").split() != _EVERY_ID:
+        yield Missing(
+            "user namespace",
+            "mpsd is in a user namespace: every uid that is not mapped there is 65534 to it, and so one user",
+            "the host's user namespace: no --userns, no rootless container",
+        )
+    if os.geteuid() == 0:  # any other serves its own uid
+        for name, without in _capabilities(settings):
+            yield Missing(
+                name, f"mpsd has no {name}: {without}", f"privileged: true, --privileged, or --cap-add={name}"
+            )
+
+
+def _capabilities(settings: Settings) -> Iterator[tuple[str, str]]:
+    status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines()
+    effective = next(int(line.split()[1], 16) for line in status if line.startswith("CapEff:"))
+    needed = dict(_NEEDED)
+    if settings.api.group:
+        needed["CAP_CHOWN"] = (_CHOWN, "api.group cannot be set")
+    if settings.daemon.compute_mode is not WantedComputeMode.LEAVE:
+        needed["CAP_SYS_ADMIN"] = (_SYS_ADMIN, "daemon.compute_mode cannot be set")
+    for name, (bit, without) in needed.items():
+        if not effective & 1 << bit:
+            yield name, without
+
+
+def hidden(pid: int, directories: Iterable[Path]) -> list[Path]:
+    """Return those directories whose paths lead a process somewhere else than mpsd, as they may in a container.
+
+    Not among them are those of which that cannot be told: the process is gone or may not be looked at, mpsd has no such
+    directory, or a symbolic link is on the way, which would lead from mpsd's own root and not from that of the process.
+    """
+    root = Path(f"/proc/{pid}/root")
+    try:
+        if _same(root.stat(), Path("/").stat()) and _same(_mounts(pid), _mounts("self")):
+            return []
+        return [each for each in directories if _leads_elsewhere(root, each)]
+    except (FileNotFoundError, PermissionError, ProcessLookupError):
+        return []
+
+
+def _leads_elsewhere(root: Path, directory: Path) -> bool:
+    try:
+        own = directory.stat()
+    except FileNotFoundError:
+        return False
+    there = root.stat()
+    for name in directory.parts[1:]:
+        root /= name
+        try:
+            there = root.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        if stat.S_ISLNK(there.st_mode):
+            return False
+    return not _same(own, there)
+
+
+def _mounts(pid: int | str) -> os.stat_result:
+    return Path(f"/proc/{pid}/ns/mnt").stat()
+
+
+def _same(one: os.stat_result, other: os.stat_result) -> bool:
+    return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)

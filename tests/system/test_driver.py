@@ -1,0 +1,173 @@
+"""Where NVIDIA's driver is found: roots as the container toolkit, the GPU operator and GKE make them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpsd.core.errors import ConfigurationError
+from mpsd.system import driver, process
+from tests.system.fake_nvml import LIBRARY, FakeNvml
+
+CONTROL, SERVER = "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"
+
+
+def make(
+    root: Path, programs: str, libraries: str | None = None, *, names: tuple[str, ...] = (CONTROL, SERVER)
+) -> Path:
+    """Make a root with programs, and with libraries if a place for them is named."""
+    (root / programs).mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (root / programs / name).write_text("#!/bin/sh\n")
+        (root / programs / name).chmod(0o755)
+    if libraries is not None:
+        (root / libraries).mkdir(parents=True, exist_ok=True)
+        for name in (LIBRARY, "libcuda.so.1", "libcuda.so.535.1", "libc.so.6"):
+            (root / libraries / name).write_bytes(b"")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _no_driver_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Take this machine's own driver, should it have one, out of sight."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+
+
+class TestHere:
+    """A driver among the system's own files: on the machine itself, by the container toolkit, or by CDI."""
+
+    def test_in_path(self, tmp_path: Path) -> None:
+        """The program in PATH comes first, with the libraries that the loader finds."""
+        make(tmp_path, "bin")
+        operators = make(tmp_path / "driver", "usr/bin", "usr/lib64")
+        found = driver.find(CONTROL, roots=[operators])
+        assert found == driver.Driver(tmp_path / "bin" / CONTROL, tmp_path / "bin" / SERVER, None)
+        assert found.directories == (str(tmp_path / "bin"),)
+        assert found.told()["nvml"] == f"{LIBRARY}, as the loader finds it"
+
+    def test_by_path(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A path is that program and no other."""
+        make(tmp_path, "bin")
+        make(tmp_path, "opt", names=(CONTROL,))
+        found = driver.find(str(tmp_path / "opt" / CONTROL))
+        assert (found.control, found.server) == (tmp_path / "opt" / CONTROL, tmp_path / "bin" / SERVER)
+        monkeypatch.chdir(tmp_path)
+        assert driver.find(f"./opt/{CONTROL}").control == tmp_path / "opt" / CONTROL
+
+    def test_no_server(self, tmp_path: Path) -> None:
+        """A server that is not there is told: no client would get one."""
+        make(tmp_path, "bin", names=(CONTROL,))
+        found = driver.find(CONTROL)
+        assert found.server is None
+        assert found.told()["server"] == f"not found: {SERVER}"
+
+    def test_none(self, tmp_path: Path) -> None:
+        """Where there is none, the refusal says where it was looked for, and the ways out."""
+        with pytest.raises(ConfigurationError) as refused:
+            driver.find(CONTROL, roots=[tmp_path / "driver"])
+        assert str(tmp_path / "driver") in refused.value.detail
+        assert "daemon.driver_root" in refused.value.hint
+        with pytest.raises(ConfigurationError) as refused:
+            driver.find("/there/is/none")
+        assert refused.value.limit == "daemon.control"
+
+
+class TestRoot:
+    """A driver in a root of its own, as of a driver container."""
+
+    @pytest.mark.parametrize(
+        ("programs", "libraries"),
+        [
+            ("usr/bin", "usr/lib/x86_64-linux-gnu"),  # a driver container on Ubuntu, /driver-root
+            ("usr/bin", "usr/lib64"),  # on RHEL
+            ("usr/bin", "usr/lib/aarch64-linux-gnu"),  # Grace
+            ("bin", "lib64"),  # GKE's /usr/local/nvidia
+        ],
+    )
+    def test_found(self, tmp_path: Path, programs: str, libraries: str) -> None:
+        """Its programs and its libraries are found, in the first root that has any."""
+        root = make(tmp_path / "driver", programs, libraries)
+        later = make(tmp_path / "later", programs, libraries)
+        found = driver.find(CONTROL, roots=[tmp_path / "not there", root, later])
+        assert found == driver.Driver(root / programs / CONTROL, root / programs / SERVER, root / libraries)
+        assert found.nvml == root / libraries / LIBRARY
+        assert found.told() == {
+            "program": str(root / programs / CONTROL),
+            "server": str(root / programs / SERVER),
+            "nvml": str(root / libraries / LIBRARY),
+        }
+
+    def test_setting(self, tmp_path: Path) -> None:
+        """The setting overrides what is here and where it would be looked for, and a server may lie elsewhere in it."""
+        make(tmp_path, "bin")
+        root = make(tmp_path / "driver", "usr/bin", "usr/lib64", names=(CONTROL,))
+        make(root, "usr/sbin", names=(SERVER,))
+        found = driver.find(CONTROL, root, roots=[])
+        assert (found.control, found.server) == (root / "usr/bin" / CONTROL, root / "usr/sbin" / SERVER)
+        assert found.directories == (str(root / "usr/bin"), str(root / "usr/sbin"))
+        with pytest.raises(ConfigurationError) as refused:
+            driver.find(CONTROL, tmp_path / "empty")
+        assert refused.value.limit == "daemon.driver_root"
+
+
+class TestLink:
+    """The driver's libraries are linked to, and nothing else of its root, whose C library would not fit."""
+
+    def test_links(self, tmp_path: Path) -> None:
+        """They are there, follow an upgrade, and are left alone where they are right."""
+        root = make(tmp_path / "driver", "usr/bin", "usr/lib64")
+        found = driver.find(CONTROL, root)
+        links = tmp_path / "links"
+        driver.link(found, links)
+        assert {each.name for each in links.iterdir()} == {LIBRARY, "libcuda.so.1", "libcuda.so.535.1"}
+        kept = (links / LIBRARY).lstat()
+        (root / "usr/lib64/libcuda.so.535.1").rename(root / "usr/lib64/libcuda.so.550.2")
+        driver.link(found, links)
+        assert {each.name for each in links.iterdir()} == {LIBRARY, "libcuda.so.1", "libcuda.so.550.2"}
+        assert (links / LIBRARY).lstat() == kept
+        assert (links / "libcuda.so.1").readlink() == root / "usr/lib64/libcuda.so.1"
+
+    def test_none_needed(self, tmp_path: Path) -> None:
+        """A driver that the loader finds needs none."""
+        make(tmp_path, "bin")
+        driver.link(driver.find(CONTROL), tmp_path / "links")
+        assert not (tmp_path / "links").exists()
+
+    def test_in_the_way(self, tmp_path: Path) -> None:
+        """What is no link of mpsd's is not removed, and refused."""
+        found = driver.find(CONTROL, make(tmp_path / "driver", "usr/bin", "usr/lib64"))
+        (tmp_path / "links" / "a").mkdir(parents=True)
+        with pytest.raises(ConfigurationError, match="cannot link"):
+            driver.link(found, tmp_path / "links")
+
+    def test_environment(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A control daemon gets them first, and what mpsd has itself."""
+        monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
+        assert process.environment({}, libraries=tmp_path)["LD_LIBRARY_PATH"] == f"{tmp_path}:/mine"
+        monkeypatch.delenv("LD_LIBRARY_PATH")
+        assert process.environment({}, libraries=tmp_path)["LD_LIBRARY_PATH"] == str(tmp_path)
+
+
+def test_nvml_of_a_root(nvml: FakeNvml) -> None:
+    """NVML is taken from where the driver was found, where the loader would not find it."""
+    nvml.show("driver 535.0")
+    program = (
+        "import asyncio, sys; from pathlib import Path; from mpsd.system.gpu import NvmlGpus\n"
+        "source = NvmlGpus(Path(sys.argv[1]))\n"
+        "try: asyncio.run(source.inventory())\n"
+        "finally: source.close()\n"
+    )
+    environment = {"FAKE_NVML": str(nvml.directory), "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(nvml.library / LIBRARY)],
+        env=environment, capture_output=True, text=True, check=False, timeout=30,
+    )  # fmt: skip
+    assert "NVIDIA's driver finds no GPU" in done.stderr
+    assert "nvmlInitWithFlags" in nvml.functions()
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(nvml.library / "missing.so")],
+        env=environment, capture_output=True, text=True, check=False, timeout=30,
+    )  # fmt: skip
+    assert "NVML cannot be loaded" in done.stderr

@@ -1,0 +1,207 @@
+"""What earlier releases left behind is opened, and what they were asked is served: docs/upgrades.md."""
+
+import copy
+import json
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpsd.core.errors import catalogue
+from mpsd.core.settings import effective, parse
+from mpsd.daemon.openapi import document
+from mpsd.daemon.routes import ROUTES
+from mpsd.system import clock
+from mpsd.system.process import start_ticks
+from tests.node import Node
+from tests.upgrades import RUNTIME, STATE, Release, releases, restore
+from tests.upgrades.__main__ import BOOT, ROOT, commands
+from tests.upgrades.contained import broken
+
+RELEASES = releases()
+
+
+@pytest.fixture(params=RELEASES, ids=lambda release: release.version)
+def release(request: pytest.FixtureRequest) -> Release:
+    """Give each release that is kept."""
+    kept: Release = request.param
+    return kept
+
+
+@pytest.fixture
+def holder() -> Iterator["subprocess.Popen[bytes]"]:
+    """Give a process to hold leases."""
+    process = subprocess.Popen(["sleep", "60"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+# -- what is on the disk -----------------------------------------------------------------------------------------------
+
+
+def of_this_boot(lease: dict[str, Any], pid: int) -> dict[str, Any]:
+    """Return a lease as it would be, had this process taken it out in this boot."""
+    ends = {name: clock.monotonic() + 3600 for name in ("until", "expires") if lease[name] is not None}
+    return {
+        **lease,
+        "owner": {**lease["owner"], "pid": pid},
+        "holder": {"pid": pid, "start_ticks": start_ticks(pid)},
+        **ends,
+    }
+
+
+def inherit(release: Release, root: Path, pid: int) -> list[dict[str, Any]]:
+    """Lay out what a release left behind as if it had just ended, and return its leases."""
+    placed = {
+        path.name: path.read_text(encoding="utf-8").replace(ROOT, f"{root}").replace(BOOT, clock.boot_id())
+        for path in release.folder.iterdir()
+    }
+    stores = {name: json.loads(placed[f"{name}.json"]) for name in (*RUNTIME, *STATE)}
+    rows = stores["leases.db"]["rows"]["leases"]
+    leases = [of_this_boot(json.loads(data), pid) for _, _, data in rows]
+    stores["leases.db"]["rows"]["leases"] = [[each["id"], clock.boot_id(), json.dumps(each)] for each in leases]
+    for directory, names in (("run", RUNTIME), ("state", STATE)):
+        (root / directory).mkdir(mode=0o755)
+        for name in names:
+            restore(stores[name], root / directory / name)
+    for name in ("gpu1.intention.json", "compute-modes.json", "last-event"):
+        path = root / "state" / name
+        path.write_text(placed[name], encoding="utf-8")
+        path.chmod(0o600)
+    return leases
+
+
+def test_what_it_left_is_opened(release: Release, short_tmp: Path, holder: "subprocess.Popen[bytes]") -> None:
+    """Its leases go on, who waited still waits, what was held is held, its events are there; nothing is set aside."""
+    leases = inherit(release, short_tmp, holder.pid)
+    before = [json.loads(data) for _, _, data in release.json("history.db.json")["rows"]["events"]]
+    node = Node(short_tmp, config="[api]\nevents_age = 1e9\n")
+    try:
+        node.start(ready=False)
+        node.wait_for_state("gpu0", "ready")
+        node.wait_for_state("gpu1", "held")
+        now = {each["id"]: each for each in node.get("/v1/leases").json["leases"]}
+        assert now.keys() == {each["id"] for each in leases}
+        for lease in leases:
+            shares = [(each["gpu"], each["env"]) for each in now[lease["id"]]["shares"]]
+            assert shares == [(each["gpu"], each["env"]) for each in lease["shares"]]
+            assert now[lease["id"]]["state"] == lease["state"]
+            assert now[lease["id"]]["name"] == lease["request"]["name"]
+        told = [json.loads(line) for line in node.get("/v1/events?after=0").body.splitlines()]
+        assert [each["event"] for each in told[: len(before)]] == [each["event"] for each in before]
+        assert [each["seq"] for each in told] == list(range(1, len(told) + 1))
+        assert not list(short_tmp.rglob("*set-aside*"))
+        assert not list(short_tmp.rglob("*.damaged"))
+    finally:
+        node.clean_up()
+
+
+def test_damage_would_be_seen(release: Release, short_tmp: Path, holder: "subprocess.Popen[bytes]") -> None:
+    """A store that this mpsd cannot open makes the test above fail: here it is of a version that nobody knows."""
+    inherit(release, short_tmp, holder.pid)
+    (short_tmp / "run" / "leases.db").unlink()
+    dump = {**release.json("leases.db.json"), "user_version": 1000}
+    restore(dump, short_tmp / "run" / "leases.db")
+    node = Node(short_tmp)
+    try:
+        node.start(ready=False)
+        assert node.get("/v1/leases").json["leases"] == []
+        assert list(short_tmp.rglob("*set-aside*"))
+    finally:
+        node.clean_up()
+
+
+def test_its_configuration_is_read(release: Release) -> None:
+    """A file with every setting that it had means what it meant."""
+    text = release.text("mpsd.toml")
+    wanted = _values(tomllib.loads(text))
+    settings = effective(parse(text))
+    assert {key: settings[section][name] for key in wanted for section, name in [key]} == wanted
+
+
+def _values(document: dict[str, Any]) -> dict[tuple[str, str], Any]:
+    """Return every setting of a file, by its section and its name."""
+    sections = {**{f"quota.{name}": quota for name, quota in document.pop("quota").items()}, **document}
+    return {(section, name): value for section, values in sections.items() for name, value in values.items()}
+
+
+# -- what is asked -----------------------------------------------------------------------------------------------------
+
+
+def test_its_callers_are_served(release: Release) -> None:
+    """What could be asked can be asked, and every answer has what it had: nothing is gone, nothing newly required."""
+    assert broken(release.json("openapi.json"), document(ROUTES)) == []
+
+
+def test_its_errors_mean_the_same(release: Release) -> None:
+    """Each code of an error is there, with its status and its exit status."""
+    errors = {error.code: [error.status, error.exit_code] for error in catalogue()}
+    was: dict[str, list[int]] = release.json("errors.json")
+    assert {code: errors.get(code) for code in was} == was
+
+
+def test_its_commands_are_there(release: Release) -> None:
+    """Each command of mpsctl takes the options that it took."""
+    now = {name: set(options) for name, options in commands().items()}
+    was: dict[str, list[str]] = release.json("commands.json")
+    missing = {name: set(options) - now.get(name, set()) for name, options in was.items()}
+    assert {name: options for name, options in missing.items() if options or name not in now} == {}
+
+
+LEASE = ("components", "schemas", "LeaseOut")
+ASKED = ("components", "schemas", "LeaseRequest")
+POST = ("paths", "/v1/leases", "post")
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value", "says"),
+    [
+        ((*LEASE, "properties"), "env", None, "GET /v1/leases 200.leases[].env: it is gone"),
+        ((*LEASE, "properties", "priority"), "type", "string", ".priority: string is no integer"),
+        (LEASE, "required", ["id"], ".state: it is required"),
+        ((*ASKED, "properties"), "wait", None, "POST /v1/leases asked.wait: it is not known"),
+        ((*ASKED, "properties", "gpus"), "maximum", 8, ".gpus: maximum is 8"),
+        ((*ASKED, "properties", "name"), "pattern", "^a$", ".name: pattern is ^a$"),
+        (ASKED, "required", ["threads"], ".threads: it is required"),
+        (("paths", "/v1/gpus"), "get", None, "GET /v1/gpus: it is gone"),
+        (("paths",), "/v1/gpus", None, "GET /v1/gpus: it is gone"),
+        ((*POST, "responses"), "201", None, "POST /v1/leases: 201 is gone"),
+        (POST, "requestBody", None, "POST /v1/leases: it takes no body"),
+        (POST, "parameters", [{"in": "query", "name": "key", "required": True}], "key: it is required"),
+        (("paths", "/v1/events", "get"), "parameters", [], "GET /v1/events after: it is gone"),
+        (("paths", "/v1/leases/{id}/attach", "post"), "requestBody", {"required": True}, "attach: it needs a body"),
+    ],
+)
+def test_what_breaks_callers_is_seen(place: tuple[str, ...], name: str, value: object, says: str) -> None:
+    """Each way to let callers down is found; what only adds is none."""
+    before, now = document(ROUTES), copy.deepcopy(document(ROUTES))
+    assert broken(before, now) == []
+    part = now
+    for key in place:
+        part = part[key]
+    if value is None:
+        del part[name]
+    else:
+        part[name] = value
+    assert any(says in each for each in broken(before, now)), broken(before, now)
+
+
+def test_what_is_added_is_fine() -> None:
+    """A field more in an answer, one more that may be asked for, and a route more break nothing."""
+    before, now = document(ROUTES), copy.deepcopy(document(ROUTES))
+    schemas = now["components"]["schemas"]
+    schemas["LeaseOut"]["properties"]["colour"] = {"type": "string"}
+    schemas["LeaseOut"]["required"].append("colour")
+    schemas["LeaseRequest"]["properties"]["colour"] = {"type": "string", "default": "green"}
+    schemas["LeaseRequest"]["properties"]["gpus"]["maximum"] = 128
+    now["paths"]["/v1/colours"] = now["paths"]["/v1/gpus"]
+    assert broken(before, now) == []
+
+
+def test_this_release_is_kept_or_new() -> None:
+    """There is a release to compare with, or the tests above would hold of nothing."""
+    assert RELEASES

@@ -12,6 +12,7 @@ import pytest
 from tests import real, systemd
 from tests.gpu import machine
 from tests.harness import Watch, kill, remove_tree
+from tests.nursery import Nursery, nursery
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -51,6 +52,13 @@ def private_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             os.environ["TMPDIR"] = before
         tempfile.tempdir = None
         remove_tree(root)
+
+
+@pytest.fixture(scope="session")
+def nurse(private_root: Path) -> Iterator[Nursery]:  # noqa: ARG001 - it ends before what is left behind is looked for
+    """Give a process that forks mpsd."""
+    with nursery() as started:
+        yield started
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 from mpsd.simulator.control import program
 from tests.harness import kill, look_at, pids, wait_until
+from tests.nursery import Nursery
 
 _ROOT = Path(__file__).parent.parent
 
@@ -58,6 +59,8 @@ class Node:
     arguments: Sequence[str] = ()
     rooted: bool = True
     """Whether mpsd is told its directory by `--root`; otherwise the configuration has to name it."""
+    nursery: Nursery | None = None
+    """What forks mpsd, in a tenth of the time; without one it is started as the program that it is."""
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -106,13 +109,19 @@ class Node:
 
     def launch(self) -> None:
         """Start mpsd and do not wait for anything."""
+        variables = {**os.environ, **self.env}
+        # What the dynamic loader reads takes effect in a new program only.
+        if self.nursery is not None and not any(name.startswith("LD_") for name in self.env):
+            # It is as good as a Popen.
+            self.process = self.nursery.start(self.command[3:], self.stderr, variables)  # type: ignore[assignment]
+            return
         with self.stderr.open("ab") as log:
             self.process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **self.env},
+                env=variables,
                 cwd=_ROOT,
             )
 

@@ -9,29 +9,23 @@ from typing import Any
 
 import pytest
 
-from tests.durability.nursery import ForkedNode, Nursery, nursery
+from tests.node import Node
+from tests.nursery import Nursery
 
-Start = Callable[..., ForkedNode]
-"""Starts a node; takes what `ForkedNode` takes."""
-
-
-@pytest.fixture(scope="module")
-def nurse() -> Iterator[Nursery]:
-    """Give a process that forks mpsd."""
-    with nursery() as started:
-        yield started
+Start = Callable[..., Node]
+"""Starts a node; takes what `Node` takes."""
 
 
 @pytest.fixture
 def start(short_tmp: Path, nurse: Nursery) -> Iterator[Start]:
     """Give what starts nodes; they are ended, with all that they started, when the test is over."""
-    made: list[ForkedNode] = []
+    made: list[Node] = []
 
-    def begin(**options: Any) -> ForkedNode:
+    def begin(**options: Any) -> Node:
         root = short_tmp / f"c{len(made)}"
         root.mkdir()
         short_tmp.chmod(0o711)
-        made.append(ForkedNode(**{"root": root, "nursery": nurse, **options}))
+        made.append(Node(**{"root": root, "nursery": nurse, **options}))
         made[-1].start()
         return made[-1]
 

@@ -14,6 +14,7 @@ import pytest
 from tests import real
 from tests.harness import remove_tree
 from tests.node import Node
+from tests.nursery import Nursery
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,9 +58,9 @@ def _node(root: Path, **options: Any) -> Node:
 
 
 @pytest.fixture(scope="module")
-def shared_node(private_root: Path) -> Iterator[Node]:
+def shared_node(private_root: Path, nurse: Nursery) -> Iterator[Node]:
     """Start a node that all tests of a module share."""
-    node = _node(private_root / f"cli{next(_numbers)}")
+    node = _node(private_root / f"cli{next(_numbers)}", nursery=nurse)
     try:
         yield node.start()
     finally:
@@ -76,12 +77,12 @@ def node(shared_node: Node) -> Iterator[Node]:
 
 
 @pytest.fixture
-def make_node(short_tmp: Path) -> Iterator[Callable[..., Node]]:
+def make_node(short_tmp: Path, nurse: Nursery) -> Iterator[Callable[..., Node]]:
     """Give a maker of nodes, not started yet, for tests that disturb theirs."""
     made: list[Node] = []
 
     def make(**options: Any) -> Node:
-        made.append(_node(short_tmp / f"n{len(made)}", **options))
+        made.append(_node(short_tmp / f"n{len(made)}", **{"nursery": nurse, **options}))
         return made[-1]
 
     yield make

@@ -10,6 +10,7 @@ import pytest
 from tests import real
 from tests.harness import remove_tree
 from tests.node import Node
+from tests.nursery import Nursery
 from tests.system.conftest import nvml, nvml_library  # noqa: F401 - fixtures
 
 Start = Callable[..., Node]
@@ -25,7 +26,7 @@ def control() -> Path:
 
 
 @pytest.fixture
-def make_node(short_tmp: Path) -> Iterator[Start]:
+def make_node(short_tmp: Path, nurse: Nursery) -> Iterator[Start]:
     """Give a maker of nodes, which are ended, with all that they started, when the test is over.
 
     The control program is driver 535's unless the test names another.
@@ -36,7 +37,7 @@ def make_node(short_tmp: Path) -> Iterator[Start]:
         root = short_tmp / f"n{len(made)}"
         root.mkdir()
         short_tmp.chmod(0o711)
-        made.append(Node(**{"root": root, "control": real.real_daemons().get(535), **options}))
+        made.append(Node(**{"root": root, "control": real.real_daemons().get(535), "nursery": nurse, **options}))
         return made[-1]
 
     yield make
@@ -45,14 +46,14 @@ def make_node(short_tmp: Path) -> Iterator[Start]:
 
 
 @pytest.fixture(scope="module")
-def node_for_all(private_root: Path) -> Iterator[Start]:
+def node_for_all(private_root: Path, nurse: Nursery) -> Iterator[Start]:
     """As `make_node`, for nodes that all tests of a module share, and none of them disturbs."""
     made: list[Node] = []
 
     def make(**options: Any) -> Node:
         root = private_root / f"shared{next(_numbers)}"
         root.mkdir()
-        made.append(Node(**{"root": root, "control": real.real_daemons().get(535), **options}))
+        made.append(Node(**{"root": root, "control": real.real_daemons().get(535), "nursery": nurse, **options}))
         return made[-1]
 
     yield make

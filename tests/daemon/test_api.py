@@ -156,10 +156,10 @@ class TestAnswers:
 
     def test_reset_of_a_daemon_that_runs(self, node: Node) -> None:
         """A reset does not touch a control daemon that runs."""
-        before = node.daemons()["gpu0"]
+        before = node.unharmed()["gpu0"]
         answer = node.request("POST", "/v1/daemons/gpu0/reset")
         assert (answer.status, answer.json["state"], answer.json["daemon"]) == (202, "done", "gpu0")
-        assert node.daemons()["gpu0"] == before
+        assert node.unharmed()["gpu0"] == before
 
     @pytest.mark.parametrize("route", [route for route in ROUTES if route.method == "GET" and "{" not in route.path])
     def test_every_answer_is_what_the_document_says(self, node: Node, route: Any) -> None:

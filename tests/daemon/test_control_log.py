@@ -218,8 +218,10 @@ def test_removed_by_hand(node: Node) -> None:
 
 def read_up_to_the_end(node: Node, name: str) -> bool:
     """Tell whether mpsd has noted that it read the whole log."""
-    noted = json.loads((node.root / "run" / f"{name}.reading.json").read_text())
-    offset: int = noted["control"]["offset"]
+    noted = node.root / "run" / f"{name}.reading.json"
+    if not noted.exists():
+        return False
+    offset: int = json.loads(noted.read_bytes())["control"]["offset"]
     return offset == node.control_log(name).stat().st_size
 
 

@@ -89,13 +89,13 @@ class TestReload:
     @pytest.mark.parametrize("broken", ["[limits", "[limits]\nactive_thread_percentage = 0\n", "[limit]\n", "\x00"])
     def test_broken_file(self, node: Node, broken: str) -> None:
         """A file that cannot be meant changes nothing, and is told about with what is wrong and what would do."""
-        before, config = node.daemons(), node.get("/v1/config").json
+        before, config = node.unharmed(), node.get("/v1/config").json
         answer = node.reload(broken)
         assert answer["event"] == "settings_refused"
         assert answer["because"]
         assert answer["hint"]
         assert node.get("/v1/config").json == config
-        assert node.daemons() == before
+        assert node.unharmed() == before
         # The next file that can be meant is applied.
         node.reload(_OTHER)
         wait_for_limits(node, "gpu0", 12.5, 2 * GIB)

@@ -1,6 +1,7 @@
 """Nodes whose mpsd comes from a nursery, and ordinary ones."""
 
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,20 +9,25 @@ from typing import Any
 import pytest
 
 from tests import real
-from tests.durability.nursery import ForkedNode, Nursery, build, nursery
+from tests.durability.forked import ForkedNode
 from tests.node import Node
+from tests.nursery import Nursery, nursery
 
 Start = Callable[..., Node]
 """Makes a node, not started yet; takes what `Node` takes."""
 
+_HERE = Path(__file__).parent
+
+
 Fork = Callable[..., ForkedNode]
-"""Makes a node whose mpsd is forked; takes what `ForkedNode` takes."""
+"""Makes a node whose mpsd may be told when to end itself; takes what `ForkedNode` takes."""
 
 
 @pytest.fixture(scope="module")
 def nurse(private_root: Path) -> Iterator[Nursery]:
     """Give a process that forks mpsd, with the library that ends it at a store operation."""
-    library = build(private_root)
+    library = private_root / "kill_at.so"
+    subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-o", library, _HERE / "kill_at.c", "-ldl"], check=True)
     with nursery(library) as started:
         yield started
     library.unlink()
@@ -50,7 +56,7 @@ def fork(short_tmp: Path, nurse: Nursery) -> Iterator[Fork]:
 
 
 @pytest.fixture
-def make_node(short_tmp: Path) -> Iterator[Start]:
+def make_node(short_tmp: Path, nurse: Nursery) -> Iterator[Start]:
     """Give a maker of nodes, which are ended, with all that they started, when the test is over."""
     made: list[Node] = []
 
@@ -58,7 +64,7 @@ def make_node(short_tmp: Path) -> Iterator[Start]:
         root = short_tmp / f"n{len(made)}"
         root.mkdir(exist_ok=True)
         short_tmp.chmod(0o711)
-        made.append(Node(**_options(root, options)))
+        made.append(Node(**_options(root, {"nursery": nurse, **options})))
         return made[-1]
 
     yield make

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from tests.durability.nursery import ForkedNode
+from tests.durability.forked import ForkedNode
 from tests.node import Answer
 
 _DEADLINE: Final = 20

@@ -14,7 +14,7 @@ import pytest
 
 from tests.durability.conftest import Fork
 from tests.durability.crowd import DEAD, Crowd
-from tests.durability.nursery import ForkedNode
+from tests.durability.forked import ForkedNode
 from tests.harness import wait_until
 
 KILLS: Final = int(os.environ.get("MPSD_KILLS", "300"))

@@ -1,7 +1,7 @@
 """Starts mpsd by fork, from a process that has imported all of it: a start is then a tenth of its usual time.
 
 What is started is mpsd as ever: a process of its own that runs `mpsd run` from the command line to its end. Only the
-imports were done before, once. A crash test needs hundreds of starts, and the imports are nine tenths of each.
+imports were done before, once. The tests need a thousand starts, and the imports are nine tenths of each.
 """
 
 import ctypes
@@ -11,32 +11,22 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tests.node import Node
-
-_HERE = Path(__file__).parent
-_ROOT = _HERE.parent.parent
-
-
-def build(directory: Path) -> Path:
-    """Build the library that ends mpsd at a store operation, and return where it is."""
-    library = directory / "kill_at.so"
-    subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-o", library, _HERE / "kill_at.c", "-ldl"], check=True)
-    return library
+_ROOT = Path(__file__).parent.parent
 
 
 class Nursery:
     """The process that forks."""
 
     def __init__(self, library: Path | None = None) -> None:
-        """Start it, with the library of `build` in it if one is given."""
+        """Start it, with this library loaded into it, and into each mpsd, if one is given."""
         preload = {"LD_PRELOAD": str(library)} if library is not None else {}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.durability.nursery"],
+            [sys.executable, "-m", "tests.nursery"],
             env={**os.environ, **preload},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -51,6 +41,10 @@ class Nursery:
         assert self._process.stdout is not None
         print(json.dumps(order), file=self._process.stdin, flush=True)
         return int(self._process.stdout.readline())
+
+    def start(self, argv: Sequence[str], log: Path, variables: Mapping[str, str], **fate: int) -> "Child":
+        """Have `mpsd ARGV` started, with this environment, its output appended to a file; `fate` is for `kill_at`."""
+        return Child(self, self.ask(argv=argv, log=str(log), variables=dict(variables), fate=fate))
 
     def close(self) -> None:
         """End it."""
@@ -95,25 +89,6 @@ class Child:
         self.send_signal(signal.SIGKILL)
 
 
-@dataclass
-class ForkedNode(Node):
-    """A node whose mpsd comes from a nursery."""
-
-    nursery: Nursery | None = None
-    kill_at: int = 0
-    """The store operation before which the next mpsd ends itself, counted from 1; 0: none."""
-    torn: bool = False
-    """Whether that operation is half done then."""
-
-    def launch(self) -> None:
-        """Start mpsd and do not wait for anything."""
-        assert self.nursery is not None
-        pid = self.nursery.ask(
-            argv=self.command[3:], log=str(self.stderr), env=dict(self.env), kill_at=self.kill_at, torn=self.torn
-        )
-        self.process = Child(self.nursery, pid)  # type: ignore[assignment]  # as good as a Popen
-
-
 def _serve(orders: Iterator[str]) -> None:
     """Do as the orders say, one a line, and answer each with a number."""
     for line in orders:
@@ -130,17 +105,17 @@ def _serve(orders: Iterator[str]) -> None:
         print(answer, flush=True)  # noqa: T201 - it is a program: this is what it says
 
 
-def _become(argv: Sequence[str], order: dict[str, object]) -> None:
+def _become(argv: Sequence[str], order: dict[str, Any]) -> None:
     """Be mpsd, to the end."""
     from mpsd.__main__ import main  # noqa: PLC0415 - the tests themselves need nothing of it
 
     null, log = os.open("/dev/null", os.O_RDONLY), os.open(str(order["log"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(descriptor, target)
-    os.environ.pop("LD_PRELOAD", None)
-    os.environ.update(dict(order["env"]))  # type: ignore[call-overload]
-    if order["kill_at"]:
-        ctypes.CDLL(None).kill_at(ctypes.c_long(order["kill_at"]), order["torn"])  # type: ignore[arg-type]
+    os.environ.clear()
+    os.environ.update(order["variables"])
+    if fate := order["fate"]:
+        ctypes.CDLL(None).kill_at(ctypes.c_long(fate["kill_at"]), fate["torn"])
     sys.argv = ["mpsd", *argv]
     status = 1
     try:

@@ -27,10 +27,18 @@ class Way:
         self.paths = paths
         self._admitted = wanted
         self._log = log
-        self._is_shut = False
+        self._is_shut = self._was_shut()
         self._sure = False
         """Whether `_held` was written and read back, and nothing has failed since."""
         self._held: frozenset[int] | None = frozenset()
+
+    def _was_shut(self) -> bool:
+        """Tell whether an earlier mpsd let nobody in, as until the limits hold: it may have died before that."""
+        path, nobody = next(self._acls(frozenset()))
+        try:
+            return acl.read(path) == nobody
+        except OSError:
+            return False  # there is nothing yet, or nothing that can be read: a start, or a look, says so
 
     def shut(self) -> None:
         """Let nobody in, where not everybody is let in, until `admit`: a control daemon that starts has no limits yet.

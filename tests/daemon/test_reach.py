@@ -147,8 +147,11 @@ class TestEveryDriver:
             assert not reaches(node, BOB)
             assert (node.pipe_directory("gpu0") / "control").stat().st_mode & 0o007 == 0
 
-    def test_before_its_limits_hold(self, make_node: Start, real: RealDaemon, short_tmp: Path) -> None:
-        """A control daemon that starts gives everything at first: nobody reaches it before mpsd has set its limits."""
+    @pytest.mark.parametrize("mpsd_dies", [False, True])
+    def test_before_its_limits_hold(
+        self, make_node: Start, real: RealDaemon, short_tmp: Path, *, mpsd_dies: bool
+    ) -> None:
+        """A control daemon that starts gives everything at first: nobody reaches it before its limits are set."""
         gate = short_tmp / "gate"
         slow = program(
             short_tmp / "slow-control",
@@ -171,6 +174,11 @@ class TestEveryDriver:
             )
             theirs = replace(node, control=real.control)
             assert front_end(theirs, ANN) == REFUSED
+            if mpsd_dies:
+                node.end(signal.SIGKILL)
+                node.start(ready=False)
+                wait_until(lambda: node.daemons()["gpu0"]["pid"], what="the next mpsd to adopt it")
+                assert front_end(theirs, ANN) == REFUSED
             gate.touch()
             next_ready(node, "gpu0", pid)
             assert reaches(theirs, ANN)

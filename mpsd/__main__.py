@@ -49,8 +49,20 @@ _CONFIG = click.option(
     help="When told to end, let nobody in, and stop each control daemon when nobody is left on it. A second signal"
     " ends mpsd at once, and leaves the others running.",
 )
+@click.option(
+    "--stop-daemons",
+    is_flag=True,
+    help="Take over what an earlier mpsd left, let nobody in, stop each control daemon when nobody is left on it, and"
+    " end. A signal ends mpsd before that, and leaves the others running.",
+)
 def run(
-    config: Path | None, root: Path | None, simulate: int | None, control: str | None, *, stop_daemons_on_exit: bool
+    config: Path | None,
+    root: Path | None,
+    simulate: int | None,
+    control: str | None,
+    *,
+    stop_daemons_on_exit: bool,
+    stop_daemons: bool,
 ) -> None:
     """Run the service in the foreground; logs go to stderr, as JSON unless that is a terminal.
 
@@ -67,7 +79,8 @@ def run(
         return settings if root is None else settings.under(root.absolute())
 
     plan = _plan(read(), read, simulate=simulate, control=control, private=root is not None)
-    _serve(replace(plan, stop_daemons=StopDaemons.DRAIN if stop_daemons_on_exit else StopDaemons.NEVER))
+    drains = stop_daemons or stop_daemons_on_exit
+    _serve(replace(plan, stop_daemons=StopDaemons.DRAIN if drains else StopDaemons.NEVER, stop_now=stop_daemons))
 
 
 def _plan(
@@ -101,10 +114,13 @@ def _plan(
 
 def _serve(plan: "Plan") -> None:
     import asyncio
+    import os
+    from dataclasses import replace
 
     from mpsd.daemon.service import serve
+    from mpsd.system.notify import ServiceManager
 
-    asyncio.run(serve(plan))
+    asyncio.run(serve(replace(plan, manager=ServiceManager.take(os.environ))))
 
 
 @cli.command()

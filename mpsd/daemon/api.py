@@ -46,6 +46,12 @@ _KEEP_ALIVE: Final = 75.0
 _SHUTDOWN: Final = 1.0
 """Seconds that answers may take that are on their way when mpsd ends."""
 
+_LAST_WORDS: Final = 1.0
+"""Seconds that those who are connected have for a request, when the next mpsd will answer everybody else."""
+
+_PAUSE: Final = 0.1
+"""Seconds after which a connection is idle, and not just between two requests."""
+
 _SLOW: Final = 5.0
 """Seconds that a reader may take for what was written to it."""
 
@@ -106,6 +112,7 @@ class Api:
         self._table.add("GET", EVENTS_PATH, _Row(Role.OBSERVER, self._stream))
         self._server: web.Server | None = None
         self._door: Door | None = None
+        self._leaving = False
 
     async def serve(self, listener: socket.socket) -> None:
         """Answer on this socket until cancelled."""
@@ -118,6 +125,19 @@ class Api:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._door.keep(lambda: self._node.settings))
             group.create_task(self._door.sweep())
+
+    async def leave(self) -> None:
+        """Let nobody else in, and answer those who are: whoever comes now waits for the next mpsd, and misses nothing.
+
+        It is for a socket that outlives mpsd.
+        """
+        self._leaving = True
+        if self._door is not None:
+            self._door.shut()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORDS):
+                    await asyncio.sleep(_PAUSE)
+                    await self._door.all_heard()
 
     async def close(self) -> None:
         """Finish what is being answered, and stop; once is enough."""
@@ -138,6 +158,8 @@ class Api:
                 if row is None:
                     return _no_route(request, methods)
                 answer = await row.answer(_Asked(request, visitor, known, names))
+                if self._leaving:
+                    answer.force_close()
                 await self._deliver(answer, request)
                 return answer
             finally:

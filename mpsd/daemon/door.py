@@ -68,15 +68,21 @@ class Door:
         self._log = log
         self._visitors: dict[asyncio.BaseTransport, Visitor] = {}
         self._silent: dict[asyncio.BaseTransport, float] = {}
+        self._shut = False
+        self._knock: asyncio.Future[None] | None = None
+        self._heard = asyncio.Event()
         self._stuck = False
         """Whether no descriptor was left for the last one who came: that is told once, not ten times a second."""
 
     async def keep(self, settings: Callable[[], Settings]) -> None:
-        """Accept until cancelled; whoever has too many connections is turned away, and told so."""
+        """Accept until the door is shut; whoever has too many connections is turned away, and told so."""
         loop = asyncio.get_running_loop()
-        while True:
+        while not self._shut:
             try:
-                connection, _ = await loop.sock_accept(self._listener)
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                await self._wait()
+                continue
             except OSError as error:
                 # Out of descriptors: those that wait at the door keep waiting there, and nobody inside notices.
                 self._note_stuck(str(error))
@@ -98,6 +104,29 @@ class Door:
             transport, _ = await loop.connect_accepted_socket(self._connection, connection)
             self._visitors[transport] = visitor
             self._silent[transport] = clock.monotonic() + settings().api.header_deadline
+
+    async def _wait(self) -> None:
+        """Wait until somebody is at the door, or it is shut; nobody who came in can get lost on the way."""
+        loop = asyncio.get_running_loop()
+        self._knock = knock = loop.create_future()
+        loop.add_reader(self._listener, _settle, knock)
+        try:
+            await knock
+        finally:
+            self._knock = None
+            loop.remove_reader(self._listener)
+
+    def shut(self) -> None:
+        """Let nobody else in: they wait outside, for whoever opens next."""
+        self._shut = True
+        if self._knock is not None:
+            _settle(self._knock)
+
+    async def all_heard(self) -> None:
+        """Return once everybody who is in has sent a whole request."""
+        while self._silent:
+            self._heard.clear()
+            await self._heard.wait()
 
     def _note_stuck(self, because: str) -> None:
         if not self._stuck:
@@ -123,12 +152,18 @@ class Door:
         if visitor is None or transport is None or transport.is_closing():
             raise NotPermittedError("the connection is gone, and its caller with it", hint="connect again")
         self._silent.pop(transport, None)
+        self._heard.set()
         return visitor
 
     def _forget_closed(self) -> None:
         for transport in [each for each in self._visitors if each.is_closing()]:
             self._visitors.pop(transport).close()
             self._silent.pop(transport, None)
+
+
+def _settle(knock: "asyncio.Future[None]") -> None:
+    if not knock.done():
+        knock.set_result(None)
 
 
 def _is_spare(descriptor: int) -> bool:

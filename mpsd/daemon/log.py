@@ -81,6 +81,7 @@ class Happened(StrEnum):
     EVENTS_LOST = "events_lost"
     SETTINGS_RELOADED = "settings_reloaded"
     SETTINGS_REFUSED = "settings_refused"
+    SUPERVISOR_STUCK = "supervisor_stuck"
 
 
 class _Printer(structlog.PrintLogger):

@@ -32,6 +32,7 @@ from mpsd.daemon.inspector import Inspector
 from mpsd.daemon.ladder import Terminate, contexts_of
 from mpsd.daemon.leases import Leases
 from mpsd.daemon.log import Happened, Logger
+from mpsd.daemon.pulse import Beat, status
 from mpsd.daemon.reconciler import Reconciler
 from mpsd.daemon.supervisor import Supervisor
 from mpsd.system import clock, peers, rundir, surroundings
@@ -236,6 +237,28 @@ class Node:
     def daemons(self) -> list[Daemon]:
         """Return the control daemons in the order of their GPUs."""
         return [supervisor.snapshot() for supervisor in self._supervisors.values()]
+
+    def beats(self) -> dict[str, Beat]:
+        """Return the sign of life of each supervisor, by the name of its control daemon."""
+        return {name: supervisor.beat for name, supervisor in self._supervisors.items()}
+
+    def status(self, reload: str) -> str:
+        """Say in a line how the node is; `reload` is why the last one was refused."""
+        ledger = self.leases.ledger
+        return status(
+            self.daemons(),
+            list(self.gpus.views()),
+            leases=len(ledger.leases),
+            waiting=len(ledger.waiting),
+            reload=reload,
+        )
+
+    async def settled(self, seconds: float) -> None:
+        """Wait until it is known of each control daemon whether it can be used, for this long at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while any(each.state in {State.DOWN, State.STARTING} for each in self.daemons()):
+                    await self._touched.wait()
 
     # -- admitting ----------------------------------------------------------------------------------------------------
 

@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from mpsd.core import reload
@@ -21,6 +22,7 @@ from mpsd.daemon.keeping import LEASES_BALLAST, LEASES_SCHEMA, Keeping
 from mpsd.daemon.leases import Leases
 from mpsd.daemon.log import Happened, Logger
 from mpsd.daemon.node import Node, rules
+from mpsd.daemon.pulse import Pulse
 from mpsd.daemon.reach import Reach
 from mpsd.daemon.reconciler import Reconciler
 from mpsd.system import driver as drivers
@@ -30,6 +32,7 @@ from mpsd.system.counter import Counter
 from mpsd.system.database import Database
 from mpsd.system.driver import Driver
 from mpsd.system.gpu import GpuSource
+from mpsd.system.notify import ServiceManager
 from mpsd.system.rundir import RunDir
 
 
@@ -59,8 +62,12 @@ class Plan:
     reread: Callable[[], Settings]
     """Reads the configuration again. Raises ConfigurationError."""
     stop_daemons: StopDaemons = StopDaemons.NEVER
+    stop_now: bool = False
+    """Whether it ends as soon as it knows how the control daemons are: it is there to stop them."""
     announce: Callable[[], None] = lambda: None
     """Called once when the API answers."""
+    manager: ServiceManager = field(default_factory=ServiceManager)
+    """Who started this mpsd, and is told how it is."""
 
 
 async def serve(plan: Plan) -> None:
@@ -134,10 +141,8 @@ def _report(log: Logger, events: Events, *databases: Database) -> None:
 async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
     settings = plan.settings
     api = Api(node, events, log)
-    stranger = trust.stranger_at(settings.socket)
-    if stranger is not None:
-        log.warning(Happened.SOCKET_REPLACED, socket=str(settings.socket), uid=stranger)
-    listener = rundir.publish(settings.socket, settings.api.mode, settings.api.group)
+    listener, withdraw = _listen(plan, log)
+    pulse = Pulse(plan.manager, log, beats=node.beats, told=node.status)
     over, at_once = asyncio.Event(), asyncio.Event()
 
     def end() -> None:
@@ -146,46 +151,83 @@ async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
-    loop.add_signal_handler(signal.SIGHUP, _reload, plan, node, log)
+    loop.add_signal_handler(signal.SIGHUP, _reload, plan, node, pulse, log)
     found = {"program": " ".join(plan.program.argv)} if plan.driver is None else plan.driver.told()
     log.info(Happened.NODE_STARTED, **found, simulated=plan.simulated)
     try:
         async with asyncio.TaskGroup() as group:
             running = group.create_task(node.run())
+            telling = group.create_task(pulse.run())
+            if plan.manager.listener is not None or plan.stop_now:
+                # Those who waited at the socket for this mpsd are not to hear that it does not know yet.
+                await asyncio.sleep(0)
+                await node.settled(settings.daemon.answer_deadline)
             serving = group.create_task(api.serve(listener))
             log.info(Happened.API_LISTENING, socket=str(settings.socket), mode=f"{settings.api.mode:04o}")
+            await asyncio.sleep(0)
+            pulse.ready()
             plan.announce()
+            if plan.stop_now:
+                over.set()
             await over.wait()
+            pulse.stopping()
             log.info(Happened.NODE_STOPPING, stop_daemons=plan.stop_daemons)
+            if plan.manager.listener is not None and plan.stop_daemons is StopDaemons.NEVER:
+                await api.leave()
             node.leave()
             if plan.stop_daemons is StopDaemons.DRAIN:
-                stopping = group.create_task(node.stop_daemons(force=False))
-                hurried = group.create_task(at_once.wait())
-                await asyncio.wait({stopping, hurried}, return_when=asyncio.FIRST_COMPLETED)
-                stopping.cancel()
-                hurried.cancel()
-            rundir.unpublish(settings.socket)
+                await _drain(node, at_once, group)
+            withdraw()
             events.close()
             serving.cancel()
             await api.close()
             if plan.stop_daemons is StopDaemons.AT_ONCE:
                 await node.stop_daemons(force=True)
             running.cancel()
+            telling.cancel()
     finally:
-        rundir.unpublish(settings.socket)
+        withdraw()
         await api.close()
         listener.close()
+        plan.manager.close()
 
 
-def _reload(plan: Plan, node: Node, log: Logger) -> None:
+async def _drain(node: Node, at_once: asyncio.Event, group: asyncio.TaskGroup) -> None:
+    """Stop each control daemon when nobody is left on it, and leave the others as soon as that is to be over."""
+    stopping = group.create_task(node.stop_daemons(force=False))
+    hurried = group.create_task(at_once.wait())
+    await asyncio.wait({stopping, hurried}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    hurried.cancel()
+
+
+def _listen(plan: Plan, log: Logger) -> tuple[socket.socket, Callable[[], None]]:
+    """Return the API's socket, and what takes its name away: nothing does where the one that was handed over stays.
+
+    Raises ConfigurationError.
+    """
+    api, path, handed = plan.settings.api, plan.settings.socket, plan.manager.listener
+    if handed is None:
+        stranger = trust.stranger_at(path)
+        if stranger is not None:
+            log.warning(Happened.SOCKET_REPLACED, socket=str(path), uid=stranger)
+        return rundir.publish(path, api.mode, api.group), lambda: rundir.unpublish(path)
+    rundir.check_published(handed, path, api.mode, api.group)
+    return handed, lambda: None
+
+
+def _reload(plan: Plan, node: Node, pulse: Pulse, log: Logger) -> None:
     """Read the configuration again, and swap it whole, or keep the old one and say so."""
+    pulse.reloading()
     try:
         wanted = plan.reread()
         rundir.check_reach(wanted)
     except ConfigurationError as error:
         log.error(Happened.SETTINGS_REFUSED, because=error.detail, hint=error.hint)
+        pulse.reloaded(refused=error.detail)
         return
     applied, waiting = reload.changed(node.settings, wanted)
     node.reload(reload.reloaded(node.settings, wanted))
     daemons = {each.name: list(each.restart_for) for each in node.daemons() if each.restart_for}
     log.info(Happened.SETTINGS_RELOADED, applied=list(applied), needs_restart=list(waiting), daemons=daemons)
+    pulse.reloaded()

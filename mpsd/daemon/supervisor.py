@@ -22,6 +22,7 @@ from mpsd.daemon.launch import Launcher
 from mpsd.daemon.log import Logger
 from mpsd.daemon.observer import Observer
 from mpsd.daemon.prober import Prober
+from mpsd.daemon.pulse import Beat, longest_round
 from mpsd.daemon.reach import Way
 from mpsd.daemon.standing import Standing
 from mpsd.daemon.tally import Tally
@@ -30,7 +31,6 @@ from mpsd.system.control import ControlProgram
 
 _TICK: Final = 1.0
 """Seconds between two looks at the process."""
-
 
 _EVENTS: Final = {
     Intent.RUN: Event.RESUME,
@@ -79,6 +79,7 @@ class Supervisor:
         self._wanted = True
         """Whether it should run at all."""
         self._down = asyncio.Event()
+        self.beat = Beat()
         self._due = 0.0
         """When the next thing is due: the end of a delay, the deadline of a start, or the next proof of life."""
 
@@ -192,6 +193,7 @@ class Supervisor:
         try:
             while True:
                 self._wake.clear()
+                self.beat.back_in(longest_round(self._settings.daemon))
                 try:
                     self._bury()
                     await self._one_round()
@@ -242,6 +244,7 @@ class Supervisor:
 
     async def _sleep(self, seconds: float | None) -> None:
         """Wait until something happens, for this long at most."""
+        self.beat.back_in(seconds)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._wake.wait()

@@ -242,20 +242,54 @@ def publish(path: Path, mode: int, group: str) -> socket.socket:
         listener.bind(os.fspath(hidden))
         hidden.chmod(mode)
         if group:
-            os.chown(hidden, -1, getgrnam(group).gr_gid)
+            os.chown(hidden, -1, _gid(group))
         listener.listen(1024)
         hidden.rename(path)
-    except KeyError:
+    except ConfigurationError:
         listener.close()
         hidden.unlink(missing_ok=True)
-        raise ConfigurationError(
-            f"there is no group {group!r} on this machine", hint="create it or change api.group", limit="api.group"
-        ) from None
+        raise
     except OSError as error:
         listener.close()
         hidden.unlink(missing_ok=True)
         raise ConfigurationError(f"cannot listen on {path}: {error.strerror}", hint="check api.socket") from error
     return listener
+
+
+def check_published(listener: socket.socket, path: Path, mode: int, group: str) -> None:
+    """Refuse a listening socket that somebody else published, where it is not what the settings say.
+
+    Raises ConfigurationError. Nothing about it is changed: it is not mpsd's own.
+    """
+    name = os.fsdecode(listener.getsockname())
+    if name != os.fspath(path):
+        raise ConfigurationError(
+            f"the socket that mpsd was handed is {name}, and api.socket is {path}",
+            hint=f"set ListenStream={path} in mpsd.socket (systemctl edit mpsd.socket), or change api.socket",
+            limit="api.socket",
+        )
+    found = path.stat()
+    if stat.S_IMODE(found.st_mode) != mode:
+        raise ConfigurationError(
+            f"{path} has the mode {stat.S_IMODE(found.st_mode):04o}, and api.mode is {mode:04o}",
+            hint=f"set SocketMode={mode:04o} in mpsd.socket (systemctl edit mpsd.socket), or change api.mode",
+            limit="api.mode",
+        )
+    if group and found.st_gid != _gid(group):
+        raise ConfigurationError(
+            f"{path} has the group {found.st_gid}, and api.group is {group!r}",
+            hint=f"set SocketGroup={group} in mpsd.socket (systemctl edit mpsd.socket), or change api.group",
+            limit="api.group",
+        )
+
+
+def _gid(group: str) -> int:
+    try:
+        return getgrnam(group).gr_gid
+    except KeyError:
+        raise ConfigurationError(
+            f"there is no group {group!r} on this machine", hint="create it or change api.group", limit="api.group"
+        ) from None
 
 
 def unpublish(path: Path) -> None:

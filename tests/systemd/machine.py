@@ -170,6 +170,24 @@ class Machine:
         # As whoever installs a package does; mpsd itself has no right to write there.
         self.run(f"/{HOME}/bin/python3", "-m", "compileall", "-q", package)
 
+    def install_units(self) -> None:
+        """Install the units of this tree as a package does, without enabling any."""
+        units = _TREE / "systemd"
+        places = {
+            "mpsd.sysusers.conf": "/usr/lib/sysusers.d/mpsd.conf",
+            "mpsd.tmpfiles.conf": "/usr/lib/tmpfiles.d/mpsd.conf",
+        }
+        if self.suite.systemd >= 253:
+            places["notify-reload.conf"] = "/usr/lib/systemd/system/mpsd.service.d/notify-reload.conf"
+        for name, place in places.items():
+            self.copy(units / name, place)
+        for unit in (*units.glob("*.service"), *units.glob("*.socket")):
+            self.copy(unit, f"/usr/lib/systemd/system/{unit.name}")
+        for preset in units.glob("*.preset"):
+            self.copy(preset, f"/usr/lib/systemd/system-preset/{preset.name}")
+        self.run("systemd-sysusers")
+        self.run("systemd-tmpfiles", "--create", "mpsd.conf")
+
     def enable(self, *units: str) -> None:
         """Have systemd read its units again, and enable and start these."""
         self.run("systemctl", "daemon-reload")

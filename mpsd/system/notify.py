@@ -1,0 +1,115 @@
+"""What a service manager hands to mpsd when it starts it, and what mpsd tells it: systemd's protocols, in a few lines.
+
+Sources: sd_notify(3), sd_watchdog_enabled(3), sd_listen_fds(3). The variables are taken out of the environment: what
+mpsd starts must not speak in its name.
+"""
+
+import contextlib
+import os
+import socket
+from collections.abc import MutableMapping
+from typing import Final, Self
+
+from mpsd.core.errors import ConfigurationError
+from mpsd.system import clock
+
+_FIRST: Final = 3
+"""The first descriptor that is handed over (SD_LISTEN_FDS_START)."""
+
+_HINT: Final = "start mpsd through its units, or outside any: mpsd run"
+
+
+class ServiceManager:
+    """Whoever started mpsd; one that wants to hear nothing where nobody is named."""
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        watchdog: float | None = None,
+        listener: socket.socket | None = None,
+    ) -> None:
+        """`address` is where notifications go."""
+        self.watchdog = watchdog
+        """Seconds without a sign of life after which mpsd is ended and started anew; None where nobody watches."""
+        self.listener = listener
+        """The socket that was listening before mpsd was, and will be after it."""
+        self._address = address if address is None or address[0] != "@" else f"\0{address[1:]}"
+        self._unsent: tuple[str, ...] = ()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) if address else None
+
+    @classmethod
+    def take(cls, environ: MutableMapping[str, str]) -> Self:
+        """Read what was handed over, and take it out of the environment. Raises ConfigurationError for nonsense."""
+        address = environ.pop("NOTIFY_SOCKET", None) or None
+        if address is not None and address[0] not in "@/":
+            raise ConfigurationError(f"NOTIFY_SOCKET={address} is no unix socket", hint=_HINT)
+        watchdog = _number(environ, "WATCHDOG_USEC")
+        if _number(environ, "WATCHDOG_PID") not in {None, os.getpid()}:
+            watchdog = None
+        count = _number(environ, "LISTEN_FDS") or 0
+        if _number(environ, "LISTEN_PID") != os.getpid():
+            count = 0
+        environ.pop("LISTEN_FDNAMES", None)
+        if count > 1:
+            raise ConfigurationError(f"mpsd was handed {count} sockets, and serves one", hint=_HINT)
+        return cls(
+            address,
+            watchdog=watchdog / 1_000_000 if watchdog else None,
+            listener=_listener(_FIRST) if count else None,
+        )
+
+    @property
+    def listens(self) -> bool:
+        """Whether there is anybody to tell anything."""
+        return self._socket is not None
+
+    def tell(self, *assignments: str) -> None:
+        """Send assignments such as `READY=1`; what a busy manager does not take goes with the next ones.
+
+        mpsd does not wait for it, and lives on where nobody is there any more.
+        """
+        if self._socket is None or self._address is None:
+            return
+        lines = (*self._unsent, *assignments)
+        self._unsent = ()
+        try:
+            self._socket.sendto("\n".join(lines).encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL, self._address)
+        except BlockingIOError:
+            # Of each thing the latest counts; and a sign of life is worth nothing later.
+            latest = {line.partition("=")[0]: line for line in lines if not line.startswith("WATCHDOG=")}
+            self._unsent = tuple(latest.values())
+        except OSError:
+            return
+
+    def tell_reloading(self) -> None:
+        """Say that a reload begins; it is over with the next `READY=1`."""
+        self.tell("RELOADING=1", f"MONOTONIC_USEC={int(clock.monotonic() * 1_000_000)}")
+
+    def close(self) -> None:
+        """Tell nobody anything any more."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def _number(environ: MutableMapping[str, str], name: str) -> int | None:
+    text = environ.pop(name, "")
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise ConfigurationError(f"{name}={text} is no number", hint=_HINT)
+    return int(text)
+
+
+def _listener(descriptor: int) -> socket.socket:
+    """Return the listening unix socket behind a descriptor that was handed over. Raises ConfigurationError."""
+    with contextlib.suppress(OSError):
+        listener = socket.socket(fileno=descriptor)
+        listener.set_inheritable(False)
+        listener.setblocking(False)
+        listens = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if listens and listener.family == socket.AF_UNIX and listener.type == socket.SOCK_STREAM:
+            return listener
+        listener.detach()
+    raise ConfigurationError("what mpsd was handed is no listening unix socket (ListenStream=)", hint=_HINT)

@@ -1,0 +1,309 @@
+"""Under a service manager: what mpsd tells it, and when; and a listening socket that it is handed, and leaves."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tests.harness import wait_until
+from tests.node import Node
+
+HAND_OVER: Final = """
+import os, sys
+os.dup2(int(sys.argv[1]), 3)
+os.environ.update(LISTEN_FDS="1", LISTEN_FDNAMES="mpsd.socket", LISTEN_PID=str(os.getpid()))
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+STUCK: Final = """
+import asyncio, sys
+from mpsd.__main__ import main
+from mpsd.daemon.supervisor import Supervisor
+one_round = Supervisor._one_round
+async def stuck(self):
+    await one_round(self)
+    if self.name == "gpu1" and self.snapshot().state == "ready":
+        await asyncio.Event().wait()
+Supervisor._one_round = stuck
+main()
+"""
+"""An mpsd with a defect: once its daemon is ready, one of its supervisors waits for what never comes."""
+
+QUICK: Final = "[daemon]\nstart_deadline = 0.1\nanswer_deadline = 0.1\n"
+"""What makes a supervisor late soon."""
+
+
+@dataclass
+class Ears:
+    """A service manager's notification socket."""
+
+    name: str
+    said: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Listen, on an abstract socket where the name begins with @."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(f"\0{self.name[1:]}" if self.name[0] == "@" else self.name)
+        self._socket.setblocking(False)
+
+    def listen(self) -> list[str]:
+        """Return every assignment that was sent by now."""
+        while True:
+            try:
+                self.said += self._socket.recv(4096).decode().split("\n")
+            except BlockingIOError:
+                return self.said
+
+    def wait_for(self, assignment: str, after: int = 0) -> int:
+        """Wait for an assignment, or the beginning of one, and return its place among all."""
+
+        def look() -> list[int]:
+            return [at for at, said in enumerate(self.listen()) if at >= after and said.startswith(assignment)]
+
+        return wait_until(look, what=f"{assignment}; said was {self.said}")[0]
+
+    def close(self) -> None:
+        """Hear no more."""
+        self._socket.close()
+
+
+@pytest.fixture(params=["path", "abstract"])
+def ears(request: pytest.FixtureRequest, short_tmp: Path) -> Iterator[Ears]:
+    """Give a notification socket of each kind."""
+    ears = Ears(f"{short_tmp}/notify" if request.param == "path" else f"@{short_tmp}/notify")
+    yield ears
+    ears.close()
+
+
+class TestNotifications:
+    """What the manager hears."""
+
+    def test_life(self, ears: Ears, short_tmp: Path) -> None:
+        """Ready, once the API answers; how the node is, when that changes; that it ends; and signs of life between."""
+        usec = {"NOTIFY_SOCKET": ears.name, "WATCHDOG_USEC": "300000"}
+        node = Node(root=short_tmp, config="", env=usec)
+        try:
+            node.launch()
+            ears.wait_for("READY=1")
+            assert node.get("/healthz").status == 200
+            ears.wait_for("STATUS=2 of 2 control daemons ready, 0 leases, 0 waiting")
+            environment = Path(f"/proc/{node.daemons()['gpu0']['pid']}/environ").read_text()
+            assert "NOTIFY" not in environment
+            assert "WATCHDOG" not in environment
+            node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
+            at = ears.wait_for("STATUS=2 of 2 control daemons ready, 1 leases")
+            for _ in range(3):
+                at = ears.wait_for("WATCHDOG=1", at + 1)
+            node.end()
+            at = ears.wait_for("STOPPING=1")
+            assert ears.listen().count("READY=1") == 1
+        finally:
+            node.clean_up()
+
+    def test_reload(self, ears: Ears, short_tmp: Path) -> None:
+        """A reload begins and ends, and a refused one says why for as long as no other follows."""
+        node = Node(root=short_tmp, config="", env={"NOTIFY_SOCKET": ears.name})
+        try:
+            node.start()
+            node.reload("nonsense")
+            at = ears.wait_for("RELOADING=1")
+            assert ears.said[at + 1].startswith("MONOTONIC_USEC=")
+            at = ears.wait_for("READY=1", at)
+            assert "reload refused" in ears.said[ears.wait_for("STATUS=", at)]
+            node.reload("")
+            at = ears.wait_for("READY=1", ears.wait_for("RELOADING=1", at))
+            assert "reload" not in ears.said[ears.wait_for("STATUS=", at)]
+        finally:
+            node.clean_up()
+
+    def test_watchdog_of_another(self, ears: Ears, short_tmp: Path) -> None:
+        """A variable that was meant for another process is none for mpsd."""
+        env = {
+            "NOTIFY_SOCKET": ears.name,
+            "WATCHDOG_USEC": "1",
+            "WATCHDOG_PID": "1",
+            "LISTEN_PID": "1",
+            "LISTEN_FDS": "9",
+        }
+        node = Node(root=short_tmp, env=env)
+        try:
+            node.start()
+            ears.wait_for("READY=1")
+        finally:
+            node.clean_up()
+
+    @pytest.mark.parametrize("name", ["gone", "deaf"])
+    def test_nobody_listens(self, short_tmp: Path, name: str) -> None:
+        """A manager that is gone, and one that hears nothing for long, cost mpsd nothing."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as deaf:
+            deaf.bind(f"{short_tmp}/deaf")
+            node = Node(root=short_tmp, env={"NOTIFY_SOCKET": f"{short_tmp}/{name}", "WATCHDOG_USEC": "3000"})
+            try:
+                node.start()
+                wait_until(lambda: node.get("/readyz").status == 200, what="mpsd to answer on")
+                assert node.end() == 0
+            finally:
+                node.clean_up()
+
+
+@dataclass
+class Defective(Node):
+    """An mpsd with a supervisor that is stuck."""
+
+    @property
+    def command(self) -> list[str]:
+        """How mpsd is called."""
+        return [sys.executable, "-c", STUCK, *super().command[3:]]
+
+
+def test_no_sign_of_life_of_a_stuck_supervisor(short_tmp: Path) -> None:
+    """A supervisor that does not come round is told, and while it does not, the manager hears no sign of life."""
+    ears = Ears(f"{short_tmp}/notify")
+    node = Defective(root=short_tmp, config=QUICK, env={"NOTIFY_SOCKET": ears.name, "WATCHDOG_USEC": "300000"})
+    try:
+        node.start(ready=False)
+
+        def noticed() -> list[dict[str, Any]]:
+            ears.listen()
+            return node.events("supervisor_stuck")
+
+        (told,) = wait_until(noticed, what="it to be noticed", deadline=30)
+        assert told["daemons"] == ["gpu1"]
+        signs = ears.said.count("WATCHDOG=1")
+        assert signs > 10
+        # The loop runs, and tells other news.
+        node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
+        ears.wait_for("STATUS=2 of 2 control daemons ready, 1 leases")
+        assert ears.said.count("WATCHDOG=1") <= signs + 1
+    finally:
+        node.clean_up()
+        ears.close()
+
+
+@dataclass
+class Handed(Node):
+    """An mpsd that is handed a listening socket."""
+
+    listener: socket.socket | None = None
+
+    def launch(self) -> None:
+        """Start it as a service manager does."""
+        assert self.listener is not None
+        number = self.listener.fileno()
+        with self.stderr.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", HAND_OVER, str(number), *self.command],
+                pass_fds=[number],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self.env},
+                cwd=Path(__file__).parents[2],
+            )
+
+
+@pytest.fixture
+def hand(short_tmp: Path) -> Iterator[Callable[..., Handed]]:
+    """Give a maker of an mpsd with a socket that is there before it, at its usual place or another."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    nodes: list[Handed] = []
+
+    def make(path: str = "run/mpsd.sock", mode: int = 0o666, **options: str) -> Handed:
+        place = short_tmp / path
+        place.parent.mkdir(exist_ok=True)
+        listener.bind(str(place))
+        place.chmod(mode)
+        listener.listen(4096)
+        nodes.append(Handed(root=short_tmp, listener=listener, config=options.get("config")))
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        node.clean_up()
+    listener.close()
+
+
+class TestSocket:
+    """A socket that is there before mpsd and after it."""
+
+    def test_it_stays(self, hand: Callable[..., Handed]) -> None:
+        """Whoever calls while there is no mpsd waits, and is answered by the next; the socket is the same one."""
+        node = hand()
+        before = node.socket.stat()
+        node.start()
+        node.end()
+        answers: list[int] = []
+        caller = threading.Thread(target=lambda: answers.append(node.get("/healthz").status))
+        caller.start()
+        node.start()
+        caller.join()
+        assert answers == [200]
+        node.end()
+        after = node.socket.stat()
+        assert (before.st_ino, before.st_mode) == (after.st_ino, after.st_mode)
+
+    def test_nobody_sees_a_restart(self, hand: Callable[..., Handed]) -> None:
+        """Leases are taken and given back all the time, and every answer is right."""
+        node = hand().start()
+        wrong: list[str] = []
+        over = threading.Event()
+
+        def come_and_go() -> None:
+            while not over.is_set():
+                try:
+                    answer = node.request("POST", "/v1/leases", {"threads": 1, "memory": "1MiB"})
+                    if answer.status == 201:
+                        answer = node.request("DELETE", f"/v1/leases/{answer.json['id']}")
+                    if answer.status not in {200, 204}:
+                        wrong.append(f"{answer.status} {answer.body!r}")
+                except OSError as error:
+                    wrong.append(repr(error))
+
+        callers = [threading.Thread(target=come_and_go) for _ in range(3)]
+        for caller in callers:
+            caller.start()
+        try:
+            for _ in range(5):
+                before = node.pid
+                node.end()
+                node.start()
+                assert node.pid != before
+        finally:
+            over.set()
+            for caller in callers:
+                caller.join()
+        assert not wrong
+
+    def test_another_path(self, hand: Callable[..., Handed]) -> None:
+        """One that is not at the configured place is refused, with both named."""
+        node = hand("other.sock")
+        status, said = node.refuse()
+        assert status == 78
+        assert "other.sock, and api.socket is" in said
+        assert "ListenStream=" in said
+
+    @pytest.mark.parametrize(("mode", "config"), [(0o600, ""), (0o666, '[api]\nmode = "0660"\n')])
+    def test_another_mode(self, hand: Callable[..., Handed], mode: int, config: str) -> None:
+        """One with another mode than api.mode is refused, and left as it is."""
+        node = hand(mode=mode, config=config)
+        status, said = node.refuse()
+        assert status == 78
+        assert "SocketMode=" in said
+        assert node.socket.stat().st_mode & 0o777 == mode
+
+    def test_no_socket(self, short_tmp: Path) -> None:
+        """A descriptor that is no listening unix socket is refused."""
+        node = Handed(root=short_tmp)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+            listener.listen()
+            node.listener = listener
+            status, said = node.refuse()
+        assert status == 78
+        assert "no listening unix socket" in said

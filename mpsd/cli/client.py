@@ -44,7 +44,8 @@ class Client:
     """
 
     def __init__(self, path: str, *, deadline: float = DEADLINE) -> None:
-        self._path = path
+        self.path = path
+        """Where mpsd listens, or is to."""
         self._deadline = deadline
         self._connection: _Connection | None = None
 
@@ -58,12 +59,12 @@ class Client:
 
     def another(self, *, deadline: float) -> Self:
         """Return a client of the same mpsd, with a connection of its own."""
-        return type(self)(self._path, deadline=deadline)
+        return type(self)(self.path, deadline=deadline)
 
     def connect(self) -> None:
         """Connect now, and not only with the first request. Raises UnreachableError."""
         if self._connection is None:
-            self._connection = _Connection(_connect(self._path, self._deadline))
+            self._connection = _Connection(_connect(self.path, self._deadline))
 
     def close(self) -> None:
         """Close the connection; the next request opens another."""
@@ -147,25 +148,25 @@ class Client:
         match error:
             case TimeoutError():
                 return UnreachableError(
-                    f"mpsd took the request on {self._path} and did not answer within {deadline:g} s",
+                    f"mpsd took the request on {self.path} and did not answer within {deadline:g} s",
                     hint="see in its log what keeps it busy; one that was stopped (SIGSTOP) does not answer either",
                 )
             case ValueError():
                 stranger = UnreachableError(
-                    f"what listens on {self._path} does not answer as mpsd does: {error}", hint=_ANOTHER_SOCKET
+                    f"what listens on {self.path} does not answer as mpsd does: {error}", hint=_ANOTHER_SOCKET
                 )
                 stranger.retryable = False
                 return stranger
             case _:
                 return UnreachableError(
-                    f"the connection to mpsd on {self._path} broke before it had answered; what it did is unknown",
+                    f"the connection to mpsd on {self.path} broke before it had answered; what it did is unknown",
                     hint="see whether it still runs, and what it did, with: mpsctl status; mpsctl leases",
                 )
 
     def _send(self, method: str, path: str, body: bytes, deadline: float, meanwhile: Meanwhile | None) -> "_Connection":
         """Send a request, and return the connection on which its answer comes."""
         if self._connection is None:
-            self._connection = _Connection(_connect(self._path, self._deadline))
+            self._connection = _Connection(_connect(self.path, self._deadline))
         self._connection.begin(deadline, meanwhile)
         lines = [f"{method} {path} HTTP/1.1", "Host: mpsd", f"User-Agent: mpsctl/{__version__}"]
         if body:

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable
-from typing import Final
 
 from mpsd.core.errors import ControlUnreachableError
 from mpsd.core.model import DaemonProcess, Gpu, ProcessIdentity
@@ -13,9 +12,6 @@ from mpsd.daemon.reach import Way
 from mpsd.system import clock, mpslog, process, rundir
 from mpsd.system.control import ControlProgram, variables
 from mpsd.system.process import Process
-
-_LEFT: Final = ("control", "control_privileged", "control_lock", "log", "nvidia-cuda-mps-control.pid")
-"""What a control daemon makes in its pipe directory (measured; the last one by 550 and later)."""
 
 
 class Launcher:
@@ -60,7 +56,7 @@ class Launcher:
 
         The next one takes stale ones over (measured, all versions): until then there is nothing that looks like one.
         """
-        for name in _LEFT:
+        for name in rundir.LEFT:
             (self._paths.pipe_directory / name).unlink(missing_ok=True)
         for name in shared_memory:
             rundir.remove_shared_memory(name)

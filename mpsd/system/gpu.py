@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
 from mpsd.core import compute_mode
+from mpsd.core.doctor.observed import Condition
 from mpsd.core.errors import ComputeModeError, GpuUnknownError, NoDriverError
-from mpsd.core.model import ComputeMode, Gpu, GpuFault, GpuProcess, GpuUsage, Inventory, Known, Reading, Unknown
+from mpsd.core.model import ComputeMode, Gpu, GpuFault, GpuUsage, Inventory, Known, Reading, Unknown
+from mpsd.system import gpu_reading
 from mpsd.system.nvml_thread import NvmlThread, SilentError
 
 T = TypeVar("T")
@@ -145,6 +147,16 @@ class NvmlGpus:
         """Return what is in use on this GPU now, which is found by its UUID."""
         return await self._read(partial(self._nvml.usage, gpu.uuid))
 
+    async def condition(self, gpu: Gpu) -> Reading[Condition]:
+        """Return what ails this GPU by its own count."""
+        return await self._read(lambda: gpu_reading.condition(self._nvml.lib, gpu.uuid))
+
+    async def versions(self) -> tuple[str, int | None]:
+        """Return the driver's version, and that of CUDA that it is of, where it tells. Raises as `inventory` does."""
+        node = self._nvml.node or await self._open()
+        cuda = await self._read(lambda: gpu_reading.cuda(self._nvml.lib))
+        return node.driver_version, cuda.value if isinstance(cuda, Known) else None
+
     async def set_compute_mode(self, gpu: Gpu, mode: ComputeMode) -> Reading[ComputeMode | None]:
         """Set this GPU's compute mode, which is immediate and needs root, and return the one that reads back.
 
@@ -268,7 +280,7 @@ class _Nvml:
         try:
             handle = self.lib.nvmlDeviceGetHandleByUUID(uuid)
             _, _, used = self._memory(handle)
-            processes = self._processes(handle)
+            processes = gpu_reading.processes(self.lib, handle)
             mode = self._compute_mode(handle)
         except self.lib.NVMLError as error:
             return Unknown(f"NVML: {error}")
@@ -317,33 +329,6 @@ class _Nvml:
             memory = self.lib.nvmlDeviceGetMemoryInfo(handle)
             return int(memory.total), 0, int(memory.used)
         return int(memory.total), int(memory.reserved), int(memory.used)
-
-    def _processes(self, handle: object) -> dict[int, GpuProcess]:
-        """Return the processes on a GPU by pid; one that is listed twice counts once, at the larger figure.
-
-        A process of which the driver does not tell is there all the same: left out, it would pass for one that holds
-        nothing.
-
-        Version 2 of these functions comes first. Version 3 has the same struct in pynvml and in most drivers, a larger
-        one in 535.43 to 535.86, where pynvml reads garbage, and is missing in 535.98 and, being newer, before 510
-        (github.com/XuehaiPan/nvitop/pull/89).
-        """
-        held: dict[int, GpuProcess] = {}
-        for kind in ("Compute", "MPSCompute"):
-            name = f"nvmlDeviceGet{kind}RunningProcesses"
-            try:
-                processes = getattr(self.lib, f"{name}_v2")(handle)
-            except self.lib.NVMLError_FunctionNotFound:
-                processes = getattr(self.lib, f"{name}_v3")(handle)
-            for process in processes:
-                pid = int(process.pid)
-                before = held.get(pid, GpuProcess(Unknown(f"NVML does not say how much memory process {pid} holds")))
-                memory = before.memory
-                if process.usedGpuMemory is not None:
-                    known = memory.value if isinstance(memory, Known) else 0
-                    memory = Known(max(known, int(process.usedGpuMemory)))
-                held[pid] = GpuProcess(memory, mps=before.mps or kind == "MPSCompute")
-        return held
 
 
 def _unchanged(index: int, mode: ComputeMode, error: Exception) -> str:

@@ -57,7 +57,7 @@ def _mps_processes(program: tuple[str, ...]) -> Iterator[MpsProcess]:
     for each in psutil.process_iter():
         try:
             with each.oneshot():
-                part = _part(each.cmdline(), program)
+                part = part_of(each.cmdline(), program)
                 if part is None or each.status() == psutil.STATUS_ZOMBIE:
                     continue
                 ticks = process.start_ticks(each.pid)
@@ -78,7 +78,8 @@ def _mps_processes(program: tuple[str, ...]) -> Iterator[MpsProcess]:
             yield found
 
 
-def _part(arguments: list[str], program: tuple[str, ...]) -> Part | None:
+def part_of(arguments: Sequence[str], program: tuple[str, ...]) -> Part | None:
+    """Tell what a process is to MPS, by what it was started as; None for any other."""
     if not arguments:
         return None
     # A script is run by its interpreter, so that its own name stands second.

@@ -13,11 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from grp import getgrnam
 from pathlib import Path
+from typing import Final
 
 from mpsd.core.errors import AlreadyRunningError, ConfigurationError
 from mpsd.core.limits import CONTROL_PATH_BYTES, LONGEST_SOCKET_NAME, SOCKET_PATH_BYTES
 from mpsd.core.settings import Settings, Unadmitted
 from mpsd.system import acl, trust
+
+LEFT: Final = ("control", "control_privileged", "control_lock", "log", "nvidia-cuda-mps-control.pid")
+"""What a control daemon makes in its pipe directory, and leaves there (measured; the last one by 550 and later)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,10 +304,15 @@ def unpublish(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def remove_shared_memory(name: str) -> None:
-    """Remove what an MPS server made in /dev/shm, whose name begins with `cuda.shm.` and the uid of its owner."""
+def remove_shared_memory(name: str) -> bool:
+    """Remove what an MPS server made in /dev/shm, whose name begins with `cuda.shm.` and the uid of its owner.
+
+    Returns whether it did.
+    """
     path = Path("/dev/shm") / name  # noqa: S108 - where POSIX shared memory is, shm_overview(7)
     with contextlib.suppress(FileNotFoundError):
         found = path.lstat()
         if stat.S_ISREG(found.st_mode) and name.startswith(f"cuda.shm.{found.st_uid}."):
             path.unlink()
+            return True
+    return False

@@ -14,7 +14,7 @@ from mpsd.core.settings import Settings, WantedComputeMode
 
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is, shm_overview(7)
 
-_FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
+FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
 """PROC_PID_INIT_INO in the kernel's include/linux/proc_ns.h: the inode of the pid namespace that it starts with."""
 
 _EVERY_ID: Final = ["0", "0", "4294967295"]
@@ -47,29 +47,35 @@ def missing(settings: Settings) -> tuple[Missing, ...]:
 
 
 def _missing(settings: Settings) -> Iterator[Missing]:
-    if Path("/proc/self/ns/pid").stat().st_ino != _FIRST_PID_NAMESPACE:
+    if Path("/proc/self/ns/pid").stat().st_ino != FIRST_PID_NAMESPACE:
         yield Missing(
             "pid namespace",
             "mpsd is not in the host's pid namespace: callers outside its own get no lease, and the pids that NVIDIA's"
             " driver tells are not those that mpsd sees",
             "hostPID: true, --pid=host",
         )
-    if Path("/proc/self/uid_map").read_text(encoding="ascii").split() != _EVERY_ID:
+    if has_few_uids("self"):
         yield Missing(
             "user namespace",
             "mpsd is in a user namespace: every uid that is not mapped there is 65534 to it, and so one user",
             "the host's user namespace: no --userns, no rootless container",
         )
     if os.geteuid() == 0:  # any other serves its own uid
-        for name, without in _capabilities(settings):
+        status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines()
+        effective = next(int(line.split()[1], 16) for line in status if line.startswith("CapEff:"))
+        for name, without in lacking(settings, effective):
             yield Missing(
                 name, f"mpsd has no {name}: {without}", f"privileged: true, --privileged, or --cap-add={name}"
             )
 
 
-def _capabilities(settings: Settings) -> Iterator[tuple[str, str]]:
-    status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines()
-    effective = next(int(line.split()[1], 16) for line in status if line.startswith("CapEff:"))
+def has_few_uids(pid: int | str) -> bool:
+    """Tell whether a process is in a user namespace in which not each uid is itself. Raises OSError."""
+    return Path(f"/proc/{pid}/uid_map").read_text(encoding="ascii").split() != _EVERY_ID
+
+
+def lacking(settings: Settings, effective: int) -> Iterator[tuple[str, str]]:
+    """Yield the capabilities that root's mpsd needs and are not in this effective set, and what fails without each."""
     needed = dict(_NEEDED)
     if settings.api.group:
         needed["CAP_CHOWN"] = (_CHOWN, "api.group cannot be set")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from mpsd.core.doctor.table import FAMILIES
 from mpsd.core.errors import CallerError, CapacityError, ControlError, GpuError, MpsdError, OperatorError, catalogue
 from mpsd.core.lifecycle import TABLE, Event, State
 from mpsd.core.settings import render, rows
@@ -17,6 +18,7 @@ from tests.gate import completions, manual
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 README: Final = ROOT / "README.md"
+DOCTOR: Final = ROOT / "docs/doctor.md"
 
 _DOING: Final[dict[type, str]] = {
     CallerError: "the caller",
@@ -75,6 +77,18 @@ def lifecycle_diagram() -> str:
     return "\n".join([*lines, "```"])
 
 
+def doctor_page() -> str:
+    """Return every check of doctor, by what it looks at, as docs/doctor.md has them."""
+    text = DOCTOR.read_text(encoding="utf-8")
+    tables = []
+    for family, checks in FAMILIES.items():
+        lines = [("check", "well means", "otherwise", "`--fix`")]
+        lines += [(f"`{check.id}`", check.right, check.why, check.mends) for check in checks]
+        tables.append(f"### {family}\n\n{_table(*lines)}")
+    part = between("checks", text)
+    return text[: part.start()] + "\n" + "\n\n".join(tables) + "\n\n" + text[part.end() :]
+
+
 PARTS: Final[dict[str, Callable[[], str]]] = {
     "errors": errors_table,
     "settings": settings_table,
@@ -87,6 +101,7 @@ FILES: Final[dict[str, Callable[[], str]]] = {
     "docs/man/mpsd.8": manual.mpsd_page,
     "docs/man/mpsd.toml.5": manual.settings_page,
     "docs/mpsd.toml": manual.example,
+    "docs/doctor.md": doctor_page,
     **completions.FILES,
 }
 """Every file that is made as a whole, relative to the root of the tree."""
@@ -96,7 +111,7 @@ def between(name: str, text: str) -> re.Match[str]:
     """Find the part of a document between the two markers of this name."""
     found = list(re.finditer(rf"(?<=<!-- {name}:begin -->\n).*?(?=<!-- {name}:end -->)", text, re.DOTALL))
     if len(found) != 1:
-        raise ValueError(f"README.md has {len(found)} parts between <!-- {name}:begin --> and <!-- {name}:end -->")
+        raise ValueError(f"the document has {len(found)} parts between <!-- {name}:begin --> and <!-- {name}:end -->")
     return found[0]
 
 

@@ -3,6 +3,8 @@
  * $FAKE_NVML/state is read anew at each call, and replaced by rename, so that GPUs change while a process looks at them:
  *
  *   driver VERSION
+ *   cuda VERSION                                              as 13000; 0 where the driver does not tell
+ *   condition GPU PERSISTENCE ECC RETIREMENT PENDING FAILED   each -1 where the GPU does not tell, as without such a line
  *   gpu UUID MAJOR.MINOR MIG TOTAL RESERVED USED NAME...      MIG: 0, 1, or -1 where the GPU has no such mode
  *   process GPU Compute|MPSCompute PID BYTES                  BYTES: -1 for NVML_VALUE_NOT_AVAILABLE
  *   fault FUNCTION GPU|-1 RESULT                              RESULT: an nvmlReturn_t, or -1 to hang while it stands there
@@ -30,9 +32,13 @@ struct gpu {
     unsigned long long total, reserved, used;
 };
 
+/* Persistence mode, ECC errors that were not corrected, pages to be retired, rows to be remapped, remapping that failed. */
+enum { PERSISTENCE, ECC, RETIREMENT, REMAPPING_PENDING, REMAPPING_FAILED, CONDITIONS };
+
 struct state {
     char driver[80];
-    int gpus, processes, faults, xids;
+    int gpus, processes, faults, xids, cuda;
+    int condition[GPUS][CONDITIONS];
     struct gpu gpu[GPUS];
     struct { int gpu; char kind[16]; unsigned pid; unsigned long long bytes; } process[PROCESSES];
     struct { char function[64]; int gpu, result; } fault[FAULTS];
@@ -58,11 +64,17 @@ static void read_state(struct state *s)
     char line[512];
     FILE *file = open_beside("state", "re");
     memset(s, 0, sizeof *s);
+    memset(s->condition, -1, sizeof s->condition);
     while (fgets(line, sizeof line, file) != NULL) {
         struct gpu *g = &s->gpu[s->gpus];
-        int p = s->processes, f = s->faults, x = s->xids;
-        if (sscanf(line, "driver %79s", s->driver) == 1)
+        int p = s->processes, f = s->faults, x = s->xids, of[1 + CONDITIONS];
+        if (sscanf(line, "driver %79s", s->driver) == 1 || sscanf(line, "cuda %d", &s->cuda) == 1)
             continue;
+        if (sscanf(line, "condition %d %d %d %d %d %d", &of[0], &of[1], &of[2], &of[3], &of[4], &of[5]) == 6 &&
+            of[0] >= 0 && of[0] < GPUS) {
+            memcpy(s->condition[of[0]], &of[1], sizeof s->condition[0]);
+            continue;
+        }
         if (sscanf(line, "gpu %79s %d.%d %d %llu %llu %llu %95[^\n]", g->uuid, &g->major, &g->minor, &g->mig, &g->total,
                    &g->reserved, &g->used, g->name) == 8)
             s->gpus++;
@@ -203,6 +215,49 @@ int nvmlDeviceGetMigMode(void *handle, unsigned *current, unsigned *pending)
         return NOT_SUPPORTED;
     *current = s.gpu[index_of(handle)].mig;
     *pending = 1; /* after the next reset, which says nothing about now */
+    return SUCCESS;
+}
+
+int nvmlSystemGetCudaDriverVersion_v2(int *version)
+{
+    ENTER(ALL);
+    *version = s.cuda;
+    return s.cuda ? SUCCESS : NOT_SUPPORTED;
+}
+
+#define CONDITION(value, what)                             \
+    do {                                                   \
+        ENTER(index_of(handle));                           \
+        if (s.condition[index_of(handle)][what] < 0)       \
+            return NOT_SUPPORTED;                          \
+        *(value) = s.condition[index_of(handle)][what];    \
+    } while (0)
+
+int nvmlDeviceGetPersistenceMode(void *handle, unsigned *mode)
+{
+    CONDITION(mode, PERSISTENCE);
+    return SUCCESS;
+}
+
+int nvmlDeviceGetTotalEccErrors(void *handle, unsigned type, unsigned counter, unsigned long long *count)
+{
+    if (type != 1 || counter != 0) /* those that were not corrected, since the driver was loaded */
+        return INVALID_ARGUMENT;
+    CONDITION(count, ECC);
+    return SUCCESS;
+}
+
+int nvmlDeviceGetRetiredPagesPendingStatus(void *handle, unsigned *pending)
+{
+    CONDITION(pending, RETIREMENT);
+    return SUCCESS;
+}
+
+int nvmlDeviceGetRemappedRows(void *handle, unsigned *corrected, unsigned *uncorrected, unsigned *pending, unsigned *failed)
+{
+    *corrected = *uncorrected = 0;
+    CONDITION(pending, REMAPPING_PENDING);
+    CONDITION(failed, REMAPPING_FAILED);
     return SUCCESS;
 }
 

@@ -1,0 +1,202 @@
+"""Checks of the machine, and of the caller's own surroundings: what MPS needs of the kernel, and who denies it."""
+
+import re
+from collections.abc import Iterator
+from typing import Final
+
+from mpsd.core import xid
+from mpsd.core.doctor.finding import Check, Finding, Verdict, unknown
+from mpsd.core.doctor.observed import Observed
+from mpsd.core.doctor.processes import USUAL
+from mpsd.core.model import Known, Unknown
+from mpsd.core.units import MIB, format_size
+
+_SHM: Final = "/dev/shm"  # noqa: S108 - where POSIX shared memory is
+
+_SMALL: Final = 64 * MIB
+"""Bytes of /dev/shm that a container gets where nobody asks for more; servers need more for many clients."""
+
+_NAMES: Final = re.compile(r"nvidia-cuda-mps|\bmpsd\b|/dev/nvidia|nvidia-mps")
+
+_XID: Final = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<where>[0-9A-Fa-f:.]+)\): (?P<xid>[0-9]+)")
+
+_SHARED: Final = 0o1777
+_DEVICE: Final = 0o666
+
+_KERNEL: Final = (5, 4)
+"""The first kernel with all of pidfd_open, pidfd_send_signal and waiting on a pidfd (pidfd_open(2))."""
+
+_PEER_PIDFD: Final = (6, 5)
+"""The first with SO_PEERPIDFD (unix(7))."""
+
+_SEVERAL: Final = re.compile(r"^\s*[^,=]+=[^,]+,.*=")
+
+
+def _environment(seen: Observed) -> Iterator[Finding]:
+    variables = seen.host.variables
+    directory = variables.get("CUDA_MPS_PIPE_DIRECTORY")
+    own = seen.settings.paths.runtime_dir / "mps"
+    if directory is not None and directory.rstrip("/") not in {str(each.path) for each in seen.files.own}:
+        where = "is the default's" if directory.rstrip("/") in USUAL else f"is none of mpsd's, which are in {own}"
+        because = (
+            f"CUDA_MPS_PIPE_DIRECTORY={directory} {where}: what is started from here misses mpsd's control daemons"
+        )
+        remedy = "unset CUDA_MPS_PIPE_DIRECTORY; mpsctl run and mpsctl admit set it"
+        yield Finding(Verdict.WARN, because, {"CUDA_MPS_PIPE_DIRECTORY": directory}, remedy, "CUDA_MPS_PIPE_DIRECTORY")
+    limit = variables.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "")
+    if _SEVERAL.search(limit):
+        because = f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT={limit} names several GPUs: a client that does not see one of them"
+        because += " drops every limit, the server's too"
+        remedy = "unset CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+        evidence = {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": limit}
+        yield Finding(Verdict.WARN, because, evidence, remedy, "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
+    if variables.get("CUDA_MPS_PROTOCOL_VERSION", "2") != "2":
+        version = variables["CUDA_MPS_PROTOCOL_VERSION"]
+        because = f"CUDA_MPS_PROTOCOL_VERSION={version} asks for another protocol than mpsd's control daemons speak (2)"
+        evidence = {"CUDA_MPS_PROTOCOL_VERSION": version}
+        yield Finding(Verdict.WARN, because, evidence, "unset CUDA_MPS_PROTOCOL_VERSION", "CUDA_MPS_PROTOCOL_VERSION")
+
+
+def _shm(seen: Observed) -> Iterator[Finding]:
+    if isinstance(seen.host.shared_memory, Unknown):
+        remedy = "mount -t tmpfs -o mode=1777 tmpfs /dev/shm; or share the host's (docker run --ipc=host)"
+        yield Finding(Verdict.FAIL, seen.host.shared_memory.reason, {}, remedy)
+        return
+    place = seen.host.shared_memory.value
+    evidence = {"file_system": place.file_system, "bytes": place.bytes, "free": place.free, "mode": f"{place.mode:04o}"}
+    if place.read_only:
+        yield Finding(Verdict.FAIL, f"{_SHM} is read-only", evidence, "mount -o remount,rw /dev/shm")
+    elif place.mode & _SHARED != _SHARED:
+        because = (
+            f"{_SHM} has the mode {place.mode:04o}, so that not every uid's server can make its shared memory there"
+        )
+        yield Finding(Verdict.FAIL, because, evidence, "chmod 1777 /dev/shm")
+    elif place.bytes <= _SMALL:
+        because = f"{_SHM} has {format_size(place.bytes // 1024 * 1024)}: servers and clients share memory there"
+        remedy = "mount -o remount,size=50% /dev/shm; in a container --shm-size=1g, or the host's (--ipc=host)"
+        yield Finding(Verdict.WARN, because, evidence, remedy)
+    elif place.free <= _SMALL:
+        because = f"{format_size(place.free // 1024 * 1024)} are left in {_SHM}"
+        yield Finding(Verdict.WARN, because, evidence, "see who has it: du -a /dev/shm | sort -n | tail")
+
+
+def _devices(seen: Observed) -> Iterator[Finding]:
+    if seen.gpus.simulated:
+        return
+    if isinstance(seen.gpus.node, Unknown) and not any(each.mode is not None for each in seen.host.devices):
+        yield unknown("there is no driver that could have device files")
+        return
+    for each in seen.host.devices:
+        evidence = {"path": str(each.path), "mode": None if each.mode is None else f"{each.mode:04o}"}
+        if each.mode is None:
+            because = f"{each.path} is not there: a server that runs as its client's uid cannot make it"
+            remedy = "nvidia-modprobe -u -c=0; or give the container its GPUs (--gpus all)"
+            yield Finding(Verdict.FAIL, because, evidence, remedy, str(each.path))
+        elif each.mode & _DEVICE != _DEVICE:
+            because = f"{each.path} has the mode {each.mode:04o}: servers of other uids than its owner cannot open it"
+            remedy = "NVreg_DeviceFileMode=0666 for the nvidia module, or put every user into its group"
+            yield Finding(Verdict.WARN, because, evidence, remedy, str(each.path))
+
+
+def _log(seen: Observed, needed_for: str) -> Iterator[Finding]:
+    if isinstance(seen.host.kernel_log, Unknown):
+        yield unknown(f"{seen.host.kernel_log.reason}, and {needed_for} stands in it", "look as root")
+
+
+def _lines(seen: Observed) -> tuple[str, ...]:
+    return seen.host.kernel_log.value if isinstance(seen.host.kernel_log, Known) else ()
+
+
+def _denied(seen: Observed, by: str, word: str, remedy: str) -> Iterator[Finding]:
+    lines = [each for each in _lines(seen) if by in each and word in each and _NAMES.search(each)]
+    if lines:
+        because = f"the kernel's log has {len(lines)} denials of this boot, the last: {lines[-1]}"
+        yield Finding(Verdict.FAIL, because, {"lines": lines[-5:]}, remedy)
+
+
+def _selinux(seen: Observed) -> Iterator[Finding]:
+    if seen.host.selinux is None:
+        return
+    yield from _log(seen, "what SELinux denied")
+    if seen.host.selinux == "enforcing":
+        remedy = "ausearch -m avc -c nvidia-cuda-mps; label the pipe directory: chcon -R -t container_file_t DIR"
+        yield from _denied(seen, "avc:", "denied", remedy)
+
+
+def _apparmor(seen: Observed) -> Iterator[Finding]:
+    if not seen.host.apparmor:
+        return
+    yield from _log(seen, "what AppArmor denied")
+    yield from _denied(seen, "apparmor=", "DENIED", "aa-status; allow it in that profile, and apparmor_parser -r FILE")
+
+
+def _xid(seen: Observed) -> Iterator[Finding]:
+    yield from _log(seen, "what the GPUs report")
+    found: dict[tuple[str, int], list[str]] = {}
+    for line in _lines(seen):
+        match = _XID.search(line)
+        if match is not None:
+            found.setdefault((match["where"], int(match["xid"])), []).append(line)
+    for (where, number), lines in found.items():
+        verdict = Verdict.FAIL if xid.condemns(number) else Verdict.WARN
+        because = (
+            f"the GPU at {where} reported {xid.describe(number)} {len(lines)} times in this boot, the last: {lines[-1]}"
+        )
+        evidence = {"pci": where, "xid": number, "times": len(lines), "lines": lines[-5:]}
+        remedy = "nvidia-smi -q; drain it, reset it (nvidia-smi --gpu-reset), then: mpsctl reset"
+        if verdict is Verdict.WARN:
+            remedy = "see which program it was; the GPU is as good as before"
+        yield Finding(verdict, because, evidence, remedy, where)
+
+
+def _sandbox(seen: Observed) -> Iterator[Finding]:
+    if any("Starting gVisor" in line for line in _lines(seen)):
+        remedy = "run it with another runtime: runc, not runsc"
+        yield Finding(Verdict.FAIL, "the kernel is gVisor, which does not pass on who connects to MPS", {}, remedy)
+
+
+def _kernel(seen: Observed) -> Iterator[Finding]:
+    match = re.match(r"([0-9]+)\.([0-9]+)", seen.host.kernel)
+    if match is None:
+        yield unknown(f"{seen.host.kernel!r} is no version of Linux")
+        return
+    version = int(match[1]), int(match[2])
+    evidence = {"kernel": seen.host.kernel}
+    if version < _KERNEL:
+        because = f"kernel {seen.host.kernel} has no pidfd that can be waited on: it comes with 5.4"
+        yield Finding(Verdict.FAIL, because, evidence, "run a newer kernel")
+    elif version < _PEER_PIDFD and not seen.host.first_pid_namespace:
+        because = (
+            f"kernel {seen.host.kernel} has no SO_PEERPIDFD (6.5), which callers in other pid namespaces are known by"
+        )
+        yield Finding(Verdict.WARN, because, evidence, "run mpsd with hostPID: true, or a newer kernel")
+
+
+CHECKS: Final = (
+    Check(
+        "environment",
+        "the caller's own environment leads nowhere else",
+        "What is started from that shell misses mpsd's control daemons, or drops its limits.",
+        _environment,
+    ),
+    Check(
+        "shm",
+        f"{_SHM} is large enough, and open to every uid",
+        "Servers fail to make shared memory; clients fail with 805.",
+        _shm,
+    ),
+    Check(
+        "device-nodes",
+        "the driver's device files are there, and open to every uid",
+        "Servers exit with status 1, and nobody says why.",
+        _devices,
+    ),
+    Check("selinux", "SELinux denied MPS nothing", "Clients cannot connect, or mpsd cannot label or open.", _selinux),
+    Check("apparmor", "AppArmor denied MPS nothing", "Likewise.", _apparmor),
+    Check(
+        "xid", "no GPU reported an error in this boot", "After some, work on that GPU fails until it is reset.", _xid
+    ),
+    Check("sandbox", "the kernel is Linux", "In gVisor no client can say who it is, and none is served.", _sandbox),
+    Check("kernel", "the kernel can do what mpsd needs", "Processes cannot be watched, or not be told apart.", _kernel),
+)
+"""In the order in which they are told."""

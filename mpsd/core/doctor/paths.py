@@ -1,0 +1,242 @@
+"""Checks of what lies on the disk: paths, permissions, room, and what was left behind."""
+
+from collections.abc import Iterator
+from typing import Final
+
+from mpsd.core.doctor.finding import Check, Finding, Means, Mend, Verdict, unknown
+from mpsd.core.doctor.observed import Observed, PipeDirectorySeen
+from mpsd.core.limits import CONTROL_PATH_BYTES, LONGEST_SOCKET_NAME, SOCKET_PATH_BYTES
+from mpsd.core.model import Known, Unknown
+from mpsd.core.settings import Unadmitted
+from mpsd.core.units import MIB, format_size
+
+_NETWORK: Final = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "9p", "afs", "ceph", "lustre", "gpfs", "fuse.sshfs", "virtiofs"}
+)
+"""File systems of other machines: NVIDIA wants the pipe directory on a local one (documentation)."""
+
+_LITTLE: Final = 64 * MIB
+"""Bytes below which a log of NVIDIA's, or a store of mpsd's, may soon find no room."""
+
+_FEW: Final = 100
+"""Files below which they may soon not be made."""
+
+_LATE: Final = 60.0
+"""Seconds that a file may be ahead of the clock."""
+
+
+def _pipe_path(seen: Observed) -> Iterator[Finding]:
+    names = [each.name for each in seen.files.own] or ["gpu0"]
+    longest = max(names, key=len)
+    control = seen.settings.paths.runtime_dir / "mps" / longest / LONGEST_SOCKET_NAME
+    for path, most in ((control, CONTROL_PATH_BYTES), (seen.settings.socket, SOCKET_PATH_BYTES)):
+        length = len(str(path).encode("utf-8", "surrogateescape"))
+        if length > most:
+            because = f"{path} has {length} bytes, and a socket's path can have {most}: the control daemon says nothing"
+            because += " and listens nowhere" if path is control else "; mpsd is refused"
+            evidence = {"path": str(path), "bytes": length, "most": most}
+            yield Finding(Verdict.FAIL, because, evidence, "choose a shorter paths.runtime_dir (or --root)")
+
+
+def _traverse(seen: Observed) -> Iterator[Finding]:
+    closed = seen.files.closed
+    if closed is None:
+        return
+    because = f"{closed} lets no other uid through, and MPS runs a server under its client's uid: clients fail with 805"
+    own = closed in {seen.settings.paths.runtime_dir, seen.settings.paths.runtime_dir / "mps"}
+    mend = Mend(Means.OPEN, (str(closed),)) if own else None
+    # With --root it serves those who can reach that directory, and mpsd does not mind; nor does one that is not root's.
+    verdict = Verdict.WARN if seen.files.private or seen.host.uid else Verdict.FAIL
+    yield Finding(verdict, because, {"path": str(closed)}, f"chmod o+x {closed}", str(closed), mend)
+
+
+def _directories(seen: Observed) -> Iterator[Finding]:
+    for each in seen.files.directories:
+        if each.strange is not None:
+            because, remedy = each.strange
+            yield Finding(
+                Verdict.FAIL, because, {"setting": each.setting, "path": str(each.path)}, remedy, str(each.path)
+            )
+
+
+def _file_system(seen: Observed) -> Iterator[Finding]:
+    for each in seen.files.directories:
+        evidence = {"setting": each.setting, "path": str(each.there), "file_system": each.file_system}
+        if each.read_only:
+            because = f"{each.there} is on a file system that is mounted read-only ({each.file_system})"
+            yield Finding(
+                Verdict.FAIL,
+                because,
+                evidence,
+                f"mount -o remount,rw, or choose another {each.setting}",
+                str(each.path),
+            )
+        elif each.setting == "paths.runtime_dir" and each.file_system in _NETWORK:
+            because = (
+                f"{each.there} is on {each.file_system}: sockets and FIFOs of MPS work on a local file system alone"
+            )
+            yield Finding(Verdict.FAIL, because, evidence, "choose a paths.runtime_dir under /run", str(each.path))
+        elif (
+            each.setting == "paths.runtime_dir" and not each.keeps_acls and seen.settings.unadmitted is Unadmitted.DENY
+        ):
+            because = (
+                f"the file system of {each.there} ({each.file_system}) keeps no POSIX ACLs, and those let the uids that"
+            )
+            because += " hold a lease reach a control daemon, and nobody else"
+            remedy = 'choose one on tmpfs, ext4, xfs or btrfs; or enforcement.unadmitted = "defaults"'
+            yield Finding(Verdict.FAIL, because, evidence, remedy, str(each.path))
+
+
+def _disk(seen: Observed) -> Iterator[Finding]:
+    for each in seen.files.directories:
+        if each.free is None:
+            yield unknown("how much room there is cannot be read", "look as root", subject=str(each.path))
+            continue
+        evidence = {"path": str(each.there), "free": each.free, "free_files": each.free_files}
+        few = each.free_files is not None and each.free_files < _FEW
+        if each.free >= _LITTLE and not few:
+            continue
+        left = f"{each.free_files} files" if few else format_size(each.free // 1024 * 1024)
+        none = each.free == 0 or each.free_files == 0
+        yield Finding(
+            Verdict.FAIL if none else Verdict.WARN,
+            f"{left} are left on the file system of {each.there}: leases and logs need room",
+            evidence,
+            f"make room: du -xh {each.there} | sort -h | tail",
+            str(each.path),
+        )
+
+
+def _damaged(seen: Observed) -> Iterator[Finding]:
+    for path in seen.files.damaged:
+        because = f"{path} is what mpsd could not understand, and set aside"
+        yield Finding(Verdict.WARN, because, {"path": str(path)}, f"look at it, then: rm {path}", str(path))
+
+
+def _on(seen: Observed, directory: PipeDirectorySeen) -> list[int] | None:
+    """Return the processes of MPS on a pipe directory; None where that is not certain."""
+    if isinstance(seen.processes, Unknown) or not seen.host.first_pid_namespace:
+        return None
+    hidden = [each for each in seen.processes.value if isinstance(each.variables, Unknown) and each.part != "mpsd"]
+    if hidden:
+        return None
+    return [each.pid for each in seen.processes.value if each.pipe_directory == str(directory.path)]
+
+
+def _leftovers(seen: Observed) -> Iterator[Finding]:
+    answers = seen.service.answers
+    managed = {each.name for each in answers.value.daemons} if isinstance(answers, Known) else set()
+    holder = seen.service.lock_holder
+    if isinstance(answers, Unknown) and isinstance(holder, Known) and holder.value is not None:
+        yield unknown(f"pid {holder.value} has mpsd's lock, and does not answer: it may start one", "see check mpsd")
+        return
+    for directory in seen.files.own:
+        if directory.name in managed:
+            continue
+        if isinstance(directory.entries, Unknown):
+            yield unknown(directory.entries.reason, "look as root", subject=directory.name)
+            continue
+        entries = directory.entries.value
+        if not entries:
+            continue
+        processes = _on(seen, directory)
+        if processes is None:
+            yield unknown(
+                f"{directory.path} has {', '.join(entries)}, and not every process of MPS can be seen", "look as root"
+            )
+        elif not processes and not directory.listening:
+            because = (
+                f"{directory.path} has {', '.join(entries)}, and no process of MPS has it: clients that look there"
+            )
+            because += " run without MPS"
+            paths = tuple(str(directory.path / each) for each in entries)
+            remedy = "mpsctl doctor --fix; the next control daemon there takes them over, too"
+            evidence = {"path": str(directory.path), "entries": list(entries)}
+            yield Finding(Verdict.WARN, because, evidence, remedy, directory.name, Mend(Means.REMOVE, paths))
+
+
+def _shared_memory(seen: Observed) -> Iterator[Finding]:
+    if not seen.files.shared_memory:
+        return
+    if isinstance(seen.processes, Unknown) or not seen.host.first_pid_namespace:
+        yield unknown("whose shared memory it is cannot be told without all processes", "look on the host, as root")
+        return
+    living = {each.pid for each in seen.processes.value if each.state != "Z"}
+    left = [each for each in seen.files.shared_memory if each.server not in living]
+    if left:
+        names = [each.name for each in left]
+        size = format_size(sum(each.bytes for each in left) // 1024 * 1024)
+        because = f"{len(left)} files in /dev/shm ({size}) are of servers that are gone: {', '.join(names[:4])}"
+        because += " and others" if len(names) > 4 else ""  # noqa: PLR2004 - as many as fit into a line
+        paths = tuple(f"/dev/shm/{each}" for each in names)  # noqa: S108 - where POSIX shared memory is
+        mend = Mend(Means.REMOVE_SHARED_MEMORY, tuple(names))
+        yield Finding(Verdict.WARN, because, {"paths": list(paths)}, "as root: mpsctl doctor --fix", mend=mend)
+
+
+def _server_start(seen: Observed) -> Iterator[Finding]:
+    servers = seen.files.servers
+    if isinstance(servers, Unknown):
+        yield unknown(servers.reason, "look as root")
+        return
+    for each in servers.value:
+        if each.failures:
+            words = f", and the last one said {each.words!r}" if each.words else ", and none said why"
+            because = f"the last {each.failures} servers that were started could not start{words}"
+            evidence = {"log": str(each.log), "failures": each.failures, "words": each.words}
+            yield Finding(Verdict.FAIL, because, evidence, f"see {each.log} and server.log beside it", each.name)
+
+
+def _clock(seen: Observed) -> Iterator[Finding]:
+    if seen.files.ahead is not None and seen.files.ahead[1] > _LATE:
+        path, seconds = seen.files.ahead
+        because = f"{path} was written {seconds:.0f} s ahead of now: the clock was set back"
+        evidence = {"path": str(path), "ahead": seconds, "now": seen.host.now.isoformat()}
+        yield Finding(Verdict.WARN, because, evidence, "set the clock (timedatectl); leases do not depend on it")
+
+
+CHECKS: Final = (
+    Check(
+        "pipe-path",
+        "every socket's path is short enough",
+        "A control daemon whose path is too long says nothing, exits with 1 and listens nowhere.",
+        _pipe_path,
+    ),
+    Check(
+        "traverse",
+        "every uid can traverse the way to the pipe directories",
+        "Servers run as their client's uid, cannot connect, and are started again and again; clients fail with 805.",
+        _traverse,
+        "opens a directory that is mpsd's own",
+    ),
+    Check("directories", "mpsd's directories are its own", "mpsd refuses to start.", _directories),
+    Check(
+        "file-system",
+        "mpsd's directories are on writable, local file systems that keep ACLs",
+        "mpsd refuses to start, or sockets do not work.",
+        _file_system,
+    ),
+    Check("disk", "there is room for state, logs and sockets", "No lease can be granted, no log written.", _disk),
+    Check("damaged", "mpsd could understand all that it kept", "What was in it is not known any more.", _damaged),
+    Check(
+        "leftovers",
+        "no socket, FIFO or lock lies there that no process has",
+        "Clients that find one run without MPS, without limits and without a word.",
+        _leftovers,
+        "removes them, where no mpsd runs",
+    ),
+    Check(
+        "shared-memory",
+        "no shared memory is left of servers that are gone",
+        "It takes memory until the next boot.",
+        _shared_memory,
+        "removes it",
+    ),
+    Check(
+        "server-start",
+        "servers start",
+        "Clients wait, then fail with CUDA_ERROR_MPS_CONNECTION_FAILED (805).",
+        _server_start,
+    ),
+    Check("clock", "the clock was not set back", "Ages and expiries are shown wrong; logs are out of order.", _clock),
+)
+"""In the order in which they are told."""

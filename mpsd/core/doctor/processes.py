@@ -1,0 +1,390 @@
+"""Checks of the processes of MPS: whose they are, whether they are well, and what they may do."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from mpsd.core.doctor.finding import Check, Finding, Verdict, unknown
+from mpsd.core.doctor.observed import Observed, ProcessSeen
+from mpsd.core.model import Known, Unknown
+
+DAEMON: Final = "control daemon"
+SERVER: Final = "server"
+FRONT_END: Final = "front-end"
+MPSD: Final = "mpsd"
+
+USUAL: Final = ("/tmp/nvidia-mps", "/run/nvidia-mps")  # noqa: S108 - where clients look
+"""The pipe directories that are tried where CUDA_MPS_PIPE_DIRECTORY is not set; the second by root from R615 on, with
+protocol 3 (NVIDIA's documentation)."""
+
+_OPEN_FILES: Final = 16384
+"""Files that NVIDIA recommends to allow; with fewer, servers cannot make shared memory (documentation before R590)."""
+
+_BRIEF: Final = 30.0
+"""Seconds that a front-end may take; mpsd's own take milliseconds."""
+
+
+def _all(seen: Observed) -> tuple[ProcessSeen, ...]:
+    return seen.processes.value if isinstance(seen.processes, Known) else ()
+
+
+def _living(seen: Observed) -> Iterator[ProcessSeen]:
+    return (each for each in _all(seen) if each.state != "Z")
+
+
+def _unseen(seen: Observed) -> Iterator[Finding]:
+    """Yield why not every process of MPS can be told, where it cannot."""
+    if isinstance(seen.processes, Unknown):
+        yield unknown(seen.processes.reason, "look as root")
+        return
+    if not seen.host.first_pid_namespace:
+        yield unknown("in this pid namespace not every process of the machine can be seen", "look on the host")
+    for each in _living(seen):
+        if each.part in {DAEMON, SERVER} and isinstance(each.variables, Unknown):
+            because = f"pid {each.pid} is a {each.part} of uid {each.uid}: {each.variables.reason}"
+            yield unknown(because, "look as root", subject=f"pid {each.pid}")
+
+
+def _told(each: ProcessSeen) -> dict[str, object]:
+    executable = each.executable.value if isinstance(each.executable, Known) else None
+    return {
+        "pid": each.pid,
+        "uid": each.uid,
+        "parent": each.parent,
+        "executable": executable,
+        "arguments": list(each.arguments),
+        "pipe_directory": each.pipe_directory,
+    }
+
+
+def _quit(each: ProcessSeen, directory: str) -> str:
+    return f"when its clients are done: echo quit | CUDA_MPS_PIPE_DIRECTORY={directory} {each.arguments[0]}"
+
+
+def _own(seen: Observed) -> Path:
+    return seen.settings.paths.runtime_dir / "mps"
+
+
+def _is_own(seen: Observed, directory: str | None) -> bool:
+    return directory is not None and Path(directory).parent == _own(seen)
+
+
+def _looks_like_ours(seen: Observed, each: ProcessSeen) -> bool:
+    """Tell whether mpsd would have started a control daemon so; without it, its limits and settings are not known."""
+    if not isinstance(each.variables, Known) or "-f" not in each.arguments:
+        return False
+    name = Path(each.pipe_directory or "").name
+    return each.variables.value.get("CUDA_MPS_LOG_DIRECTORY") == str(seen.settings.paths.log_dir / name)
+
+
+def _foreign(seen: Observed) -> Iterator[Finding]:
+    yield from _unseen(seen)
+    answers = seen.service.answers
+    known = {each.pid for each in answers.value.daemons} if isinstance(answers, Known) else None
+    for each in _living(seen):
+        if each.part != DAEMON or not _is_own(seen, each.pipe_directory):
+            continue
+        if each.pid in known if known is not None else _looks_like_ours(seen, each):
+            continue
+        directory = each.pipe_directory or ""
+        because = f"pid {each.pid} (uid {each.uid}) is a control daemon on {directory} that mpsd did not start"
+        remedy = f"{_quit(each, directory)}; then mpsctl reset {Path(directory).name}"
+        yield Finding(Verdict.FAIL, because, _told(each), remedy, Path(directory).name)
+
+
+def _usual(seen: Observed) -> Iterator[Finding]:
+    yield from _unseen(seen)
+    there = set()
+    for each in _living(seen):
+        directory = each.pipe_directory or USUAL[0]
+        if each.part != DAEMON or isinstance(each.variables, Unknown) or directory not in USUAL:
+            continue
+        there.add(directory)
+        because = f"pid {each.pid} (uid {each.uid}) is a control daemon on {directory}, where clients look that know no"
+        because += " other: they run on its GPUs with its limits, and not with mpsd's"
+        yield Finding(Verdict.FAIL, because, _told(each), _quit(each, directory), directory)
+    for usual in seen.files.usual:
+        if str(usual.path) in there or (isinstance(usual.entries, Known) and not usual.entries.value):
+            continue
+        evidence = {"path": str(usual.path)}
+        if usual.listening:
+            because = f"somebody listens on {usual.path}/control, and is not seen here"
+            yield Finding(Verdict.FAIL, because, evidence, "look on the host, as root", str(usual.path))
+        elif isinstance(usual.entries, Unknown):
+            yield unknown(usual.entries.reason, "look as root", subject=str(usual.path))
+        else:
+            because = f"{usual.path} is left of a control daemon that is gone; container runtimes mount it into every"
+            because += " container with a GPU"
+            yield Finding(Verdict.WARN, because, evidence, f"rm -r {usual.path}", str(usual.path))
+
+
+def _other(seen: Observed) -> Iterator[Finding]:
+    yield from _unseen(seen)
+    for each in _living(seen):
+        directory = each.pipe_directory
+        if each.part != DAEMON or directory is None or directory in USUAL or _is_own(seen, directory):
+            continue
+        devices = each.variables.value.get("CUDA_VISIBLE_DEVICES", "") if isinstance(each.variables, Known) else ""
+        if devices and _sees_none(seen, devices):
+            continue
+        because = f"pid {each.pid} (uid {each.uid}) is a control daemon on {directory}, and sees"
+        because += f" CUDA_VISIBLE_DEVICES={devices}" if devices else " all GPUs"
+        because += ": its clients share GPUs with mpsd's, and mpsd does not count them"
+        yield Finding(Verdict.WARN, because, _told(each), _quit(each, directory), directory)
+
+
+def _sees_none(seen: Observed, devices: str) -> bool:
+    """Tell whether a control daemon sees none of this node's GPUs, by their UUIDs, of which it may have the start."""
+    if isinstance(seen.gpus.node, Unknown):
+        return False
+    uuids = [each.gpu.uuid for each in seen.gpus.node.value.gpus]
+    wanted = [each.strip() for each in devices.split(",")]
+    return all(each.startswith("GPU-") and not any(uuid.startswith(each) for uuid in uuids) for each in wanted)
+
+
+def _other_mpsd(seen: Observed) -> Iterator[Finding]:
+    own = seen.service.process.pid if seen.service.process is not None else None
+    for each in _living(seen):
+        if each.part != MPSD or each.pid == own:
+            continue
+        because = f"pid {each.pid} (uid {each.uid}) is an mpsd too: both would share out the same GPUs"
+        remedy = "run one mpsd for a node"
+        if own is None:
+            because = f"pid {each.pid} (uid {each.uid}) is an mpsd, and not the one that is asked here"
+            remedy = f"ask it: its arguments name its --root or --config: {' '.join(each.arguments)}"
+        yield Finding(Verdict.WARN, because, _told(each), remedy, f"pid {each.pid}")
+
+
+def _orphans(seen: Observed) -> Iterator[Finding]:
+    yield from _unseen(seen)
+    living = {each.pid: each for each in _living(seen)}
+    answers = seen.service.answers
+    known = {pid for each in answers.value.daemons for pid in each.orphans} if isinstance(answers, Known) else set()
+    for pid in known - living.keys():
+        because = f"server {pid} is an orphan: its control daemon is dead, and nobody limits it any more"
+        yield Finding(Verdict.FAIL, because, {"pid": pid}, f"when its clients are done: kill {pid}", f"pid {pid}")
+    for each in living.values():
+        parent = living.get(each.parent)
+        if each.part == SERVER and (parent is None or parent.part != DAEMON):
+            because = (
+                f"server {each.pid} (uid {each.uid}) is an orphan: its control daemon is dead, and nobody limits it"
+            )
+            because += " any more"
+            remedy = f"when its clients are done: kill {each.pid}"
+            yield Finding(Verdict.FAIL, because, _told(each), remedy, f"pid {each.pid}")
+
+
+def _front_end(seen: Observed) -> Iterator[Finding]:
+    for each in _living(seen):
+        if each.part == FRONT_END and each.age > _BRIEF:
+            where = each.pipe_directory or "a control daemon"
+            because = (
+                f"pid {each.pid} (uid {each.uid}) has the front-end of {where} open for {each.age:.0f} s: MPS serves"
+            )
+            because += " one at a time, and everybody else is turned away"
+            yield Finding(Verdict.FAIL, because, _told(each), f"end it: kill {each.pid}", f"pid {each.pid}")
+
+
+def _stopped(seen: Observed) -> Iterator[Finding]:
+    for each in _living(seen):
+        if each.state in {"T", "t"}:
+            because = f"pid {each.pid}, a {each.part}, is stopped (state {each.state}), and answers nobody"
+            remedy = (
+                f"kill -CONT {each.pid}"
+                if each.state == "T"
+                else f"let its tracer go: grep Tracer /proc/{each.pid}/status"
+            )
+            yield Finding(Verdict.FAIL, because, _told(each), remedy, f"pid {each.pid}")
+        elif each.state == "D":
+            because = f"pid {each.pid}, a {each.part}, waits in the kernel (state D), where no signal reaches it"
+            yield Finding(
+                Verdict.WARN, because, _told(each), "if it stays so: dmesg | grep -i -e nvrm -e xid", f"pid {each.pid}"
+            )
+
+
+def _zombies(seen: Observed) -> Iterator[Finding]:
+    dead = [each for each in _all(seen) if each.state == "Z"]
+    if dead:
+        parents = sorted({each.parent for each in dead})
+        because = (
+            f"{len(dead)} processes of MPS have ended, and pid {', '.join(map(str, parents))} does not wait for them"
+        )
+        evidence = {"pids": [each.pid for each in dead], "parents": parents}
+        yield Finding(Verdict.WARN, because, evidence, "give the container an init that reaps (docker run --init)")
+
+
+def _nofile(seen: Observed) -> Iterator[Finding]:
+    for each in _living(seen):
+        if each.part == FRONT_END:
+            continue
+        if isinstance(each.open_files, Unknown):
+            yield unknown(each.open_files.reason, "look as root", subject=f"pid {each.pid}")
+            continue
+        if each.open_files.value < _OPEN_FILES:
+            because = (
+                f"pid {each.pid}, a {each.part}, may have {each.open_files.value} files open, and NVIDIA recommends"
+            )
+            because += f" {_OPEN_FILES}; a control daemon and its servers have it from mpsd"
+            evidence = {"pid": each.pid, "nofile": each.open_files.value, "wanted": _OPEN_FILES}
+            remedy = f"LimitNOFILE={_OPEN_FILES} in mpsd's unit (--ulimit nofile for a container), then restart "
+            remedy += "mpsd" if each.part == MPSD else "the control daemon: mpsctl restart"
+            yield Finding(Verdict.WARN, because, evidence, remedy, f"pid {each.pid}")
+
+
+def _program(seen: Observed) -> Iterator[Finding]:
+    for each in _living(seen):
+        if each.part in {DAEMON, SERVER, MPSD} and isinstance(each.executable, Known):
+            path = each.executable.value
+            if not path.endswith(" (deleted)"):
+                continue
+            because = f"pid {each.pid}, a {each.part}, runs {path.removesuffix(' (deleted)')}, which was replaced since"
+            remedy = "systemctl restart mpsd" if each.part == MPSD else "mpsctl restart, which waits for its clients"
+            yield Finding(Verdict.WARN, because, _told(each), remedy, f"pid {each.pid}")
+
+
+def _capabilities(seen: Observed) -> Iterator[Finding]:
+    mpsd = seen.service.process
+    if mpsd is None:
+        yield unknown("no mpsd is seen")
+        return
+    if mpsd.uid != 0:
+        because = f"mpsd (pid {mpsd.pid}) runs as uid {mpsd.uid}: it serves that uid's clients alone"
+        yield Finding(Verdict.WARN, because, {"pid": mpsd.pid, "uid": mpsd.uid}, "run it as root to serve every user")
+        return
+    if seen.service.lacking:
+        names = [name for name, _ in seen.service.lacking]
+        harm = "; ".join(dict.fromkeys(harm for _, harm in seen.service.lacking))
+        because = f"mpsd (pid {mpsd.pid}) lacks {', '.join(names)}: {harm}"
+        evidence = {"pid": mpsd.pid, "effective": f"{mpsd.capabilities:016x}", "missing": names}
+        remedy = "CapabilityBoundingSet= in its unit; a privileged container has them all"
+        yield Finding(Verdict.FAIL, because, evidence, remedy)
+
+
+def _user_namespace(seen: Observed) -> Iterator[Finding]:
+    mpsd, few = seen.service.process, seen.service.few_uids
+    if mpsd is None or isinstance(few, Unknown):
+        yield unknown(
+            few.reason if isinstance(few, Unknown) and mpsd is not None else "no mpsd is seen", "look as root"
+        )
+    elif few.value:
+        because = f"mpsd (pid {mpsd.pid}) is in a user namespace: every uid that is not mapped there is 65534 to it"
+        remedy = "run it in the host's user namespace: no --userns, no rootless container"
+        yield Finding(Verdict.FAIL, because, {"pid": mpsd.pid}, remedy)
+
+
+def _pid_namespace(seen: Observed) -> Iterator[Finding]:
+    listener, mpsd = seen.service.socket.listener, seen.service.process
+    if listener is not None and listener[0] == 0:
+        because = "mpsd runs in a pid namespace that is not seen from here, so it may not see its callers either"
+        yield Finding(Verdict.FAIL, because, {"pid": 0}, "run mpsd with hostPID: true (docker run --pid=host)")
+        return
+    if not seen.host.first_pid_namespace:
+        because = f"who asks is in a pid namespace of its own ({seen.host.pid_namespace})"
+        yield Finding(
+            Verdict.WARN,
+            because,
+            {"pid_namespace": seen.host.pid_namespace},
+            "to see everything, look on the host; mpsd itself needs hostPID: true (docker run --pid=host)",
+        )
+        return
+    for each in (*([mpsd] if mpsd else []), *(each for each in _living(seen) if each.part == DAEMON)):
+        if isinstance(each.pid_namespace, Unknown):
+            yield unknown(each.pid_namespace.reason, "look as root", subject=f"pid {each.pid}")
+        elif each.pid_namespace.value != seen.host.pid_namespace:
+            because = (
+                f"pid {each.pid}, a {each.part}, is in a pid namespace of its own: clients outside it are pid 0 to it"
+            )
+            evidence = {"pid": each.pid, "pid_namespace": each.pid_namespace.value, "own": seen.host.pid_namespace}
+            remedy = "run it with hostPID: true (docker run --pid=host)"
+            yield Finding(Verdict.FAIL, because, evidence, remedy, f"pid {each.pid}")
+
+
+def _shm_shared(seen: Observed) -> Iterator[Finding]:
+    own = seen.host.shared_memory
+    if isinstance(own, Unknown):
+        yield unknown(own.reason)
+        return
+    for each in _living(seen):
+        if each.part == FRONT_END:
+            continue
+        if isinstance(each.shared_memory, Unknown):
+            yield unknown(each.shared_memory.reason, "look as root", subject=f"pid {each.pid}")
+        elif each.shared_memory.value != own.value.device:
+            because = (
+                f"pid {each.pid}, a {each.part}, has another /dev/shm than who asks: clients that share the caller's"
+            )
+            because += " cannot connect (805)"
+            evidence = {"pid": each.pid, "device": each.shared_memory.value, "own_device": own.value.device}
+            remedy = "share it: hostIPC: true, or mount the host's /dev/shm into both (docker run --ipc=host)"
+            yield Finding(Verdict.WARN, because, evidence, remedy, f"pid {each.pid}")
+
+
+CHECKS: Final = (
+    Check(
+        "foreign-daemon",
+        "only mpsd's own control daemons are on its pipe directories",
+        "mpsd and a stranger would fight for the directory; clients get the stranger's limits.",
+        _foreign,
+    ),
+    Check(
+        "default-directory",
+        f"nobody is on {USUAL[0]}, where clients look that know no other",
+        "Clients without their lease's environment run there, without limits of mpsd's.",
+        _usual,
+    ),
+    Check(
+        "other-daemon",
+        "no other control daemon shares the GPUs",
+        "Two control daemons on one GPU: in exclusive-process the second cannot start a server.",
+        _other,
+    ),
+    Check("other-mpsd", "one mpsd runs on this node", "Each grants what the other has granted.", _other_mpsd),
+    Check(
+        "orphans",
+        "every server has its control daemon",
+        "It holds its part of the GPU, no new control daemon knows it, and nobody limits it.",
+        _orphans,
+    ),
+    Check(
+        "front-end",
+        "nobody keeps a control daemon's front-end open",
+        "MPS serves one front-end at a time: limits cannot be set nor read back.",
+        _front_end,
+    ),
+    Check("stopped", "no process of MPS is stopped or stuck", "Front-ends and clients hang.", _stopped),
+    Check(
+        "zombies", "every process of MPS that ended was waited for", "They add up until none can be started.", _zombies
+    ),
+    Check(
+        "nofile",
+        "mpsd, control daemons and servers may have enough files open",
+        "Servers fail to make shared memory; callers are turned away.",
+        _nofile,
+    ),
+    Check(
+        "replaced-program",
+        "what runs is what is installed",
+        "After an upgrade, old control daemons meet new libraries: clients fail to connect.",
+        _program,
+    ),
+    Check("capabilities", "mpsd has what it needs of root's power", "It cannot do what it promises.", _capabilities),
+    Check(
+        "user-namespace",
+        "mpsd sees every uid as what it is",
+        "All uids that are not mapped are one user to it: each can end the leases of the others.",
+        _user_namespace,
+    ),
+    Check(
+        "pid-namespace",
+        "mpsd, control daemons and who asks are in the machine's own pid namespace",
+        "Callers and clients are pid 0: nothing can be tied to their lives.",
+        _pid_namespace,
+    ),
+    Check(
+        "shm-shared",
+        "mpsd, control daemons and who asks have one /dev/shm",
+        "Clients hang or fail with CUDA_ERROR_MPS_CONNECTION_FAILED (805).",
+        _shm_shared,
+    ),
+)
+"""In the order in which they are told."""

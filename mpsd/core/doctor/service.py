@@ -1,0 +1,259 @@
+"""Checks of mpsd itself: whether it runs, answers, is the one that was configured, and what it says of the node."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Final
+
+from mpsd.core import reload
+from mpsd.core.doctor.finding import Check, Finding, Verdict, unknown
+from mpsd.core.doctor.observed import Answers, DaemonAnswer, GpuAnswer, Observed
+from mpsd.core.model import Known, Unknown
+from mpsd.core.settings import Settings
+
+_DAEMONS: Final = {"ready": Verdict.OK, "held": Verdict.WARN, "draining": Verdict.WARN}
+"""What to think of a control daemon's state; every other fails."""
+
+_GPUS: Final = {"ok": Verdict.OK, "unsupported": Verdict.WARN}
+
+_STOPPED_BY_HAND: Final = {"inactive", "deactivating"}
+
+_SERVICE: Final = "mpsd.service"
+
+
+def _answers(seen: Observed) -> Answers | None:
+    answers = seen.service.answers
+    return answers.value if isinstance(answers, Known) else None
+
+
+def _mpsd(seen: Observed) -> Iterator[Finding]:
+    service = seen.service
+    if isinstance(service.answers, Known):
+        return
+    holder = service.lock_holder.value if isinstance(service.lock_holder, Known) else None
+    evidence = {"socket": str(service.socket.path), "lock_holder": holder}
+    because = service.answers.reason
+    if holder is not None:
+        because += (
+            f"; pid {holder} has the lock of {seen.settings.paths.runtime_dir}, so it is another mpsd, or it hangs"
+        )
+    yield Finding(Verdict.FAIL, because, evidence, service.remedy or "systemctl status mpsd; or, as root: mpsd run")
+
+
+def _socket(seen: Observed) -> Iterator[Finding]:
+    socket = seen.service.socket
+    evidence = {"path": str(socket.path), "mode": f"{socket.mode:04o}", "owner": socket.owner, "uid": seen.host.uid}
+    if socket.closed is not None:
+        because = f"{socket.closed} lets uid {seen.host.uid} not through to {socket.path}"
+        yield Finding(Verdict.FAIL, because, {**evidence, "closed": str(socket.closed)}, f"chmod o+x {socket.closed}")
+    elif socket.kind is None:
+        because = f"there is no {socket.path}"
+        yield Finding(
+            Verdict.FAIL, because, {"path": str(socket.path)}, "start mpsd; or name its socket: MPSD_SOCKET, --socket"
+        )
+    elif socket.kind != "socket":
+        yield Finding(Verdict.FAIL, f"{socket.path} is a {socket.kind}, and no socket", evidence, f"rm {socket.path}")
+    elif socket.refused is not None:
+        because = f"{socket.path} (mode {socket.mode:04o}, uid {socket.owner}): {socket.refused}"
+        yield Finding(
+            Verdict.FAIL,
+            because,
+            evidence,
+            "api.mode and api.group say who may connect" if "ermission" in socket.refused else "start mpsd",
+        )
+    elif socket.listener is not None and socket.listener[1] not in {0, socket.owner}:
+        pid, uid = socket.listener
+        because = f"{socket.path} is listened on by pid {pid} of uid {uid}, and it belongs to uid {socket.owner}"
+        yield Finding(Verdict.WARN, because, {**evidence, "listener": pid, "listener_uid": uid}, f"see ps -p {pid}")
+
+
+def _version(seen: Observed) -> Iterator[Finding]:
+    answers = _answers(seen)
+    if answers is None:
+        yield unknown("mpsd does not answer")
+    elif answers.version != seen.service.version:
+        yield Finding(
+            Verdict.WARN,
+            f"mpsd is version {answers.version}, and mpsctl is {seen.service.version}",
+            {"mpsd": answers.version, "mpsctl": seen.service.version},
+            "systemctl restart mpsd, or however it is run: no client notices",
+        )
+
+
+def _configuration(seen: Observed) -> Iterator[Finding]:
+    file = seen.configuration
+    if isinstance(file.settings, Unknown):
+        yield Finding(Verdict.FAIL, file.settings.reason, {"path": str(file.path)}, file.remedy)
+
+
+def _reload(seen: Observed) -> Iterator[Finding]:
+    file, in_force = seen.configuration.settings, seen.service.in_force
+    if isinstance(in_force, Unknown):
+        yield unknown(f"which settings mpsd has: {in_force.reason}")
+        return
+    if isinstance(file, Unknown):
+        yield unknown(f"which settings it is to have: {file.reason}")
+        return
+    applied, waiting = reload.changed(_located(in_force.value), _located(file.value))
+    if not applied and not waiting:
+        return
+    remedy = "systemctl restart mpsd: no client notices" if waiting else "systemctl reload mpsd, or SIGHUP"
+    yield Finding(
+        Verdict.WARN,
+        f"mpsd runs with other settings than {seen.configuration.path} has: {', '.join((*applied, *waiting))}",
+        {"path": str(seen.configuration.path), "reload": list(applied), "restart": list(waiting)},
+        remedy,
+    )
+
+
+def _located(settings: Settings) -> Settings:
+    """Name the socket also where it is the one that there is by default."""
+    return replace(settings, api=replace(settings.api, socket=settings.socket))
+
+
+def _unit(seen: Observed) -> Iterator[Finding]:
+    if isinstance(seen.service.units, Unknown):
+        yield unknown(seen.service.units.reason)
+        return
+    for name, unit in seen.service.units.value.items():
+        finding = _of_unit(name, unit, answers=_answers(seen) is not None)
+        if finding is not None:
+            yield replace(finding, subject=name)
+
+
+def _of_unit(name: str, unit: Mapping[str, str], *, answers: bool) -> Finding | None:
+    state, result = unit.get("ActiveState", ""), unit.get("Result", "")
+    evidence = {key: unit.get(key, "") for key in ("LoadState", "ActiveState", "SubState", "Result", "UnitFileState")}
+    if unit.get("LoadState") == "masked":
+        return Finding(Verdict.FAIL, "it is masked, so nothing can start it", evidence, f"systemctl unmask {name}")
+    if unit.get("LoadState") != "loaded":
+        return Finding(
+            Verdict.FAIL, f"systemd cannot load it: {unit.get('LoadState')}", evidence, f"systemd-analyze verify {name}"
+        )
+    if state == "failed":
+        hint = f"journalctl -u {name} -e; then systemctl reset-failed {name} && systemctl start {name}"
+        because = (
+            "it failed: too many starts in too short a time" if "start-limit" in result else f"it failed: {result}"
+        )
+        return Finding(Verdict.FAIL, because, evidence, hint)
+    if name == _SERVICE and state in _STOPPED_BY_HAND and not answers:
+        return Finding(Verdict.WARN, f"it is {state}", evidence, f"systemctl start {name}")
+    if unit.get("UnitFileState") == "disabled" and state == "active":
+        return Finding(
+            Verdict.WARN, "it runs, and is not started at the next boot", evidence, f"systemctl enable {name}"
+        )
+    return None
+
+
+def _unit_settings(seen: Observed) -> Iterator[Finding]:
+    if isinstance(seen.service.units, Unknown):
+        yield unknown(seen.service.units.reason)
+        return
+    unit = seen.service.units.value.get(_SERVICE, {})
+    wrong = {
+        "KillMode": ("process", "stopping mpsd would end the control daemons and with them every client"),
+        "PrivateTmp": ("no", "a restart would take their /tmp from control daemons and clients that outlive it"),
+        "RuntimeDirectoryPreserve": ("yes", "stopping mpsd would remove the sockets of control daemons that run on"),
+    }
+    for key, (right, harm) in wrong.items():
+        value = unit.get(key, right)
+        if key == "RuntimeDirectoryPreserve" and not unit.get("RuntimeDirectory"):
+            continue
+        if value != right:
+            yield Finding(
+                Verdict.FAIL,
+                f"{key}={value}: {harm}",
+                {key: value, "FragmentPath": unit.get("FragmentPath", ""), "DropInPaths": unit.get("DropInPaths", "")},
+                f"systemctl edit {_SERVICE}: [Service] {key}={right}; then systemctl restart mpsd",
+                subject=_SERVICE,
+            )
+
+
+def _node(seen: Observed) -> Iterator[Finding]:
+    answers = _answers(seen)
+    if answers is None:
+        yield unknown("mpsd does not answer")
+    elif not answers.healthy:
+        yield Finding(Verdict.FAIL, answers.because, {}, "see the other checks, and mpsctl status")
+
+
+def _gpu_health(seen: Observed) -> Iterator[Finding]:
+    answers = _answers(seen)
+    if answers is None:
+        yield unknown("mpsd does not answer")
+        return
+    for gpu in answers.gpus:
+        finding = _of_gpu(gpu)
+        if finding is not None:
+            yield finding
+
+
+def _of_gpu(gpu: GpuAnswer) -> Finding | None:
+    verdict = _GPUS.get(gpu.health, Verdict.FAIL)
+    if verdict is Verdict.OK and gpu.hint:
+        verdict = Verdict.FAIL  # it works, and was not given back what mpsd changed about it
+    if verdict is Verdict.OK:
+        return None
+    evidence = {"uuid": gpu.uuid, "health": gpu.health}
+    return Finding(verdict, f"{gpu.health}: {gpu.because}", evidence, gpu.hint, f"GPU {gpu.index}")
+
+
+def _daemon(seen: Observed) -> Iterator[Finding]:
+    answers = _answers(seen)
+    if answers is None:
+        yield unknown("mpsd does not answer")
+        return
+    for daemon in answers.daemons:
+        verdict = _DAEMONS.get(daemon.state, Verdict.FAIL)
+        if verdict is not Verdict.OK:
+            yield _of_daemon(verdict, daemon)
+
+
+def _of_daemon(verdict: Verdict, daemon: DaemonAnswer) -> Finding:
+    evidence = {"state": daemon.state, "pid": daemon.pid, "pipe_directory": daemon.pipe_directory}
+    return Finding(verdict, f"{daemon.state}: {daemon.because}", evidence, daemon.hint, daemon.name)
+
+
+def _limits(seen: Observed) -> Iterator[Finding]:
+    answers = _answers(seen)
+    if answers is None:
+        yield unknown("mpsd does not answer")
+        return
+    for daemon in answers.daemons:
+        for drift in daemon.drift:
+            remedy = "see who has the control daemon's front-end, and mpsctl daemons"
+            yield Finding(Verdict.FAIL, f"{drift}, and could not be put back", {"pid": daemon.pid}, remedy, daemon.name)
+
+
+CHECKS: Final = (
+    Check("mpsd", "mpsd answers this caller", "Nobody is admitted, and no limit is watched.", _mpsd),
+    Check(
+        "socket", "the API socket is there, listened on, and open to this caller", "A caller finds no mpsd.", _socket
+    ),
+    Check(
+        "version",
+        "mpsd and mpsctl are of one version",
+        "An upgrade is not in force until mpsd was restarted.",
+        _version,
+    ),
+    Check(
+        "configuration", "the configuration file can be read and is valid", "The next start is refused.", _configuration
+    ),
+    Check(
+        "reload",
+        "mpsd has the settings of its file",
+        "What was edited is not in force, and a restart changes it.",
+        _reload,
+    ),
+    Check("unit", "systemd can start mpsd, and has not given up on it", "mpsd does not come back by itself.", _unit),
+    Check(
+        "unit-settings",
+        "mpsd's unit leaves the control daemons alone when it stops",
+        "A restart or an upgrade of mpsd ends every client.",
+        _unit_settings,
+    ),
+    Check("node", "mpsd finds the node healthy", "mpsd has a reason that no other check has.", _node),
+    Check("gpu-health", "mpsd can give out every GPU", "Nobody is admitted on that GPU.", _gpu_health),
+    Check("daemon", "every control daemon is ready", "Nobody is admitted on its GPU.", _daemon),
+    Check("limits", "every limit reads back as mpsd set it", "A client can use more than it was granted.", _limits),
+)
+"""In the order in which they are told."""

@@ -1,0 +1,218 @@
+"""What lies on the disk: mpsd's directories, pipe directories, what servers left, and the logs' last words."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from mpsd.core.doctor.observed import DirectorySeen, FilesSeen, PipeDirectorySeen, ServersSeen, SharedMemorySeen
+from mpsd.core.doctor.processes import USUAL
+from mpsd.core.errors import ConfigurationError
+from mpsd.core.logevents import ServerExited, ServerFailed, ServerReady
+from mpsd.core.model import Known, Reading, Unknown
+from mpsd.core.mpslog import LogReader, parse
+from mpsd.core.settings import Settings
+from mpsd.system import acl, clock, rundir, surroundings, trust
+
+_TAIL: Final = 256 * 1024
+"""Bytes of a log's end that are read."""
+
+_LISTENS: Final = 0x10000
+"""__SO_ACCEPTCON, in the flags of /proc/net/unix. Source: proc(5)."""
+
+_PARTS_OF_NAME: Final = 5
+"""cuda.shm.UID.SERVER.NUMBER (core/logevents.py)."""
+
+_CUDA: Final = "CUDA MPS Control binary version: "
+_DRIVER: Final = "Display Driver version: "
+
+
+def look(settings: Settings, *, private: bool) -> FilesSeen:
+    """Look at all of it."""
+    paths = settings.paths
+    takers = listened()
+    mps = paths.runtime_dir / "mps"
+    directories = (
+        ("paths.runtime_dir", paths.runtime_dir), ("paths.state_dir", paths.state_dir), ("paths.log_dir", paths.log_dir)
+    )  # fmt: skip
+    return FilesSeen(
+        directories=tuple(_directory(setting, path) for setting, path in directories),
+        private=private,
+        closed=_closed(mps),
+        own=tuple(_pipe_directory(path.name, path, takers) for path in _inside(mps)),
+        usual=tuple(_pipe_directory(path, Path(path), takers) for path in USUAL),
+        shared_memory=tuple(_shared_memory()),
+        damaged=_damaged(settings),
+        servers=_servers(paths.log_dir),
+        ahead=_ahead(settings),
+    )
+
+
+def _inside(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except OSError:
+        return []  # it is not there, or closed: which of them, `directories` and `traverse` say
+
+
+def _closed(path: Path) -> Path | None:
+    try:
+        return rundir.closed_to_others(path)
+    except PermissionError as error:
+        return Path(error.filename)
+
+
+def _directory(setting: str, path: Path) -> DirectorySeen:
+    there = next(each for each in (path, *path.parents) if os.access(each, os.F_OK))
+    try:
+        room = os.statvfs(there)
+        keeps_acls = acl.is_kept(there)
+    except OSError:
+        return DirectorySeen(setting, path, there == path, _strange(path), there)
+    return DirectorySeen(
+        setting,
+        path,
+        exists=there == path,
+        strange=_strange(path),
+        there=there,
+        file_system=file_system(there),
+        free=room.f_bavail * room.f_frsize if os.geteuid() else room.f_bfree * room.f_frsize,
+        free_files=room.f_favail if room.f_files else None,
+        read_only=bool(room.f_flag & os.ST_RDONLY),
+        keeps_acls=keeps_acls,
+    )
+
+
+def _strange(path: Path) -> tuple[str, str] | None:
+    """Say why mpsd would not use a directory."""
+    try:
+        trust.check_way(path)
+        own = not path.exists() or trust.is_own(path)
+    except ConfigurationError as error:
+        return error.detail, error.hint
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}", "look as root"
+    if own:
+        return None
+    found = path.lstat()
+    because = f"{path} (uid {found.st_uid}, mode {found.st_mode & 0o7777:04o}) is no directory of mpsd's own: a"
+    because += " symbolic link, another user's, or writable for users other than root and mpsd's"
+    return because, f"chown root: {path} && chmod 0755 {path}, or choose another"
+
+
+def file_system(path: Path) -> str:
+    """Return the type of the file system that a path is on, such as `tmpfs`; empty where that is not known."""
+    device = path.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    best = ""
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        before, _, behind = line.partition(" - ")
+        if before.split()[2] == wanted:
+            best = behind.split()[0]
+    return best
+
+
+def listened() -> frozenset[str]:
+    """Return the paths of the unix sockets on which somebody takes connections, as they were bound."""
+    lines = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace").splitlines()[1:]
+    rows = (line.split(maxsplit=7) for line in lines)
+    return frozenset(row[7] for row in rows if len(row) > 7 and int(row[3], 16) & _LISTENS)  # noqa: PLR2004 - a path
+
+
+def _pipe_directory(name: str, path: Path, listened: frozenset[str]) -> PipeDirectorySeen:
+    entries: Reading[tuple[str, ...]]
+    try:
+        there = set(os.listdir(path))  # noqa: PTH208 - names, not paths
+        entries = Known(tuple(each for each in rundir.LEFT if each in there))
+    except (FileNotFoundError, NotADirectoryError):
+        entries = Known(())
+    except OSError as error:
+        entries = Unknown(f"{path} cannot be read by uid {os.geteuid()}: {error.strerror}")
+    return PipeDirectorySeen(name, path, entries, listening=f"{path}/control" in listened)
+
+
+def _shared_memory() -> Iterator[SharedMemorySeen]:
+    for path in _inside(surroundings.SHARED_MEMORY):
+        parts = path.name.split(".")
+        if parts[:2] != ["cuda", "shm"] or len(parts) != _PARTS_OF_NAME:
+            continue
+        try:
+            uid, server, size = int(parts[2]), int(parts[3], 16), path.lstat().st_size
+        except (ValueError, FileNotFoundError):
+            continue
+        yield SharedMemorySeen(path.name, uid, server, size)
+
+
+def _damaged(settings: Settings) -> tuple[Path, ...]:
+    """Return the stores that were set aside, each without its companions; the modes' record is another check's."""
+    directories = (settings.paths.runtime_dir, settings.paths.state_dir)
+    return tuple(
+        path
+        for directory in directories
+        for path in _inside(directory)
+        if path.stem and path.suffix.startswith(".set-aside-") and path.suffix.rpartition("-")[2].isdecimal()
+    )
+
+
+def _ahead(settings: Settings) -> tuple[Path, float] | None:
+    """Return the file of mpsd's that was written furthest in the future."""
+    now = clock.now().timestamp()
+    found: list[tuple[float, Path]] = []
+    for directory in (settings.paths.runtime_dir, settings.paths.state_dir):
+        for path in _inside(directory):
+            try:
+                found.append((path.lstat().st_mtime - now, path))
+            except OSError:
+                continue
+    return (max(found)[1], max(found)[0]) if found and max(found)[0] > 0 else None
+
+
+def _servers(log_dir: Path) -> Reading[tuple[ServersSeen, ...]]:
+    try:
+        return Known(tuple(_of_logs(each) for each in sorted(log_dir.iterdir()) if each.is_dir()))
+    except FileNotFoundError:
+        return Known(())
+    except OSError as error:
+        return Unknown(f"{error.filename} cannot be read by uid {os.geteuid()}: {error.strerror}")
+
+
+def _of_logs(directory: Path) -> ServersSeen:
+    """Read the ends of a control daemon's logs. Raises OSError."""
+    control, server = directory / "control.log", directory / "server.log"
+    failures, words = 0, ""
+    lines = _tail(control)
+    for event in LogReader().read(lines):
+        if isinstance(event, ServerReady):
+            failures, words = 0, ""
+        elif isinstance(event, ServerFailed):
+            words = event.words
+        elif isinstance(event, ServerExited) and event.status:
+            failures += 1
+    of_server = _tail(server)
+    if failures and not words:
+        said = [event.words for event in LogReader().read(of_server) if isinstance(event, ServerFailed)]
+        words = said[-1] if said else ""
+    cuda = _last(lines, _CUDA)
+    return ServersSeen(
+        directory.name,
+        failures,
+        words,
+        cuda=int(cuda) if cuda.isdecimal() else None,
+        driver=_last(of_server, _DRIVER) or None,
+        log=control,
+    )
+
+
+def _tail(path: Path) -> list[str]:
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL))
+            return log.read(_TAIL).decode("utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+
+
+def _last(lines: list[str], start: str) -> str:
+    """Return what stands behind these words in the last line that a daemon or a server began with them."""
+    texts = (line.text for line in map(parse, reversed(lines)) if line is not None)
+    return next((text.removeprefix(start).strip() for text in texts if text.startswith(start)), "")

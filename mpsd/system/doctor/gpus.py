@@ -1,0 +1,94 @@
+"""The GPUs, the driver and the control program, and the record of compute modes that are to be given back."""
+
+import contextlib
+from pathlib import Path
+from typing import Final
+
+from mpsd.core.doctor.observed import GpuSeen, GpusSeen, Left, NodeGpus
+from mpsd.core.errors import ConfigurationError, GpuError
+from mpsd.core.model import Known, Unknown
+from mpsd.core.settings import Settings
+from mpsd.system import driver, found_modes, rundir
+from mpsd.system.driver import Driver
+from mpsd.system.found_modes import FoundModes
+from mpsd.system.gpu import NvmlGpus
+
+_DPKG: Final = Path("/var/lib/dpkg")
+
+
+def find(settings: Settings, control: str | None = None) -> Driver | None:
+    """Find the driver as mpsd would; `control` is what that was told by --control."""
+    try:
+        return driver.find(control or settings.daemon.control, settings.daemon.driver_root)
+    except ConfigurationError:
+        return None
+
+
+async def look(settings: Settings, control: str | None, *, simulated: bool) -> GpusSeen:
+    """Look at all of it; a driver that is not there is told as such."""
+    there = find(settings, control)
+    found = GpusSeen(
+        Unknown("the GPUs are simulated"),
+        simulated=simulated,
+        program=there.control if there else None,
+        server=there.server if there else None,
+        package=package_of(there.control) if there else None,
+        left=left(settings),
+    )
+    if simulated:
+        return found
+    source = NvmlGpus(there.nvml if there else None)
+    try:
+        inventory = await source.inventory()
+        version, cuda = await source.versions()
+        gpus = [GpuSeen(each, await source.usage(each), await source.condition(each)) for each in inventory.gpus]
+    except GpuError as error:
+        return found.with_node(Unknown(error.detail), error.hint)
+    finally:
+        source.close()
+    unreadable = {index: unknown.reason for index, unknown in inventory.unknown.items()}
+    return found.with_node(Known(NodeGpus(version, cuda, tuple(gpus), unreadable)))
+
+
+def left(settings: Settings) -> Left:
+    """Read the record of the compute modes that GPUs are to get back."""
+    modes = FoundModes(rundir.found_modes(settings))
+    aside = found_modes.aside(modes.path)
+    seen = Left(modes.path, Known({}), aside=aside if _is_there(aside) else None)
+    try:
+        modes.load()
+    except ValueError as error:
+        return Left(modes.path, Unknown(str(error)), damaged=True, aside=seen.aside)
+    except OSError as error:
+        return Left(modes.path, Unknown(f"cannot be read: {error.strerror}"), aside=seen.aside)
+    return Left(modes.path, Known(dict(modes.by_gpu)), aside=seen.aside)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        return False  # the record beside it cannot be read either, and that is told
+
+
+def package_of(program: Path, dpkg: Path = _DPKG) -> tuple[str, str] | None:
+    """Return the Debian package that a program is of, and its version; None where dpkg knows of none."""
+    names = {str(program), str(program.resolve())}
+    names |= {name.removeprefix("/usr") for name in names}
+    for listing in sorted(dpkg.glob("info/*nvidia*.list")):
+        with contextlib.suppress(OSError):
+            if names.isdisjoint(listing.read_text(encoding="utf-8", errors="replace").splitlines()):
+                continue
+            package = listing.stem.partition(":")[0]
+            version = _version(package, (dpkg / "status").read_text(encoding="utf-8", errors="replace"))
+            if version:
+                return package, version
+    return None
+
+
+def _version(package: str, status: str) -> str:
+    for paragraph in status.split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in paragraph.splitlines() if ": " in line and line[0] != " ")
+        if fields.get("Package") == package:
+            return fields.get("Version", "")
+    return ""

@@ -1,0 +1,108 @@
+"""The machine as who asks sees it: namespaces, /dev/shm, the kernel's log, and who may deny what."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from mpsd.core.doctor.observed import DeviceNode, HostSeen, SharedMemoryPlace
+from mpsd.core.model import Known, Reading, Unknown
+from mpsd.system import clock, surroundings
+from mpsd.system.doctor.disk import file_system
+
+_MOST: Final = 100_000
+"""Records of the kernel's log that are read; its buffer has room for fewer."""
+
+_RECORD: Final = 8192
+"""Bytes that a record has at most. Source: Documentation/ABI/testing/dev-kmsg."""
+
+
+def look(variables: Mapping[str, str]) -> HostSeen:
+    """Look at it; `variables` is the caller's own environment, as far as MPS and mpsd look at it."""
+    namespace = Path("/proc/self/ns/pid")
+    return HostSeen(
+        uid=os.geteuid(),
+        variables=variables,
+        now=clock.now(),
+        kernel=os.uname().release,
+        first_pid_namespace=namespace.stat().st_ino == surroundings.FIRST_PID_NAMESPACE,
+        pid_namespace=os.readlink(namespace),  # noqa: PTH115 - what it says is no path
+        shared_memory=_shared_memory(surroundings.SHARED_MEMORY),
+        kernel_log=kernel_log(Path("/dev/kmsg")),
+        selinux=_selinux(Path("/sys/fs/selinux/enforce")),
+        apparmor=_says_yes(Path("/sys/module/apparmor/parameters/enabled")),
+        devices=tuple(_device(path) for path in _devices(Path("/dev"))),
+    )
+
+
+def _shared_memory(path: Path) -> Reading[SharedMemoryPlace]:
+    try:
+        found, room = path.stat(), os.statvfs(path)
+        kind = file_system(path)
+    except OSError as error:
+        return Unknown(f"{path}: {error.strerror}")
+    return Known(
+        SharedMemoryPlace(
+            file_system=kind,
+            bytes=room.f_blocks * room.f_frsize,
+            free=room.f_bavail * room.f_frsize,
+            mode=found.st_mode & 0o7777,
+            read_only=bool(room.f_flag & os.ST_RDONLY),
+            device=found.st_dev,
+        )
+    )
+
+
+def kernel_log(path: Path) -> Reading[tuple[str, ...]]:
+    """Return the lines of the kernel's log, as far as its buffer goes back; each reading has one record."""
+    lines: list[str] = []
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        return Unknown(f"{path} cannot be read by uid {os.geteuid()}: {error.strerror}")
+    try:
+        for _ in range(_MOST):
+            try:
+                record = os.read(descriptor, _RECORD)
+            except BrokenPipeError:
+                continue  # it was overwritten before it was read; the next is there
+            if not record:
+                break
+            text = record.decode("utf-8", errors="replace").splitlines()[0]
+            lines.append(text.partition(";")[2])
+    except BlockingIOError:
+        pass  # that was all
+    except OSError as error:
+        return Unknown(f"{path} cannot be read by uid {os.geteuid()}: {error.strerror}")
+    finally:
+        os.close(descriptor)
+    return Known(tuple(lines))
+
+
+def _selinux(path: Path) -> str | None:
+    try:
+        return "enforcing" if path.read_text(encoding="ascii").strip() == "1" else "permissive"
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return "enforcing"  # it is there, and keeps even this from who asks
+
+
+def _says_yes(path: Path) -> bool:
+    try:
+        return path.read_text(encoding="ascii").strip() == "Y"
+    except OSError:
+        return False
+
+
+def _devices(directory: Path) -> list[Path]:
+    """Name the device files that a server needs: two of the driver's own, and one for each GPU that has any."""
+    numbered = sorted(path for path in directory.glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdecimal())
+    return [directory / "nvidiactl", directory / "nvidia-uvm", *numbered]
+
+
+def _device(path: Path) -> DeviceNode:
+    try:
+        return DeviceNode(path, path.stat().st_mode & 0o7777)
+    except OSError:
+        return DeviceNode(path, None)

@@ -1,0 +1,126 @@
+"""The processes of MPS on the whole machine, and mpsd's own, as far as who asks may look at them."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from mpsd.core.doctor.observed import ProcessSeen
+from mpsd.core.doctor.processes import MPSD
+from mpsd.core.model import Known, Reading, Unknown
+from mpsd.system import clock, peers
+
+_PROC: Final = Path("/proc")
+
+_COMM: Final = "nvidia-cuda-mps"
+"""What the kernel keeps of the names of NVIDIA's two programs: 15 bytes. Source: proc(5), /proc/PID/comm."""
+
+_COMMANDS: Final = frozenset({"run", "demo"})
+
+
+def processes(program: Sequence[str]) -> Reading[tuple[ProcessSeen, ...]]:
+    """Return every process of MPS, and every mpsd; `program` is the control program, whatever it is called."""
+    try:
+        pids = sorted(int(name) for name in os.listdir(_PROC) if name.isdecimal())  # noqa: PTH208 - names, not paths
+    except OSError as error:
+        return Unknown(f"{_PROC} cannot be read: {error.strerror}")
+    return Known(tuple(each for pid in pids for each in _process(pid, tuple(program))))
+
+
+def process(pid: int) -> ProcessSeen | None:
+    """Return one process, as an mpsd; None when there is none."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return _seen(pid, MPSD, _arguments(pid))
+    return None
+
+
+def _process(pid: int, program: tuple[str, ...]) -> Iterator[ProcessSeen]:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        arguments = _arguments(pid)
+        if arguments:
+            part = MPSD if is_mpsd(arguments) else peers.part_of(arguments, program)
+        else:
+            part = "process of MPS" if (_PROC / f"{pid}/comm").read_text().strip() == _COMM else None
+        if part is not None:
+            yield _seen(pid, part, arguments)
+
+
+def _arguments(pid: int) -> tuple[str, ...]:
+    raw = (_PROC / f"{pid}/cmdline").read_bytes().removesuffix(b"\0")
+    return tuple(each.decode("utf-8", errors="replace") for each in raw.split(b"\0")) if raw else ()
+
+
+def is_mpsd(arguments: Sequence[str]) -> bool:
+    """Tell whether a process is an mpsd, by what it was started as."""
+    named = any(Path(each).name == "mpsd" for each in arguments[:2]) or "mpsd" in _module(arguments)
+    return named and bool(_COMMANDS & set(arguments[1:]))
+
+
+def _module(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Return the module that an interpreter was told to run."""
+    return (arguments[arguments.index("-m") + 1],) if "-m" in arguments[:-1] else ()
+
+
+def _seen(pid: int, part: str, arguments: tuple[str, ...]) -> ProcessSeen:
+    at = _PROC / str(pid)
+    status = dict(
+        line.split(":", 1) for line in (at / "status").read_text(errors="replace").splitlines() if ":" in line
+    )
+    ticks = int((at / "stat").read_bytes().rpartition(b")")[2].split()[19])
+    return ProcessSeen(
+        pid=pid,
+        part=part,
+        uid=int(status["Uid"].split()[1]),
+        parent=int(status["PPid"]),
+        state=status["State"].split()[0],
+        age=max(0.0, clock.since_boot() - clock.since_boot(ticks)),
+        arguments=arguments,
+        executable=_link(at / "exe"),
+        variables=_variables(at),
+        open_files=_open_files(at),
+        capabilities=int(status["CapEff"], 16),
+        pid_namespace=_link(at / "ns/pid"),
+        shared_memory=_shared_memory(at),
+    )
+
+
+def _denied(path: Path, error: OSError) -> Unknown:
+    return Unknown(f"{path} cannot be read by uid {os.geteuid()}: {error.strerror}")
+
+
+def _link(path: Path) -> Reading[str]:
+    try:
+        return Known(os.readlink(path))  # noqa: PTH115 - what it says is no path
+    except OSError as error:
+        return _denied(path, error)
+
+
+def _variables(at: Path) -> Reading[Mapping[str, str]]:
+    try:
+        raw = (at / "environ").read_bytes()
+    except PermissionError as error:
+        return _denied(at / "environ", error)
+    pairs = (each.decode("utf-8", errors="replace").partition("=") for each in raw.split(b"\0"))
+    return Known({name: value for name, _, value in pairs if name.startswith("CUDA_")})
+
+
+def _open_files(at: Path) -> Reading[int]:
+    """Return the soft limit, which is the one in force."""
+    try:
+        lines = (at / "limits").read_text(encoding="ascii").splitlines()
+    except OSError as error:
+        return _denied(at / "limits", error)
+    for line in lines:
+        if line.startswith("Max open files"):
+            soft = line.split()[3]
+            return Known(int(soft) if soft.isdecimal() else 2**31)
+    return Unknown(f"{at / 'limits'} says nothing of open files")
+
+
+def _shared_memory(at: Path) -> Reading[int]:
+    path = at / "root/dev/shm"
+    try:
+        return Known(path.stat().st_dev)
+    except OSError as error:
+        return _denied(path, error)

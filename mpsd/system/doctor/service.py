@@ -1,0 +1,148 @@
+"""mpsd from outside: its socket, who listens there, who has its lock, its configuration file, and its units."""
+
+import os
+import shutil
+import socket
+import stat
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from mpsd.core.doctor.observed import ConfigurationSeen, SocketSeen
+from mpsd.core.errors import ConfigurationError
+from mpsd.core.model import Known, Reading, Unknown
+from mpsd.core.settings import Settings
+from mpsd.system import process, surroundings
+from mpsd.system.configuration import read_configuration
+
+_USUAL: Final = Path("/etc/mpsd/mpsd.toml")
+
+_UNITS: Final = ("mpsd.service", "mpsd.socket")
+
+_PROPERTIES: Final = (
+    "Id", "LoadState", "ActiveState", "SubState", "Result", "UnitFileState", "FragmentPath", "DropInPaths", "KillMode",
+    "PrivateTmp", "RuntimeDirectory", "RuntimeDirectoryPreserve",
+)  # fmt: skip
+
+_DEADLINE: Final = 5.0
+"""Seconds for a connection, and for systemctl."""
+
+_PEER: Final = struct.Struct("3i")
+"""struct ucred: pid, uid, gid. Source: unix(7)."""
+
+_KINDS: Final = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symbolic link", stat.S_IFIFO: "FIFO"}
+
+
+def look_at_socket(path: Path) -> SocketSeen:
+    """Look at the API socket, and connect to it."""
+    for directory in reversed(path.absolute().parents):
+        if directory.is_dir() and not os.access(directory, os.X_OK):
+            return SocketSeen(path, None, closed=directory)
+    try:
+        found = path.lstat()
+    except OSError:
+        return SocketSeen(path, None)
+    kind = "socket" if stat.S_ISSOCK(found.st_mode) else _KINDS.get(stat.S_IFMT(found.st_mode), "device")
+    seen = SocketSeen(path, kind, found.st_mode & 0o7777, found.st_uid)
+    if kind != "socket":
+        return seen
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_DEADLINE)
+        try:
+            connection.connect(os.fspath(path))
+            pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        except OSError as error:
+            return replace(seen, refused=error.strerror or str(error))
+    return replace(seen, listener=(pid, uid))
+
+
+def lock_holder(runtime_dir: Path) -> Reading[int | None]:
+    """Return the pid of the process that has the lock of a runtime directory, which the kernel lists by inode."""
+    path = runtime_dir / "mpsd.lock"
+    try:
+        inode = str(path.stat().st_ino)
+        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+    except FileNotFoundError:
+        return Known(None)
+    except OSError as error:
+        return Unknown(f"{error.filename} cannot be read by uid {os.geteuid()}: {error.strerror}")
+    rows = (line.split() for line in lines if "->" not in line)
+    return Known(next((int(row[4]) for row in rows if row[1] == "FLOCK" and row[5].split(":")[2] == inode), None))
+
+
+def configuration(path: Path | None, root: Path | None) -> ConfigurationSeen:
+    """Read the configuration file that is named, or the usual one; `root` is what mpsd is told by --root."""
+    where = path or _USUAL
+    try:
+        settings = read_configuration(path)
+    except ConfigurationError as error:
+        return ConfigurationSeen(where, Unknown(error.detail), error.hint)
+    return ConfigurationSeen(where, Known(settings if root is None else settings.under(root)))
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What an mpsd was started with, where it was told it."""
+
+    config: Path | None = None
+    root: Path | None = None
+    control: str | None = None
+
+
+def told(pid: int, arguments: Sequence[str]) -> Told:
+    """Return what an mpsd was started with, by its arguments."""
+    found: dict[str, str] = {}
+    for each, behind in zip(arguments, (*arguments[1:], ""), strict=True):
+        name, equals, value = each.partition("=")
+        if name in {"--config", "--root", "--control"}:
+            found[name] = value if equals else behind
+    paths = {name: _of_process(pid, Path(value)) for name, value in found.items()}
+    return Told(paths.get("--config"), paths.get("--root"), found.get("--control"))
+
+
+def _of_process(pid: int, path: Path) -> Path:
+    """Return a path as a process means it that was told it."""
+    try:
+        return Path(os.readlink(f"/proc/{pid}/cwd")) / path  # noqa: PTH115 - the kernel's own link
+    except OSError:
+        return path
+
+
+async def units() -> Reading[Mapping[str, Mapping[str, str]]]:
+    """Return what systemd says of mpsd's units: those that it knows, by name."""
+    program = shutil.which("systemctl")
+    if program is None or not os.access("/run/systemd/system", os.F_OK):  # sd_booted(3)
+        return Unknown("systemd does not run this machine, or is not seen from here")
+    command = [program, "show", f"--property={','.join(_PROPERTIES)}", *_UNITS]
+    try:
+        done = await process.run(command, env=process.environment({}), stdin=b"", seconds=_DEADLINE)
+    except OSError as error:
+        return Unknown(f"{program}: {error.strerror}")
+    if done.returncode != 0:
+        return Unknown(f"{done.command}: {done.output.strip() or process.describe(done.returncode)}")
+    found = read_units(done.output)
+    return Known(found) if found else Unknown(f"systemd knows none of {', '.join(_UNITS)}")
+
+
+def read_units(output: str) -> dict[str, dict[str, str]]:
+    """Read what `systemctl show` prints: a line for each property, and a blank one between units."""
+    blocks = [dict(line.split("=", 1) for line in block.splitlines() if "=" in line) for block in output.split("\n\n")]
+    return {block["Id"]: block for block in blocks if block.get("Id") and block.get("LoadState") != "not-found"}
+
+
+def in_force(settings: Reading[Settings], fallback: Reading[Settings]) -> Settings:
+    """Return the settings to go by: those that mpsd has, else the file's, else the defaults."""
+    for each in (settings, fallback):
+        if isinstance(each, Known):
+            return each.value
+    return Settings()
+
+
+def few_uids(pid: int) -> Reading[bool]:
+    """Tell whether an mpsd is in a user namespace in which not each uid is itself."""
+    try:
+        return Known(surroundings.has_few_uids(pid))
+    except OSError as error:
+        return Unknown(f"{error.filename} cannot be read by uid {os.geteuid()}: {error.strerror}")

@@ -1,0 +1,78 @@
+"""What NVML tells of a GPU, as values: for mpsd/system/gpu.py, on whose thread these calls are made."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from mpsd.core.doctor.observed import Condition
+from mpsd.core.model import GpuProcess, Known, Reading, Unknown
+
+T = TypeVar("T")
+
+
+def condition(lib: Any, uuid: str) -> Reading[Condition]:  # noqa: ANN401 - pynvml has no types
+    """Read what ails a GPU by its own count; what this GPU, or this driver, does not tell is None."""
+    try:
+        handle = lib.nvmlDeviceGetHandleByUUID(uuid)
+        remapped = _told(lib, lambda: lib.nvmlDeviceGetRemappedRows(handle))
+        uncorrected = _told(
+            lib,
+            lambda: lib.nvmlDeviceGetTotalEccErrors(
+                handle, lib.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, lib.NVML_VOLATILE_ECC
+            ),
+        )
+        retirement = _told(lib, lambda: lib.nvmlDeviceGetRetiredPagesPendingStatus(handle))
+        persistence = _told(lib, lambda: lib.nvmlDeviceGetPersistenceMode(handle))
+    except lib.NVMLError as error:
+        return Unknown(f"NVML: {error}")
+    return Known(
+        Condition(
+            persistence=None if persistence is None else bool(persistence),
+            uncorrected=None if uncorrected is None else int(uncorrected),
+            retirement_pending=None if retirement is None else bool(retirement),
+            remapping_pending=None if remapped is None else bool(remapped[2]),
+            remapping_failed=None if remapped is None else bool(remapped[3]),
+        )
+    )
+
+
+def processes(lib: Any, handle: object) -> dict[int, GpuProcess]:  # noqa: ANN401 - pynvml has no types
+    """Return the processes on a GPU by pid; one that is listed twice counts once, at the larger figure.
+
+    A process of which the driver does not tell is there all the same: left out, it would pass for one that holds
+    nothing.
+
+    Version 2 of these functions comes first. Version 3 has the same struct in pynvml and in most drivers, a larger
+    one in 535.43 to 535.86, where pynvml reads garbage, and is missing in 535.98 and, being newer, before 510
+    (github.com/XuehaiPan/nvitop/pull/89).
+    """
+    held: dict[int, GpuProcess] = {}
+    for kind in ("Compute", "MPSCompute"):
+        name = f"nvmlDeviceGet{kind}RunningProcesses"
+        try:
+            processes = getattr(lib, f"{name}_v2")(handle)
+        except lib.NVMLError_FunctionNotFound:
+            processes = getattr(lib, f"{name}_v3")(handle)
+        for process in processes:
+            pid = int(process.pid)
+            before = held.get(pid, GpuProcess(Unknown(f"NVML does not say how much memory process {pid} holds")))
+            memory = before.memory
+            if process.usedGpuMemory is not None:
+                known = memory.value if isinstance(memory, Known) else 0
+                memory = Known(max(known, int(process.usedGpuMemory)))
+            held[pid] = GpuProcess(memory, mps=before.mps or kind == "MPSCompute")
+    return held
+
+
+def cuda(lib: Any) -> Reading[int]:  # noqa: ANN401 - pynvml has no types
+    """Read the version of CUDA that the driver is of, as 13000."""
+    try:
+        return Known(int(lib.nvmlSystemGetCudaDriverVersion_v2()))
+    except lib.NVMLError as error:
+        return Unknown(f"NVML: {error}")
+
+
+def _told(lib: Any, ask: Callable[[], T]) -> T | None:  # noqa: ANN401 - pynvml has no types
+    try:
+        return ask()
+    except (lib.NVMLError_NotSupported, lib.NVMLError_FunctionNotFound, lib.NVMLError_NoPermission):
+        return None

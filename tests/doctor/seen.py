@@ -1,0 +1,217 @@
+"""A node on which all is well, as doctor sees it, and ways to make one thing of it otherwise."""
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from mpsd.core.doctor.finding import Finding, examine
+from mpsd.core.doctor.observed import (
+    Answers,
+    Condition,
+    ConfigurationSeen,
+    DaemonAnswer,
+    DeviceNode,
+    DirectorySeen,
+    FilesSeen,
+    GpuAnswer,
+    GpuSeen,
+    GpusSeen,
+    HostSeen,
+    Left,
+    NodeGpus,
+    Observed,
+    PipeDirectorySeen,
+    ProcessSeen,
+    ServersSeen,
+    ServiceSeen,
+    SharedMemoryPlace,
+    SocketSeen,
+)
+from mpsd.core.doctor.table import CHECKS
+from mpsd.core.model import ComputeMode, Gpu, GpuUsage, Known
+from mpsd.core.settings import Settings, parse
+from mpsd.core.units import GIB
+
+PID_NAMESPACE: Final = "pid:[4026531836]"
+SETTINGS: Final = parse('[daemon]\ncompute_mode = "exclusive-process"\n')
+DIRECTORY: Final = "/run/mpsd/mps/gpu0"
+CONTROL: Final = "/usr/bin/nvidia-cuda-mps-control"
+DRIVER: Final = "580.65.06"
+DEVICE: Final = 25
+
+
+def process(pid: int, part: str, **otherwise: Any) -> ProcessSeen:
+    """Return a process that is well."""
+    variables = {"CUDA_MPS_PIPE_DIRECTORY": DIRECTORY, "CUDA_MPS_LOG_DIRECTORY": "/var/log/mpsd/gpu0"}
+    usual: dict[str, Any] = {
+        "uid": 0,
+        "parent": 100,
+        "state": "S",
+        "age": 0.5,
+        "arguments": ("mpsd", "run") if part == "mpsd" else (CONTROL, "-f"),
+        "executable": Known("/usr/bin/python3" if part == "mpsd" else CONTROL),
+        "variables": Known({} if part == "mpsd" else variables),
+        "open_files": Known(65536),
+        "capabilities": 0x1FFFFFFFFFF,
+        "pid_namespace": Known(PID_NAMESPACE),
+        "shared_memory": Known(DEVICE),
+    }
+    return ProcessSeen(**{"pid": pid, "part": part, **usual, **otherwise})
+
+
+MPSD: Final = process(100, "mpsd", parent=1)
+DAEMON: Final = process(200, "control daemon")
+SERVER: Final = process(300, "server", parent=200, uid=1000)
+GPU: Final = Gpu(0, "GPU-aaaa", "NVIDIA H200", 140 * GIB, (9, 0), False, DRIVER)
+USAGE: Final = GpuUsage(0, {}, ComputeMode.EXCLUSIVE_PROCESS)
+CONDITION: Final = Condition(True, 0, False, False, False)
+
+
+def directory(setting: str, path: str, **otherwise: Any) -> DirectorySeen:
+    """Return one of mpsd's directories, that is well."""
+    usual: dict[str, Any] = {"there": Path(path), "file_system": "ext4", "free": 9 * GIB, "free_files": 10**6}
+    return DirectorySeen(**{"setting": setting, "path": Path(path), "exists": True, **usual, **otherwise})
+
+
+def pipe_directory(name: str, path: str, *entries: str, listening: bool = False) -> PipeDirectorySeen:
+    """Return a pipe directory with this in it."""
+    return PipeDirectorySeen(name, Path(path), Known(entries), listening)
+
+
+ANSWERS: Final = Answers(
+    version="1.0",
+    healthy=True,
+    because="every control daemon is ready",
+    simulated=False,
+    gpus=(GpuAnswer(0, GPU.uuid, "ok", "it can be given out", None, "exclusive-process", 0, 60),),
+    daemons=(DaemonAnswer("gpu0", "ready", "it answers", None, DAEMON.pid, DIRECTORY, (), ()),),
+)
+
+WELL: Final = Observed(
+    settings=SETTINGS,
+    configuration=ConfigurationSeen(Path("/etc/mpsd/mpsd.toml"), Known(SETTINGS)),
+    service=ServiceSeen(
+        version="1.0",
+        socket=SocketSeen(Path("/run/mpsd/mpsd.sock"), "socket", 0o666, 0, listener=(MPSD.pid, 0)),
+        answers=Known(ANSWERS),
+        process=MPSD,
+        lock_holder=Known(MPSD.pid),
+        few_uids=Known(value=False),
+        units=Known(
+            {
+                "mpsd.service": {
+                    "LoadState": "loaded",
+                    "ActiveState": "active",
+                    "SubState": "running",
+                    "Result": "success",
+                    "UnitFileState": "enabled",
+                    "KillMode": "process",
+                    "PrivateTmp": "no",
+                    "RuntimeDirectory": "mpsd",
+                    "RuntimeDirectoryPreserve": "yes",
+                }
+            }
+        ),
+        in_force=Known(SETTINGS),
+    ),
+    files=FilesSeen(
+        directories=(
+            directory("paths.runtime_dir", "/run/mpsd", file_system="tmpfs"),
+            directory("paths.state_dir", "/var/lib/mpsd"),
+            directory("paths.log_dir", "/var/log/mpsd"),
+        ),
+        own=(pipe_directory("gpu0", DIRECTORY, "control", "log", listening=True),),
+        usual=(pipe_directory("/tmp/nvidia-mps", "/tmp/nvidia-mps"),),
+        servers=Known((ServersSeen("gpu0", 0, "", 13000, "580", Path("/var/log/mpsd/gpu0/control.log")),)),
+    ),
+    processes=Known((MPSD, DAEMON, SERVER)),
+    gpus=GpusSeen(
+        Known(NodeGpus(DRIVER, 13000, (GpuSeen(GPU, Known(USAGE), Known(CONDITION)),), {})),
+        program=Path(CONTROL),
+        server=Path("/usr/bin/nvidia-cuda-mps-server"),
+        package=("nvidia-cuda-mps", f"{DRIVER}-1"),
+        left=Left(Path("/var/lib/mpsd/compute-modes.json"), Known({})),
+    ),
+    host=HostSeen(
+        uid=0,
+        variables={},
+        now=datetime(2026, 11, 21, tzinfo=UTC),
+        kernel="6.12.0-amd64",
+        first_pid_namespace=True,
+        pid_namespace=PID_NAMESPACE,
+        shared_memory=Known(SharedMemoryPlace("tmpfs", 32 * GIB, 31 * GIB, 0o1777, False, DEVICE)),
+        kernel_log=Known(("usb 1-1: new device",)),
+        selinux="enforcing",
+        apparmor=True,
+        devices=(DeviceNode(Path("/dev/nvidiactl"), 0o666), DeviceNode(Path("/dev/nvidia-uvm"), 0o666)),
+    ),
+)
+
+
+def service(**otherwise: Any) -> Observed:
+    """Return that node with something about mpsd otherwise."""
+    return replace(WELL, service=replace(WELL.service, **otherwise))
+
+
+def files(**otherwise: Any) -> Observed:
+    """Return it with something on its disk otherwise."""
+    return replace(WELL, files=replace(WELL.files, **otherwise))
+
+
+def host(**otherwise: Any) -> Observed:
+    """Return it with something about the machine otherwise."""
+    return replace(WELL, host=replace(WELL.host, **otherwise))
+
+
+def answers(**otherwise: Any) -> Observed:
+    """Return it with something that mpsd says otherwise."""
+    return service(answers=Known(replace(ANSWERS, **otherwise)))
+
+
+def gpu_answer(**otherwise: Any) -> Observed:
+    """Return it with something that mpsd says of its GPU otherwise."""
+    return answers(gpus=(replace(ANSWERS.gpus[0], **otherwise),))
+
+
+def daemon_answer(**otherwise: Any) -> Observed:
+    """Return it with something that mpsd says of its control daemon otherwise."""
+    return answers(daemons=(replace(ANSWERS.daemons[0], **otherwise),))
+
+
+def unit(**otherwise: str) -> Observed:
+    """Return it with something about mpsd's unit otherwise."""
+    assert isinstance(WELL.service.units, Known)
+    return service(units=Known({"mpsd.service": {**WELL.service.units.value["mpsd.service"], **otherwise}}))
+
+
+def processes(*more: ProcessSeen) -> Observed:
+    """Return it with these processes besides, or in the place of those with their pids."""
+    there = {each.pid: each for each in (MPSD, DAEMON, SERVER, *more)}
+    return replace(WELL, processes=Known(tuple(there.values())))
+
+
+def gpu(
+    *, usage: GpuUsage | None = None, condition: Condition | None = None, driver: str = DRIVER, **otherwise: Any
+) -> Observed:
+    """Return it with something about its GPU otherwise."""
+    seen = GpuSeen(
+        replace(GPU, driver_version=driver, **otherwise), Known(usage or USAGE), Known(condition or CONDITION)
+    )
+    return replace(WELL, gpus=replace(WELL.gpus, node=Known(NodeGpus(driver, 13000, (seen,), {}))))
+
+
+def settings(text: str, observed: Observed = WELL) -> Observed:
+    """Return a node with other settings, which mpsd has as well."""
+    new: Settings = parse(text)
+    return replace(
+        observed,
+        settings=new,
+        configuration=replace(observed.configuration, settings=Known(new)),
+        service=replace(observed.service, in_force=Known(new)),
+    )
+
+
+def look(check: str, observed: Observed) -> list[Finding]:
+    """Put one check to a node."""
+    return [each.finding for each in examine([CHECKS[check]], observed)]

@@ -1,0 +1,475 @@
+"""`mpsctl doctor` on real nodes: what it finds with mpsd and without, as root and as nobody, and what it mends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from resource import RLIMIT_NOFILE, prlimit
+from typing import Any, Final
+
+import pytest
+
+from mpsd.core.doctor.table import CHECKS
+from tests.daemon.conftest import Start
+from tests.daemon.scene import stopped
+from tests.daemon.test_compute_mode import (
+    DEFAULT,
+    EXCLUSIVE,
+    FIRST,
+    GPU_IS_LOST,
+    ONE_GPU,
+    PROHIBITED,
+    SET,
+    WANTED,
+    written,
+)
+from tests.gate.source import ROOT
+from tests.harness import look_at, wait_until
+from tests.node import Node
+from tests.system.fake_nvml import FakeNvml
+from tests.system.test_peers import running
+
+Checks = dict[str, list[Any]]
+
+MPSD: Final = ("mpsd", "socket", "version", "configuration", "reload", "node", "gpu-health", "daemon", "limits")
+FILES: Final = ("pipe-path", "directories", "file-system", "damaged", "leftovers", "server-start", "clock")
+GPUS: Final = ("driver", "memory-limit", "architecture", "mig", "compute-mode", "compute-mode-left", "ecc", "clients")
+CONDITION: Final = "condition 0 1 0 0 0 0"
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user, or mount")
+
+
+def doctor(node: Node, *arguments: str, before: tuple[str, ...] = ()) -> tuple[int, Checks]:
+    """Have the node looked at; return the exit status, and what was found by check.
+
+    Other tests run their own control daemons meanwhile, so that a test looks at its own checks and subjects alone.
+    """
+    command = [*before, sys.executable, "-m", "mpsd.cli.main", "doctor", "--root", str(node.root), "-o", "json"]
+    environment = {**os.environ, "PATH": f"{_bin(node)}:{os.environ['PATH']}", **node.env}
+    done = subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT, env=environment
+    )
+    assert done.stderr == ""
+    answer = json.loads(done.stdout)
+    assert answer["ok"] == (done.returncode == 0)
+    assert answer["ok"] == all(each["verdict"] != "fail" for each in answer["checks"])
+    found: Checks = {"fixed": answer["fixed"]}
+    for each in answer["checks"]:
+        found.setdefault(each["id"], []).append(each)
+    return done.returncode, found
+
+
+def _bin(node: Node) -> str:
+    """Say where the node's control program is, which is in PATH on a real one."""
+    return str(node.control.parent) if node.control is not None else "/nowhere"
+
+
+def only(*checks: str) -> tuple[str, ...]:
+    """Ask for these checks alone."""
+    return tuple(word for check in checks for word in ("--only", check))
+
+
+def one(found: Checks, check: str, about: str = "") -> dict[str, Any]:
+    """Return the one thing that a check found about something."""
+    result: dict[str, Any]
+    (result,) = [each for each in found[check] if about in each["subject"]]
+    assert result["because"]
+    assert result["remedy"] or result["verdict"] in {"ok", "unknown"}
+    return result
+
+
+@pytest.fixture
+def node(make_node: Start, nvml: FakeNvml) -> Node:
+    """Give a node, not started yet, whose one GPU is what the fake NVML shows of it."""
+    nvml.show(*ONE_GPU, CONDITION)
+    return make_node(simulate=None, config=WANTED, env=nvml.variables)
+
+
+@pytest.fixture
+def left(node: Node, nvml: FakeNvml) -> Node:
+    """Give a node whose mpsd was killed, so that its GPU was left in exclusive-process."""
+    node.start()
+    node.end(signal.SIGKILL)
+    assert nvml.compute_mode(FIRST) == EXCLUSIVE
+    return node
+
+
+@pytest.mark.real_daemon(535)
+class TestWithMpsd:
+    """Where mpsd answers, it is the one that knows, and that mends."""
+
+    def test_well(self, node: Node) -> None:
+        """Every check of mpsd, its files and its GPUs is ok, and the exit status is 0."""
+        node.start()
+        status, found = doctor(node, *only(*MPSD, *FILES, *GPUS))
+        wrong = {name: each for name in (*MPSD, *FILES, *GPUS) for each in found[name] if each["verdict"] != "ok"}
+        assert (status, wrong) == (0, {})
+        text = node.mpsctl("doctor", *only("mpsd", "node"))
+        assert text.stdout == "2 findings: 0 failed, 0 warnings, 0 unknown, 2 ok\n"
+        assert "ok       mpsd: mpsd answers this caller" in node.mpsctl("doctor", "--all", *only("mpsd")).stdout
+
+    def test_everything_at_once(self, node: Node) -> None:
+        """Each check comes to something, and nothing of it goes wrong."""
+        node.start()
+        _, found = doctor(node)
+        assert found.keys() == {"fixed", *CHECKS}
+
+    def test_not_well(self, node: Node, nvml: FakeNvml) -> None:
+        """What is wrong has a check that fails, with mpsd's own remedy; mpsd mends it, and doctor does not."""
+        nvml.set_compute_mode(FIRST, PROHIBITED)
+        node.start(ready=False)
+        node.wait_for_state("gpu0", "ready")
+        status, found = doctor(node, "--fix", *only("node", "gpu-health", "compute-mode", "daemon"))
+        assert status == 1
+        assert {name for name in found if name != "fixed" and found[name][0]["verdict"] == "fail"} == {
+            "node",
+            "gpu-health",
+            "compute-mode",
+        }
+        assert "nvidia-smi -i 0 -c DEFAULT" in one(found, "gpu-health", "GPU 0")["remedy"]
+        assert nvml.compute_mode(FIRST) == PROHIBITED
+
+    def test_mpsd_that_does_not_answer(self, node: Node, nvml: FakeNvml) -> None:
+        """One that hangs is named, and holds its lock, so that nothing is done behind its back."""
+        node.start()
+        with stopped(node.pid):
+            status, found = doctor(node, "--fix", *only("mpsd", "socket", "stopped", "compute-mode-left", "leftovers"))
+        assert status == 1
+        assert one(found, "mpsd")["evidence"]["lock_holder"] == node.pid
+        assert one(found, "socket")["verdict"] == "ok"
+        assert one(found, "stopped", f"pid {node.pid}")["remedy"] == f"kill -CONT {node.pid}"
+        assert one(found, "compute-mode-left")["verdict"] == one(found, "leftovers")["verdict"] == "unknown"
+        assert nvml.compute_mode(FIRST) == EXCLUSIVE
+
+    def test_settings_that_are_not_in_force(self, node: Node) -> None:
+        """What was edited since is named; a file that makes no sense fails before mpsd is restarted with it."""
+        node.start()
+        node.configuration.write_text('[limits]\nactive_thread_percentage = 50\n[api]\nmode = "0600"\n')
+        _, found = doctor(node, *only("reload", "configuration"))
+        changed = one(found, "reload")
+        assert changed["verdict"] == "warn"
+        assert changed["evidence"]["reload"] == ["daemon.compute_mode", "limits.active_thread_percentage"]
+        assert changed["evidence"]["restart"] == ["api.mode"]
+        node.configuration.write_text("[limits\n")
+        _, found = doctor(node, *only("reload", "configuration"))
+        assert one(found, "configuration")["verdict"] == "fail"
+        assert one(found, "reload")["verdict"] == "unknown"
+
+    def test_open_files(self, node: Node) -> None:
+        """The limit that is in force for the very process is told."""
+        node.start()
+        prlimit(node.pid, RLIMIT_NOFILE, (1024, prlimit(node.pid, RLIMIT_NOFILE)[1]))
+        _, found = doctor(node, *only("nofile"))
+        assert one(found, "nofile", f"pid {node.pid}")["evidence"] == {"pid": node.pid, "nofile": 1024, "wanted": 16384}
+
+    def test_foreign_daemon(self, node: Node) -> None:
+        """A control daemon that mpsd did not start, on its directory and on the default one, is named."""
+        node.start()
+        with by_hand(node, node.pipe_directory("gpu9")) as first, by_hand(node, Path("/run/nvidia-mps")) as second:
+            status, found = doctor(node, *only("foreign-daemon", "default-directory"))
+        assert status == 1
+        foreign = one(found, "foreign-daemon", "gpu9")
+        assert (foreign["verdict"], foreign["evidence"]["pid"]) == ("fail", first)
+        assert f"CUDA_MPS_PIPE_DIRECTORY={node.pipe_directory('gpu9')}" in foreign["remedy"]
+        usual = [each["evidence"]["pid"] for each in found["default-directory"] if each["verdict"] == "fail"]
+        assert second in usual
+
+    @needs_root
+    def test_other_namespaces(self, node: Node) -> None:
+        """Another /dev/shm, too small, is seen from inside; from another pid namespace nobody is told apart."""
+        node.start()
+        small = 'mount -t tmpfs -o size=1m,mode=1777 tmpfs /dev/shm && exec "$@"'
+        _, found = doctor(node, *only("shm", "shm-shared"), before=("unshare", "--mount", "sh", "-c", small, "sh"))
+        assert one(found, "shm")["evidence"]["bytes"] == 1024**2
+        assert one(found, "shm")["verdict"] == "warn"
+        assert one(found, "shm-shared", f"pid {node.pid}")["verdict"] == "warn"
+        status, found = doctor(
+            node,
+            *only("pid-namespace", "leftovers", "foreign-daemon"),
+            before=("unshare", "--pid", "--fork", "--mount-proc"),
+        )
+        assert (status, one(found, "pid-namespace")["verdict"]) == (1, "fail")
+        assert found["foreign-daemon"][0]["verdict"] == "unknown"
+
+    @needs_root
+    def test_as_nobody(self, node: Node) -> None:
+        """Who may look at nothing is told what could not be looked at, and nothing fails for it."""
+        node.start()
+        node.root.chmod(0o711)
+        found = as_nobody(
+            node, "doctor", "--root", str(node.root), *only("shm-shared", "pid-namespace", "foreign-daemon")
+        )
+        assert found.returncode == 0
+        assert f"/proc/{node.pid}/ns/pid cannot be read by uid 65534: Permission denied" in found.stdout
+        assert "remedy: look as root" in found.stdout
+        (node.root / "run").chmod(0o700)
+        found = as_nobody(node, "doctor", "--root", str(node.root), *only("mpsd", "socket"))
+        assert found.returncode == 1
+        assert f"{node.root / 'run'} lets uid 65534 not through" in found.stdout
+
+
+def as_nobody(node: Node, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run mpsctl as a user without any rights."""
+    command = [sys.executable, "-c", _AS_NOBODY, str(ROOT), *arguments]
+    environment = {**os.environ, **node.env}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+
+
+class by_hand:  # noqa: N801 - it is used as a function
+    """Run NVIDIA's control daemon as a stranger would."""
+
+    def __init__(self, node: Node, directory: Path) -> None:
+        assert node.control is not None
+        logs = node.root / f"by-hand{directory.name}"
+        logs.mkdir()
+        # In a mount namespace of its own, so that nothing of it is left on this machine.
+        private = f"mount -t tmpfs tmpfs /run && exec {node.control} -f"
+        self._process = subprocess.Popen(
+            ["unshare", "--mount", "sh", "-c", private] if directory.parent == Path("/run") else [node.control, "-f"],
+            env={
+                "PATH": os.environ["PATH"],
+                "CUDA_MPS_PIPE_DIRECTORY": str(directory),
+                "CUDA_MPS_LOG_DIRECTORY": str(logs),
+            },
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def __enter__(self) -> int:
+        """Wait until it runs, and return its pid."""
+        pid = self._process.pid
+        wait_until(
+            lambda: (seen := look_at(pid)) is not None and "nvidia-cuda-mps-control -f" in seen.command,
+            what="the control daemon to run",
+        )
+        return pid
+
+    def __exit__(self, *_: object) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.mark.real_daemon(535)
+class TestGpus:
+    """What NVML tells is looked at also where no mpsd runs."""
+
+    @pytest.mark.parametrize(
+        ("lines", "check", "wanted"),
+        [
+            ((ONE_GPU[0], ONE_GPU[1].replace(" 9.0 0 ", " 9.0 1 ")), "mig", ("warn", "MIG mode is on")),
+            ((ONE_GPU[0], ONE_GPU[1].replace(" 9.0 0 ", " 6.1 -1 ")), "architecture", ("fail", "older than Volta")),
+            (("driver 470.256.02", ONE_GPU[1]), "memory-limit", ("warn", "driver 470.256.02")),
+            ((*ONE_GPU, "condition 0 0 0 0 0 0"), "persistence", ("warn", "persistence mode is off")),
+            ((*ONE_GPU, "condition 0 1 2 0 0 0"), "ecc", ("fail", "2 ECC errors")),
+            ((*ONE_GPU, "condition 0 1 0 1 0 0"), "ecc", ("fail", "waits for a reset to be retired")),
+            ((*ONE_GPU, "condition 0 1 0 0 1 1"), "ecc", ("fail", "none is left")),
+            ((*ONE_GPU, "process 0 Compute 1 4096"), "outside", ("warn", "pid 1 uses it outside MPS")),
+            (
+                (*ONE_GPU, *(f"process 0 MPSCompute {pid} 1" for pid in range(1, 49))),
+                "clients",
+                ("fail", "48 of at most 48"),
+            ),
+            ((*ONE_GPU, f"fault nvmlDeviceGetUUID -1 {GPU_IS_LOST}"), "driver", ("fail", "GPU is lost")),
+            ((*ONE_GPU, "fault nvmlInitWithFlags -1 18"), "driver", ("fail", "another version than the kernel driver")),
+            (ONE_GPU, "mig", ("ok", "")),
+            (ONE_GPU, "persistence", ("ok", "")),
+            (ONE_GPU, "outside", ("ok", "")),
+            (ONE_GPU, "control-program", ("fail", "no nvidia-cuda-mps-server")),  # Debian packs it apart
+        ],
+    )
+    def test_gpu(self, node: Node, nvml: FakeNvml, lines: tuple[str, ...], check: str, wanted: tuple[str, str]) -> None:
+        """Each thing that is wrong with a GPU, or with the driver, is found by NVML itself."""
+        nvml.show(*lines)
+        _, found = doctor(node, *only(check))
+        verdict, because = wanted
+        assert (one(found, check)["verdict"], because in one(found, check)["because"]) == (verdict, True)
+
+    def test_versions(self, node: Node, nvml: FakeNvml) -> None:
+        """A control program that says it is of another CUDA than the driver is told, by its log."""
+        log = node.root / "log" / "gpu0" / "control.log"
+        log.parent.mkdir(parents=True)
+        log.write_text("[2026-11-21 10:00:00.000 Control 7] CUDA MPS Control binary version: 12020\n")
+        nvml.show(*ONE_GPU, "cuda 12020")
+        assert one(doctor(node, *only("versions"))[1], "versions")["verdict"] == "ok"
+        nvml.show(*ONE_GPU, "cuda 13000")
+        wrong = one(doctor(node, *only("versions"))[1], "versions", "gpu0")
+        assert wrong["verdict"] == "fail"
+        assert wrong["evidence"] == {"log": str(log), "control": 12020, "driver": 13000}
+
+
+@pytest.mark.real_daemon(535)
+class TestWithoutMpsd:
+    """Where none runs, everything else is looked at, and what it left is mended."""
+
+    def test_nothing_was_left(self, node: Node) -> None:
+        """That is said, and only mpsd is missing."""
+        status, found = doctor(node, *only("mpsd", "compute-mode-left", "version", *FILES))
+        assert (status, one(found, "mpsd")["verdict"], one(found, "version")["verdict"]) == (1, "fail", "unknown")
+        assert {found[name][0]["verdict"] for name in ("compute-mode-left", *FILES)} == {"ok"}
+
+    def test_left_behind(self, left: Node, nvml: FakeNvml) -> None:
+        """It is found without --fix, which changes nothing, and mended with it; done again it is nothing."""
+        found = one(doctor(left, *only("compute-mode-left"))[1], "compute-mode-left", "GPU 0")
+        assert (found["verdict"], found["fixable"]) == ("fail", True)
+        assert "left exclusive-process by an mpsd that found it default" in found["because"]
+        assert "mpsctl doctor --fix" in found["remedy"]
+        assert (nvml.compute_mode(FIRST), written(left)) == (EXCLUSIVE, {FIRST: "default"})
+
+        status, checks = doctor(left, "--fix", *only("compute-mode-left"))
+        assert (status, one(checks, "compute-mode-left")["verdict"]) == (0, "ok")
+        assert checks["fixed"] == ["gave GPU 0 its compute mode default back: it was left exclusive-process"]
+        assert (nvml.compute_mode(FIRST), written(left)) == (DEFAULT, {})
+        assert doctor(left, "--fix", *only("compute-mode-left"))[1]["fixed"] == []
+        lines = [json.loads(line) for line in (left.root / "log" / "doctor.log").read_text().splitlines()]
+        assert [(line["event"], line["check"], line["did"]) for line in lines] == [
+            ("doctor_fixed", "compute-mode-left", *checks["fixed"])
+        ]
+        left.start()
+        assert (nvml.compute_mode(FIRST), written(left)) == (EXCLUSIVE, {FIRST: "default"})
+
+    def test_somebody_else_mended_it(self, left: Node, nvml: FakeNvml) -> None:
+        """What mpsd did not set is left, and nothing is left to be mended."""
+        nvml.set_compute_mode(FIRST, PROHIBITED)
+        status, found = doctor(left, "--fix", *only("compute-mode-left"))
+        assert (status, len(found["fixed"])) == (0, 1)
+        assert (nvml.compute_mode(FIRST), written(left)) == (PROHIBITED, {})
+
+    @pytest.mark.parametrize(
+        ("lines", "because"),
+        [
+            ((*ONE_GPU, SET.format(4)), "Insufficient Permissions"),
+            ((*ONE_GPU, SET.format(GPU_IS_LOST)), "GPU is lost"),
+            ((*ONE_GPU, f"fault nvmlDeviceGetMemoryInfo_v2 -1 {GPU_IS_LOST}"), "cannot be read"),
+            (ONE_GPU[:1], "finds no GPU"),
+            ((ONE_GPU[0], ONE_GPU[1].replace("GPU-1", "GPU-2")), "which cannot be read now; it was default"),
+            ((*ONE_GPU, "fault nvmlInitWithFlags -1 9"), "kernel driver is not loaded"),
+        ],
+    )
+    def test_it_cannot_be_mended(self, left: Node, nvml: FakeNvml, lines: tuple[str, ...], because: str) -> None:
+        """Why not is said, with what to do; what was written down stays for the next chance."""
+        nvml.show(*lines)
+        status, found = doctor(left, "--fix", *only("compute-mode-left"))
+        wrong = one(found, "compute-mode-left")
+        assert (status, wrong["verdict"], found["fixed"]) == (1, "fail", [])
+        assert because in wrong["because"]
+        assert written(left) == {FIRST: "default"}
+        nvml.show(*ONE_GPU)
+        assert one(doctor(left, "--fix", *only("compute-mode-left"))[1], "compute-mode-left")["verdict"] == "ok"
+        assert nvml.compute_mode(FIRST) == DEFAULT
+
+    @pytest.mark.parametrize(("name", "verdict"), [("compute-modes.json", "fail"), ("compute-modes.damaged", "warn")])
+    def test_record_that_is_damaged(self, left: Node, nvml: FakeNvml, name: str, verdict: str) -> None:
+        """Nobody guesses what a mode was: a person is told where to look."""
+        path = left.root / "state" / "compute-modes.json"
+        path.unlink()
+        path.with_name(name).write_text("{")
+        wrong = one(doctor(left, "--fix", *only("compute-mode-left"))[1], "compute-mode-left", "record")
+        assert (wrong["verdict"], wrong["remedy"].split()[-1]) == (verdict, str(path.with_name(name)))
+        assert nvml.compute_mode(FIRST) == EXCLUSIVE
+
+    @needs_root
+    def test_not_as_root(self, left: Node) -> None:
+        """Who may not read what mpsd wrote down is told to look as root."""
+        left.root.chmod(0o711)
+        done = as_nobody(left, "doctor", "--root", str(left.root), *only("compute-mode-left"))
+        assert done.returncode == 0
+        assert "compute-modes.json cannot be read: Permission denied" in done.stdout
+        assert "remedy: look as root" in done.stdout
+
+    def test_leftovers(self, left: Node) -> None:
+        """Sockets that no process has are removed; those of a control daemon that lives are not touched."""
+        gone = left.pipe_directory("gpu8")
+        with by_hand(left, gone):
+            wait_until((gone / "control").exists, what="its socket")
+            there = sorted(left.pipe_directory("gpu0").iterdir())
+        _, found = doctor(left, *only("leftovers"))
+        assert [each["subject"] for each in found["leftovers"]] == ["gpu8"], found["leftovers"]
+        assert "control" in one(found, "leftovers", "gpu8")["evidence"]["entries"]
+        _, found = doctor(left, "--fix", *only("leftovers"))
+        assert f"removed {gone / 'control'}" in found["fixed"]
+        assert one(found, "leftovers")["verdict"] == "ok"
+        assert list(gone.iterdir()) == []
+        assert sorted(left.pipe_directory("gpu0").iterdir()) == there
+        assert doctor(left, "--fix", *only("leftovers"))[1]["fixed"] == []
+        assert left.start().daemons()["gpu0"]["state"] == "ready"
+
+    @needs_root
+    def test_shared_memory(self, node: Node, shared_memory: Callable[[int], Path]) -> None:
+        """What a server that is gone left is removed, and what one that lives has is not."""
+        dead = subprocess.Popen(["true"])
+        dead.wait()
+        with running("nvidia-cuda-mps-server", pipe_directory=node.root) as server:
+            left, used = shared_memory(dead.pid), shared_memory(server.pid)
+            _, found = doctor(node, "--fix", *only("shared-memory"))
+            assert f"removed {left}" in found["fixed"]
+            assert (left.exists(), used.exists()) == (False, True)
+
+    def test_closed_directory(self, left: Node) -> None:
+        """One of mpsd's own that no other uid can traverse is opened."""
+        (left.root / "run").chmod(0o700)
+        assert one(doctor(left, *only("traverse"))[1], "traverse", f"{left.root}/run")["fixable"]
+        _, found = doctor(left, "--fix", *only("traverse"))
+        assert found["fixed"] == [f"opened {left.root}/run to every uid (o+x)"]
+        assert (left.root / "run").stat().st_mode & 0o777 == 0o701
+
+    def test_long_path(self, node: Node) -> None:
+        """It is found before a control daemon says nothing."""
+        node.configuration.write_text(f'[paths]\nruntime_dir = "{node.root}/{"x" * 90}"\n')
+        done = node.mpsctl("doctor", "--config", str(node.configuration), *only("pipe-path"))
+        assert done.returncode == 1
+        assert "and a socket's path can have 106" in done.stdout
+
+    def test_orphans_and_stopped(self, node: Node) -> None:
+        """A server whose control daemon is gone, and a process of MPS that is stopped, are named."""
+        directory = node.pipe_directory("gpu0")
+        with running("nvidia-cuda-mps-server", pipe_directory=directory) as server, stopped(server.pid):
+            status, found = doctor(node, *only("orphans", "stopped"))
+        assert status == 1
+        assert one(found, "orphans", f"pid {server.pid}")["evidence"]["pipe_directory"] == str(directory)
+        assert one(found, "stopped", f"pid {server.pid}")["verdict"] == "fail"
+
+    def test_caller_that_looks_elsewhere(self, node: Node) -> None:
+        """The caller's own environment is looked at."""
+        _, found = doctor(node, *only("environment"), before=("env", "CUDA_MPS_PIPE_DIRECTORY=/x"))
+        assert one(found, "environment")["evidence"] == {"CUDA_MPS_PIPE_DIRECTORY": "/x"}
+
+
+@pytest.fixture
+def shared_memory() -> Iterator[Callable[[int], Path]]:
+    """Give a maker of what a server of this pid makes in /dev/shm."""
+    made: list[Path] = []
+
+    def make(server: int) -> Path:
+        made.append(Path(f"/dev/shm/cuda.shm.{os.geteuid()}.{server:x}.9"))
+        made[-1].write_bytes(b"x")
+        return made[-1]
+
+    yield make
+    for path in made:
+        path.unlink(missing_ok=True)
+
+
+def test_list(short_tmp: Path) -> None:
+    """The checks are listed without looking at anything, and one that is not there is refused."""
+    node = Node(short_tmp)
+    listed = json.loads(node.mpsctl("doctor", "--list", "-o", "json").stdout)
+    assert [each["id"] for each in listed] == list(CHECKS)
+    assert [line.split()[0] for line in node.mpsctl("doctor", "--list").stdout.splitlines()] == list(CHECKS)
+    done = node.mpsctl("doctor", "--only", "nonsense")
+    assert (done.returncode, "there is no check 'nonsense'" in done.stderr) == (2, True)
+
+
+_AS_NOBODY: Final = """
+import asyncio, encodings.ascii, os, pynvml, sys
+sys.path.insert(0, sys.argv.pop(1))
+import mpsd.core.doctor.table
+from mpsd.cli import doctor, examining, group, main
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+main.main()
+"""

@@ -127,7 +127,7 @@ class Book:
 
     # -- what always holds ---------------------------------------------------------------------------------------------
 
-    def look(self) -> dict[str, Any]:
+    def look(self, members: Iterable[Member]) -> dict[str, Any]:
         """Ask mpsd for its leases and its events, hold it to its word, and return the leases that it has."""
         after = max(self.events, default=0)
         answer = self.node.get(f"/v1/events?after={after}")
@@ -138,6 +138,8 @@ class Book:
             self.events[seq] = line
         said = self.node.get("/v1/leases").json["leases"]
         self.read_log()
+        # Only now: whoever ended before mpsd said so has ended by now.
+        self.check_members(members)
         self.check_leases(said)
         return {each["id"]: each for each in said}
 
@@ -167,6 +169,8 @@ class Book:
                         f" the log is {self.node.stderr}"
                     )
                 each.may_end = "it could not attach, or was forced"
+            if each.ended:
+                self.given_up.setdefault(each.lease, "its holder ended")
 
     def check_operations(self, running: Iterable[str]) -> None:
         """Check that each operation that was begun goes on, or ended once, and each restart that is done was one."""

@@ -21,7 +21,7 @@ class Peace:
         if isinstance(before, str):
             return before
         limits, clients = before
-        for daemon in self.chaos.daemons:
+        for daemon in limits:
             found, there = self._read(daemon)
             if found != {limits[daemon]}:
                 return f"{daemon} has {found}, and the leases say {limits[daemon]}"
@@ -34,7 +34,7 @@ class Peace:
         leases, daemons = self.chaos.look(), self.chaos.node.daemons()
         if gone := [each.pid for each in self.chaos.members if each.may_end and not each.ended]:
             return f"{gone} are still there"
-        granted = {name: lease for name, lease in leases.items() if lease["state"] == "granted"}
+        granted = {name: lease for name, lease in leases.items() if lease["state"] in {"granted", "active"}}
         if given_up := [each for each in granted if self.chaos.book.given_up.get(each, "it expires") != "it expires"]:
             return f"{given_up} are not over"
         if untold := granted.keys() - self.chaos.book.granted.keys():
@@ -50,7 +50,9 @@ class Peace:
             name: {pid for each in daemon["servers"] if not each["orphan"] for pid in each["clients"]}
             for name, daemon in daemons.items()
         }
-        return {name: self._limits_by(name, granted) for name in daemons}, clients
+        # One that quits answers nobody.
+        answering = [name for name in daemons if daemons[name]["state"] != "stopping"]
+        return {name: self._limits_by(name, granted) for name in answering}, clients
 
     def _running(self, daemon: str) -> list[str]:
         """Return the operations of a daemon that go on, and note how those ended that do not."""
@@ -69,6 +71,8 @@ class Peace:
     def _unsettled(self, daemon: dict[str, Any], granted: dict[str, Any]) -> str:
         """Say why a control daemon is not yet as it was last asked to be."""
         name, state = daemon["name"], daemon["state"]
+        if state == "stopping" and any(each.daemon == name and each.went for each in self.chaos.members):
+            return ""  # somebody came when it had been told to quit, and it waits for him, as `quit` does
         if not daemon["verified"] or daemon["drift"]:
             return f"it is {state}: {daemon['because']}; its limits are not verified"
         wishes = self.chaos.book.wishes.get(name, {"run"})

@@ -122,6 +122,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         names = ", ".join(str(branch) for branch in absent)
         terminalreporter.section("NOT TESTED AGAINST NVIDIA'S OWN CONTROL DAEMON", sep="!", red=True, bold=True)
         terminalreporter.line(f"missing: driver branch {names}. Fetch with: tests/real/fetch")
+    if any("container" in report.keywords for report in terminalreporter.stats.get("skipped", [])):
+        terminalreporter.section("NOT TESTED IN REAL CONTAINERS", sep="!", red=True, bold=True)
+        terminalreporter.line("They need root, podman, runc and mmdebstrap.")
     if any("machine" in report.keywords for report in terminalreporter.stats.get("skipped", [])):
         terminalreporter.section("NOT TESTED ON A REAL SYSTEMD", sep="!", red=True, bold=True)
         terminalreporter.line(f"{systemd.missing()}")

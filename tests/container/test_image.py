@@ -1,0 +1,238 @@
+"""The image, and mpsd in it: as a privileged sidecar, with clients in containers that may do nothing."""
+
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tests.container.conftest import IMAGE
+from tests.container.podman import Podman
+from tests.container.sidecar import CONTROL, USER, Sidecar
+from tests.daemon.caller import needs_root
+from tests.daemon.scene import event
+from tests.harness import look_at, wait_until
+from tests.node import Node
+
+pytestmark = [
+    pytest.mark.real_daemon(535),
+    needs_root,
+    pytest.mark.timeout(300),  # the first test waits for the image, and perhaps for Debian's mirror
+]
+
+LARGEST: Final = 90_000_000
+"""Bytes of the image, unpacked; with BASE the official image of Python has twice as many."""
+
+PROOF: Final = "anybody-there"
+"""What no control daemon knows, and each echoes: who hears that was heard."""
+
+HOLDS: Final = """
+import json, os, sys
+print(json.dumps({"ok": True, "pid": os.getpid(), "env": dict(os.environ)}), flush=True)
+sys.stdin.readline()
+"""
+
+
+def lease_of(node: Node, pid: int) -> dict[str, Any] | None:
+    """Return the lease that this process holds."""
+    leases = node.get("/v1/leases").json["leases"]
+    return next((each for each in leases if each["owner"]["pid"] == pid), None)
+
+
+@pytest.fixture(scope="module")
+def files(podman: Podman, image: str) -> Iterator[Path]:
+    """Mount the image, and return where."""
+    yield Path(podman.call("image", "mount", image).stdout.strip())
+    podman.call("image", "umount", image)
+
+
+class TestImage:
+    """What is in it."""
+
+    def test_reproducible(self, podman: Podman, image: str, build: Callable[[str], str]) -> None:
+        """Two builds of the same inputs, without a network, are the same image, to the last byte."""
+        again = build(f"{IMAGE}:again")
+        assert again == podman.call("image", "inspect", image, "--format={{.Id}}").stdout.strip()
+
+    def test_what_it_says(self, podman: Podman, image: str) -> None:
+        """It says what it is, how it is stopped, and what it needs of NVIDIA's container runtime."""
+        config = json.loads(podman.call("image", "inspect", image).stdout)[0]["Config"]
+        assert config["Labels"]["org.opencontainers.image.title"] == "mpsd"
+        assert re.fullmatch(r"[0-9a-f]{40}|unknown", config["Labels"]["org.opencontainers.image.revision"])
+        assert config["StopSignal"] == "SIGRTMIN+3"
+        assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in config["Env"]
+
+    def test_small(self, podman: Podman, image: str, files: Path) -> None:
+        """No compiler, no installer and its lists, no tests, and no file of NVIDIA's driver."""
+        assert int(podman.call("image", "inspect", image, "--format={{.Size}}").stdout) < LARGEST
+        there = [str(each.relative_to(files)) for each in files.rglob("*")]
+        installers = (
+            r"s?bin/(gcc|cc|ld|as|pip|apt|dpkg|perl)[\d.]*(-\w+)?|site-packages/(pip|setuptools)|var/lib/apt/.+"
+        )
+        tests, drivers = r"(mpsd|python3[\d.]*|site-packages/\w+)/tests?", r"nvidia-[\w-]+|lib(cuda|nvidia)[\w.-]*"
+        unwanted = re.compile(f"(^|/)({installers}|{tests}|{drivers})$")
+        assert [each for each in there if unwanted.search(each)] == []
+        assert "opt/mpsd/bin/mpsd-init" in there
+
+    def test_files(self, files: Path) -> None:
+        """No file gives anybody more rights, or lets anybody change it; what is imported is compiled."""
+        found = {each: each.lstat() for each in files.rglob("*") if not each.is_symlink()}
+        plain = {each: status.st_mode for each, status in found.items() if stat.S_ISREG(status.st_mode)}
+        assert [
+            each for each, mode in plain.items() if mode & (stat.S_ISUID | stat.S_ISGID | stat.S_IWGRP | stat.S_IWOTH)
+        ] == []
+        (package,) = files.glob("opt/mpsd/lib/python3*/site-packages/mpsd")
+        assert len(list(package.rglob("*.pyc"))) == len(list(package.rglob("*.py"))) > 100
+
+    def test_anybody(self, podman: Podman, image: str) -> None:
+        """It runs without any right, and writes nothing."""
+        options = ["--user=2601", "--cap-drop=all", "--security-opt=no-new-privileges", "--read-only"]
+        assert podman.run(image, "--version", options=[*options, "--entrypoint=mpsctl"]).stdout.startswith("mpsctl, ")
+        checked = podman.run(image, "check", options=options)
+        assert checked.returncode == 0, checked.stderr
+        assert "# driver: there is no control program" in checked.stdout
+
+
+class TestSidecar:
+    """mpsd in a privileged container with hostPID, on NVIDIA's own control daemon."""
+
+    def test_healthy(self, sidecar: Sidecar) -> None:
+        """The health check of the image says so, and mpsd misses nothing; it says where it found the program."""
+        status = sidecar.inside("mpsctl", "--socket", str(sidecar.socket), "status", "-o", "json")
+        assert status.returncode == 0, status.stderr
+        assert not [note for note in json.loads(status.stdout)["notes"] if "hostPID" in note or "CAP_" in note]
+        assert event(sidecar, "node_started")["program"] == CONTROL
+        control = look_at(sidecar.daemons()["gpu0"]["pid"])
+        assert control is not None
+        assert control.command == f"{CONTROL} -f"
+
+    def test_client(self, sidecar: Sidecar) -> None:
+        """Who has the socket and the pipe directory gets its lease and its variables, and loses it when it dies."""
+        with sidecar.holding("run", "--fraction", "0.2", "--", "python3", "-c", HOLDS) as client:
+            variables = client.hello["env"]
+            assert client.hello["pid"] == 1
+            assert variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "20.0"
+            assert Path(variables["CUDA_MPS_PIPE_DIRECTORY"]).parent == sidecar.root / "run" / "mps"
+            pid = sidecar.podman.pid(client.name)
+            lease = lease_of(sidecar, pid)
+            assert lease is not None
+            assert (lease["owner"]["uid"], lease["id"]) == (USER, variables["MPSD_LEASE"])
+            sidecar.podman.call("kill", client.name)
+            wait_until(lambda: lease_of(sidecar, pid) is None, what="the lease to end")
+        assert "is gone" in event(sidecar, "lease_ended", lease=lease["id"])["because"]
+
+    def test_control_daemon(self, sidecar: Sidecar) -> None:
+        """From its container, which can write nothing, it reaches the control daemon, under the limits of its lease."""
+        script = f"printf '{PROOF}\\nget_default_active_thread_percentage\\n' | nvidia-cuda-mps-control"
+        options = [*sidecar.client_options(), "--entrypoint=mpsctl", f"--volume={sidecar.control}:{CONTROL}:ro"]
+
+        def ask() -> list[str] | None:
+            # mpsd itself may have the one seat that a control daemon has for front-ends.
+            done = sidecar.podman.run(
+                sidecar.image, "run", "--fraction", "0.2", "--", "sh", "-c", script, options=options
+            )
+            lines = done.stdout.splitlines()
+            return lines if any(PROOF in line for line in lines) else None
+
+        assert wait_until(ask, what="the control daemon to answer")[-1] == "20.0"
+
+    def test_one_pipe_directory(self, sidecar: Sidecar) -> None:
+        """Who has only one of the pipe directories is let in on that GPU."""
+        directory = sidecar.pipe_directory("gpu1")
+        volumes = [f"{sidecar.socket}:{sidecar.socket}", f"{directory}:{directory}:ro"]
+        show = ["sh", "-c", 'echo "$CUDA_MPS_PIPE_DIRECTORY"']
+        done = sidecar.client("run", "--fraction", "0.2", "--", *show, volumes=volumes)
+        assert done.stdout.strip() == str(directory), done.stderr
+
+    def test_no_pipe_directory(self, sidecar: Sidecar) -> None:
+        """Who has none is refused, with the volume that it needs; it may ask for all else."""
+        volumes = [f"{sidecar.socket}:{sidecar.socket}"]
+        done = sidecar.client("run", "--fraction", "0.2", "--", "true", volumes=volumes)
+        assert done.returncode == 77
+        assert f"mount {sidecar.root}/run there" in done.stderr
+        assert sidecar.client("status", volumes=volumes).returncode == 0
+
+
+class TestClients:
+    """Clients of MPS in containers, on simulated control daemons."""
+
+    def test_attributed(self, own_sidecar: Sidecar) -> None:
+        """A client that is process 1 in its container is known by the pid that it has here, and so is its lease's."""
+        sidecar = own_sidecar
+        sidecar.start()
+        simulated = f"{sidecar.root}/run/simulated"
+        options = [f"--volume={simulated}:{simulated}", f"--env=MPSD_SIMULATED_GPUS={simulated}", "--ipc=host"]
+        with sidecar.holding(
+            "run", "--fraction", "0.2", "--", "python3", "-m", "mpsd.simulator.client", options=options
+        ) as client:
+            assert client.hello["ok"], client.hello
+            assert client.hello["active_thread_percentage"] == 20.0
+            pid = sidecar.podman.pid(client.name)
+            (seen,) = wait_until(lambda: sidecar.get("/v1/clients").json["clients"], what="the client to be seen")
+            lease = lease_of(sidecar, pid)
+            assert lease is not None
+            assert (seen["pid"], seen["uid"], seen["lease"]) == (pid, USER, lease["id"])
+
+
+class TestEnd:
+    """What becomes of the control daemons and of the clients when mpsd, or its container, ends."""
+
+    def test_mpsd_dies(self, own_sidecar: Sidecar) -> None:
+        """The container goes on, with the control daemons and the leases, and with another mpsd."""
+        sidecar = own_sidecar
+        sidecar.start()
+        before = {name: each["pid"] for name, each in sidecar.daemons().items()}
+        with sidecar.holding("run", "--fraction", "0.2", "--", "python3", "-c", HOLDS) as client:
+            assert client.hello["ok"]
+            pid, mpsd = sidecar.podman.pid(client.name), sidecar.mpsd
+            os.kill(mpsd, signal.SIGKILL)
+            wait_until(
+                lambda: len(sidecar.events("node_started")) == 2 and sidecar.get("/readyz").status == 200,
+                what="the next mpsd to be ready", deadline=20, not_yet=(OSError,),
+            )  # fmt: skip
+            assert {name: each["pid"] for name, each in sidecar.daemons().items()} == before
+            assert lease_of(sidecar, pid) is not None
+
+    def test_stopped(self, own_sidecar: Sidecar) -> None:
+        """A stop lets nobody in, and waits for those who are in; no control daemon gets the signal meant for mpsd."""
+        sidecar = own_sidecar
+        sidecar.start()
+        (before, _) = (each["pid"] for each in sidecar.daemons().values())
+        with sidecar.holding("run", "--fraction", "0.2", "--gpu", "0", "--", "python3", "-c", HOLDS) as client:
+            assert client.hello["ok"]
+            stopping = subprocess.Popen(
+                ["podman", "stop", "--time=60", sidecar.name],
+                env=sidecar.podman.environment, stdout=subprocess.DEVNULL,
+            )  # fmt: skip
+            with stopping:
+                event(sidecar, "node_stopping")
+                refused = sidecar.client("run", "--fraction", "0.2", "--", "true")
+                assert "[stopping]" in refused.stderr
+                assert sidecar.daemons()["gpu0"]["pid"] == before
+                assert look_at(before) is not None
+                assert stopping.poll() is None
+                sidecar.podman.call("kill", client.name)
+                assert stopping.wait(30) == 0
+        assert sidecar.ended() == 0
+        assert sidecar.events("daemon_death") == []
+        assert look_at(before) is None
+
+    def test_without_the_hosts_pids(self, own_sidecar: Sidecar) -> None:
+        """Without hostPID a caller is nobody: it is refused, with the remedy, and may ask what it has a role for."""
+        sidecar = own_sidecar
+        sidecar.options = ("--privileged",)
+        sidecar.start()
+        done = sidecar.client("run", "--fraction", "0.2", "--", "true")
+        assert done.returncode == 77
+        assert "its pid is 0 here" in done.stderr
+        assert "hostPID: true" in done.stderr
+        status = sidecar.client("status")
+        assert status.returncode == 0
+        assert "hostPID: true" in status.stdout
+        assert sidecar.get("/v1/leases").json["leases"] == []

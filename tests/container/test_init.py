@@ -1,0 +1,130 @@
+"""Process 1 of the container, without a container: what it starts again, what it hands on, and with what it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.harness import look_at, pids, wait_until
+
+INIT: Final = Path(__file__).parents[2] / "container" / "init"
+
+STOP: Final = signal.SIGRTMIN + 3
+
+MAIN: Final = """
+import os, signal, subprocess, sys, time
+where, children = sys.argv[1], int(sys.argv[2])
+def told(number, _):
+    with open(where, "a") as file:
+        file.write(f"{signal.Signals(number).name}\\n")
+    if number != signal.SIGHUP:
+        sys.exit(7)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, told)
+for _ in range(children):
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    with open(where, "a") as file:
+        file.write(f"child {child.pid}\\n")
+with open(where, "a") as file:
+    file.write(f"started {os.getpid()}\\n")
+while True:
+    signal.pause()
+"""
+
+
+@pytest.fixture
+def said(tmp_path: Path) -> Path:
+    """Return the file in which the command under it says what happened to it."""
+    return tmp_path / "said"
+
+
+@contextmanager
+def init(*command: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run it, and end all that is left of it: whatever its children start comes to it."""
+    with subprocess.Popen([sys.executable, "-I", INIT, *command]) as process:
+        try:
+            yield process
+        finally:
+            for pid in _below(process.pid):
+                os.kill(pid, signal.SIGKILL)
+            process.kill()
+
+
+def _below(pid: int) -> list[int]:
+    found = [each for each in map(look_at, pids()) if each is not None and each.parent == pid]
+    return [*(each.pid for each in found), *(pid for each in found for pid in _below(each.pid))]
+
+
+def main(said: Path, *, children: int = 0) -> list[str]:
+    """Return the command that says what happens to it."""
+    return [sys.executable, "-c", MAIN, str(said), str(children)]
+
+
+def pids_of(said: Path, what: str) -> list[int]:
+    """Return the pids of what was started so far, or of its children."""
+    lines = said.read_text().splitlines() if said.exists() else []
+    return [int(line.split()[1]) for line in lines if line.startswith(what)]
+
+
+@pytest.mark.parametrize(
+    ("number", "received"),
+    [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT"), (STOP, "SIGTERM")],
+)
+def test_told_to_end(said: Path, number: int, received: str) -> None:
+    """What tells it to end is handed on, and the status of the command is its own."""
+    with init(*main(said)) as process:
+        wait_until(lambda: pids_of(said, "started"), what="the command to run")
+        process.send_signal(signal.SIGHUP)
+        wait_until(lambda: "SIGHUP\n" in said.read_text(), what="the command to be told to reload")
+        process.send_signal(number)
+        assert process.wait(10) == 7
+    assert said.read_text().endswith(f"SIGHUP\n{received}\n")
+
+
+def test_stop_signal_reaches_nobody_else(said: Path) -> None:
+    """The container's stop signal is ignored by the command, and by what that starts: podman sends it to all."""
+    with init(*main(said, children=1)) as process:
+        (command,) = wait_until(lambda: pids_of(said, "started"), what="the command to run")
+        (child,) = pids_of(said, "child")
+        for pid in (child, command):
+            os.kill(pid, STOP)
+            ignored = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigIgn" in line)
+            assert int(ignored.split()[1], 16) & 1 << (STOP - 1)
+        assert process.poll() is None
+        assert look_at(child) is not None
+
+
+def test_dead_with_others_left(said: Path) -> None:
+    """A command that dies and leaves others is started again, and they stay."""
+    with init(*main(said, children=1)) as process:
+        (first,) = wait_until(lambda: pids_of(said, "started"), what="the command to run")
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: len(pids_of(said, "started")) == 2, what="the command to be started again")
+        child, _ = pids_of(said, "child")
+        left = look_at(child)
+        assert left is not None
+        assert left.parent == process.pid
+        os.kill(child, signal.SIGKILL)
+        wait_until(lambda: look_at(child) is None, what="the orphan to be reaped")
+
+
+def test_alone() -> None:
+    """A command that ends and leaves nobody ends the container, with its status."""
+    with init("sh", "-c", "exit 78") as process:
+        assert process.wait(10) == 78
+    with init("sh", "-c", "kill -9 $$") as process:
+        assert process.wait(10) == 128 + signal.SIGKILL
+
+
+def test_not_there() -> None:
+    """A command that cannot be started is said to be so."""
+    done = subprocess.run([sys.executable, "-I", INIT, "/there/is/none"], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "/there/is/none cannot be started" in done.stderr
+    assert subprocess.run([sys.executable, "-I", INIT], capture_output=True, check=False).returncode != 0

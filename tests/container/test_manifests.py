@@ -1,0 +1,188 @@
+"""What is offered for Kubernetes, Compose and systemd is what their own schemas allow, and what mpsd needs."""
+
+import configparser
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from mpsd.core.settings import parse
+
+CONTAINER: Final = Path(__file__).parents[2] / "container"
+KUBERNETES: Final = CONTAINER / "kubernetes"
+VERSIONS: Final = ("1.29", "1.37")
+"""Of Kubernetes: the first with sidecar containers, and the newest whose schemas kubernetes-validate 1.37 has."""
+
+NOBODY: Final = {
+    "allowPrivilegeEscalation": False,
+    "runAsNonRoot": True,
+    "runAsUser": 1000,
+    "capabilities": {"drop": ["ALL"]},
+}
+
+
+def documents(path: Path) -> list[Any]:
+    """Return the documents of a file."""
+    return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+
+
+def kustomized(folder: Path) -> Iterator[Any]:
+    """Yield what `kubectl kustomize` makes of a folder, but for the hashes in names: as much of it as is used here."""
+    (recipe,) = documents(folder / "kustomization.yaml")
+    known = {"apiVersion", "kind", "namespace", "resources", "configMapGenerator", "images"}
+    assert recipe.keys() <= known
+    for resource in recipe.get("resources", ()):
+        found = kustomized(folder / resource) if (folder / resource).is_dir() else documents(folder / resource)
+        for each in found:
+            if "namespace" in recipe and each["kind"] != "Namespace":
+                each["metadata"]["namespace"] = recipe["namespace"]
+            yield each
+    for generator in recipe.get("configMapGenerator", ()):
+        files = {name: (folder / name).read_text(encoding="utf-8") for name in generator["files"]}
+        yield {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": generator["name"]}, "data": files}
+
+
+def overlay(name: str) -> dict[str, Any]:
+    """Return the objects of an overlay by their kind."""
+    objects = list(kustomized(KUBERNETES / "overlays" / name))
+    assert len({each["kind"] for each in objects}) == len(objects)
+    return {each["kind"]: each for each in objects}
+
+
+def pod(name: str) -> Any:
+    """Return the specification of an overlay's pods."""
+    return overlay(name)["DaemonSet" if name == "daemonset" else "Deployment"]["spec"]["template"]["spec"]
+
+
+def mpsd_in(spec: Any) -> Any:
+    """Return the container of mpsd in a pod."""
+    return next(each for each in (*spec["containers"], *spec.get("initContainers", ())) if each["name"] == "mpsd")
+
+
+def mounts(container: Any) -> dict[str, Any]:
+    """Return what a container mounts, by its path there."""
+    return {each["mountPath"]: each for each in container["volumeMounts"]}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", ["daemonset", "sidecar"])
+def test_schema(name: str, version: str) -> None:
+    """Every object is one that this Kubernetes takes, and has no field that it does not know."""
+    for each in overlay(name).values():
+        kubernetes_validate.validate(each, version, strict=True)
+
+
+def test_schema_of_the_example() -> None:
+    """So is the pod that uses the DaemonSet; and a field that is wrong would be seen."""
+    (application,) = documents(KUBERNETES / "examples" / "application.yaml")
+    kubernetes_validate.validate(application, VERSIONS[0], strict=True)
+    application["spec"]["hostPIDs"] = True
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(application, VERSIONS[0], strict=True)
+
+
+@pytest.mark.parametrize("name", ["daemonset", "sidecar"])
+def test_what_mpsd_needs(name: str) -> None:
+    """The host's pids, privileges, time to drain, and nothing of the API server's; nothing but a stop ends it."""
+    spec, container = pod(name), mpsd_in(pod(name))
+    assert spec["hostPID"]
+    assert not spec["automountServiceAccountToken"]
+    assert "serviceAccountName" not in spec
+    assert spec["terminationGracePeriodSeconds"] >= 600
+    assert container["securityContext"]["privileged"]
+    assert container["args"][:2] == ["run", "--stop-daemons-on-exit"]
+    assert container["readinessProbe"]["exec"]["command"] == ["mpsctl", "status"]
+    assert "livenessProbe" not in container
+    assert "limits" not in container["resources"]
+    volumes = {each["name"] for each in spec["volumes"]}
+    assert {each["name"] for each in container["volumeMounts"]} == volumes
+    assert not (overlay(name).keys() & {"ServiceAccount", "Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"})
+
+
+def test_daemonset() -> None:
+    """Only a labelled node, nothing that evicts it, no update that ends clients, and one /dev/shm with all."""
+    objects = overlay("daemonset")
+    assert objects["DaemonSet"]["spec"]["updateStrategy"] == {"type": "OnDelete"}
+    spec = pod("daemonset")
+    assert spec["nodeSelector"] == {"mpsd/sharing": "true"}
+    assert spec["priorityClassName"] == "system-node-critical"
+    assert objects["ResourceQuota"]["spec"]["scopeSelector"]["matchExpressions"][0]["values"] == [
+        spec["priorityClassName"]
+    ]
+    assert {"operator": "Exists", "effect": "NoExecute"} in spec["tolerations"]
+    assert spec["hostIPC"]
+    selector = objects["DaemonSet"]["spec"]["selector"]["matchLabels"]
+    assert selector.items() <= objects["DaemonSet"]["spec"]["template"]["metadata"]["labels"].items()
+
+
+def test_sidecar() -> None:
+    """It starts before the application and ends after it, and otherwise is the container of the DaemonSet."""
+    spec, container = pod("sidecar"), mpsd_in(pod("sidecar"))
+    assert spec["initContainers"] == [container]
+    assert container.pop("restartPolicy") == "Always"
+    other = mpsd_in(pod("daemonset"))
+    theirs, own = (each.pop("volumeMounts") for each in (other, container))
+    assert container == other
+    assert [each for each in own if each["mountPath"] != "/dev/shm"] == theirs
+
+
+@pytest.mark.parametrize("of", ["sidecar", "daemonset"])
+def test_application(of: str) -> None:
+    """An application has no right, the runtime directory under the same path and read-only, the servers' /dev/shm."""
+    (example,) = documents(KUBERNETES / "examples" / "application.yaml")
+    spec = pod("sidecar") if of == "sidecar" else example["spec"]
+    (container,) = (each for each in spec["containers"] if each["name"] == "application")
+    assert container["securityContext"] == NOBODY
+    assert container["command"][:4] == ["mpsctl", "run", "--fraction", "0.2"]
+    assert mounts(container)["/run/mpsd"]["readOnly"]
+    volumes = {each["name"]: each for each in spec["volumes"]}
+    shared = volumes[mounts(container)["/dev/shm"]["name"]]
+    if of == "sidecar":
+        assert mounts(mpsd_in(spec))["/dev/shm"]["name"] == shared["name"]
+    else:
+        assert shared["hostPath"]["path"] == "/dev/shm"
+        assert spec["nodeSelector"] == pod("daemonset")["nodeSelector"]
+        theirs = {each["name"]: each for each in pod("daemonset")["volumes"]}
+        assert volumes["run"]["hostPath"]["path"] == theirs["run"]["hostPath"]["path"]
+
+
+def test_configuration() -> None:
+    """The configuration in the base is one that mpsd takes."""
+    parse(overlay("daemonset")["ConfigMap"]["data"]["mpsd.toml"])
+
+
+def test_compose() -> None:
+    """For Compose: what mpsd needs, a stop that waits, the image's health check, and an application without rights."""
+    services = documents(CONTAINER / "compose" / "compose.yaml")[0]["services"]
+    mpsd, application = services["mpsd"], services["application"]
+    assert (mpsd["privileged"], mpsd["pid"], mpsd["ipc"], mpsd["stop_grace_period"]) == (True, "host", "host", "1h")
+    assert (
+        f"CMD {str(mpsd['healthcheck']['test'][1:]).replace(chr(39), chr(34))}"
+        in (CONTAINER / "Containerfile").read_text()
+    )
+    assert application["depends_on"] == {"mpsd": {"condition": "service_healthy"}}
+    assert application["entrypoint"][:4] == ["mpsctl", "run", "--fraction", "0.2"]
+    assert (application["cap_drop"], application["ipc"]) == (["ALL"], "host")
+    assert application["volumes"] == ["/run/mpsd:/run/mpsd:ro"]
+
+
+def test_quadlet() -> None:
+    """For systemd: the same, in units that are whole, whose timeouts fit each other."""
+    units: dict[str, configparser.ConfigParser] = {}
+    for path in (CONTAINER / "quadlet").glob("*.container"):
+        units[path.stem] = unit = configparser.ConfigParser(interpolation=None, strict=False, delimiters=("=",))
+        unit.optionxform = str  # type: ignore[assignment,method-assign]
+        unit.read_string(path.read_text(encoding="utf-8"))
+        assert {"Unit", "Container", "Service", "Install"} == set(unit.sections())
+    mpsd, application = units["mpsd"], units["application"]
+    arguments = mpsd["Container"]["PodmanArgs"].split()
+    assert {"--privileged", "--pid=host", "--ipc=host"} <= set(arguments)
+    (timeout,) = (int(each.partition("=")[2]) for each in arguments if each.startswith("--stop-timeout="))
+    assert int(mpsd["Service"]["TimeoutStopSec"]) > timeout
+    assert mpsd["Container"]["HealthCmd"] == "mpsctl status"
+    assert application["Container"]["Exec"].startswith("run --fraction 0.2 ")
+    assert application["Container"]["DropCapability"] == "all"
+    assert application["Unit"]["Requires"] == "mpsd.service"

@@ -336,7 +336,9 @@ class Log:
     """mpsd's own log, on stderr."""
 
     format: LogFormat = row(
-        LogFormat.AUTO, parsers.choice(LogFormat), "json, text, or auto: text on a terminal and JSON elsewhere"
+        LogFormat.AUTO,
+        parsers.choice(LogFormat),
+        "json, text, or auto: text on a terminal, fields in the journal of systemd, and JSON elsewhere",
     )
 
 

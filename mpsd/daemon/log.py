@@ -2,7 +2,8 @@
 
 import logging
 import sys
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import StrEnum
 from typing import Final, TextIO
@@ -13,6 +14,7 @@ import structlog
 from mpsd.core.harmless import harmless_json, plain
 from mpsd.core.settings import LogFormat
 from mpsd.system import clock
+from mpsd.system.journal import Journal
 
 Logger = structlog.typing.FilteringBoundLogger
 
@@ -84,6 +86,18 @@ class Happened(StrEnum):
     SUPERVISOR_STUCK = "supervisor_stuck"
 
 
+_NAMESPACE: Final = uuid.UUID("6e9c2f64-0d5b-4f0e-9a55-b1c1a1d7f2c3")
+
+MESSAGE_IDS: Final = {each: uuid.uuid5(_NAMESPACE, each).hex for each in Happened}
+"""What the journal knows each kind of event by: `journalctl MESSAGE_ID=...`. It stays as long as the event's name."""
+
+_SPECIAL: Final = set(' "=')
+"""What a value has that is not a word, and stands between quotes in a text."""
+
+_PRIORITIES: Final = {"debug": "7", "info": "6", "warning": "4", "error": "3"}
+"""Levels as syslog(3) has them."""
+
+
 class _Printer(structlog.PrintLogger):
     """Prints to a stream that may be a file on a full disk, or a pipe that nobody reads any more: mpsd lives on."""
 
@@ -106,13 +120,51 @@ class _BytesPrinter(structlog.BytesLogger):
     info = warning = error = msg
 
 
+class _JournalPrinter:
+    """Sends entries to the journal."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+
+    def msg(self, fields: Mapping[str, str]) -> None:
+        """Send an entry, or drop it."""
+        self._journal.send(fields)
+
+    info = warning = error = msg
+
+
+def _entry(level: str, facts: Mapping[str, object], trace: str) -> dict[str, str]:
+    """Return the fields of an entry in the journal: what a person reads, and each fact by itself."""
+    texts = {name: value if isinstance(value, str) else _JSON.encode(value).decode() for name, value in facts.items()}
+    event = texts.pop("event")
+    said = " ".join(
+        f"{name}={_JSON.encode(text).decode() if set(text) & _SPECIAL else text}" for name, text in texts.items()
+    )
+    return {
+        "MESSAGE": "\n".join(filter(None, (f"{event} {said}".rstrip(), trace))),
+        "PRIORITY": _PRIORITIES[level],
+        "MESSAGE_ID": MESSAGE_IDS[Happened(event)],
+        "SYSLOG_IDENTIFIER": "mpsd",
+        "MPSD_EVENT": event,
+        **{f"MPSD_{name.upper()}": value for name, value in texts.items()},
+    }
+
+
 def _harmless(line: bytes) -> bytes:
     """Return a line of JSON with nothing in it that acts on a terminal: most have nothing, and are looked at only."""
     return line if line.isascii() and b"\x7f" not in line else harmless_json(line.decode()).encode()
 
 
-def configure(form: LogFormat, record: Callable[[bytes], None] | None = None, stream: TextIO = sys.stderr) -> Logger:
-    """Return the logger of this process: text on a terminal and JSON elsewhere, unless the form says which.
+def configure(
+    form: LogFormat,
+    record: Callable[[bytes], None] | None = None,
+    stream: TextIO = sys.stderr,
+    *,
+    journal: Journal | None = None,
+) -> Logger:
+    """Return the logger of this process.
+
+    The form says which, or it is text on a terminal, fields where the stream leads to the journal, and JSON elsewhere.
 
     `record` is given every line as JSON, but for those of defects, whose tracebacks are for the log alone: what is
     logged and what is told as an event are one and the same, and rendered once.
@@ -126,18 +178,35 @@ def configure(form: LogFormat, record: Callable[[bytes], None] | None = None, st
             record(rendered)
         return rendered
 
-    def text(_: object, level: str, facts: structlog.typing.EventDict) -> str:
+    def parts(level: str, facts: structlog.typing.EventDict) -> tuple[dict[str, object], dict[str, str]]:
         known = msgspec.json.decode(line(None, level, facts))
         trace = {name: "\n".join(map(plain, known.pop(name).split("\n"))) for name in ("exception",) if name in known}
-        return console(None, level, {**plain(known), **trace})
+        return plain(known), trace
+
+    def text(_: object, level: str, facts: structlog.typing.EventDict) -> str:
+        known, trace = parts(level, facts)
+        return console(None, level, {**known, **trace})
+
+    def entry(_: object, level: str, facts: structlog.typing.EventDict) -> tuple[tuple[dict[str, str]], dict[str, str]]:
+        known, trace = parts(level, facts)
+        del known["at"], known["level"]  # the journal has its own
+        return (_entry(level, known, trace.get("exception", "")),), {}
 
     # Any local user could fill the log through aiohttp, which reports each malformed request with a traceback.
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)
     console = structlog.dev.ConsoleRenderer(colors=stream.isatty())
     as_text = form is LogFormat.TEXT or (form is LogFormat.AUTO and stream.isatty())
+    printer: _Printer | _BytesPrinter | _JournalPrinter
+    render: structlog.typing.Processor
+    if form is LogFormat.AUTO and journal is not None:
+        printer, render = _JournalPrinter(journal), entry
+    elif as_text:
+        printer, render = _Printer(stream), text
+    else:
+        printer, render = _BytesPrinter(stream.buffer), line
     lazy = structlog.wrap_logger(
-        _Printer(stream) if as_text else _BytesPrinter(stream.buffer),
-        processors=[structlog.processors.format_exc_info, text if as_text else line],
+        printer,
+        processors=[structlog.processors.format_exc_info, render],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
     )
     logger: Logger = lazy.bind()  # what it returned would be put together anew for every line

@@ -96,7 +96,7 @@ async def serve(plan: Plan) -> None:
             stack.callback(counter.close)
             events = Events(history, counter, count=settings.api.events, age=settings.api.events_age)
             stack.callback(events.close)
-            log = logs.configure(settings.log.format, events.record)
+            log = logs.configure(settings.log.format, events.record, journal=plan.manager.journal)
             _report(log, events, store, history)
             half_life = settings.admission.usage_half_life
             keeping = Keeping(store)

@@ -12,9 +12,12 @@ from typing import Final, Self
 
 from mpsd.core.errors import ConfigurationError
 from mpsd.system import clock
+from mpsd.system.journal import Journal
 
 _FIRST: Final = 3
 """The first descriptor that is handed over (SD_LISTEN_FDS_START)."""
+
+_STDERR: Final = 2
 
 _HINT: Final = "start mpsd through its units, or outside any: mpsd run"
 
@@ -28,12 +31,15 @@ class ServiceManager:
         *,
         watchdog: float | None = None,
         listener: socket.socket | None = None,
+        journal: Journal | None = None,
     ) -> None:
         """`address` is where notifications go."""
         self.watchdog = watchdog
         """Seconds without a sign of life after which mpsd is ended and started anew; None where nobody watches."""
         self.listener = listener
         """The socket that was listening before mpsd was, and will be after it."""
+        self.journal = journal
+        """The journal, where mpsd's log goes there."""
         self._address = address if address is None or address[0] != "@" else f"\0{address[1:]}"
         self._unsent: tuple[str, ...] = ()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) if address else None
@@ -57,6 +63,7 @@ class ServiceManager:
             address,
             watchdog=watchdog / 1_000_000 if watchdog else None,
             listener=_listener(_FIRST) if count else None,
+            journal=Journal.behind(_STDERR, environ.pop("JOURNAL_STREAM", "")),
         )
 
     @property
@@ -91,6 +98,8 @@ class ServiceManager:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+        if self.journal is not None:
+            self.journal.close()
 
 
 def _number(environ: MutableMapping[str, str], name: str) -> int | None:

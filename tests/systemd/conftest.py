@@ -7,6 +7,26 @@ import pytest
 
 from tests.systemd import keeper
 from tests.systemd.machine import Machine
+from tests.systemd.node import Service
+
+
+@pytest.fixture(scope="class")
+def service(machine: Machine) -> Service:
+    """Give mpsd in it, installed and enabled as an operator does, and somebody who holds a lease."""
+    machine.install()
+    machine.install_units()
+    service = Service(machine)
+    service.start()
+    service.hold()
+    return service
+
+
+@pytest.fixture
+def unharmed(service: Service) -> Iterator[None]:
+    """See that a test leaves each control daemon and each lease as they were."""
+    before = service.daemons(), service.running(), service.leases()
+    yield
+    assert (service.daemons(), service.running(), service.leases()) == before
 
 
 @pytest.fixture(scope="class")

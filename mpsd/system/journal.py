@@ -1,0 +1,50 @@
+"""The journal of systemd, spoken to in its own protocol: fields, not lines.
+
+Source: https://systemd.io/JOURNAL_NATIVE_PROTOCOL/. mpsd never waits for the journal, and lives on without it.
+"""
+
+import contextlib
+import os
+import socket
+from collections.abc import Mapping
+from typing import Final, Self
+
+_SOCKET: Final = "/run/systemd/journal/socket"
+
+_LONGEST: Final = 8 * 1024
+"""Bytes of one value that are kept: all of an entry's fit into a datagram, and what others wrote fills no disk."""
+
+
+class Journal:
+    """The way to the journal."""
+
+    def __init__(self, path: str = _SOCKET) -> None:
+        self._path = path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+
+    @classmethod
+    def behind(cls, descriptor: int, stream: str) -> Self | None:
+        """Return the journal where a descriptor leads to it, as JOURNAL_STREAM says by device and inode.
+
+        Somebody who started mpsd may have inherited the variable, and sent this descriptor elsewhere (systemd.exec(5)).
+        """
+        found = os.fstat(descriptor)
+        return cls() if stream == f"{found.st_dev}:{found.st_ino}" else None
+
+    def send(self, fields: Mapping[str, str]) -> None:
+        """Send an entry, or drop it: one that is lost must not hurt mpsd."""
+        with contextlib.suppress(OSError):
+            self._socket.sendto(b"".join(_field(name, value) for name, value in fields.items()), self._path)
+
+    def close(self) -> None:
+        """Send nothing any more."""
+        self._socket.close()
+
+
+def _field(name: str, value: str) -> bytes:
+    data = value.encode(errors="backslashreplace")
+    if len(data) > _LONGEST:
+        data = data[: _LONGEST - 3].decode(errors="ignore").encode() + b"..."
+    if b"\n" not in data:
+        return b"%s=%s\n" % (name.encode(), data)
+    return b"%s\n%s%s\n" % (name.encode(), len(data).to_bytes(8, "little"), data)

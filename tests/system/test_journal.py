@@ -1,0 +1,131 @@
+"""Entries for the journal: every byte of a value arrives, none of them forges a field, and no trouble is mpsd's."""
+
+import io
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mpsd.core.settings import LogFormat
+from mpsd.daemon import log as logs
+from mpsd.daemon.log import MESSAGE_IDS, Happened
+from mpsd.system.journal import Journal
+
+
+class Heard:
+    """A socket in the place of the journal's."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.journal = Journal(str(path))
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(str(path))
+        self._socket.settimeout(5)
+
+    def entry(self) -> dict[str, str]:
+        """Return the next entry's fields, as the protocol has them."""
+        data, fields = self._socket.recv(1 << 20), {}
+        while data:
+            head, _, data = data.partition(b"\n")
+            name, equals, value = head.partition(b"=")
+            if not equals:
+                size = int.from_bytes(data[:8], "little")
+                value, data = data[8 : 8 + size], data[8 + size + 1 :]
+            fields[name.decode()] = value.decode()
+        return fields
+
+    def close(self) -> None:
+        """Hear no more."""
+        self.journal.close()
+        self._socket.close()
+
+
+@pytest.fixture
+def heard(short_tmp: Path) -> Iterator[Heard]:
+    """Give such a socket."""
+    heard = Heard(short_tmp / "journal")
+    yield heard
+    heard.close()
+
+
+def logger(heard: Heard, form: LogFormat = LogFormat.AUTO, stream: io.TextIOBase | None = None) -> logs.Logger:
+    """Return a logger whose stream leads to that journal."""
+    return logs.configure(form, None, stream or io.TextIOWrapper(io.BytesIO()), journal=heard.journal)  # type: ignore[arg-type]
+
+
+def test_fields(heard: Heard) -> None:
+    """An event has its id and its priority, and each fact a field of its own beside the text for people."""
+    logger(heard).warning(
+        Happened.VIOLATION, lease="lease-1", daemon="gpu0", pid=7, because="it holds more", kinds=["a", "b"]
+    )
+    assert heard.entry() == {
+        "MESSAGE": 'violation lease=lease-1 daemon=gpu0 pid=7 because="it holds more" kinds="[\\"a\\",\\"b\\"]"',
+        "MESSAGE_ID": MESSAGE_IDS[Happened.VIOLATION],
+        "PRIORITY": "4",
+        "SYSLOG_IDENTIFIER": "mpsd",
+        "MPSD_EVENT": "violation",
+        "MPSD_LEASE": "lease-1",
+        "MPSD_DAEMON": "gpu0",
+        "MPSD_PID": "7",
+        "MPSD_BECAUSE": "it holds more",
+        "MPSD_KINDS": '["a","b"]',
+    }
+
+
+def test_nothing_is_forged(heard: Heard) -> None:
+    """What others chose makes no field and moves no cursor."""
+    logger(heard).info(Happened.FOREIGN_COMMAND, command="x\nPRIORITY=0\x1b[2J\u202e")
+    entry = heard.entry()
+    assert entry["PRIORITY"] == "6"
+    assert entry["MPSD_COMMAND"] == "x\\nPRIORITY=0\\x1b[2J\\u202e"
+    assert all(value.isprintable() for value in entry.values())
+
+
+def test_lines(heard: Heard) -> None:
+    """A value of several lines, as a defect's traceback is, arrives as it is."""
+    log = logger(heard)
+    log.error(Happened.API_DEFECT, path="/x", exc_info=ZeroDivisionError("a\nb"))
+    entry = heard.entry()
+    assert entry["PRIORITY"] == "3"
+    assert entry["MESSAGE"].startswith("api_defect path=/x\nZeroDivisionError: a\n")
+
+
+def test_long_values(heard: Heard) -> None:
+    """A value is cut where it would fill the datagram, and the others are whole."""
+    logger(heard).info(Happened.FOREIGN_COMMAND, command="ä" * 1_000_000, daemon="gpu0")
+    entry = heard.entry()
+    assert entry["MPSD_COMMAND"].endswith("ä...")
+    assert len(entry["MPSD_COMMAND"].encode()) <= 8 * 1024
+    assert entry["MPSD_DAEMON"] == "gpu0"
+
+
+def test_explicit_form_decides(heard: Heard) -> None:
+    """With a form that was asked for, lines go to the stream, journal or not."""
+    lines = io.BytesIO()
+    stream = io.TextIOWrapper(lines)
+    logger(heard, LogFormat.JSON, stream).info(Happened.GPU_FOUND, index=0)
+    assert b'"event":"gpu_found"' in lines.getvalue()
+
+
+def test_journal_is_gone(short_tmp: Path) -> None:
+    """Without a journal, or with one that takes nothing, lines are lost, and nothing else."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as deaf:
+        deaf.bind(f"{short_tmp}/deaf")
+        for name in ("nobody", "deaf"):
+            journal = Journal(f"{short_tmp}/{name}")
+            for _ in range(2000):
+                journal.send({"MESSAGE": "x" * 1000})
+            journal.close()
+
+
+def test_behind(short_tmp: Path) -> None:
+    """Only the very stream that the variable names is the journal's: it may have been inherited."""
+    with (short_tmp / "stderr").open("w") as stream:
+        found = os.fstat(stream.fileno())
+        journal = Journal.behind(stream.fileno(), f"{found.st_dev}:{found.st_ino}")
+        assert journal is not None
+        journal.close()
+        assert Journal.behind(stream.fileno(), f"{found.st_dev}:{found.st_ino + 1}") is None
+        assert Journal.behind(stream.fileno(), "") is None

@@ -1,0 +1,144 @@
+"""mpsd in a machine, as a service: with simulated GPUs and NVIDIA's control daemons, and somebody who holds a lease."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tests.harness import wait_until
+from tests.systemd.machine import CONTROL, Machine
+
+UNITS: Final = ("mpsd.socket", "mpsd.service")
+
+STOP: Final = "mpsd-stop-daemons.service"
+
+_RUN: Final = f"/usr/bin/mpsd run --simulate 2 --control {CONTROL}"
+
+_LOAD: Final = """
+import json, os, sys, threading, time
+from mpsd.cli.client import Client
+wrong, waits, over = [], [], threading.Event()
+def come_and_go():
+    while not over.is_set():
+        before = time.monotonic()
+        try:
+            with Client("/run/mpsd/mpsd.sock", deadline=30) as client:
+                lease = client.post("/v1/leases", {"threads": 1, "memory": "1MiB"})
+                client.close()
+                client.delete("/v1/leases/" + lease["id"])
+        except Exception as error:
+            wrong.append(repr(error))
+        waits.append(time.monotonic() - before)
+        over.wait(0.02)
+callers = [threading.Thread(target=come_and_go) for _ in range(2)]
+for each in callers:
+    each.start()
+print("begun", flush=True)
+sys.stdin.read()
+over.set()
+for each in callers:
+    each.join()
+print(json.dumps({"wrong": wrong, "times": len(waits), "longest": max(waits)}))
+"""
+"""Two callers who take a lease and give it back, each request on a connection of its own, until nobody wants more."""
+
+
+@dataclass
+class Service:
+    """mpsd in a machine."""
+
+    machine: Machine
+
+    def start(self) -> None:
+        """Have mpsd run with simulated GPUs, as an operator's drop-ins would, and enable it."""
+        for unit, command in (("mpsd.service", _RUN), (STOP, f"{_RUN} --stop-daemons")):
+            self.drop_in(unit, "simulate", f"[Service]\nExecStart=\nExecStart={command}\n")
+        self.drop_in("mpsd.service", "watchdog", "[Service]\nWatchdogSec=2\n")
+        self.machine.enable(*UNITS)
+
+    def drop_in(self, unit: str, name: str, text: str) -> None:
+        """Change a unit as `systemctl edit` does; an empty text takes the change back."""
+        place = f"/etc/systemd/system/{unit}.d/{name}.conf"
+        if text:
+            self.machine.write(place, text)
+        else:
+            self.machine.path(place).unlink()
+        self.machine.run("systemctl", "daemon-reload")
+
+    def ask(self, *arguments: str) -> Any:
+        """Return what mpsctl prints as JSON."""
+        return json.loads(self.machine.run("mpsctl", *arguments, "-o", "json").stdout)
+
+    @property
+    def main_pid(self) -> int:
+        """The pid of mpsd, 0 where there is none."""
+        return int(self.machine.show("mpsd.service", "MainPID"))
+
+    @property
+    def status(self) -> str:
+        """What mpsd tells systemd of itself."""
+        return self.machine.show("mpsd.service", "StatusText")
+
+    def daemons(self) -> dict[str, int]:
+        """Return the pids of the control daemons."""
+        return {each["name"]: each["pid"] for each in self.ask("daemons")["daemons"]}
+
+    def leases(self) -> list[str]:
+        """Return the leases that are held."""
+        return sorted(each["id"] for each in self.ask("leases")["leases"])
+
+    def running(self) -> list[int]:
+        """Return the pids of the control daemons that run, whoever knows of them."""
+        found = self.machine.run("pgrep", "-f", f"^{CONTROL} -f", check=False).stdout
+        return sorted(map(int, found.split()))
+
+    def signal(self, number: str) -> int:
+        """Send mpsd a signal, and return the pid that it had."""
+        pid = self.main_pid
+        assert pid > 1
+        self.machine.run("kill", f"-{number}", str(pid))
+        return pid
+
+    def wait_for_another(self, before: int) -> None:
+        """Wait until another mpsd runs, and is ready."""
+        wait_until(
+            lambda: self.main_pid not in {0, before} and self.machine.show("mpsd.service", "ActiveState") == "active",
+            what="the next mpsd",
+            deadline=30,
+        )
+
+    def hold(self) -> str:
+        """Have somebody hold a lease, and return its id."""
+        before = self.leases()
+        self.machine.run(
+            "systemd-run",
+            "--collect",
+            "--unit=holder",
+            "mpsctl",
+            "run",
+            "--threads",
+            "10",
+            "--memory",
+            "1GiB",
+            "--",
+            "sleep",
+            "inf",
+        )
+        (lease,) = wait_until(lambda: set(self.leases()) - set(before), what="the lease")
+        return lease
+
+    def under_load(self, do: Callable[[], None]) -> dict[str, Any]:
+        """Do something while others take leases and give them back; return how that went for them."""
+        with subprocess.Popen(
+            self.machine.command("/opt/mpsd/bin/python3", "-c", _LOAD), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as load:
+            assert load.stdin is not None
+            assert load.stdout is not None
+            assert load.stdout.readline() == b"begun\n"
+            try:
+                do()
+            finally:
+                load.stdin.close()
+            said: dict[str, Any] = json.loads(load.stdout.read())
+            return said

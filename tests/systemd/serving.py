@@ -1,0 +1,165 @@
+"""What mpsd promises as a service, for a machine of each suite (test_debian_12.py, test_debian_13.py).
+
+The tests of a class share a machine, and somebody in it holds a lease from the first to the last: neither that lease
+nor a control daemon is to notice anything, until the unit that is made for stopping them.
+"""
+
+from typing import ClassVar
+
+import pytest
+
+from mpsd.daemon.log import MESSAGE_IDS, Happened
+from tests.harness import wait_until
+from tests.systemd import Suite
+from tests.systemd.machine import Machine
+from tests.systemd.node import STOP, UNITS, Service
+
+_INVALID = "[enforcement]\nunadmitted = 7\n"
+
+
+class Serving:
+    """The tests, in the order in which they run."""
+
+    SUITE: ClassVar[Suite]
+
+    def test_it_runs(self, machine: Machine, service: Service) -> None:
+        """Enabled, it is healthy, and says how it is; systemd has no complaint about the units."""
+        machine.run("mpsctl", "status")
+        assert len(service.running()) == 2
+        wait_until(
+            lambda: service.status == "2 of 2 control daemons ready, 1 leases, 0 waiting",
+            what="the status to tell of the lease",
+        )
+        assert machine.show("mpsd.service", "Type") == ("notify-reload" if self.SUITE.systemd >= 253 else "notify")
+        units = ("/usr/lib/systemd/system/mpsd.service", f"/usr/lib/systemd/system/{STOP}")
+        verified = machine.run("systemd-analyze", "verify", "--man=no", *units)
+        assert not verified.stdout + verified.stderr
+        complaints = [
+            entry["MESSAGE"]
+            for entry in machine.journal("_PID=1", "--priority=warning")
+            if "mpsd" in entry.get("UNIT", "") and "left-over" not in entry["MESSAGE"]
+        ]
+        assert not complaints
+
+    def test_journal(self, machine: Machine, service: Service) -> None:
+        """What happens is in the journal with its id, its priority and each fact in a field of its own."""
+        (lease,) = service.leases()
+        (granted,) = machine.journal(f"MPSD_LEASE={lease}", "MPSD_EVENT=lease_granted")
+        assert granted["_TRANSPORT"] == "journal"
+        assert granted["_SYSTEMD_UNIT"] == "mpsd.service"
+        assert granted["SYSLOG_IDENTIFIER"] == "mpsd"
+        assert granted["PRIORITY"] == "6"
+        assert granted["MESSAGE_ID"] == MESSAGE_IDS[Happened.LEASE_GRANTED]
+        assert lease in granted["MESSAGE"]
+        found = machine.journal(f"MESSAGE_ID={MESSAGE_IDS[Happened.LEASE_GRANTED]}")
+        assert lease in [each["MPSD_LEASE"] for each in found]
+
+    def test_sandbox(self, machine: Machine, service: Service) -> None:
+        """It has the capabilities of the unit and no others, and new privileges stay possible for nvidia-modprobe."""
+        machine.run("systemd-analyze", "security", "--threshold=35", "mpsd.service")
+        machine.run("systemd-analyze", "security", "--threshold=35", STOP)
+        names = machine.show("mpsd.service", "CapabilityBoundingSet").split()
+        for pid in (service.main_pid, *service.running()):
+            status = dict(line.split(":\t", 1) for line in machine.path(f"/proc/{pid}/status").read_text().splitlines())
+            assert int(status["CapEff"], 16).bit_count() == len(names) == 7
+            assert status["CapBnd"] == status["CapEff"]
+            assert status["NoNewPrivs"] == "0"
+            assert status["Seccomp"] == "2"
+            tried = machine.run("nsenter", "-t", str(pid), "-m", "touch", "/usr/x", check=False)
+            assert "Read-only file system" in tried.stderr
+
+    @pytest.mark.usefixtures("unharmed")
+    def test_reload(self, machine: Machine, service: Service) -> None:
+        """A reload is taken, or refused with the reason in the status, until one is taken; mpsd is the same one."""
+        before = service.main_pid
+        machine.write("/etc/mpsd/mpsd.toml", _INVALID)
+        machine.run("systemctl", "reload", "mpsd.service")
+        wait_until(lambda: "reload refused" in service.status, what="the refusal")
+        machine.write("/etc/mpsd/mpsd.toml", "[admission]\nqueue_length = 7\n")
+        machine.run("systemctl", "reload", "mpsd.service")
+        wait_until(lambda: "reload" not in service.status, what="the refusal to be over")
+        assert service.ask("config")["config"]["admission"]["queue_length"] == 7
+        assert service.main_pid == before
+        assert machine.show("mpsd.service", "ActiveState") == "active"
+
+    @pytest.mark.timeout(180)  # it is twenty times as long as one restart, on however busy a machine
+    @pytest.mark.usefixtures("unharmed")
+    def test_restarts_under_load(self, machine: Machine, service: Service) -> None:
+        """Twenty restarts, and nobody who takes leases and gives them back meanwhile sees an error."""
+        socket = machine.path("/run/mpsd/mpsd.sock").stat().st_ino
+
+        def restart() -> None:
+            for _ in range(20):
+                before = service.main_pid
+                machine.run("systemctl", "restart", "mpsd.service")
+                assert service.main_pid not in {0, before}
+
+        went = service.under_load(restart)
+        assert not went["wrong"]
+        assert went["times"] > 40
+        assert machine.path("/run/mpsd/mpsd.sock").stat().st_ino == socket
+
+    @pytest.mark.usefixtures("unharmed")
+    def test_stopped_and_called(self, machine: Machine, service: Service) -> None:
+        """While mpsd is stopped, whoever calls has it started, and is answered."""
+        machine.run("systemctl", "stop", "mpsd.service")
+        assert service.main_pid == 0
+        assert len(service.running()) == 2
+        machine.run("mpsctl", "status")
+        assert service.main_pid != 0
+
+    @pytest.mark.usefixtures("unharmed")
+    def test_killed(self, service: Service) -> None:
+        """SIGKILL: the next one goes on where it was."""
+        service.wait_for_another(service.signal("KILL"))
+
+    @pytest.mark.usefixtures("unharmed")
+    def test_stopped_by_a_signal(self, machine: Machine, service: Service) -> None:
+        """SIGSTOP: no sign of life, so the watchdog ends it, and the next one goes on."""
+        service.wait_for_another(service.signal("STOP"))
+        said = [entry["MESSAGE"] for entry in machine.journal("_PID=1", "UNIT=mpsd.service")]
+        assert any("Watchdog timeout" in line for line in said)
+
+    @pytest.mark.usefixtures("unharmed")
+    def test_crash_loop(self, machine: Machine, service: Service) -> None:
+        """An mpsd that cannot start is given up, callers hear that at once, and it is back when that is mended."""
+        broken = "[Unit]\nStartLimitBurst=3\n[Service]\nExecStart=\nExecStart=/bin/false\n"
+        service.drop_in("mpsd.service", "zz-broken", broken)
+        machine.run("systemctl", "reset-failed", "mpsd.service")
+        machine.run("systemctl", "restart", "mpsd.service", check=False)
+        wait_until(
+            lambda: machine.show("mpsd.service", "ActiveState") == "failed", what="it to be given up", deadline=20
+        )
+        wait_until(
+            lambda: machine.run("mpsctl", "status", check=False).returncode == 69,
+            what="callers to be told that nobody is there",
+        )
+        assert len(service.running()) == 2
+        service.drop_in("mpsd.service", "zz-broken", "")
+        machine.run("systemctl", "reset-failed", *UNITS)
+        machine.run("systemctl", "start", *UNITS)
+        machine.run("mpsctl", "status")
+
+    def test_stop_daemons(self, machine: Machine, service: Service) -> None:
+        """The unit that stops control daemons waits for whoever is there, lets nobody in, and leaves none running."""
+        busy = service.daemons()[service.ask("leases")["leases"][0]["shares"][0]["daemon"]]
+        machine.run("systemctl", "start", "--no-block", STOP)
+        wait_until(lambda: "draining" in machine.show(STOP, "StatusText"), what="it to say that it waits", deadline=20)
+        assert machine.show("mpsd.service", "ActiveState") == "inactive"
+        wait_until(lambda: service.running() == [busy], what="the idle one to be gone")
+        refused = machine.run("mpsctl", "admit", "--threads", "1", "--memory", "1MiB", "--pid", "1", check=False)
+        assert refused.returncode == 75
+        machine.run("systemctl", "stop", "holder.service")
+        wait_until(lambda: machine.show(STOP, "ActiveState") == "inactive", what="it to be done", deadline=20)
+        assert machine.show(STOP, "Result") == "success"
+        assert not service.running()
+        assert machine.run("mpsctl", "status", check=False).returncode == 69
+
+    def test_power_off(self, machine: Machine, service: Service) -> None:
+        """The machine powers off under running control daemons, and waits for nobody's time-out."""
+        machine.run("systemctl", "start", *UNITS)
+        machine.run("mpsctl", "status")
+        service.hold()
+        assert len(service.running()) == 2
+        machine.run("systemctl", "poweroff", check=False)
+        wait_until(machine.is_gone, what="it to be off", deadline=20)

@@ -1,0 +1,14 @@
+"""mpsd as a service of Debian 13."""
+
+import pytest
+
+from tests import systemd
+from tests.systemd.serving import Serving
+
+pytestmark = pytest.mark.machine
+
+
+class TestDebian13(Serving):
+    """On a machine of trixie."""
+
+    SUITE = systemd.SUITES["trixie"]

@@ -26,6 +26,7 @@ _MODULES: Final = {
     "restart": "operating",
     "resume": "operating",
     "run": "leasing",
+    "service": "service",
     "show": "reading",
     "status": "reading",
     "verify": "verifying",

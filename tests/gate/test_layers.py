@@ -18,6 +18,7 @@ MAY_IMPORT: Final = {
 
 MAY_IMPORT_MORE: Final = {
     "mpsd/cli/examining.py": frozenset({"system"}),  # it looks at the machine itself; doctor's alone
+    "mpsd/cli/service.py": frozenset({"system"}),  # it makes mpsd a service of the machine, whether mpsd runs or not
 }
 """Which folders a single module may import from beyond those, with the reason."""
 

@@ -8,6 +8,7 @@ import pytest
 from tests.systemd import keeper
 from tests.systemd.machine import Machine
 from tests.systemd.node import Service
+from tests.systemd.packages import Packages, build, renumbered
 
 
 @pytest.fixture(scope="class")
@@ -38,3 +39,10 @@ def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield machine
     assert machine.is_gone()
     assert not [group for group in keeper.groups(name) if group.exists()]
+
+
+@pytest.fixture(scope="class")
+def packages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Packages:
+    """Build the package of the class's `SUITE`, and number it anew for an upgrade."""
+    first = build(request.cls.SUITE.name, tmp_path_factory.mktemp("package"))
+    return Packages(first, renumbered(first, tmp_path_factory.mktemp("later"), 2))

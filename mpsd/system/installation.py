@@ -1,0 +1,292 @@
+"""mpsd as a service of the system, where pip, pipx or uv installed it: what that puts into /usr/local, and takes away.
+
+What is put there is noted with its hash, so that a file that somebody changed since is neither overwritten nor removed.
+A Debian package does none of this: it has its own units, and dpkg knows its files.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from mpsd import __version__
+from mpsd.core.errors import ConfigurationError, NotFoundError, NotPermittedError
+from mpsd.system import process, store, trust
+from mpsd.system.configuration import read_configuration
+
+TARGET: Final = Path("/usr/local")
+"""Where systemd, man and the shells look for what no package of the system has."""
+
+MANIFEST: Final = TARGET / "share/mpsd/installed.json"
+CONFIGURATION: Final = Path("/etc/mpsd/mpsd.toml")
+
+_PACKAGED: Final = (Path("/usr/lib/systemd/system"), Path("/lib/systemd/system"))
+"""Where the units of packages are."""
+
+_HOMES: Final = ("/home", "/root", "/run/user")
+"""What a unit with ProtectHome= does not see. Source: systemd.exec(5)."""
+
+_RELOADS: Final = "notify-reload.conf"
+_FIRST_WITH_RELOADS: Final = 253
+"""The drop-in for Type=notify-reload, and the first systemd that knows it."""
+
+_SECONDS: Final = 60.0
+"""For systemctl and its like."""
+
+Say = Callable[[str], None]
+
+
+def share() -> Path:
+    """Return where this installation has the files that are no code."""
+    return Path(sysconfig.get_path("data"), "share")
+
+
+def programs() -> Path:
+    """Return where this installation has mpsd and mpsctl."""
+    return Path(sysconfig.get_path("scripts"))
+
+
+@dataclass(slots=True)
+class Installation:
+    """The files that belong into the system, and what is there of them."""
+
+    say: Say
+    """Is told each thing that is done."""
+    dry: bool = False
+    """Whether to say what would be done, and do nothing."""
+    _noted: dict[str, str] = field(default_factory=dict)
+    """By path, the hash of what was written there."""
+
+    def __post_init__(self) -> None:
+        """Read what an earlier installation noted. Raises ConfigurationError for a note that is none."""
+        raw = store.read(MANIFEST)
+        if raw is None:
+            return
+        match json.loads(raw):
+            case {"files": dict(files)}:
+                self._noted = {str(path): str(digest) for path, digest in files.items()}
+            case _:
+                raise ConfigurationError(f"{MANIFEST} is no list of files", hint="move it away, and install again")
+
+    # -- installing ---------------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Write what belongs into the system, and have systemd see it. A second time changes nothing.
+
+        Raises NotPermittedError and ConfigurationError where it cannot be, before anything was written; and OSError.
+        """
+        refuse_where_it_cannot_be()
+        wanted = files()
+        for path, data in wanted.items():
+            self._put(path, data)
+        for earlier in [each for each in self._noted if Path(each) not in wanted]:
+            self._remove(Path(earlier))
+            del self._noted[earlier]
+        if not CONFIGURATION.exists():
+            self._write(CONFIGURATION, (share() / "mpsd/mpsd.toml").read_bytes())
+        self._note()
+        for path in wanted:
+            if path.parent.name == "sysusers.d":
+                self._run("systemd-sysusers", str(path))
+            if path.parent.name == "tmpfiles.d":
+                self._run("systemd-tmpfiles", "--create", str(path))
+        self._run("systemctl", "daemon-reload")
+
+    def _put(self, path: Path, data: bytes) -> None:
+        there = store.read(path)
+        if there == data:
+            self.say(f"{path} is as it is to be")
+            self._noted[str(path)] = _digest(data)
+        elif there is None or self._is_ours(path, there):
+            self._write(path, data)
+            self._noted[str(path)] = _digest(data)
+        else:
+            self.say(f"{path} was changed since, or is somebody else's, and stays; move it away to have this version's")
+
+    def _is_ours(self, path: Path, data: bytes) -> bool:
+        return self._noted.get(str(path)) == _digest(data)
+
+    def _write(self, path: Path, data: bytes) -> None:
+        self._do(f"write {path}")
+        if not self.dry:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            store.write(path, data)
+            path.chmod(0o644)
+
+    def _note(self) -> None:
+        if self._noted:
+            document = {"version": __version__, "files": self._noted}
+            self._write(MANIFEST, json.dumps(document, indent=1).encode() + b"\n")
+
+    # -- uninstalling -------------------------------------------------------------------------------------------------
+
+    def uninstall(self, *, purge: bool = False) -> None:
+        """Stop mpsd, and remove what was written and is as it was; and, to purge, its configuration and what it kept.
+
+        Raises NotPermittedError, NotFoundError where nothing is installed, ConfigurationError, and OSError.
+        """
+        _refuse_without_root()
+        if not self._noted:
+            raise NotFoundError(f"nothing is installed: there is no {MANIFEST}", hint="see: mpsctl service status")
+        kept = _kept() if purge else ()  # asked for first: a wrong configuration is told before anything is gone
+        units = [Path(each).name for each in self._noted if Path(each).parent.name == "system"]
+        self._run("systemctl", "disable", "--now", *units)
+        for noted in self._noted:
+            self._remove(Path(noted))
+        self._do(f"remove {MANIFEST}")
+        if not self.dry:
+            MANIFEST.unlink()
+            with contextlib.suppress(OSError):
+                MANIFEST.parent.rmdir()
+        self._run("systemctl", "daemon-reload")
+        for each in kept:
+            self._purge(each)
+
+    def _remove(self, path: Path) -> None:
+        there = store.read(path)
+        if there is None:
+            return
+        if not self._is_ours(path, there):
+            self.say(f"{path} was changed since, and stays")
+            return
+        self._do(f"remove {path}")
+        if not self.dry:
+            path.unlink()
+
+    def _purge(self, path: Path) -> None:
+        if path.exists():
+            self._do(f"remove {path}")
+            if not self.dry:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                with contextlib.suppress(OSError):  # it holds something else
+                    CONFIGURATION.parent.rmdir()
+
+    # -- telling ------------------------------------------------------------------------------------------------------
+
+    def differences(self) -> Iterator[str]:
+        """Yield what is not as this version would install it; of nothing that is installed, that."""
+        if not self._noted:
+            yield "nothing is installed"
+            return
+        for path, data in files().items():
+            there = store.read(path)
+            if there is None:
+                yield f"{path} is missing"
+            elif there != data:
+                whose = "of another version of mpsd" if self._is_ours(path, there) else "changed since"
+                yield f"{path} is {whose}"
+
+    # -- doing --------------------------------------------------------------------------------------------------------
+
+    def _do(self, what: str) -> None:
+        self.say(f"would {what}" if self.dry else what)
+
+    def _run(self, *command: str) -> None:
+        self._do(" ".join(command))
+        if not self.dry:
+            _finished(*command)
+
+
+def _finished(*command: str) -> process.Finished:
+    """Run a program to its end. Raises ConfigurationError when it fails."""
+    done = asyncio.run(process.run(command, env=process.environment({}), stdin=b"", seconds=_SECONDS))
+    if done.returncode != 0:
+        raise ConfigurationError(
+            f"{done.command} failed: {done.output.strip() or f'status {done.returncode}'}",
+            hint="see to that, and do it again: what is done already is not done twice",
+        )
+    return done
+
+
+def files() -> dict[Path, bytes]:
+    """Return what belongs into the system, by its path; the units start the mpsd of this very installation."""
+    found = {TARGET / "share" / path.relative_to(share()): path.read_bytes() for path in _shared()}
+    reloads = _knows_reloads()
+    for path in sorted((share() / "mpsd/systemd").iterdir()):
+        if path.name != _RELOADS or reloads:
+            text = path.read_text(encoding="utf-8").replace("/usr/bin/mps", f"{programs()}/mps")
+            found[_place(path.name)] = text.encode()
+    return found
+
+
+def _kept() -> tuple[Path, ...]:
+    """Return the configuration, and where it has mpsd keep what it keeps. Raises ConfigurationError where it is wrong.
+
+    The runtime directory is not among them: a control daemon that goes on has its sockets there. It ends with the boot.
+    """
+    paths = read_configuration(None).paths
+    return CONFIGURATION, paths.state_dir, paths.log_dir
+
+
+def _shared() -> Iterator[Path]:
+    """Yield manual pages and completions, which are where they belong below any prefix."""
+    for folder in ("man", "bash-completion", "fish", "zsh"):
+        for path in sorted((share() / folder).rglob("*")):
+            if path.is_file() and path.name.lstrip("_").startswith("mps"):
+                yield path
+
+
+def _place(name: str) -> Path:
+    """Return where a file of systemd's goes."""
+    lib = TARGET / "lib"
+    kind = name.removeprefix("mpsd.")
+    if kind in {"sysusers.conf", "tmpfiles.conf"}:
+        return lib / kind.replace("conf", "d") / "mpsd.conf"
+    if name == _RELOADS:
+        return lib / "systemd/system/mpsd.service.d" / name
+    return lib / "systemd" / ("system-preset" if name.endswith(".preset") else "system") / name
+
+
+def _knows_reloads() -> bool:
+    """Tell whether this systemd knows Type=notify-reload, as 253 is the first to do. Raises ConfigurationError."""
+    said = _finished("systemctl", "--version").output.split()
+    return int(said[1].partition(".")[0]) >= _FIRST_WITH_RELOADS
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _refuse_without_root() -> None:
+    if os.geteuid() != 0:
+        raise NotPermittedError("only root can change the services of the system", hint="do it with sudo")
+
+
+def refuse_where_it_cannot_be() -> None:
+    """Refuse where the service could not run, or would run what others can change.
+
+    Raises NotPermittedError, ConfigurationError, and OSError for what cannot be looked at.
+    """
+    _refuse_without_root()
+    if not Path("/run/systemd/system").is_dir():  # sd_booted(3)
+        raise ConfigurationError(
+            "this system was not booted with systemd", hint="run mpsd under what it has instead: mpsd run"
+        )
+    for place in _PACKAGED:
+        if (place / "mpsd.service").exists():
+            raise ConfigurationError(
+                f"{place}/mpsd.service is a package's, which has all that this would install",
+                hint="use that, or remove it first: apt remove mpsd",
+            )
+    for path in (programs() / "mpsd", Path(sys.executable).resolve(), Path(__file__)):
+        _refuse_homes(path)
+        trust.check_way(path / "it")  # it itself is then a part of the way, too
+
+
+def _refuse_homes(path: Path) -> None:
+    for each in (path, path.resolve()):
+        if any(each.is_relative_to(home) for home in _HOMES):
+            raise ConfigurationError(
+                f"{each} is in somebody's home directory, which the service does not see (ProtectHome)",
+                hint="install it outside: PIPX_HOME=/opt/pipx PIPX_BIN_DIR=/usr/local/bin pipx install mpsd, or"
+                " UV_TOOL_DIR=/opt/uv UV_TOOL_BIN_DIR=/usr/local/bin UV_PYTHON_INSTALL_DIR=/opt/uv/python"
+                " uv tool install mpsd",
+            )

@@ -78,6 +78,7 @@ async def _mend(
 
 
 async def _observe(api: "Api", where: Where) -> Observed:
+    units = await service.units()  # before anybody connects: that starts an mpsd whose socket systemd listens on
     socket = service.look_at_socket(where.socket)
     answers, remedy, in_force = _ask(api)
     process = proc.process(socket.listener[0]) if socket.listener is not None and socket.listener[0] else None
@@ -98,12 +99,12 @@ async def _observe(api: "Api", where: Where) -> Observed:
         remedy=remedy,
         process=process,
         lock_holder=holder,
-        units=await service.units(),
+        units=units,
         in_force=in_force,
     )
     if process is not None:
         lacking = tuple(surroundings.lacking(settings, process.capabilities))
-        seen = replace(seen, lacking=lacking, few_uids=service.few_uids(process.pid))
+        seen = replace(seen, lacking=lacking, few_uids=service.few_uids(process.pid), tasks=service.tasks(process.pid))
     return Observed(
         settings=settings,
         configuration=configuration,

@@ -19,6 +19,7 @@ from mpsd.core.doctor.observed import (
     GpusSeen,
     HostSeen,
     Left,
+    Library,
     NodeGpus,
     Observed,
     PipeDirectorySeen,
@@ -27,6 +28,7 @@ from mpsd.core.doctor.observed import (
     ServiceSeen,
     SharedMemoryPlace,
     SocketSeen,
+    Tasks,
 )
 from mpsd.core.doctor.table import CHECKS
 from mpsd.core.model import ComputeMode, Gpu, GpuUsage, Known
@@ -98,6 +100,7 @@ WELL: Final = Observed(
         process=MPSD,
         lock_holder=Known(MPSD.pid),
         few_uids=Known(value=False),
+        tasks=Known(Tasks(Path("/sys/fs/cgroup/system.slice/mpsd.service"), 9, None)),
         units=Known(
             {
                 "mpsd.service": {
@@ -130,6 +133,7 @@ WELL: Final = Observed(
         Known(NodeGpus(DRIVER, 13000, (GpuSeen(GPU, Known(USAGE), Known(CONDITION)),), {})),
         program=Path(CONTROL),
         server=Path("/usr/bin/nvidia-cuda-mps-server"),
+        library=Library(Path("/usr/lib64/libcuda.so.1"), DRIVER),
         package=("nvidia-cuda-mps", f"{DRIVER}-1"),
         left=Left(Path("/var/lib/mpsd/compute-modes.json"), Known({})),
     ),

@@ -12,13 +12,15 @@ from mpsd.core.doctor.observed import (
     ConfigurationSeen,
     DeviceNode,
     Left,
+    Library,
     Observed,
     ServersSeen,
     SharedMemoryPlace,
     SharedMemorySeen,
     SocketSeen,
+    Tasks,
 )
-from mpsd.core.doctor.table import CHECKS
+from mpsd.core.doctor.table import CHECKS, FAMILIES
 from mpsd.core.model import ComputeMode, GpuProcess, GpuUsage, Known, Unknown
 from mpsd.core.settings import parse
 from mpsd.core.units import GIB, MIB
@@ -52,6 +54,7 @@ SOCKET: Final = WELL.service.socket
 LEFT: Final = Path("/var/lib/mpsd/compute-modes.json")
 AVC: Final = 'audit: type=1400 avc:  denied  { connectto } for  pid=7 comm="nvidia-cuda-mps" path="/run/mpsd/mps/gpu0"'
 PROFILE: Final = 'audit: type=1400 apparmor="DENIED" operation="open" profile="x" name="/dev/nvidia0" comm="python"'
+OOM: Final = "Memory cgroup out of memory: Killed process 7 (nvidia-cuda-mps) total-vm:9kB"
 XID: Final = "NVRM: Xid (PCI:0000:3b:00): {}, pid=7, name=python"
 
 
@@ -130,6 +133,10 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
     ("unit-settings", unit(KillMode="control-group"), "fail", "KillMode=control-group"),
     ("unit-settings", unit(PrivateTmp="yes"), "fail", "PrivateTmp=yes"),
     ("unit-settings", unit(RuntimeDirectoryPreserve="no"), "fail", "RuntimeDirectoryPreserve=no"),
+    ("unit-settings", unit(PrivateIPC="yes"), "fail", "another shared memory"),
+    ("tasks", service(tasks=Known(Tasks(Path("/g"), 2000, 2048))), "warn", "/g has 2000 of at most 2048"),
+    ("tasks", service(tasks=Known(Tasks(Path("/g"), 2048, 2048))), "fail", "/g has 2048 of at most 2048"),
+    ("tasks", service(tasks=Unknown("not seen")), "unknown", "not seen"),
     ("node", answers(healthy=False, because="the disk is full"), "fail", "the disk is full"),
     ("gpu-health", gpu_answer(health="faulty", because="Xid 79", hint="reset it"), "fail", "faulty: Xid 79"),
     ("gpu-health", gpu_answer(health="unsupported", because="MIG", hint="x"), "warn", "unsupported: MIG"),
@@ -170,6 +177,13 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
         "'no device'",
     ),
     ("server-start", files(servers=Unknown("/var/log/mpsd cannot be read")), "unknown", "cannot be read"),
+    (
+        "waiting-uids",
+        files(servers=Known((ServersSeen("gpu0", 0, "", waiting=((7, 1001),)),))),
+        "warn",
+        "pid 7 (uid 1001) waits",
+    ),
+    ("waiting-uids", files(servers=Unknown("closed")), "unknown", "closed"),
     ("clock", files(ahead=(Path("/run/mpsd/leases.db"), 3600.0)), "warn", "3600 s ahead"),
     ("foreign-daemon", processes(FOREIGN), "fail", "pid 201 (uid 1000) is a control daemon on /run/mpsd/mps/gpu0"),
     ("foreign-daemon", processes(HIDDEN), "unknown", "pid 204"),
@@ -220,6 +234,8 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
     ("versions", files(servers=Known((ServersSeen("gpu0", 0, "", 12080),))), "fail", "of CUDA 12.8"),
     ("versions", files(servers=Known((ServersSeen("gpu0", 0, "", None, "575"),))), "warn", "met driver 575"),
     ("versions", replace(gpus(package=None), files=replace(WELL.files, servers=Known(()))), "unknown", "neither"),
+    ("cuda-library", gpus(library=Library(Path("/x/libcuda.so.1"), "570.1")), "fail", "/x/libcuda.so.1 is of 570.1"),
+    ("cuda-library", gpus(library=None), "unknown", "libcuda.so.1"),
     ("memory-limit", gpu(driver="470.256.02"), "warn", "driver 470.256.02 knows no pinned"),
     (
         "memory-limit",
@@ -233,6 +249,8 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
     ("architecture", gpu(compute_capability=(3, 0)), "warn", "MPS needs 3.5"),
     ("mig", gpu(mig=True), "warn", "MIG mode is on"),
     ("compute-mode", gpu(usage=replace(USAGE, compute_mode=ComputeMode.PROHIBITED)), "fail", "prohibited"),
+    ("compute-mode", at(WELL, **SILENT), "warn", "not by mpsd"),
+    ("compute-mode", gpu(usage=replace(USAGE, compute_mode=ComputeMode.EXCLUSIVE_THREAD)), "warn", "no longer"),
     ("compute-mode", settings("", gpu(usage=used(mps=True))), "warn", "misses MPS runs beside it"),
     ("compute-mode-left", left(Known({GPU.uuid: ComputeMode.DEFAULT})), "fail", "left exclusive-process by an mpsd"),
     ("compute-mode-left", left(Known({"GPU-bbbb": ComputeMode.DEFAULT})), "fail", "mpsd changed that of GPU-bbbb"),
@@ -264,6 +282,7 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
     ("apparmor", host(kernel_log=Known((PROFILE,))), "fail", "DENIED"),
     ("xid", host(kernel_log=Known((XID.format(79),))), "fail", "0000:3b:00 reported Xid 79"),
     ("xid", host(kernel_log=Known((XID.format(31),))), "warn", "GPU memory page fault"),
+    ("oom", host(kernel_log=Known((OOM,))), "fail", "nvidia-cuda-mps"),
     ("sandbox", host(kernel_log=Known(("Starting gVisor...",))), "fail", "gVisor"),
     ("kernel", host(kernel="4.18.0-553"), "fail", "4.18.0-553"),
     ("kernel", host(kernel="5.14.0", first_pid_namespace=False), "warn", "SO_PEERPIDFD"),
@@ -272,6 +291,8 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
 """Check, node, verdict, and what it says of that."""
 
 FINE: Final[tuple[tuple[str, Observed], ...]] = (
+    ("compute-mode", left(Known({GPU.uuid: ComputeMode.DEFAULT}))),
+    ("tasks", service(tasks=Known(Tasks(Path("/g"), 9, 32768)))),
     ("device-nodes", gpus(simulated=True)),
     ("other-daemon", processes(OTHER_NODE)),
     ("memory-limit", gpu(driver="535.261.03")),
@@ -321,6 +342,19 @@ def test_what_is_wrong(check: str, observed: Observed, verdict: str, because: st
 def test_what_is_fine(check: str, observed: Observed) -> None:
     """What only looks like it is not taken for it."""
     assert [each.verdict for each in look(check, observed)] == [Verdict.OK]
+
+
+def test_what_cannot_be_seen_is_never_well() -> None:
+    """Without processes, without NVML and without mpsd's answers, each check that goes by them is unknown, or fails."""
+    blind: dict[str, tuple[Observed, set[str]]] = {
+        "processes": (replace(WELL, processes=Unknown("hidden")), set()),
+        "surroundings": (replace(WELL, processes=Unknown("hidden")), {"capabilities", "user-namespace"}),
+        "driver": (gpus(node=Unknown("no NVML")), {"control-program", "many-users"}),
+        "GPUs": (gpus(node=Unknown("no NVML")), {"compute-mode", "compute-mode-left"}),
+    }
+    for family, (observed, by_other_means) in blind.items():
+        well = {check.id for check in FAMILIES[family] if look(check.id, observed)[0].verdict is Verdict.OK}
+        assert well == by_other_means
 
 
 def test_every_check_has_a_case() -> None:

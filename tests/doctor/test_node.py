@@ -205,15 +205,22 @@ class TestWithMpsd:
         assert found.returncode == 0
         assert f"/proc/{node.pid}/ns/pid cannot be read by uid 65534: Permission denied" in found.stdout
         assert "remedy: look as root" in found.stdout
+        hide = 'mount -t proc -o hidepid=2 proc /proc && exec "$@"'
+        before = ("unshare", "--mount", "sh", "-c", hide, "sh")
+        found = as_nobody(
+            node, "doctor", "--root", str(node.root), *only("stopped", "orphans", "nofile"), before=before
+        )
+        assert "0 failed, 0 warnings, 3 unknown, 0 ok" in found.stdout
+        assert "/proc hides the processes of others (hidepid)" in found.stdout
         (node.root / "run").chmod(0o700)
         found = as_nobody(node, "doctor", "--root", str(node.root), *only("mpsd", "socket"))
         assert found.returncode == 1
         assert f"{node.root / 'run'} lets uid 65534 not through" in found.stdout
 
 
-def as_nobody(node: Node, *arguments: str) -> "subprocess.CompletedProcess[str]":
+def as_nobody(node: Node, *arguments: str, before: tuple[str, ...] = ()) -> "subprocess.CompletedProcess[str]":
     """Run mpsctl as a user without any rights."""
-    command = [sys.executable, "-c", _AS_NOBODY, str(ROOT), *arguments]
+    command = [*before, sys.executable, "-c", _AS_NOBODY, str(ROOT), *arguments]
     environment = {**os.environ, **node.env}
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mpsd.core.doctor.finding import Means, Mend
+from mpsd.core.doctor.observed import Library
 from mpsd.core.model import Known, Unknown
 from mpsd.core.settings import Settings
 from mpsd.system.doctor import disk, gpus, machine, mending, proc, service
@@ -184,6 +185,24 @@ def test_logs(settings: Settings) -> None:
     assert servers.value[0].failures == 0
 
 
+def test_clients_of_another_uid_that_wait(settings: Settings) -> None:
+    """Who waits for a server of his own is told while he lives; once his server is ready he waits no more."""
+    log = settings.paths.log_dir / "gpu0" / "control.log"
+    log.parent.mkdir(parents=True)
+    arrived = "NEW CLIENT {} from user {}: Server is not ready, push client to pending list"
+    lines = [arrived.format(os.getpid(), 1001), arrived.format(2**22 - 1, 1002), arrived.format(0, 1003)]
+    log.write_text("".join(STAMP.format("Control", 6, line) for line in lines))
+    servers = disk.look(settings, private=True).servers
+    assert isinstance(servers, Known)
+    assert servers.value[0].waiting == ((os.getpid(), 1001),)
+    with log.open("a") as more:
+        more.write(STAMP.format("Control", 6, "Starting new server 9 for user 1001"))
+        more.write(STAMP.format("Control", 6, "NEW SERVER 9: Ready"))
+    servers = disk.look(settings, private=True).servers
+    assert isinstance(servers, Known)
+    assert servers.value[0].waiting == ()
+
+
 def test_what_was_set_aside(settings: Settings) -> None:
     """A store that mpsd could not understand is named once, and not with each of its companions."""
     settings.paths.state_dir.mkdir(parents=True)
@@ -224,6 +243,17 @@ def test_socket(short_tmp: Path) -> None:
         assert service.look_at_socket(path).listener == (os.getpid(), os.geteuid())
 
 
+def test_tasks() -> None:
+    """The control group's own count is told, where it can be seen."""
+    tasks = service.tasks(os.getpid())
+    match tasks:
+        case Known(value):
+            assert value.there == int((value.group / "pids.current").read_text()) > 0
+        case Unknown(reason):
+            assert reason == "the control group of mpsd is not seen from here"
+    assert isinstance(service.tasks(2**22 - 1), Unknown)
+
+
 def test_what_mpsd_was_told() -> None:
     """Its own arguments say which files are its; a relative path is one of its own directory."""
     told = service.told(os.getpid(), ("mpsd", "run", "--root", "/r", "--config=c.toml", "--control", "prog"))
@@ -256,6 +286,17 @@ def test_package_of_the_control_program(tmp_path: Path) -> None:
     )
     assert gpus.package_of(program, tmp_path) == ("nvidia-cuda-mps", "535.261.03-1")
     assert gpus.package_of(tmp_path / "another", tmp_path) is None
+
+
+def test_library(tmp_path: Path) -> None:
+    """The version of CUDA's library is in the name of the file that its link leads to."""
+    assert gpus.library(None, [tmp_path]) is None
+    (tmp_path / "libcuda.so.1").touch()
+    assert gpus.library(tmp_path) is None
+    (tmp_path / "libcuda.so.1").rename(tmp_path / "libcuda.so.535.261.03")
+    (tmp_path / "libcuda.so.1").symlink_to("libcuda.so.535.261.03")
+    found = Library(tmp_path / "libcuda.so.1", "535.261.03")
+    assert gpus.library(None, [Path("/nowhere"), tmp_path]) == gpus.library(tmp_path) == found
 
 
 # -- mending -----------------------------------------------------------------------------------------------------------

@@ -1,23 +1,17 @@
-"""Checks of the driver and its GPUs: whether they can run MPS, hold its limits, and who is on them."""
+"""Checks of the GPUs: whether they can run MPS, how they are, and who is on them."""
 
 from collections.abc import Iterator
 from typing import Final
 
 from mpsd.core import compute_mode, gpus
-from mpsd.core.commands import TABLE
 from mpsd.core.compute_mode import Step, step
+from mpsd.core.doctor.driver import node_of, unread
 from mpsd.core.doctor.finding import Check, Finding, Means, Mend, Verdict, unknown
-from mpsd.core.doctor.observed import GpuSeen, NodeGpus, Observed
+from mpsd.core.doctor.observed import GpuSeen, Observed
 from mpsd.core.doctor.processes import SERVER
 from mpsd.core.limits import VOLTA, clients_max
 from mpsd.core.model import ComputeMode, Gpu, Known, Unknown
-from mpsd.core.settings import Users, WantedComputeMode
-
-_MANY_USERS: Final = 555
-"""The first driver whose control daemon takes -multiuser-server (NVIDIA's man page)."""
-
-_MEMORY_LIMIT: Final = 495
-"""The first driver that can have a pinned device memory limit: CUDA 11.5 (NVIDIA's documentation); measured in 535."""
+from mpsd.core.settings import WantedComputeMode
 
 _FULL: Final = 0.9
 """The part of the clients that a GPU admits from which on it is nearly full."""
@@ -27,124 +21,13 @@ def _name(gpu: Gpu) -> str:
     return f"GPU {gpu.index}"
 
 
-def _node(seen: Observed) -> NodeGpus | None:
-    node = seen.gpus.node
-    return node.value if isinstance(node, Known) else None
-
-
-def _unread(seen: Observed) -> Iterator[Finding]:
-    """Yield that the GPUs could not be looked at, where they could not."""
-    if isinstance(seen.gpus.node, Unknown):
-        yield unknown(seen.gpus.node.reason)
-
-
 def _gpus(seen: Observed) -> Iterator[GpuSeen]:
-    node = _node(seen)
+    node = node_of(seen)
     return iter(node.gpus if node is not None else ())
 
 
-def _driver(seen: Observed) -> Iterator[Finding]:
-    if seen.gpus.simulated:
-        yield unknown("the GPUs are simulated")
-    elif isinstance(seen.gpus.node, Unknown):
-        yield Finding(Verdict.FAIL, seen.gpus.node.reason, {}, seen.gpus.remedy or "see what nvidia-smi says")
-    else:
-        for index, because in seen.gpus.node.value.unreadable.items():
-            remedy = f"nvidia-smi -i {index} -q; dmesg | grep -i -e nvrm -e xid"
-            yield Finding(Verdict.FAIL, f"it cannot be read: {because}", {"index": index}, remedy, f"GPU {index}")
-
-
-def _program(seen: Observed) -> Iterator[Finding]:
-    if seen.gpus.program is None and not seen.gpus.simulated:
-        name = seen.settings.daemon.control
-        remedy = (
-            "install the part of NVIDIA's driver that has it (nvidia-cuda-mps, nvidia-compute-utils), or daemon.control"
-        )
-        yield Finding(Verdict.FAIL, f"there is no program {name!r} to execute", {"control": name}, remedy)
-    elif seen.gpus.server is None and not seen.gpus.simulated:
-        because = f"there is no nvidia-cuda-mps-server in PATH, beside {seen.gpus.program} or in its root"
-        remedy = "install it of the same version, or put it beside the control program"
-        yield Finding(Verdict.FAIL, because, {"program": str(seen.gpus.program)}, remedy)
-
-
-def _versions(seen: Observed) -> Iterator[Finding]:
-    yield from _unread(seen)
-    node = _node(seen)
-    if node is None:
-        return
-    found = [*_of_package(seen, node), *_of_logs(seen, node)]
-    yield from (each for each in found if each.verdict is not Verdict.OK)
-    if not found:
-        yield unknown("neither a package nor a log tells of which version the control program is")
-
-
-def _of_package(seen: Observed, node: NodeGpus) -> Iterator[Finding]:
-    """Compare the driver with the package that the control program is of."""
-    package, version = seen.gpus.package or ("", "")
-    upstream = version.rpartition(":")[2].partition("-")[0]
-    branch = gpus.driver_branch(upstream)
-    if branch is None:
-        return
-    because = f"{seen.gpus.program} is of {package} {version}, and the driver is {node.driver}"
-    evidence = {"package": package, "version": version, "driver": node.driver}
-    same = Verdict.OK if upstream == node.driver else Verdict.WARN
-    verdict = same if branch == gpus.driver_branch(node.driver) else Verdict.FAIL
-    yield Finding(verdict, because, evidence, f"install {package} of the driver's version, then mpsctl restart")
-
-
-def _of_logs(seen: Observed, node: NodeGpus) -> Iterator[Finding]:
-    """Compare the driver with what control daemons and servers said of themselves (R580 on)."""
-    for each in seen.files.servers.value if isinstance(seen.files.servers, Known) else ():
-        met = gpus.driver_branch(each.driver or "")
-        if met is not None:
-            because = f"its last server met driver {each.driver}, and the driver is {node.driver}"
-            evidence: dict[str, object] = {"log": str(each.log), "server": each.driver, "driver": node.driver}
-            verdict = Verdict.OK if met == gpus.driver_branch(node.driver) else Verdict.WARN
-            yield Finding(verdict, because, evidence, "mpsctl restart, which waits for its clients", each.name)
-        if each.cuda is not None and node.cuda is not None:
-            because = f"the control program is of CUDA {_cuda(each.cuda)}, and the driver of CUDA {_cuda(node.cuda)}"
-            evidence = {"log": str(each.log), "control": each.cuda, "driver": node.cuda}
-            verdict = Verdict.OK if each.cuda == node.cuda else Verdict.FAIL
-            yield Finding(verdict, because, evidence, "install both of one version, then mpsctl restart", each.name)
-
-
-def _cuda(version: int) -> str:
-    return f"{version // 1000}.{version % 1000 // 10}"
-
-
-def _memory_limit(seen: Observed) -> Iterator[Finding]:
-    yield from _unread(seen)
-    node = _node(seen)
-    branch = gpus.driver_branch(node.driver) if node is not None else None
-    if node is None or branch is None or branch >= TABLE["set_default_device_pinned_mem_limit"].since:
-        return
-    evidence = {"driver": node.driver, "since": _MEMORY_LIMIT}
-    if branch >= _MEMORY_LIMIT:
-        measured = TABLE["set_default_device_pinned_mem_limit"].since
-        yield unknown(
-            f"whether driver {node.driver} holds a memory limit was never tried; {measured} does", "mpsctl verify"
-        )
-        return
-    asked = seen.settings.limits.pinned_device_mem_limit is not None
-    because = f"driver {node.driver} knows no pinned device memory limit: it comes with {_MEMORY_LIMIT}"
-    because += ", and limits.pinned_device_mem_limit asks for one" if asked else ""
-    remedy = "install driver 535 or newer, or do without a memory limit"
-    yield Finding(Verdict.FAIL if asked else Verdict.WARN, because, evidence, remedy)
-
-
-def _many_users(seen: Observed) -> Iterator[Finding]:
-    if seen.settings.daemon.users is not Users.MANY:
-        return
-    yield from _unread(seen)
-    node = _node(seen)
-    branch = gpus.driver_branch(node.driver) if node is not None else None
-    if node is not None and branch is not None and branch < _MANY_USERS:
-        because = f'daemon.users = "many" needs driver {_MANY_USERS}, and this is {node.driver}'
-        yield Finding(Verdict.FAIL, because, {"driver": node.driver, "since": _MANY_USERS}, 'daemon.users = "one"')
-
-
 def _architecture(seen: Observed) -> Iterator[Finding]:
-    yield from _unread(seen)
+    yield from unread(seen)
     for each in _gpus(seen):
         capability = ".".join(map(str, each.gpu.compute_capability))
         evidence = {"name": each.gpu.name, "compute_capability": capability}
@@ -163,7 +46,7 @@ def _architecture(seen: Observed) -> Iterator[Finding]:
 
 
 def _mig(seen: Observed) -> Iterator[Finding]:
-    yield from _unread(seen)
+    yield from unread(seen)
     for each in _gpus(seen):
         none = gpus.unsupported(each.gpu) if each.gpu.mig else None
         if none is not None:
@@ -172,10 +55,10 @@ def _mig(seen: Observed) -> Iterator[Finding]:
 
 def _compute_mode(seen: Observed) -> Iterator[Finding]:
     answers = seen.service.answers
-    if isinstance(answers, Known) and (seen.gpus.simulated or _node(seen) is None):
+    if isinstance(answers, Known) and (seen.gpus.simulated or node_of(seen) is None):
         modes = {each.index: each.compute_mode for each in answers.value.gpus}
     else:
-        yield from _unread(seen)
+        yield from unread(seen)
         modes = {
             each.gpu.index: each.usage.value.compute_mode if isinstance(each.usage, Known) else None
             for each in _gpus(seen)
@@ -186,10 +69,24 @@ def _compute_mode(seen: Observed) -> Iterator[Finding]:
         if mode == ComputeMode.PROHIBITED:
             remedy = f"as root: {compute_mode.command(index, ComputeMode.DEFAULT)}"
             yield Finding(Verdict.FAIL, "it is prohibited: no process can use it", evidence, remedy, f"GPU {index}")
+        elif mode == ComputeMode.EXCLUSIVE_PROCESS and isinstance(answers, Unknown) and not _is_left(seen):
+            because = "it is exclusive-process, and not by mpsd: every process but the first on it fails with 46"
+            remedy = f"start mpsd; or, as root: {compute_mode.command(index, ComputeMode.DEFAULT)}"
+            yield Finding(Verdict.WARN, because, evidence, remedy, f"GPU {index}")
+        elif mode == ComputeMode.EXCLUSIVE_THREAD:
+            remedy = f"as root: {compute_mode.command(index, ComputeMode.DEFAULT)}"
+            because = "it is exclusive-thread, which NVIDIA no longer supports"
+            yield Finding(Verdict.WARN, because, evidence, remedy, f"GPU {index}")
         elif mode == ComputeMode.DEFAULT and leave:
             because = "it is default: a process that misses MPS runs beside it without limits"
             remedy = 'daemon.compute_mode = "exclusive-process", then systemctl reload mpsd, or SIGHUP'
             yield Finding(Verdict.WARN, because, evidence, remedy, f"GPU {index}")
+
+
+def _is_left(seen: Observed) -> bool:
+    """Tell whether mpsd wrote down, or may have, that it changed a mode: that is told by another check."""
+    left = seen.gpus.left
+    return left is not None and (isinstance(left.found, Unknown) or bool(left.found.value))
 
 
 def _left(seen: Observed) -> Iterator[Finding]:
@@ -211,7 +108,7 @@ def _left(seen: Observed) -> Iterator[Finding]:
         yield Finding(Verdict.FAIL, because, {"path": str(left.path)}, f"{look} {left.path}", "record")
     elif isinstance(left.found, Unknown):
         yield unknown(f"{left.path} {left.found.reason}", "look as root")
-    elif left.found.value and _node(seen) is None:
+    elif left.found.value and node_of(seen) is None:
         reason = seen.gpus.node.reason if isinstance(seen.gpus.node, Unknown) else ""
         because = f"{left.path} names GPUs that cannot be read: {reason}"
         yield Finding(Verdict.FAIL, because, {"path": str(left.path)}, seen.gpus.remedy)
@@ -242,7 +139,7 @@ def _left_on(seen: GpuSeen | None, uuid: str, found: ComputeMode) -> Finding:
 
 
 def _persistence(seen: Observed) -> Iterator[Finding]:
-    yield from _unread(seen)
+    yield from unread(seen)
     for each in _gpus(seen):
         if isinstance(each.condition, Unknown):
             yield unknown(each.condition.reason, subject=_name(each.gpu))
@@ -256,7 +153,7 @@ def _persistence(seen: Observed) -> Iterator[Finding]:
 
 
 def _ecc(seen: Observed) -> Iterator[Finding]:
-    yield from _unread(seen)
+    yield from unread(seen)
     for each in _gpus(seen):
         if isinstance(each.condition, Unknown):
             yield unknown(each.condition.reason, subject=_name(each.gpu))
@@ -280,7 +177,7 @@ def _ecc(seen: Observed) -> Iterator[Finding]:
 
 
 def _clients(seen: Observed) -> Iterator[Finding]:
-    yield from _unread(seen)
+    yield from unread(seen)
     for each in _gpus(seen):
         if isinstance(each.usage, Unknown):
             yield unknown(each.usage.reason, subject=_name(each.gpu))
@@ -296,13 +193,13 @@ def _clients(seen: Observed) -> Iterator[Finding]:
 
 
 def _outside(seen: Observed) -> Iterator[Finding]:
-    yield from _unread(seen)
+    yield from unread(seen)
     servers = (
         {each.pid for each in seen.processes.value if each.part == SERVER}
         if isinstance(seen.processes, Known)
         else None
     )
-    if servers is None and _node(seen) is not None:
+    if servers is None and node_of(seen) is not None:
         yield unknown(
             "which of the GPUs' processes are servers of MPS cannot be told without all processes", "look as root"
         )
@@ -328,33 +225,6 @@ def _outside(seen: Observed) -> Iterator[Finding]:
 
 
 CHECKS: Final = (
-    Check(
-        "driver", "NVIDIA's driver answers, and reads every GPU", "mpsd does not start, or not for that GPU.", _driver
-    ),
-    Check(
-        "control-program",
-        "NVIDIA's control and server programs are there",
-        "No control daemon starts, or no server.",
-        _program,
-    ),
-    Check(
-        "versions",
-        "the control program is of the driver's version",
-        "Servers exit with status 1, and clients fail with 805.",
-        _versions,
-    ),
-    Check(
-        "memory-limit",
-        "the driver knows a pinned device memory limit",
-        "A limit that was asked for is answered with nothing, and does not hold.",
-        _memory_limit,
-    ),
-    Check(
-        "many-users",
-        'the driver can do what daemon.users = "many" asks for',
-        "The control daemon does not start, or serves one uid at a time.",
-        _many_users,
-    ),
     Check(
         "architecture",
         "every GPU is of Volta or newer",

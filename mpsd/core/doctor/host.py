@@ -149,6 +149,15 @@ def _xid(seen: Observed) -> Iterator[Finding]:
         yield Finding(verdict, because, evidence, remedy, where)
 
 
+def _oom(seen: Observed) -> Iterator[Finding]:
+    yield from _log(seen, "whom it killed for want of memory")
+    lines = [each for each in _lines(seen) if "Killed process" in each and _NAMES.search(each)]
+    if lines:
+        because = f"the kernel killed processes of MPS for want of memory {len(lines)} times, the last: {lines[-1]}"
+        remedy = "free -h; give the control group of mpsd and its servers more (MemoryMax=, a container's limit)"
+        yield Finding(Verdict.FAIL, because, {"lines": lines[-5:]}, remedy)
+
+
 def _sandbox(seen: Observed) -> Iterator[Finding]:
     if any("Starting gVisor" in line for line in _lines(seen)):
         remedy = "run it with another runtime: runc, not runsc"
@@ -196,6 +205,7 @@ CHECKS: Final = (
     Check(
         "xid", "no GPU reported an error in this boot", "After some, work on that GPU fails until it is reset.", _xid
     ),
+    Check("oom", "the kernel killed no process of MPS", "A server that is killed takes every client with it.", _oom),
     Check("sandbox", "the kernel is Linux", "In gVisor no client can say who it is, and none is served.", _sandbox),
     Check("kernel", "the kernel can do what mpsd needs", "Processes cannot be watched, or not be told apart.", _kernel),
 )

@@ -117,6 +117,16 @@ class SocketSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class Tasks:
+    """The processes and threads of a control group; servers, with threads for each client, are in mpsd's."""
+
+    group: Path
+    there: int
+    most: int | None
+    """None: as many as they like."""
+
+
+@dataclass(frozen=True, slots=True)
 class ConfigurationSeen:
     """The configuration file that mpsd is to have."""
 
@@ -140,6 +150,8 @@ class ServiceSeen:
     """The process that listens on the socket, or holds the lock."""
     lacking: tuple[tuple[str, str], ...] = ()
     """The capabilities that it needs and has not, with what fails without each."""
+    tasks: Reading[Tasks] = _NOT_LOOKED
+    """How many processes and threads its control group has."""
     few_uids: Reading[bool] = _NOT_LOOKED
     """Whether it is in a user namespace in which not each uid is itself."""
     lock_holder: Reading[int | None] = _NOT_LOOKED
@@ -201,6 +213,8 @@ class ServersSeen:
     driver: str | None = None
     """The driver that a server said it met, as 580."""
     log: Path = Path()
+    waiting: tuple[tuple[int, int], ...] = ()
+    """The pids and uids of clients that live and wait for a server of their own uid (R580 on)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +302,14 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
+class Library:
+    """CUDA's library, where the loader finds it, and the version that its name has."""
+
+    path: Path
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
 class GpusSeen:
     """The GPUs, the driver, and the control program."""
 
@@ -299,6 +321,7 @@ class GpusSeen:
     """The control program, where one is found."""
     server: Path | None = None
     """The program of its servers, likewise."""
+    library: Library | None = None
     package: tuple[str, str] | None = None
     """The package that the control program is of, and its version."""
     left: Left | None = None

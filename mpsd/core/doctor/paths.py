@@ -186,6 +186,19 @@ def _server_start(seen: Observed) -> Iterator[Finding]:
             yield Finding(Verdict.FAIL, because, evidence, f"see {each.log} and server.log beside it", each.name)
 
 
+def _waiting(seen: Observed) -> Iterator[Finding]:
+    if isinstance(seen.files.servers, Unknown):
+        yield unknown(seen.files.servers.reason, "look as root")
+        return
+    for each in seen.files.servers.value:
+        if each.waiting:
+            who = ", ".join(f"pid {pid} (uid {uid})" for pid, uid in each.waiting)
+            because = f"{who} waits inside CUDA's initialisation until the clients of another uid have left"
+            evidence = {"log": str(each.log), "waiting": [{"pid": pid, "uid": uid} for pid, uid in each.waiting]}
+            remedy = 'daemon.users = "many" (driver 555), then mpsctl restart; or one uid for each GPU'
+            yield Finding(Verdict.WARN, because, evidence, remedy, each.name)
+
+
 def _clock(seen: Observed) -> Iterator[Finding]:
     if seen.files.ahead is not None and seen.files.ahead[1] > _LATE:
         path, seconds = seen.files.ahead
@@ -236,6 +249,12 @@ CHECKS: Final = (
         "servers start",
         "Clients wait, then fail with CUDA_ERROR_MPS_CONNECTION_FAILED (805).",
         _server_start,
+    ),
+    Check(
+        "waiting-uids",
+        "no client waits for those of another uid to leave",
+        "A control daemon serves one uid at a time: clients of the next hang in their first call of CUDA.",
+        _waiting,
     ),
     Check("clock", "the clock was not set back", "Ages and expiries are shown wrong; logs are out of order.", _clock),
 )

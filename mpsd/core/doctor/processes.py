@@ -28,18 +28,23 @@ def _all(seen: Observed) -> tuple[ProcessSeen, ...]:
     return seen.processes.value if isinstance(seen.processes, Known) else ()
 
 
-def _living(seen: Observed) -> Iterator[ProcessSeen]:
+def living(seen: Observed) -> Iterator[ProcessSeen]:
+    """Yield the processes that have not ended."""
     return (each for each in _all(seen) if each.state != "Z")
 
 
-def _unseen(seen: Observed) -> Iterator[Finding]:
-    """Yield why not every process of MPS can be told, where it cannot."""
+def hidden(seen: Observed) -> Iterator[Finding]:
+    """Yield that processes could not be looked at, where they could not."""
     if isinstance(seen.processes, Unknown):
         yield unknown(seen.processes.reason, "look as root")
-        return
+
+
+def _unseen(seen: Observed) -> Iterator[Finding]:
+    """Yield why not every process of MPS can be told with its pipe directory, where it cannot."""
+    yield from hidden(seen)
     if not seen.host.first_pid_namespace:
         yield unknown("in this pid namespace not every process of the machine can be seen", "look on the host")
-    for each in _living(seen):
+    for each in living(seen):
         if each.part in {DAEMON, SERVER} and isinstance(each.variables, Unknown):
             because = f"pid {each.pid} is a {each.part} of uid {each.uid}: {each.variables.reason}"
             yield unknown(because, "look as root", subject=f"pid {each.pid}")
@@ -81,7 +86,7 @@ def _foreign(seen: Observed) -> Iterator[Finding]:
     yield from _unseen(seen)
     answers = seen.service.answers
     known = {each.pid for each in answers.value.daemons} if isinstance(answers, Known) else None
-    for each in _living(seen):
+    for each in living(seen):
         if each.part != DAEMON or not _is_own(seen, each.pipe_directory):
             continue
         if each.pid in known if known is not None else _looks_like_ours(seen, each):
@@ -95,7 +100,7 @@ def _foreign(seen: Observed) -> Iterator[Finding]:
 def _usual(seen: Observed) -> Iterator[Finding]:
     yield from _unseen(seen)
     there = set()
-    for each in _living(seen):
+    for each in living(seen):
         directory = each.pipe_directory or USUAL[0]
         if each.part != DAEMON or isinstance(each.variables, Unknown) or directory not in USUAL:
             continue
@@ -120,7 +125,7 @@ def _usual(seen: Observed) -> Iterator[Finding]:
 
 def _other(seen: Observed) -> Iterator[Finding]:
     yield from _unseen(seen)
-    for each in _living(seen):
+    for each in living(seen):
         directory = each.pipe_directory
         if each.part != DAEMON or directory is None or directory in USUAL or _is_own(seen, directory):
             continue
@@ -143,8 +148,9 @@ def _sees_none(seen: Observed, devices: str) -> bool:
 
 
 def _other_mpsd(seen: Observed) -> Iterator[Finding]:
+    yield from hidden(seen)
     own = seen.service.process.pid if seen.service.process is not None else None
-    for each in _living(seen):
+    for each in living(seen):
         if each.part != MPSD or each.pid == own:
             continue
         because = f"pid {each.pid} (uid {each.uid}) is an mpsd too: both would share out the same GPUs"
@@ -157,14 +163,14 @@ def _other_mpsd(seen: Observed) -> Iterator[Finding]:
 
 def _orphans(seen: Observed) -> Iterator[Finding]:
     yield from _unseen(seen)
-    living = {each.pid: each for each in _living(seen)}
+    by_pid = {each.pid: each for each in living(seen)}
     answers = seen.service.answers
     known = {pid for each in answers.value.daemons for pid in each.orphans} if isinstance(answers, Known) else set()
-    for pid in known - living.keys():
+    for pid in known - by_pid.keys():
         because = f"server {pid} is an orphan: its control daemon is dead, and nobody limits it any more"
         yield Finding(Verdict.FAIL, because, {"pid": pid}, f"when its clients are done: kill {pid}", f"pid {pid}")
-    for each in living.values():
-        parent = living.get(each.parent)
+    for each in by_pid.values():
+        parent = by_pid.get(each.parent)
         if each.part == SERVER and (parent is None or parent.part != DAEMON):
             because = (
                 f"server {each.pid} (uid {each.uid}) is an orphan: its control daemon is dead, and nobody limits it"
@@ -175,7 +181,8 @@ def _orphans(seen: Observed) -> Iterator[Finding]:
 
 
 def _front_end(seen: Observed) -> Iterator[Finding]:
-    for each in _living(seen):
+    yield from hidden(seen)
+    for each in living(seen):
         if each.part == FRONT_END and each.age > _BRIEF:
             where = each.pipe_directory or "a control daemon"
             because = (
@@ -186,7 +193,8 @@ def _front_end(seen: Observed) -> Iterator[Finding]:
 
 
 def _stopped(seen: Observed) -> Iterator[Finding]:
-    for each in _living(seen):
+    yield from hidden(seen)
+    for each in living(seen):
         if each.state in {"T", "t"}:
             because = f"pid {each.pid}, a {each.part}, is stopped (state {each.state}), and answers nobody"
             remedy = (
@@ -203,6 +211,7 @@ def _stopped(seen: Observed) -> Iterator[Finding]:
 
 
 def _zombies(seen: Observed) -> Iterator[Finding]:
+    yield from hidden(seen)
     dead = [each for each in _all(seen) if each.state == "Z"]
     if dead:
         parents = sorted({each.parent for each in dead})
@@ -214,7 +223,8 @@ def _zombies(seen: Observed) -> Iterator[Finding]:
 
 
 def _nofile(seen: Observed) -> Iterator[Finding]:
-    for each in _living(seen):
+    yield from hidden(seen)
+    for each in living(seen):
         if each.part == FRONT_END:
             continue
         if isinstance(each.open_files, Unknown):
@@ -232,7 +242,8 @@ def _nofile(seen: Observed) -> Iterator[Finding]:
 
 
 def _program(seen: Observed) -> Iterator[Finding]:
-    for each in _living(seen):
+    yield from hidden(seen)
+    for each in living(seen):
         if each.part in {DAEMON, SERVER, MPSD} and isinstance(each.executable, Known):
             path = each.executable.value
             if not path.endswith(" (deleted)"):
@@ -240,83 +251,6 @@ def _program(seen: Observed) -> Iterator[Finding]:
             because = f"pid {each.pid}, a {each.part}, runs {path.removesuffix(' (deleted)')}, which was replaced since"
             remedy = "systemctl restart mpsd" if each.part == MPSD else "mpsctl restart, which waits for its clients"
             yield Finding(Verdict.WARN, because, _told(each), remedy, f"pid {each.pid}")
-
-
-def _capabilities(seen: Observed) -> Iterator[Finding]:
-    mpsd = seen.service.process
-    if mpsd is None:
-        yield unknown("no mpsd is seen")
-        return
-    if mpsd.uid != 0:
-        because = f"mpsd (pid {mpsd.pid}) runs as uid {mpsd.uid}: it serves that uid's clients alone"
-        yield Finding(Verdict.WARN, because, {"pid": mpsd.pid, "uid": mpsd.uid}, "run it as root to serve every user")
-        return
-    if seen.service.lacking:
-        names = [name for name, _ in seen.service.lacking]
-        harm = "; ".join(dict.fromkeys(harm for _, harm in seen.service.lacking))
-        because = f"mpsd (pid {mpsd.pid}) lacks {', '.join(names)}: {harm}"
-        evidence = {"pid": mpsd.pid, "effective": f"{mpsd.capabilities:016x}", "missing": names}
-        remedy = "CapabilityBoundingSet= in its unit; a privileged container has them all"
-        yield Finding(Verdict.FAIL, because, evidence, remedy)
-
-
-def _user_namespace(seen: Observed) -> Iterator[Finding]:
-    mpsd, few = seen.service.process, seen.service.few_uids
-    if mpsd is None or isinstance(few, Unknown):
-        yield unknown(
-            few.reason if isinstance(few, Unknown) and mpsd is not None else "no mpsd is seen", "look as root"
-        )
-    elif few.value:
-        because = f"mpsd (pid {mpsd.pid}) is in a user namespace: every uid that is not mapped there is 65534 to it"
-        remedy = "run it in the host's user namespace: no --userns, no rootless container"
-        yield Finding(Verdict.FAIL, because, {"pid": mpsd.pid}, remedy)
-
-
-def _pid_namespace(seen: Observed) -> Iterator[Finding]:
-    listener, mpsd = seen.service.socket.listener, seen.service.process
-    if listener is not None and listener[0] == 0:
-        because = "mpsd runs in a pid namespace that is not seen from here, so it may not see its callers either"
-        yield Finding(Verdict.FAIL, because, {"pid": 0}, "run mpsd with hostPID: true (docker run --pid=host)")
-        return
-    if not seen.host.first_pid_namespace:
-        because = f"who asks is in a pid namespace of its own ({seen.host.pid_namespace})"
-        yield Finding(
-            Verdict.WARN,
-            because,
-            {"pid_namespace": seen.host.pid_namespace},
-            "to see everything, look on the host; mpsd itself needs hostPID: true (docker run --pid=host)",
-        )
-        return
-    for each in (*([mpsd] if mpsd else []), *(each for each in _living(seen) if each.part == DAEMON)):
-        if isinstance(each.pid_namespace, Unknown):
-            yield unknown(each.pid_namespace.reason, "look as root", subject=f"pid {each.pid}")
-        elif each.pid_namespace.value != seen.host.pid_namespace:
-            because = (
-                f"pid {each.pid}, a {each.part}, is in a pid namespace of its own: clients outside it are pid 0 to it"
-            )
-            evidence = {"pid": each.pid, "pid_namespace": each.pid_namespace.value, "own": seen.host.pid_namespace}
-            remedy = "run it with hostPID: true (docker run --pid=host)"
-            yield Finding(Verdict.FAIL, because, evidence, remedy, f"pid {each.pid}")
-
-
-def _shm_shared(seen: Observed) -> Iterator[Finding]:
-    own = seen.host.shared_memory
-    if isinstance(own, Unknown):
-        yield unknown(own.reason)
-        return
-    for each in _living(seen):
-        if each.part == FRONT_END:
-            continue
-        if isinstance(each.shared_memory, Unknown):
-            yield unknown(each.shared_memory.reason, "look as root", subject=f"pid {each.pid}")
-        elif each.shared_memory.value != own.value.device:
-            because = (
-                f"pid {each.pid}, a {each.part}, has another /dev/shm than who asks: clients that share the caller's"
-            )
-            because += " cannot connect (805)"
-            evidence = {"pid": each.pid, "device": each.shared_memory.value, "own_device": own.value.device}
-            remedy = "share it: hostIPC: true, or mount the host's /dev/shm into both (docker run --ipc=host)"
-            yield Finding(Verdict.WARN, because, evidence, remedy, f"pid {each.pid}")
 
 
 CHECKS: Final = (
@@ -366,25 +300,6 @@ CHECKS: Final = (
         "what runs is what is installed",
         "After an upgrade, old control daemons meet new libraries: clients fail to connect.",
         _program,
-    ),
-    Check("capabilities", "mpsd has what it needs of root's power", "It cannot do what it promises.", _capabilities),
-    Check(
-        "user-namespace",
-        "mpsd sees every uid as what it is",
-        "All uids that are not mapped are one user to it: each can end the leases of the others.",
-        _user_namespace,
-    ),
-    Check(
-        "pid-namespace",
-        "mpsd, control daemons and who asks are in the machine's own pid namespace",
-        "Callers and clients are pid 0: nothing can be tied to their lives.",
-        _pid_namespace,
-    ),
-    Check(
-        "shm-shared",
-        "mpsd, control daemons and who asks have one /dev/shm",
-        "Clients hang or fail with CUDA_ERROR_MPS_CONNECTION_FAILED (805).",
-        _shm_shared,
     ),
 )
 """In the order in which they are told."""

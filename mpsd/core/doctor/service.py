@@ -19,6 +19,9 @@ _STOPPED_BY_HAND: Final = {"inactive", "deactivating"}
 
 _SERVICE: Final = "mpsd.service"
 
+_FREE_TASKS: Final = 1000
+"""Threads that 48 clients and their servers may come to need; what containers get by default (2048) is little."""
+
 
 def _answers(seen: Observed) -> Answers | None:
     answers = seen.service.answers
@@ -151,6 +154,9 @@ def _unit_settings(seen: Observed) -> Iterator[Finding]:
     unit = seen.service.units.value.get(_SERVICE, {})
     wrong = {
         "KillMode": ("process", "stopping mpsd would end the control daemons and with them every client"),
+        "PrivateDevices": ("no", "there would be no GPU"),
+        "PrivateIPC": ("no", "servers would have another shared memory than their clients"),
+        "PrivateUsers": ("no", "every uid would be one to mpsd, and no server could be a client's"),
         "PrivateTmp": ("no", "a restart would take their /tmp from control daemons and clients that outlive it"),
         "RuntimeDirectoryPreserve": ("yes", "stopping mpsd would remove the sockets of control daemons that run on"),
     }
@@ -166,6 +172,19 @@ def _unit_settings(seen: Observed) -> Iterator[Finding]:
                 f"systemctl edit {_SERVICE}: [Service] {key}={right}; then systemctl restart mpsd",
                 subject=_SERVICE,
             )
+
+
+def _tasks(seen: Observed) -> Iterator[Finding]:
+    tasks = seen.service.tasks
+    if isinstance(tasks, Unknown):
+        yield unknown(tasks.reason)
+        return
+    group, there, most = tasks.value.group, tasks.value.there, tasks.value.most
+    if most is not None and most - there < _FREE_TASKS:
+        because = f"{group} has {there} of at most {most} processes and threads: an MPS server has some for each client"
+        evidence = {"group": str(group), "tasks": there, "most": most}
+        remedy = "TasksMax=infinity in mpsd's unit (--pids-limit=-1 for a container)"
+        yield Finding(Verdict.FAIL if there >= most else Verdict.WARN, because, evidence, remedy)
 
 
 def _node(seen: Observed) -> Iterator[Finding]:
@@ -250,6 +269,12 @@ CHECKS: Final = (
         "mpsd's unit leaves the control daemons alone when it stops",
         "A restart or an upgrade of mpsd ends every client.",
         _unit_settings,
+    ),
+    Check(
+        "tasks",
+        "mpsd's control group has room for processes and threads",
+        "Servers cannot make threads for their clients, nor mpsd a control daemon.",
+        _tasks,
     ),
     Check("node", "mpsd finds the node healthy", "mpsd has a reason that no other check has.", _node),
     Check("gpu-health", "mpsd can give out every GPU", "Nobody is admitted on that GPU.", _gpu_health),

@@ -1,14 +1,16 @@
-"""All checks, in the order in which they are told: mpsd, its files, its processes, the GPUs, the machine."""
+"""All checks, in the order in which they are told: mpsd first, the machine last."""
 
 from typing import Final
 
-from mpsd.core.doctor import gpus, host, paths, processes, service
+from mpsd.core.doctor import driver, gpus, host, paths, processes, service, surroundings
 from mpsd.core.doctor.finding import Check
 
 FAMILIES: Final[dict[str, tuple[Check, ...]]] = {
     "mpsd": service.CHECKS,
     "files": paths.CHECKS,
     "processes": processes.CHECKS,
+    "surroundings": surroundings.CHECKS,
+    "driver": driver.CHECKS,
     "GPUs": gpus.CHECKS,
     "machine": host.CHECKS,
 }

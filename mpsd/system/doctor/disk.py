@@ -8,11 +8,12 @@ from typing import Final
 from mpsd.core.doctor.observed import DirectorySeen, FilesSeen, PipeDirectorySeen, ServersSeen, SharedMemorySeen
 from mpsd.core.doctor.processes import USUAL
 from mpsd.core.errors import ConfigurationError
-from mpsd.core.logevents import ServerExited, ServerFailed, ServerReady
+from mpsd.core.logevents import ClientArrived, ServerExited, ServerFailed, ServerReady, ServerStarting
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.mpslog import LogReader, parse
 from mpsd.core.settings import Settings
 from mpsd.system import acl, clock, rundir, surroundings, trust
+from mpsd.system.process import start_ticks
 
 _TAIL: Final = 256 * 1024
 """Bytes of a log's end that are read."""
@@ -180,10 +181,20 @@ def _of_logs(directory: Path) -> ServersSeen:
     """Read the ends of a control daemon's logs. Raises OSError."""
     control, server = directory / "control.log", directory / "server.log"
     failures, words = 0, ""
+    uids: dict[int, int] = {}
+    waiting: dict[int, int] = {}
     lines = _tail(control)
     for event in LogReader().read(lines):
         if isinstance(event, ServerReady):
             failures, words = 0, ""
+            waiting.pop(uids.get(event.server, -1), None)
+        elif isinstance(event, ServerStarting):
+            uids[event.server] = event.uid
+        elif isinstance(event, ClientArrived):
+            if event.waits:
+                waiting[event.uid] = event.pid
+            else:
+                waiting.pop(event.uid, None)
         elif isinstance(event, ServerFailed):
             words = event.words
         elif isinstance(event, ServerExited) and event.status:
@@ -200,6 +211,7 @@ def _of_logs(directory: Path) -> ServersSeen:
         cuda=int(cuda) if cuda.isdecimal() else None,
         driver=_last(of_server, _DRIVER) or None,
         log=control,
+        waiting=tuple((pid, uid) for uid, pid in waiting.items() if pid and start_ticks(pid) is not None),
     )
 
 

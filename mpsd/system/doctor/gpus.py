@@ -1,10 +1,11 @@
 """The GPUs, the driver and the control program, and the record of compute modes that are to be given back."""
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from mpsd.core.doctor.observed import GpuSeen, GpusSeen, Left, NodeGpus
+from mpsd.core.doctor.observed import GpuSeen, GpusSeen, Left, Library, NodeGpus
 from mpsd.core.errors import ConfigurationError, GpuError
 from mpsd.core.model import Known, Unknown
 from mpsd.core.settings import Settings
@@ -14,6 +15,12 @@ from mpsd.system.found_modes import FoundModes
 from mpsd.system.gpu import NvmlGpus
 
 _DPKG: Final = Path("/var/lib/dpkg")
+
+_LIBRARIES: Final = tuple(
+    Path("/usr", place)
+    for place in ("lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu", "lib64", "lib", "local/nvidia/lib64")
+)
+"""Where distributions, NVIDIA's installer, and container runtimes put the driver's libraries."""
 
 
 def find(settings: Settings, control: str | None = None) -> Driver | None:
@@ -32,6 +39,7 @@ async def look(settings: Settings, control: str | None, *, simulated: bool) -> G
         simulated=simulated,
         program=there.control if there else None,
         server=there.server if there else None,
+        library=library(there.libraries if there else None),
         package=package_of(there.control) if there else None,
         left=left(settings),
     )
@@ -48,6 +56,19 @@ async def look(settings: Settings, control: str | None, *, simulated: bool) -> G
         source.close()
     unreadable = {index: unknown.reason for index, unknown in inventory.unknown.items()}
     return found.with_node(Known(NodeGpus(version, cuda, tuple(gpus), unreadable)))
+
+
+def library(root: Path | None, places: Sequence[Path] = _LIBRARIES) -> Library | None:
+    """Find CUDA's library in the driver's own root, or where drivers are installed: its link has the version.
+
+    In the places that the loader looks in, that is; what LD_LIBRARY_PATH names belongs to the caller alone.
+    """
+    for place in places if root is None else (root,):
+        link = place / "libcuda.so.1"
+        version = link.resolve().name.removeprefix("libcuda.so.")
+        if link.exists() and version != "1":
+            return Library(link, version)
+    return None
 
 
 def left(settings: Settings) -> Left:

@@ -25,7 +25,16 @@ def processes(program: Sequence[str]) -> Reading[tuple[ProcessSeen, ...]]:
         pids = sorted(int(name) for name in os.listdir(_PROC) if name.isdecimal())  # noqa: PTH208 - names, not paths
     except OSError as error:
         return Unknown(f"{_PROC} cannot be read: {error.strerror}")
-    return Known(tuple(each for pid in pids for each in _process(pid, tuple(program))))
+    if 1 not in pids:
+        return _hidden("/proc/1")
+    try:
+        return Known(tuple(each for pid in pids for each in _process(pid, tuple(program))))
+    except PermissionError as error:
+        return _hidden(error.filename)
+
+
+def _hidden(path: str) -> Unknown:
+    return Unknown(f"{path} cannot be read by uid {os.geteuid()}: /proc hides the processes of others (hidepid)")
 
 
 def process(pid: int) -> ProcessSeen | None:

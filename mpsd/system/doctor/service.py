@@ -5,12 +5,13 @@ import shutil
 import socket
 import stat
 import struct
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
 
-from mpsd.core.doctor.observed import ConfigurationSeen, SocketSeen
+from mpsd.core.doctor.observed import ConfigurationSeen, SocketSeen, Tasks
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.settings import Settings
@@ -23,8 +24,11 @@ _UNITS: Final = ("mpsd.service", "mpsd.socket")
 
 _PROPERTIES: Final = (
     "Id", "LoadState", "ActiveState", "SubState", "Result", "UnitFileState", "FragmentPath", "DropInPaths", "KillMode",
-    "PrivateTmp", "RuntimeDirectory", "RuntimeDirectoryPreserve",
+    "PrivateDevices", "PrivateIPC", "PrivateUsers", "PrivateTmp", "RuntimeDirectory", "RuntimeDirectoryPreserve",
 )  # fmt: skip
+
+_CGROUPS: Final = {"": "/sys/fs/cgroup", "pids": "/sys/fs/cgroup/pids"}
+"""Where hierarchies that count processes are mounted, by their controllers in /proc/PID/cgroup. Source: cgroups(7)."""
 
 _DEADLINE: Final = 5.0
 """Seconds for a connection, and for systemctl."""
@@ -146,3 +150,38 @@ def few_uids(pid: int) -> Reading[bool]:
         return Known(surroundings.has_few_uids(pid))
     except OSError as error:
         return Unknown(f"{error.filename} cannot be read by uid {os.geteuid()}: {error.strerror}")
+
+
+def tasks(pid: int) -> Reading[Tasks]:
+    """Count the processes and threads of an mpsd's control group, by the nearest group above it that limits them.
+
+    Where this process sees no such file, as in most containers, that is not known. Source: cgroups(7).
+    """
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        return Unknown(f"{error.filename} cannot be read by uid {os.geteuid()}: {error.strerror}")
+    found = [_tasks(Path(root) / path.lstrip("/")) for root, path in _groups(lines)]
+    limited = [each for each in found if each is not None]
+    if not limited:
+        return Unknown("the control group of mpsd is not seen from here")
+    return Known(min(limited, key=lambda each: each.most - each.there if each.most is not None else sys.maxsize))
+
+
+def _groups(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield each group on the way from the one with the processes up to the root's, where it is mounted."""
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        mounted = _CGROUPS.get(controllers)
+        if mounted is not None:
+            for each in (PurePosixPath(path), *PurePosixPath(path).parents):
+                yield mounted, str(each)
+
+
+def _tasks(group: Path) -> Tasks | None:
+    try:
+        there = int((group / "pids.current").read_text(encoding="ascii"))
+        most = (group / "pids.max").read_text(encoding="ascii").strip()
+    except OSError:
+        return None  # the root's own group has no limit, and a container may see none at all
+    return Tasks(group, there, int(most) if most.isdecimal() else None)

@@ -1,0 +1,183 @@
+"""Checks of NVIDIA's driver and its programs: whether they are there, fit together, and know what mpsd needs."""
+
+from collections.abc import Iterator
+from typing import Final
+
+from mpsd.core import gpus
+from mpsd.core.commands import TABLE
+from mpsd.core.doctor.finding import Check, Finding, Verdict, unknown
+from mpsd.core.doctor.observed import NodeGpus, Observed
+from mpsd.core.model import Known, Unknown
+from mpsd.core.settings import Users
+
+_MANY_USERS: Final = 555
+"""The first driver whose control daemon takes -multiuser-server (NVIDIA's man page)."""
+
+_MEMORY_LIMIT: Final = 495
+"""The first driver that can have a pinned device memory limit: CUDA 11.5 (NVIDIA's documentation); measured in 535."""
+
+
+def node_of(seen: Observed) -> NodeGpus | None:
+    """Return what NVML told; None where it told nothing."""
+    node = seen.gpus.node
+    return node.value if isinstance(node, Known) else None
+
+
+def unread(seen: Observed) -> Iterator[Finding]:
+    """Yield that the GPUs could not be looked at, where they could not."""
+    if isinstance(seen.gpus.node, Unknown):
+        yield unknown(seen.gpus.node.reason)
+
+
+def _driver(seen: Observed) -> Iterator[Finding]:
+    if seen.gpus.simulated:
+        yield unknown("the GPUs are simulated")
+    elif isinstance(seen.gpus.node, Unknown):
+        yield Finding(Verdict.FAIL, seen.gpus.node.reason, {}, seen.gpus.remedy or "see what nvidia-smi says")
+    else:
+        for index, because in seen.gpus.node.value.unreadable.items():
+            remedy = f"nvidia-smi -i {index} -q; dmesg | grep -i -e nvrm -e xid"
+            yield Finding(Verdict.FAIL, f"it cannot be read: {because}", {"index": index}, remedy, f"GPU {index}")
+
+
+def _program(seen: Observed) -> Iterator[Finding]:
+    if seen.gpus.program is None and not seen.gpus.simulated:
+        name = seen.settings.daemon.control
+        remedy = (
+            "install the part of NVIDIA's driver that has it (nvidia-cuda-mps, nvidia-compute-utils), or daemon.control"
+        )
+        yield Finding(Verdict.FAIL, f"there is no program {name!r} to execute", {"control": name}, remedy)
+    elif seen.gpus.server is None and not seen.gpus.simulated:
+        because = f"there is no nvidia-cuda-mps-server in PATH, beside {seen.gpus.program} or in its root"
+        remedy = "install it of the same version, or put it beside the control program"
+        yield Finding(Verdict.FAIL, because, {"program": str(seen.gpus.program)}, remedy)
+
+
+def _versions(seen: Observed) -> Iterator[Finding]:
+    yield from unread(seen)
+    node = node_of(seen)
+    if node is None:
+        return
+    found = [*_of_package(seen, node), *_of_logs(seen, node)]
+    yield from (each for each in found if each.verdict is not Verdict.OK)
+    if not found:
+        yield unknown("neither a package nor a log tells of which version the control program is")
+
+
+def _of_package(seen: Observed, node: NodeGpus) -> Iterator[Finding]:
+    """Compare the driver with the package that the control program is of."""
+    package, version = seen.gpus.package or ("", "")
+    upstream = version.rpartition(":")[2].partition("-")[0]
+    branch = gpus.driver_branch(upstream)
+    if branch is None:
+        return
+    because = f"{seen.gpus.program} is of {package} {version}, and the driver is {node.driver}"
+    evidence = {"package": package, "version": version, "driver": node.driver}
+    same = Verdict.OK if upstream == node.driver else Verdict.WARN
+    verdict = same if branch == gpus.driver_branch(node.driver) else Verdict.FAIL
+    yield Finding(verdict, because, evidence, f"install {package} of the driver's version, then mpsctl restart")
+
+
+def _of_logs(seen: Observed, node: NodeGpus) -> Iterator[Finding]:
+    """Compare the driver with what control daemons and servers said of themselves (R580 on)."""
+    for each in seen.files.servers.value if isinstance(seen.files.servers, Known) else ():
+        met = gpus.driver_branch(each.driver or "")
+        if met is not None:
+            because = f"its last server met driver {each.driver}, and the driver is {node.driver}"
+            evidence: dict[str, object] = {"log": str(each.log), "server": each.driver, "driver": node.driver}
+            verdict = Verdict.OK if met == gpus.driver_branch(node.driver) else Verdict.WARN
+            yield Finding(verdict, because, evidence, "mpsctl restart, which waits for its clients", each.name)
+        if each.cuda is not None and node.cuda is not None:
+            because = f"the control program is of CUDA {_cuda(each.cuda)}, and the driver of CUDA {_cuda(node.cuda)}"
+            evidence = {"log": str(each.log), "control": each.cuda, "driver": node.cuda}
+            verdict = Verdict.OK if each.cuda == node.cuda else Verdict.FAIL
+            yield Finding(verdict, because, evidence, "install both of one version, then mpsctl restart", each.name)
+
+
+def _cuda(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _library(seen: Observed) -> Iterator[Finding]:
+    yield from unread(seen)
+    node, library = node_of(seen), seen.gpus.library
+    if node is None:
+        return
+    if library is None:
+        yield unknown(
+            "libcuda.so.1 is in none of the places where drivers put it: servers load it by the loader's rules"
+        )
+    elif library.version != node.driver:
+        because = f"{library.path} is of {library.version}, and the kernel's driver is {node.driver}"
+        evidence = {"path": str(library.path), "version": library.version, "driver": node.driver}
+        remedy = "reboot, or load the driver's module anew, after an upgrade; a container needs the host's libraries"
+        yield Finding(Verdict.FAIL, because, evidence, remedy)
+
+
+def _memory_limit(seen: Observed) -> Iterator[Finding]:
+    yield from unread(seen)
+    node = node_of(seen)
+    branch = gpus.driver_branch(node.driver) if node is not None else None
+    if node is None or branch is None or branch >= TABLE["set_default_device_pinned_mem_limit"].since:
+        return
+    evidence = {"driver": node.driver, "since": _MEMORY_LIMIT}
+    if branch >= _MEMORY_LIMIT:
+        measured = TABLE["set_default_device_pinned_mem_limit"].since
+        yield unknown(
+            f"whether driver {node.driver} holds a memory limit was never tried; {measured} does", "mpsctl verify"
+        )
+        return
+    asked = seen.settings.limits.pinned_device_mem_limit is not None
+    because = f"driver {node.driver} knows no pinned device memory limit: it comes with {_MEMORY_LIMIT}"
+    because += ", and limits.pinned_device_mem_limit asks for one" if asked else ""
+    remedy = "install driver 535 or newer, or do without a memory limit"
+    yield Finding(Verdict.FAIL if asked else Verdict.WARN, because, evidence, remedy)
+
+
+def _many_users(seen: Observed) -> Iterator[Finding]:
+    if seen.settings.daemon.users is not Users.MANY:
+        return
+    yield from unread(seen)
+    node = node_of(seen)
+    branch = gpus.driver_branch(node.driver) if node is not None else None
+    if node is not None and branch is not None and branch < _MANY_USERS:
+        because = f'daemon.users = "many" needs driver {_MANY_USERS}, and this is {node.driver}'
+        yield Finding(Verdict.FAIL, because, {"driver": node.driver, "since": _MANY_USERS}, 'daemon.users = "one"')
+
+
+CHECKS: Final = (
+    Check(
+        "driver", "NVIDIA's driver answers, and reads every GPU", "mpsd does not start, or not for that GPU.", _driver
+    ),
+    Check(
+        "control-program",
+        "NVIDIA's control and server programs are there",
+        "No control daemon starts, or no server.",
+        _program,
+    ),
+    Check(
+        "versions",
+        "the control program is of the driver's version",
+        "Servers exit with status 1, and clients fail with 805.",
+        _versions,
+    ),
+    Check(
+        "cuda-library",
+        "CUDA's library is of the driver's version",
+        "Servers exit with status 1, and CUDA fails with CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803).",
+        _library,
+    ),
+    Check(
+        "memory-limit",
+        "the driver knows a pinned device memory limit",
+        "A limit that was asked for is answered with nothing, and does not hold.",
+        _memory_limit,
+    ),
+    Check(
+        "many-users",
+        'the driver can do what daemon.users = "many" asks for',
+        "The control daemon does not start, or serves one uid at a time.",
+        _many_users,
+    ),
+)
+"""In the order in which they are told."""

@@ -1,0 +1,112 @@
+"""Checks of where mpsd and the processes of MPS are: their capabilities, their namespaces, and what they share."""
+
+from collections.abc import Iterator
+from typing import Final
+
+from mpsd.core.doctor.finding import Check, Finding, Verdict, unknown
+from mpsd.core.doctor.observed import Observed
+from mpsd.core.doctor.processes import DAEMON, FRONT_END, hidden, living
+from mpsd.core.model import Unknown
+
+
+def _capabilities(seen: Observed) -> Iterator[Finding]:
+    mpsd = seen.service.process
+    if mpsd is None:
+        yield unknown("no mpsd is seen")
+        return
+    if mpsd.uid != 0:
+        because = f"mpsd (pid {mpsd.pid}) runs as uid {mpsd.uid}: it serves that uid's clients alone"
+        yield Finding(Verdict.WARN, because, {"pid": mpsd.pid, "uid": mpsd.uid}, "run it as root to serve every user")
+        return
+    if seen.service.lacking:
+        names = [name for name, _ in seen.service.lacking]
+        harm = "; ".join(dict.fromkeys(harm for _, harm in seen.service.lacking))
+        because = f"mpsd (pid {mpsd.pid}) lacks {', '.join(names)}: {harm}"
+        evidence = {"pid": mpsd.pid, "effective": f"{mpsd.capabilities:016x}", "missing": names}
+        remedy = "CapabilityBoundingSet= in its unit; a privileged container has them all"
+        yield Finding(Verdict.FAIL, because, evidence, remedy)
+
+
+def _user_namespace(seen: Observed) -> Iterator[Finding]:
+    mpsd, few = seen.service.process, seen.service.few_uids
+    if mpsd is None or isinstance(few, Unknown):
+        yield unknown(
+            few.reason if isinstance(few, Unknown) and mpsd is not None else "no mpsd is seen", "look as root"
+        )
+    elif few.value:
+        because = f"mpsd (pid {mpsd.pid}) is in a user namespace: every uid that is not mapped there is 65534 to it"
+        remedy = "run it in the host's user namespace: no --userns, no rootless container"
+        yield Finding(Verdict.FAIL, because, {"pid": mpsd.pid}, remedy)
+
+
+def _pid_namespace(seen: Observed) -> Iterator[Finding]:
+    listener, mpsd = seen.service.socket.listener, seen.service.process
+    if listener is not None and listener[0] == 0:
+        because = "mpsd runs in a pid namespace that is not seen from here, so it may not see its callers either"
+        yield Finding(Verdict.FAIL, because, {"pid": 0}, "run mpsd with hostPID: true (docker run --pid=host)")
+        return
+    if not seen.host.first_pid_namespace:
+        because = f"who asks is in a pid namespace of its own ({seen.host.pid_namespace})"
+        yield Finding(
+            Verdict.WARN,
+            because,
+            {"pid_namespace": seen.host.pid_namespace},
+            "to see everything, look on the host; mpsd itself needs hostPID: true (docker run --pid=host)",
+        )
+        return
+    yield from hidden(seen)
+    for each in (*([mpsd] if mpsd else []), *(each for each in living(seen) if each.part == DAEMON)):
+        if isinstance(each.pid_namespace, Unknown):
+            yield unknown(each.pid_namespace.reason, "look as root", subject=f"pid {each.pid}")
+        elif each.pid_namespace.value != seen.host.pid_namespace:
+            because = (
+                f"pid {each.pid}, a {each.part}, is in a pid namespace of its own: clients outside it are pid 0 to it"
+            )
+            evidence = {"pid": each.pid, "pid_namespace": each.pid_namespace.value, "own": seen.host.pid_namespace}
+            remedy = "run it with hostPID: true (docker run --pid=host)"
+            yield Finding(Verdict.FAIL, because, evidence, remedy, f"pid {each.pid}")
+
+
+def _shm_shared(seen: Observed) -> Iterator[Finding]:
+    yield from hidden(seen)
+    own = seen.host.shared_memory
+    if isinstance(own, Unknown):
+        yield unknown(own.reason)
+        return
+    for each in living(seen):
+        if each.part == FRONT_END:
+            continue
+        if isinstance(each.shared_memory, Unknown):
+            yield unknown(each.shared_memory.reason, "look as root", subject=f"pid {each.pid}")
+        elif each.shared_memory.value != own.value.device:
+            because = (
+                f"pid {each.pid}, a {each.part}, has another /dev/shm than who asks: clients that share the caller's"
+            )
+            because += " cannot connect (805)"
+            evidence = {"pid": each.pid, "device": each.shared_memory.value, "own_device": own.value.device}
+            remedy = "share it: hostIPC: true, or mount the host's /dev/shm into both (docker run --ipc=host)"
+            yield Finding(Verdict.WARN, because, evidence, remedy, f"pid {each.pid}")
+
+
+CHECKS: Final = (
+    Check("capabilities", "mpsd has what it needs of root's power", "It cannot do what it promises.", _capabilities),
+    Check(
+        "user-namespace",
+        "mpsd sees every uid as what it is",
+        "All uids that are not mapped are one user to it: each can end the leases of the others.",
+        _user_namespace,
+    ),
+    Check(
+        "pid-namespace",
+        "mpsd, control daemons and who asks are in the machine's own pid namespace",
+        "Callers and clients are pid 0: nothing can be tied to their lives.",
+        _pid_namespace,
+    ),
+    Check(
+        "shm-shared",
+        "mpsd, control daemons and who asks have one /dev/shm",
+        "Clients hang or fail with CUDA_ERROR_MPS_CONNECTION_FAILED (805).",
+        _shm_shared,
+    ),
+)
+"""In the order in which they are told."""

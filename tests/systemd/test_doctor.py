@@ -1,0 +1,74 @@
+"""`mpsctl doctor` under a real systemd: what it says of mpsd's units, by what systemd itself says."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests import systemd
+from tests.systemd.machine import CONTROL, Machine
+
+pytestmark = pytest.mark.machine
+
+_UNIT = "/etc/systemd/system/mpsd.service.d/test.conf"
+_RUN = f"[Service]\nExecStart=\nExecStart=/usr/bin/mpsd run --simulate 1 --control {CONTROL}\n"
+
+
+def doctor(machine: Machine, *checks: str) -> dict[str, Any]:
+    """Have the machine looked at, and return the worst that each of these checks found."""
+    only = [word for check in checks for word in ("--only", check)]
+    done = machine.run("mpsctl", "doctor", "-o", "json", *only, check=False)
+    assert done.stderr == ""
+    found = sorted(
+        json.loads(done.stdout)["checks"], key=lambda each: ("ok", "unknown", "warn", "fail").index(each["verdict"])
+    )
+    assert {each["id"] for each in found} == set(checks)
+    return {each["id"]: each for each in found}
+
+
+class TestUnits:
+    """As an operator comes upon them."""
+
+    SUITE = systemd.SUITES["trixie"]
+
+    def test_from_nothing_to_well(self, machine: Machine) -> None:
+        """Units that are not there, failed, masked, misconfigured and well are told apart, each with a remedy."""
+        machine.install()
+        found = doctor(machine, "unit", "unit-settings", "mpsd")
+        assert found["unit"]["verdict"] == found["unit-settings"]["verdict"] == "unknown"
+        assert "systemd knows none of mpsd.service" in found["unit"]["because"]
+
+        # There is no driver in the machine, so mpsd is refused, and not tried again.
+        machine.install_units()
+        machine.run("systemctl", "daemon-reload")
+        machine.run("systemctl", "start", "mpsd.service", check=False)
+        machine.run("systemctl", "stop", "mpsd.socket")  # whoever asks would have mpsd started again
+        found = doctor(machine, "unit", "unit-settings")
+        assert (found["unit"]["verdict"], found["unit"]["subject"]) == ("fail", "mpsd.service")
+        assert found["unit"]["evidence"]["Result"] == machine.show("mpsd.service", "Result") == "exit-code"
+        assert "systemctl reset-failed mpsd.service" in found["unit"]["remedy"]
+        assert found["unit-settings"]["verdict"] == "ok"
+
+        machine.run("systemctl", "reset-failed", "mpsd.service")
+        machine.run("systemctl", "mask", "mpsd.service")
+        assert doctor(machine, "unit")["unit"]["remedy"] == "systemctl unmask mpsd.service"
+        machine.run("systemctl", "unmask", "mpsd.service")
+
+        machine.write(_UNIT, f"{_RUN}KillMode=control-group\n")
+        machine.run("systemctl", "daemon-reload")
+        found = doctor(machine, "unit-settings")
+        assert found["unit-settings"]["verdict"] == "fail"
+        assert found["unit-settings"]["evidence"]["KillMode"] == "control-group"
+        assert _UNIT in found["unit-settings"]["evidence"]["DropInPaths"]
+
+        machine.write(_UNIT, _RUN)
+        machine.enable("mpsd.socket", "mpsd.service")
+        well = ("mpsd", "socket", "version", "configuration", "reload", "unit", "unit-settings")
+        found = doctor(machine, *well)
+        assert {name: each["verdict"] for name, each in found.items()} == dict.fromkeys(well, "ok"), found
+        assert doctor(machine, "nofile")["nofile"]["verdict"] == "ok"
+
+        machine.run("systemctl", "stop", "mpsd.socket", "mpsd.service")
+        found = doctor(machine, "unit", "mpsd")
+        assert found["mpsd"]["verdict"] == "fail"
+        assert (found["unit"]["verdict"], found["unit"]["remedy"]) == ("warn", "systemctl start mpsd.service")

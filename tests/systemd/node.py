@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tests.harness import wait_until
+from tests.systemd.building import HOME
 from tests.systemd.machine import CONTROL, Machine
 
 UNITS: Final = ("mpsd.socket", "mpsd.service")
 
 STOP: Final = "mpsd-stop-daemons.service"
 
-_RUN: Final = f"/usr/bin/mpsd run --simulate 2 --control {CONTROL}"
+_RUN: Final = f"run --simulate 2 --control {CONTROL}"
 
 _LOAD: Final = """
 import json, os, sys, threading, time
@@ -49,11 +50,17 @@ class Service:
     """mpsd in a machine."""
 
     machine: Machine
+    python: str = f"/{HOME}/bin/python3"
+    """What can import mpsd there."""
+
+    def simulate(self, program: str = "/usr/bin/mpsd") -> None:
+        """Have mpsd run with simulated GPUs, once it runs, as an operator's drop-ins would."""
+        for unit, command in (("mpsd.service", f"{program} {_RUN}"), (STOP, f"{program} {_RUN} --stop-daemons")):
+            self.drop_in(unit, "simulate", f"[Service]\nExecStart=\nExecStart={command}\n")
 
     def start(self) -> None:
-        """Have mpsd run with simulated GPUs, as an operator's drop-ins would, and enable it."""
-        for unit, command in (("mpsd.service", _RUN), (STOP, f"{_RUN} --stop-daemons")):
-            self.drop_in(unit, "simulate", f"[Service]\nExecStart=\nExecStart={command}\n")
+        """Enable mpsd, with simulated GPUs."""
+        self.simulate()
         self.drop_in("mpsd.service", "watchdog", "[Service]\nWatchdogSec=2\n")
         self.machine.enable(*UNITS)
 
@@ -131,7 +138,7 @@ class Service:
     def under_load(self, do: Callable[[], None]) -> dict[str, Any]:
         """Do something while others take leases and give them back; return how that went for them."""
         with subprocess.Popen(
-            self.machine.command("/opt/mpsd/bin/python3", "-c", _LOAD), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            self.machine.command(self.python, "-c", _LOAD), stdin=subprocess.PIPE, stdout=subprocess.PIPE
         ) as load:
             assert load.stdin is not None
             assert load.stdout is not None

@@ -13,7 +13,7 @@ from tests.cli.conftest import ROOT, run_mpsctl
 from tests.harness import wait_until
 from tests.systemd.building import HOME
 from tests.systemd.machine import Machine
-from tests.systemd.package_life import DROP_INS
+from tests.systemd.node import Service
 
 PROGRAM: Final = "#!/{home}/bin/python3 -I\nimport sys\nfrom {module} import main\nsys.exit(main())\n"
 
@@ -72,10 +72,8 @@ class TestOnAMachine:
         units = ("mpsd.service", "mpsd.socket", "mpsd-stop-daemons.service")
         machine.run("systemd-analyze", "verify", "--man=no", *units)
         assert f"ExecStart=/{HOME}/bin/mpsd run\n" in machine.run("systemctl", "cat", "mpsd.service").stdout
-        for unit, text in DROP_INS.items():
-            machine.write(
-                f"/etc/systemd/system/{unit}.d/simulate.conf", text.replace("/usr/bin/mpsd", f"/{HOME}/bin/mpsd")
-            )
+        service = Service(machine)
+        service.simulate(f"/{HOME}/bin/mpsd")
         machine.enable("mpsd.socket", "mpsd.service")
         wait_until(lambda: machine.run(MPSCTL, "status", check=False).returncode == 0, what="mpsd to be healthy")
         control_daemons = machine.run("pidof", "nvidia-cuda-mps-control").stdout

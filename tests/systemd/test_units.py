@@ -13,8 +13,8 @@ UNITS: Final = Path(__file__).resolve().parents[2] / "systemd"
 SERVICES: Final = ("mpsd.service", "mpsd-stop-daemons.service")
 
 OWN: Final = {
-    "Type", "NotifyAccess", "ExecStart", "ExecReload", "Restart", "RestartSec", "RestartPreventExitStatus", "WatchdogSec",
-    "TimeoutStopSec",
+    "Type", "NotifyAccess", "ExecStart", "ExecReload", "Restart", "RestartSec", "RestartPreventExitStatus",
+    "WatchdogSec", "TimeoutStopSec",
 }  # fmt: skip
 """What is different about how mpsd runs in each of the two; the rest is what it can reach."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from bench import admission, log, supervision
+from bench import admission, log, supervision, systemd
 from bench.side_by_side import Figure, Result
 
 _BENCHES: Final[dict[str, Callable[[str, Path], Iterator[Result | Figure]]]] = {
@@ -21,6 +21,7 @@ _BENCHES: Final[dict[str, Callable[[str, Path], Iterator[Result | Figure]]]] = {
     "g": admission.held,
     "h": log.following,
     "i": supervision.returning,
+    "j": systemd.service,
 }
 
 

@@ -6,6 +6,7 @@ import select
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -39,11 +40,12 @@ class Machine:
     As a context manager it boots, and powers off. It ends with its owner, also where that is killed.
     """
 
-    def __init__(self, suite: Suite, name: str, folder: Path) -> None:
-        """`folder` is for what the machine says while it boots."""
+    def __init__(self, suite: Suite, name: str, folder: Path, binds: Mapping[str, Path] | None = None) -> None:
+        """`folder` is for what the machine says while it boots; `binds` are files of outside, by their paths in it."""
         self.suite = suite
         self.name = name
         self._said = folder / f"{name}.log"
+        self._binds = binds or {}
         self._lifeline = -1
         self._keeper = -1
         self._nspawn = 0
@@ -72,6 +74,7 @@ class Machine:
             "--quiet", "--boot", "--volatile=overlay", "--private-network", "--console=pipe",
             "--register=no", "--keep-unit",  # there need be no systemd outside
             f"--bind-ro={control}:{CONTROL}",
+            *(f"--bind-ro={outside}:{inside}" for inside, outside in self._binds.items()),
         ]  # fmt: skip
         reading, self._lifeline = os.pipe()
         with self._said.open("ab") as said:

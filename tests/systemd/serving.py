@@ -87,6 +87,8 @@ class Serving:
     def test_restarts_under_load(self, machine: Machine, service: Service) -> None:
         """Twenty restarts, and nobody who takes leases and gives them back meanwhile sees an error."""
         socket = machine.path("/run/mpsd/mpsd.sock").stat().st_ino
+        log = machine.path("/var/log/mpsd/gpu0/control.log")
+        written = log.stat().st_size
 
         def restart() -> None:
             for _ in range(20):
@@ -98,6 +100,7 @@ class Serving:
         assert not went["wrong"]
         assert went["times"] > 40
         assert machine.path("/run/mpsd/mpsd.sock").stat().st_ino == socket
+        assert log.stat().st_size > written  # by a control daemon in the sandbox of an mpsd that is no more
 
     @pytest.mark.usefixtures("unharmed")
     def test_stopped_and_called(self, machine: Machine, service: Service) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -12,13 +13,16 @@ from typing import Any, Final
 
 import pytest
 
+from mpsd.system import process
+from tests import real
 from tests.container.conftest import IMAGE
 from tests.container.podman import Podman
-from tests.container.sidecar import CONTROL, USER, Sidecar
+from tests.container.sidecar import CONTROL, PRIVILEGED, USER, Sidecar
 from tests.daemon.caller import needs_root
 from tests.daemon.scene import event
 from tests.harness import look_at, wait_until
 from tests.node import Node
+from tests.told import Told
 
 pytestmark = [
     pytest.mark.real_daemon(535),
@@ -89,6 +93,15 @@ class TestImage:
         ] == []
         (package,) = files.glob("opt/mpsd/lib/python3*/site-packages/mpsd")
         assert len(list(package.rglob("*.pyc"))) == len(list(package.rglob("*.py"))) > 100
+
+    def test_driver_root(self, podman: Podman, image: str, short_tmp: Path) -> None:
+        """It finds a driver where the GPU operator's driver container has it, and says so."""
+        control = real.real_daemons()[535]
+        (short_tmp / "usr" / "bin").mkdir(parents=True)
+        shutil.copy(control, short_tmp / "usr" / "bin")
+        options = ["--read-only", f"--volume={short_tmp}:/run/nvidia/driver:ro"]
+        checked = podman.run(image, "check", options=options)
+        assert f"# program: /run/nvidia/driver/usr/bin/{control.name}\n" in checked.stdout, checked.stderr
 
     def test_anybody(self, podman: Podman, image: str) -> None:
         """It runs without any right, and writes nothing."""
@@ -162,36 +175,51 @@ class TestSidecar:
 class TestClients:
     """Clients of MPS in containers, on simulated control daemons."""
 
-    def test_attributed(self, own_sidecar: Sidecar) -> None:
-        """A client that is process 1 in its container is known by the pid that it has here, and so is its lease's."""
+    @pytest.mark.parametrize("namespace", ["host", "private"])
+    def test_attributed(self, own_sidecar: Sidecar, namespace: str) -> None:
+        """A client in a container is known by the pid that it has here, and counts for its container's lease."""
         sidecar = own_sidecar
+        sidecar.options = (*PRIVILEGED, f"--cgroupns={namespace}")
         sidecar.start()
         simulated = f"{sidecar.root}/run/simulated"
-        options = [f"--volume={simulated}:{simulated}", f"--env=MPSD_SIMULATED_GPUS={simulated}", "--ipc=host"]
-        with sidecar.holding(
-            "run", "--fraction", "0.2", "--", "python3", "-m", "mpsd.simulator.client", options=options
-        ) as client:
+        options = [f"--volume={simulated}:{simulated}", f"--env=MPSD_SIMULATED_GPUS={simulated}"]
+        client_program = ["python3", "-m", "mpsd.simulator.client"]
+        share = ["--fraction", "0.2", "--processes", "2"]
+        with sidecar.holding("run", *share, "--", *client_program, options=options) as client:
             assert client.hello["ok"], client.hello
-            assert client.hello["active_thread_percentage"] == 20.0
             pid = sidecar.podman.pid(client.name)
-            (seen,) = wait_until(lambda: sidecar.get("/v1/clients").json["clients"], what="the client to be seen")
             lease = lease_of(sidecar, pid)
             assert lease is not None
-            assert (seen["pid"], seen["uid"], seen["lease"]) == (pid, USER, lease["id"])
+            # Nobody's descendant in the container, as one that `kubectl exec` starts.
+            variables = [f"--env={name}={value}" for name, value in lease["shares"][0]["env"].items()]
+            command = ["podman", "exec", "--interactive", *variables, client.name, *client_program]
+            with Told(command, sidecar.podman.environment) as other:
+                assert other.hello["ok"], other.hello
+                seen = wait_until(
+                    lambda: (found := sidecar.get("/v1/clients").json["clients"]) and len(found) == 2 and found,
+                    what="both clients to be seen",
+                )
+                assert {(each["uid"], each["lease"]) for each in seen} == {(USER, lease["id"])}
+                assert pid in {each["pid"] for each in seen}
+                groups = {process.cgroup(each["pid"]) for each in seen}
+                assert len(groups) == 1
+                other.end()
 
 
 class TestEnd:
     """What becomes of the control daemons and of the clients when mpsd, or its container, ends."""
 
-    def test_mpsd_dies(self, own_sidecar: Sidecar) -> None:
-        """The container goes on, with the control daemons and the leases, and with another mpsd."""
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+    def test_mpsd_dies(self, own_sidecar: Sidecar, number: signal.Signals) -> None:
+        """Whether it is killed or hangs: the container goes on, with the control daemons and the leases."""
         sidecar = own_sidecar
+        sidecar.options = (*PRIVILEGED, '--entrypoint=["mpsd-init", "--watchdog=3", "mpsd"]')
         sidecar.start()
         before = {name: each["pid"] for name, each in sidecar.daemons().items()}
         with sidecar.holding("run", "--fraction", "0.2", "--", "python3", "-c", HOLDS) as client:
             assert client.hello["ok"]
             pid, mpsd = sidecar.podman.pid(client.name), sidecar.mpsd
-            os.kill(mpsd, signal.SIGKILL)
+            os.kill(mpsd, number)
             wait_until(
                 lambda: len(sidecar.events("node_started")) == 2 and sidecar.get("/readyz").status == 200,
                 what="the next mpsd to be ready", deadline=20, not_yet=(OSError,),

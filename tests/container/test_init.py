@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,9 +19,12 @@ INIT: Final = Path(__file__).parents[2] / "container" / "init"
 STOP: Final = signal.SIGRTMIN + 3
 
 MAIN: Final = """
-import os, signal, subprocess, sys, time
+import os, signal, socket, subprocess, sys
 where, children = sys.argv[1], int(sys.argv[2])
 def told(number, _):
+    if "NOTIFY_SOCKET" in os.environ and number == signal.SIGHUP:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as signs:
+            signs.sendto(b"STATUS=well\\nWATCHDOG=1", chr(0) + os.environ["NOTIFY_SOCKET"][1:])
     with open(where, "a") as file:
         file.write(f"{signal.Signals(number).name}\\n")
     if number != signal.SIGHUP:
@@ -104,6 +108,8 @@ def test_dead_with_others_left(said: Path) -> None:
     """A command that dies and leaves others is started again, and they stay."""
     with init(*main(said, children=1)) as process:
         (first,) = wait_until(lambda: pids_of(said, "started"), what="the command to run")
+        process.send_signal(signal.SIGHUP)
+        wait_until(lambda: "SIGHUP\n" in said.read_text(), what="the command to be told to reload, and not to end")
         os.kill(first, signal.SIGKILL)
         wait_until(lambda: len(pids_of(said, "started")) == 2, what="the command to be started again")
         child, _ = pids_of(said, "child")
@@ -112,6 +118,35 @@ def test_dead_with_others_left(said: Path) -> None:
         assert left.parent == process.pid
         os.kill(child, signal.SIGKILL)
         wait_until(lambda: look_at(child) is None, what="the orphan to be reaped")
+
+
+def test_silent(said: Path) -> None:
+    """A command that has stopped giving signs of life is killed, and started again; others cannot give them for it."""
+    with init("--watchdog=0.4", *main(said, children=1)) as process:
+        (first,) = wait_until(lambda: pids_of(said, "started"), what="the command to run")
+        variables = Path(f"/proc/{first}/environ").read_bytes().split(b"\0")
+        (name,) = (each.partition(b"=@")[2] for each in variables if each.startswith(b"NOTIFY_SOCKET="))
+        os.kill(first, signal.SIGHUP)  # it gives one
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+
+            def started_again() -> bool:
+                other.sendto(b"WATCHDOG=1", b"\0" + name)
+                return len(pids_of(said, "started")) == 2
+
+            wait_until(started_again, what="the command to be started again")
+        assert look_at(first) is None
+        assert process.poll() is None
+
+
+def test_never_gave_a_sign(said: Path) -> None:
+    """A command that never gave a sign of life knows nothing of it, and is left alone."""
+    with init("--watchdog=0.01", *main(said)) as process:
+        (first,) = wait_until(lambda: pids_of(said, "started"), what="the command to run")
+        looks = [str(process.pid), str(first)]
+        subprocess.run(["sh", "-c", 'for _ in 1 2 3; do kill -CHLD "$0"; sleep 0.05; done', *looks], check=True)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 7
+    assert len(pids_of(said, "started")) == 1
 
 
 def test_alone() -> None:

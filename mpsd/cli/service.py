@@ -68,6 +68,8 @@ def uninstall(*, purge: bool, dry: bool) -> None:
 
     with _understood():
         Installation(_say, dry).uninstall(purge=purge)
+    if not dry:
+        _say("control daemons go on, with the clients that they have; installed again, mpsd adopts them")
 
 
 @service.command()

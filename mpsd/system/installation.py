@@ -174,7 +174,8 @@ class Installation:
     def differences(self) -> Iterator[str]:
         """Yield what is not as this version would install it; of nothing that is installed, that."""
         if not self._noted:
-            yield "nothing is installed"
+            packaged = _packaged()
+            yield "nothing is installed" if packaged is None else f"nothing is installed: {packaged} is a package's"
             return
         for path, data in files().items():
             there = store.read(path)
@@ -270,15 +271,20 @@ def refuse_where_it_cannot_be() -> None:
         raise ConfigurationError(
             "this system was not booted with systemd", hint="run mpsd under what it has instead: mpsd run"
         )
-    for place in _PACKAGED:
-        if (place / "mpsd.service").exists():
-            raise ConfigurationError(
-                f"{place}/mpsd.service is a package's, which has all that this would install",
-                hint="use that, or remove it first: apt remove mpsd",
-            )
+    packaged = _packaged()
+    if packaged is not None:
+        raise ConfigurationError(
+            f"{packaged} is a package's, which has all that this would install",
+            hint="use that, or remove it first: apt remove mpsd",
+        )
     for path in (programs() / "mpsd", Path(sys.executable).resolve(), Path(__file__)):
         _refuse_homes(path)
         trust.check_way(path / "it")  # it itself is then a part of the way, too
+
+
+def _packaged() -> Path | None:
+    """Return the unit that a package has installed, if one has."""
+    return next((unit for place in _PACKAGED if (unit := place / "mpsd.service").exists()), None)
 
 
 def _refuse_homes(path: Path) -> None:

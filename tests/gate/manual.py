@@ -9,6 +9,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
+from pathlib import Path
 from typing import Final
 
 import click
@@ -18,6 +19,8 @@ from mpsd.__main__ import cli as mpsd
 from mpsd.cli.group import EXIT_STATUS, mpsctl
 from mpsd.core.settings import Row, Settings, quota_rows, render, rows
 from mpsd.core.violations import MEM_LIMIT, PERCENTAGE
+
+UNITS: Final = Path(__file__).resolve().parents[2] / "systemd"
 
 DATE: Final = "2026-11-21"
 """The day that stands at the foot of every page: a page must not change because it is made on another day."""
@@ -176,10 +179,24 @@ def mpsd_page() -> str:
         _description(mpsd, _WHAT_IT_IS),
         _section("COMMANDS", _commands(mpsd, click.Context(mpsd, info_name="mpsd"))),
         _section("SIGNALS", _terms(signals)),
+        _section("UNITS", _paragraphs(_SERVICE), _terms(_units())),
         _exit_status(_MPSD_ENDS),
         _section("FILES", _terms(_FILES)),
         _see_also("mpsctl(1)", "mpsd.toml(5)"),
     )  # fmt: skip
+
+
+_SERVICE: Final = (
+    "As a service, mpsd is started by systemd. Stopping, restarting, upgrading or killing it stops no control daemon:"
+    " only the unit that is made for that does."
+)
+
+
+def _units() -> dict[str, str]:
+    """Return the units of systemd/, each with what it says of itself."""
+    units = [path for path in sorted(UNITS.iterdir()) if path.suffix in {".service", ".socket"}]
+    described = {path.name: re.search(r"^Description=(.+)$", path.read_text(), re.MULTILINE) for path in units}
+    return {name: f"{found[1]}." for name, found in described.items() if found is not None}
 
 
 _WHAT_IT_IS: Final = (

@@ -119,6 +119,21 @@ class GpuUsage:
 
 
 @dataclass(frozen=True, slots=True)
+class Condition:
+    """What ails a GPU by its own count. None: this GPU, or this driver, does not tell."""
+
+    persistence: bool | None = None
+    """Whether persistence mode is on."""
+    uncorrected: int | None = None
+    """ECC errors since the driver was loaded that could not be corrected."""
+    retirement_pending: bool | None = None
+    """Whether memory waits for a reset to be retired."""
+    remapping_pending: bool | None = None
+    remapping_failed: bool | None = None
+    """Whether rows of its memory wait to be remapped, and whether there was none left to remap one to."""
+
+
+@dataclass(frozen=True, slots=True)
 class GpuFault:
     """A critical error that a GPU reported; `xid` is its number in NVIDIA's list "XID Errors"."""
 

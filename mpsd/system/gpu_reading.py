@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from mpsd.core.doctor.observed import Condition
-from mpsd.core.model import GpuProcess, Known, Reading, Unknown
+from mpsd.core.model import Condition, GpuProcess, Known, Reading, Unknown
 
 T = TypeVar("T")
 

@@ -8,7 +8,6 @@ from typing import Any, Final
 from mpsd.core.doctor.finding import Finding, examine
 from mpsd.core.doctor.observed import (
     Answers,
-    Condition,
     ConfigurationSeen,
     DaemonAnswer,
     DeviceNode,
@@ -31,7 +30,7 @@ from mpsd.core.doctor.observed import (
     Tasks,
 )
 from mpsd.core.doctor.table import CHECKS
-from mpsd.core.model import ComputeMode, Gpu, GpuUsage, Known
+from mpsd.core.model import ComputeMode, Condition, Gpu, GpuUsage, Known
 from mpsd.core.settings import Settings, parse
 from mpsd.core.units import GIB
 

@@ -8,7 +8,6 @@ import pytest
 
 from mpsd.core.doctor.finding import Means, Verdict, examine
 from mpsd.core.doctor.observed import (
-    Condition,
     ConfigurationSeen,
     DeviceNode,
     Left,
@@ -21,7 +20,7 @@ from mpsd.core.doctor.observed import (
     Tasks,
 )
 from mpsd.core.doctor.table import CHECKS, FAMILIES
-from mpsd.core.model import ComputeMode, GpuProcess, GpuUsage, Known, Unknown
+from mpsd.core.model import ComputeMode, Condition, GpuProcess, GpuUsage, Known, Unknown
 from mpsd.core.settings import parse
 from mpsd.core.units import GIB, MIB
 from tests.doctor.seen import (

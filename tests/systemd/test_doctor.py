@@ -68,6 +68,13 @@ class TestUnits:
         assert {name: each["verdict"] for name, each in found.items()} == dict.fromkeys(well, "ok"), found
         assert doctor(machine, "nofile")["nofile"]["verdict"] == "ok"
 
+        machine.run("chmod", "0700", "/run/mpsd")
+        assert doctor(machine, "traverse")["traverse"]["verdict"] == "fail"
+        machine.run("mpsctl", "doctor", "--fix", "--only", "traverse")
+        assert doctor(machine, "traverse")["traverse"]["verdict"] == "ok"
+        (told,) = machine.journal("MPSD_EVENT=doctor_fixed")
+        assert told["MPSD_DID"] == "opened /run/mpsd to every uid (o+x)"
+
         machine.run("systemctl", "stop", "mpsd.socket", "mpsd.service")
         found = doctor(machine, "unit", "mpsd")
         assert found["mpsd"]["verdict"] == "fail"

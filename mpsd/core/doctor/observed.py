@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from mpsd.core.model import ComputeMode, Gpu, GpuUsage, Known, Reading, Unknown
+from mpsd.core.model import ComputeMode, Condition, Gpu, GpuUsage, Known, Reading, Unknown
 from mpsd.core.settings import Settings
 
 _NOT_LOOKED: Final = Unknown("it was not looked at")
@@ -250,21 +250,6 @@ class FilesSeen:
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """What ails a GPU by its own count. None: this GPU, or this driver, does not tell."""
-
-    persistence: bool | None = None
-    """Whether persistence mode is on."""
-    uncorrected: int | None = None
-    """ECC errors since the driver was loaded that could not be corrected."""
-    retirement_pending: bool | None = None
-    """Whether memory waits for a reset to be retired."""
-    remapping_pending: bool | None = None
-    remapping_failed: bool | None = None
-    """Whether rows of its memory wait to be remapped, and whether there was none left to remap one to."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,11 @@
 """What `mpsctl doctor --fix` does: each thing harms no client that runs, and is nothing when it is done again."""
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from mpsd.core.compute_mode import Step, step
 from mpsd.core.doctor.finding import Means, Mend
@@ -15,22 +16,26 @@ from mpsd.system import clock, rundir
 from mpsd.system.doctor import disk, gpus, proc
 from mpsd.system.found_modes import FoundModes
 from mpsd.system.gpu import NvmlGpus, change_compute_mode
+from mpsd.system.journal import Journal
 from mpsd.system.rundir import RunDir
+
+_FIXED: Final = "doctor_fixed"
 
 _LOCKED: Final = frozenset({Means.REMOVE, Means.GIVE_BACK})
 """What is only done while no mpsd can run."""
 
 
 async def mend(settings: Settings, check: str, wanted: Mend) -> list[str]:
-    """Do what is wanted, write down what was done, and return it.
+    """Do what is wanted, write down what was done, and return it. What could not be written down is not done.
 
     Raises AlreadyRunningError where that needs a node without mpsd, and MpsdError and OSError for what cannot be done.
     """
     lock = RunDir.claim(settings) if wanted.means in _LOCKED else None
     try:
-        done = await _mend(settings, wanted)
-        for did in done:
-            _write_down(settings, check, did)
+        with _log(settings) as log:
+            done = await _mend(settings, wanted)
+            for did in done:
+                _write_down(log, check, did)
     finally:
         if lock is not None:
             lock.close()
@@ -107,17 +112,24 @@ async def _give_back(settings: Settings, uuids: Sequence[str]) -> list[str]:
     return done
 
 
-def _write_down(settings: Settings, check: str, did: str) -> None:
-    """Append what was done to the log directory, as a line of JSON like mpsd's own log. Raises OSError."""
+def _log(settings: Settings) -> BinaryIO:
+    """Open the file that this is written down in. Raises OSError."""
     path = settings.paths.log_dir / "doctor.log"
     path.parent.mkdir(parents=True, exist_ok=True)
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o640), "wb")
+
+
+def _write_down(log: BinaryIO, check: str, did: str) -> None:
+    """Append what was done, as a line of JSON like those of mpsd's own log, and tell the journal where there is one."""
     line = {
-        "timestamp": clock.now().isoformat(),
-        "event": "doctor_fixed",
+        "at": clock.now().isoformat(),
+        "level": "info",
+        "event": _FIXED,
         "check": check,
         "did": did,
         "uid": os.geteuid(),
     }
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o640)
-    with os.fdopen(descriptor, "wb") as log:
-        log.write(json.dumps(line).encode() + b"\n")
+    log.write(json.dumps(line).encode() + b"\n")
+    fields = {"MPSD_EVENT": _FIXED, "MPSD_CHECK": check, "MPSD_DID": did}
+    with contextlib.closing(Journal()) as journal:
+        journal.send({"MESSAGE": f"{_FIXED} {check}: {did}", "PRIORITY": "6", "SYSLOG_IDENTIFIER": "mpsctl", **fields})

@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ import pytest
 from mpsd.system import process
 from tests import real
 from tests.container.conftest import IMAGE
+from tests.container.manifests import overlay, pod
 from tests.container.podman import Podman
 from tests.container.sidecar import CONTROL, PRIVILEGED, USER, Sidecar
 from tests.daemon.caller import needs_root
@@ -170,6 +172,49 @@ class TestSidecar:
         assert done.returncode == 77
         assert f"mount {sidecar.root}/run there" in done.stderr
         assert sidecar.client("status", volumes=volumes).returncode == 0
+
+
+class TestPod:
+    """The sidecar as its manifest has it, as far as podman can run it."""
+
+    @staticmethod
+    def succeeds(podman: Podman, name: str, command: list[str]) -> bool:
+        """Tell whether a probe does, in a container."""
+        return podman.call("exec", name, *command, check=False).returncode == 0
+
+    def test_empty_dirs(self, podman: Podman, image: str, short_tmp: Path) -> None:
+        """In directories that are open to everybody, as an emptyDir is, mpsd starts after the manifest's step."""
+        spec = pod("sidecar")
+        step, container = spec["initContainers"]
+        volumes = {each["name"]: short_tmp / each["name"] for each in spec["volumes"] if "emptyDir" in each}
+        for directory in volumes.values():
+            directory.mkdir()
+            directory.chmod(0o777)
+        (short_tmp / "mpsd.toml").write_text(overlay("sidecar")["ConfigMap"]["data"]["mpsd.toml"])
+
+        def mounted(container: Any) -> list[str]:
+            named = [each for each in container["volumeMounts"] if each["name"] in volumes]
+            return [f"--volume={volumes[each['name']]}:{each['mountPath']}" for each in named]
+
+        name = f"pod-{short_tmp.name}"
+        options = [*mounted(container), "--read-only", "--privileged", "--pid=host", f"--name={name}", "--detach"]
+        options += [f"--volume={short_tmp}/mpsd.toml:/etc/mpsd/mpsd.toml:ro"]
+        arguments = [*container["args"], "--simulate", "1"]
+        refused = podman.run(image, *arguments, options=[each for each in options if each != "--detach"])
+        assert refused.returncode == 78
+        assert "/run/mpsd is no directory of mpsd's own" in refused.stderr
+        made = podman.run(
+            image, *step["command"][1:], *step["args"],
+            options=[*mounted(step), "--read-only", "--user=0", "--cap-drop=all", f"--entrypoint={step['command'][0]}"],
+        )  # fmt: skip
+        assert made.returncode == 0, made.stderr
+        try:
+            podman.call(*podman.command(image, *arguments, options=options)[1:])
+            for probe in ("startupProbe", "readinessProbe"):
+                succeeds = partial(self.succeeds, podman, name, container[probe]["exec"]["command"])
+                wait_until(succeeds, what=f"{probe} to succeed")
+        finally:
+            podman.remove(name)
 
 
 class TestClients:

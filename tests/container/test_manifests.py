@@ -1,18 +1,14 @@
 """What is offered for Kubernetes, Compose and systemd is what their own schemas allow, and what mpsd needs."""
 
 import configparser
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import kubernetes_validate
 import pytest
-import yaml
 
 from mpsd.core.settings import parse
+from tests.container.manifests import CONTAINER, KUBERNETES, documents, overlay, pod
 
-CONTAINER: Final = Path(__file__).parents[2] / "container"
-KUBERNETES: Final = CONTAINER / "kubernetes"
 VERSIONS: Final = ("1.29", "1.37")
 """Of Kubernetes: the first with sidecar containers, and the newest whose schemas kubernetes-validate 1.37 has."""
 
@@ -22,39 +18,6 @@ NOBODY: Final = {
     "runAsUser": 1000,
     "capabilities": {"drop": ["ALL"]},
 }
-
-
-def documents(path: Path) -> list[Any]:
-    """Return the documents of a file."""
-    return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
-
-
-def kustomized(folder: Path) -> Iterator[Any]:
-    """Yield what `kubectl kustomize` makes of a folder, but for the hashes in names: as much of it as is used here."""
-    (recipe,) = documents(folder / "kustomization.yaml")
-    known = {"apiVersion", "kind", "namespace", "resources", "configMapGenerator", "images"}
-    assert recipe.keys() <= known
-    for resource in recipe.get("resources", ()):
-        found = kustomized(folder / resource) if (folder / resource).is_dir() else documents(folder / resource)
-        for each in found:
-            if "namespace" in recipe and each["kind"] != "Namespace":
-                each["metadata"]["namespace"] = recipe["namespace"]
-            yield each
-    for generator in recipe.get("configMapGenerator", ()):
-        files = {name: (folder / name).read_text(encoding="utf-8") for name in generator["files"]}
-        yield {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": generator["name"]}, "data": files}
-
-
-def overlay(name: str) -> dict[str, Any]:
-    """Return the objects of an overlay by their kind."""
-    objects = list(kustomized(KUBERNETES / "overlays" / name))
-    assert len({each["kind"] for each in objects}) == len(objects)
-    return {each["kind"]: each for each in objects}
-
-
-def pod(name: str) -> Any:
-    """Return the specification of an overlay's pods."""
-    return overlay(name)["DaemonSet" if name == "daemonset" else "Deployment"]["spec"]["template"]["spec"]
 
 
 def mpsd_in(spec: Any) -> Any:
@@ -96,6 +59,7 @@ def test_what_mpsd_needs(name: str) -> None:
     assert container["args"][:2] == ["run", "--stop-daemons-on-exit"]
     assert container["readinessProbe"]["exec"]["command"] == ["mpsctl", "status"]
     assert "livenessProbe" not in container
+    assert ("startupProbe" in container) == (name == "sidecar")
     assert "limits" not in container["resources"]
     volumes = {each["name"] for each in spec["volumes"]}
     assert {each["name"] for each in container["volumeMounts"]} == volumes
@@ -121,8 +85,9 @@ def test_daemonset() -> None:
 def test_sidecar() -> None:
     """It starts before the application and ends after it, and otherwise is the container of the DaemonSet."""
     spec, container = pod("sidecar"), mpsd_in(pod("sidecar"))
-    assert spec["initContainers"] == [container]
+    assert spec["initContainers"][-1] == container
     assert container.pop("restartPolicy") == "Always"
+    assert container.pop("startupProbe")["exec"]["command"] == ["mpsctl", "config"]
     other = mpsd_in(pod("daemonset"))
     theirs, own = (each.pop("volumeMounts") for each in (other, container))
     assert container == other

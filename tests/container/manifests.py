@@ -1,0 +1,43 @@
+"""The manifests for Kubernetes, as `kubectl kustomize` would make them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+CONTAINER: Final = Path(__file__).parents[2] / "container"
+KUBERNETES: Final = CONTAINER / "kubernetes"
+
+
+def documents(path: Path) -> list[Any]:
+    """Return the documents of a file."""
+    return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+
+
+def kustomized(folder: Path) -> Iterator[Any]:
+    """Yield what `kubectl kustomize` makes of a folder, but for the hashes in names: as much of it as is used here."""
+    (recipe,) = documents(folder / "kustomization.yaml")
+    known = {"apiVersion", "kind", "namespace", "resources", "configMapGenerator", "images"}
+    assert recipe.keys() <= known
+    for resource in recipe.get("resources", ()):
+        found = kustomized(folder / resource) if (folder / resource).is_dir() else documents(folder / resource)
+        for each in found:
+            if "namespace" in recipe and each["kind"] != "Namespace":
+                each["metadata"]["namespace"] = recipe["namespace"]
+            yield each
+    for generator in recipe.get("configMapGenerator", ()):
+        files = {name: (folder / name).read_text(encoding="utf-8") for name in generator["files"]}
+        yield {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": generator["name"]}, "data": files}
+
+
+def overlay(name: str) -> dict[str, Any]:
+    """Return the objects of an overlay by their kind."""
+    objects = list(kustomized(KUBERNETES / "overlays" / name))
+    assert len({each["kind"] for each in objects}) == len(objects)
+    return {each["kind"]: each for each in objects}
+
+
+def pod(name: str) -> Any:
+    """Return the specification of an overlay's pods."""
+    return overlay(name)["DaemonSet" if name == "daemonset" else "Deployment"]["spec"]["template"]["spec"]

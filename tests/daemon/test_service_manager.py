@@ -1,6 +1,7 @@
 """Under a service manager: what mpsd tells it, and when; and a listening socket that it is handed, and leaves."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -123,6 +124,21 @@ class TestNotifications:
         finally:
             node.clean_up()
 
+    def test_long_stop(self, ears: Ears, short_tmp: Path) -> None:
+        """While mpsd waits for people to leave, it asks for the time that this takes, and says for whom it waits."""
+        node = Node(root=short_tmp, env={"NOTIFY_SOCKET": ears.name}, arguments=["--stop-daemons-on-exit"])
+        try:
+            node.start()
+            lease = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"}).json["id"]
+            os.kill(node.pid, signal.SIGTERM)
+            at = ears.wait_for("STOPPING=1")
+            ears.wait_for("EXTEND_TIMEOUT_USEC=", at)
+            wait_until(lambda: any(lease in said for said in ears.listen()[at:]), what="the lease to be named")
+            node.request("DELETE", f"/v1/leases/{lease}")
+            assert node.ended() == 0
+        finally:
+            node.clean_up()
+
     def test_watchdog_of_another(self, ears: Ears, short_tmp: Path) -> None:
         """A variable that was meant for another process is none for mpsd."""
         env = {
@@ -179,9 +195,10 @@ def test_no_sign_of_life_of_a_stuck_supervisor(short_tmp: Path) -> None:
         signs = ears.said.count("WATCHDOG=1")
         assert signs > 10
         # The loop runs, and tells other news.
-        node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
-        ears.wait_for("STATUS=2 of 2 control daemons ready, 1 leases")
-        assert ears.said.count("WATCHDOG=1") <= signs + 1
+        for leases in range(1, 6):
+            node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
+            ears.wait_for(f"STATUS=2 of 2 control daemons ready, {leases} leases")
+        assert ears.said.count("WATCHDOG=1") <= signs + 1  # one may have been on its way
     finally:
         node.clean_up()
         ears.close()

@@ -13,6 +13,7 @@ from tests.harness import wait_until
 from tests.systemd import Suite
 from tests.systemd.machine import Machine
 from tests.systemd.node import STOP, UNITS, Service
+from tests.told import Told
 
 _INVALID = "[enforcement]\nunadmitted = 7\n"
 
@@ -157,6 +158,30 @@ class Serving:
         assert machine.show(STOP, "Result") == "success"
         assert not service.running()
         assert machine.run("mpsctl", "status", check=False).returncode == 69
+
+    def test_another_users_client(self, machine: Machine, service: Service) -> None:
+        """In the sandbox a control daemon starts a server for another user; a restart costs its client nothing.
+
+        Control daemon and server are the simulator's: NVIDIA's server takes a GPU.
+        """
+        for unit, more in (("mpsd.service", ""), (STOP, " --stop-daemons")):
+            command = f"/usr/bin/mpsd run --simulate 2{more}"
+            service.drop_in(unit, "zz-simulator", f"[Service]\nExecStart=\nExecStart={command}\n")
+        machine.run("systemctl", "start", *UNITS)
+        lease = ("mpsctl", "run", "--threads", "25", "--memory", "2GiB", "--")
+        client = ("/opt/mpsd/bin/python3", "-I", "-m", "mpsd.simulator.client")
+        someone = ("setpriv", "--reuid=2601", "--regid=2601", "--clear-groups")
+        with Told(machine.command(*someone, *lease, *client), {}) as told:
+            assert told.hello["active_thread_percentage"] == 25
+            server = machine.path(f"/proc/{told.hello['server']}")
+            assert server.stat().st_uid == 2601
+            machine.run("systemctl", "restart", "mpsd.service")
+            assert told.do("alloc 1GiB")["ok"]
+            assert [each["pid"] for each in service.ask("clients")["clients"]] == [told.hello["pid"]]
+        machine.run("systemctl", "start", STOP)
+        assert not server.exists()
+        for unit in ("mpsd.service", STOP):
+            service.drop_in(unit, "zz-simulator", "")
 
     def test_power_off(self, machine: Machine, service: Service) -> None:
         """The machine powers off under running control daemons, and waits for nobody's time-out."""

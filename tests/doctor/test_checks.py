@@ -202,11 +202,11 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
     ("orphans", processes(process(301, "server", parent=1)), "fail", "server 301 (uid 0) is an orphan"),
     ("orphans", daemon_answer(orphans=(302,)), "fail", "server 302 is an orphan"),
     ("front-end", processes(process(400, "front-end", age=99.0)), "fail", "pid 400 (uid 0) has the front-end of /run"),
-    ("stopped", processes(replace(DAEMON, state="T")), "fail", "pid 200, a control daemon, is stopped"),
+    ("stopped", processes(replace(DAEMON, state="T")), "fail", "pid 200 (control daemon) is stopped"),
     ("stopped", processes(replace(SERVER, state="D")), "warn", "waits in the kernel"),
     ("zombies", processes(process(500, "process of MPS", state="Z", parent=9)), "warn", "pid 9 does not wait"),
     ("nofile", processes(replace(DAEMON, open_files=Known(1024))), "warn", "1024 files open"),
-    ("nofile", processes(replace(DAEMON, open_files=Unknown("no"))), "unknown", "no"),
+    ("nofile", processes(replace(DAEMON, open_files=Unknown("no"))), "unknown", "uid 0 may not look at pid 200"),
     (
         "replaced-program",
         processes(replace(DAEMON, executable=Known("/x (deleted)"))),
@@ -221,9 +221,9 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
     ("pid-namespace", service(socket=replace(SOCKET, listener=(0, 0))), "fail", "pid namespace that is not seen"),
     ("pid-namespace", host(first_pid_namespace=False), "warn", "a pid namespace of its own"),
     ("pid-namespace", processes(replace(DAEMON, pid_namespace=Known("pid:[7]"))), "fail", "pid 200"),
-    ("pid-namespace", processes(replace(DAEMON, pid_namespace=Unknown("no"))), "unknown", "no"),
-    ("shm-shared", processes(replace(SERVER, shared_memory=Known(7))), "warn", "pid 300, a server, has another"),
-    ("shm-shared", processes(replace(SERVER, shared_memory=Unknown("no"))), "unknown", "no"),
+    ("pid-namespace", processes(replace(DAEMON, pid_namespace=Unknown("no"))), "unknown", "look at pid 200"),
+    ("shm-shared", processes(replace(SERVER, shared_memory=Known(7))), "warn", "pid 300 (server) has another"),
+    ("shm-shared", processes(replace(SERVER, shared_memory=Unknown("no"))), "unknown", "look at pid 300"),
     ("driver", gpus(node=Unknown("the kernel driver is not loaded"), remedy="modprobe"), "fail", "not loaded"),
     ("driver", gpus(node=Unknown("x"), simulated=True), "unknown", "simulated"),
     ("control-program", gpus(server=None), "fail", "no nvidia-cuda-mps-server"),
@@ -290,6 +290,7 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
 """Check, node, verdict, and what it says of that."""
 
 FINE: Final[tuple[tuple[str, Observed], ...]] = (
+    ("other-mpsd", processes(process(101, "mpsd", arguments=("mpsd", "run", "--simulate", "2")))),
     ("compute-mode", left(Known({GPU.uuid: ComputeMode.DEFAULT}))),
     ("tasks", service(tasks=Known(Tasks(Path("/g"), 9, 32768)))),
     ("device-nodes", gpus(simulated=True)),

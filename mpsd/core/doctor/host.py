@@ -98,9 +98,10 @@ def _devices(seen: Observed) -> Iterator[Finding]:
             yield Finding(Verdict.WARN, because, evidence, remedy, str(each.path))
 
 
-def _log(seen: Observed, needed_for: str) -> Iterator[Finding]:
+def _log(seen: Observed) -> Iterator[Finding]:
+    """Yield that the kernel's log could not be read, where it could not."""
     if isinstance(seen.host.kernel_log, Unknown):
-        yield unknown(f"{seen.host.kernel_log.reason}, and {needed_for} stands in it", "look as root")
+        yield unknown(seen.host.kernel_log.reason, "look as root")
 
 
 def _lines(seen: Observed) -> tuple[str, ...]:
@@ -117,7 +118,7 @@ def _denied(seen: Observed, by: str, word: str, remedy: str) -> Iterator[Finding
 def _selinux(seen: Observed) -> Iterator[Finding]:
     if seen.host.selinux is None:
         return
-    yield from _log(seen, "what SELinux denied")
+    yield from _log(seen)
     if seen.host.selinux == "enforcing":
         remedy = "ausearch -m avc -c nvidia-cuda-mps; label the pipe directory: chcon -R -t container_file_t DIR"
         yield from _denied(seen, "avc:", "denied", remedy)
@@ -126,12 +127,12 @@ def _selinux(seen: Observed) -> Iterator[Finding]:
 def _apparmor(seen: Observed) -> Iterator[Finding]:
     if not seen.host.apparmor:
         return
-    yield from _log(seen, "what AppArmor denied")
+    yield from _log(seen)
     yield from _denied(seen, "apparmor=", "DENIED", "aa-status; allow it in that profile, and apparmor_parser -r FILE")
 
 
 def _xid(seen: Observed) -> Iterator[Finding]:
-    yield from _log(seen, "what the GPUs report")
+    yield from _log(seen)
     found: dict[tuple[str, int], list[str]] = {}
     for line in _lines(seen):
         match = _XID.search(line)
@@ -150,7 +151,7 @@ def _xid(seen: Observed) -> Iterator[Finding]:
 
 
 def _oom(seen: Observed) -> Iterator[Finding]:
-    yield from _log(seen, "whom it killed for want of memory")
+    yield from _log(seen)
     lines = [each for each in _lines(seen) if "Killed process" in each and _NAMES.search(each)]
     if lines:
         because = f"the kernel killed processes of MPS for want of memory {len(lines)} times, the last: {lines[-1]}"
@@ -159,6 +160,7 @@ def _oom(seen: Observed) -> Iterator[Finding]:
 
 
 def _sandbox(seen: Observed) -> Iterator[Finding]:
+    yield from _log(seen)
     if any("Starting gVisor" in line for line in _lines(seen)):
         remedy = "run it with another runtime: runc, not runsc"
         yield Finding(Verdict.FAIL, "the kernel is gVisor, which does not pass on who connects to MPS", {}, remedy)

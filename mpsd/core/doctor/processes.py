@@ -1,6 +1,6 @@
 """Checks of the processes of MPS: whose they are, whether they are well, and what they may do."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +19,9 @@ protocol 3 (NVIDIA's documentation)."""
 
 _OPEN_FILES: Final = 16384
 """Files that NVIDIA recommends to allow; with fewer, servers cannot make shared memory (documentation before R590)."""
+
+_SIMULATED: Final = frozenset({"--simulate", "demo"})
+"""By what an mpsd is known that shares out no GPU."""
 
 _BRIEF: Final = 30.0
 """Seconds that a front-end may take; mpsd's own take milliseconds."""
@@ -44,10 +47,16 @@ def _unseen(seen: Observed) -> Iterator[Finding]:
     yield from hidden(seen)
     if not seen.host.first_pid_namespace:
         yield unknown("in this pid namespace not every process of the machine can be seen", "look on the host")
-    for each in living(seen):
-        if each.part in {DAEMON, SERVER} and isinstance(each.variables, Unknown):
-            because = f"pid {each.pid} is a {each.part} of uid {each.uid}: {each.variables.reason}"
-            yield unknown(because, "look as root", subject=f"pid {each.pid}")
+    closed = [each for each in living(seen) if each.part in {DAEMON, SERVER} and isinstance(each.variables, Unknown)]
+    if closed:
+        yield untold(seen, closed)
+
+
+def untold(seen: Observed, processes: Iterable[ProcessSeen]) -> Finding:
+    """Return that these processes could not be looked at closely enough."""
+    pids = [each.pid for each in processes]
+    because = f"uid {seen.host.uid} may not look at pid {', '.join(map(str, pids))}"
+    return Finding(Verdict.UNKNOWN, because, {"pids": pids}, "look as root")
 
 
 def _told(each: ProcessSeen) -> dict[str, object]:
@@ -151,7 +160,7 @@ def _other_mpsd(seen: Observed) -> Iterator[Finding]:
     yield from hidden(seen)
     own = seen.service.process.pid if seen.service.process is not None else None
     for each in living(seen):
-        if each.part != MPSD or each.pid == own:
+        if each.part != MPSD or each.pid == own or _SIMULATED & set(each.arguments):
             continue
         because = f"pid {each.pid} (uid {each.uid}) is an mpsd too: both would share out the same GPUs"
         remedy = "run one mpsd for a node"
@@ -196,7 +205,7 @@ def _stopped(seen: Observed) -> Iterator[Finding]:
     yield from hidden(seen)
     for each in living(seen):
         if each.state in {"T", "t"}:
-            because = f"pid {each.pid}, a {each.part}, is stopped (state {each.state}), and answers nobody"
+            because = f"pid {each.pid} ({each.part}) is stopped (state {each.state}), and answers nobody"
             remedy = (
                 f"kill -CONT {each.pid}"
                 if each.state == "T"
@@ -204,7 +213,7 @@ def _stopped(seen: Observed) -> Iterator[Finding]:
             )
             yield Finding(Verdict.FAIL, because, _told(each), remedy, f"pid {each.pid}")
         elif each.state == "D":
-            because = f"pid {each.pid}, a {each.part}, waits in the kernel (state D), where no signal reaches it"
+            because = f"pid {each.pid} ({each.part}) waits in the kernel (state D), where no signal reaches it"
             yield Finding(
                 Verdict.WARN, because, _told(each), "if it stays so: dmesg | grep -i -e nvrm -e xid", f"pid {each.pid}"
             )
@@ -224,16 +233,14 @@ def _zombies(seen: Observed) -> Iterator[Finding]:
 
 def _nofile(seen: Observed) -> Iterator[Finding]:
     yield from hidden(seen)
+    closed = [each for each in living(seen) if isinstance(each.open_files, Unknown)]
+    if closed:
+        yield untold(seen, closed)
     for each in living(seen):
         if each.part == FRONT_END:
             continue
-        if isinstance(each.open_files, Unknown):
-            yield unknown(each.open_files.reason, "look as root", subject=f"pid {each.pid}")
-            continue
-        if each.open_files.value < _OPEN_FILES:
-            because = (
-                f"pid {each.pid}, a {each.part}, may have {each.open_files.value} files open, and NVIDIA recommends"
-            )
+        if isinstance(each.open_files, Known) and each.open_files.value < _OPEN_FILES:
+            because = f"pid {each.pid} ({each.part}) may have {each.open_files.value} files open, and NVIDIA recommends"
             because += f" {_OPEN_FILES}; a control daemon and its servers have it from mpsd"
             evidence = {"pid": each.pid, "nofile": each.open_files.value, "wanted": _OPEN_FILES}
             remedy = f"LimitNOFILE={_OPEN_FILES} in mpsd's unit (--ulimit nofile for a container), then restart "
@@ -248,7 +255,7 @@ def _program(seen: Observed) -> Iterator[Finding]:
             path = each.executable.value
             if not path.endswith(" (deleted)"):
                 continue
-            because = f"pid {each.pid}, a {each.part}, runs {path.removesuffix(' (deleted)')}, which was replaced since"
+            because = f"pid {each.pid} ({each.part}) runs {path.removesuffix(' (deleted)')}, which was replaced since"
             remedy = "systemctl restart mpsd" if each.part == MPSD else "mpsctl restart, which waits for its clients"
             yield Finding(Verdict.WARN, because, _told(each), remedy, f"pid {each.pid}")
 

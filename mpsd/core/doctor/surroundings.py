@@ -5,8 +5,8 @@ from typing import Final
 
 from mpsd.core.doctor.finding import Check, Finding, Verdict, unknown
 from mpsd.core.doctor.observed import Observed
-from mpsd.core.doctor.processes import DAEMON, FRONT_END, hidden, living
-from mpsd.core.model import Unknown
+from mpsd.core.doctor.processes import DAEMON, FRONT_END, hidden, living, untold
+from mpsd.core.model import Known, Unknown
 
 
 def _capabilities(seen: Observed) -> Iterator[Finding]:
@@ -55,12 +55,14 @@ def _pid_namespace(seen: Observed) -> Iterator[Finding]:
         )
         return
     yield from hidden(seen)
-    for each in (*([mpsd] if mpsd else []), *(each for each in living(seen) if each.part == DAEMON)):
-        if isinstance(each.pid_namespace, Unknown):
-            yield unknown(each.pid_namespace.reason, "look as root", subject=f"pid {each.pid}")
-        elif each.pid_namespace.value != seen.host.pid_namespace:
+    looked = [*([mpsd] if mpsd else []), *(each for each in living(seen) if each.part == DAEMON)]
+    closed = [each for each in looked if isinstance(each.pid_namespace, Unknown)]
+    if closed:
+        yield untold(seen, closed)
+    for each in looked:
+        if isinstance(each.pid_namespace, Known) and each.pid_namespace.value != seen.host.pid_namespace:
             because = (
-                f"pid {each.pid}, a {each.part}, is in a pid namespace of its own: clients outside it are pid 0 to it"
+                f"pid {each.pid} ({each.part}) is in a pid namespace of its own: clients outside it are pid 0 to it"
             )
             evidence = {"pid": each.pid, "pid_namespace": each.pid_namespace.value, "own": seen.host.pid_namespace}
             remedy = "run it with hostPID: true (docker run --pid=host)"
@@ -73,14 +75,14 @@ def _shm_shared(seen: Observed) -> Iterator[Finding]:
     if isinstance(own, Unknown):
         yield unknown(own.reason)
         return
-    for each in living(seen):
-        if each.part == FRONT_END:
-            continue
-        if isinstance(each.shared_memory, Unknown):
-            yield unknown(each.shared_memory.reason, "look as root", subject=f"pid {each.pid}")
-        elif each.shared_memory.value != own.value.device:
+    looked = [each for each in living(seen) if each.part != FRONT_END]
+    closed = [each for each in looked if isinstance(each.shared_memory, Unknown)]
+    if closed:
+        yield untold(seen, closed)
+    for each in looked:
+        if isinstance(each.shared_memory, Known) and each.shared_memory.value != own.value.device:
             because = (
-                f"pid {each.pid}, a {each.part}, has another /dev/shm than who asks: clients that share the caller's"
+                f"pid {each.pid} ({each.part}) has another /dev/shm than who asks: clients that share the caller's"
             )
             because += " cannot connect (805)"
             evidence = {"pid": each.pid, "device": each.shared_memory.value, "own_device": own.value.device}

@@ -4,6 +4,7 @@ The driver's programs and libraries belong to the kernel's modules and are never
 and CDI put them among a container's own; the GPU operator has them in a root of their own.
 """
 
+import ctypes
 import os
 import shutil
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ class Driver:
     server: Path | None
     """None where it is neither beside the control program nor in its root or PATH."""
     libraries: Path | None
-    """Where its libraries are in a root of its own; None: where the loader looks anyway."""
+    """Where its libraries are, if the loader does not look there: in a root of its own, say."""
 
     @property
     def nvml(self) -> Path | None:
@@ -62,7 +63,7 @@ class Driver:
         }
 
 
-def find(control: str, root: Path | None = None, roots: Sequence[Path] = _ROOTS) -> Driver:
+def find(control: str, root: Path | None = None, roots: Sequence[Path] = _ROOTS, *, here: Path = Path("/")) -> Driver:
     """Find the driver: under `root` and nowhere else, or, without one, in PATH, or else in the first known root.
 
     A `control` that is a path is that program, wherever it is. Raises ConfigurationError.
@@ -71,7 +72,8 @@ def find(control: str, root: Path | None = None, roots: Sequence[Path] = _ROOTS)
         found = shutil.which(control)
         if found is not None:
             program = Path(found).absolute()
-            return Driver(program, _server(program, root), None if root is None else _libraries(root))
+            libraries = _libraries(root) if root is not None else _out_of_the_way(here)
+            return Driver(program, _server(program, root), libraries)
     if os.sep not in control:
         for each in roots if root is None else (root,):
             there = _first(each, _PROGRAMS, control)
@@ -94,6 +96,18 @@ def _first(root: Path, places: Sequence[str], name: str) -> Path | None:
 
 def _libraries(root: Path) -> Path | None:
     return next((root / place for place in _LIBRARIES if (root / place / _NVML).exists()), None)
+
+
+def _out_of_the_way(here: Path) -> Path | None:
+    """Return where this system has the libraries, if its loader does not find them there.
+
+    CDI has them where the host has them, which may be another distribution.
+    """
+    try:
+        ctypes.CDLL(_NVML)
+    except OSError:
+        return _libraries(here)
+    return None
 
 
 def _server(control: Path, root: Path | None) -> Path | None:

@@ -20,15 +20,24 @@ def kustomized(folder: Path) -> Iterator[Any]:
     (recipe,) = documents(folder / "kustomization.yaml")
     known = {"apiVersion", "kind", "namespace", "resources", "configMapGenerator", "images"}
     assert recipe.keys() <= known
+    images = {each["name"]: f"{each['newName']}:{each['newTag']}" for each in recipe.get("images", ())}
     for resource in recipe.get("resources", ()):
         found = kustomized(folder / resource) if (folder / resource).is_dir() else documents(folder / resource)
         for each in found:
             if "namespace" in recipe and each["kind"] != "Namespace":
                 each["metadata"]["namespace"] = recipe["namespace"]
+            for container in _containers(each):
+                container["image"] = images.get(container["image"], container["image"])
             yield each
     for generator in recipe.get("configMapGenerator", ()):
         files = {name: (folder / name).read_text(encoding="utf-8") for name in generator["files"]}
         yield {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": generator["name"]}, "data": files}
+
+
+def _containers(each: Any) -> list[Any]:
+    """Return the containers of an object that makes pods."""
+    spec = each.get("spec", {}).get("template", {}).get("spec", {})
+    return [*spec.get("initContainers", ()), *spec.get("containers", ())]
 
 
 def overlay(name: str) -> dict[str, Any]:

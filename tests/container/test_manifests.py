@@ -61,6 +61,8 @@ def test_what_mpsd_needs(name: str) -> None:
     assert "livenessProbe" not in container
     assert ("startupProbe" in container) == (name == "sidecar")
     assert "limits" not in container["resources"]
+    images = {each["image"] for each in (*spec["containers"], *spec.get("initContainers", ()))}
+    assert images == {"localhost/mpsd:latest"}
     volumes = {each["name"] for each in spec["volumes"]}
     assert {each["name"] for each in container["volumeMounts"]} == volumes
     assert not (overlay(name).keys() & {"ServiceAccount", "Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"})

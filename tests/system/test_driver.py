@@ -42,10 +42,21 @@ class TestHere:
         """The program in PATH comes first, with the libraries that the loader finds."""
         make(tmp_path, "bin")
         operators = make(tmp_path / "driver", "usr/bin", "usr/lib64")
-        found = driver.find(CONTROL, roots=[operators])
+        found = driver.find(CONTROL, roots=[operators], here=tmp_path / "none")
         assert found == driver.Driver(tmp_path / "bin" / CONTROL, tmp_path / "bin" / SERVER, None)
         assert found.directories == (str(tmp_path / "bin"),)
         assert found.told()["nvml"] == f"{LIBRARY}, as the loader finds it"
+
+    def test_of_another_distribution(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Libraries that CDI has put where the host has them are found where this system's loader does not look."""
+        make(tmp_path, "bin")
+        (tmp_path / "here").mkdir()
+        here = make(tmp_path / "here", "usr/bin", "usr/lib64")
+        monkeypatch.setattr(
+            driver, "_NVML", "libcuda.so.535.1"
+        )  # which no machine's loader finds, with a GPU or without
+        found = driver.find(CONTROL, roots=[], here=here)
+        assert (found.control, found.libraries) == (tmp_path / "bin" / CONTROL, here / "usr/lib64")
 
     def test_by_path(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A path is that program and no other."""

@@ -135,7 +135,7 @@ class Service:
         (lease,) = wait_until(lambda: set(self.leases()) - set(before), what="the lease")
         return lease
 
-    def under_load(self, do: Callable[[], None]) -> dict[str, Any]:
+    def under_load(self, do: Callable[[], object]) -> dict[str, Any]:
         """Do something while others take leases and give them back; return how that went for them."""
         with subprocess.Popen(
             self.machine.command(self.python, "-c", _LOAD), stdin=subprocess.PIPE, stdout=subprocess.PIPE

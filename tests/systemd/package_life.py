@@ -9,7 +9,7 @@ from tests.harness import wait_until
 from tests.systemd import Suite
 from tests.systemd.machine import Machine
 from tests.systemd.node import STOP, UNITS, Service
-from tests.systemd.packages import Packages
+from tests.systemd.packages import ROOT, Packages
 from tests.tools import needed
 
 _FOUND: Final = ("find", "/", "-xdev", "(", "-path", "/proc", "-o", "-path", "/sys", ")", "-prune", "-o", "-print")
@@ -42,6 +42,7 @@ class PackageLife:
 
     def test_life(self, machine: Machine, packages: Packages) -> None:
         """One pid of each control daemon, and one lease, until the removal that finds nobody there."""
+        unit = (ROOT / "systemd" / "mpsd.service").read_text(encoding="utf-8")
         first, second = (f"/root/{package.name}" for package in packages)
         for package in packages:
             machine.copy(package, f"/root/{package.name}")
@@ -85,8 +86,10 @@ class PackageLife:
         assert kept in control_daemons.values()
         assert service.main_pid == 0
 
-        # Installed again: it adopts what goes on, and the lease is still there.
-        self.upgrade(machine, second)
+        # Installed again: it adopts what goes on, and the lease is still there. A unit in /usr/local is told.
+        machine.write("/usr/local/lib/systemd/system/mpsd.service", unit)
+        assert "the units in /usr/local, of another installation" in self.upgrade(machine, second)
+        machine.run("rm", "-r", "/usr/local/lib/systemd")
         assert kept in service.daemons().values()
         assert service.leases() == [lease]
 
@@ -96,15 +99,17 @@ class PackageLife:
         assert service.running() == []
         assert configuration.read_text() == changed
         self.dpkg(machine, "--purge", "mpsd")
-        assert self.files(machine) - before == set()
+        left = self.files(machine) - before
+        assert not left, left
         for path in ("/run/mpsd", "/var/lib/mpsd", "/var/log/mpsd", "/etc/mpsd", "/usr/lib/mpsd"):
             assert not machine.path(path).exists(), path
         assert machine.run("systemctl", "list-units", "--failed", "--plain", "--no-legend").stdout == ""
 
-    def upgrade(self, machine: Machine, package: str) -> None:
-        """Install a package over what is there, and wait until mpsd is well again."""
-        self.dpkg(machine, "--install", package)
+    def upgrade(self, machine: Machine, package: str) -> str:
+        """Install a package over what is there, wait until mpsd is well again, and return what dpkg said."""
+        said = self.dpkg(machine, "--install", package)
         self.healthy(machine)
+        return said
 
     def test_lintian(self, packages: Packages, tmp_path: Path) -> None:
         """Lintian has nothing to say but what debian/mpsd.lintian-overrides answers."""

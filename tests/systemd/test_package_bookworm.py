@@ -1,13 +1,12 @@
 """The package on Debian 12."""
 
-import filecmp
-from pathlib import Path
-
 import pytest
 
 from tests import systemd
+from tests.harness import wait_until
+from tests.systemd.machine import Machine
 from tests.systemd.package_life import PackageLife
-from tests.systemd.packages import Packages, build
+from tests.systemd.packages import Packages
 
 pytestmark = pytest.mark.machine
 
@@ -18,6 +17,17 @@ class TestDebian12(PackageLife):
 
     SUITE = systemd.SUITES["bookworm"]
 
-    def test_the_same_bytes(self, packages: Packages, tmp_path: Path) -> None:
-        """Built again, elsewhere and later, it is the same file."""
-        assert filecmp.cmp(packages.first, build(self.SUITE.name, tmp_path), shallow=False)
+    def test_without_a_gpu(self, machine: Machine, packages: Packages) -> None:
+        """Where there is no driver it installs and removes all the same: mpsd says why it does not run."""
+        for unit in ("mpsd.service", "mpsd-stop-daemons.service"):
+            machine.run("rm", "-rf", f"/etc/systemd/system/{unit}.d")
+        package = f"/root/{packages.first.name}"
+        machine.copy(packages.first, package)
+        self.dpkg(machine, "--install", package)
+        wait_until(
+            lambda: machine.show("mpsd.service", "ExecMainStatus") == "78", what="mpsd to say that it cannot run"
+        )
+        assert machine.run("mpsctl", "status", check=False).returncode == 69
+        assert "go on without mpsd" not in self.dpkg(machine, "--purge", "mpsd")
+        assert machine.run("systemctl", "list-units", "--failed", "--plain", "--no-legend").stdout == ""
+        assert not machine.path("/var/lib/mpsd").exists()

@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -38,8 +39,8 @@ def podman(private_root: Path) -> Iterator[Podman]:
 
 
 @pytest.fixture(scope="session")
-def inputs() -> Iterator[Path]:
-    """Give what the image is built from, held against other runs of the tests."""
+def inputs(podman: Podman) -> Path:
+    """Give what the image is built from: a copy of what is kept for all runs of the tests."""
     needed("mmdebstrap", "mmdebstrap")
     made_from = (
         BUILD.read_bytes(),
@@ -53,7 +54,7 @@ def inputs() -> Iterator[Path]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = subprocess.run([BUILD, "inputs", place], capture_output=True, text=True, check=False, timeout=300)
         assert done.returncode == 0, done.stderr
-        yield place
+        return shutil.copytree(place, podman.home / "inputs")
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from mpsd.core.doctor.observed import (
     HostSeen,
     Left,
     Library,
+    LogLine,
     NodeGpus,
     Observed,
     PipeDirectorySeen,
@@ -144,7 +145,8 @@ WELL: Final = Observed(
         first_pid_namespace=True,
         pid_namespace=PID_NAMESPACE,
         shared_memory=Known(SharedMemoryPlace("tmpfs", 32 * GIB, 31 * GIB, 0o1777, False, DEVICE)),
-        kernel_log=Known(("usb 1-1: new device",)),
+        kernel_log=Known((LogLine(9.0, "usb 1-1: new device"),)),
+        audit_log=Known(()),
         selinux="enforcing",
         apparmor=True,
         devices=(DeviceNode(Path("/dev/nvidiactl"), 0o666), DeviceNode(Path("/dev/nvidia-uvm"), 0o666)),
@@ -218,3 +220,8 @@ def settings(text: str, observed: Observed = WELL) -> Observed:
 def look(check: str, observed: Observed) -> list[Finding]:
     """Put one check to a node."""
     return [each.finding for each in examine([CHECKS[check]], observed)]
+
+
+def said(text: str, age: float = 5.0) -> Known[tuple[LogLine, ...]]:
+    """Return a log that has this line, written so many seconds ago."""
+    return Known((LogLine(age + 9, "systemd[1]: Reached target"), LogLine(age, text)))

@@ -43,6 +43,7 @@ from tests.doctor.seen import (
     pipe_directory,
     process,
     processes,
+    said,
     service,
     settings,
     unit,
@@ -52,6 +53,7 @@ SILENT: Final[Any] = {"answers": Unknown("there is no socket"), "lock_holder": K
 SOCKET: Final = WELL.service.socket
 LEFT: Final = Path("/var/lib/mpsd/compute-modes.json")
 AVC: Final = 'audit: type=1400 avc:  denied  { connectto } for  pid=7 comm="nvidia-cuda-mps" path="/run/mpsd/mps/gpu0"'
+AUDITED: Final = f"type=AVC msg=audit(1732190000.123:7): {AVC}"
 PROFILE: Final = 'audit: type=1400 apparmor="DENIED" operation="open" profile="x" name="/dev/nvidia0" comm="python"'
 OOM: Final = "Memory cgroup out of memory: Killed process 7 (nvidia-cuda-mps) total-vm:9kB"
 XID: Final = "NVRM: Xid (PCI:0000:3b:00): {}, pid=7, name=python"
@@ -276,13 +278,17 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
     ("shm", shm(free=MIB), "warn", "1MiB are left"),
     ("device-nodes", host(devices=(DeviceNode(Path("/dev/nvidia-uvm"), None),)), "fail", "/dev/nvidia-uvm is not"),
     ("device-nodes", host(devices=(DeviceNode(Path("/dev/nvidia0"), 0o660),)), "warn", "0660"),
-    ("selinux", host(kernel_log=Known((AVC,))), "fail", "connectto"),
+    ("selinux", host(kernel_log=said(AVC)), "fail", "connectto"),
     ("selinux", host(kernel_log=Unknown("/dev/kmsg cannot be read")), "unknown", "/dev/kmsg"),
-    ("apparmor", host(kernel_log=Known((PROFILE,))), "fail", "DENIED"),
-    ("xid", host(kernel_log=Known((XID.format(79),))), "fail", "0000:3b:00 reported Xid 79"),
-    ("xid", host(kernel_log=Known((XID.format(31),))), "warn", "GPU memory page fault"),
-    ("oom", host(kernel_log=Known((OOM,))), "fail", "nvidia-cuda-mps"),
-    ("sandbox", host(kernel_log=Known(("Starting gVisor...",))), "fail", "gVisor"),
+    ("selinux", host(audit_log=said(AUDITED)), "fail", "5 s ago: type=AVC"),
+    ("selinux", host(kernel_log=said(AVC, 9999.0)), "warn", "9999 s ago"),
+    ("selinux", host(audit_log=Unknown("/var/log/audit/audit.log is root's")), "unknown", "audit.log"),
+    ("xid", host(kernel_log=said(XID.format(79), 7200.0)), "warn", "7200 s ago"),
+    ("apparmor", host(kernel_log=said(PROFILE)), "fail", "DENIED"),
+    ("xid", host(kernel_log=said(XID.format(79))), "fail", "0000:3b:00 reported Xid 79"),
+    ("xid", host(kernel_log=said(XID.format(31))), "warn", "GPU memory page fault"),
+    ("oom", host(kernel_log=said(OOM)), "fail", "nvidia-cuda-mps"),
+    ("sandbox", host(kernel_log=said("Starting gVisor...")), "fail", "gVisor"),
     ("kernel", host(kernel="4.18.0-553"), "fail", "4.18.0-553"),
     ("kernel", host(kernel="5.14.0", first_pid_namespace=False), "warn", "SO_PEERPIDFD"),
     ("kernel", host(kernel="strange"), "unknown", "strange"),
@@ -305,9 +311,9 @@ FINE: Final[tuple[tuple[str, Observed], ...]] = (
     ("front-end", processes(process(400, "front-end", age=1.0))),
     ("environment", host(variables={"CUDA_MPS_PIPE_DIRECTORY": f"{DIRECTORY}/"})),
     ("environment", host(variables={"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=2G"})),
-    ("selinux", host(selinux="permissive", kernel_log=Known((AVC,)))),
+    ("selinux", host(selinux="permissive", kernel_log=said(AVC))),
     ("selinux", host(selinux=None, kernel_log=Unknown("no"))),
-    ("selinux", host(kernel_log=Known((AVC.replace("nvidia-cuda-mps", "bash").replace("mpsd", "x"),)))),
+    ("selinux", host(kernel_log=said(AVC.replace("nvidia-cuda-mps", "bash").replace("mpsd", "x")))),
     ("compute-mode", settings("", gpu())),
     ("architecture", gpu(compute_capability=(7, 0))),
     ("outside", gpu(usage=used(7, mps=True))),

@@ -39,7 +39,11 @@ def test_kernel_log(tmp_path: Path) -> None:
     assert machine.kernel_log(fifo) == Known(())
     with fifo.open("r+b", buffering=0) as writer:
         writer.write(b"4,803,9876,-;NVRM: Xid (PCI:0000:3b:00): 79, pid=7\n SUBSYSTEM=pci\n")
-        assert machine.kernel_log(fifo) == Known(("NVRM: Xid (PCI:0000:3b:00): 79, pid=7",))
+        log = machine.kernel_log(fifo)
+        assert isinstance(log, Known)
+        (line,) = log.value
+        assert line.text == "NVRM: Xid (PCI:0000:3b:00): 79, pid=7"
+        assert line.age == pytest.approx(time.monotonic() - 0.009876, abs=60)
     assert isinstance(machine.kernel_log(tmp_path / "none"), Unknown)
 
 
@@ -49,7 +53,23 @@ def test_the_kernels_own_log() -> None:
     log = machine.kernel_log(Path("/dev/kmsg"))
     assert isinstance(log, Known)
     assert log.value
-    assert not any(line.startswith(("4,", "6,")) for line in log.value)
+    assert not any(line.text.startswith(("4,", "6,")) for line in log.value)
+    assert all(line.age <= time.monotonic() for line in log.value)
+
+
+def test_audit_log(tmp_path: Path) -> None:
+    """auditd's own stamps tell how old a line is; what has none is none of its lines."""
+    path = tmp_path / "audit.log"
+    assert machine.audit_log(path) == Known(())
+    path.write_text(f"half a li\ntype=AVC msg=audit({time.time() - 100:.3f}:7): avc:  denied\n")
+    log = machine.audit_log(path)
+    assert isinstance(log, Known)
+    (line,) = log.value
+    assert line.text.endswith("avc:  denied")
+    assert 99 <= line.age < 160
+    path.unlink()
+    path.mkdir()
+    assert isinstance(machine.audit_log(path), Unknown)
 
 
 def test_this_machine() -> None:

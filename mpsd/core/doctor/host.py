@@ -6,7 +6,7 @@ from typing import Final
 
 from mpsd.core import xid
 from mpsd.core.doctor.finding import Check, Finding, Verdict, unknown
-from mpsd.core.doctor.observed import Observed
+from mpsd.core.doctor.observed import LogLine, Observed
 from mpsd.core.doctor.processes import USUAL
 from mpsd.core.model import Known, Unknown
 from mpsd.core.units import MIB, format_size
@@ -19,6 +19,9 @@ _SMALL: Final = 64 * MIB
 _NAMES: Final = re.compile(r"nvidia-cuda-mps|\bmpsd\b|/dev/nvidia|nvidia-mps")
 
 _XID: Final = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<where>[0-9A-Fa-f:.]+)\): (?P<xid>[0-9]+)")
+
+_RECENT: Final = 3600.0
+"""Seconds for which a line of a log counts as what is so now."""
 
 _SHARED: Final = 0o1777
 _DEVICE: Final = 0o666
@@ -104,64 +107,77 @@ def _log(seen: Observed) -> Iterator[Finding]:
         yield unknown(seen.host.kernel_log.reason, "look as root")
 
 
-def _lines(seen: Observed) -> tuple[str, ...]:
+def _lines(seen: Observed) -> tuple[LogLine, ...]:
     return seen.host.kernel_log.value if isinstance(seen.host.kernel_log, Known) else ()
 
 
+def _told(lines: list[LogLine]) -> dict[str, object]:
+    return {"times": len(lines), "seconds_ago": round(lines[-1].age), "lines": [each.text for each in lines[-5:]]}
+
+
+def _how_bad(lines: list[LogLine]) -> Verdict:
+    """What was long ago may have been mended since: nobody takes it out of a log."""
+    return Verdict.FAIL if lines[-1].age < _RECENT else Verdict.WARN
+
+
 def _denied(seen: Observed, by: str, word: str, remedy: str) -> Iterator[Finding]:
-    lines = [each for each in _lines(seen) if by in each and word in each and _NAMES.search(each)]
+    """Look for denials in both logs: where auditd runs, it keeps them from the kernel's."""
+    yield from _log(seen)
+    if isinstance(seen.host.audit_log, Unknown):
+        yield unknown(seen.host.audit_log.reason, "look as root")
+    audited = seen.host.audit_log.value if isinstance(seen.host.audit_log, Known) else ()
+    both = (*_lines(seen), *audited)
+    lines = [each for each in both if by in each.text and word in each.text and _NAMES.search(each.text)]
     if lines:
-        because = f"the kernel's log has {len(lines)} denials of this boot, the last: {lines[-1]}"
-        yield Finding(Verdict.FAIL, because, {"lines": lines[-5:]}, remedy)
+        because = f"{len(lines)} denials, the last {lines[-1].age:.0f} s ago: {lines[-1].text}"
+        yield Finding(_how_bad(lines), because, _told(lines), remedy)
 
 
 def _selinux(seen: Observed) -> Iterator[Finding]:
-    if seen.host.selinux is None:
-        return
-    yield from _log(seen)
     if seen.host.selinux == "enforcing":
         remedy = "ausearch -m avc -c nvidia-cuda-mps; label the pipe directory: chcon -R -t container_file_t DIR"
         yield from _denied(seen, "avc:", "denied", remedy)
 
 
 def _apparmor(seen: Observed) -> Iterator[Finding]:
-    if not seen.host.apparmor:
-        return
-    yield from _log(seen)
-    yield from _denied(seen, "apparmor=", "DENIED", "aa-status; allow it in that profile, and apparmor_parser -r FILE")
+    if seen.host.apparmor:
+        remedy = "aa-status; allow it in that profile, and apparmor_parser -r FILE"
+        yield from _denied(seen, "apparmor=", "DENIED", remedy)
 
 
 def _xid(seen: Observed) -> Iterator[Finding]:
     yield from _log(seen)
-    found: dict[tuple[str, int], list[str]] = {}
+    found: dict[tuple[str, int], list[LogLine]] = {}
     for line in _lines(seen):
-        match = _XID.search(line)
+        match = _XID.search(line.text)
         if match is not None:
             found.setdefault((match["where"], int(match["xid"])), []).append(line)
     for (where, number), lines in found.items():
-        verdict = Verdict.FAIL if xid.condemns(number) else Verdict.WARN
         because = (
-            f"the GPU at {where} reported {xid.describe(number)} {len(lines)} times in this boot, the last: {lines[-1]}"
+            f"the GPU at {where} reported {xid.describe(number)}, the last {lines[-1].age:.0f} s ago: {lines[-1].text}"
         )
-        evidence = {"pci": where, "xid": number, "times": len(lines), "lines": lines[-5:]}
-        remedy = "nvidia-smi -q; drain it, reset it (nvidia-smi --gpu-reset), then: mpsctl reset"
-        if verdict is Verdict.WARN:
-            remedy = "see which program it was; the GPU is as good as before"
+        evidence = {"pci": where, "xid": number, **_told(lines)}
+        verdict, remedy = Verdict.WARN, "see which program it was; the GPU is as good as before"
+        if xid.condemns(number):
+            verdict, remedy = (
+                _how_bad(lines),
+                "unless that was done since: drain it, nvidia-smi --gpu-reset, mpsctl reset",
+            )
         yield Finding(verdict, because, evidence, remedy, where)
 
 
 def _oom(seen: Observed) -> Iterator[Finding]:
     yield from _log(seen)
-    lines = [each for each in _lines(seen) if "Killed process" in each and _NAMES.search(each)]
+    lines = [each for each in _lines(seen) if "Killed process" in each.text and _NAMES.search(each.text)]
     if lines:
-        because = f"the kernel killed processes of MPS for want of memory {len(lines)} times, the last: {lines[-1]}"
+        because = f"the kernel killed processes of MPS for want of memory, the last {lines[-1].age:.0f} s ago: "
         remedy = "free -h; give the control group of mpsd and its servers more (MemoryMax=, a container's limit)"
-        yield Finding(Verdict.FAIL, because, {"lines": lines[-5:]}, remedy)
+        yield Finding(_how_bad(lines), because + lines[-1].text, _told(lines), remedy)
 
 
 def _sandbox(seen: Observed) -> Iterator[Finding]:
     yield from _log(seen)
-    if any("Starting gVisor" in line for line in _lines(seen)):
+    if any("Starting gVisor" in line.text for line in _lines(seen)):
         remedy = "run it with another runtime: runc, not runsc"
         yield Finding(Verdict.FAIL, "the kernel is gVisor, which does not pass on who connects to MPS", {}, remedy)
 

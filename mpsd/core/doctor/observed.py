@@ -340,6 +340,15 @@ class DeviceNode:
 
 
 @dataclass(frozen=True, slots=True)
+class LogLine:
+    """A line of the kernel's log, or of auditd's."""
+
+    age: float
+    """Seconds since it was written."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class HostSeen:
     """The machine, as who asks sees it."""
 
@@ -352,7 +361,9 @@ class HostSeen:
     """Whether who asks is in the machine's own pid namespace, and so sees every process."""
     pid_namespace: str
     shared_memory: Reading[SharedMemoryPlace]
-    kernel_log: Reading[tuple[str, ...]]
+    kernel_log: Reading[tuple[LogLine, ...]]
+    audit_log: Reading[tuple[LogLine, ...]]
+    """What auditd wrote last, which keeps denials from the kernel's log; nothing where there is no such log."""
     selinux: str | None
     """`enforcing` or `permissive`; None where it is not there."""
     apparmor: bool

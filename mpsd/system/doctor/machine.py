@@ -1,17 +1,23 @@
 """The machine as who asks sees it: namespaces, /dev/shm, the kernel's log, and who may deny what."""
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from mpsd.core.doctor.observed import DeviceNode, HostSeen, SharedMemoryPlace
+from mpsd.core.doctor.observed import DeviceNode, HostSeen, LogLine, SharedMemoryPlace
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.system import clock, surroundings
 from mpsd.system.doctor.disk import file_system
 
 _MOST: Final = 100_000
 """Records of the kernel's log that are read; its buffer has room for fewer."""
+
+_TAIL: Final = 1024 * 1024
+"""Bytes of auditd's log that are read."""
+
+_AUDITED: Final = re.compile(r"msg=audit\(([0-9]{1,12}\.[0-9]{1,6}):")
 
 _RECORD: Final = 8192
 """Bytes that a record has at most. Source: Documentation/ABI/testing/dev-kmsg."""
@@ -29,6 +35,7 @@ def look(variables: Mapping[str, str]) -> HostSeen:
         pid_namespace=os.readlink(namespace),  # noqa: PTH115 - what it says is no path
         shared_memory=_shared_memory(surroundings.SHARED_MEMORY),
         kernel_log=kernel_log(Path("/dev/kmsg")),
+        audit_log=audit_log(Path("/var/log/audit/audit.log")),
         selinux=_selinux(Path("/sys/fs/selinux/enforce")),
         apparmor=_says_yes(Path("/sys/module/apparmor/parameters/enabled")),
         devices=tuple(_device(path) for path in _devices(Path("/dev"))),
@@ -53,9 +60,10 @@ def _shared_memory(path: Path) -> Reading[SharedMemoryPlace]:
     )
 
 
-def kernel_log(path: Path) -> Reading[tuple[str, ...]]:
+def kernel_log(path: Path) -> Reading[tuple[LogLine, ...]]:
     """Return the lines of the kernel's log, as far as its buffer goes back; each reading has one record."""
-    lines: list[str] = []
+    lines: list[LogLine] = []
+    now = clock.monotonic()  # by which the kernel stamps them, in microseconds
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -68,8 +76,8 @@ def kernel_log(path: Path) -> Reading[tuple[str, ...]]:
                 continue  # it was overwritten before it was read; the next is there
             if not record:
                 break
-            text = record.decode("utf-8", errors="replace").splitlines()[0]
-            lines.append(text.partition(";")[2])
+            head, _, text = record.decode("utf-8", errors="replace").splitlines()[0].partition(";")
+            lines.append(LogLine(max(0.0, now - int(head.split(",")[2]) / 1e6), text))
     except BlockingIOError:
         pass  # that was all
     except OSError as error:
@@ -77,6 +85,21 @@ def kernel_log(path: Path) -> Reading[tuple[str, ...]]:
     finally:
         os.close(descriptor)
     return Known(tuple(lines))
+
+
+def audit_log(path: Path) -> Reading[tuple[LogLine, ...]]:
+    """Return the lines at the end of auditd's log, each with the time that it names."""
+    now = clock.now().timestamp()
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL))
+            texts = log.read(_TAIL).decode("utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return Known(())
+    except OSError as error:
+        return Unknown(f"{path} cannot be read by uid {os.geteuid()}: {error.strerror}")
+    stamped = ((_AUDITED.search(text), text) for text in texts)
+    return Known(tuple(LogLine(max(0.0, now - float(found[1])), text) for found, text in stamped if found is not None))
 
 
 def _selinux(path: Path) -> str | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from tests import real
+from tests.tools import needed
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 
@@ -17,15 +18,17 @@ class Packages(NamedTuple):
     second: Path
 
 
-def build(suite: str, folder: Path, revision: int = 1) -> Path:
+def build(suite: str, folder: Path) -> Path:
     """Build the package of a suite, and return it. What it needs of PyPI is kept outside the tree."""
+    needed("/usr/bin/dh", "debhelper")
+    needed("/usr/bin/pip3", "python3-pip")
     environment = {**os.environ, "MPSD_WHEELS": str(real.cache("MPSD_WHEELS", "wheels"))}
     done = subprocess.run(
-        [ROOT / "debian" / "build", suite, folder, str(revision)],
+        [ROOT / "debian" / "build", suite, folder],
         env=environment, capture_output=True, text=True, check=False, cwd="/",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    (package,) = folder.glob(f"mpsd_*-{revision}~*.deb")
+    (package,) = folder.glob("mpsd_*.deb")
     return package
 
 

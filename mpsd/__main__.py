@@ -187,12 +187,22 @@ def _mpsctl() -> str:
     return "mpsctl" if shutil.which("mpsctl") or not beside.exists() else str(beside)
 
 
+def _priority() -> str:
+    """Return what has the journal take a line for an error, where stderr leads there. Source: sd-daemon(3)."""
+    import os
+
+    from mpsd.system.journal import is_behind
+
+    return "<3>" if is_behind(sys.stderr.fileno(), os.environ.get("JOURNAL_STREAM", "")) else ""
+
+
 def main() -> None:
     """Run the program; an error of ours is one sentence, its code, and a hint."""
     try:
         cli(prog_name="mpsd")
     except MpsdError as error:
-        click.echo(f"mpsd: {plain(error.detail)} [{error.code}]\n  hint: {plain(error.hint)}", err=True)
+        for line in (f"mpsd: {plain(error.detail)} [{error.code}]", f"  hint: {plain(error.hint)}"):
+            click.echo(f"{_priority()}{line}", err=True)
         sys.exit(error.exit_code)
 
 

@@ -62,7 +62,8 @@ def status(daemons: Sequence[Daemon], views: Sequence[GpuView], *, leases: int, 
     `reload` is why the last one was refused.
     """
     ready = sum(each.state is State.READY for each in daemons)
-    parts = [f"{ready} of {len(daemons)} control daemons ready, {leases} leases, {waiting} waiting"]
+    held = "1 lease" if leases == 1 else f"{leases} leases"
+    parts = [f"{ready} of {len(daemons)} control daemons ready, {held}, {waiting} waiting"]
     parts += [f"GPU {view.index}: {view.health}, {view.because}" for view in views if view.health is not Health.OK]
     parts += [
         f"{each.name}: {each.state}, {each.operation or each.because}"

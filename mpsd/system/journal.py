@@ -7,12 +7,23 @@ import contextlib
 import os
 import socket
 from collections.abc import Mapping
-from typing import Final, Self
+from typing import Final
 
 _SOCKET: Final = "/run/systemd/journal/socket"
 
 _LONGEST: Final = 8 * 1024
 """Bytes of one value that are kept: all of an entry's fit into a datagram, and what others wrote fills no disk."""
+
+
+def is_behind(descriptor: int, stream: str) -> bool:
+    """Tell whether a descriptor leads to the journal, as JOURNAL_STREAM says by device and inode.
+
+    Who started mpsd may have inherited the variable, and sent this descriptor elsewhere (systemd.exec(5)).
+    """
+    if not stream:
+        return False
+    found = os.fstat(descriptor)
+    return stream == f"{found.st_dev}:{found.st_ino}"
 
 
 class Journal:
@@ -21,15 +32,6 @@ class Journal:
     def __init__(self, path: str = _SOCKET) -> None:
         self._path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-
-    @classmethod
-    def behind(cls, descriptor: int, stream: str) -> Self | None:
-        """Return the journal where a descriptor leads to it, as JOURNAL_STREAM says by device and inode.
-
-        Somebody who started mpsd may have inherited the variable, and sent this descriptor elsewhere (systemd.exec(5)).
-        """
-        found = os.fstat(descriptor)
-        return cls() if stream == f"{found.st_dev}:{found.st_ino}" else None
 
     def send(self, fields: Mapping[str, str]) -> None:
         """Send an entry, or drop it: one that is lost must not hurt mpsd."""

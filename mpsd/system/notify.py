@@ -12,7 +12,7 @@ from typing import Final, Self
 
 from mpsd.core.errors import ConfigurationError
 from mpsd.system import clock
-from mpsd.system.journal import Journal
+from mpsd.system.journal import Journal, is_behind
 
 _FIRST: Final = 3
 """The first descriptor that is handed over (SD_LISTEN_FDS_START)."""
@@ -63,7 +63,7 @@ class ServiceManager:
             address,
             watchdog=watchdog / 1_000_000 if watchdog else None,
             listener=_listener(_FIRST) if count else None,
-            journal=Journal.behind(_STDERR, environ.pop("JOURNAL_STREAM", "")),
+            journal=Journal() if is_behind(_STDERR, environ.get("JOURNAL_STREAM", "")) else None,
         )
 
     @property

@@ -68,7 +68,7 @@ class Ears:
         def look() -> list[int]:
             return [at for at, said in enumerate(self.listen()) if at >= after and said.startswith(assignment)]
 
-        return wait_until(look, what=f"{assignment}; said was {self.said}")[0]
+        return wait_until(look, what=f"{assignment}; said was {self.said}", deadline=30)[0]
 
     def close(self) -> None:
         """Hear no more."""
@@ -99,7 +99,7 @@ class TestNotifications:
             assert "NOTIFY" not in environment
             assert "WATCHDOG" not in environment
             node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
-            at = ears.wait_for("STATUS=2 of 2 control daemons ready, 1 leases")
+            at = ears.wait_for("STATUS=2 of 2 control daemons ready, 1 lease,")
             for _ in range(3):
                 at = ears.wait_for("WATCHDOG=1", at + 1)
             node.end()
@@ -138,6 +138,16 @@ class TestNotifications:
             assert node.ended() == 0
         finally:
             node.clean_up()
+
+    def test_refused_start(self, short_tmp: Path) -> None:
+        """In the journal, why mpsd did not start is an error."""
+        node = Node(root=short_tmp, config="nonsense")
+        node.stderr.touch()
+        found = node.stderr.stat()
+        node.env = {"JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"}
+        status, said = node.refuse()
+        assert status == 78
+        assert [line[:7] for line in said.splitlines()] == ["<3>mpsd", "<3>  hi"]
 
     def test_watchdog_of_another(self, ears: Ears, short_tmp: Path) -> None:
         """A variable that was meant for another process is none for mpsd."""
@@ -197,7 +207,7 @@ def test_no_sign_of_life_of_a_stuck_supervisor(short_tmp: Path) -> None:
         # The loop runs, and tells other news.
         for leases in range(1, 6):
             node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
-            ears.wait_for(f"STATUS=2 of 2 control daemons ready, {leases} leases")
+            ears.wait_for(f"STATUS=2 of 2 control daemons ready, {leases} lease")
         assert ears.said.count("WATCHDOG=1") <= signs + 1  # one may have been on its way
     finally:
         node.clean_up()

@@ -11,7 +11,7 @@ import pytest
 from mpsd.core.settings import LogFormat
 from mpsd.daemon import log as logs
 from mpsd.daemon.log import MESSAGE_IDS, Happened
-from mpsd.system.journal import Journal
+from mpsd.system.journal import Journal, is_behind
 
 
 class Heard:
@@ -124,8 +124,6 @@ def test_behind(short_tmp: Path) -> None:
     """Only the very stream that the variable names is the journal's: it may have been inherited."""
     with (short_tmp / "stderr").open("w") as stream:
         found = os.fstat(stream.fileno())
-        journal = Journal.behind(stream.fileno(), f"{found.st_dev}:{found.st_ino}")
-        assert journal is not None
-        journal.close()
-        assert Journal.behind(stream.fileno(), f"{found.st_dev}:{found.st_ino + 1}") is None
-        assert Journal.behind(stream.fileno(), "") is None
+        assert is_behind(stream.fileno(), f"{found.st_dev}:{found.st_ino}")
+        assert not is_behind(stream.fileno(), f"{found.st_dev}:{found.st_ino + 1}")
+        assert not is_behind(stream.fileno(), "")

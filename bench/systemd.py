@@ -106,6 +106,8 @@ def _prepared(root: Path) -> dict[str, Path]:
 
 def service(_: str, root: Path) -> Iterator[Result]:
     """From PID 1's start to a lease, and callers' longest wait across `systemctl restart`, beside a bare service."""
+    if (absent := systemd.missing()) is not None:
+        raise SystemExit(f"{absent}; or leave this one out: --only")
     root.mkdir(parents=True)
     binds = _prepared(root)
     boots = [_boot(root, binds, number) for number in range(_BOOTS)]

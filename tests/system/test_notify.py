@@ -1,0 +1,72 @@
+"""What a service manager hands over is taken once, and nonsense is refused; what it is told gets there, in time."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from mpsd.core.errors import ConfigurationError
+from mpsd.system.notify import ServiceManager
+
+
+def test_everything_is_taken(short_tmp: Path) -> None:
+    """The variables are gone from the environment; those that were meant for another process are not believed."""
+    own = {"NOTIFY_SOCKET": f"{short_tmp}/x", "WATCHDOG_USEC": "2000000", "WATCHDOG_PID": str(os.getpid())}
+    handed = {"LISTEN_FDS": "0", "LISTEN_PID": str(os.getpid()), "LISTEN_FDNAMES": ""}
+    environ = {**own, **handed, "PATH": "/bin"}
+    manager = ServiceManager.take(environ)
+    assert environ == {"PATH": "/bin"}
+    assert manager.watchdog == 2
+    assert manager.listener is None
+    manager.close()
+    other = ServiceManager.take({**own, "WATCHDOG_PID": "1", "LISTEN_FDS": "1", "LISTEN_PID": "1"})
+    assert other.watchdog is None
+    assert other.listener is None
+    other.close()
+
+
+def test_nobody(short_tmp: Path) -> None:
+    """Outside of any service manager there is nobody to tell, and nothing to watch."""
+    manager = ServiceManager.take({})
+    assert not manager.listens
+    assert manager.watchdog is None
+    manager.tell("READY=1")
+    assert not list(short_tmp.iterdir())
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"NOTIFY_SOCKET": "vsock:2:1234"},
+        {"NOTIFY_SOCKET": "/run/x", "WATCHDOG_USEC": "soon"},
+        {"LISTEN_FDS": "2", "LISTEN_PID": str(os.getpid())},
+        {"LISTEN_FDS": "-1", "LISTEN_PID": str(os.getpid())},
+    ],
+)
+def test_nonsense(environ: dict[str, str]) -> None:
+    """What cannot be meant is refused, with the variable."""
+    with pytest.raises(ConfigurationError):
+        ServiceManager.take(environ)
+
+
+def test_busy_manager(short_tmp: Path) -> None:
+    """What it did not take is told with the next, of each thing the latest; an old sign of life is not."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ears:
+        ears.bind(f"{short_tmp}/notify")
+        ears.setblocking(False)
+        manager = ServiceManager(f"{short_tmp}/notify")
+        for number in range(1000):  # more than the kernel keeps for it
+            manager.tell(f"STATUS={number}")
+        manager.tell("READY=1", "STATUS=latest", "WATCHDOG=1")
+        heard = []
+        while True:
+            try:
+                heard.append(ears.recv(4096))
+            except BlockingIOError:
+                break
+        assert heard[0] == b"STATUS=0"
+        assert len(heard) < 1000
+        manager.tell("STOPPING=1")
+        assert ears.recv(4096) == b"STATUS=latest\nREADY=1\nSTOPPING=1"
+        manager.close()

@@ -128,6 +128,12 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
     ("unit", unit(LoadState="bad-setting"), "fail", "bad-setting"),
     ("unit", unit(ActiveState="failed", Result="start-limit-hit"), "fail", "too many starts"),
     ("unit", unit(ActiveState="failed", Result="exit-code"), "fail", "exit-code"),
+    (
+        "unit",
+        unit(SubState="auto-restart", Result="watchdog", NRestarts="3"),
+        "fail",
+        "(watchdog), and systemd starts it",
+    ),
     ("unit", at(unit(ActiveState="inactive"), **SILENT), "warn", "inactive"),
     ("unit", unit(UnitFileState="disabled"), "warn", "not started at the next boot"),
     ("unit", service(units=Unknown("systemd does not run")), "unknown", "systemd does not run"),

@@ -19,6 +19,9 @@ _STOPPED_BY_HAND: Final = {"inactive", "deactivating"}
 
 _SERVICE: Final = "mpsd.service"
 
+_STATES: Final = ("LoadState", "ActiveState", "SubState", "Result", "UnitFileState")
+"""Properties of a unit, as `systemctl show` has them."""
+
 _FREE_TASKS: Final = 1000
 """Threads that 48 clients and their servers may come to need; what containers get by default (2048) is little."""
 
@@ -118,33 +121,33 @@ def _unit(seen: Observed) -> Iterator[Finding]:
         yield unknown(seen.service.units.reason)
         return
     for name, unit in seen.service.units.value.items():
-        finding = _of_unit(name, unit, answers=_answers(seen) is not None)
-        if finding is not None:
-            yield replace(finding, subject=name)
+        found = _of_unit(name, unit, answers=_answers(seen) is not None)
+        if found is not None:
+            verdict, because, remedy = found
+            evidence = {each: unit.get(each, "") for each in (*_STATES, "NRestarts")}
+            yield Finding(verdict, because, evidence, remedy, name)
 
 
-def _of_unit(name: str, unit: Mapping[str, str], *, answers: bool) -> Finding | None:
-    state, result = unit.get("ActiveState", ""), unit.get("Result", "")
-    evidence = {key: unit.get(key, "") for key in ("LoadState", "ActiveState", "SubState", "Result", "UnitFileState")}
-    if unit.get("LoadState") == "masked":
-        return Finding(Verdict.FAIL, "it is masked, so nothing can start it", evidence, f"systemctl unmask {name}")
-    if unit.get("LoadState") != "loaded":
-        return Finding(
-            Verdict.FAIL, f"systemd cannot load it: {unit.get('LoadState')}", evidence, f"systemd-analyze verify {name}"
-        )
-    if state == "failed":
-        hint = f"journalctl -u {name} -e; then systemctl reset-failed {name} && systemctl start {name}"
-        because = (
-            "it failed: too many starts in too short a time" if "start-limit" in result else f"it failed: {result}"
-        )
-        return Finding(Verdict.FAIL, because, evidence, hint)
-    if name == _SERVICE and state in _STOPPED_BY_HAND and not answers:
-        return Finding(Verdict.WARN, f"it is {state}", evidence, f"systemctl start {name}")
-    if unit.get("UnitFileState") == "disabled" and state == "active":
-        return Finding(
-            Verdict.WARN, "it runs, and is not started at the next boot", evidence, f"systemctl enable {name}"
-        )
-    return None
+def _of_unit(name: str, unit: Mapping[str, str], *, answers: bool) -> tuple[Verdict, str, str] | None:
+    """Return what is wrong with a unit, and what to do about it; None where nothing is."""
+    load, state, sub, result, enabled = (unit.get(each, "") for each in _STATES)
+    found = None
+    if load == "masked":
+        found = Verdict.FAIL, "it is masked, so nothing can start it", f"systemctl unmask {name}"
+    elif load != "loaded":
+        found = Verdict.FAIL, f"systemd cannot load it: {load}", f"systemd-analyze verify {name}"
+    elif state == "failed":
+        why = "too many starts in too short a time" if "start-limit" in result else result
+        remedy = f"journalctl -u {name} -e; then systemctl reset-failed {name} && systemctl start {name}"
+        found = Verdict.FAIL, f"it failed: {why}", remedy
+    elif sub == "auto-restart":
+        again = f"it ended ({result}), and systemd starts it again, {unit.get('NRestarts', '0')} times so far"
+        found = Verdict.FAIL, again, f"journalctl -u {name} -e"
+    elif name == _SERVICE and state in _STOPPED_BY_HAND and not answers:
+        found = Verdict.WARN, f"it is {state}", f"systemctl start {name}"
+    elif enabled == "disabled" and state == "active":
+        found = Verdict.WARN, "it runs, and is not started at the next boot", f"systemctl enable {name}"
+    return found
 
 
 def _unit_settings(seen: Observed) -> Iterator[Finding]:

@@ -1,6 +1,7 @@
 """mpsd under a real systemd, in a machine of tests/systemd: from boot to a lease, and a restart as callers see it."""
 
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -38,8 +39,9 @@ while told not in select.select([listener, told], [], [])[0]:
 
 _FLOOR_UNITS: Final = {
     "floor.socket": "[Socket]\nListenStream=/run/floor.sock\n[Install]\nWantedBy=sockets.target\n",
-    "floor.service": "[Unit]\nRequires=floor.socket\nAfter=floor.socket\n[Service]\nType=notify\n"
-    f"ExecStart=/{HOME}/bin/python3 -I /usr/local/bin/floor.py\n[Install]\nWantedBy=multi-user.target\n",
+    "floor.service": "[Unit]\nRequires=floor.socket\nAfter=floor.socket\nStartLimitIntervalSec=0\n"
+    f"[Service]\nType=notify\nExecStart=/{HOME}/bin/python3 -I /usr/local/bin/floor.py\n"
+    "[Install]\nWantedBy=multi-user.target\n",
 }
 
 _ASK: Final = """\
@@ -82,7 +84,7 @@ def _caller(name: str) -> str:
 def _prepared(root: Path) -> dict[str, Path]:
     """Install everything in a machine, and return what that wrote, for others to boot with."""
     kept = ("/usr/bin/mpsd", "/usr/bin/mpsctl", "/usr/local/bin", "/etc/systemd/system", f"/{HOME}/lib")
-    with Machine(_SUITE, f"prepared-{root.name}", root) as machine:
+    with Machine(_SUITE, f"bench-{os.getpid()}-prepared", root) as machine:
         machine.install()
         machine.install_units()
         for unit in ("mpsd.socket", "mpsd.service"):
@@ -113,14 +115,14 @@ def service(_: str, root: Path) -> Iterator[Result]:
     boots = [_boot(root, binds, number) for number in range(_BOOTS)]
     ours, theirs = (statistics.median(times) for times in zip(*boots, strict=True))
     yield Result("from the start of PID 1 to a lease", ours, theirs, at_most=3)
-    with Machine(_SUITE, f"bench-{root.parent.name}-restarts", root, binds) as machine:
+    with Machine(_SUITE, f"bench-{os.getpid()}-restarts", root, binds) as machine:
         ours, theirs = in_turn(lambda: _restart(machine, "mpsd"), lambda: _restart(machine, "floor"), rounds=_RESTARTS)
     yield Result("a caller's longest wait across a restart", ours, theirs, at_most=15)
 
 
 def _boot(root: Path, binds: Mapping[str, Path], number: int) -> list[float]:
     """Boot a machine, and return how many seconds after PID 1 began the callers had their answers."""
-    with Machine(_SUITE, f"bench-{root.parent.name}-{number}", root, binds) as machine:
+    with Machine(_SUITE, f"bench-{os.getpid()}-{number}", root, binds) as machine:
         began = int(machine.run("systemctl", "show", "-P", "UserspaceTimestampMonotonic").stdout) / 1_000_000
         asked = [machine.path(f"/run/asked-{name}") for name in _PLACES]
         wait_until(lambda: all(each.exists() and each.stat().st_size for each in asked), what="the answers")

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import os
 import shutil
 import sys
@@ -67,11 +68,12 @@ def _build(suite: Suite, root: Path) -> None:
     (root / "etc" / "machine-id").write_text(f"{hashlib.md5(suite.name.encode(), usedforsecurity=False).hexdigest()}\n")
     run("chroot", str(root), "python3", "-m", "venv", "--without-pip", f"/{HOME}")
     site = root / HOME / "lib" / f"python{suite.python}" / "site-packages"
-    with tempfile.TemporaryDirectory(dir=root.parent) as tools:
-        run(sys.executable, "-m", "venv", tools)
-        run(
-            f"{tools}/bin/python", "-m", "pip", "install", "--quiet", "--target", str(site), "--no-compile",
-            "--python-version", suite.python, "--only-binary=:all:", "--no-deps", "--require-hashes",
-            "--requirement", str(_LOCK),
-        )  # fmt: skip
+    python = sys.executable
+    if importlib.util.find_spec("pip") is None:
+        python = str(root.parent / "tools" / "bin" / "python")
+        run(sys.executable, "-m", "venv", str(root.parent / "tools"))
+    run(
+        python, "-m", "pip", "install", "--quiet", "--target", str(site), "--no-compile", "--python-version",
+        suite.python, "--only-binary=:all:", "--no-deps", "--require-hashes", "--requirement", str(_LOCK),
+    )  # fmt: skip
     run("chroot", str(root), "python3", "-m", "compileall", "-q", "-j", str(os.cpu_count() or 1), f"/{HOME}/lib")

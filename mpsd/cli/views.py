@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _UNKNOWN = "unknown"
 _SEVERAL = 2
-_LONGEST_EVENT = 17
+_LONGEST_EVENT = 20
 
 
 # -- the node ----------------------------------------------------------------------------------------------------------

@@ -25,6 +25,8 @@ class Launcher:
         self._socket_before: tuple[int, int] | None = None
         self._its_socket: tuple[ProcessIdentity, int] | None = None
         """The inode of the socket of the daemon that runs, as it was seen first."""
+        self._blocked: tuple[int, int] | None = None
+        """What its FIFO and its log held when they were looked at last, if there was no room."""
 
     def look(self) -> Found:
         """Look for a control daemon of ours, and for servers that a dead one left, in all of /proc: it takes its time.
@@ -87,8 +89,14 @@ class Launcher:
             )
 
     def relieve(self) -> int:
-        """Make room in the FIFO, where others have filled it; return how many bytes that was. Raises OSError."""
-        return mpslog.relieve(self._paths.pipe_directory / "log", self._paths.control_log)
+        """Make room in the FIFO, where it was as full when this was asked last; return how many bytes that was.
+
+        Raises OSError.
+        """
+        fifo, log = self._paths.pipe_directory / "log", self._paths.control_log
+        before, self._blocked = self._blocked, mpslog.blocked(fifo, log)
+        # Of a daemon that goes on by itself, lines would get out of order.
+        return mpslog.relieve(fifo, log) if self._blocked is not None and self._blocked == before else 0
 
     def _environment(self) -> dict[str, str]:
         """Return the environment that the daemon gets: an allow-list, its directories, and its one GPU by UUID."""

@@ -79,12 +79,18 @@ def find(control: str, root: Path | None = None, roots: Sequence[Path] = _ROOTS,
             there = _first(each, _PROGRAMS, control)
             if there is not None:
                 return Driver(there, _server(there, each), _libraries(each))
+    if os.sep in control:
+        raise ConfigurationError(
+            f"there is no control program {control!r} to execute",
+            hint="name another with --control or daemon.control; or try --simulate 2",
+            limit="daemon.control",
+        )
     looked = f"under {root}" if root is not None else f"in PATH, {', '.join(map(str, roots))}"
     raise ConfigurationError(
         f"there is no control program {control!r} to execute, {looked}",
         hint="install NVIDIA's driver with MPS; in a container, mount it (NVIDIA's runtime with the driver capability"
-        " utility,compute, or the host's /run/nvidia/driver); name it with daemon.control or daemon.driver_root; or try"
-        " --simulate 2",
+        " utility,compute, or the host's /run/nvidia/driver); name it with --control, daemon.control or"
+        " daemon.driver_root; or try --simulate 2",
         limit="daemon.control" if root is None else "daemon.driver_root",
     )
 

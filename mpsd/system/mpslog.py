@@ -1,5 +1,6 @@
 """The log file that a control daemon writes: followed from where it was left, and kept within a size."""
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -8,6 +9,7 @@ import select
 import stat
 import sys
 import termios
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -34,25 +36,37 @@ def open_for_daemon(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o640)
 
 
-def relieve(fifo: Path, log: Path) -> int:
-    """Move what a control daemon's FIFO holds into its log, where it is full; return how many bytes that was.
+def blocked(fifo: Path, log: Path) -> tuple[int, int] | None:
+    """Tell how much a control daemon's FIFO and its log hold, where the FIFO has no room for a line; None: it has.
 
     A control daemon writes its own lines into the FIFO that it alone reads. Once others have filled it, it waits for
-    itself for ever, and goes on as soon as there is room (measured, 470.256.02 to 555.58.02). Raises OSError.
+    itself for ever, and goes on as soon as there is room (measured, 470.256.02 to 555.58.02). One that is busy fills it
+    for a moment, too, and then what is held here changes. Raises OSError.
     """
+    with _opened(fifo) as source:
+        size = fcntl.fcntl(source, fcntl.F_GETPIPE_SZ)
+        held = int.from_bytes(fcntl.ioctl(source, termios.FIONREAD, bytes(4)), sys.byteorder)
+    return (held, log.stat().st_size) if held + select.PIPE_BUF > size else None
+
+
+def relieve(fifo: Path, log: Path) -> int:
+    """Move what a control daemon's FIFO holds into its log; return how many bytes that was. Raises OSError."""
+    with _opened(fifo) as source:
+        lines = os.read(source, fcntl.fcntl(source, fcntl.F_GETPIPE_SZ))
+    with os.fdopen(open_for_daemon(log), "wb") as file:
+        return file.write(lines)
+
+
+@contextlib.contextmanager
+def _opened(fifo: Path) -> Iterator[int]:
+    """Open a FIFO, and nothing else, to read it without waiting. Raises OSError."""
     source = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if not stat.S_ISFIFO(os.fstat(source).st_mode):
-            return 0
-        size = fcntl.fcntl(source, fcntl.F_GETPIPE_SZ)
-        held = int.from_bytes(fcntl.ioctl(source, termios.FIONREAD, bytes(4)), sys.byteorder)
-        if held + select.PIPE_BUF <= size:
-            return 0
-        lines = os.read(source, size)
+            raise OSError(errno.EINVAL, "it is no FIFO", str(fifo))
+        yield source
     finally:
         os.close(source)
-    with os.fdopen(open_for_daemon(log), "wb") as file:
-        return file.write(lines)
 
 
 @dataclass(frozen=True, slots=True)

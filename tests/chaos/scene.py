@@ -229,7 +229,8 @@ class Chaos:
     # -- faults --------------------------------------------------------------------------------------------------------
 
     def foreign_command(self) -> None:
-        """Change a limit by hand."""
+        """Change a limit by hand, which waits for as long as a control daemon is stopped."""
+        self._thaw()
         self.node.front_end(self._daemon(), f"set_default_active_thread_percentage {self.dice.randint(1, 100)}\n")
 
     def kill_daemon(self) -> None:

@@ -199,6 +199,7 @@ def test_outside(node: Node) -> None:
         # It is no comfort that another one of the lease is well.
         with SimulatedClient(environment(lease)) as well:
             assert well.hello["mps"]
+            event(node, "client_attributed", client=well.pid)
             answer = verified(node, lease["id"])
             assert not answer["ok"]
             assert {each["pid"]: each["mps"] for each in answer["processes"]} == {well.pid: True, client.pid: False}

@@ -164,14 +164,12 @@ class Node:
     async def refresh(self, lease: Lease) -> list[str]:
         """Ask the control daemons and the GPUs of a lease anew; return which daemons have not answered in time."""
         asked = [each for each in self._supervisors.values() if violations.share_on(lease, each.name) is not None]
-        revisions = {each: each.revision for each in asked}
-        for supervisor in asked:
-            supervisor.ask()
+        answered = {each.name: each.ask() for each in asked}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.settings.daemon.answer_deadline):
-                while any(each.revision == before for each, before in revisions.items()):
+                while not all(done() for done in answered.values()):
                     await self._touched.wait()
-        late = [each.name for each, before in revisions.items() if each.revision == before]
+        late = [name for name, done in answered.items() if not done()]
         await self.gpus.read()
         self._inspect(read=True)
         return late

@@ -20,6 +20,9 @@ class Standing:
         self.ready_since: datetime | None = None
         self.revision = 0
         """Grows whenever something about the daemon may be otherwise than before."""
+        self.questions = 0
+        """How often somebody asked that the daemon be talked to."""
+        self._answered = 0
         self._log = log
         self._changed = changed
 
@@ -32,6 +35,17 @@ class Standing:
         """Note that something about the daemon may be otherwise than before."""
         self.revision += 1
         self._changed()
+
+    def ask(self) -> Callable[[], bool]:
+        """Note that somebody wants the daemon to be talked to; return what tells whether that was begun and ended."""
+        self.questions += 1
+        question = self.questions
+        return lambda: self._answered >= question
+
+    def answer(self, questions: int) -> None:
+        """Note that the daemon was talked to, and that so many had asked for it when that began."""
+        self._answered = questions
+        self.touch()
 
     def explain(self, because: str, hint: str | None) -> None:
         """Say why it is still in this state."""

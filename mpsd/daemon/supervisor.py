@@ -68,7 +68,6 @@ class Supervisor:
         self._wake = asyncio.Event()
         self._observer = Observer(program, way.paths, settings.daemon, self._log, woken=self._wake.set)
         self.pipe = self._observer.pipe
-        """The door to its control daemon."""
         self._instance = Instance(self._launcher, self._observer, self._log, self._wake.set)
         self._holding = Holding(self._observer, settings, self._log)
         self._prober = Prober(self._launcher, self._holding, self._observer, way, self._log)
@@ -133,10 +132,11 @@ class Supervisor:
         if self._holding.want(limits):
             self.ask()
 
-    def ask(self) -> None:
-        """Talk to the daemon soon; the revision has grown when that was done."""
+    def ask(self) -> Callable[[], bool]:
+        """Talk to the daemon soon; return what tells whether that was done, from the first word on."""
         self._due = 0.0
         self._wake.set()
+        return self._standing.ask()
 
     @property
     def trouble(self) -> str:
@@ -183,8 +183,6 @@ class Supervisor:
         if self._instance.process is not None:
             self._down.clear()
             await self._down.wait()
-
-    # -- the loop -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Supervise until cancelled, and then leave the daemon running: its clients must not notice."""
@@ -334,6 +332,7 @@ class Supervisor:
         """Talk to the daemon, and let the state be what comes of it; tell whether it could be reached at all."""
         assert self._instance.process is not None  # noqa: S101 - there is one in every state that is probed
         starting = self._standing.state is State.STARTING and clock.monotonic() < self._due
+        questions = self._standing.questions
         found = await self._prober.probe(self._instance.process, fresh=self._instance.is_fresh)
         if found.event is Event.SILENT and not found.reached and self._instance.is_fresh and starting:
             return False  # one that was just started has its time to be
@@ -347,8 +346,9 @@ class Supervisor:
         # A socket that is gone is looked for all the time, and asked as soon as it is back.
         gone = self._launcher.socket_is_gone
         pause = _TICK if self._observer.starting else self._settings.daemon.probe_interval
-        self._due = 0.0 if gone else clock.monotonic() + pause
-        self._standing.touch()
+        # Who asked while it was talked to may want to know of what came later.
+        self._due = 0.0 if gone or questions < self._standing.questions else clock.monotonic() + pause
+        self._standing.answer(questions)
         return not gone
 
     # -- draining and ending ------------------------------------------------------------------------------------------

@@ -5,15 +5,18 @@ The node is of simulated parts alone, so that there are servers, and clients tha
 
 import contextlib
 import os
+import shlex
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
+from tests.admission.asking import Talk, message
 from tests.daemon.caller import calling
 from tests.daemon.conftest import Start
-from tests.daemon.scene import BRISK, GIB, event, holding, stopped
+from tests.daemon.scene import BRISK, GIB, event, holding, program, stopped
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated import SimulatedClient, gpus, leased, outside, variables
@@ -92,6 +95,30 @@ def test_at_once(node: Node) -> None:
             assert node.get(f"/v1/leases/{lease['id']}/verify").json["ok"]
             client.end()
         assert not node.get(f"/v1/leases/{lease['id']}/verify").json["ok"]
+
+
+def test_question_before(make_node: Start, short_tmp: Path) -> None:
+    """What was asked before a client connected is not the answer, however late it comes."""
+    gate, held = short_tmp / "gate", short_tmp / "held"
+    simulator = shlex.join((sys.executable, "-I", "-m", "mpsd.simulator.control", "--gpus"))
+    node = make_node(simulate=1, config="[daemon]\nprobe_interval = 0.2\n")
+    front_end = f"{simulator} {node.root}/run/simulated"
+    node.control = program(
+        short_tmp / "control",
+        f"""case "$1" in -f) exec {front_end} "$@" ;; esac
+{front_end} "$@"
+while [ -e {gate} ]; do touch {held}; sleep 0.01; done""",
+    )
+    node.start()
+    lease = granted(node)
+    gate.touch()
+    wait_until(held.exists, what="a front-end that has its answers to be kept")
+    with SimulatedClient(environment(lease)) as client, Talk(node.socket) as talk:
+        assert client.hello["mps"]
+        talk.send(message("GET", f"/v1/leases/{lease['id']}/verify"))
+        assert node.get("/healthz").status == 200  # it came later, and is answered: mpsd has heard the question
+        gate.unlink()
+        assert talk.answer().json["ok"]
 
 
 # -- not well ----------------------------------------------------------------------------------------------------------

@@ -284,7 +284,8 @@ class Chaos:
         """Replace what mpsd leaves alone, for its clients' sake: a resume came between removal and restart."""
         for name, daemon in self.node.daemons().items():
             is_reachable = (self.node.pipe_directory(name) / "control").exists()
-            if daemon["state"] == "unresponsive" and daemon["operation"] is None and not is_reachable:
+            patient = "ends who is there" not in (daemon["operation"] or "")
+            if daemon["state"] == "unresponsive" and patient and not is_reachable:
                 self._replace(name)
 
     def freeze_mpsd(self) -> None:

@@ -75,8 +75,7 @@ class Supervisor:
         self._drainer = Drainer(
             name, way.paths.intention, tenants=tenants, pipe=self.pipe, settings=settings, log=self._log
         )
-        self._wanted = True
-        """Whether it should run at all."""
+        self._wanted = True  # whether it should run at all
         self._down = asyncio.Event()
         self.beat = Beat()
         self._due = 0.0
@@ -134,7 +133,8 @@ class Supervisor:
 
     def ask(self) -> Callable[[], bool]:
         """Talk to the daemon soon; return what tells whether that was done, from the first word on."""
-        self._due = 0.0
+        if self._standing.state not in {State.STARTING, State.COOLING}:  # there it bounds a start, or a delay
+            self._due = 0.0
         self._wake.set()
         return self._standing.ask()
 

@@ -1,6 +1,7 @@
 """A control daemon that dies is replaced at once, one that keeps dying is given up, and nobody else notices."""
 
 import signal
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,27 @@ class TestCrashLoop:
         daemon = node.wait_for_state("gpu0", "ready")
         assert is_running(daemon["pid"])
         assert node.get("/readyz").status == 200
+
+
+def next_death(node: Node, known: int) -> None:
+    """Wait until mpsd has told of one death more."""
+    wait_until(lambda: len(node.events("daemon_death")) > known, what="its death to be seen")
+
+
+def test_it_cools_down_whatever_is_asked(make_node: Start) -> None:
+    """Who asks for something meanwhile, as a lease that ends or a reload does, brings it back no sooner."""
+    node = make_node(simulate=1, config="[daemon]\ndeaths = 100\n").start()
+    while not [each for each in node.events("daemon_death") if each["delay"] > 1]:
+        before = node.wait_for_state("gpu0", "ready")["pid"]
+        deaths = len(node.events("daemon_death"))
+        kill(before)
+        next_death(node, deaths)
+    node.reload("[daemon]\ndeaths = 100\n[limits]\nactive_thread_percentage = 50\n")
+    node.wait_for_state("gpu0", "ready")
+    (*_, death) = node.events("daemon_death")
+    (*_, start) = node.events("daemon_state", state="starting")
+    waited = datetime.fromisoformat(start["at"]) - datetime.fromisoformat(death["at"])
+    assert waited.total_seconds() >= death["delay"] - 0.1  # the two are told by the wall clock
 
 
 def test_program_that_cannot_be_executed(make_node: Start, short_tmp: Path, control: Path) -> None:

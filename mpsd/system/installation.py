@@ -147,6 +147,7 @@ class Installation:
             with contextlib.suppress(OSError):
                 MANIFEST.parent.rmdir()
         self._run("systemctl", "daemon-reload")
+        self._run("systemctl", "reset-failed", "mpsd*")  # or what failed would be listed to the next boot, though gone
         for each in kept:
             self._purge(each)
 

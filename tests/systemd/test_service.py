@@ -98,13 +98,18 @@ class TestOnAMachine:
         assert machine.run("pidof", "-x", "mpsd", check=False).stdout == ""
         assert machine.path("/etc/mpsd/mpsd.toml").exists()
 
-        # Purged, nothing is left but what was changed: the control daemons' sockets are theirs.
+        # Purged, nothing is left but what was changed: the control daemons' sockets are theirs. A failure is forgotten.
         machine.run(MPSCTL, "service", "install")
+        machine.run("rm", "-r", "/etc/systemd/system/mpsd.service.d")  # now it finds no driver
+        machine.run("systemctl", "daemon-reload")
+        machine.run("systemctl", "start", "mpsd.service", check=False)
+        assert machine.show("mpsd.service", "ActiveState") == "failed"
         said = machine.run(MPSCTL, "service", "uninstall", "--purge").stdout
         for path in ("/etc/mpsd/mpsd.toml", "/var/lib/mpsd", "/var/log/mpsd"):
             assert f"remove {path}\n" in said
             assert not machine.path(path).exists()
         assert machine.run("pidof", "nvidia-cuda-mps-control").stdout == control_daemons
+        assert machine.run("systemctl", "list-units", "--failed", "--plain", "--no-legend").stdout == ""
         again = machine.run(MPSCTL, "service", "uninstall", check=False)
         assert again.returncode == 1
         assert "nothing is installed" in again.stderr

@@ -149,6 +149,11 @@ class Running:
         """Whether it has ended and was never waited for."""
         return self.state == "Z"
 
+    @property
+    def lost(self) -> bool:
+        """Whether it will never go by itself: only the tests could wait for it, and they have gone on."""
+        return self.zombie and self.parent == os.getpid()
+
     def __str__(self) -> str:
         """Name it so that a person finds what started it."""
         parent = "a child" if self.parent == os.getpid() else f"re-parented to {self.parent}"
@@ -229,7 +234,7 @@ PLANTED: Final = ("mpsd-leaked-",)
 LOOKS_FOR_PLANTED: Final = "MPSD_TESTS_LOOK_FOR_PLANTED"
 """Set for the runs that are to find them."""
 
-_GRACE: Final = 0.5
+_GRACE: Final = 2.0
 """Seconds for a process that is on its way out already: one that was told to quit is gone a few milliseconds later."""
 
 
@@ -272,7 +277,7 @@ class Watch:
         gc.collect()  # what only waited for the collector closes now, and says so by a ResourceWarning of its own
         end = time.monotonic() + _GRACE
         lines, processes = self._look()
-        while not all(process.zombie for process in processes) and time.monotonic() < end:
+        while not all(process.lost for process in processes) and time.monotonic() < end:
             time.sleep(_FIRST_PAUSE)
             lines, processes = self._look()
         return lines, processes

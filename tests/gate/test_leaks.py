@@ -10,13 +10,16 @@ import pytest
 from tests.gate.inner import inner_pytest
 from tests.harness import look_at, wait_until
 
-LEAKING: Final = """
+LEAKING: Final = '''
     import os
     import socket
     import subprocess
     import sys
     import tempfile
     from pathlib import Path
+    from textwrap import dedent
+
+    import pytest
 
     SLEEP = "import time; print(flush=True); time.sleep(60)"
 
@@ -82,10 +85,31 @@ LEAKING: Final = """
         child.kill()
         child.wait()
 
+    REAPS = """
+    import os, subprocess, time
+    input()
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    print(flush=True)
+    time.sleep(0.1)
+    child.wait()
+    """
+
+    @pytest.fixture(scope="module")
+    def reaper():
+        with subprocess.Popen([sys.executable, "-c", dedent(REAPS)], stdin=-1, stdout=-1) as process:
+            yield process
+
+    def test_reaped_by_another(reaper):
+        # What has ended is about to be waited for by who started it.
+        reaper.stdin.write(b"\\n")
+        reaper.stdin.flush()
+        reaper.stdout.readline()
+
     def test_last():
         # The leaks of other tests are not reported a second time.
         pass
-"""
+'''
 
 EXPECTED: Final = {
     "test_child": r"process \d+ \(a child\): .*time\.sleep",
@@ -127,7 +151,7 @@ def test_a_leaking_test_is_red(run: tuple[str, Path], test: str) -> None:
 def test_a_clean_test_is_green(run: tuple[str, Path]) -> None:
     """A test that ends what it started is left alone, also after tests that did not, and the counts say the same."""
     said, _ = run
-    assert re.search(rf"\b{len(EXPECTED) + 2} passed, {len(EXPECTED)} errors\b", said), said
+    assert re.search(rf"\b{len(EXPECTED) + 3} passed, {len(EXPECTED)} errors\b", said), said
 
 
 def test_leaked_processes_are_ended(run: tuple[str, Path]) -> None:

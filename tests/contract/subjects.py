@@ -283,17 +283,24 @@ class Bench:
         program.chmod(0o755)
 
     def start_server(self, uid: int = 0) -> int:
-        """Have the daemon start the stand-in, and return its pid when it is listed."""
+        """Have the daemon start the stand-in, and return its pid when it is listed, and past its script's first lines."""
         self.front_end(f"start_server -uid {uid}")
         listed = wait_until(lambda: self.front_end("get_server_list").printed, what="the server to be listed")
         assert len(listed) == 1
-        return int(listed[0])
+        pid = int(listed[0])
+        wait_until(lambda: _sleeps_or_is_gone(pid), what="the stand-in to sleep")
+        return pid
 
     # -- mpsd's door --
 
     def door(self, deadline: float = _SECONDS) -> ControlPipe:
         """Return mpsd's own door to the daemon of this bench."""
         return ControlPipe(self.subject.program, self.pipe, self.logs, deadline=deadline)
+
+
+def _sleeps_or_is_gone(pid: int) -> bool:
+    process = look_at(pid)
+    return process is None or "sleep" in process.command.split()
 
 
 def _split(lines: Sequence[str], separator: str) -> list[list[str]]:

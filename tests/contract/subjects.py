@@ -283,7 +283,7 @@ class Bench:
         program.chmod(0o755)
 
     def start_server(self, uid: int = 0) -> int:
-        """Have the daemon start the stand-in, and return its pid when it is listed, and past its script's first lines."""
+        """Have the daemon start the stand-in, and return its pid once it is listed and has begun to sleep."""
         self.front_end(f"start_server -uid {uid}")
         listed = wait_until(lambda: self.front_end("get_server_list").printed, what="the server to be listed")
         assert len(listed) == 1

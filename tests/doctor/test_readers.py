@@ -126,7 +126,9 @@ def test_program_that_was_replaced(short_tmp: Path) -> None:
     [
         ("/usr/bin/python3 /usr/bin/mpsd run", True),
         ("/usr/bin/mpsd run --root /x", True),
+        ("/usr/lib/mpsd/bin/python3 -I /usr/bin/mpsd run", True),
         ("python -m mpsd demo", True),
+        ("sudo mpsd run", False),
         ("python -m mpsd.cli.main run -- true", False),
         ("mpsctl run -- mpsd", False),
         ("mpsd check", False),

@@ -3,8 +3,12 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final
 
 from mpsd.core.doctor.observed import Observed
+
+AS_ROOT: Final = "look as root, on the host itself"
+"""What to do about what could not be looked at: it takes rights, or a container keeps it from who asks."""
 
 
 class Verdict(StrEnum):

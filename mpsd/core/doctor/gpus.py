@@ -6,7 +6,7 @@ from typing import Final
 from mpsd.core import compute_mode, gpus
 from mpsd.core.compute_mode import Step, step
 from mpsd.core.doctor.driver import node_of, unread
-from mpsd.core.doctor.finding import Check, Finding, Means, Mend, Verdict, unknown
+from mpsd.core.doctor.finding import AS_ROOT, Check, Finding, Means, Mend, Verdict, unknown
 from mpsd.core.doctor.observed import GpuSeen, Observed
 from mpsd.core.doctor.processes import SERVER
 from mpsd.core.limits import VOLTA, clients_max
@@ -107,7 +107,7 @@ def _left(seen: Observed) -> Iterator[Finding]:
         because = f"{left.path} cannot be understood, so it is not known which GPUs mpsd changed: {left.found.reason}"
         yield Finding(Verdict.FAIL, because, {"path": str(left.path)}, f"{look} {left.path}", "record")
     elif isinstance(left.found, Unknown):
-        yield unknown(f"{left.path} {left.found.reason}", "look as root")
+        yield unknown(f"{left.path} {left.found.reason}", AS_ROOT)
     elif left.found.value and node_of(seen) is None:
         reason = seen.gpus.node.reason if isinstance(seen.gpus.node, Unknown) else ""
         because = f"{left.path} names GPUs that cannot be read: {reason}"
@@ -200,9 +200,7 @@ def _outside(seen: Observed) -> Iterator[Finding]:
         else None
     )
     if servers is None and node_of(seen) is not None:
-        yield unknown(
-            "which of the GPUs' processes are servers of MPS cannot be told without all processes", "look as root"
-        )
+        yield unknown("which of the GPUs' processes are servers of MPS cannot be told without all processes", AS_ROOT)
         return
     for each in _gpus(seen):
         if isinstance(each.usage, Unknown):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from mpsd.core import xid
-from mpsd.core.doctor.finding import Check, Finding, Verdict, unknown
+from mpsd.core.doctor.finding import AS_ROOT, Check, Finding, Verdict, unknown
 from mpsd.core.doctor.observed import LogLine, Observed
 from mpsd.core.doctor.processes import USUAL
 from mpsd.core.model import Known, Unknown
@@ -104,7 +104,7 @@ def _devices(seen: Observed) -> Iterator[Finding]:
 def _log(seen: Observed) -> Iterator[Finding]:
     """Yield that the kernel's log could not be read, where it could not."""
     if isinstance(seen.host.kernel_log, Unknown):
-        yield unknown(seen.host.kernel_log.reason, "look as root")
+        yield unknown(seen.host.kernel_log.reason, AS_ROOT)
 
 
 def _lines(seen: Observed) -> tuple[LogLine, ...]:
@@ -124,7 +124,7 @@ def _denied(seen: Observed, by: str, word: str, remedy: str) -> Iterator[Finding
     """Look for denials in both logs: where auditd runs, it keeps them from the kernel's."""
     yield from _log(seen)
     if isinstance(seen.host.audit_log, Unknown):
-        yield unknown(seen.host.audit_log.reason, "look as root")
+        yield unknown(seen.host.audit_log.reason, AS_ROOT)
     audited = seen.host.audit_log.value if isinstance(seen.host.audit_log, Known) else ()
     both = (*_lines(seen), *audited)
     lines = [each for each in both if by in each.text and word in each.text and _NAMES.search(each.text)]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Final
 
-from mpsd.core.doctor.finding import Check, Finding, Means, Mend, Verdict, unknown
+from mpsd.core.doctor.finding import AS_ROOT, Check, Finding, Means, Mend, Verdict, unknown
 from mpsd.core.doctor.observed import Observed, PipeDirectorySeen
 from mpsd.core.limits import CONTROL_PATH_BYTES, LONGEST_SOCKET_NAME, SOCKET_PATH_BYTES
 from mpsd.core.model import Known, Unknown
@@ -90,7 +90,7 @@ def _file_system(seen: Observed) -> Iterator[Finding]:
 def _disk(seen: Observed) -> Iterator[Finding]:
     for each in seen.files.directories:
         if each.free is None:
-            yield unknown("how much room there is cannot be read", "look as root", subject=str(each.path))
+            yield unknown("how much room there is cannot be read", AS_ROOT, subject=str(each.path))
             continue
         evidence = {"path": str(each.there), "free": each.free, "free_files": each.free_files}
         few = each.free_files is not None and each.free_files < _FEW
@@ -134,7 +134,7 @@ def _leftovers(seen: Observed) -> Iterator[Finding]:
         if directory.name in managed:
             continue
         if isinstance(directory.entries, Unknown):
-            yield unknown(directory.entries.reason, "look as root", subject=directory.name)
+            yield unknown(directory.entries.reason, AS_ROOT, subject=directory.name)
             continue
         entries = directory.entries.value
         if not entries:
@@ -142,7 +142,7 @@ def _leftovers(seen: Observed) -> Iterator[Finding]:
         processes = _on(seen, directory)
         if processes is None:
             yield unknown(
-                f"{directory.path} has {', '.join(entries)}, and not every process of MPS can be seen", "look as root"
+                f"{directory.path} has {', '.join(entries)}, and not every process of MPS can be seen", AS_ROOT
             )
         elif not processes and not directory.listening:
             because = (
@@ -159,7 +159,7 @@ def _shared_memory(seen: Observed) -> Iterator[Finding]:
     if not seen.files.shared_memory:
         return
     if isinstance(seen.processes, Unknown) or not seen.host.first_pid_namespace:
-        yield unknown("whose shared memory it is cannot be told without all processes", "look on the host, as root")
+        yield unknown("whose shared memory it is cannot be told without all processes", AS_ROOT)
         return
     living = {each.pid for each in seen.processes.value if each.state != "Z"}
     left = [each for each in seen.files.shared_memory if each.server not in living]
@@ -176,7 +176,7 @@ def _shared_memory(seen: Observed) -> Iterator[Finding]:
 def _server_start(seen: Observed) -> Iterator[Finding]:
     servers = seen.files.servers
     if isinstance(servers, Unknown):
-        yield unknown(servers.reason, "look as root")
+        yield unknown(servers.reason, AS_ROOT)
         return
     for each in servers.value:
         if each.failures:
@@ -188,7 +188,7 @@ def _server_start(seen: Observed) -> Iterator[Finding]:
 
 def _waiting(seen: Observed) -> Iterator[Finding]:
     if isinstance(seen.files.servers, Unknown):
-        yield unknown(seen.files.servers.reason, "look as root")
+        yield unknown(seen.files.servers.reason, AS_ROOT)
         return
     for each in seen.files.servers.value:
         if each.waiting:

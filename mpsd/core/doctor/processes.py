@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from mpsd.core.doctor.finding import Check, Finding, Verdict, unknown
+from mpsd.core.doctor.finding import AS_ROOT, Check, Finding, Verdict, unknown
 from mpsd.core.doctor.observed import Observed, ProcessSeen
 from mpsd.core.model import Known, Unknown
 
@@ -39,14 +39,14 @@ def living(seen: Observed) -> Iterator[ProcessSeen]:
 def hidden(seen: Observed) -> Iterator[Finding]:
     """Yield that processes could not be looked at, where they could not."""
     if isinstance(seen.processes, Unknown):
-        yield unknown(seen.processes.reason, "look as root")
+        yield unknown(seen.processes.reason, AS_ROOT)
 
 
 def _unseen(seen: Observed) -> Iterator[Finding]:
     """Yield why not every process of MPS can be told with its pipe directory, where it cannot."""
     yield from hidden(seen)
     if not seen.host.first_pid_namespace:
-        yield unknown("in this pid namespace not every process of the machine can be seen", "look on the host")
+        yield unknown("in this pid namespace not every process of the machine can be seen", AS_ROOT)
     closed = [each for each in living(seen) if each.part in {DAEMON, SERVER} and isinstance(each.variables, Unknown)]
     if closed:
         yield untold(seen, closed)
@@ -56,7 +56,7 @@ def untold(seen: Observed, processes: Iterable[ProcessSeen]) -> Finding:
     """Return that these processes could not be looked at closely enough."""
     pids = [each.pid for each in processes]
     because = f"uid {seen.host.uid} may not look at pid {', '.join(map(str, pids))}"
-    return Finding(Verdict.UNKNOWN, because, {"pids": pids}, "look as root")
+    return Finding(Verdict.UNKNOWN, because, {"pids": pids}, AS_ROOT)
 
 
 def _told(each: ProcessSeen) -> dict[str, object]:
@@ -123,9 +123,9 @@ def _usual(seen: Observed) -> Iterator[Finding]:
         evidence = {"path": str(usual.path)}
         if usual.listening:
             because = f"somebody listens on {usual.path}/control, and is not seen here"
-            yield Finding(Verdict.FAIL, because, evidence, "look on the host, as root", str(usual.path))
+            yield Finding(Verdict.FAIL, because, evidence, AS_ROOT, str(usual.path))
         elif isinstance(usual.entries, Unknown):
-            yield unknown(usual.entries.reason, "look as root", subject=str(usual.path))
+            yield unknown(usual.entries.reason, AS_ROOT, subject=str(usual.path))
         else:
             because = f"{usual.path} is left of a control daemon that is gone; container runtimes mount it into every"
             because += " container with a GPU"

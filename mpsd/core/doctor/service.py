@@ -124,7 +124,7 @@ def _unit(seen: Observed) -> Iterator[Finding]:
         found = _of_unit(name, unit, answers=_answers(seen) is not None)
         if found is not None:
             verdict, because, remedy = found
-            evidence = {each: unit.get(each, "") for each in (*_STATES, "NRestarts")}
+            evidence = {each: unit.get(each, "") for each in (*_STATES, "NRestarts", "ExecMainStatus")}
             yield Finding(verdict, because, evidence, remedy, name)
 
 
@@ -137,7 +137,9 @@ def _of_unit(name: str, unit: Mapping[str, str], *, answers: bool) -> tuple[Verd
     elif load != "loaded":
         found = Verdict.FAIL, f"systemd cannot load it: {load}", f"systemd-analyze verify {name}"
     elif state == "failed":
+        status = unit.get("ExecMainStatus", "0")
         why = "too many starts in too short a time" if "start-limit" in result else result
+        why += f", status {status}" if result == "exit-code" else ""
         remedy = f"journalctl -u {name} -e; then systemctl reset-failed {name} && systemctl start {name}"
         found = Verdict.FAIL, f"it failed: {why}", remedy
     elif sub == "auto-restart":
@@ -180,7 +182,7 @@ def _unit_settings(seen: Observed) -> Iterator[Finding]:
 def _tasks(seen: Observed) -> Iterator[Finding]:
     tasks = seen.service.tasks
     if isinstance(tasks, Unknown):
-        yield unknown(tasks.reason)
+        yield unknown(tasks.reason if seen.service.process is not None else "no mpsd is seen")
         return
     group, there, most = tasks.value.group, tasks.value.there, tasks.value.most
     if most is not None and most - there < _FREE_TASKS:

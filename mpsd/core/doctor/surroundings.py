@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Final
 
-from mpsd.core.doctor.finding import Check, Finding, Verdict, unknown
+from mpsd.core.doctor.finding import AS_ROOT, Check, Finding, Verdict, unknown
 from mpsd.core.doctor.observed import Observed
 from mpsd.core.doctor.processes import DAEMON, FRONT_END, hidden, living, untold
 from mpsd.core.model import Known, Unknown
@@ -29,10 +29,10 @@ def _capabilities(seen: Observed) -> Iterator[Finding]:
 
 def _user_namespace(seen: Observed) -> Iterator[Finding]:
     mpsd, few = seen.service.process, seen.service.few_uids
-    if mpsd is None or isinstance(few, Unknown):
-        yield unknown(
-            few.reason if isinstance(few, Unknown) and mpsd is not None else "no mpsd is seen", "look as root"
-        )
+    if mpsd is None:
+        yield unknown("no mpsd is seen")
+    elif isinstance(few, Unknown):
+        yield unknown(few.reason, AS_ROOT)
     elif few.value:
         because = f"mpsd (pid {mpsd.pid}) is in a user namespace: every uid that is not mapped there is 65534 to it"
         remedy = "run it in the host's user namespace: no --userns, no rootless container"

@@ -61,14 +61,12 @@ def _arguments(pid: int) -> tuple[str, ...]:
 
 
 def is_mpsd(arguments: Sequence[str]) -> bool:
-    """Tell whether a process is an mpsd, by what it was started as."""
-    named = any(Path(each).name == "mpsd" for each in arguments[:2]) or "mpsd" in _module(arguments)
-    return named and bool(_COMMANDS & set(arguments[1:]))
-
-
-def _module(arguments: Sequence[str]) -> tuple[str, ...]:
-    """Return the module that an interpreter was told to run."""
-    return (arguments[arguments.index("-m") + 1],) if "-m" in arguments[:-1] else ()
+    """Tell whether a process is an mpsd, by what it was started as: by its name, or by an interpreter with options."""
+    words = [each for each in arguments if not each.startswith("-")]
+    names = [Path(each).name for each in words[:2]]
+    if names and names[0].startswith("python"):
+        del names[0]
+    return names[:1] == ["mpsd"] and bool(_COMMANDS & set(words))
 
 
 def _seen(pid: int, part: str, arguments: tuple[str, ...]) -> ProcessSeen:

@@ -23,9 +23,9 @@ _USUAL: Final = Path("/etc/mpsd/mpsd.toml")
 _UNITS: Final = ("mpsd.service", "mpsd.socket")
 
 _PROPERTIES: Final = (
-    "Id", "LoadState", "ActiveState", "SubState", "Result", "UnitFileState", "NRestarts", "FragmentPath", "DropInPaths",
-    "KillMode", "PrivateDevices", "PrivateIPC", "PrivateUsers", "PrivateTmp", "RuntimeDirectory",
-    "RuntimeDirectoryPreserve",
+    "Id", "LoadState", "ActiveState", "SubState", "Result", "UnitFileState", "NRestarts", "ExecMainStatus",
+    "FragmentPath", "DropInPaths", "KillMode", "PrivateDevices", "PrivateIPC", "PrivateUsers", "PrivateTmp",
+    "RuntimeDirectory", "RuntimeDirectoryPreserve",
 )  # fmt: skip
 
 _CGROUPS: Final = {"": "/sys/fs/cgroup", "pids": "/sys/fs/cgroup/pids"}

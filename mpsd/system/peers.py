@@ -11,7 +11,7 @@ from typing import Final
 import psutil
 
 from mpsd.core.model import ProcessIdentity
-from mpsd.system import process
+from mpsd.system import process, surroundings
 
 CONTROL: Final = "nvidia-cuda-mps-control"
 SERVER: Final = "nvidia-cuda-mps-server"
@@ -44,12 +44,14 @@ def on_pipe_directory(pipe_directory: Path, program: Sequence[str]) -> list[MpsP
     """Return the MPS processes that were started with this pipe directory.
 
     `program` is the control program in use, in case it goes by another name than NVIDIA's. A process whose environment
-    cannot be read is not among them: it belongs to another user, and mpsd has not the right to look.
+    cannot be read is not among them: it belongs to another user, and mpsd has not the right to look. Nor is one to which
+    the same path is another directory: it is in another container, which may have an mpsd of its own.
     """
     return [
         found
         for found in _mps_processes(tuple(program))
         if found.variables.get("CUDA_MPS_PIPE_DIRECTORY", "").rstrip("/") == str(pipe_directory)
+        and not surroundings.hidden(found.identity.pid, [pipe_directory])
     ]
 
 

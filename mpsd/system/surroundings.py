@@ -89,8 +89,9 @@ def lacking(settings: Settings, effective: int) -> Iterator[tuple[str, str]]:
 def hidden(pid: int, directories: Iterable[Path]) -> list[Path]:
     """Return those directories whose paths lead a process somewhere else than mpsd, as they may in a container.
 
-    Not among them are those of which that cannot be told: the process is gone or may not be looked at, mpsd has no such
-    directory, or a symbolic link is on the way, which would lead from mpsd's own root and not from that of the process.
+    Of one that is not there yet, its nearest parent counts. Not among them are those of which that cannot be told: the
+    process is gone or may not be looked at, or a symbolic link is on the way, which would lead from mpsd's own root and
+    not from that of the process.
     """
     root = Path(f"/proc/{pid}/root")
     try:
@@ -102,11 +103,9 @@ def hidden(pid: int, directories: Iterable[Path]) -> list[Path]:
 
 
 def _leads_elsewhere(root: Path, directory: Path) -> bool:
-    try:
-        own = directory.stat()
-    except FileNotFoundError:
-        return False
-    there = root.stat()
+    while not directory.exists():
+        directory = directory.parent
+    own, there = directory.stat(), root.stat()
     for name in directory.parts[1:]:
         root /= name
         try:

@@ -4,6 +4,7 @@ import http.client
 import os
 import re
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -180,8 +181,39 @@ class TestConfiguration:
         assert str(short_tmp / "absent.toml") in said
 
 
+@dataclass
+class Apart(Node):
+    """An mpsd that has a file system of its own under its directory, as in a container with the host's pids."""
+
+    @property
+    def socket(self) -> Path:
+        """The API socket, as this process gets there."""
+        return Path(f"/proc/{self.pid}/root{super().socket}")
+
+    @property
+    def command(self) -> list[str]:
+        """How mpsd is called there."""
+        script = f'mount -t tmpfs -o mode=755 none {self.root}; exec "$@"'
+        return ["unshare", "--mount", "--propagation", "private", "sh", "-ec", script, "sh", *super().command]
+
+
 class TestAnother:
     """Somebody else is there already."""
+
+    @needs_root
+    def test_same_path_elsewhere(self, make_node: Start) -> None:
+        """Two on the same path, each in a container of its own: neither takes the other's control daemons for its own."""
+        node = make_node()
+        apart = Apart(root=node.root, control=node.control)
+        try:
+            theirs = {each["pid"] for each in apart.start().daemons().values()}
+            ours = {each["pid"] for each in node.start().daemons().values()}
+            assert not ours & theirs
+            assert node.end() == 0
+            assert {each["pid"] for each in node.start().daemons().values()} == ours
+            assert {each["pid"] for each in apart.daemons().values()} == theirs
+        finally:
+            apart.clean_up()
 
     def test_second_mpsd(self, make_node: Start) -> None:
         """A second mpsd on the same directory is refused, and the first one and its control daemons never notice."""

@@ -106,11 +106,18 @@ class TestHidden:
         )
         assert self.hidden(script, directories) == [first]
 
+    def test_not_there_yet(self, directories: list[Path]) -> None:
+        """A directory that is to be made is hidden where its nearest parent is, and nowhere else."""
+        run = directories[0].parent
+        to_come = run / "mps" / "gpu0"
+        assert self.hidden(f"mount -t tmpfs none {run}", [to_come]) == [to_come]
+        assert self.hidden("mount -t tmpfs none /mnt", [to_come]) == []
+
     def test_not_to_be_told(self, directories: list[Path], short_tmp: Path) -> None:
-        """A process that is gone, a directory that is not there, and one behind a link: none of them is hidden."""
+        """What a process that is gone found, and what is behind a link: neither is hidden."""
         first, _ = directories
         (short_tmp / "link").symlink_to(first)
-        assert self.hidden(f"mount -t tmpfs none {first}", [short_tmp / "link", short_tmp / "none"]) == []
+        assert self.hidden(f"mount -t tmpfs none {first}", [short_tmp / "link"]) == []
         child = subprocess.Popen(["true"])
         child.wait()
         assert surroundings.hidden(child.pid, directories) == []

@@ -44,8 +44,8 @@ def on_pipe_directory(pipe_directory: Path, program: Sequence[str]) -> list[MpsP
     """Return the MPS processes that were started with this pipe directory.
 
     `program` is the control program in use, in case it goes by another name than NVIDIA's. A process whose environment
-    cannot be read is not among them: it belongs to another user, and mpsd has not the right to look. Nor is one to which
-    the same path is another directory: it is in another container, which may have an mpsd of its own.
+    cannot be read is not among them: it belongs to another user, and mpsd has not the right to look. Nor is one to
+    which the same path is another directory: it is in another container, which may have an mpsd of its own.
     """
     return [
         found

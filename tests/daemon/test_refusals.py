@@ -202,7 +202,7 @@ class TestAnother:
 
     @needs_root
     def test_same_path_elsewhere(self, make_node: Start) -> None:
-        """Two on the same path, each in a container of its own: neither takes the other's control daemons for its own."""
+        """Two on the same path, each in its own container: neither takes the other's control daemons for its own."""
         node = make_node()
         apart = Apart(root=node.root, control=node.control)
         try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mpsd import __version__
-from mpsd.core.errors import MpsdError
+from mpsd.core.errors import ConfigurationError, MpsdError, OperatorError
 from mpsd.core.harmless import plain
 
 if TYPE_CHECKING:
@@ -69,18 +69,39 @@ def run(
     SIGTERM ends mpsd and leaves the control daemons running: the next mpsd adopts them. SIGHUP reloads the
     configuration.
     """
+    import asyncio
+    import os
     from dataclasses import replace
 
-    from mpsd.daemon.service import StopDaemons
+    from mpsd.daemon.excuse import excuse
+    from mpsd.daemon.service import StopDaemons, serve
     from mpsd.system.configuration import read_configuration
+    from mpsd.system.notify import ServiceManager
 
     def read() -> "Settings":
         settings = read_configuration(config)
         return settings if root is None else settings.under(root.absolute())
 
-    plan = _plan(read(), read, simulate=simulate, control=control, private=root is not None)
+    def wanted() -> "Settings | str":
+        try:
+            return read()
+        except ConfigurationError as error:
+            return error.detail
+
+    manager = ServiceManager.take(os.environ)
     drains = stop_daemons or stop_daemons_on_exit
-    _serve(replace(plan, stop_daemons=StopDaemons.DRAIN if drains else StopDaemons.NEVER, stop_now=stop_daemons))
+    while True:
+        try:
+            plan = _plan(read(), read, simulate=simulate, control=control, private=root is not None)
+            stop = StopDaemons.DRAIN if drains else StopDaemons.NEVER
+            return asyncio.run(serve(replace(plan, stop_daemons=stop, stop_now=stop_daemons, manager=manager)))
+        except MpsdError as error:
+            if error.exit_code != OperatorError.exit_code:
+                raise  # the next mpsd may be luckier, and whoever waits is its caller
+            _say(error)
+            manager.tell(f"STATUS=refused: {plain(error.detail)}")
+            if manager.listener is None or not excuse(manager.listener, error, wanted):
+                sys.exit(error.exit_code)
 
 
 def _plan(
@@ -112,17 +133,6 @@ def _plan(
     )
 
 
-def _serve(plan: "Plan") -> None:
-    import asyncio
-    import os
-    from dataclasses import replace
-
-    from mpsd.daemon.service import serve
-    from mpsd.system.notify import ServiceManager
-
-    asyncio.run(serve(replace(plan, manager=ServiceManager.take(os.environ))))
-
-
 @cli.command()
 @_CONFIG
 def check(config: Path | None) -> None:
@@ -130,7 +140,6 @@ def check(config: Path | None) -> None:
 
     Comments behind them say where NVIDIA's driver was found.
     """
-    from mpsd.core.errors import ConfigurationError
     from mpsd.core.settings import document
     from mpsd.system import driver
     from mpsd.system.configuration import read_configuration
@@ -150,18 +159,22 @@ def check(config: Path | None) -> None:
 @cli.command()
 def demo() -> None:
     """Run a simulated node with two GPUs in a private directory, and say what to try. It leaves nothing behind."""
+    import asyncio
+    import os
     import tempfile
     from dataclasses import replace
 
     from mpsd.core.settings import Settings
-    from mpsd.daemon.service import StopDaemons
+    from mpsd.daemon.service import StopDaemons, serve
+    from mpsd.system.notify import ServiceManager
 
     with tempfile.TemporaryDirectory(prefix="mpsd-demo-") as root:
         settings = Settings().under(Path(root))
         plan = _plan(settings, lambda: settings, simulate=2, control=None, private=True)
         client = f"{sys.executable} -m mpsd.simulator.client"
         what_to_try = _WHAT_TO_TRY.format(socket=settings.socket, mpsctl=_mpsctl(), client=client)
-        _serve(replace(plan, stop_daemons=StopDaemons.AT_ONCE, announce=lambda: click.echo(what_to_try)))
+        plan = replace(plan, stop_daemons=StopDaemons.AT_ONCE, announce=lambda: click.echo(what_to_try))
+        asyncio.run(serve(replace(plan, manager=ServiceManager.take(os.environ))))
 
 
 _WHAT_TO_TRY = """\
@@ -196,13 +209,18 @@ def _priority() -> str:
     return "<3>" if is_behind(sys.stderr.fileno(), os.environ.get("JOURNAL_STREAM", "")) else ""
 
 
+def _say(error: MpsdError) -> None:
+    """Say what went wrong: one sentence, its code, and a hint."""
+    for line in (f"mpsd: {plain(error.detail)} [{error.code}]", f"  hint: {plain(error.hint)}"):
+        click.echo(f"{_priority()}{line}", err=True)
+
+
 def main() -> None:
-    """Run the program; an error of ours is one sentence, its code, and a hint."""
+    """Run the program; an error of ours is said, and not raised."""
     try:
         cli(prog_name="mpsd")
     except MpsdError as error:
-        for line in (f"mpsd: {plain(error.detail)} [{error.code}]", f"  hint: {plain(error.hint)}"):
-            click.echo(f"{_priority()}{line}", err=True)
+        _say(error)
         sys.exit(error.exit_code)
 
 

@@ -61,7 +61,7 @@ def _asked_until_answered(api: Api, queue: "_Queue", request: Mapping[str, objec
         except (UnreachableError, StoppingError) as error:
             if time.monotonic() >= end or not error.retryable:
                 raise
-            queue.lose()
+            queue.lose(error)
         time.sleep(_ASK_AGAIN)
 
 
@@ -100,11 +100,11 @@ class _Queue:
             self._told = ()
             note("waiting")
 
-    def lose(self) -> None:
-        """Tell the user, once, that mpsd has gone."""
+    def lose(self, error: MpsdError) -> None:
+        """Tell the user, once, that mpsd has gone, and what it was that broke off the wait."""
         if not self._lost:
             self._lost = True
-            note("mpsd has gone; asking again until it is back, where the place is kept")
+            note(f"mpsd has gone ({error.detail}); asking again until it is back, where the place is kept")
 
     def leave(self) -> None:
         """Give it away at once: mpsd itself would keep it for a caller that may come back."""

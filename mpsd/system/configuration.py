@@ -12,12 +12,14 @@ def read_configuration(path: Path | None) -> Settings:
 
     Raises ConfigurationError for a file that cannot be read or does not parse.
     """
-    usual = Path("/etc/mpsd/mpsd.toml")
+    where = path or Path("/etc/mpsd/mpsd.toml")
     try:
-        return settings.parse((path or usual).read_text(encoding="utf-8"))
+        return settings.parse(where.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if path is None:
             return Settings()
-        raise ConfigurationError(f"there is no configuration file {path}", hint="check --config") from None
+        raise ConfigurationError(f"there is no configuration file {where}", hint="check --config") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path or usual} cannot be read: {error}", hint="check its permissions") from error
+        raise ConfigurationError(f"{where} cannot be read: {error}", hint="check its permissions") from error
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}: {error.detail}", hint=error.hint, limit=error.limit) from None

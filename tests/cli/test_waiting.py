@@ -224,7 +224,8 @@ def test_a_restart_of_mpsd(make_node: Callable[..., Node], start: Start, number:
 
     node.end(number)
     for process in (first, second):
-        assert line(process) == "mpsctl: mpsd has gone; asking again until it is back, where the place is kept\n"
+        told = r"mpsctl: mpsd has gone \(.+\); asking again until it is back, where the place is kept\n"
+        assert re.fullmatch(told, line(process))
     node.start()
 
     after = wait_for(node, 2)

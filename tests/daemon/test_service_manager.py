@@ -1,18 +1,21 @@
 """Under a service manager: what mpsd tells it, and when; and a listening socket that it is handed, and leaves."""
 
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
+from tests.daemon.caller import NOBODY, calling, needs_root
 from tests.harness import wait_until
 from tests.node import Node
 
@@ -140,12 +143,15 @@ class TestNotifications:
             node.clean_up()
 
     def test_refused_start(self, short_tmp: Path) -> None:
-        """In the journal, why mpsd did not start is an error."""
+        """In the journal, why mpsd did not start is an error; and the unit's status says it."""
+        ears = Ears(f"{short_tmp}/notify")
         node = Node(root=short_tmp, config="nonsense")
         node.stderr.touch()
         found = node.stderr.stat()
-        node.env = {"JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"}
+        node.env = {"JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}", "NOTIFY_SOCKET": ears.name}
         status, said = node.refuse()
+        ears.wait_for(f"STATUS=refused: {node.configuration}: ")
+        ears.close()
         assert status == 78
         assert [line[:7] for line in said.splitlines()] == ["<3>mpsd", "<3>  hi"]
 
@@ -257,6 +263,11 @@ def hand(short_tmp: Path) -> Iterator[Callable[..., Handed]]:
     listener.close()
 
 
+def waiting(node: Node) -> int:
+    """Count those who wait at a socket that nobody accepts at; itself, it is listed, too."""
+    return Path("/proc/net/unix").read_text().count(f" {node.socket}\n") - 1
+
+
 class TestSocket:
     """A socket that is there before mpsd and after it."""
 
@@ -307,6 +318,37 @@ class TestSocket:
             for caller in callers:
                 caller.join()
         assert not wrong
+
+    @needs_root
+    def test_refused_start(self, hand: Callable[..., Handed]) -> None:
+        """Who waits for an mpsd that is refused hears so at once, and root why; nobody is left who has it started."""
+        node = hand(config="nonsense")
+        node.root.chmod(0o711)
+        with ThreadPoolExecutor(2) as pool, calling(node.socket, uid=NOBODY) as nobody:
+            told, refused = pool.submit(node.mpsctl, "status"), pool.submit(nobody.request, "GET", "/readyz")
+            wait_until(lambda: waiting(node) == 2, what="both of them to be waiting")
+            status, said = node.refuse()
+        assert status == 78
+        reason = said.removeprefix("mpsd: ").partition(" [configuration]")[0]
+        assert str(node.configuration) in reason
+        assert told.result().returncode == 69
+        assert told.result().stderr.startswith(f"mpsctl: mpsd cannot start: {reason} [unreachable]\n")
+        assert refused.result().status == 503
+        assert refused.result().json["detail"] == "mpsd cannot start"
+        assert node.listener is not None
+        assert not select.select([node.listener], [], [], 0)[0]
+
+    def test_mended_start(self, hand: Callable[..., Handed]) -> None:
+        """What is mended while callers are still being told is tried at once, by the same mpsd."""
+        node = hand(config="nonsense")
+        with ThreadPoolExecutor(1) as pool:
+            told = pool.submit(node.get, "/readyz")
+            wait_until(lambda: waiting(node) == 1, what="the caller to be waiting")
+            node.launch()
+            assert told.result().status == 503
+            node.configuration.write_text("")
+            wait_until(lambda: node.get("/readyz").status == 200, what="the same mpsd to be ready")
+        assert node.exited() is None
 
     def test_another_path(self, hand: Callable[..., Handed]) -> None:
         """One that is not at the configured place is refused, with both named."""

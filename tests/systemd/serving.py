@@ -125,6 +125,19 @@ class Serving:
         assert any("Watchdog timeout" in line for line in said)
 
     @pytest.mark.usefixtures("unharmed")
+    def test_refused(self, machine: Machine, service: Service) -> None:
+        """Why a configuration is refused is told by the unit, and to callers; mended, the next one is answered."""
+        machine.write("/etc/mpsd/mpsd.toml", _INVALID)
+        machine.run("systemctl", "restart", "mpsd.service", check=False)
+        assert machine.show("mpsd.service", "ActiveState") == "failed"
+        assert service.status.startswith("refused: /etc/mpsd/mpsd.toml: enforcement.unadmitted")
+        told = machine.run("mpsctl", "status", check=False)
+        assert told.returncode == 69
+        assert "mpsd cannot start: /etc/mpsd/mpsd.toml: enforcement.unadmitted" in told.stderr
+        machine.write("/etc/mpsd/mpsd.toml", "")
+        machine.run("mpsctl", "status")
+
+    @pytest.mark.usefixtures("unharmed")
     def test_crash_loop(self, machine: Machine, service: Service) -> None:
         """An mpsd that cannot start is given up, callers hear that at once, and it is back when that is mended."""
         broken = "[Unit]\nStartLimitBurst=3\n[Service]\nExecStart=\nExecStart=/bin/false\n"

@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -93,13 +94,25 @@ def hidden(pid: int, directories: Iterable[Path]) -> list[Path]:
     process is gone or may not be looked at, or a symbolic link is on the way, which would lead from mpsd's own root and
     not from that of the process.
     """
-    root = Path(f"/proc/{pid}/root")
     try:
-        if _same(root.stat(), Path("/").stat()) and _same(_mounts(pid), _mounts("self")):
+        if _place(pid) == _own_place():
             return []
+        root = Path(f"/proc/{pid}/root")
         return [each for each in directories if _leads_elsewhere(root, each)]
     except (FileNotFoundError, PermissionError, ProcessLookupError):
         return []
+
+
+def _place(pid: int | str) -> tuple[int, int, int, int]:
+    """Return what decides where a path leads a process: its root, and its mount namespace. Raises OSError."""
+    root, mounts = os.stat(f"/proc/{pid}/root"), os.stat(f"/proc/{pid}/ns/mnt")  # noqa: PTH116 - at every admission
+    return root.st_dev, root.st_ino, mounts.st_dev, mounts.st_ino
+
+
+@cache
+def _own_place() -> tuple[int, int, int, int]:
+    """Return mpsd's own, which it keeps for as long as it lives."""
+    return _place("self")
 
 
 def _leads_elsewhere(root: Path, directory: Path) -> bool:
@@ -115,10 +128,6 @@ def _leads_elsewhere(root: Path, directory: Path) -> bool:
         if stat.S_ISLNK(there.st_mode):
             return False
     return not _same(own, there)
-
-
-def _mounts(pid: int | str) -> os.stat_result:
-    return Path(f"/proc/{pid}/ns/mnt").stat()
 
 
 def _same(one: os.stat_result, other: os.stat_result) -> bool:

@@ -64,4 +64,6 @@ class Standing:
             self.ready_since = None
         elif self.ready_since is None:
             self.ready_since = self.since
-        self._log.info(Happened.DAEMON_STATE, state=target, before=before, because=because, pid=pid)
+        # As the journal's priorities have it: what an operator has to mend, and what he may have to.
+        tell = {State.FAILED: self._log.error, State.UNRESPONSIVE: self._log.warning}.get(target, self._log.info)
+        tell(Happened.DAEMON_STATE, state=target, before=before, because=because, pid=pid)

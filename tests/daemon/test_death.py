@@ -88,6 +88,7 @@ class TestCrashLoop:
         assert starts.read_text().count("started") == 3
         assert [death["verdict"] for death in node.events("daemon_death")] == ["at_once", "later", "give_up"]
         assert states(node, "gpu0")[-4:] == ["down", "starting", "cooling", "failed"]
+        assert node.events("daemon_state", daemon="gpu0")[-1]["level"] == "error"
         ready = node.get("/readyz")
         assert ready.status == 503
         assert "gpu0 is failed" in ready.json["because"]

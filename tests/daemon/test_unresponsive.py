@@ -46,6 +46,8 @@ def test_stopped_daemon(node: Node) -> None:
         assert untouched(node.daemons()["gpu1"]) == untouched(before["gpu1"])
 
     daemon = node.wait_for_state("gpu0", "ready")
+    levels = {each["state"]: each["level"] for each in node.events("daemon_state", daemon="gpu0")}
+    assert levels == {"starting": "info", "unresponsive": "warning", "ready": "info"}
     assert daemon["pid"] == pid
     assert daemon["limits"] == before["gpu0"]["limits"]
     granted = node.request("POST", "/v1/leases", {**asked, "gpu": "0"})

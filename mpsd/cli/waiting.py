@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from mpsd.cli import shapes
 
 _ASK_AGAIN: Final = 0.2
-"""Seconds between two attempts to reach an mpsd that has gone: the next one keeps the place for much longer."""
+"""Seconds before the second attempt to reach an mpsd that has gone; each further one waits twice as long."""
+
+_ASK_AT_LAST: Final = 5.0
+"""Seconds between two attempts at last: the next mpsd keeps the place for much longer (admission.hang_up_grace)."""
 
 _LONGEST_PAUSE: Final = 16.0
 """Seconds between two looks at the queue, at last; a look costs mpsd more the more requests wait in it."""
@@ -53,6 +56,7 @@ def admit(api: Api, request: Mapping[str, object], *, wait: float) -> "shapes.Le
 
 
 def _asked_until_answered(api: Api, queue: "_Queue", request: Mapping[str, object], end: float) -> "shapes.Lease":
+    pause = _ASK_AGAIN
     while True:
         left = max(end - time.monotonic(), 0.0)
         asked = {**request, "wait": None if left == inf else left}
@@ -62,7 +66,8 @@ def _asked_until_answered(api: Api, queue: "_Queue", request: Mapping[str, objec
             if time.monotonic() >= end or not error.retryable:
                 raise
             queue.lose(error)
-        time.sleep(_ASK_AGAIN)
+        time.sleep(min(pause, max(end - time.monotonic(), 0.0)))
+        pause = min(pause * 2, _ASK_AT_LAST)
 
 
 class _Queue:

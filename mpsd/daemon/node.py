@@ -275,9 +275,10 @@ class Node:
         Raises what `Leases.admit` does, QuotaError, NotPermittedError for a uid that cannot reach a control daemon or a
         process that does not find it, and StoppingError.
         """
+        if self._stopping:
+            holder.close()  # nothing of it goes into the log: whoever waits asks again and again
+            raise StoppingError("mpsd is stopping", hint="try again in a moment: the next mpsd takes over")
         try:
-            if self._stopping:
-                raise StoppingError("mpsd is stopping", hint="try again in a moment: the next mpsd takes over")
             admission.check(request)
             self.leases.offer(self.offers())
             limits_of = quota.quota_of(person, self.settings.quota)

@@ -124,6 +124,10 @@ class Pulse:
         self._due = 0.0
         self._manager.tell("STOPPING=1")
 
+    def ended(self, left: int, *, of: int) -> None:
+        """Tell what mpsd leaves behind: a status stays until the next start."""
+        self._manager.tell(f"STATUS=ended; {left} of {of} control daemons go on")
+
     def reloading(self) -> None:
         """Tell that a reload begins."""
         self._manager.tell_reloading()

@@ -183,8 +183,10 @@ async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
             await api.close()
             if plan.stop_daemons is StopDaemons.AT_ONCE:
                 await node.stop_daemons(force=True)
+            left = sum(each.process is not None for each in node.daemons())
             running.cancel()
             telling.cancel()
+        pulse.ended(left, of=len(node.daemons()))
     finally:
         withdraw()
         await api.close()

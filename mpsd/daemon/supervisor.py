@@ -183,6 +183,7 @@ class Supervisor:
         if self._instance.process is not None:
             self._down.clear()
             await self._down.wait()
+            self._launcher.sweep(())
 
     async def run(self) -> None:
         """Supervise until cancelled, and then leave the daemon running: its clients must not notice."""
@@ -379,8 +380,7 @@ class Supervisor:
 
     def _bury(self) -> None:
         """Settle what a process leaves behind that is gone, as the kernel said."""
-        how = self._instance.bury()
-        if how is None:
+        if (how := self._instance.bury()) is None:
             return
         if self._standing.state is State.STOPPING:
             self._move(Event.DIED, how)

@@ -271,11 +271,12 @@ class TestLeaving:
 
     @pytest.mark.parametrize("real", branches())
     def test_nobody_there(self, make_node: Start, real: RealDaemon) -> None:
-        """SIGTERM stops the control daemons too."""
+        """SIGTERM stops the control daemons too, and nothing is left that looks like one."""
         node = make_node(simulate=2, control=real.control, arguments=("--stop-daemons-on-exit",)).start()
         pids = [each["pid"] for each in node.daemons().values()]
         assert node.end() == 0
         assert not any(is_running(pid) for pid in pids)
+        assert not [*node.pipe_directory("gpu0").iterdir(), *node.pipe_directory("gpu1").iterdir()]
 
     def test_clients_are_waited_for(self, make_node: Start) -> None:
         """Nobody is let in, and the API says what it waits for; it ends with the last client."""
@@ -289,6 +290,7 @@ class TestLeaving:
             told = f"it waits for client {client.pid}"
             wait_until(lambda: told in node.daemons()["gpu0"]["because"], what="it to say for whom it waits")
             assert node.request("POST", "/v1/leases", SMALL).json["code"] == "stopping"
+            assert not node.events("lease_refused")
             assert client.compute(0.01)["ok"]
         assert node.ended() == 0
         assert not is_running(pid)

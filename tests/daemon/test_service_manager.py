@@ -107,6 +107,7 @@ class TestNotifications:
                 at = ears.wait_for("WATCHDOG=1", at + 1)
             node.end()
             at = ears.wait_for("STOPPING=1")
+            ears.wait_for("STATUS=ended; 2 of 2 control daemons go on", at)
             assert ears.listen().count("READY=1") == 1
         finally:
             node.clean_up()
@@ -139,6 +140,7 @@ class TestNotifications:
             wait_until(lambda: any(lease in said for said in ears.listen()[at:]), what="the lease to be named")
             node.request("DELETE", f"/v1/leases/{lease}")
             assert node.ended() == 0
+            ears.wait_for("STATUS=ended; 0 of 2 control daemons go on", at)
         finally:
             node.clean_up()
 

@@ -290,7 +290,8 @@ class Node:
                 worth = ledger.worth(request) if quota.weighs(limits_of) else Amount()
                 quota.check(limits_of, ledger.user(owner.uid), request.priority, worth)
             self._check_reach(owner.uid)
-            request = sight.narrowed(request, holder.pid, {each.gpu: each.pipe_directory for each in self.offers()})
+            places = {each.gpu: each.pipe_directory for each in self.offers()}
+            request = sight.narrowed(request, holder.pid, places, self._log)
         except MpsdError as refusal:
             holder.close()
             self._log.info(
@@ -302,7 +303,6 @@ class Node:
                 because=refusal.detail,
             )
             raise
-        sight.check_shared_memory(holder.pid, self._log)
         return await self.leases.admit(request, owner, holder, wait=wait, ttl=ttl)
 
     def _named(self, wanted: str) -> str:

@@ -10,33 +10,33 @@ from mpsd.daemon.log import Happened, Logger
 from mpsd.system import surroundings
 
 
-def narrowed(request: LeaseRequest, holder: int, directories: Mapping[str, str]) -> LeaseRequest:
+def narrowed(request: LeaseRequest, holder: int, directories: Mapping[str, str], log: Logger) -> LeaseRequest:
     """Keep a request to the GPUs, by UUID, whose pipe directory is where its holder, a pid, will be told that it is.
 
     A program that does not find it there runs outside MPS, without limits. Raises NotPermittedError where none is left.
+    Where the holder has another /dev/shm than the servers, that is told: CUDA may not come to its server then (error
+    805).
     """
-    hidden = surroundings.hidden(holder, map(Path, directories.values()))
+    hidden = surroundings.hidden(holder, [*map(Path, directories.values()), surroundings.SHARED_MEMORY])
     if not hidden:
         return request
-    wanted = directories if request.gpu == "any" else {request.gpu}
     out_of_sight = {gpu for gpu, path in directories.items() if Path(path) in hidden}
-    seen = tuple(gpu for gpu in wanted if gpu not in out_of_sight and (request.among is None or gpu in request.among))
-    if not seen:
-        raise NotPermittedError(
-            f"process {holder} does not find {hidden[0]}, where its lease would send it: its container has another file"
-            " system, and it would run outside MPS, without limits",
-            hint=f"mount {hidden[0].parents[1]} there under the same path (-v, or a volume of type hostPath)",
-            limit="pipe_directory",
-        )
-    return replace(request, among=seen)
-
-
-def check_shared_memory(holder: int, log: Logger) -> None:
-    """Tell where a holder has another /dev/shm than the servers: CUDA may not come to its server then (error 805)."""
-    if surroundings.hidden(holder, [surroundings.SHARED_MEMORY]):
+    if out_of_sight:
+        wanted = directories if request.gpu == "any" else {request.gpu}
+        seen = (gpu for gpu in wanted if gpu not in out_of_sight and (request.among is None or gpu in request.among))
+        request = replace(request, among=tuple(seen))
+        if not request.among:
+            raise NotPermittedError(
+                f"process {holder} does not find {hidden[0]}, where its lease would send it: its container has another"
+                " file system, and it would run outside MPS, without limits",
+                hint=f"mount {hidden[0].parents[1]} there under the same path (-v, or a volume of type hostPath)",
+                limit="pipe_directory",
+            )
+    if surroundings.SHARED_MEMORY in hidden:
         log.warning(
             Happened.SHARED_MEMORY_APART,
             pid=holder,
             because=f"process {holder} has a /dev/shm of its own, and MPS may need one that it shares with its server",
             hint="hostIPC: true, --ipc=host, or mount the host's /dev/shm there",
         )
+    return request

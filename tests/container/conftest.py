@@ -63,7 +63,7 @@ def build(podman: Podman, inputs: Path) -> Callable[[str], str]:
 
     def build(name: str) -> str:
         command = [str(BUILD), "image", str(inputs), name]
-        environment = {**podman.environment, "CGROUP_PARENT": podman.group}
+        environment = {**podman.environment, "CGROUP_PARENT": f"{podman.group}/build"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()

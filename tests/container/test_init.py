@@ -5,7 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -49,9 +49,9 @@ def said(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def init(*command: str) -> Iterator["subprocess.Popen[bytes]"]:
+def init(*command: str, env: Mapping[str, str] | None = None) -> Iterator["subprocess.Popen[bytes]"]:
     """Run it, and end all that is left of it: whatever its children start comes to it."""
-    with subprocess.Popen([sys.executable, "-I", INIT, *command]) as process:
+    with subprocess.Popen([sys.executable, "-I", INIT, *command], env=env) as process:
         try:
             yield process
         finally:
@@ -147,6 +147,25 @@ def test_never_gave_a_sign(said: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 7
     assert len(pids_of(said, "started")) == 1
+
+
+def test_ready(short_tmp: Path) -> None:
+    """That it is ready is handed on at once to the service manager outside, and no sign of life is."""
+    says = "import os, socket, signal\nsigns = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+    says += "for said in (b'WATCHDOG=1', b'STATUS=well', b'READY=1'):\n"
+    says += "    signs.sendto(said, chr(0) + os.environ['NOTIFY_SOCKET'][1:])\nsignal.pause()\n"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outside:
+        outside.bind(str(short_tmp / "notify"))
+        outside.settimeout(20)
+        command = [sys.executable, "-c", says]
+        with init("--watchdog=1000", *command, env={**os.environ, "NOTIFY_SOCKET": str(short_tmp / "notify")}):
+            assert outside.recv(4096) == b"READY=1"
+
+
+def test_open_files() -> None:
+    """What it starts may have as many files open as it may give itself, whatever its own limit was."""
+    command = ["prlimit", "--nofile=64:4096", sys.executable, "-I", str(INIT), "sh", "-c", "ulimit -S -n"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "4096\n"
 
 
 def test_alone() -> None:

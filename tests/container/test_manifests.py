@@ -1,13 +1,19 @@
 """What is offered for Kubernetes, Compose and systemd is what their own schemas allow, and what mpsd needs."""
 
-import configparser
+import shlex
+import subprocess
+from pathlib import Path
 from typing import Any, Final
 
 import kubernetes_validate
 import pytest
 
 from mpsd.core.settings import parse
+from tests.container import quadlet
 from tests.container.manifests import CONTAINER, KUBERNETES, documents, overlay, pod
+from tests.tools import needed
+
+SYSTEMD: Final = CONTAINER.parent / "systemd"
 
 VERSIONS: Final = ("1.29", "1.37")
 """Of Kubernetes: the first with sidecar containers, and the newest whose schemas kubernetes-validate 1.37 has."""
@@ -17,6 +23,7 @@ NOBODY: Final = {
     "runAsNonRoot": True,
     "runAsUser": 1000,
     "capabilities": {"drop": ["ALL"]},
+    "seccompProfile": {"type": "RuntimeDefault"},
 }
 
 
@@ -93,6 +100,11 @@ def test_sidecar() -> None:
     other = mpsd_in(pod("daemonset"))
     theirs, own = (each.pop("volumeMounts") for each in (other, container))
     assert container == other
+    (alone,) = spec["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    template = overlay("sidecar")["Deployment"]["spec"]["template"]
+    assert alone["labelSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    assert alone["namespaceSelector"] == {}
+    assert spec["nodeSelector"] != pod("daemonset")["nodeSelector"]
     assert [each for each in own if each["mountPath"] != "/dev/shm"] == theirs
 
 
@@ -105,6 +117,7 @@ def test_application(of: str) -> None:
     assert container["securityContext"] == NOBODY
     assert container["command"][:4] == ["mpsctl", "run", "--fraction", "0.2"]
     assert mounts(container)["/run/mpsd"]["readOnly"]
+    assert {"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"} in container["env"]
     volumes = {each["name"]: each for each in spec["volumes"]}
     shared = volumes[mounts(container)["/dev/shm"]["name"]]
     if of == "sidecar":
@@ -134,22 +147,30 @@ def test_compose() -> None:
     assert application["entrypoint"][:4] == ["mpsctl", "run", "--fraction", "0.2"]
     assert (application["cap_drop"], application["ipc"]) == (["ALL"], "host")
     assert application["volumes"] == ["/run/mpsd:/run/mpsd:ro"]
+    assert application["environment"] == {"NVIDIA_VISIBLE_DEVICES": "all"}
 
 
-def test_quadlet() -> None:
-    """For systemd: the same, in units that are whole, whose timeouts fit each other."""
-    units: dict[str, configparser.ConfigParser] = {}
-    for path in (CONTAINER / "quadlet").glob("*.container"):
-        units[path.stem] = unit = configparser.ConfigParser(interpolation=None, strict=False, delimiters=("=",))
-        unit.optionxform = str  # type: ignore[assignment,method-assign]
-        unit.read_string(path.read_text(encoding="utf-8"))
-        assert {"Unit", "Container", "Service", "Install"} == set(unit.sections())
-    mpsd, application = units["mpsd"], units["application"]
-    arguments = mpsd["Container"]["PodmanArgs"].split()
-    assert {"--privileged", "--pid=host", "--ipc=host"} <= set(arguments)
-    (timeout,) = (int(each.partition("=")[2]) for each in arguments if each.startswith("--stop-timeout="))
-    assert int(mpsd["Service"]["TimeoutStopSec"]) > timeout
-    assert mpsd["Container"]["HealthCmd"] == "mpsctl status"
-    assert application["Container"]["Exec"].startswith("run --fraction 0.2 ")
-    assert application["Container"]["DropCapability"] == "all"
-    assert application["Unit"]["Requires"] == "mpsd.service"
+def test_quadlet(tmp_path: Path) -> None:
+    """For systemd: podman's generator makes units of them that systemd takes, with the same, and timeouts that fit."""
+    made = quadlet.units(CONTAINER / "quadlet")
+    units: dict[str, dict[str, list[str]]] = {}
+    for name, text in made.items():
+        (tmp_path / name).write_text(text)
+        lines = [line.partition("=") for line in text.splitlines() if not line.startswith("#")]
+        units[name] = {key: [value for other, _, value in lines if other == key] for key, _, _ in lines}
+    mpsd, application = units["mpsd.service"], units["application.service"]
+    (started,) = (shlex.split(each) for each in mpsd["ExecStart"])
+    assert {"--privileged", "--pid=host", "--ipc=host", "--sdnotify=container"} <= set(started)
+    assert started[started.index("--health-cmd") + 1] == "mpsctl status"
+    (timeout,) = (int(each.partition("=")[2]) for each in started if each.startswith("--stop-timeout="))
+    assert int(mpsd["TimeoutStopSec"][0]) > timeout
+    (service,) = (line for line in (SYSTEMD / "mpsd.service").read_text().splitlines() if "RestartPrevent" in line)
+    assert service == f"RestartPreventExitStatus={mpsd['RestartPreventExitStatus'][0]}"
+    (started,) = (shlex.split(each) for each in application["ExecStart"])
+    assert "--entrypoint=mpsctl localhost/mpsd run --fraction 0.2 " in " ".join(started)
+    assert started[started.index("--cap-drop") + 1] == "all"
+    assert application["Requires"] == ["mpsd.service"]
+    analyze = needed("systemd-analyze", "systemd")
+    command = [analyze, "verify", "--man=no", *(str(tmp_path / name) for name in made)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -7,6 +7,30 @@ from typing import Final
 
 SECONDS: Final = 600.0
 
+KEYRING: Final = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+
+_CONFIGURATION: Final = """\
+// Read last, so that it wins over this machine's own settings, of which proxies, certificates and logins stay in force.
+#clear APT::Update::Pre-Invoke;
+#clear APT::Update::Post-Invoke;
+#clear APT::Update::Post-Invoke-Success;
+APT::Sandbox::User "{user}";
+APT::Architecture "{architecture}";
+APT::Architectures "{architecture}";
+Acquire::Languages "none";
+Acquire::Retries "3";
+Acquire::IndexTargets::deb::Contents-deb::DefaultEnabled "false";
+Dir::Etc::SourceList "/dev/null";
+Dir::Etc::SourceParts "{folder}/sources";
+Dir::Etc::Preferences "/dev/null";
+Dir::Etc::PreferencesParts "{folder}/preferences";
+Dir::State "{folder}/state";
+Dir::State::Lists "{folder}/lists";
+Dir::State::status "/dev/null";
+Dir::Cache "{folder}/cache";
+Dir::Log "{folder}/log";
+"""
+
 
 class FetchError(Exception):
     """Something did not come, and the message says why."""
@@ -43,3 +67,27 @@ def mirrors() -> list[str]:
     if not usable:
         raise FetchError("this machine's apt has no mirror of Debian configured (see `apt-get update --print-uris`)")
     return sorted(usable, key=lambda uri: labels[uri] != "Debian" and not uri.endswith("/debian/"))
+
+
+def architecture() -> str:
+    """Return what Debian calls this machine's kind."""
+    return run("dpkg", "--print-architecture").strip()
+
+
+def configuration(folder: Path, mirror: str, suite: str, component: str, architecture: str) -> Path:
+    """Write an apt configuration with one suite and lists of its own; return the file that APT_CONFIG names."""
+    for name in ("sources", "preferences", "state", "lists/partial", "cache/archives/partial", "log", "apt.conf.d"):
+        (folder / name).mkdir(parents=True)
+    source = f"Types: deb\nURIs: {mirror}\nSuites: {suite}\nComponents: {component}\nArchitectures: {architecture}\n"
+    if KEYRING.exists():
+        source += f"Signed-By: {KEYRING}\n"
+    (folder / "sources" / "one.sources").write_text(source, encoding="utf-8")
+    parts = Path("/etc/apt/apt.conf.d")
+    for part in sorted(parts.iterdir()) if parts.is_dir() else []:
+        (folder / "apt.conf.d" / part.name).symlink_to(part)
+    user = "root" if os.geteuid() == 0 else ""
+    ours = _CONFIGURATION.format(folder=folder, architecture=architecture, user=user)
+    (folder / "apt.conf.d" / "zzzz-mpsd-tests").write_text(ours, encoding="utf-8")
+    config = folder / "apt.conf"
+    config.write_text(f'Dir::Etc::Parts "{folder}/apt.conf.d";\n', encoding="utf-8")
+    return config

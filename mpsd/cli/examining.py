@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from mpsd import __version__
 from mpsd.core.doctor.finding import Check, Finding, Mend, Result, Verdict, examine
-from mpsd.core.doctor.observed import Answers, DaemonAnswer, GpuAnswer, Observed, ProcessSeen, ServiceSeen
+from mpsd.core.doctor.observed import Answers, DaemonAnswer, GpuAnswer, Observed, ProcessSeen, ServiceSeen, SocketSeen
 from mpsd.core.errors import MpsdError, UnreachableError
 from mpsd.core.harmless import plain
 from mpsd.core.model import Known, Reading, Unknown
@@ -109,11 +109,19 @@ async def _observe(api: "Api", where: Where) -> Observed:
         settings=settings,
         configuration=configuration,
         service=seen,
-        files=disk.look(settings, private=root is not None),
+        files=disk.look(settings, private=root is not None, apart=_apart(settings, socket, process)),
         processes=processes,
         gpus=await gpus.look(settings, told.control, simulated=simulated),
         host=machine.look({name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}),
     )
+
+
+def _apart(settings: Settings, socket: SocketSeen, mpsd: ProcessSeen | None) -> tuple[Path, ...]:
+    """Return those of mpsd's directories that are others here: all of them, where mpsd listens and is not seen."""
+    directories = (settings.paths.runtime_dir, settings.paths.state_dir, settings.paths.log_dir)
+    if socket.listener is not None and socket.listener[0] == 0:
+        return directories
+    return tuple(surroundings.hidden(mpsd.pid, directories)) if mpsd is not None else ()
 
 
 def _holder(lock: Reading[int | None], processes: Reading[tuple[ProcessSeen, ...]]) -> ProcessSeen | None:

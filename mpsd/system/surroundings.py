@@ -25,7 +25,7 @@ _NEEDED: Final = {
     "CAP_KILL": (5, "a client of another uid cannot be ended"),
     "CAP_SETGID": (6, "no server can be started for another uid than root"),
     "CAP_SETUID": (7, "no server can be started for another uid than root"),
-    "CAP_SYS_PTRACE": (19, "what a client can use that connected before this mpsd, and where its container has what"),
+    "CAP_SYS_PTRACE": (19, "nobody can tell what an earlier mpsd's client can use, nor what a caller's container has"),
 }
 """The capabilities that root needs for every node (docs/security.md), by linux/capability.h, and what fails without."""
 

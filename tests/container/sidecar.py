@@ -1,5 +1,6 @@
 """mpsd in a privileged container, and the containers of its clients."""
 
+import json
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,6 +62,18 @@ class Sidecar(Node):
     def inside(self, *command: str) -> "subprocess.CompletedProcess[str]":
         """Run something in its container."""
         return self.podman.call("exec", self.name, *command, check=False)
+
+    def doctor(self, options: Sequence[str], *checks: str) -> dict[str, set[str]]:
+        """Have the node looked at in a container that shares so much with it; return the verdicts by check."""
+        only = [f"--only={each}" for each in checks]
+        command = self.podman.command(
+            self.image, "--socket", str(self.socket), "doctor", "-o", "json", *only,
+            options=[*options, "--entrypoint=mpsctl"],
+        )  # fmt: skip
+        found: dict[str, set[str]] = {}
+        for each in json.loads(self.podman.call(*command[1:], check=False).stdout)["checks"]:
+            found.setdefault(each["id"], set()).add(each["verdict"])
+        return found
 
     @property
     def mpsd(self) -> int:

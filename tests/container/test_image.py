@@ -184,6 +184,15 @@ class TestSidecar:
         assert f"mount {sidecar.root}/run there" in done.stderr
         assert sidecar.client("status", volumes=volumes).returncode == 0
 
+    def test_doctor(self, sidecar: Sidecar) -> None:
+        """In a container like mpsd's all is well; in a client's, what cannot be seen is unknown, and nothing fails."""
+        checks = ("pid-namespace", "shm-shared", "capabilities", "foreign-daemon", "file-system", "directories")
+        like = sidecar.doctor((*PRIVILEGED, f"--volume={sidecar.root}:{sidecar.root}"), *checks)
+        assert like == {each: {"ok"} for each in checks}
+        unseen = sidecar.doctor(sidecar.client_options(), *checks)
+        assert unseen.pop("pid-namespace") == {"warn"}
+        assert unseen == {each: {"unknown"} for each in checks[1:]}
+
 
 class TestPod:
     """The sidecar as its manifest has it, as far as podman can run it."""
@@ -320,3 +329,6 @@ class TestEnd:
         assert status.returncode == 0
         assert "hostPID: true" in status.stdout
         assert sidecar.get("/v1/leases").json["leases"] == []
+        inside = sidecar.inside("mpsctl", "--socket", str(sidecar.socket), "doctor", "--only=pid-namespace")
+        assert inside.returncode == 1
+        assert "remedy: run it with hostPID: true" in inside.stdout

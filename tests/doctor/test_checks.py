@@ -104,6 +104,7 @@ OTHER: Final = process(
 OTHER_NODE: Final = process(
     203, "control daemon", variables=Known({"CUDA_MPS_PIPE_DIRECTORY": "/x", "CUDA_VISIBLE_DEVICES": "GPU-bb"})
 )
+APART: Final = process(205, "control daemon", apart=True, pid_namespace=Known("pid:[7]"), shared_memory=Known(7))
 HIDDEN: Final = process(204, "control daemon", uid=7, variables=Unknown("/proc/204/environ cannot be read by uid 1"))
 
 CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
@@ -156,6 +157,7 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
     ("traverse", files(closed=Path("/root"), private=True), "warn", "/root lets no other uid through"),
     ("directories", runtime(strange=("it belongs to uid 7", "chown")), "fail", "belongs to uid 7"),
     ("file-system", runtime(read_only=True), "fail", "read-only"),
+    ("file-system", files(apart=(Path("/run/mpsd"),)), "unknown", "leads mpsd elsewhere"),
     ("file-system", runtime(file_system="nfs4"), "fail", "on nfs4"),
     ("file-system", runtime(keeps_acls=False), "fail", "keeps no POSIX ACLs"),
     ("disk", runtime(free=0), "fail", "0B are left"),
@@ -205,6 +207,7 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
     ),
     ("default-directory", files(usual=(pipe_directory("x", "/tmp/nvidia-mps", "log"),)), "warn", "is left of"),
     ("other-daemon", processes(OTHER), "warn", "pid 203 (uid 0) is a control daemon on /x"),
+    ("other-daemon", processes(APART), "warn", "pid 205 (uid 0) is a control daemon on /run/mpsd/mps/gpu0 of another"),
     ("other-mpsd", processes(process(101, "mpsd", parent=1)), "warn", "pid 101 (uid 0) is an mpsd too"),
     ("other-mpsd", at(WELL, process=None), "warn", "not the one that is asked here"),
     ("orphans", processes(process(301, "server", parent=1)), "fail", "server 301 (uid 0) is an orphan"),
@@ -226,12 +229,13 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
     ("user-namespace", service(few_uids=Unknown("no")), "unknown", "no"),
     ("capabilities", service(process=replace(MPSD, uid=7)), "warn", "runs as uid 7"),
     ("capabilities", service(process=None), "unknown", "no mpsd"),
-    ("pid-namespace", service(socket=replace(SOCKET, listener=(0, 0))), "fail", "pid namespace that is not seen"),
-    ("pid-namespace", host(first_pid_namespace=False), "warn", "a pid namespace of its own"),
+    ("pid-namespace", host(first_pid_namespace=False), "fail", "mpsd (pid 100) is not in the machine's own"),
+    ("pid-namespace", at(host(first_pid_namespace=False), process=None), "warn", "does not see mpsd's"),
     ("pid-namespace", processes(replace(DAEMON, pid_namespace=Known("pid:[7]"))), "fail", "pid 200"),
     ("pid-namespace", processes(replace(DAEMON, pid_namespace=Unknown("no"))), "unknown", "look at pid 200"),
     ("shm-shared", processes(replace(SERVER, shared_memory=Known(7))), "warn", "pid 300 (server) has another"),
     ("shm-shared", processes(replace(SERVER, shared_memory=Unknown("no"))), "unknown", "look at pid 300"),
+    ("shm-shared", at(host(first_pid_namespace=False), process=None), "unknown", "mpsd is not seen"),
     ("driver", gpus(node=Unknown("the kernel driver is not loaded"), remedy="modprobe"), "fail", "not loaded"),
     ("driver", gpus(node=Unknown("x"), simulated=True), "unknown", "simulated"),
     ("control-program", gpus(server=None), "fail", "no nvidia-cuda-mps-server"),
@@ -302,6 +306,10 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
 """Check, node, verdict, and what it says of that."""
 
 FINE: Final[tuple[tuple[str, Observed], ...]] = (
+    ("foreign-daemon", processes(APART)),
+    ("pid-namespace", processes(APART)),
+    ("shm-shared", processes(APART, process(101, "mpsd", shared_memory=Known(7)))),
+    ("other-daemon", processes(replace(DAEMON, apart=True))),
     ("other-mpsd", processes(process(101, "mpsd", arguments=("mpsd", "run", "--simulate", "2")))),
     ("compute-mode", left(Known({GPU.uuid: ComputeMode.DEFAULT}))),
     ("tasks", service(tasks=Known(Tasks(Path("/g"), 9, 32768)))),

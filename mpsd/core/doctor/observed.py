@@ -87,6 +87,8 @@ class ProcessSeen:
     pid_namespace: Reading[str]
     shared_memory: Reading[int]
     """The device that its /dev/shm is on."""
+    apart: bool = False
+    """Whether the path of its pipe directory leads it elsewhere than who asks: it is in another container."""
 
     @property
     def pipe_directory(self) -> str | None:
@@ -233,6 +235,8 @@ class FilesSeen:
     """What lies on the disk."""
 
     directories: tuple[DirectorySeen, ...] = ()
+    apart: tuple[Path, ...] = ()
+    """Those of mpsd's directories that are others to who asks, who is in another container: not looked at."""
     private: bool = False
     """Whether mpsd is one for whoever can reach its directory (--root)."""
     closed: Path | None = None

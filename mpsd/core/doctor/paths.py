@@ -50,7 +50,15 @@ def _traverse(seen: Observed) -> Iterator[Finding]:
     yield Finding(verdict, because, {"path": str(closed)}, f"chmod o+x {closed}", str(closed), mend)
 
 
+def _elsewhere(seen: Observed) -> Iterator[Finding]:
+    """Yield which of mpsd's directories were not looked at, because they are others here."""
+    for path in seen.files.apart:
+        because = f"{path} leads mpsd elsewhere than who asks, since one of them is in a container"
+        yield unknown(because, "look from where mpsd is", subject=str(path))
+
+
 def _directories(seen: Observed) -> Iterator[Finding]:
+    yield from _elsewhere(seen)
     for each in seen.files.directories:
         if each.strange is not None:
             because, remedy = each.strange
@@ -60,6 +68,7 @@ def _directories(seen: Observed) -> Iterator[Finding]:
 
 
 def _file_system(seen: Observed) -> Iterator[Finding]:
+    yield from _elsewhere(seen)
     for each in seen.files.directories:
         evidence = {"setting": each.setting, "path": str(each.there), "file_system": each.file_system}
         if each.read_only:
@@ -88,6 +97,7 @@ def _file_system(seen: Observed) -> Iterator[Finding]:
 
 
 def _disk(seen: Observed) -> Iterator[Finding]:
+    yield from _elsewhere(seen)
     for each in seen.files.directories:
         if each.free is None:
             yield unknown("how much room there is cannot be read", AS_ROOT, subject=str(each.path))

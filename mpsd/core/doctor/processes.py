@@ -23,6 +23,8 @@ _OPEN_FILES: Final = 16384
 _SIMULATED: Final = frozenset({"--simulate", "demo"})
 """By what an mpsd is known that shares out no GPU."""
 
+_NOBODY: Final[frozenset[int]] = frozenset()
+
 _BRIEF: Final = 30.0
 """Seconds that a front-end may take; mpsd's own take milliseconds."""
 
@@ -72,15 +74,31 @@ def _told(each: ProcessSeen) -> dict[str, object]:
 
 
 def _quit(each: ProcessSeen, directory: str) -> str:
-    return f"when its clients are done: echo quit | CUDA_MPS_PIPE_DIRECTORY={directory} {each.arguments[0]}"
+    inside = f"nsenter --target {each.pid} --mount " if each.apart else ""
+    return f"when its clients are done: echo quit | CUDA_MPS_PIPE_DIRECTORY={directory} {inside}{each.arguments[0]}"
 
 
 def _own(seen: Observed) -> Path:
     return seen.settings.paths.runtime_dir / "mps"
 
 
-def _is_own(seen: Observed, directory: str | None) -> bool:
-    return directory is not None and Path(directory).parent == _own(seen)
+def _is_own(seen: Observed, each: ProcessSeen) -> bool:
+    directory = each.pipe_directory
+    return directory is not None and Path(directory).parent == _own(seen) and not each.apart
+
+
+def _known(seen: Observed) -> frozenset[int]:
+    """Return the pids of the control daemons that mpsd says are its own."""
+    answers = seen.service.answers
+    return frozenset(each.pid for each in answers.value.daemons if each.pid) if isinstance(answers, Known) else _NOBODY
+
+
+def belongs(seen: Observed, each: ProcessSeen) -> bool:
+    """Tell whether a process is this node's: the mpsd that is asked, or of MPS and not another container's."""
+    own = seen.service.process
+    if each.part == MPSD:
+        return own is None or each.pid == own.pid
+    return not each.apart or bool({each.pid, each.parent} & _known(seen))
 
 
 def _looks_like_ours(seen: Observed, each: ProcessSeen) -> bool:
@@ -96,7 +114,7 @@ def _foreign(seen: Observed) -> Iterator[Finding]:
     answers = seen.service.answers
     known = {each.pid for each in answers.value.daemons} if isinstance(answers, Known) else None
     for each in living(seen):
-        if each.part != DAEMON or not _is_own(seen, each.pipe_directory):
+        if each.part != DAEMON or not _is_own(seen, each):
             continue
         if each.pid in known if known is not None else _looks_like_ours(seen, each):
             continue
@@ -136,12 +154,15 @@ def _other(seen: Observed) -> Iterator[Finding]:
     yield from _unseen(seen)
     for each in living(seen):
         directory = each.pipe_directory
-        if each.part != DAEMON or directory is None or directory in USUAL or _is_own(seen, directory):
+        if each.part != DAEMON or directory is None or directory in USUAL:
+            continue
+        if _is_own(seen, each) or each.pid in _known(seen):
             continue
         devices = each.variables.value.get("CUDA_VISIBLE_DEVICES", "") if isinstance(each.variables, Known) else ""
         if devices and _sees_none(seen, devices):
             continue
-        because = f"pid {each.pid} (uid {each.uid}) is a control daemon on {directory}, and sees"
+        where = f"{directory} of another container" if each.apart else directory
+        because = f"pid {each.pid} (uid {each.uid}) is a control daemon on {where}, and sees"
         because += f" CUDA_VISIBLE_DEVICES={devices}" if devices else " all GPUs"
         because += ": its clients share GPUs with mpsd's, and mpsd does not count them"
         yield Finding(Verdict.WARN, because, _told(each), _quit(each, directory), directory)

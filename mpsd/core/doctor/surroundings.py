@@ -5,7 +5,7 @@ from typing import Final
 
 from mpsd.core.doctor.finding import AS_ROOT, Check, Finding, Verdict, unknown
 from mpsd.core.doctor.observed import Observed
-from mpsd.core.doctor.processes import DAEMON, FRONT_END, hidden, living, untold
+from mpsd.core.doctor.processes import DAEMON, FRONT_END, belongs, hidden, living, untold
 from mpsd.core.model import Known, Unknown
 
 
@@ -40,22 +40,23 @@ def _user_namespace(seen: Observed) -> Iterator[Finding]:
 
 
 def _pid_namespace(seen: Observed) -> Iterator[Finding]:
-    listener, mpsd = seen.service.socket.listener, seen.service.process
-    if listener is not None and listener[0] == 0:
-        because = "mpsd runs in a pid namespace that is not seen from here, so it may not see its callers either"
-        yield Finding(Verdict.FAIL, because, {"pid": 0}, "run mpsd with hostPID: true (docker run --pid=host)")
+    mpsd = seen.service.process
+    if not seen.host.first_pid_namespace and mpsd is not None:
+        because = f"mpsd (pid {mpsd.pid}) is not in the machine's own pid namespace: callers outside its own are pid 0"
+        yield Finding(Verdict.FAIL, because, {"pid": mpsd.pid}, "run it with hostPID: true (docker run --pid=host)")
         return
     if not seen.host.first_pid_namespace:
-        because = f"who asks is in a pid namespace of its own ({seen.host.pid_namespace})"
+        because = f"who asks is in a pid namespace of its own ({seen.host.pid_namespace}), and does not see mpsd's"
         yield Finding(
             Verdict.WARN,
             because,
             {"pid_namespace": seen.host.pid_namespace},
-            "to see everything, look on the host; mpsd itself needs hostPID: true (docker run --pid=host)",
+            "to see everything, look on the host; what mpsd itself misses stands in the notes of mpsctl status",
         )
         return
     yield from hidden(seen)
-    looked = [*([mpsd] if mpsd else []), *(each for each in living(seen) if each.part == DAEMON)]
+    daemons = [each for each in living(seen) if each.part == DAEMON and belongs(seen, each)]
+    looked = [*([mpsd] if mpsd else []), *daemons]
     closed = [each for each in looked if isinstance(each.pid_namespace, Unknown)]
     if closed:
         yield untold(seen, closed)
@@ -71,11 +72,13 @@ def _pid_namespace(seen: Observed) -> Iterator[Finding]:
 
 def _shm_shared(seen: Observed) -> Iterator[Finding]:
     yield from hidden(seen)
+    if seen.service.process is None and not seen.host.first_pid_namespace:
+        yield unknown("in this pid namespace mpsd is not seen, nor its control daemons", AS_ROOT)
     own = seen.host.shared_memory
     if isinstance(own, Unknown):
         yield unknown(own.reason)
         return
-    looked = [each for each in living(seen) if each.part != FRONT_END]
+    looked = [each for each in living(seen) if each.part != FRONT_END and belongs(seen, each)]
     closed = [each for each in looked if isinstance(each.shared_memory, Unknown)]
     if closed:
         yield untold(seen, closed)

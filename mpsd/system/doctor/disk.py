@@ -1,7 +1,7 @@
 """What lies on the disk: mpsd's directories, pipe directories, what servers left, and the logs' last words."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -28,24 +28,28 @@ _CUDA: Final = "CUDA MPS Control binary version: "
 _DRIVER: Final = "Display Driver version: "
 
 
-def look(settings: Settings, *, private: bool) -> FilesSeen:
-    """Look at all of it."""
+def look(settings: Settings, *, private: bool, apart: tuple[Path, ...] = ()) -> FilesSeen:
+    """Look at all of it, but at mpsd's directories in `apart`, which are others here than they are to mpsd."""
     paths = settings.paths
     takers = listened()
     mps = paths.runtime_dir / "mps"
+    reached = paths.runtime_dir not in apart
+    kept = [each for each in (paths.runtime_dir, paths.state_dir) if each not in apart]
     directories = (
         ("paths.runtime_dir", paths.runtime_dir), ("paths.state_dir", paths.state_dir), ("paths.log_dir", paths.log_dir)
     )  # fmt: skip
+    elsewhere = Unknown(f"{paths.log_dir} is another directory here than it is to mpsd")
     return FilesSeen(
-        directories=tuple(_directory(setting, path) for setting, path in directories),
+        directories=tuple(_directory(setting, path) for setting, path in directories if path not in apart),
+        apart=apart,
         private=private,
-        closed=_closed(mps),
-        own=tuple(_pipe_directory(path.name, path, takers) for path in _inside(mps)),
+        closed=_closed(mps) if reached else None,
+        own=tuple(_pipe_directory(path.name, path, takers) for path in _inside(mps)) if reached else (),
         usual=tuple(_pipe_directory(path, Path(path), takers) for path in USUAL),
         shared_memory=tuple(_shared_memory()),
-        damaged=_damaged(settings),
-        servers=_servers(paths.log_dir),
-        ahead=_ahead(settings),
+        damaged=_damaged(kept),
+        servers=_servers(paths.log_dir) if paths.log_dir not in apart else elsewhere,
+        ahead=_ahead(kept),
     )
 
 
@@ -144,9 +148,8 @@ def _shared_memory() -> Iterator[SharedMemorySeen]:
         yield SharedMemorySeen(path.name, uid, server, size)
 
 
-def _damaged(settings: Settings) -> tuple[Path, ...]:
+def _damaged(directories: Iterable[Path]) -> tuple[Path, ...]:
     """Return the stores that were set aside, each without its companions; the modes' record is another check's."""
-    directories = (settings.paths.runtime_dir, settings.paths.state_dir)
     return tuple(
         path
         for directory in directories
@@ -155,11 +158,11 @@ def _damaged(settings: Settings) -> tuple[Path, ...]:
     )
 
 
-def _ahead(settings: Settings) -> tuple[Path, float] | None:
+def _ahead(directories: Iterable[Path]) -> tuple[Path, float] | None:
     """Return the file of mpsd's that was written furthest in the future."""
     now = clock.now().timestamp()
     found: list[tuple[float, Path]] = []
-    for directory in (settings.paths.runtime_dir, settings.paths.state_dir):
+    for directory in directories:
         for path in _inside(directory):
             try:
                 found.append((path.lstat().st_mtime - now, path))

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Final
 
 from mpsd.core.doctor.observed import ProcessSeen
-from mpsd.core.doctor.processes import MPSD
+from mpsd.core.doctor.processes import MPSD, USUAL
 from mpsd.core.model import Known, Reading, Unknown
-from mpsd.system import clock, peers
+from mpsd.system import clock, peers, surroundings
 
 _PROC: Final = Path("/proc")
 
@@ -74,6 +74,8 @@ def _seen(pid: int, part: str, arguments: tuple[str, ...]) -> ProcessSeen:
     status = dict(
         line.split(":", 1) for line in (at / "status").read_text(errors="replace").splitlines() if ":" in line
     )
+    variables = _variables(at)
+    told = variables.value.get("CUDA_MPS_PIPE_DIRECTORY", "") if isinstance(variables, Known) else ""
     ticks = int((at / "stat").read_bytes().rpartition(b")")[2].split()[19])
     return ProcessSeen(
         pid=pid,
@@ -84,11 +86,12 @@ def _seen(pid: int, part: str, arguments: tuple[str, ...]) -> ProcessSeen:
         age=max(0.0, clock.since_boot() - clock.since_boot(ticks)),
         arguments=arguments,
         executable=_link(at / "exe"),
-        variables=_variables(at),
+        variables=variables,
         open_files=_open_files(at),
         capabilities=int(status["CapEff"], 16),
         pid_namespace=_link(at / "ns/pid"),
         shared_memory=_shared_memory(at),
+        apart=part != MPSD and bool(surroundings.hidden(pid, [Path(told or USUAL[0])])),
     )
 
 

@@ -69,11 +69,13 @@ class Wish:
     operation: str = ""
     """By what the caller knows it."""
     boot: str = ""
-    """The boot in which the two that follow mean anything."""
+    """The boot in which the three that follow mean anything."""
+    at: float = 0.0
+    """Seconds since boot when it was wanted."""
     deadline: float | None = None
     """Seconds since boot, after which those who are still there are ended."""
     replaced: ProcessIdentity | None = None
-    """The process that a restart is to replace; None when there was none."""
+    """The process that a restart is to replace; None when there was none, or none was known yet."""
     quitting: bool = False
     """Whether that was told to quit, or is just about to be: there is no way back."""
     then: Intent = Intent.RUN
@@ -146,6 +148,17 @@ def next_step(wish: Wish, scene: Scene) -> Step:
     return Step.FORCE if wish.is_late(scene.now) and wish.quitting else Step.QUIT
 
 
+def met(wish: Wish, process: ProcessIdentity | None, started: float) -> Wish:
+    """Return a wish as it stands now that it is known which process there is, `started` so many seconds after boot.
+
+    A restart may be wanted of an mpsd that has just started and not found the control daemon yet: one that ran by then
+    is the one to be replaced, and one that came later is its successor.
+    """
+    if wish.intent is Intent.RESTART and wish.replaced is None and process is not None and started <= wish.at:
+        return replace(wish, replaced=process)
+    return wish
+
+
 def _empty(wish: Wish, scene: Scene) -> Step:
     """Wait for those who are there, or end them when they are late and not everything was tried."""
     return Step.END if scene.occupants and not scene.tried and wish.is_late(scene.now) else Step.WAIT
@@ -153,7 +166,9 @@ def _empty(wish: Wish, scene: Scene) -> Step:
 
 def take_up(wish: Wish, boot: str) -> Wish:
     """Return a wish as it stands in this boot: of an earlier one no process is left, and no deadline matters."""
-    return wish if wish.boot == boot else replace(wish, boot=boot, deadline=None, replaced=None, quitting=False)
+    if wish.boot == boot:
+        return wish
+    return replace(wish, boot=boot, at=0.0, deadline=None, replaced=None, quitting=False)
 
 
 def revise(before: Wish, after: Wish) -> Wish:

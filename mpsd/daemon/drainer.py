@@ -79,6 +79,7 @@ class Drainer:
             clock.now(),
             asked.operation,
             clock.boot_id(),
+            now,
             deadline=None if asked.timeout is None else now + asked.timeout,
             replaced=there if asked.intent is Intent.RESTART else None,
         )
@@ -99,7 +100,12 @@ class Drainer:
     def leave(self, there: ProcessIdentity | None) -> None:
         """Have this process go when nobody is left, until mpsd ends; that is not kept."""
         self._leaving = Wish(
-            Intent.RESTART, "mpsd stops, and was told to stop it too", clock.now(), boot=clock.boot_id(), replaced=there
+            Intent.RESTART,
+            "mpsd stops, and was told to stop it too",
+            clock.now(),
+            boot=clock.boot_id(),
+            at=clock.since_boot(),
+            replaced=there,
         )
 
     def _keep(self, wish: Wish) -> None:
@@ -180,7 +186,7 @@ class Drainer:
         Raises StorageError: what is next has to be on disk before it is done.
         """
         self._see(present)
-        wish = self.wish
+        wish = self._meet(there)
         match self._next(there, answers=answers):
             case Step.END:
                 self._end_all()
@@ -190,6 +196,15 @@ class Drainer:
             case Step.DONE if wish.operation:
                 self._done(there)
         return False
+
+    def _meet(self, there: ProcessIdentity | None) -> Wish:
+        """Return what is wanted, of the daemon that is there."""
+        wish = self.wish
+        # A clock tick later than it began at the latest: in doubt it is the successor, and not replaced once more.
+        met = wish if there is None else drain.met(wish, there, clock.since_boot(there.start_ticks + 1))
+        if met is not wish:
+            self._keep(met)
+        return met
 
     def has_to_force(self, there: ProcessIdentity | None) -> bool:
         """Tell whether a daemon that is to quit has to be made to: an operator's word, or those left had their time."""

@@ -103,13 +103,30 @@ def test_a_successor_is_left_alone(wanted: Wish, stands: Scene) -> None:
         assert drain.next_step(wanted, stands) not in {Step.QUIT, Step.FORCE, Step.END} or wanted.intent is Intent.DRAIN
 
 
+@pytest.mark.parametrize(
+    ("wanted", "process", "started", "replaced"),
+    [
+        (wish(replaced=None, at=5.0), OLD, 5.0, OLD),
+        (wish(replaced=None, at=5.0), NEW, 5.01, None),
+        (wish(replaced=None, at=5.0), None, 5.0, None),
+        (wish(replaced=None), OLD, 0.01, None),
+        (wish(at=5.0), NEW, 4.0, OLD),
+        (wish(Intent.DRAIN, at=5.0), OLD, 4.0, None),
+    ],
+)
+def test_met(wanted: Wish, process: ProcessIdentity | None, started: float, replaced: ProcessIdentity | None) -> None:
+    """A restart is of the process that ran when it was wanted, also where that was found only later."""
+    assert drain.met(wanted, process, started) == replace(wanted, replaced=replaced)
+
+
 class TestAnotherBoot:
     """What was wanted before a reboot."""
 
     def test_restart(self) -> None:
         """There is nobody to wait for, and nothing to replace: what runs is new."""
-        found = drain.take_up(wish(quitting=True), "another")
+        found = drain.take_up(wish(quitting=True, at=5.0), "another")
         assert (found.deadline, found.replaced, found.quitting, found.boot) == (None, None, False, "another")
+        assert drain.met(found, OLD, 4.0) == found
         assert drain.next_step(found, scene(process=OLD)) is Step.DONE
 
     @pytest.mark.parametrize("intent", Intent)

@@ -1,5 +1,6 @@
 """A control daemon is drained and replaced: nobody is harmed, and whatever dies meanwhile, it is done once."""
 
+import json
 import os
 import random
 import signal
@@ -144,6 +145,29 @@ class TestClients:
         node.start(ready=False)
         assert look(node, given_up)["state"] == "superseded"
         assert look(node, restart)["state"] == "done"
+
+    @pytest.mark.parametrize("answers", [True, False])
+    def test_asked_for_before_it_was_found(self, node: Node, answers: bool) -> None:  # noqa: FBT001 - a parameter
+        """What is asked of an mpsd that has just started, and does not know yet what runs, is of what runs."""
+        before = node.daemons()["gpu0"]["pid"]
+        lease = node.request("POST", "/v1/leases", SMALL).json["id"]
+        operation = begin(node, "restart", timeout=None if answers else 60)
+        node.end(signal.SIGKILL)
+        kept = node.root / "state" / "gpu0.intention.json"
+        intention = json.loads(kept.read_bytes())
+        assert intention["wish"]["replaced"]["pid"] == before
+        intention["wish"]["replaced"] = None  # as it is while mpsd still looks for it
+        if not answers:
+            intention["wish"]["deadline"] = intention["wish"]["at"]
+            (node.pipe_directory("gpu0") / "control").unlink()
+        kept.write_text(json.dumps(intention))
+        node.start(ready=False)
+        if answers:
+            node.request("DELETE", f"/v1/leases/{lease}")
+        done = ended(node, operation)
+        assert f"in the place of {before}" in done["because"]
+        assert node.daemons()["gpu0"]["pid"] != before
+        assert not is_running(before)
 
     def test_held_before(self, node: Node) -> None:
         """A daemon that was held is held afterwards too."""

@@ -1,6 +1,7 @@
 """`python -m bench --control PROGRAM`: the README's figures, measured here and now; exits with 1 when one is missed."""
 
 import argparse
+import os
 import shutil
 import sys
 import tempfile
@@ -36,6 +37,7 @@ def main() -> int:
         parser.error("name NVIDIA's control program with --control (tests/real/fetch prints where it put some)")
     if unknown := set(options.only) - set(_BENCHES):
         parser.error(f"there is no {', '.join(sorted(unknown))}")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or mpsd would be compiled at each start, as no user's is
     met = True
     with tempfile.TemporaryDirectory(prefix="mb-") as directory:
         for letter in options.only:

@@ -45,11 +45,12 @@ class Side:
 
 
 @contextmanager
-def _empty(directory: Path, reply: bytes) -> Iterator[tuple[Side, Side]]:
-    """Run the empty handler, which answers what mpsd answered, and the echo, which sends as much back and forth."""
-    sides = Side(directory / "empty.sock", _TALK), Side(directory / "echo.sock", echoing(len(reply)))
+def _empty(directory: Path, reply: bytes) -> Iterator[tuple[Side, Side, Side]]:
+    """Run the empty handler, which answers what mpsd answered, one that stores as much, and an echo of that size."""
+    empty, stored = Side(directory / "empty.sock", _TALK), Side(directory / "stored.sock", _TALK)
+    sides = empty, stored, Side(directory / "echo.sock", echoing(len(reply)))
     with contextlib.ExitStack() as stack:
-        for side, flags in zip(sides, ([], ["--echo"]), strict=True):
+        for side, flags in zip(sides, ([], ["--commit"], ["--echo"]), strict=True):
             command = [sys.executable, "-m", "bench.empty", str(side.socket), *flags]
             server = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE))
             stack.callback(server.kill)
@@ -71,29 +72,30 @@ def _await(path: Path) -> None:
 
 
 @contextmanager
-def _side_by_side(control: str, root: Path) -> Iterator[tuple[Side, Side, Side]]:
-    """Run mpsd, the empty handler and the echo."""
+def _side_by_side(control: str, root: Path) -> Iterator[tuple[Side, Side, Side, Side]]:
+    """Run mpsd, the empty handler, one that only stores, and the echo."""
     with running(control, root, 2, _CONFIG) as service:
         caller = One(service.socket, _TALK)
         granted = caller.ask()
         caller.say(_TALK.release(granted))
-        with _empty(root, body(granted)) as (empty, echo):
-            yield Side(service.socket, _TALK), empty, echo
+        with _empty(root, body(granted)) as others:
+            yield Side(service.socket, _TALK), *others
 
 
 def one_caller(control: str, root: Path) -> Iterator[Result]:
     """Compare a stored grant with its release, of one caller, with two empty round trips."""
     with _side_by_side(control, root) as sides:
         callers = [One(side.socket, side.talk) for side in sides]
-        ours, empty, echo = in_turn(*(partial(each.seconds, _PAIRS) for each in callers), rounds=_ROUNDS)
+        ours, empty, stored, echo = in_turn(*(partial(each.seconds, _PAIRS) for each in callers), rounds=_ROUNDS)
     yield Result("a grant and its release against two empty round trips", ours, empty, at_most=1.6, floor=echo)
+    yield Result("of that, its two commits and nothing else", stored, empty)
 
 
 def many_callers(control: str, root: Path) -> Iterator[Result]:
     """Compare the rate of grants with their releases, of 64 callers at a time, with that of empty round trips."""
     with _side_by_side(control, root) as sides:
         callers = [Many(side.socket, side.talk, _CALLERS) for side in sides]
-        ours, empty, echo = in_turn(*(partial(each.seconds, _PAIRS_OF_MANY) for each in callers), rounds=_ROUNDS)
+        ours, empty, _, echo = in_turn(*(partial(each.seconds, _PAIRS_OF_MANY) for each in callers), rounds=_ROUNDS)
     yield Result(f"the same with {_CALLERS} callers, from one to the next", ours, empty, at_most=2, floor=echo)
 
 

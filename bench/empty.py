@@ -1,23 +1,74 @@
-"""`python -m bench.empty SOCKET [--echo]`: servers that do nothing but answer, the measure of one that does something.
+"""`python -m bench.empty SOCKET [--echo|--commit]`: servers that only answer, the measure of one that does something.
 
-The HTTP one is aiohttp as mpsd runs it, with handlers that read the body and answer what stands on stdin.
+The HTTP one is aiohttp as mpsd runs it, with handlers that read the body and answer what stands on stdin. With --commit
+they also store a lease, and its end, in mpsd's own store: what is durable before it is said costs that much by itself.
 """
 
 import asyncio
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from aiohttp import web
 
+from mpsd.core.model import Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity, Share
+from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.daemon.keeping import LEASES_BALLAST, LEASES_SCHEMA, Keeping, News
+from mpsd.daemon.log import Happened
+from mpsd.system import clock
+from mpsd.system.database import Database
 
-async def serve_http(path: Path, reply: bytes) -> None:
+_TOLD_AFTER: Final = 50
+"""Turns after which the news go from there, since they are in the history: about so with one caller."""
+
+
+def committing(path: Path) -> Callable[[LeaseState], None]:
+    """Return what stores a lease, or its end, and the news of it, as mpsd does for one caller."""
+    keeping = Keeping(Database(path, LEASES_SCHEMA, ballast=LEASES_BALLAST))
+    threads, memory = ActiveThreadPercentage.parse(1), PinnedDeviceMemLimit.parse("16MiB")
+    gpu = "GPU-00000000-0000-4000-8000-000000000000"
+    variables = {
+        "CUDA_MPS_PIPE_DIRECTORY": "/run/mpsd/mps/gpu0",
+        "CUDA_VISIBLE_DEVICES": gpu,
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "1.0",
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=16M",
+    }
+    lease = Lease(
+        id="lease-0123456789",
+        state=LeaseState.GRANTED,
+        because="it fits",
+        owner=Owner(0, 0, 1, clock.now()),
+        holder=ProcessIdentity(1, 1),
+        request=LeaseRequest(threads=threads, memory=memory),
+        arrival=1,
+        created=clock.now(),
+        shares=(Share(gpu, "gpu0", threads, memory, variables),),
+        granted=clock.now(),
+    )
+    facts: dict[str, object] = {"uid": 0, "pid": 1, "gpus": [gpu], "processes": 1, "because": "it fits"}
+
+    def commit(state: LeaseState) -> None:
+        happened = Happened.LEASE_ENDED if state is LeaseState.ENDED else Happened.LEASE_GRANTED
+        if keeping.turn % _TOLD_AFTER == 0:
+            keeping.told = keeping.turn
+        kept = keeping.keep({lease.id: replace(lease, state=state)}, [News(lease.id, happened, facts)])
+        assert not kept.because, kept.because
+
+    return commit
+
+
+async def serve_http(path: Path, reply: bytes, commit: Callable[[LeaseState], None]) -> None:
     """Answer every request for a lease with this reply, and every release with nothing."""
 
     async def grant(request: web.Request) -> web.Response:
         await request.read()
+        commit(LeaseState.GRANTED)
         return web.Response(status=201, body=reply, content_type="application/json")
 
     async def release(_: web.Request) -> web.Response:
+        commit(LeaseState.ENDED)
         return web.Response(status=204)
 
     application = web.Application(client_max_size=64 * 1024)
@@ -52,4 +103,8 @@ async def serve_echo(path: Path) -> None:
 
 if __name__ == "__main__":
     socket_path = Path(sys.argv[1])
-    asyncio.run(serve_echo(socket_path) if "--echo" in sys.argv else serve_http(socket_path, sys.stdin.buffer.read()))
+    if "--echo" in sys.argv:
+        asyncio.run(serve_echo(socket_path))
+    else:
+        stores = committing(socket_path.with_suffix(".db")) if "--commit" in sys.argv else lambda _: None
+        asyncio.run(serve_http(socket_path, sys.stdin.buffer.read(), stores))

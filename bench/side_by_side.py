@@ -32,7 +32,8 @@ class Result:
         if self.at_least is not None:
             ratio = f"{self.theirs / self.ours:.1f} times faster (at least {self.at_least:g})"
         else:
-            ratio = f"{self.ours / self.theirs:.2f} times as long (at most {self.at_most:g})"
+            bound = "" if self.at_most is None else f" (at most {self.at_most:g})"
+            ratio = f"{self.ours / self.theirs:.2f} times as long{bound}"
         floor = "" if self.floor is None else f"; a bare echo takes {self.floor * 1000:.2f} ms"
         return (
             f"{_verdict(self.met)}{self.name}: {self.ours * 1000:.2f} ms against {self.theirs * 1000:.2f} ms,"

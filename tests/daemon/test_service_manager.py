@@ -40,6 +40,20 @@ main()
 """
 """An mpsd with a defect: once its daemon is ready, one of its supervisors waits for what never comes."""
 
+BLOCKED: Final = """
+import asyncio, signal
+from mpsd.__main__ import main
+from mpsd.daemon.pulse import Pulse
+run = Pulse.run
+async def blocked(self):
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, signal.sigwait, [signal.SIGUSR2])
+    await run(self)
+Pulse.run = blocked
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+main()
+"""
+"""An mpsd with a defect: from SIGUSR1 to SIGUSR2 its event loop waits for something, and does nothing else."""
+
 QUICK: Final = "[daemon]\nstart_deadline = 0.1\nanswer_deadline = 0.1\n"
 """What makes a supervisor late soon."""
 
@@ -72,6 +86,16 @@ class Ears:
             return [at for at, said in enumerate(self.listen()) if at >= after and said.startswith(assignment)]
 
         return wait_until(look, what=f"{assignment}; said was {self.said}", deadline=30)[0]
+
+    def wait_for_silence(self, seconds: float) -> None:
+        """Wait, as a manager does that watches, until nothing was said for so long."""
+
+        def look() -> bool:
+            silent = not select.select([self._socket], [], [], seconds)[0]
+            self.listen()
+            return silent
+
+        wait_until(look, what=f"silence; said was {self.said}", deadline=30)
 
     def close(self) -> None:
         """Hear no more."""
@@ -189,12 +213,14 @@ class TestNotifications:
 
 @dataclass
 class Defective(Node):
-    """An mpsd with a supervisor that is stuck."""
+    """An mpsd with a defect, by default a supervisor that is stuck."""
+
+    defect: str = STUCK
 
     @property
     def command(self) -> list[str]:
         """How mpsd is called."""
-        return [sys.executable, "-c", STUCK, *super().command[3:]]
+        return [sys.executable, "-c", self.defect, *super().command[3:]]
 
 
 def test_no_sign_of_life_of_a_stuck_supervisor(short_tmp: Path) -> None:
@@ -217,6 +243,25 @@ def test_no_sign_of_life_of_a_stuck_supervisor(short_tmp: Path) -> None:
             node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
             ears.wait_for(f"STATUS=2 of 2 control daemons ready, {leases} lease")
         assert ears.said.count("WATCHDOG=1") <= signs + 1  # one may have been on its way
+    finally:
+        node.clean_up()
+        ears.close()
+
+
+def test_no_sign_of_life_of_a_blocked_loop(short_tmp: Path) -> None:
+    """While the event loop itself is blocked the manager hears nothing, and again once it goes on."""
+    ears = Ears(f"{short_tmp}/notify")
+    env = {"NOTIFY_SOCKET": ears.name, "WATCHDOG_USEC": "1000000"}
+    node = Defective(root=short_tmp, config="", env=env, defect=BLOCKED)
+    try:
+        node.start()
+        ears.wait_for("WATCHDOG=1", ears.wait_for("READY=1"))
+        os.kill(node.pid, signal.SIGUSR1)
+        ears.wait_for_silence(1.0)
+        signs = len(ears.said)
+        os.kill(node.pid, signal.SIGUSR2)
+        ears.wait_for("WATCHDOG=1", signs)
+        assert node.end() == 0
     finally:
         node.clean_up()
         ears.close()

@@ -141,12 +141,12 @@ def check(config: Path | None) -> None:
     Comments behind them say where NVIDIA's driver was found.
     """
     from mpsd.core.settings import document
-    from mpsd.system import driver
+    from mpsd.system import driver, rundir
     from mpsd.system.configuration import read_configuration
-    from mpsd.system.rundir import check_reach
 
     settings = read_configuration(config)
-    check_reach(settings)
+    rundir.check(settings, ["gpu0"], private=False)
+    rundir.check_reach(settings)
     click.echo(document(settings), nl=False)
     try:
         told = driver.find(settings.daemon.control, settings.daemon.driver_root).told()

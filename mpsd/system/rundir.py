@@ -158,8 +158,7 @@ def check(settings: Settings, names: Sequence[str], *, private: bool) -> None:
 
     `private` is what `--root` asks for: a node for whoever can reach that directory. Raises ConfigurationError.
     """
-    longest = max((len(name) for name in names), default=0)
-    pipe = settings.paths.runtime_dir / "mps" / ("x" * longest) / LONGEST_SOCKET_NAME
+    pipe = settings.paths.runtime_dir / "mps" / max(names, key=len, default="") / LONGEST_SOCKET_NAME
     for path, most in ((pipe, CONTROL_PATH_BYTES), (settings.socket, SOCKET_PATH_BYTES)):
         length = len(os.fsencode(path))
         if length > most:

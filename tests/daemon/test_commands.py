@@ -128,4 +128,8 @@ class TestCheck:
             assert (done.returncode, done.stdout) == (78 if each != tmp_path else done.returncode, "")
             assert done.returncode != 0
             assert done.stderr
-        assert "limits.active_thread_percentage = 150" in check(path).stderr
+        assert f"mpsd: {path}: limits.active_thread_percentage = 150" in check(path).stderr
+        path.write_text(f'[paths]\nruntime_dir = "/run/{"x" * 80}"\n')
+        refused = check(path)
+        assert (refused.returncode, refused.stdout) == (78, "")
+        assert "/mps/gpu0/control_privileged has 113 bytes" in refused.stderr

@@ -49,6 +49,11 @@ from tests.doctor.seen import (
     unit,
 )
 
+LOST: Final[Any] = {
+    "answers": Unknown("there is no socket"),
+    "lock_holder": Known(77),
+    "socket": SocketSeen(Path("/run/mpsd/mpsd.sock"), None),
+}
 SILENT: Final[Any] = {"answers": Unknown("there is no socket"), "lock_holder": Known(None)}
 SOCKET: Final = WELL.service.socket
 LEFT: Final = Path("/var/lib/mpsd/compute-modes.json")
@@ -110,6 +115,7 @@ HIDDEN: Final = process(204, "control daemon", uid=7, variables=Unknown("/proc/2
 CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
     ("mpsd", service(**SILENT), "fail", "there is no socket"),
     ("mpsd", service(answers=Unknown("no answer"), lock_holder=Known(77)), "fail", "pid 77 has the lock of /run/mpsd"),
+    ("mpsd", service(**LOST), "fail", "pid 77 has the lock of /run/mpsd: it runs, and its socket was removed"),
     ("socket", service(socket=SocketSeen(SOCKET.path, None)), "fail", "there is no /run/mpsd/mpsd.sock"),
     ("socket", service(socket=replace(SOCKET, kind="file")), "fail", "is a file"),
     ("socket", service(socket=replace(SOCKET, refused="Permission denied")), "fail", "mode 0666, uid 0"),

@@ -76,6 +76,14 @@ class TestUnits:
         (told,) = machine.journal("MPSD_EVENT=doctor_fixed")
         assert told["MPSD_DID"] == "opened /run/mpsd to every uid (o+x)"
 
+        # Somebody removes the socket of an mpsd that runs: to start that would do nothing.
+        machine.run("rm", "/run/mpsd/mpsd.sock")
+        found = doctor(machine, "mpsd", "socket")
+        assert found["mpsd"]["remedy"].startswith("systemctl restart mpsd.socket,")
+        assert found["socket"]["remedy"] == found["mpsd"]["remedy"]
+        machine.run("systemctl", "restart", "mpsd.socket")
+        assert doctor(machine, "mpsd")["mpsd"]["verdict"] == "ok"
+
         machine.run("systemctl", "stop", "mpsd.socket", "mpsd.service")
         found = doctor(machine, "unit", "mpsd")
         assert found["mpsd"]["verdict"] == "fail"

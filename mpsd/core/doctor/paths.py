@@ -32,8 +32,8 @@ def _pipe_path(seen: Observed) -> Iterator[Finding]:
     for path, most in ((control, CONTROL_PATH_BYTES), (seen.settings.socket, SOCKET_PATH_BYTES)):
         length = len(str(path).encode("utf-8", "surrogateescape"))
         if length > most:
-            because = f"{path} has {length} bytes, and a socket's path can have {most}: the control daemon says nothing"
-            because += " and listens nowhere" if path is control else "; mpsd is refused"
+            because = f"{path} has {length} bytes, and a socket's path can have {most}: "
+            because += "the control daemon says nothing and listens nowhere" if path is control else "mpsd is refused"
             evidence = {"path": str(path), "bytes": length, "most": most}
             yield Finding(Verdict.FAIL, because, evidence, "choose a shorter paths.runtime_dir (or --root)")
 

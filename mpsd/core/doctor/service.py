@@ -22,6 +22,8 @@ _SERVICE: Final = "mpsd.service"
 _STATES: Final = ("LoadState", "ActiveState", "SubState", "Result", "UnitFileState")
 """Properties of a unit, as `systemctl show` has them."""
 
+_AGAIN: Final = "systemctl restart mpsd.socket, or start it again however it is run: no client notices"
+
 _FREE_TASKS: Final = 1000
 """Threads that 48 clients and their servers may come to need; what containers get by default (2048) is little."""
 
@@ -37,12 +39,23 @@ def _mpsd(seen: Observed) -> Iterator[Finding]:
         return
     holder = service.lock_holder.value if isinstance(service.lock_holder, Known) else None
     evidence = {"socket": str(service.socket.path), "lock_holder": holder}
-    because = service.answers.reason
+    because, remedy = service.answers.reason, service.remedy or "systemctl status mpsd; or, as root: mpsd run"
     if holder is not None:
-        because += (
-            f"; pid {holder} has the lock of {seen.settings.paths.runtime_dir}, so it is another mpsd, or it hangs"
-        )
-    yield Finding(Verdict.FAIL, because, evidence, service.remedy or "systemctl status mpsd; or, as root: mpsd run")
+        where = seen.settings.paths.runtime_dir
+        if _is_lost(seen):
+            because += f"; pid {holder} has the lock of {where}: it runs, and its socket was removed"
+            remedy = _AGAIN
+        else:
+            because += f"; pid {holder} has the lock of {where}, so it is another mpsd, or it hangs"
+    yield Finding(Verdict.FAIL, because, evidence, remedy)
+
+
+def _is_lost(seen: Observed) -> bool:
+    """Tell whether an mpsd runs whose socket somebody removed."""
+    service = seen.service
+    holder = service.lock_holder.value if isinstance(service.lock_holder, Known) else None
+    there = service.socket.path.parent == seen.settings.paths.runtime_dir
+    return service.socket.kind is None and service.socket.closed is None and holder is not None and there
 
 
 def _socket(seen: Observed) -> Iterator[Finding]:
@@ -52,10 +65,8 @@ def _socket(seen: Observed) -> Iterator[Finding]:
         because = f"{socket.closed} lets uid {seen.host.uid} not through to {socket.path}"
         yield Finding(Verdict.FAIL, because, {**evidence, "closed": str(socket.closed)}, f"chmod o+x {socket.closed}")
     elif socket.kind is None:
-        because = f"there is no {socket.path}"
-        yield Finding(
-            Verdict.FAIL, because, {"path": str(socket.path)}, "start mpsd; or name its socket: MPSD_SOCKET, --socket"
-        )
+        remedy = _AGAIN if _is_lost(seen) else "start mpsd; or name its socket: MPSD_SOCKET, --socket"
+        yield Finding(Verdict.FAIL, f"there is no {socket.path}", {"path": str(socket.path)}, remedy)
     elif socket.kind != "socket":
         yield Finding(Verdict.FAIL, f"{socket.path} is a {socket.kind}, and no socket", evidence, f"rm {socket.path}")
     elif socket.refused is not None:
@@ -103,6 +114,9 @@ def _reload(seen: Observed) -> Iterator[Finding]:
     if not applied and not waiting:
         return
     remedy = "systemctl restart mpsd: no client notices" if waiting else "systemctl reload mpsd, or SIGHUP"
+    if "paths.runtime_dir" in waiting:
+        remedy = "it is what control daemons are found by: put it back, systemctl start mpsd-stop-daemons, change it,"
+        remedy += " systemctl start mpsd"
     yield Finding(
         Verdict.WARN,
         f"mpsd runs with other settings than {seen.configuration.path} has: {', '.join((*applied, *waiting))}",

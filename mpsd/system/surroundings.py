@@ -61,6 +61,13 @@ def _missing(settings: Settings) -> Iterator[Missing]:
             "mpsd is in a user namespace: every uid that is not mapped there is 65534 to it, and so one user",
             "the host's user namespace: no --userns, no rootless container",
         )
+    if _on_own_root(settings.paths.runtime_dir):
+        yield Missing(
+            "runtime directory",
+            f"{settings.paths.runtime_dir} is on the root file system of mpsd's own container: in no other can anybody"
+            " find the socket and the pipe directories",
+            "a volume there, which clients mount under the same path: hostPath, emptyDir, -v",
+        )
     if os.geteuid() == 0:  # any other serves its own uid
         status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines()
         effective = next(int(line.split()[1], 16) for line in status if line.startswith("CapEff:"))
@@ -68,6 +75,24 @@ def _missing(settings: Settings) -> Iterator[Missing]:
             yield Missing(
                 name, f"mpsd has no {name}: {without}", f"privileged: true, --privileged, or --cap-add={name}"
             )
+
+
+def _on_own_root(directory: Path) -> bool:
+    """Tell whether a directory is, or would be made, on a root that is layered, as container runtimes make it."""
+    there = next(each for each in (directory, *directory.parents) if os.access(each, os.F_OK))
+    return file_system(Path("/")) == "overlay" and there.stat().st_dev == Path("/").stat().st_dev
+
+
+def file_system(path: Path) -> str:
+    """Return the type of the file system that a path is on, such as `tmpfs`; empty where that is not known."""
+    device = path.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    best = ""
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        before, _, behind = line.partition(" - ")
+        if before.split()[2] == wanted:
+            best = behind.split()[0]
+    return best
 
 
 def has_few_uids(pid: int | str) -> bool:

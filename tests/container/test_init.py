@@ -138,6 +138,23 @@ def test_silent(said: Path) -> None:
         assert process.poll() is None
 
 
+def test_told_to_end_while_it_is_dead(said: Path) -> None:
+    """One that dies when it was told to end is told again, as long as it leaves others, who were promised time."""
+    with init("--watchdog=1000", *main(said, children=1)) as process:
+        (first,) = wait_until(lambda: pids_of(said, "started"), what="the command to run")
+        os.kill(first, signal.SIGKILL)
+        process.send_signal(signal.SIGTERM)
+        for lives in (2, 3):
+            wait_until(lambda: len(pids_of(said, "started")) == lives, what="the command to be started again")  # noqa: B023
+            assert said.read_text().count("SIGTERM") == lives - 2
+            if lives == 3:
+                for child in pids_of(said, "child"):
+                    os.kill(child, signal.SIGKILL)
+            os.kill(pids_of(said, "started")[-1], signal.SIGHUP)  # it gives a sign of life, and can be told
+        assert process.wait(10) == 7
+    assert said.read_text().count("SIGTERM") == 2
+
+
 def test_never_gave_a_sign(said: Path) -> None:
     """A command that never gave a sign of life knows nothing of it, and is left alone."""
     with init("--watchdog=0.01", *main(said)) as process:

@@ -52,6 +52,19 @@ class TestMissing:
         found = missing(["unshare", "--user", "--map-root-user"])
         assert "65534" in found["user namespace"][0]
 
+    def test_own_root(self) -> None:
+        """A runtime directory on the container's own root is told, and one on a volume is not."""
+        make = "mount -t tmpfs none /mnt; cd /mnt; mkdir lower upper work root;"
+        make += " mount -t overlay -o lowerdir=lower,upperdir=upper,workdir=work none root;"
+        make += " for each in /*; do case $each in /mnt) continue; esac;"
+        make += ' if [ -L "$each" ]; then cp -a "$each" root; elif [ -d "$each" ]; then mkdir "root$each";'
+        make += ' mount --rbind "$each" "root$each"; fi; done; exec chroot root "$@"'
+        container = ["unshare", "--mount", "--propagation", "private", "sh", "-ec", make, "sh"]
+        found = missing(container, '[paths]\nruntime_dir = "/own/run"\n')
+        assert "/own/run is on the root file system of mpsd's own container" in found["runtime directory"][0]
+        assert "runtime directory" not in missing(container, '[paths]\nruntime_dir = "/run/mpsd"\n')
+        assert "runtime directory" not in missing([], '[paths]\nruntime_dir = "/own/run"\n')
+
     def test_capabilities(self) -> None:
         """Each that is missing is named, with what fails; two of them only where a setting needs them."""
         bounded = ["setpriv", "--bounding-set=-all,+setuid,+setgid,+sys_ptrace", "--inh-caps=-all"]

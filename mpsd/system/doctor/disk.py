@@ -80,7 +80,7 @@ def _directory(setting: str, path: Path) -> DirectorySeen:
         exists=there == path,
         strange=_strange(path),
         there=there,
-        file_system=file_system(there),
+        file_system=surroundings.file_system(there),
         free=room.f_bavail * room.f_frsize if os.geteuid() else room.f_bfree * room.f_frsize,
         free_files=room.f_favail if room.f_files else None,
         read_only=bool(room.f_flag & os.ST_RDONLY),
@@ -103,18 +103,6 @@ def _strange(path: Path) -> tuple[str, str] | None:
     because = f"{path} (uid {found.st_uid}, mode {found.st_mode & 0o7777:04o}) is no directory of mpsd's own: a"
     because += " symbolic link, another user's, or writable for users other than root and mpsd's"
     return because, f"chown root: {path} && chmod 0755 {path}, or choose another"
-
-
-def file_system(path: Path) -> str:
-    """Return the type of the file system that a path is on, such as `tmpfs`; empty where that is not known."""
-    device = path.stat().st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    best = ""
-    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-        before, _, behind = line.partition(" - ")
-        if before.split()[2] == wanted:
-            best = behind.split()[0]
-    return best
 
 
 def listened() -> frozenset[str]:

@@ -9,7 +9,6 @@ from typing import Final
 from mpsd.core.doctor.observed import DeviceNode, HostSeen, LogLine, SharedMemoryPlace
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.system import clock, surroundings
-from mpsd.system.doctor.disk import file_system
 
 _MOST: Final = 100_000
 """Records of the kernel's log that are read; its buffer has room for fewer."""
@@ -45,7 +44,7 @@ def look(variables: Mapping[str, str]) -> HostSeen:
 def _shared_memory(path: Path) -> Reading[SharedMemoryPlace]:
     try:
         found, room = path.stat(), os.statvfs(path)
-        kind = file_system(path)
+        kind = surroundings.file_system(path)
     except OSError as error:
         return Unknown(f"{path}: {error.strerror}")
     return Known(

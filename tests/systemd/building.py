@@ -60,7 +60,9 @@ def _locked(name: str) -> Iterator[Path]:
 
 def _build(suite: Suite, root: Path) -> None:
     without = [f"--dpkgopt=path-exclude={pattern}" for pattern in _LEFT_OUT]
+    # In a mount namespace of its own: were it killed, /proc and /sys would stay mounted in what somebody then removes.
     run(
+        "unshare", "--mount",
         "mmdebstrap", "--quiet", "--mode=root", "--variant=apt", "--dpkgopt=force-unsafe-io", *without,
         f"--include={','.join(PACKAGES)}", suite.name, str(root), mirrors()[0],
     )  # fmt: skip

@@ -39,7 +39,10 @@ _CONFIG = click.option(
 @cli.command()
 @_CONFIG
 @click.option(
-    "--root", type=click.Path(path_type=Path, file_okay=False), help="Put everything that is written under DIR."
+    "--root",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Put everything that is written under DIR.",
 )
 @click.option("--simulate", type=click.IntRange(1, 64), metavar="N", help="Put N simulated GPUs in the place of NVML.")
 @click.option("--control", metavar="PROGRAM", help="The control program; NVIDIA's, or the simulator's when simulating.")
@@ -64,7 +67,7 @@ def run(
     stop_daemons_on_exit: bool,
     stop_daemons: bool,
 ) -> None:
-    """Run the service in the foreground; logs go to stderr, as JSON unless that is a terminal.
+    """Run the service in the foreground; logs go to stderr: text to a terminal, fields to the journal, or else JSON.
 
     SIGTERM ends mpsd and leaves the control daemons running: the next mpsd adopts them. SIGHUP reloads the
     configuration.

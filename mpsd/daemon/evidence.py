@@ -39,7 +39,7 @@ def look(paths: DaemonPaths, program: ControlProgram, environment: dict[str, str
             f"pid {stranger.identity.pid} (uid {stranger.uid}, {stranger.executable}) is a control daemon on"
             f" {paths.pipe_directory} that mpsd did not start as it is configured now",
             hint=f"when its clients are done: echo quit | CUDA_MPS_PIPE_DIRECTORY={paths.pipe_directory}"
-            f" {program.argv[0]}; then mpsctl reset {paths.pipe_directory.name}",
+            f" {program.argv[0]}; mpsctl reset {paths.pipe_directory.name}",
         )
     servers = [each for each in processes if each.part is Part.SERVER]
     if not daemons:

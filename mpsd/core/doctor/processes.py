@@ -120,7 +120,7 @@ def _foreign(seen: Observed) -> Iterator[Finding]:
             continue
         directory = each.pipe_directory or ""
         because = f"pid {each.pid} (uid {each.uid}) is a control daemon on {directory} that mpsd did not start"
-        remedy = f"{_quit(each, directory)}; then mpsctl reset {Path(directory).name}"
+        remedy = f"{_quit(each, directory)}; mpsctl reset {Path(directory).name}"
         yield Finding(Verdict.FAIL, because, _told(each), remedy, Path(directory).name)
 
 

@@ -174,8 +174,9 @@ class Drainer:
     @property
     def way_out(self) -> str | None:
         """How an operator takes back what is wanted, if he can."""
-        is_his = self._leaving is None and self.wish.intent is not Intent.RUN
-        return f"let people in again: mpsctl resume {self._name}" if is_his else None
+        if self._leaving is not None:
+            return "to have it go on: systemctl start mpsd; where mpsd is no service, SIGTERM to it once more"
+        return f"let people in again: mpsctl resume {self._name}" if self.wish.intent is not Intent.RUN else None
 
     def advance(
         self, present: Mapping[ProcessIdentity, int | None], there: ProcessIdentity | None, *, answers: bool

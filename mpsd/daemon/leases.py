@@ -308,11 +308,11 @@ class Leases:
             lease = self.ledger.waiting.get(lease_id)
             if lease is None:
                 continue
-            stopping = StoppingError("mpsd is stopping", hint="ask again in a moment: the next mpsd takes over")
+            refusal = stopping()
             if lease.request.request_id is None:
-                self._end(lease_id, stopping.detail, refusal=stopping)
+                self._end(lease_id, refusal.detail, refusal=refusal)
             else:
-                _decide(line, stopping)
+                _decide(line, refusal)
 
     def settle(self) -> None:
         """Grant what can be granted to those who wait; while nothing can be stored, nothing can."""
@@ -379,6 +379,12 @@ class Leases:
     @staticmethod
     def _now() -> Now:
         return Now(clock.monotonic(), clock.now())
+
+
+def stopping() -> StoppingError:
+    """Return that mpsd is on its way out."""
+    hint = "ask again in a moment: the next mpsd takes over, unless this one stops the control daemons (mpsctl status)"
+    return StoppingError("mpsd is stopping", hint=hint)
 
 
 def _decide(line: _Line, refusal: MpsdError | None) -> None:

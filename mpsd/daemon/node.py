@@ -9,7 +9,7 @@ from typing import Final
 from mpsd.core import admission, gpus, limits, quota, violations
 from mpsd.core.admission import Amount, Offer, Refusal
 from mpsd.core.drain import Operation
-from mpsd.core.errors import DaemonNotReadyError, MpsdError, NotFoundError, NotPermittedError, StoppingError
+from mpsd.core.errors import DaemonNotReadyError, MpsdError, NotFoundError, NotPermittedError
 from mpsd.core.ledger import Rules
 from mpsd.core.lifecycle import State
 from mpsd.core.model import (
@@ -30,7 +30,7 @@ from mpsd.daemon.drainer import Tenants
 from mpsd.daemon.gpus import Gpus, GpuView
 from mpsd.daemon.inspector import Inspector
 from mpsd.daemon.ladder import Terminate, contexts_of
-from mpsd.daemon.leases import Leases
+from mpsd.daemon.leases import Leases, stopping
 from mpsd.daemon.log import Happened, Logger
 from mpsd.daemon.pulse import Beat, status
 from mpsd.daemon.reconciler import Reconciler
@@ -277,7 +277,7 @@ class Node:
         """
         if self._stopping:
             holder.close()  # nothing of it goes into the log: whoever waits asks again and again
-            raise StoppingError("mpsd is stopping", hint="try again in a moment: the next mpsd takes over")
+            raise stopping()
         try:
             admission.check(request)
             self.leases.offer(self.offers())

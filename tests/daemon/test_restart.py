@@ -313,6 +313,7 @@ class TestLeaving:
             node.wait_for_state("gpu0", "draining")
             told = f"it waits for client {client.pid}"
             wait_until(lambda: told in node.daemons()["gpu0"]["because"], what="it to say for whom it waits")
+            assert "to have it go on: systemctl start mpsd" in node.daemons()["gpu0"]["hint"]
             assert node.request("POST", "/v1/leases", SMALL).json["code"] == "stopping"
             assert not node.events("lease_refused")
             assert client.compute(0.01)["ok"]

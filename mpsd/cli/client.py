@@ -183,7 +183,10 @@ def segment(text: str) -> str:
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 _ANOTHER_SOCKET: Final = "name mpsd's socket with --socket or MPSD_SOCKET"
-_START_IT: Final = f"is mpsd running? Start it (systemctl start mpsd, or mpsd run), or {_ANOTHER_SOCKET}"
+_START_IT: Final = (
+    "is mpsd running? Start it (systemctl start mpsd, or mpsd run); in a container, mount the directory that the socket"
+    f" is in, since each mpsd makes another socket; or {_ANOTHER_SOCKET}"
+)
 
 
 def error_of(status: int, document: object) -> MpsdError:

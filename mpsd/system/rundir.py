@@ -221,7 +221,7 @@ def _make(directory: Path, mode: int) -> None:
     except OSError as error:
         raise ConfigurationError(
             f"cannot make {directory}: {error.strerror}",
-            hint="give a directory that mpsd may write, for example with --root",
+            hint="give a directory that mpsd may write, for example with --root; in a container, mount a volume there",
         ) from error
     if not own:
         raise ConfigurationError(

@@ -231,6 +231,7 @@ def test_no_socket(short_tmp: Path) -> None:
     with pytest.raises(UnreachableError, match=f"there is no socket {short_tmp}/s") as error:
         Client(f"{short_tmp}/s").get("/")
     assert "is mpsd running?" in error.value.hint
+    assert "mount the directory that the socket is in" in error.value.hint
     assert "--socket" in error.value.hint
     assert error.value.exit_code == 69
 

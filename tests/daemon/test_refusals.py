@@ -84,7 +84,7 @@ class TestPlace:
         node = make_node(rooted=False, arguments=["--root", root])
         said = refusal(node)
         assert f"cannot make {root}" in said
-        assert "--root" in said
+        assert "--root; in a container, mount a volume there" in said
         assert list(short_tmp.iterdir()) == [node.root]
 
     @pytest.mark.parametrize("kind", ["symbolic link", "writable for everybody", "another user's"])
@@ -213,6 +213,8 @@ class TestAnother:
             assert {each["pid"] for each in node.start().daemons().values()} == ours
             assert {each["pid"] for each in apart.daemons().values()} == theirs
         finally:
+            if node.process is not None:
+                node.end()  # first, or it would replace what is killed now
             apart.clean_up()
 
     def test_second_mpsd(self, make_node: Start) -> None:
@@ -286,7 +288,7 @@ class TestAnother:
         assert granted.json["daemon"] == "gpu1"
 
         # The hint is a command and then another one, and they help.
-        quitting, _, resetting = daemon["hint"].removeprefix("when its clients are done: ").partition("; then ")
+        quitting, _, resetting = daemon["hint"].removeprefix("when its clients are done: ").partition("; ")
         assert resetting == "mpsctl reset gpu0"
         subprocess.run(["sh", "-c", quitting], check=True, stdout=subprocess.DEVNULL, timeout=10)
         if how == "-f":

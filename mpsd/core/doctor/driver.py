@@ -41,11 +41,12 @@ def _driver(seen: Observed) -> Iterator[Finding]:
 
 
 def _program(seen: Observed) -> Iterator[Finding]:
-    if seen.gpus.program is None and not seen.gpus.simulated:
+    if seen.files.apart:
+        yield unknown("mpsd is in another container than who asks, and looks for it there", "look from where mpsd is")
+    elif seen.gpus.program is None and not seen.gpus.simulated:
         name = seen.settings.daemon.control
-        remedy = (
-            "install the part of NVIDIA's driver that has it (nvidia-cuda-mps, nvidia-compute-utils), or daemon.control"
-        )
+        remedy = "install the part of NVIDIA's driver that has it (nvidia-cuda-mps, nvidia-compute-utils), or set"
+        remedy += " daemon.control; in a container, have it mounted (NVIDIA's runtime, capabilities utility,compute)"
         yield Finding(Verdict.FAIL, f"there is no program {name!r} to execute", {"control": name}, remedy)
     elif seen.gpus.server is None and not seen.gpus.simulated:
         because = f"there is no nvidia-cuda-mps-server in PATH, beside {seen.gpus.program} or in its root"

@@ -41,7 +41,7 @@ def _outcome() -> int:
     import click
 
     from mpsd.cli.group import mpsctl
-    from mpsd.core.errors import MpsdError
+    from mpsd.core.errors import MpsdError, UnreachableError
     from mpsd.core.harmless import plain
 
     try:
@@ -49,7 +49,8 @@ def _outcome() -> int:
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 0
     except MpsdError as error:
-        click.echo(f"mpsctl: {plain(error.detail)} [{error.code}]\n  hint: {plain(error.hint)}", err=True)
+        more = "; mpsctl doctor says what is wrong, also without mpsd" if isinstance(error, UnreachableError) else ""
+        click.echo(f"mpsctl: {plain(error.detail)} [{error.code}]\n  hint: {plain(error.hint)}{more}", err=True)
         return error.exit_code
     except OSError as error:
         click.echo(f"mpsctl: the answer cannot be written: {error.strerror}", err=True)

@@ -380,6 +380,7 @@ class TestSocket:
         assert str(node.configuration) in reason
         assert told.result().returncode == 69
         assert told.result().stderr.startswith(f"mpsctl: mpsd cannot start: {reason} [unreachable]\n")
+        assert told.result().stderr.endswith("mpsctl doctor says what is wrong, also without mpsd\n")
         assert refused.result().status == 503
         assert refused.result().json["detail"] == "mpsd cannot start"
         assert node.listener is not None

@@ -171,14 +171,17 @@ def take_up(wish: Wish, boot: str) -> Wish:
     return replace(wish, boot=boot, at=0.0, deadline=None, replaced=None, quitting=False)
 
 
-def revise(before: Wish, after: Wish) -> Wish:
-    """Return what is wanted when one thing is wanted after the other.
+def revise(before: Wish, after: Wish, *, silent: bool = False) -> Wish:
+    """Return what is wanted when one thing is wanted after the other, of a daemon that is `silent` or not.
 
-    The same again is the same operation, with the latest deadline. A restart that is beyond recall goes on, and what is
-    wanted after it holds when it is over.
+    The same again is the same operation, with the latest deadline; a successor that answers nobody is what it is to
+    replace now. A restart that is beyond recall goes on, and what is wanted after it holds when it is over.
     """
     if before.intent is after.intent and before.waits and before.operation:
-        return replace(before, deadline=after.deadline, because=after.because)
+        again = replace(before, deadline=after.deadline, because=after.because)
+        if silent and after.replaced != before.replaced:
+            return replace(again, replaced=after.replaced, quitting=False)
+        return again
     if before.intent is Intent.RESTART and before.quitting:
         return replace(before, then=after.intent)
     if after.intent is Intent.RESTART and before.intent is not Intent.RUN:

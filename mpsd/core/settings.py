@@ -168,7 +168,11 @@ class ControlDaemon:
         reload=True,
     )
     start_deadline: float = row(
-        10.0, parsers.seconds, "for a daemon to listen once it was started", unit="s", reload=True
+        10.0,
+        parsers.seconds,
+        "for a daemon to listen once it was started; one that does not is ended, and died",
+        unit="s",
+        reload=True,
     )
     answer_deadline: float = row(3.0, parsers.seconds, "for one conversation with a daemon", unit="s", reload=True)
     probe_interval: float = row(

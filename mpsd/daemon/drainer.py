@@ -67,10 +67,10 @@ class Drainer:
         """Take up what an earlier mpsd was told."""
         self._intention.load()
 
-    def want(self, asked: Asked, there: ProcessIdentity | None) -> str:
+    def want(self, asked: Asked, there: ProcessIdentity | None, *, silent: bool) -> str:
         """Want something from now on, of a daemon that is this process; return the operation that it is part of now.
 
-        Raises StorageError, and then nothing has changed.
+        `silent` tells whether that answers nobody. Raises StorageError, and then nothing has changed.
         """
         before, now = self._intention.wish, clock.since_boot()
         after = Wish(
@@ -83,7 +83,7 @@ class Drainer:
             deadline=None if asked.timeout is None else now + asked.timeout,
             replaced=there if asked.intent is Intent.RESTART else None,
         )
-        revised, ended = drain.revise(before, after), list[Operation]()
+        revised, ended = drain.revise(before, after, silent=silent), list[Operation]()
         if before.operation and revised.operation != before.operation:
             ended.append(self._ended(before, Outcome.SUPERSEDED, asked.because))
         self._intention.keep(revised, *ended)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import Callable
 from typing import Final
 
@@ -113,6 +114,10 @@ class Instance:
         elif self._told is None or clock.monotonic() >= self._told + _TELL_AGAIN:
             await pipe.quit(None)
             self._told = clock.monotonic()
+
+    def give_up(self) -> bool:
+        """Kill one that was started and never listened: it can have no clients. False when it is dead already."""
+        return not self.is_dead and self.process is not None and self.process.signal(signal.SIGKILL)
 
     def bury(self) -> str | None:
         """Settle what a process leaves behind that has ended, and say how it ended; None when none has."""

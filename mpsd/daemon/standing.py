@@ -36,6 +36,11 @@ class Standing:
         self.revision += 1
         self._changed()
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether it answers nobody, though it runs."""
+        return self.state is State.UNRESPONSIVE
+
     def ask(self) -> Callable[[], bool]:
         """Note that somebody wants the daemon to be talked to; return what tells whether that was begun and ended."""
         self.questions += 1

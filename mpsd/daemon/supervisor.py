@@ -160,7 +160,7 @@ class Supervisor:
 
         Raises StorageError, and then nothing has changed.
         """
-        operation = self._drainer.want(asked, self._instance.identity)
+        operation = self._drainer.want(asked, self._instance.identity, silent=self._standing.is_silent)
         if asked.intent is Intent.RESTART and self._instance.process is None:
             self.reset()
         self._obey()
@@ -299,8 +299,8 @@ class Supervisor:
 
     async def _prove(self) -> None:
         if self._instance.is_fresh and not self._holding.proved and not await self._instance.listens_by(self._due):
-            if not self._instance.is_dead:
-                late = f"it did not listen within {self._settings.daemon.start_deadline:g} s"
+            if self._instance.give_up():
+                late = f"it did not listen within {self._settings.daemon.start_deadline:g} s, and so is ended"
                 self._move(Event.SILENT, late, f"read {self._way.paths.control_log}")
             return
         reached = await self._probe()

@@ -283,9 +283,7 @@ class Chaos:
     def _replace_unreachable(self) -> None:
         """Replace what mpsd leaves alone, for its clients' sake: a resume came between removal and restart."""
         for name, daemon in self.node.daemons().items():
-            is_reachable = (self.node.pipe_directory(name) / "control").exists()
-            patient = "ends who is there" not in (daemon["operation"] or "")
-            if daemon["state"] == "unresponsive" and patient and not is_reachable:
+            if daemon["state"] == "unresponsive" and not (self.node.pipe_directory(name) / "control").exists():
                 self._replace(name)
 
     def freeze_mpsd(self) -> None:

@@ -144,6 +144,13 @@ class TestRevising:
         again = replace(wish(operation="op-2"), deadline=99.0, because="uid 1 wants it")
         assert drain.revise(wish(), again) == replace(wish(), deadline=99.0, because="uid 1 wants it")
 
+    def test_a_successor_that_is_silent(self) -> None:
+        """It is replaced as well where an operator says so once more, and only then."""
+        before, again = wish(quitting=True), wish(operation="op-2", replaced=NEW)
+        assert drain.revise(before, again) == before
+        assert drain.revise(before, again, silent=True) == wish(replaced=NEW)
+        assert drain.revise(before, replace(again, replaced=OLD), silent=True) == before
+
     def test_a_drain_that_is_over(self) -> None:
         """It is begun anew."""
         assert drain.revise(wish(Intent.DRAIN, operation=""), wish(Intent.DRAIN)) == wish(Intent.DRAIN)

@@ -54,6 +54,24 @@ def test_daemon_that_takes_its_time(make_node: Start, short_tmp: Path, control: 
     assert states(node, "gpu0") == ["starting", "ready", "cooling", "down", "starting", "ready"]
 
 
+_DEAF = """
+[ "$1" != -f ] || [ -e {heard} ] || {{ touch {heard}; exec sleep 1000; }}
+exec {control} "$@"
+"""
+
+
+def test_daemon_that_never_listens(make_node: Start, short_tmp: Path, control: Path) -> None:
+    """One that was started and does not come to listen can have no clients: it is ended, and the next one is."""
+    deaf = program(short_tmp / "nvidia-cuda-mps-control", _DEAF.format(heard=short_tmp / "heard", control=control))
+    node = make_node(simulate=1, control=deaf, config="[daemon]\nstart_deadline = 0.5\n").start(ready=False)
+    first = node.wait_for_state("gpu0", "starting")["pid"]
+    assert next_ready(node, "gpu0", first)["pid"] != first
+    assert not is_running(first)
+    assert states(node, "gpu0") == ["starting", "unresponsive", "cooling", "down", "starting", "ready"]
+    (silence,) = node.events("daemon_state", state="unresponsive")
+    assert silence["because"] == "it did not listen within 0.5 s, and so is ended"
+
+
 _DIES = """
 echo started >> {starts}
 echo "no luck today"

@@ -283,12 +283,13 @@ class Bench:
         program.chmod(0o755)
 
     def start_server(self, uid: int = 0) -> int:
-        """Have the daemon start the stand-in, and return its pid once it is listed and has begun to sleep."""
+        """Have the daemon start a server, and return its pid once it is listed; a stand-in sleeps by then."""
         self.front_end(f"start_server -uid {uid}")
         listed = wait_until(lambda: self.front_end("get_server_list").printed, what="the server to be listed")
         assert len(listed) == 1
         pid = int(listed[0])
-        wait_until(lambda: _sleeps_or_is_gone(pid), what="the stand-in to sleep")
+        if (self.programs / "nvidia-cuda-mps-server").exists():
+            wait_until(lambda: _sleeps_or_is_gone(pid), what="the stand-in to sleep")
         return pid
 
     # -- mpsd's door --

@@ -54,7 +54,7 @@ main()
 """
 """An mpsd with a defect: from SIGUSR1 to SIGUSR2 its event loop waits for something, and does nothing else."""
 
-QUICK: Final = "[daemon]\nstart_deadline = 0.1\nanswer_deadline = 0.1\n"
+QUICK: Final = "[daemon]\nstart_deadline = 2.0\nanswer_deadline = 0.1\n"
 """What makes a supervisor late soon."""
 
 

@@ -84,7 +84,7 @@ async def _observe(api: "Api", where: Where) -> Observed:
     process = proc.process(socket.listener[0]) if socket.listener is not None and socket.listener[0] else None
     if process is not None and not proc.is_mpsd(process.arguments):
         process = None  # a service manager listens, and hands the socket on
-    told = service.told(process.pid, process.arguments) if process is not None else service.Told()
+    told = service.Told() if process is None else service.told(process.pid, process.arguments, where.socket)
     root = where.root or told.root
     configuration = service.configuration(where.config or told.config, root)
     settings = service.in_force(in_force, configuration.settings)

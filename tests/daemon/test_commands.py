@@ -1,5 +1,6 @@
 """`mpsd demo` and `mpsd check`, as a newcomer and an operator call them."""
 
+import json
 import os
 import re
 import signal
@@ -78,6 +79,14 @@ class TestDemo:
             )  # fmt: skip
             assert done.returncode == 0, done.stderr
             assert "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=2G" in done.stdout
+            # And doctor does not take it for a service: it has paths of its own, and is private, which is no failure.
+            checks = ("--only", "reload", "--only", "traverse")
+            examined = subprocess.run(
+                [sys.executable, "-m", "mpsd.cli.main", "--socket", socket, "doctor", "-o", "json", *checks],
+                cwd=_ROOT, capture_output=True, text=True, timeout=30, check=False,
+            )  # fmt: skip
+            verdicts = [(each["id"], each["verdict"]) for each in json.loads(examined.stdout)["checks"]]
+            assert (examined.returncode, verdicts) == (0, [("reload", "ok"), ("traverse", "warn")]), examined.stdout
             demo.send_signal(number)
             assert demo.wait(timeout=30) == 0, (short_tmp / "log").read_text()
         finally:

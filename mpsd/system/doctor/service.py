@@ -96,8 +96,13 @@ class Told:
     control: str | None = None
 
 
-def told(pid: int, arguments: Sequence[str]) -> Told:
-    """Return what an mpsd was started with, by its arguments."""
+def told(pid: int, arguments: Sequence[str], socket: Path) -> Told:
+    """Return what an mpsd that listens on this socket was started with, by its arguments.
+
+    `mpsd demo` is told nothing, and has all that it writes in the directory that its runtime directory is in.
+    """
+    if "demo" in arguments:
+        return Told(root=socket.parent.parent)
     found: dict[str, str] = {}
     for each, behind in zip(arguments, (*arguments[1:], ""), strict=True):
         name, equals, value = each.partition("=")

@@ -284,6 +284,7 @@ def test_what_mpsd_was_told() -> None:
     told = service.told(os.getpid(), ("mpsd", "run", "--root", "/r", "--config=c.toml", "--control", "prog"), socket)
     assert told == service.Told(Path.cwd() / "c.toml", Path("/r"), "prog")
     assert service.told(os.getpid(), ("mpsd", "run", "--simulate", "2"), socket) == service.Told()
+    assert service.told(os.getpid(), ("mpsd", "run", "--control", "demo"), socket) == service.Told(control="demo")
     assert service.told(os.getpid(), ("mpsd", "demo"), socket) == service.Told(root=Path("/tmp/mpsd-demo-x"))
 
 

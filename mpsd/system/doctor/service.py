@@ -101,7 +101,7 @@ def told(pid: int, arguments: Sequence[str], socket: Path) -> Told:
 
     `mpsd demo` is told nothing, and has all that it writes in the directory that its runtime directory is in.
     """
-    if "demo" in arguments:
+    if "run" not in arguments:
         return Told(root=socket.parent.parent)
     found: dict[str, str] = {}
     for each, behind in zip(arguments, (*arguments[1:], ""), strict=True):

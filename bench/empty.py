@@ -1,7 +1,7 @@
 """`python -m bench.empty SOCKET [--echo|--commit]`: servers that only answer, the measure of one that does something.
 
-The HTTP one is aiohttp as mpsd runs it, with handlers that read the body and answer what stands on stdin. With --commit
-they also store a lease, and its end, in mpsd's own store: what is durable before it is said costs that much by itself.
+The HTTP one is aiohttp, with handlers that read the body and answer what stands on stdin. With --commit they also store
+a lease, and its end, in mpsd's own store: what is durable before it is said costs that much by itself.
 """
 
 import asyncio

@@ -2,7 +2,7 @@
 
 The dispatcher checks the caller's role before any handler is on the stack, so that no handler can forget to; whoever
 has no role gets 403 from every route, also from those that do not exist. Whatever goes wrong is answered by a problem
-document, also where aiohttp could not even read a request.
+document, also where a request could not even be read.
 """
 
 import asyncio
@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple, TypeAlias
+from urllib.parse import parse_qs
 
 import msgspec
-from aiohttp import web
 
 from mpsd.core.errors import (
     BodyTooLargeError,
@@ -26,8 +26,9 @@ from mpsd.core.errors import (
     NotPermittedError,
 )
 from mpsd.daemon import lease_wire, wire
-from mpsd.daemon.callers import Callers, Known, Refusals, Visitor, require
-from mpsd.daemon.door import Connection, Door
+from mpsd.daemon.callers import Callers, Known, Refusals, require
+from mpsd.daemon.connection import MAXIMUM_BODY, Answer, Message
+from mpsd.daemon.door import Door
 from mpsd.daemon.events import Events
 from mpsd.daemon.handlers import Handlers
 from mpsd.daemon.log import Happened, Logger
@@ -38,11 +39,6 @@ from mpsd.daemon.routes import EVENTS_PATH, OPENAPI_PATH, ROUTES, Role, Route, T
 
 Body: TypeAlias = lease_wire.LeaseRequest | lease_wire.Renewal
 
-_MAXIMUM_BODY: Final = 64 * 1024
-
-_KEEP_ALIVE: Final = 75.0
-"""Seconds for which a connection may idle between two requests, or take to send the next one."""
-
 _SHUTDOWN: Final = 1.0
 """Seconds that answers may take that are on their way when mpsd ends."""
 
@@ -52,20 +48,13 @@ _LAST_WORDS: Final = 1.0
 _PAUSE: Final = 0.1
 """Seconds after which a connection is idle, and not just between two requests."""
 
-_SLOW: Final = 5.0
-"""Seconds that a reader may take for what was written to it."""
-
-_LARGE: Final = 64 * 1024
-"""Bytes of an answer that may wait in memory for a reader, for as long as its connection lasts; more may not."""
-
-_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+_PROBLEM: Final = "application/problem+json"
 
 
 class _Asked(NamedTuple):
     """A request, with what mpsd knows of it by now."""
 
-    http: web.BaseRequest
-    visitor: Visitor
+    message: Message
     known: Known
     names: Mapping[str, str]
     """What stands in the place of the names in the route's path."""
@@ -75,10 +64,11 @@ class _Row(NamedTuple):
     """What answers a route, and the role that it takes."""
 
     role: Role
-    answer: Callable[[_Asked], Awaitable[web.StreamResponse]]
+    answer: Callable[[_Asked], Awaitable[Answer | None]]
+    """It returns None where it has sent its answer itself."""
 
 
-def problem(error: MpsdError, status: int | None = None) -> web.Response:
+def problem(error: MpsdError, status: int | None = None, allow: str = "") -> Answer:
     """Return the answer that an error is, by default with the status of its kind."""
     status = status or error.status
     document = wire.Problem(
@@ -90,8 +80,7 @@ def problem(error: MpsdError, status: int | None = None) -> web.Response:
         hint=error.hint,
         limit=error.limit,
     )
-    body = msgspec.json.encode(document)
-    return web.Response(status=status, body=body, content_type="application/problem+json")
+    return Answer(status, msgspec.json.encode(document), _PROBLEM, allow)
 
 
 class Api:
@@ -110,18 +99,11 @@ class Api:
             self._table.add(route.method, route.path, _Row(route.role, self._serve(route)))
         self._table.add("GET", OPENAPI_PATH, _Row(Role.OBSERVER, self._describe))
         self._table.add("GET", EVENTS_PATH, _Row(Role.OBSERVER, self._stream))
-        self._server: web.Server | None = None
         self._door: Door | None = None
-        self._leaving = False
 
     async def serve(self, listener: socket.socket) -> None:
         """Answer on this socket until cancelled."""
-        # aiohttp's server alone, without its applications: mpsd's table of routes takes half the time of their router,
-        # and there is nothing in front of it that would answer by itself.
-        request = partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=_MAXIMUM_BODY)
-        # A caller that hangs up takes its request with it; without this, the handler would run on for nobody.
-        self._server = web.Server(self._receive, request_factory=request, handler_cancellation=True)
-        self._door = Door(partial(Connection, self._refuse, self._server, _KEEP_ALIVE), listener, self._log)
+        self._door = Door(self._receive, listener, self._log)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._door.keep(lambda: self._node.settings))
             group.create_task(self._door.sweep())
@@ -131,7 +113,6 @@ class Api:
 
         It is for a socket that outlives mpsd.
         """
-        self._leaving = True
         if self._door is not None:
             self._door.shut()
             with suppress(TimeoutError):
@@ -141,122 +122,85 @@ class Api:
 
     async def close(self) -> None:
         """Finish what is being answered, and stop; once is enough."""
-        server, self._server = self._server, None
-        if server is not None:
-            server.pre_shutdown()
-            await server.shutdown(_SHUTDOWN)
+        door, self._door = self._door, None
+        if door is not None:
+            await door.empty(_SHUTDOWN)
 
-    async def _receive(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Check the caller, answer its request, and turn whatever goes wrong into a problem document."""
+    async def _receive(self, message: Message) -> None:
+        """Answer a request."""
+        connection = message.connection
+        uid, counted = connection.visitor.uid, False
         try:
-            methods, names = self._table.find(request.path)
-            row = methods.get(request.method)
+            row, names = self._find(message)
+            known = connection.visitor.known(self._node.settings)
             # What matches no route needs a role too: a stranger learns nothing, not even what exists.
-            visitor, known = self._let_in(request, row.role if row is not None else Role.OBSERVER)
-            self._callers.came(visitor.uid, self._node.settings.api.requests_per_uid)
-            try:
-                if row is None:
-                    return _no_route(request, methods)
-                answer = await row.answer(_Asked(request, visitor, known, names))
-                if self._leaving:
-                    answer.force_close()
-                await self._deliver(answer, request)
-                return answer
-            finally:
-                self._callers.went(visitor.uid)
+            require(known.role, row.role)
+            self._callers.came(uid, self._node.settings.api.requests_per_uid)
+            counted = True
+            answer = await row.answer(_Asked(message, known, names))
+            if answer is not None:
+                await connection.send(message, answer)
         except MpsdError as error:
-            return self._problem(error, request)
+            await connection.send(message, self._problem(error, message))
+        except ConnectionResetError as error:
+            # It hung up, which is how followers leave, or it is too slow, and is not waited for.
+            self._log.debug(Happened.FOLLOWER_LEFT, because=str(error))
         except Exception as error:  # noqa: BLE001 - the boundary: a defect answers one request, and must not end mpsd
-            return self._defect(error, request.path)
+            await connection.send(message, self._defect(error, message.path))
+        finally:
+            if counted:
+                self._callers.went(uid)
 
-    def _let_in(self, request: web.BaseRequest, needed: Role) -> tuple[Visitor, Known]:
-        """Return who sent a request, if its role is enough for it. Raises NotPermittedError."""
-        assert self._door is not None  # noqa: S101 - it is through the door that requests come
-        visitor = self._door.heard(request.transport)
-        known = visitor.known(self._node.settings)
-        require(known.role, needed)
-        return visitor, known
+    def _find(self, message: Message) -> tuple[_Row, Mapping[str, str]]:
+        """Return what answers a request, and what stands in the place of the names in its path."""
+        methods, names = self._table.find(message.path)
+        row = methods.get(message.method)
+        if row is None or message.trouble:
+            row = _Row(Role.OBSERVER, partial(_refuse, methods))
+        return row, names
 
-    def _refuse(
-        self, request: web.BaseRequest, status: int, error: BaseException | None, said: str | None
-    ) -> web.Response:
-        """Answer for aiohttp: what it could not read as a request, or what went wrong outside of every handler."""
-        try:
-            self._let_in(request, Role.OBSERVER)
-        except MpsdError as refusal:
-            return self._problem(refusal, request)
-        if status >= http.HTTPStatus.INTERNAL_SERVER_ERROR:
-            return self._defect(error, request.path)
-        reason = (said or "").partition("\n")[0].rstrip(":. ")
-        return problem(
-            InvalidRequestError(f"this cannot be read as HTTP/1.1: {reason}", hint="see what curl --unix-socket sends"),
-            status=status,
-        )
-
-    def _problem(self, error: MpsdError, request: web.BaseRequest) -> web.Response:
+    def _problem(self, error: MpsdError, message: Message) -> Answer:
         """Return the answer that an error is; whoever asked for what it may not have is told of in the log."""
-        if isinstance(error, NotPermittedError) and self._door is not None:
-            with suppress(NotPermittedError):  # it has hung up
-                caller = self._door.heard(request.transport).known(self._node.settings).caller
-                self._refusals.tell(caller, f"{request.method} {request.path}", error.detail)
+        if isinstance(error, NotPermittedError):
+            caller = message.connection.visitor.known(self._node.settings).caller
+            self._refusals.tell(caller, f"{message.method} {message.path}".strip(), error.detail)
         return problem(error)
 
-    def _defect(self, error: BaseException | None, path: str) -> web.Response:
+    def _defect(self, error: BaseException, path: str) -> Answer:
         self._log.error(Happened.API_DEFECT, path=path, exc_info=error)
         return problem(InternalError("mpsd has a defect here", hint="its log has the details; please report them"))
 
-    async def _deliver(self, answer: web.StreamResponse, request: web.BaseRequest) -> None:
-        """Write a large answer, within a deadline and while the request still counts as one in flight.
-
-        A small one fits between mpsd and its reader, whether that reads or not; of large ones, a reader that does not
-        would have mpsd hold one for each of its connections.
-        """
-        body = answer.body if isinstance(answer, web.Response) else None
-        if not isinstance(body, bytes) or len(body) <= _LARGE:
-            return
-        try:
-            async with asyncio.timeout(_SLOW):
-                await answer.prepare(request)
-                await answer.write_eof()
-        except (ConnectionResetError, TimeoutError) as error:
-            self._hang_up(request, str(error))
-
-    def _hang_up(self, request: web.BaseRequest, because: str) -> None:
-        self._log.debug(Happened.FOLLOWER_LEFT, because=because)
-        if request.transport is not None:
-            request.transport.abort()
-
-    async def _read(self, request: web.BaseRequest) -> bytes:
+    async def _read(self, message: Message) -> bytes | bytearray:
         """Return a request's body. Raises InvalidRequestError when it does not come in time, and BodyTooLargeError."""
         seconds = self._node.settings.api.header_deadline
-        try:
-            if request.content.is_eof():
-                return await request.read()  # it came with its head, as most do: there is nothing to wait for
-            async with asyncio.timeout(seconds):
-                await _bid_continue(request)
-                return await request.read()
-        except web.HTTPRequestEntityTooLarge:
+        if not message.complete:  # as most are: there is nothing to wait for
+            try:
+                async with asyncio.timeout(seconds):
+                    await message.arrival()
+            except TimeoutError:
+                raise InvalidRequestError(
+                    f"the request's body did not come within {seconds:g} s",
+                    hint="send it at once",
+                    limit="api.header_deadline",
+                ) from None
+        if len(message.body) > MAXIMUM_BODY:
             raise BodyTooLargeError(
-                f"a request's body has {_MAXIMUM_BODY} bytes at most", hint="send less", limit="body"
-            ) from None
-        except TimeoutError:
-            raise InvalidRequestError(
-                f"the request's body did not come within {seconds:g} s",
-                hint="send it at once",
-                limit="api.header_deadline",
-            ) from None
+                f"a request's body has {MAXIMUM_BODY} bytes at most", hint="send less", limit="body"
+            )
+        return message.body
 
-    async def _describe(self, _: _Asked) -> web.Response:
-        return web.Response(body=self._document, content_type="application/json")
+    async def _describe(self, _: _Asked) -> Answer:
+        return Answer(200, self._document)
 
-    async def _stream(self, asked: _Asked) -> web.StreamResponse:
+    async def _stream(self, asked: _Asked) -> None:
         """Answer with the kept events after a number, one a line, and with those that come where `follow` is true.
 
         A follower that cannot keep up is dropped; it comes back with the last number that it has. One that asks for
         what is not kept any more is told so, and not given a gap.
         """
-        request = asked.http
-        after, follow = _after(request), _follow(request)
+        message = asked.message
+        query = parse_qs(message.query, keep_blank_values=True)
+        after, follow = _after(query), _follow(query)
         if after > self._events.latest:
             raise InvalidRequestError(
                 f"there is no event {after} yet; the latest is {self._events.latest}",
@@ -268,46 +212,42 @@ class Api:
                 hint="start again from there, or keep more: api.events",
                 limit="api.events",
             )
-        answer = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
-        await answer.prepare(request)
-        try:
-            async for lines in self._events.read(after, follow=follow):
-                async with asyncio.timeout(_SLOW):
-                    await answer.write(lines)
-            await answer.write_eof()
-        except (ConnectionResetError, TimeoutError) as error:
-            # It hung up, which is how followers leave, or it is too slow, and is not waited for.
-            self._hang_up(request, str(error))
-        return answer
+        await message.connection.stream(message, "application/x-ndjson", self._events.read(after, follow=follow))
 
-    def _serve(self, route: Route) -> Callable[[_Asked], Awaitable[web.Response]]:
+    def _serve(self, route: Route) -> Callable[[_Asked], Awaitable[Answer]]:
         """Return the function that answers one route: decode, handle, encode."""
         handle = route.handler(self._handlers)
         decoder: msgspec.json.Decoder[Body] | None = (
             msgspec.json.Decoder(route.body) if route.body is not None else None
         )
 
-        async def serve(asked: _Asked) -> web.Response:
-            known = asked.known
+        async def serve(asked: _Asked) -> Answer:
+            message, known = asked.message, asked.known
+            body = None
+            if decoder is not None:
+                raw = await self._read(message)
+                if message.trouble:
+                    return _unreadable(message)
+                body = _decode(decoder, raw)
             request = Request(
                 caller=known.caller,
                 person=known.person,
                 admin=known.role is Role.ADMIN,
-                process=asked.visitor.process,
+                process=message.connection.visitor.process,
                 names=asked.names,
-                body=_decode(decoder, await self._read(asked.http)) if decoder is not None else None,
+                body=body,
             )
             answer = await handle(request)
             if answer is None:
-                return web.Response(status=route.status)
+                return Answer(route.status)
             status = 503 if isinstance(answer, wire.HealthOut) and not answer.ok else route.status
-            return web.Response(status=status, body=msgspec.json.encode(answer), content_type="application/json")
+            return Answer(status, msgspec.json.encode(answer))
 
         return serve
 
 
-def _after(request: web.BaseRequest) -> int:
-    text = request.query.get("after", "0")
+def _after(query: Mapping[str, list[str]]) -> int:
+    text = query.get("after", ["0"])[0]
     if not text.isdecimal() or len(text) > 18:  # noqa: PLR2004 - what fits into 63 bits
         raise InvalidRequestError(
             f"after={text[:40]!r} is not the number of an event", hint="give the last seq that you have"
@@ -315,14 +255,14 @@ def _after(request: web.BaseRequest) -> int:
     return int(text)
 
 
-def _follow(request: web.BaseRequest) -> bool:
-    text = request.query.get("follow", "false")
+def _follow(query: Mapping[str, list[str]]) -> bool:
+    text = query.get("follow", ["false"])[0]
     if text not in {"true", "false"}:
         raise InvalidRequestError(f"follow={text[:40]!r} is neither true nor false", hint="say follow=true, or nothing")
     return text == "true"
 
 
-def _decode(decoder: "msgspec.json.Decoder[Body]", body: bytes) -> Body:
+def _decode(decoder: "msgspec.json.Decoder[Body]", body: bytes | bytearray) -> Body:
     """Return the body's value. Raises InvalidRequestError that says where it is wrong."""
     try:
         return decoder.decode(body or b"{}")
@@ -330,18 +270,18 @@ def _decode(decoder: "msgspec.json.Decoder[Body]", body: bytes) -> Body:
         raise InvalidRequestError(f"the request's body is not valid: {error}", hint="see /v1/openapi.json") from error
 
 
-async def _bid_continue(request: web.BaseRequest) -> None:
-    """Tell a caller that waits for it to send its body; what else it may expect is nothing that mpsd knows of."""
-    if request.headers.get("Expect", "").lower() == "100-continue":
-        await request.writer.write(_CONTINUE)
-        request.writer.output_size = 0  # that was no part of the answer yet
+def _unreadable(message: Message) -> Answer:
+    hint = "see what curl --unix-socket sends"
+    return problem(InvalidRequestError(f"this cannot be read as HTTP/1.1: {message.trouble}", hint=hint), status=400)
 
 
-def _no_route(request: web.BaseRequest, methods: Mapping[str, _Row]) -> web.Response:
-    """Return the answer to a request that no route is for."""
+async def _refuse(methods: Mapping[str, _Row], asked: _Asked) -> Answer:
+    """Answer what cannot be read, and what no route is for."""
+    message = asked.message
+    if message.trouble:
+        return _unreadable(message)
     if not methods:
-        return problem(NotFoundError(f"there is no route {request.path}", hint="the routes are in /v1/openapi.json"))
-    allowed = ", ".join(sorted(methods))
-    answer = problem(MethodNotAllowedError(f"{request.method} is not for {request.path}", hint=f"it takes {allowed}"))
-    answer.headers["Allow"] = allowed.replace(", ", ",")
-    return answer
+        return problem(NotFoundError(f"there is no route {message.path}", hint="the routes are in /v1/openapi.json"))
+    allowed = sorted(methods)
+    error = MethodNotAllowedError(f"{message.method} is not for {message.path}", hint=f"it takes {', '.join(allowed)}")
+    return problem(error, allow=",".join(allowed))

@@ -3,14 +3,13 @@
 import asyncio
 import resource
 import socket
-from collections.abc import Callable
-from typing import Final, TypeAlias
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Final
 
-from aiohttp import web
-
-from mpsd.core.errors import NotPermittedError
 from mpsd.core.settings import Settings
 from mpsd.daemon.callers import Visitor
+from mpsd.daemon.connection import Connection, Message
 from mpsd.daemon.log import Happened, Logger
 from mpsd.system import clock
 
@@ -24,53 +23,17 @@ _SWEEP: Final = 1.0
 """Seconds between two looks for connections that said nothing."""
 
 
-Refuse: TypeAlias = Callable[[web.BaseRequest, int, BaseException | None, str | None], web.Response]
-"""Makes an answer of what aiohttp has to say by itself: the status, what went wrong, and what it would have said."""
-
-
-class Connection(web.RequestHandler):
-    """One connection, on which also what aiohttp says by itself is said by mpsd."""
-
-    __slots__ = ("_refuse",)
-
-    def __init__(self, refuse: Refuse, server: web.Server, keepalive_timeout: float) -> None:
-        # Nothing is decompressed: 64 KiB could become much more, and no client of mpsd has so much to say.
-        super().__init__(
-            server,
-            loop=asyncio.get_running_loop(),
-            access_log=None,  # type: ignore[arg-type] # it says Logger, and takes none for none
-            keepalive_timeout=keepalive_timeout,
-            auto_decompress=False,
-        )
-        self._refuse = refuse
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        """Return the last answer on this connection. Raises ConnectionError when another one is on its way already."""
-        if request.writer.output_size > 0:
-            raise ConnectionError("half of an answer is on its way")
-        answer = self._refuse(request, status, exc, message)
-        answer.force_close()
-        return answer
-
-
 class Door:
-    """Accepts connections and hands them to the HTTP server, and knows who is at the other end of each."""
+    """Accepts connections, and knows which there are."""
 
-    def __init__(self, connection: Callable[[], Connection], listener: socket.socket, log: Logger) -> None:
-        self._connection = connection
+    def __init__(self, serve: Callable[[Message], Awaitable[None]], listener: socket.socket, log: Logger) -> None:
+        """`serve` answers requests: see `Connection`."""
+        self._serve = serve
         self._listener = listener
         self._log = log
-        self._visitors: dict[asyncio.BaseTransport, Visitor] = {}
-        self._silent: dict[asyncio.BaseTransport, float] = {}
+        self._inside: set[Connection] = set()
         self._shut = False
         self._knock: asyncio.Future[None] | None = None
-        self._heard = asyncio.Event()
         self._stuck = False
         """Whether no descriptor was left for the last one who came: that is told once, not ten times a second."""
 
@@ -79,7 +42,7 @@ class Door:
         loop = asyncio.get_running_loop()
         while not self._shut:
             try:
-                connection, _ = self._listener.accept()
+                accepted, _ = self._listener.accept()
             except BlockingIOError:
                 await self._wait()
                 continue
@@ -88,22 +51,20 @@ class Door:
                 self._note_stuck(str(error))
                 await asyncio.sleep(_BREATH)
                 continue
-            visitor = Visitor(connection)
+            visitor = Visitor(accepted)
             most = settings().api.connections_per_uid
-            self._forget_closed()
             refused = None
-            if sum(each.uid == visitor.uid for each in self._visitors.values()) >= most:
+            if sum(each.visitor.uid == visitor.uid for each in self._inside) >= most:
                 refused = f"uid {visitor.uid} has {most} connections, as many as it may", "api.connections_per_uid"
-            elif _is_spare(connection.fileno()):
+            elif _is_spare(accepted.fileno()):
                 refused = "mpsd has as many connections, of all users, as it has descriptors for", "descriptors"
                 self._note_stuck(refused[0])
             if refused is not None:
-                _turn_away(connection, *refused)
+                _turn_away(accepted, *refused)
                 continue
             self._stuck = False
-            transport, _ = await loop.connect_accepted_socket(self._connection, connection)
-            self._visitors[transport] = visitor
-            self._silent[transport] = clock.monotonic() + settings().api.header_deadline
+            make = partial(Connection, visitor, self._serve, self._inside, settings().api.header_deadline)
+            await loop.connect_accepted_socket(make, accepted)
 
     async def _wait(self) -> None:
         """Wait until somebody is at the door, or it is shut; nobody who came in can get lost on the way."""
@@ -123,10 +84,23 @@ class Door:
             _settle(self._knock)
 
     async def all_heard(self) -> None:
-        """Return once everybody who is in has sent a whole request."""
-        while self._silent:
-            self._heard.clear()
-            await self._heard.wait()
+        """Return once everybody who is in has said what it wants, or left."""
+        for each in tuple(self._inside):
+            await each.spoken
+
+    async def empty(self, seconds: float) -> None:
+        """Have everybody leave: who is being answered has so many seconds for that, and everybody else goes at once."""
+        answering = [each.task for each in self._inside if each.task is not None]
+        for each in tuple(self._inside):
+            each.leave()
+        if answering:
+            _, late = await asyncio.wait(answering, timeout=seconds)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late)
+        for each in tuple(self._inside):
+            each.abort()
 
     def _note_stuck(self, because: str) -> None:
         if not self._stuck:
@@ -137,28 +111,10 @@ class Door:
         """Close what connected and then said nothing, until cancelled."""
         while True:
             await asyncio.sleep(clock.until_next(_SWEEP))
-            self._forget_closed()
             now = clock.monotonic()
-            for transport in [each for each, until in self._silent.items() if now > until]:
-                del self._silent[transport]
-                transport.abort()  # type: ignore[attr-defined]
-
-    def heard(self, transport: asyncio.BaseTransport | None) -> Visitor:
-        """Return who sent a whole request over a connection: from now on, its idleness is the HTTP server's business.
-
-        Raises NotPermittedError when the connection is gone already.
-        """
-        visitor = self._visitors.get(transport) if transport is not None else None
-        if visitor is None or transport is None or transport.is_closing():
-            raise NotPermittedError("the connection is gone, and its caller with it", hint="connect again")
-        self._silent.pop(transport, None)
-        self._heard.set()
-        return visitor
-
-    def _forget_closed(self) -> None:
-        for transport in [each for each in self._visitors if each.is_closing()]:
-            self._visitors.pop(transport).close()
-            self._silent.pop(transport, None)
+            for each in self._inside:
+                if now > each.deadline:
+                    each.abort()
 
 
 def _settle(knock: "asyncio.Future[None]") -> None:

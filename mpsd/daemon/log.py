@@ -192,8 +192,6 @@ def configure(
         del known["at"], known["level"]  # the journal has its own
         return (_entry(level, known, trace.get("exception", "")),), {}
 
-    # Any local user could fill the log through aiohttp, which reports each malformed request with a traceback.
-    logging.getLogger("aiohttp").setLevel(logging.CRITICAL)
     console = structlog.dev.ConsoleRenderer(colors=stream.isatty())
     as_text = form is LogFormat.TEXT or (form is LogFormat.AUTO and stream.isatty())
     printer: _Printer | _BytesPrinter | _JournalPrinter

@@ -240,13 +240,11 @@ class TestReaders:
         assert memory(line.node) - before < 20 * MIB
 
     @pytest.mark.parametrize("behind", [b"x" * 65536, message("GET", "/healthz") * 1000], ids=["noise", "requests"])
-    @pytest.mark.parametrize("upgrade", ["websocket", "h2c"])
-    def test_behind_an_upgrade(self, line: Line, connect: Connect, behind: bytes, upgrade: str) -> None:
-        """One that asks for another protocol, and sends on and on while it waits, is not listened to meanwhile."""
+    def test_behind_one_that_waits(self, line: Line, connect: Connect, behind: bytes) -> None:
+        """One that sends on and on while it waits for its lease is not listened to meanwhile."""
         line.granted(threads=100, memory="1GiB", gpu="0")
         deaf, sent, before = connect(line.node, ANN), 0, memory(line.node)
-        body = {**SMALL, "gpu": "0", "wait": None}
-        deaf.send(message("POST", "/v1/leases", body, f"Upgrade: {upgrade}", "Connection: Upgrade"))
+        deaf.send(message("POST", "/v1/leases", {**SMALL, "gpu": "0", "wait": None}))
         deaf.connection.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             for _ in range(500):
@@ -254,6 +252,19 @@ class TestReaders:
                 assert line.node.get("/healthz").status == 200  # mpsd has had the time to read it
         assert sent < 4 * MIB
         assert memory(line.node) - before < 8 * MIB
+
+    @pytest.mark.parametrize("upgrade", ["websocket", "h2c"])
+    def test_upgrade(self, line: Line, connect: Connect, upgrade: str) -> None:
+        """One that asks for another protocol is told that there is none, and gets nothing of what it asked for."""
+        before, talk = line.queue(), connect(line.node, ANN)
+        request = message("POST", "/v1/leases", SMALL, f"Upgrade: {upgrade}", "Connection: Upgrade")
+        with contextlib.suppress(BrokenPipeError):
+            talk.send(message("GET", "/healthz") + request + message("GET", "/healthz") * 10)
+        assert talk.answer().status == 200
+        answer = talk.answer()
+        assert (answer.status, "Upgrade" in answer.json["detail"]) == (400, True)
+        assert talk.rest() == b""
+        assert (line.queue(), line.node.get("/v1/leases").json["leases"]) == (before, [])
 
     def test_large_answers(self, make_node: Start, make_line: MakeLine, connect: Connect) -> None:
         """One that does not read a large answer is hung up on; mpsd does not hold it for as long as that likes."""

@@ -26,7 +26,7 @@ LIBRARIES: Final = {
     "__init__": frozenset[str](),
     "core": frozenset[str](),
     "system": frozenset({"psutil", "pynvml", "tenacity"}),
-    "daemon": frozenset({"aiohttp", "msgspec", "structlog"}),
+    "daemon": frozenset({"httptools", "msgspec", "structlog"}),
     "cli": frozenset({"click"}),
     "simulator": frozenset[str](),
     "__main__": frozenset({"click"}),

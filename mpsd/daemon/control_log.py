@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -44,8 +44,19 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 class ControlLog:
     """Reads what is written within a moment of its being written, whatever else mpsd is doing."""
 
-    def __init__(self, paths: DaemonPaths, size: int, log: Logger, woken: Callable[[], None]) -> None:
-        """`woken` is called when the log has something for which the daemon is to be asked at once."""
+    def __init__(
+        self,
+        paths: DaemonPaths,
+        size: int,
+        log: Logger,
+        *,
+        woken: Callable[[], None],
+        changed: Callable[[], None],
+    ) -> None:
+        """`woken` is called when the log has something for which the daemon is to be asked at once.
+
+        `changed` is called when its servers serve otherwise than before.
+        """
         kept = _kept(paths)
         self.size = size
         """Bytes that each of the two files may keep."""
@@ -60,6 +71,7 @@ class ControlLog:
         self._paths = paths
         self._log = log
         self._woken = woken
+        self._changed = changed
         self._watch = DirectoryWatch(paths.log_directory, self._look_now)
         self._control = LogFollower(paths.control_log, kept.control if kept else None)
         # How a server opens its log is not known, and one that does not append to it must not have it cut.
@@ -114,6 +126,16 @@ class ControlLog:
         """Have that cleared which servers left, all of which are gone."""
         clear(self.serving.shared_memory)
         self.serving.shared_memory.clear()
+
+    def statuses(self, words: Mapping[int, str | None], gone: Collection[int]) -> None:
+        """Take in the state words that the servers have said, and which of those that had a fault are gone."""
+        before = self.serving.state
+        self.serving.statuses(words, gone, clock.now())
+        self._compare(before)
+
+    def _compare(self, before: tuple[object, ...]) -> None:
+        if self.serving.state != before:
+            self._changed()
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
@@ -175,7 +197,9 @@ class ControlLog:
         self._tell(Happened.SERVER_FAILED, [{"server": each.server, "words": each.words} for each in failed])
         faults = [event for event in events if isinstance(event, ServerFaulted)]
         self._tell(Happened.SERVER_FAULTED, [{"server": each.server} for each in faults])
+        before = self.serving.state
         self.serving.note(events, clock.now())
+        self._compare(before)
         self._news = self._news or bool(foreign) or any(isinstance(event, NEWS) for event in events)
 
     def _tell(self, happened: Happened, each: Sequence[dict[str, object]]) -> None:

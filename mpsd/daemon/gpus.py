@@ -52,8 +52,6 @@ class Gpus:
         """What a GPU's mode is, and what is done about it, belong together."""
         self._soon = asyncio.Event()
         """Set where the GPUs are to be read before it is time."""
-        self.revision = 0
-        """Grows whenever a GPU is another than before."""
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
@@ -102,7 +100,7 @@ class Gpus:
                 self._log.info(Happened.GPU_HEALTH, index=index, uuid=gpu.uuid, health=Health.OK)
             self._usage[index] = now
             if now != before:
-                self._touch()
+                self._changed()
 
     def _note(self, fault: GpuFault) -> None:
         """Take in what a GPU reported: what condemns it is not covered by what a program did later."""
@@ -110,13 +108,13 @@ class Gpus:
         before = self._reported.get(fault.gpu)
         if before is None or xid.condemns(fault.xid) or not xid.condemns(before[0]):
             self._reported[fault.gpu] = (fault.xid, clock.now())
-            self._touch()
+            self._changed()
 
     def want(self, mode: WantedComputeMode, because: str) -> None:
         """Have the GPUs in another compute mode, or in their own, soon."""
         self.modes.want(mode, because)
         self._soon.set()
-        self._touch()
+        self._changed()
 
     async def release(self, because: str) -> None:
         """Give back what was changed about the GPUs, now: no control daemon of mpsd's is on them any more."""
@@ -128,10 +126,6 @@ class Gpus:
         self.modes.reset(uuid)
         self._reported.pop(uuid, None)
         self._soon.set()
-        self._touch()
-
-    def _touch(self) -> None:
-        self.revision += 1
         self._changed()
 
     # -- telling ------------------------------------------------------------------------------------------------------

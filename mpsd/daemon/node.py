@@ -101,7 +101,8 @@ class Node:
         self.gpus = Gpus(source, modes, log, self._look)
         self._supervisors: dict[str, Supervisor] = {}
         self._offers: list[Offer] = []
-        self._offered_at: object = None
+        self._is_offered = False
+        """Whether that is what there is to offer now: nothing has changed since."""
         self._news = asyncio.Event()
         self._touched = asyncio.Event()
         """Set, and replaced, whenever something has changed."""
@@ -176,6 +177,7 @@ class Node:
 
     def _look(self) -> None:
         """Look again soon: something has changed about a daemon, a GPU or the settings."""
+        self._is_offered = False
         self._news.set()
         self._touched.set()
         self._touched = asyncio.Event()
@@ -197,7 +199,6 @@ class Node:
         """Take new settings, and hand them on."""
         self._want_mode(settings)
         self.settings = settings
-        self._offered_at = None
         self.leases.ledger.rules = rules(settings)
         self.leases.grace = settings.admission.hang_up_grace
         for supervisor in self._supervisors.values():
@@ -229,6 +230,7 @@ class Node:
                 self._supervisors[name] = supervisor
                 self._reconciler.add(supervisor)
                 self._group.create_task(supervisor.run())
+                self._is_offered = False
 
     # -- telling ------------------------------------------------------------------------------------------------------
 
@@ -280,7 +282,8 @@ class Node:
             raise stopping()
         try:
             admission.check(request)
-            self.leases.offer(self.offers())
+            offers = self.offers()
+            self.leases.offer(offers)
             limits_of = quota.quota_of(person, self.settings.quota)
             if request.gpu != "any" or limits_of.gpus is not None:
                 request = replace(request, gpu=self._named(request.gpu), among=limits_of.gpus)
@@ -290,8 +293,7 @@ class Node:
                 worth = ledger.worth(request) if quota.weighs(limits_of) else Amount()
                 quota.check(limits_of, ledger.user(owner.uid), request.priority, worth)
             self._check_reach(owner.uid)
-            places = {each.gpu: each.pipe_directory for each in self.offers()}
-            request = sight.narrowed(request, holder.pid, places, self._log)
+            request = sight.narrowed(request, holder.pid, offers, self._log)
         except MpsdError as refusal:
             holder.close()
             self._log.info(
@@ -328,9 +330,8 @@ class Node:
 
     def offers(self) -> list[Offer]:
         """Return what each GPU that can be shared has to give now; the same list for as long as nothing has changed."""
-        now = [self.gpus.revision, *(each.revision for each in self._supervisors.values())]
-        if now != self._offered_at:
-            self._offered_at = now
+        if not self._is_offered:
+            self._is_offered = True
             self._offers = [self._offer(self.gpus.view(each.gpu.index), each) for each in self._supervisors.values()]
         return self._offers
 

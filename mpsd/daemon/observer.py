@@ -66,10 +66,15 @@ class Observer:
         paths: DaemonPaths,
         settings: ControlDaemon,
         log: Logger,
+        *,
         woken: Callable[[], None],
+        changed: Callable[[], None],
     ) -> None:
-        """`woken` is called when the log has something for which the daemon is to be asked at once."""
-        self.control_log = ControlLog(paths, settings.log_size, log, woken)
+        """`woken` is called when the log has something for which the daemon is to be asked at once.
+
+        `changed` is called when, by the log or by their own word, its servers serve otherwise than before.
+        """
+        self.control_log = ControlLog(paths, settings.log_size, log, woken=woken, changed=changed)
         self.pipe = ControlPipe(
             program,
             paths.pipe_directory,
@@ -205,9 +210,8 @@ class Observer:
         for identity in self._ceilings.keys() - met.keys():
             if process.start_ticks(identity.pid) != identity.start_ticks:
                 del self._ceilings[identity]
-        serving = self.control_log.serving
-        gone = {pid for pid in serving.faults if process.start_ticks(pid) is None}
-        serving.statuses({each.pid: each.status for each in met.values()}, gone, clock.now())
+        gone = {pid for pid in self.control_log.serving.faults if process.start_ticks(pid) is None}
+        self.control_log.statuses({each.pid: each.status for each in met.values()}, gone)
         return found
 
     def _mem_limit(self, pending: Pending[int | None], wanted: Limits) -> int | None:

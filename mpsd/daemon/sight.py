@@ -1,26 +1,28 @@
 """What a holder finds, from where it runs, of what its lease will tell it: a container has a file system of its own."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from mpsd.core.admission import Offer
 from mpsd.core.errors import NotPermittedError
 from mpsd.core.model import LeaseRequest
 from mpsd.daemon.log import Happened, Logger
 from mpsd.system import surroundings
 
 
-def narrowed(request: LeaseRequest, holder: int, directories: Mapping[str, str], log: Logger) -> LeaseRequest:
-    """Keep a request to the GPUs, by UUID, whose pipe directory is where its holder, a pid, will be told that it is.
+def narrowed(request: LeaseRequest, holder: int, offers: Sequence[Offer], log: Logger) -> LeaseRequest:
+    """Keep a request to those GPUs on offer whose pipe directory is where its holder, a pid, will be told that it is.
 
     A program that does not find it there runs outside MPS, without limits. Raises NotPermittedError where none is left.
     Where the holder has another /dev/shm than the servers, that is told: CUDA may not come to its server then (error
     805).
     """
-    hidden = surroundings.hidden(holder, [*map(Path, directories.values()), surroundings.SHARED_MEMORY])
-    if not hidden:
-        return request
-    out_of_sight = {gpu for gpu, path in directories.items() if Path(path) in hidden}
+    if surroundings.sees_alike(holder):
+        return request  # as most do, and every one is looked at
+    directories = {offer.gpu: Path(offer.pipe_directory) for offer in offers}
+    hidden = surroundings.hidden(holder, (*directories.values(), surroundings.SHARED_MEMORY))
+    out_of_sight = {gpu for gpu, path in directories.items() if path in hidden}
     if out_of_sight:
         wanted = directories if request.gpu == "any" else {request.gpu}
         seen = (gpu for gpu in wanted if gpu not in out_of_sight and (request.among is None or gpu in request.among))

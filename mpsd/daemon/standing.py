@@ -18,23 +18,17 @@ class Standing:
         self.hint: str | None = None
         self.since = clock.now()
         self.ready_since: datetime | None = None
-        self.revision = 0
-        """Grows whenever something about the daemon may be otherwise than before."""
         self.questions = 0
         """How often somebody asked that the daemon be talked to."""
         self._answered = 0
         self._log = log
-        self._changed = changed
+        self.touch = changed
+        """Notes that something about the daemon may be otherwise than before."""
 
     @property
     def state(self) -> State:
         """What the daemon is to mpsd at this moment."""
         return self._state
-
-    def touch(self) -> None:
-        """Note that something about the daemon may be otherwise than before."""
-        self.revision += 1
-        self._changed()
 
     @property
     def is_silent(self) -> bool:

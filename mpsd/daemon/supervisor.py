@@ -66,7 +66,7 @@ class Supervisor:
         self._launcher = Launcher(gpu, program, way)
         self._reset_hint = f"mend the cause, then: mpsctl reset {name}"
         self._wake = asyncio.Event()
-        self._observer = Observer(program, way.paths, settings.daemon, self._log, woken=self._wake.set)
+        self._observer = Observer(program, way.paths, settings.daemon, self._log, woken=self._wake.set, changed=changed)
         self.pipe = self._observer.pipe
         self._instance = Instance(self._launcher, self._observer, self._log, self._wake.set)
         self._holding = Holding(self._observer, settings, self._log)
@@ -149,11 +149,6 @@ class Supervisor:
             pids = ", ".join(map(str, self._observer.starting))
             return f"server {pids} is starting, and does not say yet what its clients get"
         return ""
-
-    @property
-    def revision(self) -> tuple[object, ...]:
-        """Another value whenever a snapshot might come out different; the log is read between two looks too."""
-        return (self._standing.revision, *self._observer.control_log.serving.state)
 
     def intend(self, asked: Asked) -> str:
         """Do what an operator wants, from now on; return the operation that it is part of now, if it is one.

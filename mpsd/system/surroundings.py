@@ -33,6 +33,10 @@ _CHOWN: Final = 0
 _SYS_ADMIN: Final = 21
 
 
+_UNSEEN: Final = (FileNotFoundError, PermissionError, ProcessLookupError)
+"""What is raised about a process that is gone, or that may not be looked at."""
+
+
 @dataclass(frozen=True, slots=True)
 class Missing:
     """One thing that mpsd does not find, by what it cannot do, and what gives it that."""
@@ -119,23 +123,39 @@ def hidden(pid: int, directories: Iterable[Path]) -> list[Path]:
     process is gone or may not be looked at, or a symbolic link is on the way, which would lead from mpsd's own root and
     not from that of the process.
     """
+    if sees_alike(pid):
+        return []
     try:
-        if _place(pid) == _own_place():
-            return []
         root = Path(f"/proc/{pid}/root")
         return [each for each in directories if _leads_elsewhere(root, each)]
-    except (FileNotFoundError, PermissionError, ProcessLookupError):
+    except _UNSEEN:
         return []
 
 
-def _place(pid: int | str) -> tuple[int, int, int, int]:
-    """Return what decides where a path leads a process: its root, and its mount namespace. Raises OSError."""
-    root, mounts = os.stat(f"/proc/{pid}/root"), os.stat(f"/proc/{pid}/ns/mnt")  # noqa: PTH116 - at every admission
-    return root.st_dev, root.st_ino, mounts.st_dev, mounts.st_ino
+def sees_alike(pid: int) -> bool:
+    """Tell whether every path leads a process where it leads mpsd, or that cannot be told.
+
+    That is so for whoever has mpsd's own root in mpsd's own mount namespace: with either of them alone, others may have
+    mounted something else over the very path, or have changed their root.
+    """
+    try:
+        return _place(pid) == _own_place()
+    except _UNSEEN:
+        return True
+
+
+def _place(pid: int | str) -> tuple[int, int, str]:
+    """Return what decides where a path leads a process: its root, and its mount namespace. Raises OSError.
+
+    The text of the link names the namespace among all that there are, and costs half of what a look at it does. Source:
+    namespaces(7).
+    """
+    root = os.stat(f"/proc/{pid}/root")  # noqa: PTH116 - both at every admission
+    return root.st_dev, root.st_ino, os.readlink(f"/proc/{pid}/ns/mnt")  # noqa: PTH115
 
 
 @cache
-def _own_place() -> tuple[int, int, int, int]:
+def _own_place() -> tuple[int, int, str]:
     """Return mpsd's own, which it keeps for as long as it lives."""
     return _place("self")
 

@@ -1,5 +1,6 @@
 """Fatal faults, errors that a GPU reports, and servers that do not start: told, and nobody is let in meanwhile."""
 
+import os
 import signal
 from functools import partial
 
@@ -47,6 +48,22 @@ def test_fatal_fault(node: Node) -> None:
     wait_until(lambda: node.get("/readyz").status == 200, what="the node to be ready")
     assert node.request("POST", "/v1/leases", SMALL).status == 201
     assert node.ask("gpu0", "get_default_active_thread_percentage") == ["10.0"]
+
+
+def test_fault_of_a_silent_daemon(node: Node) -> None:
+    """What a server's log says counts as soon as it is read: nobody is let in before the daemon can be asked."""
+    with leased(node, "--threads", "25", "--memory", "2GiB") as client:
+        event(node, "client_attributed", client=client.hello["pid"])
+        assert node.request("POST", "/v1/leases", SMALL).status == 201
+        daemon = node.daemons()["gpu0"]["pid"]
+        os.kill(daemon, signal.SIGSTOP)
+        try:
+            client.fault()
+            event(node, "server_faulted")
+            refused = node.request("POST", "/v1/leases", SMALL)
+        finally:
+            os.kill(daemon, signal.SIGCONT)
+    assert "fatal GPU fault" in refused.json["detail"]
 
 
 def test_clients_that_linger(node: Node) -> None:

@@ -119,6 +119,16 @@ class TestHidden:
         )
         assert self.hidden(script, directories) == [first]
 
+    def test_another_root(self, directories: list[Path], short_tmp: Path) -> None:
+        """A process that has changed its root finds nothing there, though it is in mpsd's own mount namespace."""
+        command = [sys.executable, "-c", f"import os, sys; os.chroot({str(short_tmp)!r}){MOUNTED}"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"\n"
+            assert Path(f"/proc/{child.pid}/ns/mnt").readlink() == Path("/proc/self/ns/mnt").readlink()
+            assert surroundings.hidden(child.pid, directories) == directories
+            child.communicate(timeout=10)
+
     def test_not_there_yet(self, directories: list[Path]) -> None:
         """A directory that is to be made is hidden where its nearest parent is, and nowhere else."""
         run = directories[0].parent

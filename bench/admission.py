@@ -6,12 +6,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 import psutil
+from msgspec import structs
 
 from bench.callers import Many, One, Talk, body, echoing, leasing
 from bench.service import Service, running
@@ -127,7 +128,7 @@ def _fill(service: Service, holders: list[int]) -> None:
     keeping = Keeping(database)
     models, _ = keeping.read()
     copies = (
-        replace(models[number % len(models)], id=f"lease-{number:010x}", arrival=number)
+        structs.replace(models[number % len(models)], id=f"lease-{number:010x}", arrival=number)
         for number in range(len(models) + 1, _LEASES + 1)
     )
     kept = keeping.keep({lease.id: lease for lease in copies}, news=())

@@ -7,14 +7,14 @@ a lease, and its end, in mpsd's own store: what is durable before it is said cos
 import asyncio
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from aiohttp import web
+from msgspec import structs
 
 from mpsd.core.model import Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity, Share
-from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.daemon.keeping import LEASES_BALLAST, LEASES_SCHEMA, Keeping, News
 from mpsd.daemon.log import Happened
 from mpsd.system import clock
@@ -53,7 +53,7 @@ def committing(path: Path) -> Callable[[LeaseState], None]:
         happened = Happened.LEASE_ENDED if state is LeaseState.ENDED else Happened.LEASE_GRANTED
         if keeping.turn % _TOLD_AFTER == 0:
             keeping.told = keeping.turn
-        kept = keeping.keep({lease.id: replace(lease, state=state)}, [News(lease.id, happened, facts)])
+        kept = keeping.keep({lease.id: structs.replace(lease, state=state)}, [News(lease.id, happened, facts)])
         assert not kept.because, kept.because
 
     return commit

@@ -9,6 +9,8 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Final, TypeAlias
 
+from msgspec import Struct
+
 from mpsd.core.errors import (
     ExceedsDaemonLimitError,
     InvalidRequestError,
@@ -16,7 +18,8 @@ from mpsd.core.errors import (
     NeverFitsError,
 )
 from mpsd.core.model import LeaseRequest, Limits, Share
-from mpsd.core.units import MIB, ActiveThreadPercentage, PinnedDeviceMemLimit, format_size
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.units import MIB, format_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +50,7 @@ class Offer:
     refusal: Refusal | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Amount:
+class Amount(Struct, frozen=True):
     """Some of a GPU: tenths of a percent, bytes, client processes."""
 
     threads: int = 0

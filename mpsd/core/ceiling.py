@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Final
 
+from msgspec import Struct
+
 from mpsd.core.model import Lease, Limits, Share
-from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 
 SMALLEST: Final = Limits(ActiveThreadPercentage(1), PinnedDeviceMemLimit(1))
 """0.1 % reads back as 0.1, and less as 0.0; 1M is the least memory, and 0 would be none at all (measured, all four)."""
@@ -43,8 +45,7 @@ class _Turn:
     """Whether somebody who waited for it was told: it has begun then, and nobody who asks again makes it longer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ceiling:
+class Ceiling(Struct, frozen=True):
     """What the next client gets at most, and until when, if that may change by itself."""
 
     limits: Limits

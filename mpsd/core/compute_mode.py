@@ -10,7 +10,18 @@ nvmlDeviceSetComputeMode; Driver Persistence, "GPU Initialization Lifecycle"). A
 
 from enum import StrEnum
 
-from mpsd.core.model import ComputeMode
+
+class ComputeMode(StrEnum):
+    """Whether processes may share a GPU (nvmlComputeMode_t). The server of MPS is one process, whatever its clients."""
+
+    DEFAULT = "default"
+    """Any number of processes may have contexts on it."""
+    EXCLUSIVE_THREAD = "exclusive-thread"
+    """NVIDIA no longer supports it."""
+    PROHIBITED = "prohibited"
+    """No process may have one."""
+    EXCLUSIVE_PROCESS = "exclusive-process"
+    """One process may: the server of MPS, if it is the first."""
 
 
 class Step(StrEnum):

@@ -7,8 +7,11 @@ The order of those who wait, and what is kept for whom, is `queue`.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
+from typing import Final
+
+from msgspec import Struct, structs
 
 from mpsd.core import admission
 from mpsd.core.admission import NOTHING, Amount, Candidate, Offer, Shortage
@@ -21,8 +24,7 @@ from mpsd.core.settings import Placement
 from mpsd.core.usage import Usage
 
 
-@dataclass(frozen=True, slots=True)
-class Now:
+class Now(Struct, frozen=True):
     """The moment of a decision: seconds of the clock that does not jump, and the time of day for people."""
 
     seconds: float
@@ -48,12 +50,14 @@ class Place:
     waits_for: Shortage
 
 
-@dataclass(frozen=True, slots=True)
-class User:
+class User(Struct, frozen=True):
     """What one user has: how many leases, waiting ones included, and how much they come to."""
 
     leases: int = 0
     amount: Amount = NOTHING
+
+
+_NEWCOMER: Final = User()
 
 
 class Ledger:
@@ -106,7 +110,7 @@ class Ledger:
 
     def user(self, uid: int) -> User:
         """Return what a user holds and waits for."""
-        return self._users.get(uid, User())
+        return self._users.get(uid, _NEWCOMER)
 
     def worth(self, request: LeaseRequest) -> Amount:
         """Return what a request comes to at most, wherever it goes: what counts against its user's quota."""
@@ -204,7 +208,7 @@ class Ledger:
                 hint="try again later",
                 limit="queue",
             )
-        lease = replace(lease, arrival=self._arrivals, because=shortage.because)
+        lease = structs.replace(lease, arrival=self._arrivals, because=shortage.because)
         self._join(lease)
         return lease
 
@@ -242,7 +246,7 @@ class Ledger:
 
     def renew(self, lease_id: str, ttl: float, now: float) -> Lease:
         """Give a granted lease this many seconds from now."""
-        lease = replace(self.leases[lease_id], ttl=ttl, expires=now + ttl)
+        lease = structs.replace(self.leases[lease_id], ttl=ttl, expires=now + ttl)
         self.leases[lease_id] = lease
         self._expiring[lease_id] = now + ttl
         return lease
@@ -250,7 +254,7 @@ class Ledger:
     def attach(self, lease_id: str, clients: tuple[ProcessIdentity, ...]) -> Lease:
         """Note which clients a lease has."""
         state = LeaseState.ACTIVE if clients else LeaseState.GRANTED
-        lease = replace(self.leases[lease_id], clients=clients, state=state)
+        lease = structs.replace(self.leases[lease_id], clients=clients, state=state)
         self.leases[lease_id] = lease
         return lease
 
@@ -263,7 +267,7 @@ class Ledger:
             self._part(lease)
         else:
             self._leave(lease, now.seconds)
-        return replace(lease, state=LeaseState.ENDED, because=because, ended=now.time)
+        return structs.replace(lease, state=LeaseState.ENDED, because=because, ended=now.time)
 
     # -- deciding -----------------------------------------------------------------------------------------------------
 
@@ -283,7 +287,7 @@ class Ledger:
             return self._find(lease, candidates, {})
         kept: dict[str, Kept] = {}
         taken: list[tuple[str, int, Amount]] = []
-        order = self._queue.order(replace(lease, arrival=self._arrivals), now, self.rules.patience)
+        order = self._queue.order(structs.replace(lease, arrival=self._arrivals), now, self.rules.patience)
         for each in self._queue.in_order(now, self.rules.patience, before=order):
             chosen = self._find(each, self._candidates(each), kept)
             for offer, need in chosen:
@@ -310,7 +314,7 @@ class Ledger:
     def _grant(self, lease: Lease, chosen: list[Candidate], now: Now, arrival: int) -> Lease:
         shares = tuple(admission.share(lease.request, offer, need) for offer, need in chosen)
         first, on = shares[0], ", ".join(share.daemon for share in shares)
-        granted = replace(
+        granted = structs.replace(
             lease,
             state=LeaseState.GRANTED,
             because=f"{first.threads} % of the threads and {first.memory} were free on {on}",

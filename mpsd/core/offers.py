@@ -1,7 +1,8 @@
 """What the GPUs of the node have to give together, and where among them a request can be granted some day. Pure."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+
+from msgspec import structs
 
 from mpsd.core import admission
 from mpsd.core.admission import NOTHING, Amount, Candidate, Offer, Shortage
@@ -55,7 +56,7 @@ class Offers:
             asked = f"{request.gpu} was asked for"
         else:
             asked = "a GPU was asked for" if request.gpus == 1 else f"{request.gpus} GPUs were asked for"
-        if request.among is not None and self.has(replace(request, among=None)):
+        if request.among is not None and self.has(structs.replace(request, among=None)):
             may = f"{asked}, and of this node's {len(self.by_gpu)} you may use {self._listed(request.among)}"
             return Shortage("quota.gpus", may, "ask for others, or have an administrator raise quota.gpus", QuotaError)
         if count:

@@ -8,7 +8,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final, TypeVar
 
-from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit, parse_duration, parse_size
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.units import parse_duration, parse_size
 
 E = TypeVar("E", bound=StrEnum)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from mpsd.core.admission import Amount
 from mpsd.core.errors import QuotaError
@@ -22,6 +23,9 @@ class Person:
         return "*" in names or self.name in names or any(f"%{group}" in names for group in self.groups)
 
 
+_FREE: Final = Quota()
+
+
 def quota_of(person: Person, quotas: Mapping[str, Quota]) -> Quota:
     """Return a person's quota: its own before its groups' (the first listed) before everybody's."""
     if person.name in quotas:
@@ -29,7 +33,7 @@ def quota_of(person: Person, quotas: Mapping[str, Quota]) -> Quota:
     group = next((name for name in quotas if name.startswith("%") and name[1:] in person.groups), None)
     if group is not None:
         return quotas[group]
-    return quotas.get("*", Quota())
+    return quotas.get("*", _FREE)
 
 
 def weighs(quota: Quota) -> bool:

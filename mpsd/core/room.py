@@ -4,14 +4,15 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from mpsd.core.admission import NOTHING, Amount, Candidate, Offer, Shortage
 from mpsd.core.errors import DaemonNotReadyError, DoesNotFitError
 from mpsd.core.settings import Placement
 from mpsd.core.units import format_size
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(Struct, frozen=True):
     """What of a GPU is kept for the lease that stands first there, and for which uid."""
 
     amount: Amount

@@ -17,7 +17,7 @@ from mpsd.core.commands import (
     ordinal,
     refusal,
 )
-from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 
 T = TypeVar("T")
 

@@ -18,13 +18,8 @@ from typing import Any, Final, TypeAlias, TypeVar, cast
 from mpsd.core import parsers
 from mpsd.core.errors import ConfigurationError, MpsdError
 from mpsd.core.model import Limits
-from mpsd.core.units import (
-    KIB,
-    MIB,
-    ActiveThreadPercentage,
-    PinnedDeviceMemLimit,
-    format_size,
-)
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.units import KIB, MIB, format_size
 from mpsd.core.violations import Kind
 
 T = TypeVar("T")

@@ -6,8 +6,9 @@ memory, decaying with a half-life, so that what was used yesterday counts for le
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 _AHEAD: Final = 1.0
 """Seconds for which what a user holds is counted ahead when users are compared."""
@@ -16,8 +17,7 @@ _FORGOTTEN: Final = 1e-3
 """Share-seconds that are not worth keeping."""
 
 
-@dataclass(frozen=True, slots=True)
-class Account:
+class Account(Struct, frozen=True):
     """One user: what it had until `at` (share-seconds), and the share that it holds since then."""
 
     value: float = 0.0

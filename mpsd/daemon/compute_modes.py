@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Final
 
 from mpsd.core import compute_mode, gpus
-from mpsd.core.compute_mode import Step, step
+from mpsd.core.compute_mode import ComputeMode, Step, step
 from mpsd.core.errors import ComputeModeError
-from mpsd.core.model import ComputeMode, Gpu, GpuUsage, Known, Reading, Unknown
+from mpsd.core.model import Gpu, GpuUsage, Known, Reading, Unknown
 from mpsd.core.settings import WantedComputeMode
 from mpsd.daemon.log import Happened, Logger
 from mpsd.system.found_modes import FoundModes

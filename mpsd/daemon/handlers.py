@@ -12,7 +12,7 @@ from mpsd.core.gpus import driver_branch
 from mpsd.core.ledger import Place
 from mpsd.core.lifecycle import State
 from mpsd.core.model import Drift, Health, Known, Lease, LeaseState, Owner
-from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.daemon import lease_wire, wire
 from mpsd.daemon.gpus import GpuView
 from mpsd.daemon.node import Node, faulted

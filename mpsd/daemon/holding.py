@@ -1,6 +1,6 @@
 """Which limits a control daemon is to hold, and whether it was seen to hold them."""
 
-from dataclasses import replace
+from msgspec import structs
 
 from mpsd.core.errors import ControlUnknownCommandError
 from mpsd.core.model import Limits
@@ -28,7 +28,7 @@ class Holding:
         """The limits to be held; a memory limit that no operator asked for is left out where the driver has none."""
         if self._observer.has_mem_limit or self._has_to:
             return self._limits
-        return replace(self._limits, pinned_device_mem_limit=None)
+        return structs.replace(self._limits, pinned_device_mem_limit=None)
 
     def want(self, limits: Limits) -> bool:
         """Have these limits held from now on; tell whether that is anything new."""

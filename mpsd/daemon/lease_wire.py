@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 
 from mpsd.core.ledger import Place
 from mpsd.core.model import Lease, Owner, Share
-from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.verification import Verified
 from mpsd.daemon.wire import LimitsOut
 

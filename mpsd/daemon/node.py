@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import gc
-from dataclasses import replace
 from typing import Final
+
+from msgspec import structs
 
 from mpsd.core import admission, gpus, limits, quota, violations
 from mpsd.core.admission import Amount, Offer, Refusal
@@ -286,7 +287,7 @@ class Node:
             self.leases.offer(offers)
             limits_of = quota.quota_of(person, self.settings.quota)
             if request.gpu != "any" or limits_of.gpus is not None:
-                request = replace(request, gpu=self._named(request.gpu), among=limits_of.gpus)
+                request = structs.replace(request, gpu=self._named(request.gpu), among=limits_of.gpus)
             ttl = quota.time_to_live(limits_of, ttl)
             ledger = self.leases.ledger
             if not self.leases.knows(request, owner):  # who comes back for its lease, or its place, takes nothing more

@@ -1,8 +1,9 @@
 """What a holder finds, from where it runs, of what its lease will tell it: a container has a file system of its own."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec import structs
 
 from mpsd.core.admission import Offer
 from mpsd.core.errors import NotPermittedError
@@ -26,7 +27,7 @@ def narrowed(request: LeaseRequest, holder: int, offers: Sequence[Offer], log: L
     if out_of_sight:
         wanted = directories if request.gpu == "any" else {request.gpu}
         seen = (gpu for gpu in wanted if gpu not in out_of_sight and (request.among is None or gpu in request.among))
-        request = replace(request, among=tuple(seen))
+        request = structs.replace(request, among=tuple(seen))
         if not request.among:
             raise NotPermittedError(
                 f"process {holder} does not find {hidden[0]}, where its lease would send it: its container has another"

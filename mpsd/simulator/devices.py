@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
-from mpsd.core.model import ComputeMode
+from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.units import GIB
 
 MEMORY: Final = 80 * GIB

@@ -4,8 +4,9 @@ import asyncio
 from pathlib import Path
 from typing import Final
 
+from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.errors import InvalidRequestError
-from mpsd.core.model import ComputeMode, Gpu, GpuFault, GpuProcess, GpuUsage, Inventory, Known, Reading, Unknown
+from mpsd.core.model import Gpu, GpuFault, GpuProcess, GpuUsage, Inventory, Known, Reading, Unknown
 from mpsd.simulator.devices import FAULTS, MEMORY, Device, Kind
 
 DRIVER_VERSION: Final = "555.58.02"

@@ -9,7 +9,7 @@ import contextlib
 import json
 from pathlib import Path
 
-from mpsd.core.model import ComputeMode
+from mpsd.core.compute_mode import ComputeMode
 from mpsd.system import clock, store
 
 

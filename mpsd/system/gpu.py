@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
 from mpsd.core import compute_mode
+from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.errors import ComputeModeError, GpuUnknownError, NoDriverError
-from mpsd.core.model import ComputeMode, Condition, Gpu, GpuFault, GpuUsage, Inventory, Known, Reading, Unknown
+from mpsd.core.model import Condition, Gpu, GpuFault, GpuUsage, Inventory, Known, Reading, Unknown
 from mpsd.system import gpu_reading
 from mpsd.system.nvml_thread import NvmlThread, SilentError
 

@@ -24,8 +24,8 @@ from mpsd.core.errors import (
     ServerNotFoundError,
 )
 from mpsd.core.logevents import ForeignCommand
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.setters import Setting
-from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.simulator.gpus import SimulatedGpus
 from mpsd.system.control import Conversation
 from tests.contract.differences import known

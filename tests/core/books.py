@@ -5,14 +5,17 @@ It is written to be compared with, so it is slow and plain, and has of mpsd noth
 
 import math
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
+
+from msgspec import structs
 
 from mpsd.core.admission import Amount, Offer
 from mpsd.core.ledger import Rules
 from mpsd.core.model import Lease, LeaseRequest, LeaseState, Share
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import Placement
-from mpsd.core.units import MIB, ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.units import MIB
 from tests.core.leasing import granted_on
 
 
@@ -163,7 +166,7 @@ class Books:
         for each in self.in_order():
             if self.order(each) < self.order(lease):
                 gpus = self.places(each, kept, held)
-                held.append(replace(each, shares=tuple(self.share_of(each.request, gpu) for gpu in gpus)))
+                held.append(structs.replace(each, shares=tuple(self.share_of(each.request, gpu) for gpu in gpus)))
                 if not gpus:
                     self.keeps(each, kept)
         return self.places(lease, kept, held)

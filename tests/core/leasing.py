@@ -8,7 +8,8 @@ from typing import Any, Final
 from mpsd.core.admission import Amount, Offer, Refusal
 from mpsd.core.ledger import Ledger, Now, Rules
 from mpsd.core.model import Lease, LeaseRequest, LeaseState, Limits, Owner, ProcessIdentity
-from mpsd.core.units import GIB, ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.units import GIB
 from mpsd.core.usage import Usage
 
 START: Final = datetime(2026, 1, 1, tzinfo=UTC)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from mpsd.core.admission import Amount, Offer, Shortage, check, needs, never, share, why_never
 from mpsd.core.errors import ExceedsDaemonLimitError, InvalidRequestError, MpsdError, NeverFitsError
 from mpsd.core.model import LeaseRequest, Limits
-from mpsd.core.units import GIB, MIB, ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.units import GIB, MIB
 from tests.core.leasing import gpu, offer, request
 
 THREADS: Final = ActiveThreadPercentage(250)

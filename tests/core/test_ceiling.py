@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from mpsd.core.ceiling import SMALLEST, UNLIMITED, Attaching, Ceiling, Rules, widest
 from mpsd.core.model import Limits
-from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 
 WINDOW: Final = 30.0
 SHARED: Final = Rules(SMALLEST, strict=False, window=WINDOW)

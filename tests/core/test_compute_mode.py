@@ -4,8 +4,7 @@ from itertools import product
 
 import pytest
 
-from mpsd.core.compute_mode import Step, command, step, trouble
-from mpsd.core.model import ComputeMode
+from mpsd.core.compute_mode import ComputeMode, Step, command, step, trouble
 
 DEFAULT, THREAD, PROHIBITED, EXCLUSIVE = ComputeMode
 NOBODY_KNOWS = None

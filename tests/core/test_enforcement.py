@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from mpsd.core.enforcement import EVERYTHING, NOTHING, drift, opened
 from mpsd.core.model import Drift, Limits, ReadBack
-from mpsd.core.units import GIB, MIB, ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.units import GIB, MIB
 
 NOW: Final = datetime(2026, 1, 1, tzinfo=UTC)
 LATER: Final = NOW + timedelta(seconds=5)

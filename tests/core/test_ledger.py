@@ -4,10 +4,10 @@ That no sequence of such cases leads anywhere else is for test_ledger_states.py,
 test_fairness.py.
 """
 
-from dataclasses import replace
 from typing import Any, Final
 
 import pytest
+from msgspec import structs
 
 from mpsd.core.admission import Amount, Offer
 from mpsd.core.errors import (
@@ -23,8 +23,9 @@ from mpsd.core.errors import (
 )
 from mpsd.core.ledger import Ledger, Rules, User
 from mpsd.core.model import Lease, LeaseRequest, LeaseState, Limits, ProcessIdentity
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import Placement
-from mpsd.core.units import GIB, MIB, ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.units import GIB, MIB
 from mpsd.core.usage import Account, Usage
 from tests.core.leasing import HALF_LIFE, ILL, ON_HOLD, Desk, asked, gpu, now, offer, request
 
@@ -735,7 +736,7 @@ class TestTime:
         desk = Desk(offer(0))
         for lease in (desk.ask(ttl=60), desk.ask()):
             renewed = desk.ledger.renew(lease.id, ttl, 40)
-            assert renewed == replace(lease, ttl=ttl, expires=40 + ttl)
+            assert renewed == structs.replace(lease, ttl=ttl, expires=40 + ttl)
             assert desk.ledger.find(lease.id) == renewed
             assert renewed in desk.ledger.overdue(40 + ttl)
             assert renewed not in desk.ledger.overdue(39.9 + ttl)

@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec import structs
 
 from mpsd.core.admission import Amount, Offer
 from mpsd.core.errors import (
@@ -30,8 +31,9 @@ from mpsd.core.errors import (
 )
 from mpsd.core.ledger import Ledger, Rules
 from mpsd.core.model import Lease, LeaseRequest, LeaseState, Limits, ProcessIdentity
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import Placement
-from mpsd.core.units import MIB, ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.units import MIB
 from mpsd.core.usage import Account, Usage
 from tests.core.books import Books
 from tests.core.leasing import FREE, ILL, ON_HOLD, asked, gpu, granted_on, now, offer
@@ -117,7 +119,7 @@ class Node(RuleBasedStateMachine):
         books = self.books
         lease = asked(request, uid=self.pick(self.users, uid), wait=wait, ttl=ttl, at=books.now)
         newest = max((each.arrival for each in self.all()), default=0)
-        placed = replace(lease, arrival=newest + 1)
+        placed = structs.replace(lease, arrival=newest + 1)
         gpus = books.places_of_new(placed)
         try:
             answer = self.ledger.submit(lease, now(books.now))
@@ -175,7 +177,7 @@ class Node(RuleBasedStateMachine):
         """Give a lease more time, or less."""
         lease = self.pick(list(self.books.leases.values()), which)
         renewed = self.ledger.renew(lease.id, ttl, self.books.now)
-        assert renewed == replace(lease, ttl=ttl, expires=self.books.now + ttl)
+        assert renewed == structs.replace(lease, ttl=ttl, expires=self.books.now + ttl)
         self.books.enter(renewed)
 
     @precondition(lambda self: self.books.leases)
@@ -186,7 +188,7 @@ class Node(RuleBasedStateMachine):
         clients = tuple(ProcessIdentity(pid, pid) for pid in pids)
         attached = self.ledger.attach(lease.id, clients)
         state = LeaseState.ACTIVE if clients else LeaseState.GRANTED
-        assert attached == replace(lease, clients=clients, state=state)
+        assert attached == structs.replace(lease, clients=clients, state=state)
         self.books.enter(attached)
 
     @rule(which=picks, refusal=st.sampled_from((None, None, ILL, ON_HOLD)))
@@ -309,7 +311,7 @@ class Node(RuleBasedStateMachine):
             assert error is InvalidRequestError
         elif len(named) >= request.gpus:
             assert error in {NeverFitsError, ExceedsDaemonLimitError, InvalidRequestError}
-        elif request.among is not None and len(self.books.named(replace(request, among=None))) >= request.gpus:
+        elif request.among is not None and len(self.books.named(structs.replace(request, among=None))) >= request.gpus:
             assert error is QuotaError
         else:
             assert error is (NeverFitsError if named else DaemonNotReadyError)
@@ -432,7 +434,7 @@ class Node(RuleBasedStateMachine):
     def end_one(self, lease: Lease, because: str) -> None:
         """End a lease."""
         ended = self.ledger.end(lease.id, because, now(self.books.now))
-        expected = replace(lease, state=LeaseState.ENDED, because=because, ended=now(0).time)
+        expected = structs.replace(lease, state=LeaseState.ENDED, because=because, ended=now(0).time)
         assert ended == expected
         assert self.ledger.end(lease.id, because, now(self.books.now)) is None
         self.books.strike(lease.id)

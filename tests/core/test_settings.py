@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from mpsd.core import reload
 from mpsd.core import settings as table
 from mpsd.core.errors import ConfigurationError
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import Placement, Settings
-from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
 
 ROWS: Final = {each.key: each for each in table.rows()}
 

@@ -10,16 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpsd.core.errors import InvalidRequestError
-from mpsd.core.units import (
-    GIB,
-    KIB,
-    MIB,
-    ActiveThreadPercentage,
-    PinnedDeviceMemLimit,
-    format_size,
-    parse_duration,
-    parse_size,
-)
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.units import GIB, KIB, MIB, format_size, parse_duration, parse_size
 
 LARGEST: Final = 2**63 - 1
 

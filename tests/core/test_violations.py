@@ -1,12 +1,12 @@
 """What a client can use at most, and what of it breaks its lease."""
 
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Final
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from mpsd.core import attribution, violations
 from mpsd.core.admission import Amount, Offer, share
@@ -23,8 +23,9 @@ from mpsd.core.model import (
     ReadBack,
     Unknown,
 )
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import Settings
-from mpsd.core.units import GIB, MIB, ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.units import GIB, MIB
 from mpsd.core.verification import verify
 from mpsd.core.violations import Attached, Kind, Violation, in_force, of_client, of_memory, of_outside
 from mpsd.simulator.cuda import Pinned, pinned
@@ -234,7 +235,7 @@ def test_verify_without_processes() -> None:
     assert (verdict.ok, [each.mps for each in verdict.processes]) == (False, [None])
     assert "is a client of MPS yet" in verdict.because
     for state, word in ((LeaseState.ENDED, "has ended: it was revoked"), (LeaseState.WAITING, "waits")):
-        other = replace(granted, state=state, because="it was revoked")
+        other = structs.replace(granted, state=state, because="it was revoked")
         verdict = verify(other, [client(of=granted)], {}, (), memory=True)
         assert (verdict.ok, verdict.processes) == (False, ())
         assert word in verdict.because

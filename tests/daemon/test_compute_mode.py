@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pytest
 
-from mpsd.core.model import ComputeMode
+from mpsd.core.compute_mode import ComputeMode
 from tests.daemon.conftest import Start
 from tests.harness import wait_until
 from tests.node import Node

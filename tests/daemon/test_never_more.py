@@ -13,8 +13,9 @@ from typing import Any, Final
 import pytest
 
 from mpsd.core.ceiling import SMALLEST
-from mpsd.core.model import ComputeMode, Limits
-from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.compute_mode import ComputeMode
+from mpsd.core.model import Limits
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.simulator.client import program
 from tests.daemon.caller import needs_root
 from tests.daemon.conftest import Start

@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.doctor.finding import Finding, examine
 from mpsd.core.doctor.observed import (
     Answers,
@@ -31,7 +32,7 @@ from mpsd.core.doctor.observed import (
     Tasks,
 )
 from mpsd.core.doctor.table import CHECKS
-from mpsd.core.model import ComputeMode, Condition, Gpu, GpuUsage, Known
+from mpsd.core.model import Condition, Gpu, GpuUsage, Known
 from mpsd.core.settings import Settings, parse
 from mpsd.core.units import GIB
 

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import pytest
 
+from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.doctor.finding import Means, Verdict, examine
 from mpsd.core.doctor.observed import (
     ConfigurationSeen,
@@ -20,7 +21,7 @@ from mpsd.core.doctor.observed import (
     Tasks,
 )
 from mpsd.core.doctor.table import CHECKS, FAMILIES
-from mpsd.core.model import ComputeMode, Condition, GpuProcess, GpuUsage, Known, Unknown
+from mpsd.core.model import Condition, GpuProcess, GpuUsage, Known, Unknown
 from mpsd.core.settings import parse
 from mpsd.core.units import GIB, MIB
 from tests.doctor.seen import (

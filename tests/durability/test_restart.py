@@ -17,8 +17,8 @@ import pytest
 from mpsd.core.admission import Offer
 from mpsd.core.ledger import Ledger, Rules
 from mpsd.core.model import Client, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import LogFormat, Settings, Unadmitted
-from mpsd.core.units import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.usage import Usage
 from mpsd.daemon.keeping import LEASES_SCHEMA, Keeping
 from mpsd.daemon.leases import Leases

@@ -23,14 +23,8 @@ from mpsd.core.errors import ConfigurationError, ControlError, InvalidRequestErr
 from mpsd.core.harmless import harmless_json, plain
 from mpsd.core.logevents import ForeignCommand
 from mpsd.core.model import Client, Limits, ProcessIdentity, ReadBack
-from mpsd.core.units import (
-    GIB,
-    ActiveThreadPercentage,
-    PinnedDeviceMemLimit,
-    format_size,
-    parse_duration,
-    parse_size,
-)
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.units import GIB, format_size, parse_duration, parse_size
 from mpsd.daemon import api, handlers, lease_wire, wire
 from mpsd.daemon.intention import Intention
 from mpsd.simulator.cuda import Pinned, pinned

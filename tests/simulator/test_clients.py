@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import pytest
 
+from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.logevents import ClientArrived, ClientLeft, ClientLost, ServerExited, ServerFaulted, ServerReady
-from mpsd.core.model import ComputeMode
 from mpsd.core.mpslog import LogReader
 from mpsd.simulator.devices import MEMORY as WHOLE
 from mpsd.simulator.devices import Held, Kind

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.gpus import driver_branch, unsupported
-from mpsd.core.model import ComputeMode, GpuFault, GpuProcess, GpuUsage, Known, Unknown
+from mpsd.core.model import GpuFault, GpuProcess, GpuUsage, Known, Unknown
 from mpsd.simulator.devices import MEMORY, Device, Kind
 from mpsd.simulator.gpus import SimulatedGpus
 

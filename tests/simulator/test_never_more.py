@@ -10,7 +10,8 @@ from typing import Final
 
 from mpsd.core.ceiling import SMALLEST, Attaching, Rules, widest
 from mpsd.core.model import Limits
-from mpsd.core.units import GIB, ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.units import GIB
 from mpsd.simulator.cuda import Pinned
 from mpsd.simulator.serving import Client, Server, Start
 from tests.environments import any_environment

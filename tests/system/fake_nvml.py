@@ -19,8 +19,9 @@ from typing import IO, Final
 
 import pytest
 
+from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.errors import catalogue
-from mpsd.core.model import ComputeMode, Gpu, GpuUsage, Inventory, Known, Reading, Unknown
+from mpsd.core.model import Gpu, GpuUsage, Inventory, Known, Reading, Unknown
 from tests import real
 
 LIBRARY: Final = "libnvidia-ml.so.1"

@@ -9,8 +9,9 @@ from typing import Final
 
 import pytest
 
+from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.errors import ComputeModeError, GpuUnknownError, NoDriverError
-from mpsd.core.model import ComputeMode, Gpu, GpuFault, GpuProcess, GpuUsage, Inventory, Known, Unknown
+from mpsd.core.model import Gpu, GpuFault, GpuProcess, GpuUsage, Inventory, Known, Unknown
 from mpsd.system.gpu import GpuSource, NvmlGpus
 from tests.harness import wait_until
 from tests.system.fake_nvml import LIBRARY, Child, FakeNvml, child

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from typing import Final
 
 from mpsd.core import compute_mode, gpus
-from mpsd.core.compute_mode import Step, step
+from mpsd.core.compute_mode import ComputeMode, Step, step
 from mpsd.core.doctor.driver import node_of, unread
 from mpsd.core.doctor.finding import AS_ROOT, Check, Finding, Means, Mend, Verdict, unknown
 from mpsd.core.doctor.observed import GpuSeen, Observed
 from mpsd.core.doctor.processes import SERVER
 from mpsd.core.limits import VOLTA, clients_max
-from mpsd.core.model import ComputeMode, Gpu, Known, Unknown
+from mpsd.core.model import Gpu, Known, Unknown
 from mpsd.core.settings import WantedComputeMode
 
 _FULL: Final = 0.9

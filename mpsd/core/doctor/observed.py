@@ -9,7 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from mpsd.core.model import ComputeMode, Condition, Gpu, GpuUsage, Known, Reading, Unknown
+from mpsd.core.compute_mode import ComputeMode
+from mpsd.core.model import Condition, Gpu, GpuUsage, Known, Reading, Unknown
 from mpsd.core.settings import Settings
 
 _NOT_LOOKED: Final = Unknown("it was not looked at")

@@ -1,0 +1,102 @@
+"""What MPS limits, in the finest steps that it knows: threads in tenths of a percent, and memory in MiB."""
+
+from decimal import ROUND_FLOOR, Decimal, InvalidOperation
+from typing import Self
+
+from msgspec import Struct
+
+from mpsd.core.errors import InvalidRequestError
+from mpsd.core.units import MIB, bare_number, briefly, format_size, parse_size
+
+
+class ActiveThreadPercentage(Struct, frozen=True, order=True):
+    """A share of a GPU's threads in tenths of a percent: (0, 1000].
+
+    A tenth is the finest step that MPS reports back: 33.333 reads back as 33.3, and 0.001 as 0.0 (measured on
+    470.256.02, 535.261.03, 550.163.01 and 555.58.02). A limit holds only when it was read back, so mpsd deals in
+    nothing finer.
+    """
+
+    tenths: int
+
+    def __post_init__(self) -> None:
+        """Refuse what MPS ignores: values outside (0, 100]."""
+        if not 0 < self.tenths <= 1000:  # noqa: PLR2004 - it is a percentage, in tenths
+            raise InvalidRequestError(
+                f"active thread percentage {self.tenths / 10:g} is not in (0, 100]",
+                hint="give a percentage of the GPU's threads from 0.1 to 100",
+                limit="active_thread_percentage",
+            )
+
+    @classmethod
+    def parse(cls, value: str | float) -> Self:
+        """Round down to a tenth. Raises InvalidRequestError for what is not a number in (0, 100], or is below 0.1."""
+        hint = "give a percentage of the GPU's threads from 0.1 to 100"
+        try:
+            exact = value if isinstance(value, int) else bare_number(str(value))
+            number = Decimal(exact) if not isinstance(value, bool) else Decimal("NaN")
+        except InvalidOperation:
+            number = Decimal("NaN")
+        if not number.is_finite():
+            raise InvalidRequestError(
+                f"{briefly(value)} is not a percentage", hint=hint, limit="active_thread_percentage"
+            ) from None
+        if not 0 < number <= 100 or number * 10 < 1:  # noqa: PLR2004 - it is a percentage
+            raise InvalidRequestError(
+                f"active thread percentage {briefly(value)} is not in (0, 100] or below the finest step of 0.1",
+                hint=hint,
+                limit="active_thread_percentage",
+            )
+        return cls(int((number * 10).to_integral_value(rounding=ROUND_FLOOR)))
+
+    def __float__(self) -> float:
+        """Give percent, for JSON."""
+        return self.tenths / 10
+
+    def __str__(self) -> str:
+        """Print percent as MPS prints it: one decimal."""
+        return f"{self.tenths / 10:.1f}"
+
+
+class PinnedDeviceMemLimit(Struct, frozen=True, order=True):
+    """A pinned device memory limit: whole MiB, as MPS takes no finer unit.
+
+    The control daemon keeps every MiB and reports fewer: from 1 GiB on it reads back whole GiB, rounded down (`1536M`
+    reads back as `1G`; measured on 535, 550 and 555). So a limit of 1.5 GiB is verified to within that GiB by the pipe.
+    """
+
+    mebibytes: int
+
+    def __post_init__(self) -> None:
+        """Refuse what MPS takes for 'no limit' or cannot hold: nothing, and a pebibyte or more."""
+        if not 0 < self.mebibytes < 2**30:
+            raise InvalidRequestError(
+                f"pinned device memory limit of {self.mebibytes} MiB is not between 1 MiB and 1 PiB",
+                hint="give a size such as 8GiB or 512MiB",
+                limit="pinned_device_mem_limit",
+            )
+
+    @classmethod
+    def parse(cls, value: str | int) -> Self:
+        """Parse a size and round it up to a whole MiB. Raises InvalidRequestError as `parse_size` does."""
+        return cls(-(-parse_size(value) // MIB))
+
+    @property
+    def bytes(self) -> int:
+        """The limit in bytes."""
+        return self.mebibytes * MIB
+
+    @property
+    def grammar(self) -> str:
+        """The limit in MPS's own grammar: whole `G` where that is exact, whole `M` otherwise."""
+        return f"{self.mebibytes // 1024}G" if self.mebibytes % 1024 == 0 else f"{self.mebibytes}M"
+
+    @property
+    def as_reported(self) -> Self:
+        """The limit that the control daemon reports when this one is in force: whole GiB from 1 GiB on."""
+        whole = self.mebibytes if self.mebibytes < 1024 else self.mebibytes // 1024 * 1024  # noqa: PLR2004 - MiB in a GiB
+        return type(self)(whole)
+
+    def __str__(self) -> str:
+        """Print it as a person writes it."""
+        return format_size(self.bytes)

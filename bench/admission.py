@@ -126,7 +126,7 @@ def _fill(service: Service, holders: list[int]) -> None:
     service.stop()
     database = Database(service.root / "run" / "leases.db", LEASES_SCHEMA, ballast=LEASES_BALLAST)
     keeping = Keeping(database)
-    models, _ = keeping.read()
+    models = keeping.read().leases
     copies = (
         structs.replace(models[number % len(models)], id=f"lease-{number:010x}", arrival=number)
         for number in range(len(models) + 1, _LEASES + 1)

@@ -52,7 +52,7 @@ def committing(path: Path) -> Callable[[LeaseState], None]:
     def commit(state: LeaseState) -> None:
         happened = Happened.LEASE_ENDED if state is LeaseState.ENDED else Happened.LEASE_GRANTED
         if keeping.turn % _TOLD_AFTER == 0:
-            keeping.told = keeping.turn
+            keeping.note_told(keeping.turn)
         kept = keeping.keep({lease.id: structs.replace(lease, state=state)}, [News(lease.id, happened, facts)])
         assert not kept.because, kept.because
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from mpsd.daemon.keeping import LEASES_BALLAST, LEASES_SCHEMA
-from mpsd.system.database import Database
+from mpsd.daemon.keeping import LEASES_BALLAST, LEASES_SCHEMA, PUT_LEASE
+from mpsd.system.database import Database, summed
 
 HELD = (20, 1_000, 10_000)
 """Leases in the store while a commit is timed."""
@@ -27,6 +27,9 @@ ROUNDS = 300
 
 LEASE = '{"id":"%s","state":"granted","data":"' + "x" * 900 + '"}'
 """As many bytes as a lease has."""
+
+NEWS = '[[1,[["lease-0123456789","lease_granted",{"because":"' + "x" * 100 + '"}]]]]'
+"""As many bytes as there are to tell of it, which mpsd stores with it."""
 
 
 class Store:
@@ -136,20 +139,24 @@ class SqlitePersist(Sqlite):
 
 
 class Ours(Store):
-    """mpsd's own: a checksum for each row, and ballast for a full disk."""
+    """mpsd's own: a checksum for each row, rows that are used again, and ballast for a full disk."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self._database = Database(self.path, LEASES_SCHEMA, ballast=LEASES_BALLAST)
+        self._rows: dict[str, int] = {}
 
     def put(self, lease: str) -> None:
-        """Insert a row."""
-        row = (lease, "boot", LEASE % lease)
-        self._database.commit([("INSERT INTO leases VALUES (?1, ?2, ?3, checksum(?1, ?2, ?3))", row)])
+        """Write its row, with what there is to tell of it."""
+        self._rows[lease] = len(self._rows) + 1
+        self._write(self._rows[lease], LEASE % lease, needed=False)
 
     def remove(self, lease: str) -> None:
-        """Delete it."""
-        self._database.commit([("DELETE FROM leases WHERE id = ?", (lease,))], needed=True)
+        """Write the row without it."""
+        self._write(self._rows.pop(lease), "", needed=True)
+
+    def _write(self, row: int, data: str, *, needed: bool) -> None:
+        self._database.commit([(PUT_LEASE, summed(row, "boot", 0, data, NEWS))], needed=needed)
 
     def close(self) -> None:
         """Close the file."""

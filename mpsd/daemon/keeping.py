@@ -1,9 +1,11 @@
 """The leases on disk: what is there, what is to be there, and what a full disk makes of the difference."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+import itertools
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from operator import itemgetter
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -11,7 +13,7 @@ from mpsd.core.errors import StorageError
 from mpsd.core.model import Lease, LeaseState
 from mpsd.daemon.log import Happened
 from mpsd.system import clock
-from mpsd.system.database import Database
+from mpsd.system.database import Database, summed
 
 LEASES_SCHEMA: Final = (
     """
@@ -23,16 +25,32 @@ LEASES_SCHEMA: Final = (
         turn INTEGER PRIMARY KEY, data TEXT NOT NULL, sum INTEGER NOT NULL, CHECK (sum = checksum(turn, data))
     )
     """,
+    """
+    ALTER TABLE leases RENAME TO leases_1;
+    CREATE TABLE leases (
+        number INTEGER PRIMARY KEY, boot TEXT NOT NULL, told INTEGER NOT NULL, data TEXT NOT NULL, news TEXT NOT NULL,
+        sum INTEGER NOT NULL, CHECK (sum = checksum(number, boot, told, data, news))
+    );
+    INSERT INTO leases SELECT NULL, boot, 0, data, '[]', 0 FROM leases_1;
+    INSERT INTO leases SELECT NULL, '', 0, '', '[[' || turn || ',' || data || ']]', 0 FROM news ORDER BY turn;
+    UPDATE leases SET sum = checksum(number, boot, told, data, news);
+    DROP TABLE leases_1;
+    DROP TABLE news
+    """,
 )
-"""The versions of the lease store, the oldest first; a later mpsd adds to them and changes none."""
+"""The versions of the lease store, the oldest first; a later mpsd adds to them and changes none.
+
+In the second, `data` is a lease that has not ended, or nothing. The `news` of a turn of the loop, [[turn, news], ...],
+are in one of the rows that it changed: most turns change one lease, and are one row and one statement. `told` is up to
+which turn the news were in the history when the row was written.
+"""
 
 LEASES_BALLAST: Final = 512 * 1024
 """Bytes for the ends of leases on a full disk: an end must always find room."""
 
-_PUT: Final = "INSERT OR REPLACE INTO leases VALUES (?1, ?2, ?3, checksum(?1, ?2, ?3))"
-_DELETE: Final = "DELETE FROM leases WHERE id = ?"
-_ADD_NEWS: Final = "INSERT INTO news VALUES (?1, ?2, checksum(?1, ?2))"
-_DROP_NEWS: Final = "DELETE FROM news WHERE turn <= ?"
+PUT_LEASE: Final = "INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?, ?)"
+
+_JSON: Final = msgspec.json.Encoder()
 
 
 class News(NamedTuple):
@@ -41,6 +59,10 @@ class News(NamedTuple):
     lease: str
     happened: Happened
     facts: dict[str, object]
+
+
+_Said: TypeAlias = tuple[tuple[int, Sequence[News]], ...]
+"""News, by turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +74,48 @@ class Kept:
     """Those that are not on disk, or only as a place in the queue: nobody may be told that they were granted."""
 
 
+_ALL_KEPT: Final = Kept()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What an earlier mpsd left."""
+
+    leases: Sequence[Lease] = ()
+    """The leases of this boot, the oldest first. Those of other boots are over."""
+    untold: Sequence[News] = ()
+    """What was decided and is not in the history, since mpsd died between."""
+    because: str = ""
+    """Why there is nothing, where the store made no sense."""
+
+
+class _Row(NamedTuple):
+    """What is on disk of a lease."""
+
+    number: int
+    state: LeaseState | None = None
+    """None while it is not there."""
+    news: _Said = ()
+    """What is in the row and may have to be told yet."""
+
+
 class Keeping:
-    """The lease store: each lease that has not ended is a row."""
+    """The lease store: each lease has a row, which is free for another once it has ended and its news are told."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._unsaid: Sequence[News] = ()
-        self._states: dict[str, LeaseState] = {}
-        """By lease, its state on disk."""
+        self._rows: dict[str, _Row] = {}
+        """By lease."""
+        self._telling: deque[tuple[int, str]] = deque()
+        """The turns that are not told yet, in order, each with a lease of which it wrote the row."""
+        self._free: list[int] = []
+        self._new = itertools.count(1)
+        """The numbers of the rows that there are not yet."""
         self._late: dict[str, Lease] = {}
         self.turn = 0
         """The number of the latest turn of the loop that had news."""
-        self.told = 0
+        self._told = 0
         """The number of the latest of which the news are in the history."""
-        self._dropped = 0
-        """The number of the latest of which the news are not here any more."""
 
     def is_late(self, lease_id: str | None = None) -> bool:
         """Tell whether a lease, or any, is not on disk as it is."""
@@ -76,35 +125,55 @@ class Keeping:
         """Tell whether there is room for more leases."""
         return self._database.has_room()
 
-    def read(self) -> tuple[list[Lease], str]:
-        """Return the leases of this boot, the oldest first, and why there are none where the store made no sense.
+    def note_told(self, turn: int) -> None:
+        """Note that the news up to a turn are in the history: they are not told again, and their rows may be used."""
+        self._told = max(self._told, turn)
+        while self._telling and self._telling[0][0] <= self._told:
+            _, lease_id = self._telling.popleft()
+            row = self._rows.get(lease_id)
+            if row is None:
+                continue  # its row was written twice since
+            untold = self._untold(row.news)
+            if untold or row.state is not LeaseState.ENDED:
+                self._rows[lease_id] = row._replace(news=untold)
+            else:
+                del self._rows[lease_id]
+                self._free.append(row.number)
 
-        Those of other boots are over. Raises StorageError when a store that made no sense cannot be replaced.
+    def _untold(self, news: _Said) -> _Said:
+        return tuple(each for each in news if each[0] > self._told)
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def read(self, told: int = 0) -> Found:
+        """Return what is there; `told` is the latest turn of which the news are in the history.
+
+        Raises StorageError when a store that made no sense cannot be replaced.
         """
-        boot, leases = clock.boot_id(), list[Lease]()
+        ((noted, last),) = self._database.rows("SELECT ifnull(max(told), 0), ifnull(max(number), 0) FROM leases")
+        self._told = max(told, _whole(noted))  # a history that was lost knows of nothing that was told
+        self._new = itertools.count(_whole(last) + 1)
+        leases, untold = list[Lease](), list[tuple[int, Sequence[News]]]()
         try:
-            for (raw,) in self._database.rows("SELECT data FROM leases WHERE boot = ?", boot):
-                leases.append(msgspec.json.decode(str(raw), type=Lease))
+            for number, boot, data, said in self._database.rows("SELECT number, boot, data, news FROM leases"):
+                news = self._untold(msgspec.json.decode(str(said), type=_Said))
+                untold += news
+                if data and boot == clock.boot_id():
+                    lease = msgspec.json.decode(str(data), type=Lease)
+                    leases.append(lease)
+                    self._rows[lease.id] = _Row(_whole(number), lease.state, news)
+                elif not news:  # or it is free when another mpsd comes
+                    self._free.append(_whole(number))
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             because = f"a lease in it cannot be understood: {error}"
             self._database.start_anew(because)
-            return [], because
-        self._states = {lease.id: lease.state for lease in leases}
-        with suppress(StorageError):  # they are not read again, whether they go now or next time
-            self._database.commit([("DELETE FROM leases WHERE boot <> ?", (boot,))], needed=True)
-        return sorted(leases, key=lambda lease: lease.arrival), ""
+            self._rows.clear()
+            return Found(because=because)
+        untold.sort(key=itemgetter(0))
+        self.turn = max([self._told, *(turn for turn, _ in untold)])
+        return Found(sorted(leases, key=lambda lease: lease.arrival), [each for _, news in untold for each in news])
 
-    def untold(self, told: int) -> list[News]:
-        """Return what was decided and is not in the history, whose latest turn is `told`, since mpsd died between."""
-        self.told = told
-        rows = list(self._database.rows("SELECT turn, data FROM news ORDER BY turn"))
-        self.turn = max([told, *(int(str(turn)) for turn, _ in rows)])
-        return [
-            news
-            for turn, data in rows
-            if int(str(turn)) > told
-            for news in msgspec.json.decode(str(data), type=list[News])
-        ]
+    # -- writing ------------------------------------------------------------------------------------------------------
 
     def keep(self, changed: Mapping[str, Lease], news: Sequence[News]) -> Kept:
         """Store leases as they are now in one commit, with those that are late; those that have ended go.
@@ -112,24 +181,25 @@ class Keeping:
         What there is to tell about them is stored with them, so that it is told even if mpsd dies before it has told
         it. Where there is no room, the ends are stored all the same, as long as there is ballast for them.
         """
-        changed = {**self._late, **changed}
+        if self._late:
+            changed = {**self._late, **changed}
+            self._late = {}
         if not changed:
-            return Kept()
-        self._late = {}
-        self._unsaid = news
-        ended = {lease.id: lease for lease in changed.values() if lease.state is LeaseState.ENDED}
+            return _ALL_KEPT
+        ended = [lease for lease in changed.values() if lease.state is LeaseState.ENDED]
         try:
-            self._commit(changed.values(), needed=len(ended) == len(changed))
+            self._commit(changed.values(), news, needed=len(ended) == len(changed))
         except StorageError as error:
-            alive = [lease for lease in changed.values() if lease.id not in ended]
-            return self._keep_apart(ended, alive, error.detail)
-        return Kept()
+            alive = [lease for lease in changed.values() if lease.state is not LeaseState.ENDED]
+            return self._keep_apart(ended, alive, news, error.detail)
+        return _ALL_KEPT
 
-    def _keep_apart(self, ended: dict[str, Lease], alive: list[Lease], because: str) -> Kept:
+    def _keep_apart(self, ended: list[Lease], alive: list[Lease], news: Sequence[News], because: str) -> Kept:
+        over = {lease.id: lease for lease in ended}
         try:
-            self._commit(ended.values(), needed=True)
+            self._commit(ended, [each for each in news if each.lease in over], needed=True)
         except StorageError as error:
-            self._late.update(ended)
+            self._late.update(over)
             because = error.detail
         refused = tuple(lease for lease in alive if not self._is_promised(lease))
         self._late.update({lease.id: lease for lease in alive if lease not in refused})
@@ -137,29 +207,34 @@ class Keeping:
 
     def _is_promised(self, lease: Lease) -> bool:
         """Tell whether a lease, or a place in the queue, survives mpsd even if this change of it does not."""
-        state = self._states.get(lease.id)
+        state = self._rows[lease.id].state
         return state is not None and (state is not LeaseState.WAITING or lease.state is LeaseState.WAITING)
 
-    def _commit(self, leases: Iterable[Lease], *, needed: bool) -> None:
-        leases = list(leases)
-        boot = clock.boot_id()
-        statements: list[tuple[str, tuple[object, ...]]] = [
-            (_DELETE, (lease.id,))
-            if lease.state is LeaseState.ENDED
-            else (_PUT, (lease.id, boot, msgspec.json.encode(lease).decode()))
-            for lease in leases
-        ]
-        ids = {lease.id for lease in leases}
-        news = [each for each in self._unsaid if each.lease in ids]
-        if news:
-            statements.append((_ADD_NEWS, (self.turn + 1, msgspec.json.encode(news).decode())))
-        if self.told > self._dropped:
-            statements.append((_DROP_NEWS, (self.told,)))
-        self._database.commit(statements, needed=needed)
-        self._dropped = self.told
-        self.turn += bool(news)
+    def _commit(self, leases: Collection[Lease], news: Sequence[News], *, needed: bool) -> None:
+        turn = self.turn + bool(news)
+        said = ((turn, news),) if news else ()
+        statements, rows = [], []
         for lease in leases:
-            if lease.state is LeaseState.ENDED:
-                self._states.pop(lease.id, None)
-            else:
-                self._states[lease.id] = lease.state
+            row = self._row(lease.id)
+            untold = row.news + said
+            said = ()
+            data = "" if lease.state is LeaseState.ENDED else _JSON.encode(lease).decode()
+            values = (row.number, clock.boot_id(), self._told, data, _JSON.encode(untold).decode())
+            statements.append((PUT_LEASE, summed(*values)))
+            rows.append((lease.id, _Row(row.number, lease.state, untold)))
+        self._database.commit(statements, needed=needed)
+        self.turn = turn
+        for lease_id, row in rows:
+            self._rows[lease_id] = row
+            self._telling.append((turn, lease_id))
+
+    def _row(self, lease_id: str) -> _Row:
+        """Return the row of a lease, which may be one that is not on disk yet."""
+        row = self._rows.get(lease_id)
+        if row is None:
+            row = self._rows[lease_id] = _Row(self._free.pop() if self._free else next(self._new))
+        return row
+
+
+def _whole(value: object) -> int:
+    return int(str(value))

@@ -110,23 +110,23 @@ class Leases:
 
         Those whose processes died meanwhile end now, and places in the queue that nobody can come back to.
         """
-        for news in self._keeping.untold(self._told):
+        found = self._keeping.read(self._told)
+        if found.because:
+            self._log.error(Happened.STORE_SET_ASIDE, because=found.because)
+        for news in found.untold:
             self._log.info(news.happened, lease=news.lease, **news.facts)
         self._turn.tell()
-        leases, because = self._keeping.read()
-        if because:
-            self._log.error(Happened.STORE_SET_ASIDE, because=because)
         now = clock.monotonic()
-        for lease in leases:
+        for lease in found.leases:
             self.ledger.restore(lease, now)
             self._note_request(lease)
             self.clients.restore(lease)
         # All of them stand in the ledger before the first ends: what it leaves must not be granted twice.
-        for lease in leases:
+        for lease in found.leases:
             self._take_up(lease, now)
-        if leases:
+        if found.leases:
             left = sum(1 for _ in self.ledger.all())
-            self._log.info(Happened.LEASES_RESTORED, leases=left, ended=len(leases) - left)
+            self._log.info(Happened.LEASES_RESTORED, leases=left, ended=len(found.leases) - left)
 
     def _take_up(self, lease: Lease, now: float) -> None:
         if not self.clients.has_living(lease.id):

@@ -115,4 +115,4 @@ class Turn:
 
     def tell(self) -> None:
         """Note what was logged so far, and what of it is in the history and need not be told again."""
-        self._keeping.told = self._tell(self._keeping.turn)
+        self._keeping.note_told(self._tell(self._keeping.turn))

@@ -84,7 +84,7 @@ class Database:
         connection = sqlite3.connect(self._path, isolation_level=None, timeout=_PATIENCE)
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(connection.close)
-            connection.create_function("checksum", -1, _checksum, deterministic=True)
+            connection.create_function("checksum", -1, checksum, deterministic=True)
             connection.execute("PRAGMA trusted_schema = ON")  # for `checksum`; whose schema it is is checked before
             connection.execute("PRAGMA locking_mode = EXCLUSIVE")
             # Nothing is written before it is known whose it is.
@@ -257,9 +257,14 @@ class _Ballast:
         return True
 
 
-def _checksum(*values: object) -> int:
+def checksum(*values: object) -> int:
     """Return what stands beside the values of a row, so that damage within them is seen, not believed."""
     return zlib.crc32("\0".join(map(str, values)).encode())
+
+
+def summed(*values: object) -> tuple[object, ...]:
+    """Return the values of a row with their checksum behind them, as every row has it that is written."""
+    return *values, checksum(*values)
 
 
 class _UnusableError(Exception):

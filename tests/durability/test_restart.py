@@ -119,7 +119,7 @@ def test_pid_of_another(make_node: Start) -> None:
         ticks = f'"start_ticks":{start_ticks(os.getpid())}'
         assert ticks in data
         other = data.replace(ticks, '"start_ticks":1')
-        store.execute("UPDATE leases SET data = ?1, sum = checksum(id, boot, ?1)", (other,))
+        store.execute("UPDATE leases SET data = ?1, sum = checksum(number, boot, told, ?1, news)", (other,))
     node.start()
     assert leases(node) == {}
     assert because(node, lease["id"]) == f"its holder, pid {os.getpid()}, died while mpsd was away"
@@ -137,7 +137,7 @@ def test_reboot(make_node: Start) -> None:
     last = [line["seq"] for line in events(node)][-1]
     node.end(signal.SIGKILL)
     with rewritten(node) as store:
-        store.execute("UPDATE leases SET boot = ?1, sum = checksum(id, ?1, data)", (OTHER_BOOT,))
+        store.execute("UPDATE leases SET boot = ?1, sum = checksum(number, ?1, told, data, news)", (OTHER_BOOT,))
     node.start()
     assert leases(node) == {}
     assert node.get(f"/v1/leases/{lease['id']}").status == 404
@@ -176,7 +176,7 @@ def test_ten_thousand(make_node: Start) -> None:
 def multiply(node: Node, told: dict[str, Any], pids: list[int]) -> None:
     """Make ten thousand leases of one, tied to these processes in turn."""
     with rewritten(node) as store:
-        ((boot, data),) = store.execute("SELECT boot, data FROM leases").fetchall()
+        ((boot, told_of, data, news),) = store.execute("SELECT boot, told, data, news FROM leases").fetchall()
         store.execute("DELETE FROM leases")
         before = {"id": told["id"], "pid": f'"pid":{pids[0]},', "ticks": f'"start_ticks":{start_ticks(pids[0])}'}
         assert all(text in data for text in before.values())
@@ -188,7 +188,8 @@ def multiply(node: Node, told: dict[str, Any], pids: list[int]) -> None:
                 .replace(before["pid"], f'"pid":{pid},')
                 .replace(before["ticks"], f'"start_ticks":{start_ticks(pid)}')
             )
-            store.execute("INSERT INTO leases VALUES (?1, ?2, ?3, checksum(?1, ?2, ?3))", (name, boot, row))
+            values = (number + 1, boot, told_of, row, news)
+            store.execute("INSERT INTO leases VALUES (?1, ?2, ?3, ?4, ?5, checksum(?1, ?2, ?3, ?4, ?5))", values)
 
 
 # -- clients that outlive the holder, without a GPU to be a client of -------------------------------------------------
@@ -221,7 +222,7 @@ async def mpsd(directory: Path) -> AsyncIterator[Leases]:
             Reconciler(Settings(), reach),
             log,
             grace=30,
-            tell=lambda _: True,
+            tell=lambda turn: turn,
             told=0,
             note_usage=lambda _: None,
         )

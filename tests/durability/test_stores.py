@@ -68,7 +68,7 @@ def test_row_that_makes_no_sense(make_node: Start) -> None:
         store.create_function("checksum", -1, lambda *_: 0)
         store.execute("PRAGMA ignore_check_constraints = ON")
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        store.execute("INSERT INTO leases VALUES ('lease-x', ?, '{}', 0)", (boot,))
+        store.execute("INSERT INTO leases VALUES (1000, ?, 0, '{}', '[]', 0)", (boot,))
         store.commit()
     node.start()
     assert node.events("store_set_aside")

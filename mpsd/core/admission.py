@@ -22,8 +22,7 @@ from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import MIB, format_size
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(Struct, frozen=True):
     """Why a GPU takes nobody at the moment, and what to do about it. `limit` is `health` or `hold`."""
 
     limit: str
@@ -31,8 +30,7 @@ class Refusal:
     hint: str
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(Struct, frozen=True):
     """What one GPU has to give, before anything was granted on it."""
 
     gpu: str
@@ -162,16 +160,17 @@ def _part(fraction: float) -> tuple[int, int, int]:
     return int(part * 1000), *part.as_integer_ratio()
 
 
-def share(request: LeaseRequest, offer: Offer, need: Amount) -> Share:
+@lru_cache(maxsize=1024)
+def share(offer: Offer, need: Amount) -> Share:
     """Return the place on this GPU, with the environment that holds each client process to its part.
 
     Parts are rounded down to what MPS knows, so that together they never come to more than was granted.
     """
     threads, memory = ActiveThreadPercentage(need.threads), PinnedDeviceMemLimit(need.memory // MIB)
     each_threads, each_memory = threads, memory
-    if request.processes > 1:
-        each_threads = ActiveThreadPercentage(threads.tenths // request.processes)
-        each_memory = PinnedDeviceMemLimit(memory.mebibytes // request.processes)
+    if need.clients > 1:
+        each_threads = ActiveThreadPercentage(threads.tenths // need.clients)
+        each_memory = PinnedDeviceMemLimit(memory.mebibytes // need.clients)
     # The memory limit names device 0, which is how the client counts the one GPU that it sees: were any entry to name a
     # GPU that it cannot see, MPS would drop every one of its limits (measured by NVIDIA on driver 615).
     env = {

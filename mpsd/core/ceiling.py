@@ -18,6 +18,9 @@ from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 SMALLEST: Final = Limits(ActiveThreadPercentage(1), PinnedDeviceMemLimit(1))
 """0.1 % reads back as 0.1, and less as 0.0; 1M is the least memory, and 0 would be none at all (measured, all four)."""
 
+NEVER: Final = float("inf")
+"""The moment at which nothing happens."""
+
 UNLIMITED: Final = Limits(ActiveThreadPercentage(1000), None)
 
 
@@ -46,10 +49,10 @@ class _Turn:
 
 
 class Ceiling(Struct, frozen=True):
-    """What the next client gets at most, and until when, if that may change by itself."""
+    """What the next client gets at most, and until when, where that may change by itself."""
 
     limits: Limits
-    until: float | None
+    until: float = NEVER
 
 
 def each_process(lease: Lease, share: Share) -> Limits:
@@ -142,7 +145,7 @@ class Attaching:
         self._turn = None
         while self._since and next(iter(self._since.values())) + rules.window <= now:
             self.forget(next(iter(self._since)))
-        ends = next(iter(self._since.values())) + rules.window if self._since else None
+        ends = next(iter(self._since.values())) + rules.window if self._since else NEVER
         return Ceiling(reduce(widest, self._sizes, rules.closed), ends)
 
     def _strictly(self, rules: Rules, now: float) -> Ceiling:
@@ -158,5 +161,5 @@ class Attaching:
             turn = None if first is None else _Turn(first, now)
         self._turn = turn
         if turn is None:
-            return Ceiling(rules.closed, None)
-        return Ceiling(self._expected[turn.lease], None if turn.held else turn.since + rules.window)
+            return Ceiling(rules.closed)
+        return Ceiling(self._expected[turn.lease], NEVER if turn.held else turn.since + rules.window)

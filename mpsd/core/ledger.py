@@ -6,7 +6,7 @@ one (`_leave`), and the sums move there alone.
 The order of those who wait, and what is kept for whom, is `queue`.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
@@ -75,8 +75,6 @@ class Ledger:
         """By user, what it holds: the waiting ones not included."""
         self._worth: dict[str, Amount] = {}
         """By waiting lease, what it counts against its user's quota."""
-        self._looked: dict[str, list[Candidate]] = {}
-        """By waiting lease, where it can be granted some day, for as long as the offers stay as they are."""
         self._expiring: dict[str, float] = {}
         self._arrivals = 0
 
@@ -161,7 +159,6 @@ class Ledger:
         if offered == self._offers.by_gpu:
             return False
         before, self._offers = self._offers.whole, Offers(offered)
-        self._looked.clear()
         if before != self._offers.whole:
             self._value_anew(now)
         return True
@@ -186,7 +183,7 @@ class Ledger:
         TooManyLeasesError.
         """
         admission.check(lease.request)
-        candidates = self._offers.candidates(lease.request)
+        candidates = self._candidates(lease)
         if len(candidates) < lease.request.gpus:
             raise self._offers.why_never(lease.request).raised()
         if len(self.leases) + len(self.waiting) >= self.rules.leases:
@@ -271,17 +268,14 @@ class Ledger:
 
     # -- deciding -----------------------------------------------------------------------------------------------------
 
-    def _candidates(self, lease: Lease) -> list[Candidate]:
-        """Return where a lease that waits can be granted some day: looked for once, not whenever somebody leaves."""
-        found = self._looked.get(lease.id)
-        if found is None:
-            found = self._looked[lease.id] = self._offers.candidates(lease.request)
-        return found
+    def _candidates(self, lease: Lease) -> Sequence[Candidate]:
+        """Return where a lease can be granted some day."""
+        return self._offers.candidates(lease.request)
 
-    def _find(self, lease: Lease, candidates: list[Candidate], kept: Mapping[str, Kept]) -> list[Candidate]:
+    def _find(self, lease: Lease, candidates: Sequence[Candidate], kept: Mapping[str, Kept]) -> list[Candidate]:
         return self._room.find(candidates, lease.owner.uid, lease.request.gpus, kept, self.rules.placement)
 
-    def _choose(self, lease: Lease, candidates: list[Candidate], now: float) -> list[Candidate]:
+    def _choose(self, lease: Lease, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
         """Return the places that a new request gets when all who wait and come before it have got theirs."""
         if not self.waiting:
             return self._find(lease, candidates, {})
@@ -303,7 +297,7 @@ class Ledger:
     def _is_spent(self, kept: Mapping[str, Kept]) -> bool:
         return self._room.is_spent(self._offers.by_gpu.values(), kept)
 
-    def _shortage(self, lease: Lease, candidates: list[Candidate]) -> Shortage:
+    def _shortage(self, lease: Lease, candidates: Sequence[Candidate]) -> Shortage:
         """Say what a request that was not granted lacks, on the GPU that comes closest."""
         if len(candidates) < lease.request.gpus:
             return self._offers.why_never(lease.request)
@@ -312,8 +306,8 @@ class Ledger:
     # -- entering and leaving: the only places where the sums move ----------------------------------------------------
 
     def _grant(self, lease: Lease, chosen: list[Candidate], now: Now, arrival: int) -> Lease:
-        shares = tuple(admission.share(lease.request, offer, need) for offer, need in chosen)
-        first, on = shares[0], ", ".join(share.daemon for share in shares)
+        shares = tuple([admission.share(offer, need) for offer, need in chosen])
+        first, on = shares[0], ", ".join([share.daemon for share in shares])
         granted = structs.replace(
             lease,
             state=LeaseState.GRANTED,
@@ -362,7 +356,6 @@ class Ledger:
     def _part(self, lease: Lease) -> None:
         self._queue.part(lease.id)
         self._forget(lease, self._worth.pop(lease.id))
-        self._looked.pop(lease.id, None)
 
     def _note(self, lease: Lease, amount: Amount, until: float | None) -> None:
         """Count a lease to its user, and note when its time is over."""

@@ -1,6 +1,7 @@
 """What the GPUs of the node have to give together, and where among them a request can be granted some day. Pure."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Final
 
 from msgspec import structs
 
@@ -8,6 +9,9 @@ from mpsd.core import admission
 from mpsd.core.admission import NOTHING, Amount, Candidate, Offer, Shortage
 from mpsd.core.errors import DaemonNotReadyError, NeverFitsError, QuotaError
 from mpsd.core.model import LeaseRequest
+
+_MOST_SIZES: Final = 1024
+"""Sizes of requests for which it is kept where they can be granted; a busy node sees a few."""
 
 
 class Offers:
@@ -19,6 +23,8 @@ class Offers:
         for offer in by_gpu.values():
             whole += Amount(offer.threads, offer.memory, offer.clients)
         self.whole = whole
+        self._candidates: dict[tuple[Hashable, ...], tuple[Candidate, ...]] = {}
+        """By what of a request decides it."""
 
     def named(self, request: LeaseRequest) -> Iterable[Offer]:
         """Return the GPUs that a request is about, and that its user may be on."""
@@ -32,10 +38,17 @@ class Offers:
         """Tell whether there are as many GPUs as a request is about."""
         return len(list(self.named(request))) >= request.gpus
 
-    def candidates(self, request: LeaseRequest) -> list[Candidate]:
+    def candidates(self, request: LeaseRequest) -> tuple[Candidate, ...]:
         """Return the GPUs where a request that was checked could be granted some day."""
-        needs = admission.needs(request, self.named(request))
-        return [(offer, need) for offer, need in needs if admission.never(need, offer) is None]
+        size = request.threads, request.memory, request.fraction, request.processes, request.gpu, request.among
+        found = self._candidates.get(size)
+        if found is None:
+            needs = admission.needs(request, self.named(request))
+            found = tuple((offer, need) for offer, need in needs if admission.never(need, offer) is None)
+            if len(self._candidates) >= _MOST_SIZES:
+                self._candidates.clear()
+            self._candidates[size] = found
+        return found
 
     def worth(self, request: LeaseRequest) -> Amount:
         """Return what a request that was checked comes to at most, wherever it goes."""

@@ -59,7 +59,7 @@ class Way:
 
     def open(self, uid: int) -> None:
         """Let a uid in that is wanted by now. Raises ReachError."""
-        if uid in {0, peers.own_uid()} or (self._sure and (self._held is None or uid in self._held)):
+        if self._sure and (self._held is None or uid in self._held):
             return
         if not self.hold():
             raise ReachError(
@@ -161,11 +161,15 @@ class Reach:
 
     def open(self, lease: Lease) -> None:
         """Let a lease's uid in wherever it was granted something. Raises ReachError."""
+        if _is_let_in(lease.owner.uid):
+            return
         for share in lease.shares:
             self._ways[share.daemon].open(lease.owner.uid)
 
     def close(self, lease: Lease) -> None:
         """Let the uid of a lease that has ended in no more, unless it has another lease there."""
+        if _is_let_in(lease.owner.uid):
+            return
         for share in lease.shares:
             if share.daemon in self._ways:  # the GPU of a lease of an earlier mpsd may be gone
                 self._ways[share.daemon].close()
@@ -175,3 +179,8 @@ class Reach:
         self._unadmitted = unadmitted
         for way in self._ways.values():
             way.close()
+
+
+def _is_let_in(uid: int) -> bool:
+    """Tell whether a uid is let in whatever it holds: root's, or mpsd's own."""
+    return uid in {0, peers.own_uid()}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from mpsd.core import ceiling
-from mpsd.core.ceiling import Attaching, Rules
+from mpsd.core.ceiling import NEVER, Attaching, Rules
 from mpsd.core.errors import DaemonNotReadyError
 from mpsd.core.model import Lease, LeaseState, Limits
 from mpsd.core.settings import Attach, Settings, Unadmitted
@@ -21,8 +21,6 @@ from mpsd.system import clock
 _LINGER: Final = 0.2
 """Seconds for which limits may stay that nobody needs any more."""
 
-_NEVER: Final = float("inf")
-
 
 @dataclass(slots=True)
 class _Gate:
@@ -31,9 +29,15 @@ class _Gate:
     supervisor: Supervisor
     limits: Limits
     attaching: Attaching = field(default_factory=Attaching)
-    lower_at: float | None = None
+    lower_at: float = NEVER
     """When limits that are wider than is needed are to be lowered."""
-    until: float | None = None
+    until: float = NEVER
+    """When what is needed changes by itself."""
+
+    @property
+    def moment(self) -> float:
+        """When there is something to do about it, and no later."""
+        return min(self.lower_at, self.until)
 
 
 class Reconciler:
@@ -43,7 +47,7 @@ class Reconciler:
         self._reach = reach
         self._gates: dict[str, _Gate] = {}
         self._news = asyncio.Event()
-        self._wakes = _NEVER
+        self._wakes = NEVER
         """When `run` looks again by itself."""
         self._moved = asyncio.Event()
         """Set, and replaced, whenever something was settled: whoever waits for a gate looks again."""
@@ -73,15 +77,10 @@ class Reconciler:
             self._settle_all()
             self._moved.set()
             self._moved = asyncio.Event()
-            self._wakes = self._next()
+            self._wakes = min((gate.moment for gate in self._gates.values()), default=NEVER)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(None if self._wakes == _NEVER else self._wakes - clock.monotonic()):
+                async with asyncio.timeout(None if self._wakes == NEVER else self._wakes - clock.monotonic()):
                     await self._news.wait()
-
-    def _next(self) -> float:
-        """Return when something changes by itself, and no later."""
-        moments = (each for gate in self._gates.values() for each in (gate.until, gate.lower_at) if each is not None)
-        return min(moments, default=_NEVER)
 
     def look(self) -> None:
         """Look again soon: something has changed about a control daemon."""
@@ -101,10 +100,13 @@ class Reconciler:
                 gate.attaching.forget(lease.id)
             # Whoever asks next may well need what a lease leaves; behind a client that has come, the door is shut.
             self._settle(gate, linger=lease.state is not LeaseState.ACTIVE)
+            self._tell(gate)
         if lease.state is LeaseState.ENDED:
             self._reach.close(lease)
-        # It is settled already; those who wait look again, and the clock is followed anew where it has to be.
-        if self._waiting or self._next() < self._wakes:
+
+    def _tell(self, gate: _Gate) -> None:
+        """It is settled already: those who wait look again, and the clock is followed anew where it has to be."""
+        if self._waiting or gate.moment < self._wakes:
             self._news.set()
 
     async def open(self, lease: Lease) -> None:
@@ -113,9 +115,10 @@ class Reconciler:
         Raises ReachError, and DaemonNotReadyError when a control daemon does not get that far.
         """
         self._reach.open(lease)
-        gates = [self._gates[name] for name in sorted(share.daemon for share in lease.shares) if name in self._gates]
+        gates = [self._gates[share.daemon] for share in lease.shares if share.daemon in self._gates]
         if not (self._rules.strict or lease.clients or any(gate.supervisor.trouble for gate in gates)):
             return  # as mostly: they are as wide as they have to be, there are no turns, and no window has begun
+        gates.sort(key=lambda gate: gate.supervisor.name)
         for gate in gates:
             gate.attaching.ask(lease.id)
         try:
@@ -130,8 +133,7 @@ class Reconciler:
             for gate in gates:
                 gate.attaching.tell(lease.id, some=bool(lease.clients), now=clock.monotonic())
                 self._settle(gate)
-            if self._waiting or self._next() < self._wakes:
-                self._news.set()
+                self._tell(gate)
 
     async def _open(self, gate: _Gate, lease_id: str) -> None:
         supervisor, patience = gate.supervisor, None
@@ -171,15 +173,16 @@ class Reconciler:
         now = clock.monotonic()
         needed = gate.attaching.settle(self._rules, now)
         gate.until = needed.until
-        if self._rules.strict or not linger or (gate.lower_at is not None and now >= gate.lower_at):
-            gate.limits = needed.limits
-        else:
-            gate.limits = ceiling.widest(gate.limits, needed.limits)
-        if gate.limits == needed.limits:
-            gate.lower_at = None
-        elif gate.lower_at is None:
-            gate.lower_at = now + _LINGER
-        gate.supervisor.limit(gate.limits)
+        if needed.limits == gate.limits:
+            gate.lower_at = NEVER
+            return
+        limits = needed.limits
+        if linger and not self._rules.strict and now < gate.lower_at:
+            limits = ceiling.widest(gate.limits, limits)
+        gate.lower_at = NEVER if limits == needed.limits else min(gate.lower_at, now + _LINGER)
+        if limits != gate.limits:
+            gate.limits = limits
+            gate.supervisor.limit(limits)
 
 
 def rules(settings: Settings) -> Rules:

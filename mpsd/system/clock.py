@@ -5,6 +5,10 @@ import time
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
+from typing import Final
+
+_TICKS: Final = os.sysconf("SC_CLK_TCK")
+"""How many of the clock ticks that /proc counts make a second."""
 
 
 def now() -> datetime:
@@ -27,7 +31,7 @@ def monotonic() -> float:
 
 def since_boot(ticks: int | None = None) -> float:
     """Return the seconds since boot of a moment in clock ticks, as /proc has them, or of now."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if ticks is None else ticks / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if ticks is None else ticks / _TICKS
 
 
 def at_ticks(ticks: int) -> datetime:

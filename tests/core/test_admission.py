@@ -143,7 +143,7 @@ class TestShare:
         """It names the pipe directory, the GPU, and limits in MPS's own grammar; the memory's is that of device 0."""
         what = request(33.3, 1.5)
         at = offer(3)
-        place = share(what, at, need(what, at))
+        place = share(at, need(what, at))
         assert (place.gpu, place.daemon, place.threads.tenths, place.memory.mebibytes) == (gpu(3), "gpu3", 333, 1536)
         assert place.env == {
             "CUDA_MPS_PIPE_DIRECTORY": "/run/mpsd/gpu3",
@@ -165,7 +165,7 @@ class TestShare:
     def test_parts(self, threads: float, memory: float, processes: int, percentage: str, limit: str) -> None:
         """Of several processes each gets its part, rounded down to what MPS takes."""
         what = request(threads, memory, processes=processes)
-        place = share(what, offer(), need(what, offer()))
+        place = share(offer(), need(what, offer()))
         assert place.env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == percentage
         assert place.env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == limit
         assert place.threads == what.threads
@@ -181,7 +181,7 @@ class TestShare:
             assert (shortage.limit, shortage.error) == ("processes", InvalidRequestError)
             assert tenths < processes or mebibytes < processes
             return
-        env = share(what, at, amount).env
+        env = share(at, amount).env
         each = ActiveThreadPercentage.parse(env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"]).tenths
         memory = env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"].removeprefix("0=") + "iB"
         each_memory = PinnedDeviceMemLimit.parse(memory.replace("MiB", " MiB").replace("GiB", " GiB"))

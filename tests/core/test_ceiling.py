@@ -39,7 +39,7 @@ class TestTogether:
 
     def test_closed(self) -> None:
         """With nobody to come, a process gets what it gets that nobody let in."""
-        assert Attaching().settle(SHARED, 0.0) == Ceiling(SMALLEST, None)
+        assert Attaching().settle(SHARED, 0.0) == Ceiling(SMALLEST)
         defaults = Rules(QUARTER, strict=False, window=WINDOW)
         assert Attaching().settle(defaults, 0.0).limits == QUARTER
 
@@ -48,7 +48,7 @@ class TestTogether:
         attaching = Attaching()
         attaching.expect("a", QUARTER, some=False, now=0.0)
         attaching.expect("b", HALF, some=False, now=1.0)
-        assert attaching.settle(SHARED, 2.0) == Ceiling(limits(50, 1024), None)
+        assert attaching.settle(SHARED, 2.0) == Ceiling(limits(50, 1024))
         assert open_to(attaching) == {"a", "b"}
         attaching.forget("a")
         assert attaching.settle(SHARED, 2.0).limits == HALF
@@ -65,7 +65,7 @@ class TestTogether:
         """Its first process is waited for as long as the lease lives."""
         attaching = Attaching()
         attaching.expect("a", QUARTER, some=False, now=0.0)
-        assert attaching.settle(SHARED, 1e9) == Ceiling(QUARTER, None)
+        assert attaching.settle(SHARED, 1e9) == Ceiling(QUARTER)
         assert open_to(attaching) == {"a"}
 
     def test_the_others_have_a_window(self) -> None:
@@ -74,7 +74,7 @@ class TestTogether:
         attaching.expect("a", QUARTER, some=True, now=0.0)
         attaching.expect("a", QUARTER, some=True, now=20.0)
         assert attaching.settle(SHARED, 49.9) == Ceiling(QUARTER, 50.0)
-        assert attaching.settle(SHARED, 50.0) == Ceiling(SMALLEST, None)
+        assert attaching.settle(SHARED, 50.0) == Ceiling(SMALLEST)
         attaching.expect("a", QUARTER, some=True, now=60.0)
         assert attaching.settle(SHARED, 60.0) == Ceiling(QUARTER, 90.0)
         assert open_to(attaching) == {"a"}
@@ -94,7 +94,7 @@ class TestStrictly:
         assert attaching.settle(STRICT, 10.0) == Ceiling(HALF, 40.0)
         assert open_to(attaching) == {"b"}
         attaching.forget("b")
-        assert attaching.settle(STRICT, 11.0) == Ceiling(SMALLEST, None)
+        assert attaching.settle(STRICT, 11.0) == Ceiling(SMALLEST)
 
     def test_exactly(self) -> None:
         """Also where everybody gets more."""
@@ -116,7 +116,7 @@ class TestStrictly:
             assert attaching.settle(STRICT, now) == ceiling
         assert not attaching.expects("b")
         attaching.forget("a")
-        assert attaching.settle(STRICT, 61.0) == Ceiling(SMALLEST, None)
+        assert attaching.settle(STRICT, 61.0) == Ceiling(SMALLEST)
 
     def test_a_turn_is_held(self) -> None:
         """It passes no more while its lease waits for another GPU, and begins when that was told, once."""
@@ -126,7 +126,7 @@ class TestStrictly:
         attaching.settle(STRICT, 0.0)
         attaching.hold("b")  # not its turn: there is nothing to be held
         attaching.hold("a")
-        assert attaching.settle(STRICT, 1000.0) == Ceiling(QUARTER, None)
+        assert attaching.settle(STRICT, 1000.0) == Ceiling(QUARTER)
         attaching.tell("a", some=False, now=1000.0)
         assert attaching.settle(STRICT, 1000.0) == Ceiling(QUARTER, 1030.0)
         attaching.hold("a")
@@ -222,7 +222,7 @@ class Attachment(RuleBasedStateMachine):
         """It is open to one of them, under its limits; and closed when nobody is to come."""
         ceiling = self.attaching.settle(STRICT, self.now)
         if not self.waiting:
-            assert ceiling == Ceiling(SMALLEST, None)
+            assert ceiling == Ceiling(SMALLEST)
             return
         (whose,) = open_to(self.attaching)
         assert ceiling.limits == self.waiting[whose]

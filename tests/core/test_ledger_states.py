@@ -194,17 +194,17 @@ class Node(RuleBasedStateMachine):
     @rule(which=picks, refusal=st.sampled_from((None, None, ILL, ON_HOLD)))
     def fall_ill(self, which: int, refusal: Any) -> None:
         """Let a GPU fall ill, be held, or recover."""
-        self.change_offer(which, lambda at: replace(at, refusal=refusal), keeps_promises=True)
+        self.change_offer(which, lambda at: structs.replace(at, refusal=refusal), keeps_promises=True)
 
     @rule(which=picks, threads=st.sampled_from((1000, 1000, 400, 1500)), memory=st.sampled_from((*SIZES, 0)))
     def resize(self, which: int, threads: int, memory: int) -> None:
         """Offer more or less of a GPU, also less than was granted on it."""
-        self.change_offer(which, lambda at: replace(at, threads=threads, memory=memory))
+        self.change_offer(which, lambda at: structs.replace(at, threads=threads, memory=memory))
 
     @rule(which=picks, clients=st.sampled_from((16, 16, 3)), to=limits)
     def limit(self, which: int, clients: int, to: Limits) -> None:
         """Change what a control daemon gives any client, and how many."""
-        self.change_offer(which, lambda at: replace(at, clients=clients, limits=to))
+        self.change_offer(which, lambda at: structs.replace(at, clients=clients, limits=to))
 
     @rule(index=st.integers(0, 2), memory=st.sampled_from(SIZES))
     def lose_or_find(self, index: int, memory: int) -> None:
@@ -458,7 +458,7 @@ class Node(RuleBasedStateMachine):
     def offer(self) -> None:
         """Hand in the offers; the same ones again are nothing new."""
         self.ledger.offer(list(self.books.offers.values()), self.books.now)
-        assert not self.ledger.offer([replace(each) for each in self.books.offers.values()], self.books.now)
+        assert not self.ledger.offer([structs.replace(each) for each in self.books.offers.values()], self.books.now)
 
 
 class OneUser(Node):

@@ -53,7 +53,7 @@ def lease(
         request=request,
         arrival=percent,
         created=datetime.now(UTC),
-        shares=(share(request, OFFER, need),),
+        shares=(share(OFFER, need),),
         clients=clients,
     )
 

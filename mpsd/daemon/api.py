@@ -142,9 +142,8 @@ class Api:
                 await connection.send(message, answer)
         except MpsdError as error:
             await connection.send(message, self._problem(error, message))
-        except ConnectionResetError as error:
-            # It hung up, which is how followers leave, or it is too slow, and is not waited for.
-            self._log.debug(Happened.FOLLOWER_LEFT, because=str(error))
+        except ConnectionResetError:
+            pass  # it hung up, which is how followers leave, or it is too slow, and is not waited for
         except Exception as error:  # noqa: BLE001 - the boundary: a defect answers one request, and must not end mpsd
             await connection.send(message, self._defect(error, message.path))
         finally:
@@ -167,7 +166,7 @@ class Api:
         return problem(error)
 
     def _defect(self, error: BaseException, path: str) -> Answer:
-        self._log.error(Happened.API_DEFECT, path=path, exc_info=error)
+        self._log.defect(Happened.API_DEFECT, error, path=path)
         return problem(InternalError("mpsd has a defect here", hint="its log has the details; please report them"))
 
     async def _read(self, message: Message) -> bytes | bytearray:

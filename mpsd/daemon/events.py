@@ -12,7 +12,7 @@ from typing import Final
 from mpsd.core.errors import StorageError
 from mpsd.system import clock
 from mpsd.system.counter import Counter
-from mpsd.system.database import Database
+from mpsd.system.database import Database, summed
 
 _SLACK: Final = 256
 """Events by which more are held than are to be kept, at most: not every decision has to remove one."""
@@ -108,13 +108,13 @@ class Events:
     def _store(self, lines: list[bytes], times: list[float]) -> None:
         last = self._next + len(lines) - 1
         rows: list[tuple[str, tuple[object, ...]]] = [
-            ("INSERT INTO events VALUES (?1, ?2, ?3, checksum(?1, ?2, ?3))", (seq, at, line.decode()))
+            ("INSERT INTO events VALUES (?, ?, ?, ?)", summed(seq, at, line.decode()))
             for seq, at, line in zip(range(self._next, last + 1), times, lines, strict=True)
         ]
         if self._first - self._on_disk >= _SLACK:
             rows.append(("DELETE FROM events WHERE seq < ?", (self._first,)))
         if self._turn > self.turn:
-            rows.append(("INSERT OR REPLACE INTO notes VALUES (?1, ?2, checksum(?1, ?2))", ("turn", self._turn)))
+            rows.append(("INSERT OR REPLACE INTO notes VALUES (?, ?, ?)", summed("turn", self._turn)))
         self._database.commit(rows)
         self.turn = self._turn
         self._next = last + 1

@@ -6,7 +6,7 @@ from typing import Final
 from mpsd.core.errors import StorageError
 from mpsd.core.usage import Account, Usage
 from mpsd.system import clock
-from mpsd.system.database import Database
+from mpsd.system.database import Database, summed
 
 HISTORY_SCHEMA: Final = (
     """
@@ -30,7 +30,7 @@ def note_usage(history: Database, usage: Usage, trouble: Callable[[str], None]) 
     """Note who used how much, for the next mpsd, by the wall clock, since the other one ends with the boot."""
     wall = clock.now().timestamp()
     rows = [
-        ("INSERT INTO usage VALUES (?1, ?2, ?3, checksum(?1, ?2, ?3))", (uid, account.value, wall))
+        ("INSERT INTO usage VALUES (?, ?, ?, ?)", summed(uid, account.value, wall))
         for uid, account in usage.accounts(clock.monotonic()).items()
     ]
     try:

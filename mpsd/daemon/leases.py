@@ -101,7 +101,7 @@ class Leases:
                     noted = clock.monotonic()
                     self._note_usage(self.ledger.usage)
         finally:
-            self._turn.end()
+            self._turn.close()
             self._note_usage(self.ledger.usage)
             self.clients.close()
 

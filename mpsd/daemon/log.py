@@ -1,11 +1,12 @@
 """mpsd's own log: one line for each decision, to stderr, with the facts as keys. Configured once, at start."""
 
-import logging
 import sys
+import traceback
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import StrEnum
+from functools import partial
 from typing import Final, TextIO
 
 import msgspec
@@ -15,8 +16,6 @@ from mpsd.core.harmless import harmless_json, plain
 from mpsd.core.settings import LogFormat
 from mpsd.system import clock
 from mpsd.system.journal import Journal
-
-Logger = structlog.typing.FilteringBoundLogger
 
 _JSON: Final = msgspec.json.Encoder(enc_hook=str)
 
@@ -76,7 +75,6 @@ class Happened(StrEnum):
     CLIENT_FORCED = "client_forced"
     LEASE_ENDED = "lease_ended"
     DOOR_STUCK = "door_stuck"
-    FOLLOWER_LEFT = "follower_left"
     STORE_FULL = "store_full"
     STORE_HAS_ROOM = "store_has_room"
     STORE_SET_ASIDE = "store_set_aside"
@@ -98,39 +96,33 @@ _PRIORITIES: Final = {"debug": "7", "info": "6", "warning": "4", "error": "3"}
 """Levels as syslog(3) has them."""
 
 
-class _Printer(structlog.PrintLogger):
-    """Prints to a stream that may be a file on a full disk, or a pipe that nobody reads any more: mpsd lives on."""
+class Logger:
+    """Tells what happens, each time with the facts."""
 
-    def msg(self, message: str) -> None:
-        """Print a line, or drop it."""
-        with suppress(OSError):
-            super().msg(message)
+    def __init__(self, tell: Callable[[str, Happened, dict[str, object]], None], **bound: object) -> None:
+        """`tell` is called with the level, what happened, and the facts; `bound` are facts of all that it tells."""
+        self._tell = tell
+        self._bound = bound
 
-    info = warning = error = msg
+    def bind(self, **bound: object) -> "Logger":
+        """Return one that tells these facts with all that it tells."""
+        return Logger(self._tell, **self._bound, **bound)
 
+    def info(self, happened: Happened, **facts: object) -> None:
+        """Tell what is as it should be."""
+        self._tell("info", happened, self._bound | facts)
 
-class _BytesPrinter(structlog.BytesLogger):
-    """As `_Printer`, for lines that are bytes already."""
+    def warning(self, happened: Happened, **facts: object) -> None:
+        """Tell what is not, and what mpsd deals with."""
+        self._tell("warning", happened, self._bound | facts)
 
-    def msg(self, message: bytes) -> None:
-        """Print a line, or drop it."""
-        with suppress(OSError):
-            super().msg(message)
+    def error(self, happened: Happened, **facts: object) -> None:
+        """Tell what somebody has to look into."""
+        self._tell("error", happened, self._bound | facts)
 
-    info = warning = error = msg
-
-
-class _JournalPrinter:
-    """Sends entries to the journal."""
-
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
-
-    def msg(self, fields: Mapping[str, str]) -> None:
-        """Send an entry, or drop it."""
-        self._journal.send(fields)
-
-    info = warning = error = msg
+    def defect(self, happened: Happened, error: BaseException, **facts: object) -> None:
+        """Tell a defect of mpsd's own, with its traceback."""
+        self.error(happened, **facts, exception="".join(traceback.format_exception(error)).rstrip("\n"))
 
 
 def _entry(level: str, facts: Mapping[str, object], trace: str) -> dict[str, str]:
@@ -170,42 +162,38 @@ def configure(
     logged and what is told as an event are one and the same, and rendered once.
     """
 
-    def line(_: object, level: str, facts: structlog.typing.EventDict) -> bytes:
+    def line(level: str, happened: Happened, facts: Mapping[str, object]) -> bytes:
         # What a reader looks for first stands first: when, how bad, and what.
-        event = facts.pop("event")
-        rendered = _harmless(_JSON.encode({"at": clock.now(), "level": level, "event": event, **facts}))
+        rendered = _harmless(_JSON.encode({"at": clock.now(), "level": level, "event": happened, **facts}))
         if record is not None and "exception" not in facts:
             record(rendered)
         return rendered
 
-    def parts(level: str, facts: structlog.typing.EventDict) -> tuple[dict[str, object], dict[str, str]]:
-        known = msgspec.json.decode(line(None, level, facts))
+    def parts(level: str, happened: Happened, facts: Mapping[str, object]) -> tuple[dict[str, object], dict[str, str]]:
+        known = msgspec.json.decode(line(level, happened, facts))
         trace = {name: "\n".join(map(plain, known.pop(name).split("\n"))) for name in ("exception",) if name in known}
         return plain(known), trace
 
-    def text(_: object, level: str, facts: structlog.typing.EventDict) -> str:
-        known, trace = parts(level, facts)
-        return console(None, level, {**known, **trace})
+    # The stream may be a file on a full disk, or a pipe that nobody reads any more: a line is lost, and mpsd lives on.
 
-    def entry(_: object, level: str, facts: structlog.typing.EventDict) -> tuple[tuple[dict[str, str]], dict[str, str]]:
-        known, trace = parts(level, facts)
+    def tell_lines(level: str, happened: Happened, facts: Mapping[str, object]) -> None:
+        rendered = line(level, happened, facts)
+        with suppress(OSError):
+            stream.buffer.write(rendered + b"\n")
+            stream.buffer.flush()
+
+    def tell_text(level: str, happened: Happened, facts: Mapping[str, object]) -> None:
+        known, trace = parts(level, happened, facts)
+        with suppress(OSError):
+            print(console(None, level, {**known, **trace}), file=stream, flush=True)
+
+    def tell_journal(to: Journal, level: str, happened: Happened, facts: Mapping[str, object]) -> None:
+        known, trace = parts(level, happened, facts)
         del known["at"], known["level"]  # the journal has its own
-        return (_entry(level, known, trace.get("exception", "")),), {}
+        to.send(_entry(level, known, trace.get("exception", "")))
 
     console = structlog.dev.ConsoleRenderer(colors=stream.isatty())
-    as_text = form is LogFormat.TEXT or (form is LogFormat.AUTO and stream.isatty())
-    printer: _Printer | _BytesPrinter | _JournalPrinter
-    render: structlog.typing.Processor
     if form is LogFormat.AUTO and journal is not None:
-        printer, render = _JournalPrinter(journal), entry
-    elif as_text:
-        printer, render = _Printer(stream), text
-    else:
-        printer, render = _BytesPrinter(stream.buffer), line
-    lazy = structlog.wrap_logger(
-        printer,
-        processors=[structlog.processors.format_exc_info, render],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-    )
-    logger: Logger = lazy.bind()  # what it returned would be put together anew for every line
-    return logger
+        return Logger(partial(tell_journal, journal))
+    as_text = form is LogFormat.TEXT or (form is LogFormat.AUTO and stream.isatty())
+    return Logger(tell_text if as_text else tell_lines)

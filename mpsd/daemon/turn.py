@@ -1,4 +1,8 @@
-"""What one turn of the loop decides is stored in one commit at its end; only then is it told, and callers go on."""
+"""What one turn of the loop decides is stored in one commit at its end; only then do callers go on, and is it told.
+
+Callers come first: their answers do not wait for lines of the log. Whoever has an answer, and asks for the events then,
+finds what led to it among them, since the loop has told it before it reads what is asked next.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -6,7 +10,7 @@ from typing import Final
 
 from mpsd.core.errors import StorageError
 from mpsd.core.model import Lease, LeaseState
-from mpsd.daemon.keeping import Keeping, News
+from mpsd.daemon.keeping import Keeping, Kept, News
 from mpsd.daemon.log import Happened, Logger
 
 _MAKE_ROOM: Final = "make room on the file system of the runtime directory"
@@ -39,6 +43,8 @@ class Turn:
         self._scheduled = False
         self._changed: dict[str, Lease] = {}
         self._news: list[News] = []
+        self._stored: list[News] = []
+        """What is stored, and has to be told."""
 
     def change(self, lease: Lease, happened: Happened | None = None, **facts: object) -> None:
         """Have a lease stored, as it is now, at the end of this turn of the loop, and then tell what happened to it."""
@@ -69,7 +75,7 @@ class Turn:
             asyncio.get_running_loop().call_soon(self.end)
 
     async def over(self) -> None:
-        """Wait until what was decided so far is stored, or has failed to be, and is told."""
+        """Wait until what was decided so far is stored, or has failed to be."""
         # The loop calls back in order: whoever gives way for one turn comes after those that were scheduled before.
         if self._scheduled:
             await asyncio.sleep(0)
@@ -92,27 +98,38 @@ class Turn:
         self._log.info(Happened.STORE_HAS_ROOM)
 
     def end(self) -> None:
-        """Store what this turn decided, tell it, and let those go on who waited for that."""
+        """Store what this turn decided, let those go on who waited for that, and have it told after them."""
         self._finish()
         self._scheduled = False
         changed, self._changed = self._changed, {}
         news, self._news = self._news, []
         kept = self._keeping.keep(changed, news)
         if kept.because:
-            if not self.trouble:
-                self._log.error(Happened.STORE_FULL, because=kept.because)
-            self.trouble = kept.because
+            news = self._without(kept, news)
+        if news and not self._stored:
+            asyncio.get_running_loop().call_soon(self.tell)
+        self._stored += news
+
+    def close(self) -> None:
+        """Store and tell what is left."""
+        self.end()
+        self.tell()
+
+    def _without(self, kept: Kept, news: list[News]) -> list[News]:
+        """Return the news of what is stored; what is not stored is not told: it comes with the next turn, or never."""
+        if not self.trouble:
+            self._log.error(Happened.STORE_FULL, because=kept.because)
+        self.trouble = kept.because
         for lease in kept.refused:
             because = f"it was not granted, since it could not be stored: {kept.because}"
             self._refuse(lease, StorageError(because, hint=_MAKE_ROOM))
         refused = {lease.id for lease in kept.refused}
-        for each in news:
-            if self._keeping.is_late(each.lease):
-                self._news.append(each)  # what is not stored is not told: it comes with the next turn
-            elif each.lease not in refused:
-                self._log.info(each.happened, lease=each.lease, **each.facts)
-        self.tell()
+        self._news += [each for each in news if self._keeping.is_late(each.lease)]
+        return [each for each in news if each.lease not in refused and not self._keeping.is_late(each.lease)]
 
     def tell(self) -> None:
-        """Note what was logged so far, and what of it is in the history and need not be told again."""
+        """Log what is stored, and note what of that is in the history, and need not be told again."""
+        stored, self._stored = self._stored, []
+        for each in stored:
+            self._log.info(each.happened, lease=each.lease, **each.facts)
         self._keeping.note_told(self._tell(self._keeping.turn))

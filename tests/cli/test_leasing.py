@@ -422,6 +422,7 @@ def test_a_command_that_cannot_run(node: Node, short_tmp: Path, command: str, st
     done = node.mpsctl("run", *SHARE, "--", command)
     assert (done.returncode, done.stdout) == (status, "")
     assert done.stderr == f"mpsctl: {command}: {reason}\n"
+    assert leases(node) == []
     last = node.events("lease_ended")[-1]
     assert "released" in last["because"]
 

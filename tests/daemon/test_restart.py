@@ -11,7 +11,7 @@ import pytest
 
 from tests.daemon.conftest import Start
 from tests.daemon.operations import begin, ended, look, waiting
-from tests.daemon.scene import BRISK, branches, is_running, kill, limits_for, next_ready, stopped
+from tests.daemon.scene import BRISK, branches, event, is_running, kill, limits_for, next_ready, stopped
 from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon
@@ -117,7 +117,7 @@ class TestClients:
             client.process.wait(timeout=5)
         forced = node.events("client_forced", pid=client.pid)
         assert [each["rung"] for each in forced] == ["SIGTERM"]
-        (over,) = node.events("lease_ended", lease=lease)
+        over = event(node, "lease_ended", lease=lease)
         assert "their time to leave is over" in over["because"]
         assert node.daemons()["gpu0"]["state"] == "draining"
         assert node.request("POST", "/v1/leases", SMALL).json["limit"] == "hold"

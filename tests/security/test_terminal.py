@@ -132,9 +132,7 @@ def test_commands_as_text(make_node: Start) -> None:
 def test_defects_as_text() -> None:
     """The traceback of a defect keeps its lines, and nothing in them acts on a terminal, whatever structlog shows."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
-    configure(LogFormat.TEXT, stream=stream).error(
-        Happened.API_DEFECT, path=NAME, exc_info=ValueError(f"no {NAME}\nin")
-    )
+    configure(LogFormat.TEXT, stream=stream).defect(Happened.API_DEFECT, ValueError(f"no {NAME}\nin"), path=NAME)
     stream.seek(0)
     first, *trace = stream.read().splitlines()
     assert "api_defect" in first

@@ -86,7 +86,7 @@ def test_nothing_is_forged(heard: Heard) -> None:
 def test_lines(heard: Heard) -> None:
     """A value of several lines, as a defect's traceback is, arrives as it is."""
     log = logger(heard)
-    log.error(Happened.API_DEFECT, path="/x", exc_info=ZeroDivisionError("a\nb"))
+    log.defect(Happened.API_DEFECT, ZeroDivisionError("a\nb"), path="/x")
     entry = heard.entry()
     assert entry["PRIORITY"] == "3"
     assert entry["MESSAGE"].startswith("api_defect path=/x\nZeroDivisionError: a\n")

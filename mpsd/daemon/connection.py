@@ -93,7 +93,7 @@ class Message:
         """Wait for the body: until it is complete, or too large, or cannot be read. Raises ConnectionResetError."""
         if self.expects:
             await self.connection.bid_continue()
-        if not self.complete and len(self.body) <= MAXIMUM_BODY:
+        if not (self.complete or self.trouble or len(self.body) > MAXIMUM_BODY):
             self._arrived = asyncio.get_running_loop().create_future()
             await self._arrived
 
@@ -142,8 +142,6 @@ class Connection(asyncio.BufferedProtocol):
         """Requests to be answered; those behind the first came with it, in as many bytes as are read at a time."""
         self._later = bytearray()
         """What came behind them."""
-        self._ends = False
-        """Whether the latest request is the last that is read."""
         self._last = False
         """Whether nothing more is answered."""
         self._taken: asyncio.Future[None] | None = None
@@ -200,15 +198,13 @@ class Connection(asyncio.BufferedProtocol):
             self._cannot_read("it is too long")
 
     def _cannot_read(self, because: str) -> None:
-        """Listen no more; why is said once what came before is answered, unless that was to be the last anyway."""
+        """Listen no more; why is said once what came before is answered."""
         self._parser = None
         message, self._coming = self._coming, None
         if message is None:
-            if self._ends:
-                return
             message = Message(self, "", b"")
             self._next.append(message)
-        message.trouble, message.close = because, True
+        message.trouble, message.close = message.trouble or because, True
         message.wake()
 
     def on_url(self, url: bytes) -> None:
@@ -233,12 +229,11 @@ class Connection(asyncio.BufferedProtocol):
             message.trouble, message.close = f"it is HTTP/{version}", True
         elif parser.should_upgrade():
             message.trouble, message.close = "it asks for another protocol (Upgrade)", True
-        self._ends = message.close
         self._next.append(message)
 
     def on_body(self, body: bytes) -> None:
         """Take up some of a body."""
-        if self._coming is not None:
+        if self._coming is not None and not self._coming.trouble:
             self._coming.take(body)
 
     def on_message_complete(self) -> None:

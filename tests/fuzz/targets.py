@@ -31,6 +31,7 @@ from mpsd.simulator.cuda import Pinned, pinned
 from mpsd.system.control import Conversation
 from mpsd.system.mpslog import LogFollower
 from mpsd.system.retry import CollisionError
+from tests.fuzz.conversing import conversation
 
 KEY: Final = "4f9d2c"
 """With which the nonces of mpsd's marks begin, and which no other knows."""
@@ -188,6 +189,13 @@ _BODIES: Final[tuple[msgspec.json.Decoder[Any], ...]] = (
 )
 
 
+def connection(data: bytes) -> None:
+    """Requests are answered alike, in their order, however their bytes are cut, and nothing is behind the last."""
+    whole, pieces = conversation(list(cut(data)))
+    assert pieces == whole
+    assert all(method.isalpha() or "-" in method or trouble for _, method, *_, trouble, _ in whole)
+
+
 def body(data: bytes) -> None:
     """A request's body is refused, or within its bounds and the same again when it is written and read."""
     decoder = _BODIES[data[0] % len(_BODIES) if data else 0]
@@ -303,5 +311,17 @@ def terminal(data: bytes) -> None:
 
 TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
     each.__name__: each
-    for each in (log, command, follower, answers, configuration, body, units, environment, intention, terminal)
+    for each in (
+        log,
+        command,
+        follower,
+        answers,
+        configuration,
+        connection,
+        body,
+        units,
+        environment,
+        intention,
+        terminal,
+    )
 }

@@ -48,11 +48,11 @@ class Events:
         if not counter.certain or (rows and rows[-1][0] != last):
             self.lost = f"no event up to {last} is kept: the history was not as it was left"
             rows = []
+        kept = [(line, float(str(at))) for _, at, data in rows for line in str(data).encode().split(b"\n")][-count:]
+        self._lines, self._times = [line for line, _ in kept], [at for _, at in kept]
         self._next = last + 1
-        self._base = self._next - len(rows)
+        self._base = self._next - len(kept)
         """The number of the first of these."""
-        self._lines = [str(line).encode() for _, _, line in rows]
-        self._times = [float(str(at)) for _, at, _ in rows]
         self._first = self._base
         self._on_disk = self._base - (_SLACK if self.lost else 0)
         """The number of the first event that is still on disk, or less: what comes before a gap goes at once."""
@@ -107,10 +107,8 @@ class Events:
 
     def _store(self, lines: list[bytes], times: list[float]) -> None:
         last = self._next + len(lines) - 1
-        rows: list[tuple[str, tuple[object, ...]]] = [
-            ("INSERT INTO events VALUES (?, ?, ?, ?)", summed(seq, at, line.decode()))
-            for seq, at, line in zip(range(self._next, last + 1), times, lines, strict=True)
-        ]
+        # One row for all of them: they were decided within a moment, or have waited for room together.
+        rows = [("INSERT INTO events VALUES (?, ?, ?, ?)", summed(last, times[-1], b"\n".join(lines).decode()))]
         if self._first - self._on_disk >= _SLACK:
             rows.append(("DELETE FROM events WHERE seq < ?", (self._first,)))
         if self._turn > self.turn:

@@ -22,8 +22,14 @@ HISTORY_SCHEMA: Final = (
         name TEXT PRIMARY KEY, value INTEGER NOT NULL, sum INTEGER NOT NULL, CHECK (sum = checksum(name, value))
     ) WITHOUT ROWID
     """,
+    """
+    -- Nothing has to be done: each row is events that were stored together, as lines, and was one until then.
+    """,
 )
-"""The versions of the history, the oldest first; a later mpsd adds to them and changes none."""
+"""The versions of the history, the oldest first; a later mpsd adds to them and changes none.
+
+In the second, `data` is the lines of the events that were stored together, and `seq` and `at` are of the last of them.
+"""
 
 
 def note_usage(history: Database, usage: Usage, trouble: Callable[[str], None]) -> None:

@@ -78,7 +78,8 @@ def inherit(release: Release, root: Path, pid: int) -> list[dict[str, Any]]:
 def test_what_it_left_is_opened(release: Release, short_tmp: Path, holder: "subprocess.Popen[bytes]") -> None:
     """Its leases go on, who waited still waits, what was held is held, its events are there; nothing is set aside."""
     leases = inherit(release, short_tmp, holder.pid)
-    before = [json.loads(data) for _, _, data in release.json("history.db.json")["rows"]["events"]]
+    stored = release.json("history.db.json")["rows"]["events"]
+    before = [json.loads(line) for _, _, lines in stored for line in lines.split("\n")]
     node = Node(short_tmp, config="[api]\nevents_age = 1e9\n")
     try:
         node.start(ready=False)

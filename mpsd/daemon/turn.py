@@ -1,4 +1,6 @@
-"""What one turn of the loop decides is stored in one commit at its end; only then do callers go on, and is it told.
+"""What one turn of the loop decides is stored before callers go on, and is told after that.
+
+The first who waits for it has it stored at once; all others in the same turn of the loop share one commit at its end.
 
 Callers come first: their answers do not wait for lines of the log. Whoever has an answer, and asks for the events then,
 finds what led to it among them, since the loop has told it before it reads what is asked next.
@@ -41,6 +43,8 @@ class Turn:
         self._finish = finish
         self._refuse = refuse
         self._scheduled = False
+        self._fresh = True
+        """Whether nothing was stored in this turn of the loop yet."""
         self._changed: dict[str, Lease] = {}
         self._news: list[News] = []
         self._stored: list[News] = []
@@ -72,12 +76,20 @@ class Turn:
     def _schedule(self) -> None:
         if not self._scheduled:
             self._scheduled = True
-            asyncio.get_running_loop().call_soon(self.end)
+            asyncio.get_running_loop().call_soon(self._end_if_due)
+
+    def _end_if_due(self) -> None:
+        if self._scheduled:
+            self.end()
 
     async def over(self) -> None:
-        """Wait until what was decided so far is stored, or has failed to be."""
-        # The loop calls back in order: whoever gives way for one turn comes after those that were scheduled before.
-        if self._scheduled:
+        """Return when what was decided so far is stored, or has failed to be."""
+        if not self._scheduled:
+            return
+        if self._fresh:
+            self.end()
+        else:
+            # The loop calls back in order: whoever gives way for one turn comes after what was scheduled before.
             await asyncio.sleep(0)
 
     async def stored(self, lease_id: str) -> None:
@@ -106,9 +118,10 @@ class Turn:
         kept = self._keeping.keep(changed, news)
         if kept.because:
             news = self._without(kept, news)
-        if news and not self._stored:
-            asyncio.get_running_loop().call_soon(self.tell)
         self._stored += news
+        if self._fresh:
+            self._fresh = False
+            asyncio.get_running_loop().call_soon(self.tell)
 
     def close(self) -> None:
         """Store and tell what is left."""
@@ -129,6 +142,7 @@ class Turn:
 
     def tell(self) -> None:
         """Log what is stored, and note what of that is in the history, and need not be told again."""
+        self._fresh = True
         stored, self._stored = self._stored, []
         for each in stored:
             self._log.info(each.happened, lease=each.lease, **each.facts)

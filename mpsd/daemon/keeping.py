@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -53,7 +53,7 @@ PUT_LEASE: Final = "INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?, ?)"
 _JSON: Final = msgspec.json.Encoder()
 
 
-class News(NamedTuple):
+class News(msgspec.Struct, frozen=True, array_like=True):
     """What happened to a lease."""
 
     lease: str
@@ -89,7 +89,7 @@ class Found:
     """Why there is nothing, where the store made no sense."""
 
 
-class _Row(NamedTuple):
+class _Row(msgspec.Struct):
     """What is on disk of a lease."""
 
     number: int
@@ -133,10 +133,8 @@ class Keeping:
             row = self._rows.get(lease_id)
             if row is None:
                 continue  # its row was written twice since
-            untold = self._untold(row.news)
-            if untold or row.state is not LeaseState.ENDED:
-                self._rows[lease_id] = row._replace(news=untold)
-            else:
+            row.news = self._untold(row.news)
+            if row.state is LeaseState.ENDED and not row.news:
                 del self._rows[lease_id]
                 self._free.append(row.number)
 
@@ -186,20 +184,19 @@ class Keeping:
             self._late = {}
         if not changed:
             return _ALL_KEPT
-        ended = [lease for lease in changed.values() if lease.state is LeaseState.ENDED]
         try:
-            self._commit(changed.values(), news, needed=len(ended) == len(changed))
+            self._commit(changed.values(), news)
         except StorageError as error:
-            alive = [lease for lease in changed.values() if lease.state is not LeaseState.ENDED]
-            return self._keep_apart(ended, alive, news, error.detail)
+            return self._keep_apart(changed.values(), news, error.detail)
         return _ALL_KEPT
 
-    def _keep_apart(self, ended: list[Lease], alive: list[Lease], news: Sequence[News], because: str) -> Kept:
-        over = {lease.id: lease for lease in ended}
+    def _keep_apart(self, changed: Collection[Lease], news: Sequence[News], because: str) -> Kept:
+        ended = {lease.id: lease for lease in changed if lease.state is LeaseState.ENDED}
+        alive = [lease for lease in changed if lease.id not in ended]
         try:
-            self._commit(ended, [each for each in news if each.lease in over], needed=True)
+            self._commit(ended.values(), [each for each in news if each.lease in ended])
         except StorageError as error:
-            self._late.update(over)
+            self._late.update(ended)
             because = error.detail
         refused = tuple(lease for lease in alive if not self._is_promised(lease))
         self._late.update({lease.id: lease for lease in alive if lease not in refused})
@@ -210,29 +207,29 @@ class Keeping:
         state = self._rows[lease.id].state
         return state is not None and (state is not LeaseState.WAITING or lease.state is LeaseState.WAITING)
 
-    def _commit(self, leases: Collection[Lease], news: Sequence[News], *, needed: bool) -> None:
+    def _commit(self, leases: Collection[Lease], news: Sequence[News]) -> None:
         turn = self.turn + bool(news)
         said = ((turn, news),) if news else ()
-        statements, rows = [], []
+        statements, written, needed = [], [], True
         for lease in leases:
-            row = self._row(lease.id)
+            row = self._rows.get(lease.id) or self._row(lease.id)
+            ended = lease.state is LeaseState.ENDED
+            needed = needed and ended
             untold = row.news + said
             said = ()
-            data = "" if lease.state is LeaseState.ENDED else _JSON.encode(lease).decode()
-            values = (row.number, clock.boot_id(), self._told, data, _JSON.encode(untold).decode())
-            statements.append((PUT_LEASE, summed(*values)))
-            rows.append((lease.id, _Row(row.number, lease.state, untold)))
+            data = "" if ended else _JSON.encode(lease).decode()
+            text = _JSON.encode(untold).decode()
+            statements.append((PUT_LEASE, summed(row.number, clock.boot_id(), self._told, data, text)))
+            written.append((row, lease, untold))
         self._database.commit(statements, needed=needed)
         self.turn = turn
-        for lease_id, row in rows:
-            self._rows[lease_id] = row
-            self._telling.append((turn, lease_id))
+        for row, lease, untold in written:
+            row.state, row.news = lease.state, untold
+            self._telling.append((turn, lease.id))
 
     def _row(self, lease_id: str) -> _Row:
-        """Return the row of a lease, which may be one that is not on disk yet."""
-        row = self._rows.get(lease_id)
-        if row is None:
-            row = self._rows[lease_id] = _Row(self._free.pop() if self._free else next(self._new))
+        """Return a row for a lease, which may not be on disk yet."""
+        row = self._rows[lease_id] = _Row(self._free.pop() if self._free else next(self._new))
         return row
 
 

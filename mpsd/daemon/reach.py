@@ -25,6 +25,15 @@ class Way:
     def __init__(self, paths: DaemonPaths, wanted: Callable[[], frozenset[int] | None], log: Logger) -> None:
         """`wanted` returns the uids to be let in now, beside root's and mpsd's own, or None for everybody."""
         self.paths = paths
+        self._parts = (
+            (paths.pipe_directory, READ | WRITE | EXECUTE, READ | EXECUTE),
+            (paths.control_socket, READ | WRITE, READ | WRITE),
+        )
+        """What is on the way, with what its owner may do there, and what the others may who are let in.
+
+        A client and its server, which runs as the same uid, go through the directory, write to the FIFO `log` in it,
+        and connect to the socket `control`; neither makes a file there.
+        """
         self._admitted = wanted
         self._log = log
         self._is_shut = self._was_shut()
@@ -83,10 +92,12 @@ class Way:
         Raises ReachError.
         """
         wanted = self._wanted()
+        others = self._sure and self._held != wanted
         self._sure, self._held = False, wanted
         for path, meant in self._acls(wanted):
             try:
-                found = acl.read(path)
+                # Where others are let in so far than are wanted now, there is no use in asking first.
+                found = None if others else acl.read(path)
                 if found != meant:
                     acl.write(path, meant)
                     found = acl.read(path)
@@ -114,15 +125,8 @@ class Way:
         return True
 
     def _acls(self, uids: frozenset[int] | None) -> Iterator[tuple[Path, Acl]]:
-        """Yield what each part of the way is to have.
-
-        A client and its server, which runs as the same uid, go through the directory, write to the FIFO `log` in it,
-        and connect to the socket `control`; neither makes a file there.
-        """
-        for path, owner, others in (
-            (self.paths.pipe_directory, READ | WRITE | EXECUTE, READ | EXECUTE),
-            (self.paths.control_socket, READ | WRITE, READ | WRITE),
-        ):
+        """Yield what each part of the way is to have."""
+        for path, owner, others in self._parts:
             yield path, acl.public(owner, others) if uids is None else acl.private(owner, uids, others)
 
     @staticmethod

@@ -9,10 +9,9 @@ import errno
 import os
 import struct
 from collections.abc import Collection
-from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 READ: Final = 4
 WRITE: Final = 2
@@ -38,8 +37,7 @@ class Tag(IntEnum):
     OTHERS = 0x20
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Entry:
+class Entry(NamedTuple):
     """What one of them may do: a sum of READ, WRITE and EXECUTE. `who` is a uid or gid where the tag needs one."""
 
     tag: int
@@ -89,7 +87,7 @@ def read(path: Path) -> Acl:
             raise
         mode = path.stat().st_mode
         return Entry(Tag.OWNER, mode >> 6 & 7), Entry(Tag.OWNING_GROUP, mode >> 3 & 7), Entry(Tag.OTHERS, mode & 7)
-    return tuple(Entry(tag, permissions, who) for tag, permissions, who in _ENTRY.iter_unpack(raw[_VERSION.size :]))
+    return tuple(map(Entry._make, _ENTRY.iter_unpack(raw[_VERSION.size :])))
 
 
 def write(path: Path, acl: Acl) -> None:
@@ -98,7 +96,7 @@ def write(path: Path, acl: Acl) -> None:
     Raises OSError: ENOTSUP where the file system keeps none, and this one needs to be kept; EINVAL for a uid that the
     user namespace does not have; ENOSPC or E2BIG for too many of them (503 on ext4, 8187 on tmpfs: measured).
     """
-    raw = b"".join(_ENTRY.pack(each.tag, each.permissions, each.who) for each in acl)
+    raw = b"".join([_ENTRY.pack(*each) for each in acl])
     try:
         os.setxattr(path, _ATTRIBUTE, _VERSION.pack(2) + raw)
     except OSError as error:

@@ -11,6 +11,7 @@ import socket
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from grp import getgrnam
 from pathlib import Path
 from typing import Final
@@ -198,14 +199,20 @@ def check_reach(settings: Settings) -> None:
 
 def closed_to_others(path: Path) -> Path | None:
     """Return the first existing directory on the way to `path` that another uid cannot traverse, if there is one."""
-    for directory in (*reversed(path.parents), path):
+    for directory in _way(path):
         try:
-            mode = directory.stat().st_mode
+            mode = os.stat(directory).st_mode  # noqa: PTH116 - at every admission
         except FileNotFoundError:
             return None
         if not mode & stat.S_IXOTH:
-            return directory
+            return Path(directory)
     return None
+
+
+@cache
+def _way(path: Path) -> tuple[str, ...]:
+    """Return every directory on the way to a path, and the path."""
+    return tuple(map(os.fspath, (*reversed(path.parents), path)))
 
 
 def _make(directory: Path, mode: int) -> None:

@@ -63,10 +63,6 @@ class Amount(Struct, frozen=True):
         """Subtract each."""
         return Amount(self.threads - other.threads, self.memory - other.memory, self.clients - other.clients)
 
-    def __neg__(self) -> "Amount":
-        """Turn each around."""
-        return Amount(-self.threads, -self.memory, -self.clients)
-
     def __mul__(self, times: int) -> "Amount":
         """Multiply each."""
         return Amount(self.threads * times, self.memory * times, self.clients * times)

@@ -68,6 +68,8 @@ def each_process(lease: Lease, share: Share) -> Limits:
 
 def widest(one: Limits, other: Limits) -> Limits:
     """Return the larger of each limit; no memory limit is larger than any."""
+    if one == other:
+        return one
     memory = (one.pinned_device_mem_limit, other.pinned_device_mem_limit)
     return Limits(
         max(one.active_thread_percentage, other.active_thread_percentage),

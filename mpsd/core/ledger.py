@@ -359,20 +359,16 @@ class Ledger:
 
     def _note(self, lease: Lease, amount: Amount, until: float | None) -> None:
         """Count a lease to its user, and note when its time is over."""
-        self._count(lease.owner.uid, 1, amount)
+        has = self.user(lease.owner.uid)
+        self._users[lease.owner.uid] = User(has.leases + 1, has.amount + amount)
         if until is not None:
             self._expiring[lease.id] = until
 
     def _forget(self, lease: Lease, amount: Amount) -> None:
-        self._count(lease.owner.uid, -1, -amount)
+        has = self._users.pop(lease.owner.uid)
+        if has.leases > 1:
+            self._users[lease.owner.uid] = User(has.leases - 1, has.amount - amount)
         self._expiring.pop(lease.id, None)
-
-    def _count(self, uid: int, leases: int, amount: Amount) -> None:
-        has = self.user(uid)
-        if has.leases + leases:
-            self._users[uid] = User(has.leases + leases, has.amount + amount)
-        else:
-            del self._users[uid]
 
     def _value_anew(self, now: float) -> None:
         """Weigh what everybody has and waits for by what the node has to give now."""
@@ -380,4 +376,5 @@ class Ledger:
             self.usage.hold(uid, self._offers.part(amount), now)
         for lease in self.waiting.values():
             before, self._worth[lease.id] = self._worth[lease.id], self.worth(lease.request)
-            self._count(lease.owner.uid, 0, self._worth[lease.id] - before)
+            has = self._users[lease.owner.uid]
+            self._users[lease.owner.uid] = User(has.leases, has.amount - before + self._worth[lease.id])

@@ -26,9 +26,9 @@ class _Held:
     amount: Amount = NOTHING
     uids: dict[int, int] = field(default_factory=dict)
 
-    def other_than(self, uid: int) -> int | None:
-        """Return a uid that has something here and is not this one, if there is one."""
-        return next((each for each in self.uids if each != uid), None)
+    def is_others(self, uid: int) -> bool:
+        """Tell whether any uid but this one has something here."""
+        return len(self.uids) > (uid in self.uids)
 
 
 class Room:
@@ -66,17 +66,21 @@ class Room:
 
         Best fit takes the GPUs with the least memory left, so that the others stay whole; spread those with the most.
         """
-        fitting = []
-        for offer, need in candidates:
-            held = self._held[offer.gpu]
-            if _obstacle(offer, held, need, uid, kept.get(offer.gpu)) is None:
-                left = offer.memory - held.amount.memory, offer.threads - held.amount.threads
-                fitting.append((left, (offer, need)))
+        fitting = [
+            (offer, need)
+            for offer, need in candidates
+            if _obstacle(offer, self._held[offer.gpu], need, uid, kept.get(offer.gpu)) is None
+        ]
         if len(fitting) < count:
             return []
         if len(fitting) > 1:
-            fitting.sort(key=lambda each: each[0], reverse=placement is Placement.SPREAD)
-        return [candidate for _, candidate in fitting[:count]]
+            fitting.sort(key=self._left, reverse=placement is Placement.SPREAD)
+        return fitting[:count]
+
+    def _left(self, candidate: Candidate) -> tuple[int, int]:
+        """Return the memory and the threads that are left where a request could be granted."""
+        offer, taken = candidate[0], self._held[candidate[0].gpu].amount
+        return offer.memory - taken.memory, offer.threads - taken.threads
 
     def lacks(self, candidates: Sequence[Candidate], uid: int, count: int) -> Shortage:
         """Say what a request lacks that was not granted, on the GPU that comes closest to granting it."""
@@ -108,11 +112,11 @@ def _obstacle(offer: Offer, held: _Held, need: Amount, uid: int, kept: Kept | No
 
     This is the one rule of what fits. It is `turn` when only what is kept for somebody who comes first is in the way.
     """
-    limit = _lacking(offer, held, need)
     if offer.refusal is not None:
-        limit = offer.refusal.limit
-    elif not offer.many_users and held.other_than(uid) is not None:
-        limit = "user"
+        return offer.refusal.limit
+    if not offer.many_users and held.is_others(uid):
+        return "user"
+    limit = _lacking(offer, held, need)
     if limit is not None or kept is None:
         return limit
     # On a daemon that serves one uid at a time, whoever gets in before the other uid keeps it out for longer.
@@ -147,7 +151,8 @@ def _shortage(limit: str, offer: Offer, held: _Held, need: Amount, uid: int) -> 
     taken, hint = held.amount, "ask for less, wait for it (wait), or see who has it: mpsctl leases"
     match limit:
         case "user":
-            because = f"uid {held.other_than(uid)} has the GPU, and its control daemon serves one uid at a time"
+            other = next(each for each in held.uids if each != uid)
+            because = f"uid {other} has the GPU, and its control daemon serves one uid at a time"
             hint = "wait until its leases end (wait), or let the daemon serve many: daemon.users"
         case "threads":
             left = f"{max(offer.threads - taken.threads, 0) / 10:g} %"

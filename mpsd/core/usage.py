@@ -51,8 +51,11 @@ class Usage:
 
         It is the whole of what it holds, not what came or went: a sum of such would drift, and never be nothing again.
         """
-        account = self._accounts.get(uid) or Account(at=now)
-        self._accounts[uid] = Account(self._value(account, now), share, max(now, account.at))
+        account = self._accounts.get(uid)
+        if account is None:
+            self._accounts[uid] = Account(0.0, share, now)
+        else:
+            self._accounts[uid] = Account(self._value(account, now), share, max(now, account.at))
 
     def accounts(self, now: float) -> dict[int, Account]:
         """Return every account as of now, for keeping; those that have decayed to nothing are forgotten."""

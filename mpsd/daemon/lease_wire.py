@@ -3,6 +3,7 @@
 These types are the API's document too, as those of `wire` are.
 """
 
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Annotated
 
@@ -82,12 +83,12 @@ class ShareOut(Struct):
     daemon: str
     active_thread_percentage: float
     pinned_device_mem_limit: int
-    env: dict[str, str]
+    env: Mapping[str, str]
 
     @classmethod
     def of(cls, share: Share) -> "ShareOut":
         """Make it from the value."""
-        return cls(share.gpu, share.daemon, float(share.threads), share.memory.bytes, dict(share.env))
+        return cls(share.gpu, share.daemon, float(share.threads), share.memory.bytes, share.env)
 
 
 class WaitOut(Struct):
@@ -112,13 +113,13 @@ class LeaseOut(Struct):
     owner: OwnerOut
     active_thread_percentage: float | None
     pinned_device_mem_limit: int | None
-    env: dict[str, str]
+    env: Mapping[str, str]
     shares: list[ShareOut]
     clients: list[int]
     processes: int
     priority: int
     name: str
-    labels: dict[str, str]
+    labels: Mapping[str, str]
     created: datetime
     granted: datetime | None
     ended: datetime | None
@@ -140,13 +141,13 @@ class LeaseOut(Struct):
             owner=OwnerOut.of(lease.owner),
             active_thread_percentage=first.active_thread_percentage if first else _percent(request.threads),
             pinned_device_mem_limit=first.pinned_device_mem_limit if first else _bytes(request.memory),
-            env=dict(first.env) if first else {},
+            env=first.env if first else {},
             shares=shares,
             clients=[client.pid for client in lease.clients],
             processes=request.processes,
             priority=request.priority,
             name=request.name,
-            labels=dict(request.labels),
+            labels=request.labels,
             created=lease.created,
             granted=lease.granted,
             ended=lease.ended,

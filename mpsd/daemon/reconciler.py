@@ -34,11 +34,6 @@ class _Gate:
     until: float = NEVER
     """When what is needed changes by itself."""
 
-    @property
-    def moment(self) -> float:
-        """When there is something to do about it, and no later."""
-        return min(self.lower_at, self.until)
-
 
 class Reconciler:
     """The gates of all control daemons."""
@@ -77,7 +72,7 @@ class Reconciler:
             self._settle_all()
             self._moved.set()
             self._moved = asyncio.Event()
-            self._wakes = min((gate.moment for gate in self._gates.values()), default=NEVER)
+            self._wakes = min((min(each.lower_at, each.until) for each in self._gates.values()), default=NEVER)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None if self._wakes == NEVER else self._wakes - clock.monotonic()):
                     await self._news.wait()
@@ -106,7 +101,7 @@ class Reconciler:
 
     def _tell(self, gate: _Gate) -> None:
         """It is settled already: those who wait look again, and the clock is followed anew where it has to be."""
-        if self._waiting or gate.moment < self._wakes:
+        if self._waiting or gate.lower_at < self._wakes or gate.until < self._wakes:
             self._news.set()
 
     async def open(self, lease: Lease) -> None:

@@ -24,9 +24,8 @@ def until_next(seconds: float) -> float:
     return seconds - time.monotonic() % seconds
 
 
-def monotonic() -> float:
-    """Return seconds of a clock that never jumps, for deadlines and tallies; it says nothing across a reboot."""
-    return time.monotonic()
+monotonic: Final = time.monotonic
+"""Return seconds of a clock that never jumps, for deadlines and tallies; it says nothing across a reboot."""
 
 
 def since_boot(ticks: int | None = None) -> float:

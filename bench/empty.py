@@ -5,6 +5,7 @@ a lease, and its end, in mpsd's own store: what is durable before it is said cos
 """
 
 import asyncio
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -49,11 +50,18 @@ def committing(path: Path) -> Callable[[LeaseState], None]:
     )
     facts: dict[str, object] = {"uid": 0, "pid": 1, "gpus": [gpu], "processes": 1, "because": "it fits"}
 
+    held: list[str] = []
+    numbers = itertools.count()
+
     def commit(state: LeaseState) -> None:
-        happened = Happened.LEASE_ENDED if state is LeaseState.ENDED else Happened.LEASE_GRANTED
+        if state is LeaseState.ENDED:
+            happened, name = Happened.LEASE_ENDED, held.pop()
+        else:
+            happened, name = Happened.LEASE_GRANTED, f"lease-{next(numbers):010x}"
+            held.append(name)
         if keeping.turn % _TOLD_AFTER == 0:
             keeping.note_told(keeping.turn)
-        kept = keeping.keep({lease.id: structs.replace(lease, state=state)}, [News(lease.id, happened, facts)])
+        kept = keeping.keep({name: structs.replace(lease, id=name, state=state)}, [News(name, happened, facts)])
         assert not kept.because, kept.because
 
     return commit

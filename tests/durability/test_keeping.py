@@ -1,6 +1,7 @@
 """The lease store by itself: its rows are used again, and news are told once, whoever forgets what was told."""
 
 import json
+import random
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from mpsd.daemon.keeping import LEASES_SCHEMA, Keeping, News
 from mpsd.daemon.log import Happened
 from mpsd.system import clock
 from mpsd.system.database import Database, summed
+from tests.disks import fill, mounted
 
 LEASE: Final = Lease(
     id="lease-0",
@@ -155,3 +157,22 @@ def test_the_first_version(tmp_path: Path) -> None:
         found = keeping.read(told=12)
         assert found.leases == []
         assert found.untold == [news(ended(lease)) for lease in leases]
+
+
+def test_an_end_needs_no_room(short_tmp: Path) -> None:
+    """On a full disk, without any ballast, nothing more is granted, and every lease can end, and stays ended."""
+    leases = numbered(400)
+    with mounted(short_tmp, "2m"):
+        with opened(short_tmp) as keeping:
+            for lease in leases:
+                keep(keeping, lease)
+            fill(short_tmp)
+            more = [replace(LEASE, id=f"more-{number}") for number in range(100)]
+            refused = keeping.keep({lease.id: lease for lease in more}, [])
+            assert (len(refused.refused), "full" in refused.because) == (100, True)
+            for lease in random.Random(1).sample(leases, 400):
+                keep(keeping, ended(lease))
+            assert not keeping.is_late()
+        with opened(short_tmp) as keeping:
+            found = keeping.read(told=400)
+            assert (len(found.leases), len(found.untold)) == (0, 400)

@@ -1,16 +1,15 @@
 """A store that cannot be used, or that cannot be written: mpsd says so, starts, and never dies of it."""
 
-import os
 import signal
 import sqlite3
-import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.disks import fill, mounted
 from tests.durability.conftest import Start
 from tests.durability.streams import connection, events, following, gapless, in_line, submit, wait_for_line
 from tests.harness import wait_until
@@ -81,32 +80,16 @@ def test_row_that_makes_no_sense(make_node: Start) -> None:
 @pytest.fixture
 def small(make_node: Start) -> Iterator[Callable[..., Node]]:
     """Give a maker of nodes of which one directory is a file system of its own, of 2 MiB."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a file system")
-    mounted: list[Path] = []
+    with ExitStack() as mounts:
 
-    def make(directory: str, **options: Any) -> Node:
-        node = make_node(**options)
-        path = node.root / directory
-        path.mkdir(mode=0o755)
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m,mode=755", "none", path], check=False).returncode:
-            pytest.skip("mounting is not allowed here")
-        mounted.append(path)
-        return node
+        def make(directory: str, **options: Any) -> Node:
+            node = make_node(**options)
+            path = node.root / directory
+            path.mkdir(mode=0o755)
+            mounts.enter_context(mounted(path, "2m", "755"))
+            return node
 
-    yield make
-    for path in mounted:
-        # Lazily: mpsd and its control daemons are ended only after this.
-        subprocess.run(["umount", "--lazy", path], check=True)
-
-
-def fill(directory: Path) -> Path:
-    """Fill a file system to the last byte, and return the file that does."""
-    path = directory / "full"
-    with suppress(OSError), path.open("wb", buffering=0) as file:
-        while file.write(bytes(4096)):
-            pass
-    return path
+        yield make
 
 
 def test_full_runtime_directory(small: Callable[..., Node]) -> None:

@@ -9,7 +9,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +18,7 @@ import pytest
 from mpsd.core.errors import ConfigurationError, StorageError
 from mpsd.system.counter import Counter
 from mpsd.system.database import Database
+from tests.disks import fill, mounted
 
 FIRST: Final = (
     "CREATE TABLE things (name TEXT PRIMARY KEY, sum INTEGER NOT NULL, CHECK (sum = checksum(name))) WITHOUT ROWID"
@@ -185,22 +186,8 @@ def test_nothing_of_a_commit_that_fails(tmp_path: Path) -> None:
 @pytest.fixture
 def small(short_tmp: Path) -> Iterator[Path]:
     """Give a file system of 1 MiB."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount one")
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", short_tmp], check=False)
-    if mounted.returncode != 0:
-        pytest.skip("mounting is not allowed here")
-    yield short_tmp
-    subprocess.run(["umount", short_tmp], check=True)
-
-
-def fill(directory: Path) -> Path:
-    """Fill a file system to the last byte, and return the file that does."""
-    path = directory / "full"
-    with suppress(OSError), path.open("wb", buffering=0) as file:
-        while file.write(bytes(4096)):
-            pass
-    return path
+    with mounted(short_tmp, "1m"):
+        yield short_tmp
 
 
 def test_full_disk(small: Path) -> None:

@@ -51,10 +51,10 @@ class Visitor:
         return self._known
 
     def process(self) -> Process | None:
-        """Watch the process that connected; None when it is gone, or not visible. The caller owns what it gets."""
+        """Watch the process that connected; None when it is gone, or not visible. It stays the visitor's."""
         if self._process is None:
             self._process = credentials.process_of(self._connection, credentials.caller(self._connection))
-        return None if self._process is None or self._process.is_gone() else self._process.duplicate()
+        return None if self._process is None or self._process.is_gone() else self._process
 
     def close(self) -> None:
         """Stop watching its process: the connection is closed."""

@@ -40,7 +40,7 @@ class Clients:
         return bool(self._ties.of(lease_id))
 
     def tie(self, lease_id: str, holder: Process) -> None:
-        """Have a lease live as long as its holder, which is taken over."""
+        """Have a lease live as long as its holder."""
         self._ties.tie(lease_id, holder)
 
     def untie(self, lease_id: str) -> None:

@@ -1,5 +1,6 @@
 """What each route of the API does: a request's value in, an answer's value out. Roles are not their business."""
 
+from contextlib import closing
 from datetime import timedelta
 from functools import lru_cache
 from typing import Final
@@ -201,13 +202,19 @@ class Handlers:
         """Grant a lease, now or after waiting for it, or say why not."""
         assert isinstance(request.body, lease_wire.LeaseRequest)  # noqa: S101 - the route table says so
         body = request.body
+        if body.pid is None or body.pid == request.caller.pid:
+            return await self._admit(request, body, _connected(request), request.caller.uid, request.caller.gid)
+        with closing(_named(request, body.pid)) as holder:
+            uid, gid = _user_of(request, holder)
+            return await self._admit(request, body, holder, uid, gid)
+
+    async def _admit(
+        self, request: Request, body: lease_wire.LeaseRequest, holder: Process, uid: int, gid: int
+    ) -> lease_wire.LeaseOut:
+        owner = Owner(uid, gid, holder.pid, clock.at_ticks(holder.identity.start_ticks))
         asked = _lease_request(body)
-        holder, (uid, gid) = _holder(request, body.pid)
-        started = clock.at_ticks(holder.identity.start_ticks)
-        owner = Owner(uid, gid, holder.pid, started)
-        return _lease_out(
-            await self._node.admit(asked, owner, holder, request.person, wait=body.wait, ttl=body.ttl), None
-        )
+        lease = await self._node.admit(asked, owner, holder, request.person, wait=body.wait, ttl=body.ttl)
+        return _lease_out(lease, None)
 
     async def release(self, request: Request) -> None:
         """End a lease; one that has ended already is fine."""
@@ -285,26 +292,25 @@ def _lease_request(body: lease_wire.LeaseRequest) -> model.LeaseRequest:
     )
 
 
-def _holder(request: Request, pid: int | None) -> tuple[Process, tuple[int, int]]:
-    """Return the process that the lease is tied to, the caller's or another one of the same user, with its uid and gid.
+def _connected(request: Request) -> Process:
+    """Return the process that called. Raises CallerUnknownError when the kernel does not show it."""
+    connected = request.process()
+    if connected is None:
+        unseen = request.caller.pid == 0
+        raise CallerUnknownError(
+            "the calling process is outside mpsd's pid namespace: its pid is 0 here, so that neither it nor its"
+            " clients can be told from others, and no lease can be tied to their life"
+            if unseen
+            else "the calling process is gone, so no lease can be tied to its life",
+            hint="mpsd's container needs the host's pid namespace (hostPID: true, --pid=host)"
+            if unseen
+            else "a process that hands its connection on must live for as long as its lease",
+        )
+    return connected
 
-    An administrator may name anybody's; the lease is then that user's, whose uid is the one that MPS sees. Raises
-    CallerUnknownError when the kernel does not show it, NotPermittedError when it is another user's.
-    """
-    if pid is None or pid == request.caller.pid:
-        connected = request.process()
-        if connected is None:
-            unseen = request.caller.pid == 0
-            raise CallerUnknownError(
-                "the calling process is outside mpsd's pid namespace: its pid is 0 here, so that neither it nor its"
-                " clients can be told from others, and no lease can be tied to their life"
-                if unseen
-                else "the calling process is gone, so no lease can be tied to its life",
-                hint="mpsd's container needs the host's pid namespace (hostPID: true, --pid=host)"
-                if unseen
-                else "a process that hands its connection on must live for as long as its lease",
-            )
-        return connected, (request.caller.uid, request.caller.gid)
+
+def _named(request: Request, pid: int) -> Process:
+    """Watch the process that a caller named by its pid. Raises InvalidRequestError when there is none."""
     if request.caller.pid == 0 or process.is_nested(request.caller.pid):
         raise InvalidRequestError(
             f"process {pid} was named from within another pid namespace, where that number means another process",
@@ -312,13 +318,26 @@ def _holder(request: Request, pid: int | None) -> tuple[Process, tuple[int, int]
             limit="pid",
         )
     found = process.find(pid)
-    user = peers.user_of(pid) if found is not None else None
+    if found is None:
+        raise _no_process(pid)
+    return found
+
+
+def _user_of(request: Request, named: Process) -> tuple[int, int]:
+    """Return the uid and gid of a process that a caller named: one of its own, or anybody's for an administrator.
+
+    The lease is that user's, whose uid is the one that MPS sees. Raises InvalidRequestError when it is gone by now, and
+    NotPermittedError when it is another user's.
+    """
+    user = peers.user_of(named.pid)
     # What was looked up by pid is about this process only if it is there still: its pid was its own all the while.
-    if found is None or user is None or found.is_gone():
-        if found is not None:
-            found.close()
-        raise InvalidRequestError(f"there is no process {pid}", hint="name a process that runs", limit="pid")
+    if user is None or named.is_gone():
+        raise _no_process(named.pid)
     if user[0] != request.caller.uid and not request.admin:
-        found.close()
-        raise NotPermittedError(f"process {pid} is not one of uid {request.caller.uid}", hint="name one of your own")
-    return found, user
+        because = f"process {named.pid} is not one of uid {request.caller.uid}"
+        raise NotPermittedError(because, hint="name one of your own")
+    return user
+
+
+def _no_process(pid: int) -> InvalidRequestError:
+    return InvalidRequestError(f"there is no process {pid}", hint="name a process that runs", limit="pid")

@@ -159,12 +159,11 @@ class Leases:
     ) -> Lease:
         """Grant a lease now or after waiting `wait` seconds at most (None: for ever), stored before it is returned.
 
-        The holder is taken over. Raises what `Ledger.submit` does, and StorageError. A caller that is cancelled before
+        Raises what `Ledger.submit` does, and StorageError. A caller that is cancelled before
         it has heard loses its place, unless it has a request_id to come back with.
         """
         known = self._same_request(request, owner)
         if known is not None:
-            holder.close()
             return await self._hear(known)
         now = self._now()
         asked = Lease(
@@ -179,10 +178,11 @@ class Leases:
             until=None if wait is None else now.seconds + wait,
             ttl=ttl,
         )
+        self.clients.tie(asked.id, holder)  # first, since it fails where mpsd has no descriptor left
         try:
             lease = self.ledger.submit(asked, now)
         except MpsdError as refusal:
-            holder.close()
+            self.clients.untie(asked.id)
             self._log.info(
                 Happened.LEASE_REFUSED,
                 uid=owner.uid,
@@ -192,7 +192,6 @@ class Leases:
                 because=refusal.detail,
             )
             raise
-        self.clients.tie(lease.id, holder)
         self._note_request(lease)
         waits = lease.state is LeaseState.WAITING
         self._lines[lease.id] = _Line(asyncio.get_running_loop().create_future() if waits else None)

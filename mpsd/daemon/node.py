@@ -273,14 +273,13 @@ class Node:
         wait: float | None,
         ttl: float | None,
     ) -> Lease:
-        """Grant a lease to a holder, whose process is taken over, or raise the refusal.
+        """Grant a lease to a holder, or raise the refusal.
 
         Raises what `Leases.admit` does, QuotaError, NotPermittedError for a uid that cannot reach a control daemon or a
         process that does not find it, and StoppingError.
         """
         if self._stopping:
-            holder.close()  # nothing of it goes into the log: whoever waits asks again and again
-            raise stopping()
+            raise stopping()  # nothing of it goes into the log: whoever waits asks again and again
         try:
             admission.check(request)
             offers = self.offers()
@@ -296,7 +295,6 @@ class Node:
             self._check_reach(owner.uid)
             request = sight.narrowed(request, holder.pid, offers, self._log)
         except MpsdError as refusal:
-            holder.close()
             self._log.info(
                 Happened.LEASE_REFUSED,
                 uid=owner.uid,

@@ -16,6 +16,6 @@ class Request(NamedTuple):
     person: Person
     admin: bool
     process: Callable[[], Process | None]
-    """Watches the process that connected; whoever calls it owns what it returns."""
+    """Watches the process that connected, for as long as its connection is open; None where it is not to be seen."""
     names: Mapping[str, str]
     body: lease_wire.LeaseRequest | lease_wire.Renewal | wire.Patience | None = None

@@ -38,14 +38,9 @@ class Ties:
         return watched.leases if watched is not None else ()
 
     def tie(self, lease_id: str, living: Process) -> None:
-        """Tie a lease to a process, which is taken over."""
+        """Tie a lease to a process that somebody else watches, too."""
         watched = self._watched.get(living.identity)
-        if watched is None:
-            watched = self._watched[living.identity] = _Watched(living)
-            living.when_gone(partial(self._bereave, watched))
-        elif watched.process is not living:
-            living.close()
-        self._add(lease_id, watched)
+        self._add(lease_id, watched if watched is not None else self._watch(living.duplicate()))
 
     def tie_to(self, lease_id: str, identity: ProcessIdentity) -> bool:
         """Tie a lease to the process that this was; False when it is gone, or its pid belongs to another by now."""
@@ -56,8 +51,14 @@ class Ties:
         living = process.adopt(identity)
         if living is None:
             return False
-        self.tie(lease_id, living)
+        self._add(lease_id, self._watch(living))
         return True
+
+    def _watch(self, living: Process) -> _Watched:
+        """Watch a process, which is taken over."""
+        watched = self._watched[living.identity] = _Watched(living)
+        living.when_gone(partial(self._bereave, watched))
+        return watched
 
     def _add(self, lease_id: str, watched: _Watched) -> None:
         identity = watched.process.identity

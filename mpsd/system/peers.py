@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -126,6 +127,7 @@ def command_of(pid: int) -> str:
         return ""
 
 
+@cache
 def own_uid() -> int:
-    """Return the effective uid that mpsd runs as."""
+    """Return the effective uid that mpsd runs as, which it keeps for as long as it lives."""
     return os.geteuid()

@@ -258,7 +258,8 @@ async def take(leases: Leases, pid: int, processes: int) -> Lease:
     request = LeaseRequest(
         threads=ActiveThreadPercentage.parse(20), memory=PinnedDeviceMemLimit.parse("1GiB"), processes=processes
     )
-    return await leases.admit(request, Owner(0, 0, pid, None), holder, wait=0, ttl=None)
+    with closing(holder):
+        return await leases.admit(request, Owner(0, 0, pid, None), holder, wait=0, ttl=None)
 
 
 def client(pid: int) -> Client:

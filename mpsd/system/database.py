@@ -10,7 +10,7 @@ import contextlib
 import os
 import sqlite3
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -156,13 +156,12 @@ class Database:
         """Yield the rows of a query, as they are asked for: of thousands, no two need be in memory at a time."""
         return self._connection.execute(query, values)
 
-    def commit(self, statements: Iterable[tuple[str, Sequence[object]]], *, needed: bool = False) -> None:
+    def commit(self, statements: Sequence[tuple[str, Sequence[object]]], *, needed: bool = False) -> None:
         """Do all of this, or none of it. Raises StorageError, and then nothing has changed.
 
         `needed` is for what must find room on a full disk, as the end of a lease must: the ballast is given up for it,
         bit by bit. What is not needed is refused until the ballast is whole again.
         """
-        statements = list(statements)
         try:
             if not (self._ballast.whole or needed or self._ballast.restore()):
                 raise sqlite3.OperationalError("its file system is full")
@@ -177,7 +176,7 @@ class Database:
         except sqlite3.Error as error:
             raise self._failed(error) from error
 
-    def _attempt(self, statements: list[tuple[str, Sequence[object]]]) -> None:
+    def _attempt(self, statements: Sequence[tuple[str, Sequence[object]]]) -> None:
         connection = self._connection
         if len(statements) == 1:
             connection.execute(*statements[0])  # it is a transaction of its own

@@ -51,21 +51,18 @@ _PAUSE: Final = 0.1
 _PROBLEM: Final = "application/problem+json"
 
 
-class _Asked(NamedTuple):
-    """A request, with what mpsd knows of it by now."""
-
-    message: Message
-    known: Known
-    names: Mapping[str, str]
-    """What stands in the place of the names in the route's path."""
-
-
 class _Row(NamedTuple):
     """What answers a route, and the role that it takes."""
 
     role: Role
-    answer: Callable[[_Asked], Awaitable[Answer | None]]
-    """It returns None where it has sent its answer itself."""
+    answer: "_Handler"
+
+
+_Handler: TypeAlias = Callable[[Message, Known, Mapping[str, str]], Awaitable[Answer | None]]
+"""Answers a request, given who sent it, and what stands in the place of the names in the route's path.
+
+It returns None where it has sent its answer itself.
+"""
 
 
 def problem(error: MpsdError, status: int | None = None, allow: str = "") -> Answer:
@@ -137,13 +134,13 @@ class Api:
             require(known.role, row.role)
             self._callers.came(uid, self._node.settings.api.requests_per_uid)
             counted = True
-            answer = await row.answer(_Asked(message, known, names))
+            answer = await row.answer(message, known, names)
             if answer is not None:
                 await connection.send(message, answer)
         except MpsdError as error:
             await connection.send(message, self._problem(error, message))
         except ConnectionResetError:
-            pass  # it hung up, which is how followers leave, or it is too slow, and is not waited for
+            raise  # nobody waits for an answer any more
         except Exception as error:  # noqa: BLE001 - the boundary: a defect answers one request, and must not end mpsd
             await connection.send(message, self._defect(error, message.path))
         finally:
@@ -188,16 +185,15 @@ class Api:
             )
         return message.body
 
-    async def _describe(self, _: _Asked) -> Answer:
+    async def _describe(self, _: Message, __: Known, ___: Mapping[str, str]) -> Answer:
         return Answer(200, self._document)
 
-    async def _stream(self, asked: _Asked) -> None:
+    async def _stream(self, message: Message, _: Known, __: Mapping[str, str]) -> None:
         """Answer with the kept events after a number, one a line, and with those that come where `follow` is true.
 
         A follower that cannot keep up is dropped; it comes back with the last number that it has. One that asks for
         what is not kept any more is told so, and not given a gap.
         """
-        message = asked.message
         query = parse_qs(message.query, keep_blank_values=True)
         after, follow = _after(query), _follow(query)
         if after > self._events.latest:
@@ -213,15 +209,14 @@ class Api:
             )
         await message.connection.stream(message, "application/x-ndjson", self._events.read(after, follow=follow))
 
-    def _serve(self, route: Route) -> Callable[[_Asked], Awaitable[Answer]]:
+    def _serve(self, route: Route) -> _Handler:
         """Return the function that answers one route: decode, handle, encode."""
         handle = route.handler(self._handlers)
         decoder: msgspec.json.Decoder[Body] | None = (
             msgspec.json.Decoder(route.body) if route.body is not None else None
         )
 
-        async def serve(asked: _Asked) -> Answer:
-            message, known = asked.message, asked.known
+        async def serve(message: Message, known: Known, names: Mapping[str, str]) -> Answer:
             body = None
             if decoder is not None:
                 raw = await self._read(message)
@@ -233,7 +228,7 @@ class Api:
                 person=known.person,
                 admin=known.role is Role.ADMIN,
                 process=message.connection.visitor.process,
-                names=asked.names,
+                names=names,
                 body=body,
             )
             answer = await handle(request)
@@ -274,9 +269,8 @@ def _unreadable(message: Message) -> Answer:
     return problem(InvalidRequestError(f"this cannot be read as HTTP/1.1: {message.trouble}", hint=hint), status=400)
 
 
-async def _refuse(methods: Mapping[str, _Row], asked: _Asked) -> Answer:
+async def _refuse(methods: Mapping[str, _Row], message: Message, _: Known, __: Mapping[str, str]) -> Answer:
     """Answer what cannot be read, and what no route is for."""
-    message = asked.message
     if message.trouble:
         return _unreadable(message)
     if not methods:

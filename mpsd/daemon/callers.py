@@ -1,7 +1,6 @@
 """Who calls: the role of a uid, and how much of mpsd one uid may have at a time."""
 
 import socket
-from collections import Counter
 from dataclasses import dataclass
 from math import inf
 from typing import Final
@@ -66,23 +65,24 @@ class Callers:
     """The requests that are in flight, by the uid whose they are."""
 
     def __init__(self) -> None:
-        self._requests: Counter[int] = Counter()
+        self._requests: dict[int, int] = {}
 
     def came(self, uid: int, most: int) -> None:
         """Count a request, until it `went`. Raises TooManyRequestsError, and then it is not counted."""
-        if self._requests[uid] >= most:
+        here = self._requests.get(uid, 0)
+        if here >= most:
             raise TooManyRequestsError(
                 f"uid {uid} has {most} requests in flight, as many as it may",
                 hint="wait for some of them",
                 limit="api.requests_per_uid",
             )
-        self._requests[uid] += 1
+        self._requests[uid] = here + 1
 
     def went(self, uid: int) -> None:
         """Count a request no more: it was answered."""
-        self._requests[uid] -= 1
-        if not self._requests[uid]:
-            del self._requests[uid]
+        left = self._requests.pop(uid) - 1
+        if left:
+            self._requests[uid] = left
 
 
 class Refusals:

@@ -10,7 +10,7 @@ import re
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import lru_cache
 from math import inf
 from typing import Final, NamedTuple
@@ -267,8 +267,9 @@ class Connection(asyncio.BufferedProtocol):
 
     async def _answer(self, message: Message) -> None:
         try:
-            with suppress(ConnectionResetError):
-                await self._serve(message)
+            await self._serve(message)
+        except ConnectionResetError:
+            pass  # it has hung up, which is how followers leave, or it was too slow, and is not waited for
         finally:
             self.task = None
             self.deadline = clock.monotonic() + _KEEP_ALIVE
@@ -291,19 +292,20 @@ class Connection(asyncio.BufferedProtocol):
 
     async def send(self, message: Message, answer: Answer) -> None:
         """Send an answer, and return when the kernel has it. Raises ConnectionResetError."""
-        head = _head(answer.status, answer.kind)
+        more = self._end(message)
         if answer.status != http.HTTPStatus.NO_CONTENT:
-            head += b"Content-Length: %d\r\n" % len(answer.body)
+            more += b"Content-Length: %d\r\n" % len(answer.body)
         if answer.allow:
-            head += b"Allow: %b\r\n" % answer.allow.encode()
-        await self._write(b"%b%b\r\n%b" % (head, self._rest(message), b"" if message.method == "HEAD" else answer.body))
+            more += b"Allow: %b\r\n" % answer.allow.encode()
+        body = b"" if message.method == "HEAD" else answer.body
+        await self._write(b"%b%b\r\n%b" % (_head(answer.status, answer.kind, clock.second()), more, body))
 
     async def stream(self, message: Message, kind: str, pieces: AsyncIterator[bytes]) -> None:
         """Send an answer piece by piece, none before the kernel has the last. Raises ConnectionResetError."""
         framing = b"" if message.old else b"Transfer-Encoding: chunked\r\n"
         with ExitStack() as on_failure:
             on_failure.callback(self.abort)  # half of an answer is on its way, which nothing else can follow
-            await self._write(b"%b%b%b\r\n" % (_head(200, kind), framing, self._rest(message)))
+            await self._write(b"%b%b%b\r\n" % (_head(200, kind, clock.second()), framing, self._end(message)))
             async for piece in pieces:
                 await self._write(piece if message.old else b"%x\r\n%b\r\n" % (len(piece), piece))
             if not message.old:
@@ -314,9 +316,9 @@ class Connection(asyncio.BufferedProtocol):
         """Have a caller send the body that it holds back. Raises ConnectionResetError."""
         await self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def _rest(self, message: Message) -> bytes:
-        close = b"Connection: close\r\n" if message.close or self._last else b""
-        return b"Date: %b\r\n%b" % (_date(int(clock.now().timestamp())), close)
+    def _end(self, message: Message) -> bytes:
+        """Return what tells a caller that nothing comes behind this answer, if so."""
+        return b"Connection: close\r\n" if message.close or self._last else b""
 
     async def _write(self, data: bytes) -> None:
         if self._transport is None or self._transport.is_closing():
@@ -343,11 +345,8 @@ class Connection(asyncio.BufferedProtocol):
 
 
 @lru_cache(64)
-def _head(status: int, kind: str) -> bytes:
-    line = f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\n"
-    return (line if status == http.HTTPStatus.NO_CONTENT else f"{line}Content-Type: {kind}\r\n").encode()
-
-
-@lru_cache(1)
-def _date(seconds: int) -> bytes:
-    return time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(seconds)).encode()
+def _head(status: int, kind: str, second: int) -> bytes:
+    """Return how an answer in this second begins."""
+    date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(second))
+    media = "" if status == http.HTTPStatus.NO_CONTENT else f"Content-Type: {kind}\r\n"
+    return f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\nDate: {date}\r\n{media}".encode()

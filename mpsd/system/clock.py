@@ -16,6 +16,11 @@ def now() -> datetime:
     return datetime.now(UTC)
 
 
+def second() -> int:
+    """Return the second of the time of day, since 1970."""
+    return int(time.time())
+
+
 def until_next(seconds: float) -> float:
     """Return how long it is until the next whole multiple of so many seconds.
 

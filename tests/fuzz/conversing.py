@@ -11,8 +11,8 @@ from mpsd.daemon.callers import Visitor
 from mpsd.daemon.connection import Answer, Connection, Message
 
 _ANSWER: Final = re.compile(
-    rb"HTTP/1\.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: (\d+)\r\nDate: [^\r]+\r\n"
-    rb"(Connection: close\r\n)?\r\n"
+    rb"HTTP/1\.1 200 OK\r\nDate: [^\r]+\r\nContent-Type: application/json\r\n"
+    rb"(Connection: close\r\n)?Content-Length: (\d+)\r\n\r\n"
 )
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -69,12 +69,12 @@ def _answers(said: bytes) -> list[Any]:
         head = _ANSWER.match(said)
         assert head is not None, said
         assert not (found and found[-1][0]), "there is an answer behind the last one"
-        end = head.end() + int(head[1])
+        end = head.end() + int(head[2])
         facts = json.loads(said[head.end() : end])
         # What could not be read has no head, and so no method; nothing is read behind it.
         assert facts[0] or facts[4]
-        assert not facts[4] or head[2]
-        found.append((bool(head[2]), *facts))
+        assert not facts[4] or head[1]
+        found.append((bool(head[1]), *facts))
         said = said[end:]
     return found
 

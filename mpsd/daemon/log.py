@@ -10,7 +10,6 @@ from functools import partial
 from typing import Final, TextIO
 
 import msgspec
-import structlog
 
 from mpsd.core.harmless import harmless_json, plain
 from mpsd.core.settings import LogFormat
@@ -186,7 +185,12 @@ def configure(
             stream.buffer.write(rendered + b"\n")
             stream.buffer.flush()
 
-    def tell_text(level: str, happened: Happened, facts: Mapping[str, object]) -> None:
+    def tell_text(
+        console: Callable[[object, str, dict[str, object]], str],
+        level: str,
+        happened: Happened,
+        facts: Mapping[str, object],
+    ) -> None:
         known, trace = parts(level, happened, facts)
         with suppress(OSError):
             print(console(None, level, {**known, **trace}), file=stream, flush=True)
@@ -196,8 +200,10 @@ def configure(
         del known["at"], known["level"]  # the journal has its own
         to.send(_entry(level, known, trace.get("exception", "")))
 
-    console = structlog.dev.ConsoleRenderer(colors=stream.isatty())
     if form is LogFormat.AUTO and journal is not None:
         return Logger(partial(tell_journal, journal))
-    as_text = form is LogFormat.TEXT or (form is LogFormat.AUTO and stream.isatty())
-    return Logger(tell_text if as_text else tell_lines)
+    if form is LogFormat.TEXT or (form is LogFormat.AUTO and stream.isatty()):
+        from structlog.dev import ConsoleRenderer  # noqa: PLC0415 - a third of all imports, and no service needs it
+
+        return Logger(partial(tell_text, ConsoleRenderer(colors=stream.isatty())))
+    return Logger(tell_lines)

@@ -5,7 +5,6 @@ can change it afterwards, so the server's limits are the one thing that holds wh
 at what the leases need whose clients are still to come, and closed otherwise.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import reduce
 from typing import Final
@@ -87,20 +86,26 @@ class Attaching:
 
     def __init__(self) -> None:
         self._expected: dict[str, Limits] = {}
-        self._sizes: Counter[Limits] = Counter()
+        self._sizes: dict[Limits, int] = {}
         """How many of them are to get what: thousands mostly ask for the same few sizes."""
         self._since: dict[str, float] = {}
         """Those that have some of their processes, and since when the others are waited for; the earliest first."""
         self._turn: _Turn | None = None
 
-    def expect(self, lease_id: str, limits: Limits, *, some: bool, now: float) -> None:
-        """Wait for processes of a lease, which has `some` or none; its window begins now."""
+    def expect(self, lease_id: str, limits: Limits, *, some: bool, now: float) -> bool:
+        """Wait for processes of a lease, which has `some` or none; its window begins now.
+
+        Return whether that may need other limits than before: where others are to get as much, it does not.
+        """
+        alike = 1
         if lease_id not in self._expected:
             self._expected[lease_id] = limits
-            self._sizes[limits] += 1
+            alike = self._sizes.get(limits, 0)
+            self._sizes[limits] = alike + 1
         self._since.pop(lease_id, None)
         if some:
             self._since[lease_id] = now
+        return not alike
 
     def ask(self, lease_id: str) -> None:
         """Have the window of a lease not run out while somebody waits to be told that it is open."""
@@ -122,14 +127,16 @@ class Attaching:
         if self._turn is not None and self._turn.lease == lease_id and not self._turn.told:
             self._turn = _Turn(lease_id, now, told=True)
 
-    def forget(self, lease_id: str) -> None:
-        """Wait no more for processes of a lease: it has all, or has ended."""
+    def forget(self, lease_id: str) -> bool:
+        """Wait no more for processes of a lease: it has all, or has ended; return as `expect` does."""
         limits = self._expected.pop(lease_id, None)
-        if limits is not None:
-            self._since.pop(lease_id, None)
-            self._sizes[limits] -= 1
-            if not self._sizes[limits]:
-                del self._sizes[limits]
+        if limits is None:
+            return False
+        self._since.pop(lease_id, None)
+        left = self._sizes.pop(limits) - 1
+        if left:
+            self._sizes[limits] = left
+        return not left
 
     def expects(self, lease_id: str) -> bool:
         """Tell whether processes of a lease are waited for."""
@@ -141,9 +148,8 @@ class Attaching:
 
     def settle(self, rules: Rules, now: float) -> Ceiling:
         """Return how far it is open now."""
-        return self._strictly(rules, now) if rules.strict else self._together(rules, now)
-
-    def _together(self, rules: Rules, now: float) -> Ceiling:
+        if rules.strict:
+            return self._strictly(rules, now)
         self._turn = None
         while self._since and next(iter(self._since.values())) + rules.window <= now:
             self.forget(next(iter(self._since)))

@@ -9,6 +9,7 @@ The order of those who wait, and what is kept for whom, is `queue`.
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from typing import Final
 
 from msgspec import Struct, structs
@@ -18,6 +19,7 @@ from mpsd.core.admission import NOTHING, Amount, Candidate, Offer, Shortage
 from mpsd.core.errors import QueueFullError, TooManyLeasesError
 from mpsd.core.model import Lease, LeaseRequest, LeaseState, ProcessIdentity
 from mpsd.core.offers import Offers
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.queue import Queue, keep
 from mpsd.core.room import Kept, Room
 from mpsd.core.settings import Placement
@@ -82,7 +84,7 @@ class Ledger:
 
     def find(self, lease_id: str) -> Lease | None:
         """Return a lease that has not ended."""
-        return self.leases.get(lease_id) or self.waiting.get(lease_id)
+        return self.leases.get(lease_id) or self._queue.leases.get(lease_id)
 
     @property
     def waiting(self) -> Mapping[str, Lease]:
@@ -311,7 +313,7 @@ class Ledger:
         granted = structs.replace(
             lease,
             state=LeaseState.GRANTED,
-            because=f"{first.threads} % of the threads and {first.memory} were free on {on}",
+            because=_free(first.threads, first.memory, on),
             arrival=arrival,
             shares=shares,
             granted=now.time,
@@ -378,3 +380,9 @@ class Ledger:
             before, self._worth[lease.id] = self._worth[lease.id], self.worth(lease.request)
             has = self._users[lease.owner.uid]
             self._users[lease.owner.uid] = User(has.leases, has.amount - before + self._worth[lease.id])
+
+
+@lru_cache(maxsize=256)
+def _free(threads: ActiveThreadPercentage, memory: PinnedDeviceMemLimit, on: str) -> str:
+    """Say why a lease was granted."""
+    return f"{threads} % of the threads and {memory} were free on {on}"

@@ -2,7 +2,6 @@
 
 import re
 from decimal import Decimal
-from functools import lru_cache
 
 from mpsd.core.errors import InvalidRequestError
 
@@ -63,7 +62,6 @@ def parse_size(value: str | int) -> int:
     return size
 
 
-@lru_cache(maxsize=256)
 def format_size(size: int) -> str:
     """Print a size in the largest binary unit that is exact, or rounded down to two decimals of GiB."""
     for unit, factor in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):

@@ -90,11 +90,12 @@ class Reconciler:
                 continue
             if left > 0:
                 limits = ceiling.each_process(lease, share)
-                gate.attaching.expect(lease.id, limits, some=bool(lease.clients), now=clock.monotonic())
+                is_other = gate.attaching.expect(lease.id, limits, some=bool(lease.clients), now=clock.monotonic())
             else:
-                gate.attaching.forget(lease.id)
-            # Whoever asks next may well need what a lease leaves; behind a client that has come, the door is shut.
-            self._settle(gate, linger=lease.state is not LeaseState.ACTIVE)
+                is_other = gate.attaching.forget(lease.id)
+            if is_other or lease.clients or self._rules.strict:
+                # Whoever asks next may well need what a lease leaves; behind a client that has come, the door is shut.
+                self._settle(gate, linger=lease.state is not LeaseState.ACTIVE)
             self._tell(gate)
         if lease.state is LeaseState.ENDED:
             self._reach.close(lease)

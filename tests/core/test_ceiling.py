@@ -159,6 +159,20 @@ class TestStrictly:
             assert not attaching.expects("a")
 
 
+COMINGS: Final = st.lists(st.tuples(st.integers(0, 4), st.sampled_from([QUARTER, HALF, SMALLEST]), st.booleans()))
+
+
+@given(COMINGS)
+def test_what_needs_nothing_else(comings: list[tuple[int, Limits, bool]]) -> None:
+    """Who comes or goes and is said to need no other limits than are needed already leaves them as they are."""
+    attaching = Attaching()
+    for number, size, comes in comings:
+        before = attaching.settle(SHARED, 0.0)
+        name = str(number)
+        is_other = attaching.expect(name, size, some=False, now=0.0) if comes else attaching.forget(name)
+        assert is_other or attaching.settle(SHARED, 0.0) == before
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 100), st.none() | st.integers(1, 4096)).map(lambda each: limits(*each))),
     st.sampled_from([SMALLEST, QUARTER, UNLIMITED]),

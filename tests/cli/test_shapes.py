@@ -1,6 +1,7 @@
 """What mpsctl believes about mpsd's answers is what mpsd answers."""
 
 import inspect
+from collections.abc import Mapping
 from datetime import datetime
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddict
@@ -17,7 +18,10 @@ SHAPES = [shape for _, shape in inspect.getmembers(shapes, is_typeddict)]
 
 
 def takes(believed: Any, answered: Any) -> bool:
-    """Tell whether what is answered, once it was JSON, is what is believed: times are text, and unions may be wider."""
+    """Tell whether what is answered, once it was JSON, is what is believed: times are text, and unions may be wider.
+
+    Of a mapping that nobody changes, JSON makes a plain one.
+    """
     if isinstance(answered, UnionType):
         return all(takes(believed, each) for each in get_args(answered))
     if get_origin(believed) in {UnionType, Union}:
@@ -26,7 +30,8 @@ def takes(believed: Any, answered: Any) -> bool:
         return bool(believed.__name__ == answered.__name__.removesuffix("Out"))
     if get_origin(believed) in {list, dict}:
         pairs = zip(get_args(believed), get_args(answered), strict=True)
-        return get_origin(believed) is get_origin(answered) and all(takes(*pair) for pair in pairs)
+        origin = {Mapping: dict}.get(get_origin(answered), get_origin(answered))
+        return get_origin(believed) is origin and all(takes(*pair) for pair in pairs)
     if believed is object:
         return True
     return bool(believed is (str if answered is datetime else answered))
@@ -47,9 +52,11 @@ def test_differences_are_seen() -> None:
     assert takes(dict[str, list[int | None]], dict[str, list[int]])
     assert takes(shapes.Lease | None, lease_wire.LeaseOut)
     assert takes(str | None, datetime | None)
+    assert takes(dict[str, str], Mapping[str, str])
     assert not takes(int, int | None)
     assert not takes(list[int | None], list[str])
     assert not takes(list[int], dict[str, int])
+    assert not takes(dict[str, str], Mapping[str, int])
     assert not takes(shapes.Lease, wire.GpuOut)
     assert not takes(float, datetime)
 

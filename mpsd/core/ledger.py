@@ -188,7 +188,7 @@ class Ledger:
         candidates = self._candidates(lease)
         if len(candidates) < lease.request.gpus:
             raise self._offers.why_never(lease.request).raised()
-        if len(self.leases) + len(self.waiting) >= self.rules.leases:
+        if len(self.leases) + len(self._queue.leases) >= self.rules.leases:
             raise TooManyLeasesError(
                 f"this node has {self.rules.leases} leases, as many as it may",
                 hint="release some: mpsctl leases",
@@ -279,7 +279,7 @@ class Ledger:
 
     def _choose(self, lease: Lease, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
         """Return the places that a new request gets when all who wait and come before it have got theirs."""
-        if not self.waiting:
+        if not self._queue.leases:
             return self._find(lease, candidates, {})
         kept: dict[str, Kept] = {}
         taken: list[tuple[str, int, Amount]] = []

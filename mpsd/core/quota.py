@@ -28,6 +28,8 @@ _FREE: Final = Quota()
 
 def quota_of(person: Person, quotas: Mapping[str, Quota]) -> Quota:
     """Return a person's quota: its own before its groups' (the first listed) before everybody's."""
+    if not quotas:
+        return _FREE
     if person.name in quotas:
         return quotas[person.name]
     group = next((name for name in quotas if name.startswith("%") and name[1:] in person.groups), None)

@@ -1,5 +1,6 @@
 """What each route of the API does: a request's value in, an answer's value out. Roles are not their business."""
 
+from collections.abc import Awaitable
 from contextlib import closing
 from datetime import timedelta
 from functools import lru_cache
@@ -203,18 +204,19 @@ class Handlers:
         assert isinstance(request.body, lease_wire.LeaseRequest)  # noqa: S101 - the route table says so
         body = request.body
         if body.pid is None or body.pid == request.caller.pid:
-            return await self._admit(request, body, _connected(request), request.caller.uid, request.caller.gid)
-        with closing(_named(request, body.pid)) as holder:
-            uid, gid = _user_of(request, holder)
-            return await self._admit(request, body, holder, uid, gid)
+            caller = request.caller
+            lease = await self._admit(request, body, _connected(request), caller.uid, caller.gid)
+        else:
+            with closing(_named(request, body.pid)) as holder:
+                lease = await self._admit(request, body, holder, *_user_of(request, holder))
+        return _lease_out(lease, None)
 
-    async def _admit(
+    def _admit(
         self, request: Request, body: lease_wire.LeaseRequest, holder: Process, uid: int, gid: int
-    ) -> lease_wire.LeaseOut:
+    ) -> Awaitable[Lease]:
         owner = Owner(uid, gid, holder.pid, clock.at_ticks(holder.identity.start_ticks))
         asked = _lease_request(body)
-        lease = await self._node.admit(asked, owner, holder, request.person, wait=body.wait, ttl=body.ttl)
-        return _lease_out(lease, None)
+        return self._node.admit(asked, owner, holder, request.person, wait=body.wait, ttl=body.ttl)
 
     async def release(self, request: Request) -> None:
         """End a lease; one that has ended already is fine."""

@@ -5,7 +5,7 @@ stored in one commit; only then is it told, as an event and to the callers.
 """
 
 import asyncio
-import secrets
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -167,7 +167,7 @@ class Leases:
             return await self._hear(known)
         now = self._now()
         asked = Lease(
-            id=f"lease-{secrets.token_hex(5)}",
+            id=f"lease-{os.urandom(5).hex()}",  # as secrets.token_hex has it, in four calls less
             state=LeaseState.WAITING,
             because="",
             owner=owner,

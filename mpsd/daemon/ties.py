@@ -64,8 +64,9 @@ class Ties:
         identity = watched.process.identity
         watched.leases.add(lease_id)
         self._loose.discard(identity)
-        if identity not in self.of(lease_id):
-            self._of[lease_id] = (*self.of(lease_id), identity)
+        others = self._of.get(lease_id, ())
+        if identity not in others:
+            self._of[lease_id] = (*others, identity)
 
     def untie(self, lease_id: str) -> None:
         """Cut every tie of a lease."""

@@ -40,7 +40,7 @@ def since_boot(ticks: int | None = None) -> float:
 
 def at_ticks(ticks: int) -> datetime:
     """Return the time of day, as the clock is set now, of a moment in clock ticks since boot, as /proc has them."""
-    return datetime.fromtimestamp(time.time() - since_boot() + since_boot(ticks), UTC)
+    return datetime.fromtimestamp(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / _TICKS, UTC)
 
 
 @cache

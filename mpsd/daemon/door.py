@@ -61,6 +61,7 @@ class Door:
                 self._note_stuck(refused[0])
             if refused is not None:
                 _turn_away(accepted, *refused)
+                await asyncio.sleep(0)  # those who are in come first, however many are turned away
                 continue
             self._stuck = False
             make = partial(Connection, visitor, self._serve, self._inside, settings().api.header_deadline)

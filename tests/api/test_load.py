@@ -4,6 +4,8 @@ import contextlib
 import gzip
 import resource
 import select
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -25,6 +27,20 @@ SMALL: Final[dict[str, Any]] = {"threads": 1, "memory": "1GiB"}
 MIB: Final = 1024 * 1024
 LABELS: Final = {f"k{number}" + "x" * 60: "v" * 128 for number in range(32)}
 """As many and as long as they may be."""
+
+KNOCK: Final = """
+import os, socket, sys
+path, uid = sys.argv[1], int(sys.argv[2])
+os.setresgid(uid, uid, uid)
+os.setresuid(uid, uid, uid)
+with socket.socket(socket.AF_UNIX) as first:
+    first.connect(path)
+    print(first.makefile().readline().split()[1], flush=True)
+while True:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+"""
+"""Connects as a user, again and again, and says what it is told first."""
 
 CONFIG: Final = """
 [api]
@@ -110,6 +126,19 @@ class TestConnections:
         assert line.node.get("/v1/status").status == 200
         kept.pop().close()
         wait_until(lambda: served(line, ANN), what="room for another one")
+
+    def test_at_the_door(self, line: Line, connect: Connect) -> None:
+        """However fast processes connect whose user has too many connections, those who are in are answered."""
+        inside, kept = connect(line.node, BOB), [connect(line.node, ANN) for _ in range(256)]
+        assert [each.ask("GET", "/healthz").status for each in kept] == [200] * 256
+        with contextlib.ExitStack() as stack:
+            for _ in range(2):
+                argv = [sys.executable, "-c", KNOCK, str(line.node.socket), str(ANN)]
+                knocking = stack.enter_context(subprocess.Popen(argv, stdout=subprocess.PIPE))
+                stack.callback(knocking.kill)
+                assert knocking.stdout is not None
+                assert knocking.stdout.readline() == b"429\n"
+            assert [inside.ask("GET", "/healthz").status for _ in range(10)] == [200] * 10
 
     def test_silence(self, line: Line, connect: Connect) -> None:
         """Whoever says nothing, or does not end its first request's head, is shown out when its time is over."""

@@ -221,9 +221,10 @@ class Connection(asyncio.BufferedProtocol):
         parser = self._parser
         assert parser is not None  # noqa: S101 - it is calling
         message = self._coming = Message(self, parser.get_method().decode(), self._target)
-        message.expects, self._target, self._expects = self._expects, b"", False
         version = parser.get_http_version()
         message.old = version == "1.0"
+        message.expects = self._expects and not message.old  # which knows of no such word
+        self._target, self._expects = b"", False
         message.close = message.old or not parser.should_keep_alive()
         if version not in _VERSIONS:
             message.trouble, message.close = f"it is HTTP/{version}", True

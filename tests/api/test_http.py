@@ -115,6 +115,13 @@ class TestReading:
         talk.send(body)
         assert talk.answer().status == 422
 
+    def test_an_expectation_of_http_1_0(self, talk: Talk) -> None:
+        """HTTP/1.0 has no such word: a caller that speaks it would take that for its answer."""
+        head, _, body = LEASE.replace(b"HTTP/1.1", b"HTTP/1.0").partition(b"\r\n\r\n")
+        talk.send(head + b"\r\nExpect: 100-continue\r\n\r\n" + body[:1])
+        talk.send(body[1:])
+        assert talk.answer().status == 422
+
 
 class TestTooMuch:
     """What does not end is not kept."""

@@ -228,6 +228,7 @@ class Api:
                 person=known.person,
                 admin=known.role is Role.ADMIN,
                 process=message.connection.visitor.process,
+                has_left=message.connection.visitor.has_left,
                 names=names,
                 body=body,
             )

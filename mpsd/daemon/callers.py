@@ -1,5 +1,6 @@
 """Who calls: the role of a uid, and how much of mpsd one uid may have at a time."""
 
+import select
 import socket
 from dataclasses import dataclass
 from math import inf
@@ -54,6 +55,12 @@ class Visitor:
         if self._process is None:
             self._process = credentials.process_of(self._connection, credentials.caller(self._connection))
         return None if self._process is None or self._process.is_gone() else self._process
+
+    def has_left(self) -> bool:
+        """Tell whether it has closed its end; the kernel knows, also while what it sent before is not read."""
+        poll = select.poll()
+        poll.register(self._connection, 0)  # which leaves that it was hung up, and nothing else
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         """Stop watching its process: the connection is closed."""

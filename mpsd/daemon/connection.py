@@ -286,6 +286,10 @@ class Connection(asyncio.BufferedProtocol):
         self._last = True
         self._go_on()
 
+    def was_left(self) -> bool:
+        """Tell whether its caller has hung up where the loop does not notice, since nothing is read at the moment."""
+        return self._transport is not None and not self._transport.is_reading() and self.visitor.has_left()
+
     def abort(self) -> None:
         """Hang up."""
         if self._transport is not None:

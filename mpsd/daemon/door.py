@@ -109,12 +109,12 @@ class Door:
         self._stuck = True
 
     async def sweep(self) -> None:
-        """Close what connected and then said nothing, until cancelled."""
+        """Close what connected and then said nothing, or was left meanwhile, until cancelled."""
         while True:
             await asyncio.sleep(clock.until_next(_SWEEP))
             now = clock.monotonic()
             for each in self._inside:
-                if now > each.deadline:
+                if now > each.deadline or each.was_left():
                     each.abort()
 
 

@@ -216,7 +216,9 @@ class Handlers:
     ) -> Awaitable[Lease]:
         owner = Owner(uid, gid, holder.pid, clock.at_ticks(holder.identity.start_ticks))
         asked = _lease_request(body)
-        return self._node.admit(asked, owner, holder, request.person, wait=body.wait, ttl=body.ttl)
+        return self._node.admit(
+            asked, owner, holder, request.person, wait=body.wait, ttl=body.ttl, has_left=request.has_left
+        )
 
     async def release(self, request: Request) -> None:
         """End a lease; one that has ended already is fine."""

@@ -155,16 +155,23 @@ class Leases:
     # -- asking for a lease, and ending one ---------------------------------------------------------------------------
 
     async def admit(
-        self, request: LeaseRequest, owner: Owner, holder: Process, *, wait: float | None, ttl: float | None
+        self,
+        request: LeaseRequest,
+        owner: Owner,
+        holder: Process,
+        *,
+        wait: float | None,
+        ttl: float | None,
+        has_left: Callable[[], bool],
     ) -> Lease:
         """Grant a lease now or after waiting `wait` seconds at most (None: for ever), stored before it is returned.
 
-        Raises what `Ledger.submit` does, and StorageError. A caller that is cancelled before
-        it has heard loses its place, unless it has a request_id to come back with.
+        Raises what `Ledger.submit` does, StorageError, and ConnectionResetError where the caller `has_left`. Before it
+        has heard, one that left, or is cancelled, loses its place, unless it has a request_id to come back with.
         """
         known = self._same_request(request, owner)
         if known is not None:
-            return await self._hear(known)
+            return await self._hear(known, has_left)
         now = self._now()
         asked = Lease(
             id=f"lease-{os.urandom(5).hex()}",  # as secrets.token_hex has it, in four calls less
@@ -183,20 +190,14 @@ class Leases:
             lease = self.ledger.submit(asked, now)
         except MpsdError as refusal:
             self.clients.untie(asked.id)
-            self._log.info(
-                Happened.LEASE_REFUSED,
-                uid=owner.uid,
-                pid=owner.pid,
-                code=refusal.code,
-                limit=refusal.limit,
-                because=refusal.detail,
-            )
+            facts = {"code": refusal.code, "limit": refusal.limit, "because": refusal.detail}
+            self._log.info(Happened.LEASE_REFUSED, uid=owner.uid, pid=owner.pid, **facts)
             raise
         self._note_request(lease)
         waits = lease.state is LeaseState.WAITING
         self._lines[lease.id] = _Line(asyncio.get_running_loop().create_future() if waits else None)
         self._decided(lease)
-        return await self._hear(lease)
+        return await self._hear(lease, has_left)
 
     def knows(self, request: LeaseRequest, owner: Owner) -> bool:
         """Tell whether this request was made before, and has a lease or a place in the queue."""
@@ -211,10 +212,10 @@ class Leases:
         if lease.request.request_id is not None:
             self._asked[lease.owner.uid, lease.request.request_id] = lease.id
 
-    async def _hear(self, lease: Lease) -> Lease:
+    async def _hear(self, lease: Lease, has_left: Callable[[], bool]) -> Lease:
         """Return the lease once it is granted, stored and open, or raise why it has ended, once that is stored.
 
-        Whoever is cancelled before that has hung up, and may come back to hear of it only with a request_id.
+        Whoever left, or is cancelled, before that has hung up, and may come back to hear of it only with a request_id.
         """
         line = self._lines.get(lease.id)
         if line is None:
@@ -232,6 +233,9 @@ class Leases:
             raise
         if line.refusal is not None:
             raise line.refusal
+        if has_left():
+            self._hang_up(lease.id, line)
+            raise ConnectionResetError("its caller has hung up, and the loop has not noticed yet")
         self._lines.pop(lease.id, None)
         return self.ledger.leases[lease.id]
 

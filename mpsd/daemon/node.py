@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+from collections.abc import Callable
 from typing import Final
 
 from msgspec import structs
@@ -272,6 +273,7 @@ class Node:
         *,
         wait: float | None,
         ttl: float | None,
+        has_left: Callable[[], bool],
     ) -> Lease:
         """Grant a lease to a holder, or raise the refusal.
 
@@ -304,7 +306,7 @@ class Node:
                 because=refusal.detail,
             )
             raise
-        return await self.leases.admit(request, owner, holder, wait=wait, ttl=ttl)
+        return await self.leases.admit(request, owner, holder, wait=wait, ttl=ttl, has_left=has_left)
 
     def _named(self, wanted: str) -> str:
         """Return the UUID of the GPU that was named, or `any`. Raises InvalidRequestError, DaemonNotReadyError."""

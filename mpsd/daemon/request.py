@@ -17,5 +17,7 @@ class Request(NamedTuple):
     admin: bool
     process: Callable[[], Process | None]
     """Watches the process that connected, for as long as its connection is open; None where it is not to be seen."""
+    has_left: Callable[[], bool]
+    """Tells whether nobody waits for the answer any more."""
     names: Mapping[str, str]
     body: lease_wire.LeaseRequest | lease_wire.Renewal | wire.Patience | None = None

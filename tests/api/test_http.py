@@ -4,6 +4,8 @@ import contextlib
 import email.utils
 import itertools
 import json
+import os
+import signal
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Final
@@ -27,7 +29,7 @@ STATUS: Final = message("GET", "/v1/status")
 @pytest.fixture(scope="module")
 def node(node_for_all: Start) -> Node:
     """Start the node that the tests of this module share."""
-    return node_for_all(config="[api]\nheader_deadline = 60\n").start()
+    return node_for_all(config="[api]\nheader_deadline = 60\n[admission]\nhang_up_grace = 0.5\n").start()
 
 
 @pytest.fixture
@@ -223,6 +225,29 @@ class TestEnds:
         wait_until(lambda: node.get("/v1/status").json["waiting"] == 0, what="its place to be given away")
         assert [each["id"] for each in node.get("/v1/leases").json["leases"]] == granted
         for lease in granted:
+            assert node.request("DELETE", f"/v1/leases/{lease}").status == 204
+
+    @pytest.mark.parametrize("more", [{}, {"request_id": "once"}], ids=["for good", "for a while"])
+    def test_hanging_up_at_once(self, node: Node, more: dict[str, str]) -> None:
+        """Whoever has asked, and hangs up before mpsd looks, keeps nothing of which it never heard."""
+        os.kill(node.pid, signal.SIGSTOP)
+        try:
+            for _ in range(10):
+                with Talk(node.socket) as talk:
+                    talk.send(message("POST", "/v1/leases", {"threads": 1, "memory": "1GiB", **more}))
+        finally:
+            os.kill(node.pid, signal.SIGCONT)
+        wait_until(lambda: node.get("/v1/leases").json["leases"] == [], what="the leases to be given back")
+
+    def test_hanging_up_unread(self, node: Node) -> None:
+        """Nor does it help to have sent more, behind a request that waits, than is read before that is answered."""
+        threads = {"threads": 100, "memory": "1GiB"}
+        taken = [node.request("POST", "/v1/leases", threads).json["id"] for _ in range(2)]
+        with Talk(node.socket) as talk:
+            talk.send(message("POST", "/v1/leases", {**threads, "wait": None}) + STATUS * 1000)
+            wait_until(lambda: node.get("/v1/status").json["waiting"] == 1, what="it to wait for a GPU")
+        wait_until(lambda: node.get("/v1/status").json["waiting"] == 0, what="its place to be given away")
+        for lease in taken:
             assert node.request("DELETE", f"/v1/leases/{lease}").status == 204
 
 

@@ -212,8 +212,11 @@ class Connection(asyncio.BufferedProtocol):
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take up a header; one alone matters, since httptools knows how long a body is, and what ends a connection."""
-        if name.lower() == b"expect" and value.lower() == b"100-continue":
+        """Take up a header, or a trailer.
+
+        One header alone matters: httptools knows how long a body is, and what ends a connection.
+        """
+        if self._coming is None and name.lower() == b"expect" and value.lower() == b"100-continue":
             self._expects = True
 
     def on_headers_complete(self) -> None:

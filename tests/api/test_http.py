@@ -124,6 +124,14 @@ class TestReading:
         talk.send(body[1:])
         assert talk.answer().status == 422
 
+    def test_an_expectation_too_late(self, talk: Talk) -> None:
+        """What stands behind the chunks of a body is not about the next request."""
+        trailer = b"0\r\nExpect: 100-continue\r\n\r\n"
+        talk.send(b"POST /v1/leases HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + trailer + LEASE[:-1])
+        assert talk.answer().status == 422
+        talk.send(LEASE[-1:])
+        assert talk.answer().status == 422
+
 
 class TestTooMuch:
     """What does not end is not kept."""

@@ -156,10 +156,10 @@ class Events:
     async def read(self, after: int, *, follow: bool) -> AsyncIterator[bytes]:
         """Yield the lines of the events after a number that are kept, some at a time, and then of those that come.
 
-        There is no gap: for a reader so slow that what comes next for it is not kept any more, it ends.
+        There is no gap: for a reader so slow that what comes next for it is not kept any more, it ends. After 0, the
+        oldest that is kept comes next.
         """
-        self.flush()
-        position, end = max(after + 1, self.oldest), self._next
+        position, end = after + 1 if after else self.oldest, self._next
         while position >= self._first and (follow or position < end):
             lines = self._lines[position - self._base : position - self._base + _BATCH]
             if lines:

@@ -1,6 +1,7 @@
 """The fixtures that every test has: a directory with a short path, and the proof that nothing was left behind."""
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from itertools import count
@@ -18,6 +19,13 @@ from tests.nursery import Nursery, nursery
 def pytest_xdist_auto_num_workers() -> int:
     """Run one more file at a time than there are processors: tests wait for processes more than they compute."""
     return (os.cpu_count() or 1) + 1
+
+
+def pytest_configure() -> None:
+    """Have the tests start as from a terminal: what `nohup`, or an `&`, ignores would be ignored in all of them."""
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, usual)
 
 
 # A property is not a measurement: a slow example on a busy machine is no failure. What is found is printed for replay.

@@ -139,6 +139,8 @@ class TestConnections:
                 assert knocking.stdout is not None
                 assert knocking.stdout.readline() == b"429\n"
             assert [inside.ask("GET", "/healthz").status for _ in range(10)] == [200] * 10
+        # What they left at the door has to be turned away first: until then the kernel lets nobody wait there.
+        wait_until(lambda: served(line, BOB), what="room at the door", not_yet=(OSError, EOFError))
 
     def test_silence(self, line: Line, connect: Connect) -> None:
         """Whoever says nothing, or does not end its first request's head, is shown out when its time is over."""

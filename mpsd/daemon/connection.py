@@ -144,6 +144,8 @@ class Connection(asyncio.BufferedProtocol):
         """What came behind them."""
         self._last = False
         """Whether nothing more is answered."""
+        self.parting = False
+        """Whether the next answer is the last, since somebody else answers soon."""
         self._taken: asyncio.Future[None] | None = None
         """For as long as something was sent that the kernel could not take yet: done when it has."""
 
@@ -194,8 +196,9 @@ class Connection(asyncio.BufferedProtocol):
             self._parser = None  # as it says already: see `on_headers_complete`
         except httptools.HttpParserError as error:
             self._cannot_read(str(error))
-        if self._size > (_LONGEST_HEAD if self._coming is None else _LARGEST):
-            self._cannot_read("it is too long")
+        else:
+            if self._size > (_LONGEST_HEAD if self._coming is None else _LARGEST):
+                self._cannot_read("it is too long")
 
     def _cannot_read(self, because: str) -> None:
         """Listen no more; why is said once what came before is answered."""
@@ -277,7 +280,7 @@ class Connection(asyncio.BufferedProtocol):
         finally:
             self.task = None
             self.deadline = clock.monotonic() + _KEEP_ALIVE
-            self._last = self._last or message.close
+            self._last = self._last or self.parting or message.close
             self._go_on()
 
     def _note_spoken(self) -> None:
@@ -326,7 +329,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _end(self, message: Message) -> bytes:
         """Return what tells a caller that nothing comes behind this answer, if so."""
-        return b"Connection: close\r\n" if message.close or self._last else b""
+        return b"Connection: close\r\n" if message.close or self.parting or self._last else b""
 
     async def _write(self, data: bytes) -> None:
         if self._transport is None or self._transport.is_closing():

@@ -79,8 +79,10 @@ class Door:
             loop.remove_reader(self._listener)
 
     def shut(self) -> None:
-        """Let nobody else in: they wait outside, for whoever opens next."""
+        """Let nobody else in: they wait outside, for whoever opens next, as those who are in are told to."""
         self._shut = True
+        for each in self._inside:
+            each.parting = True
         if self._knock is not None:
             _settle(self._knock)
 

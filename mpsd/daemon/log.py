@@ -91,7 +91,7 @@ MESSAGE_IDS: Final = {each: uuid.uuid5(_NAMESPACE, each).hex for each in Happene
 _SPECIAL: Final = set(' "=')
 """What a value has that is not a word, and stands between quotes in a text."""
 
-_PRIORITIES: Final = {"debug": "7", "info": "6", "warning": "4", "error": "3"}
+_PRIORITIES: Final = {"info": "6", "warning": "4", "error": "3"}
 """Levels as syslog(3) has them."""
 
 

@@ -15,9 +15,10 @@ from typing import Any, Final
 
 import pytest
 
+from tests.admission.asking import Talk
 from tests.daemon.caller import NOBODY, calling, needs_root
 from tests.harness import wait_until
-from tests.node import Node
+from tests.node import Answer, Node
 
 HAND_OVER: Final = """
 import os, sys
@@ -333,6 +334,21 @@ class TestSocket:
         node.end()
         after = node.socket.stat()
         assert (before.st_ino, before.st_mode) == (after.st_ino, after.st_mode)
+
+    def test_who_stays_connected_is_told_to_come_again(self, hand: Callable[..., Handed]) -> None:
+        """Whoever goes on asking over its connection while mpsd leaves is told that the answer is the last there."""
+        node = hand()
+        node.start()
+        assert node.process is not None
+        with Talk(node.socket) as silent, Talk(node.socket) as talk:  # the silent one is waited for, for a moment
+            assert talk.ask("GET", "/healthz").status == 200
+            node.process.send_signal(signal.SIGTERM)
+            answers: list[Answer] = []
+            while not answers or answers[-1].headers.get("Connection") != "close":
+                answers.append(talk.ask("GET", "/healthz"))
+            assert {each.status for each in answers} == {200}
+            assert (talk.rest(), silent.rest()) == (b"", b"")
+        assert node.ended() == 0
 
     def test_nobody_sees_a_restart(self, hand: Callable[..., Handed]) -> None:
         """Leases are taken and given back all the time, and every answer is right."""

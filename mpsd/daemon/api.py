@@ -267,7 +267,7 @@ def _decode(decoder: "msgspec.json.Decoder[Body]", body: bytes | bytearray) -> B
 
 
 def _unreadable(message: Message) -> Answer:
-    hint = "see what curl --unix-socket sends"
+    hint = "send plain HTTP/1.1, as curl --unix-socket does"
     return problem(InvalidRequestError(f"this cannot be read as HTTP/1.1: {message.trouble}", hint=hint), status=400)
 
 

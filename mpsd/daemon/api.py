@@ -196,6 +196,7 @@ class Api:
         """
         query = parse_qs(message.query, keep_blank_values=True)
         after, follow = _after(query), _follow(query)
+        self._node.leases.tell()
         self._events.flush()  # what has no number yet may take the place of what is asked for
         if after > self._events.latest:
             raise InvalidRequestError(

@@ -20,7 +20,7 @@ _SLACK: Final = 256
 _BATCH: Final = 100
 """Events that a reader is given at a time."""
 
-_DELAY: Final = 0.02
+_DELAY: Final = 0.01
 """Seconds for which a decision may wait for others to be stored and told with it; see `Events.tell`."""
 
 _PAUSE: Final = 1.0
@@ -68,9 +68,12 @@ class Events:
 
     # -- recording ----------------------------------------------------------------------------------------------------
 
-    def record(self, line: bytes) -> None:
-        """Have a line of the log, as JSON, numbered, stored and told soon, or when the next reader comes."""
-        self._pending.append((clock.now().timestamp(), line))
+    def record(self, at: float, line: bytes) -> None:
+        """Have a line of the log, as JSON, numbered, stored and told soon, or when the next reader comes.
+
+        `at` is when it was logged, in seconds since 1970.
+        """
+        self._pending.append((at, line))
         if self._scheduled is None:
             self._scheduled = asyncio.get_running_loop().call_later(_DELAY, self.flush)
 

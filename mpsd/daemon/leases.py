@@ -113,9 +113,7 @@ class Leases:
         found = self._keeping.read(self._told)
         if found.because:
             self._log.error(Happened.STORE_SET_ASIDE, because=found.because)
-        for news in found.untold:
-            self._log.info(news.happened, lease=news.lease, **news.facts)
-        self._turn.tell()
+        self._turn.tell_again(found.untold)
         now = clock.monotonic()
         for lease in found.leases:
             self.ledger.restore(lease, now)
@@ -325,6 +323,10 @@ class Leases:
         for lease in self.ledger.settle(self._now()):
             self._decided(lease)
             _decide(self._lines[lease.id], None)
+
+    def tell(self) -> None:
+        """Tell what was decided so far, and waits to be told: somebody is about to look."""
+        self._turn.catch_up()
 
     async def as_stored(self) -> None:
         """Wait until what can be seen here now is stored: who reads it has heard of it, too."""

@@ -3,11 +3,12 @@
 import sys
 import traceback
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from enum import StrEnum
 from functools import partial
-from typing import Final, TextIO
+from typing import Final, NamedTuple, TextIO
 
 import msgspec
 
@@ -95,6 +96,15 @@ _PRIORITIES: Final = {"info": "6", "warning": "4", "error": "3"}
 """Levels as syslog(3) has them."""
 
 
+class Line(NamedTuple):
+    """What happened, when and how bad it is, and the facts."""
+
+    at: datetime
+    level: str
+    happened: Happened
+    facts: Mapping[str, object]
+
+
 class Logger:
     """Tells what happens, each time with the facts.
 
@@ -102,26 +112,42 @@ class Logger:
     a grant would be slower by a twentieth. What structlog is here for is text on a terminal.
     """
 
-    def __init__(self, tell: Callable[[str, Happened, dict[str, object]], None], **bound: object) -> None:
-        """`tell` is called with the level, what happened, and the facts; `bound` are facts of all that it tells."""
+    def __init__(
+        self, tell: Callable[[Sequence[Line]], None], before: list[Callable[[], None]], **bound: object
+    ) -> None:
+        """`tell` is called with lines, and each of `before` before that; `bound` are facts of all that it tells."""
         self._tell = tell
+        self._before = before
         self._bound = bound
 
     def bind(self, **bound: object) -> "Logger":
         """Return one that tells these facts with all that it tells."""
-        return Logger(self._tell, **self._bound, **bound)
+        return Logger(self._tell, self._before, **self._bound, **bound)
 
     def info(self, happened: Happened, **facts: object) -> None:
         """Tell what is as it should be."""
-        self._tell("info", happened, self._bound | facts)
+        self._say("info", happened, facts)
 
     def warning(self, happened: Happened, **facts: object) -> None:
         """Tell what is not, and what mpsd deals with."""
-        self._tell("warning", happened, self._bound | facts)
+        self._say("warning", happened, facts)
 
     def error(self, happened: Happened, **facts: object) -> None:
         """Tell what somebody has to look into."""
-        self._tell("error", happened, self._bound | facts)
+        self._say("error", happened, facts)
+
+    def _say(self, level: str, happened: Happened, facts: Mapping[str, object]) -> None:
+        for each in self._before:
+            each()
+        self._tell((Line(clock.now(), level, happened, {**self._bound, **facts}),))
+
+    def before(self, call: Callable[[], None]) -> None:
+        """Have this called before anything else is told, also through others: it tells what has waited until then."""
+        self._before.append(call)
+
+    def waited(self, lines: Sequence[Line]) -> None:
+        """Tell lines that have waited, so that they cost less together; see `before`."""
+        self._tell(lines)
 
     def defect(self, happened: Happened, error: BaseException, **facts: object) -> None:
         """Tell a defect of mpsd's own, with its traceback."""
@@ -150,9 +176,14 @@ def _harmless(line: bytes) -> bytes:
     return line if line.isascii() and b"\x7f" not in line else harmless_json(line.decode()).encode()
 
 
+def _one_by_one(tell: Callable[[Line], None], lines: Sequence[Line]) -> None:
+    for line in lines:
+        tell(line)
+
+
 def configure(
     form: LogFormat,
-    record: Callable[[bytes], None] | None = None,
+    record: Callable[[float, bytes], None] | None = None,
     stream: TextIO = sys.stderr,
     *,
     journal: Journal | None = None,
@@ -161,49 +192,47 @@ def configure(
 
     The form says which, or it is text on a terminal, fields where the stream leads to the journal, and JSON elsewhere.
 
-    `record` is given every line as JSON, but for those of defects, whose tracebacks are for the log alone: what is
-    logged and what is told as an event are one and the same, and rendered once.
+    `record` is given when it was, in seconds since 1970, and every line as JSON, but for those of defects, whose
+    tracebacks are for the log alone: what is logged and what is told as an event are one and the same, and rendered
+    once.
     """
 
-    def line(level: str, happened: Happened, facts: Mapping[str, object]) -> bytes:
+    def rendered(line: Line) -> bytes:
         # What a reader looks for first stands first: when, how bad, and what.
-        rendered = _harmless(_JSON.encode({"at": clock.now(), "level": level, "event": happened, **facts}))
+        at, level, happened, facts = line
+        text = _harmless(_JSON.encode({"at": at, "level": level, "event": happened, **facts}))
         if record is not None and "exception" not in facts:
-            record(rendered)
-        return rendered
+            record(at.timestamp(), text)
+        return text
 
-    def parts(level: str, happened: Happened, facts: Mapping[str, object]) -> tuple[dict[str, object], dict[str, str]]:
-        known = msgspec.json.decode(line(level, happened, facts))
+    def parts(line: Line) -> tuple[dict[str, object], dict[str, str]]:
+        known = msgspec.json.decode(rendered(line))
         trace = {name: "\n".join(map(plain, known.pop(name).split("\n"))) for name in ("exception",) if name in known}
         return plain(known), trace
 
     # The stream may be a file on a full disk, or a pipe that nobody reads any more: a line is lost, and mpsd lives on.
 
-    def tell_lines(level: str, happened: Happened, facts: Mapping[str, object]) -> None:
-        rendered = line(level, happened, facts)
+    def tell_lines(lines: Sequence[Line]) -> None:
+        text = b"".join([rendered(line) + b"\n" for line in lines])
         with suppress(OSError):
-            stream.buffer.write(rendered + b"\n")
+            stream.buffer.write(text)
             stream.buffer.flush()
 
-    def tell_text(
-        console: Callable[[object, str, dict[str, object]], str],
-        level: str,
-        happened: Happened,
-        facts: Mapping[str, object],
-    ) -> None:
-        known, trace = parts(level, happened, facts)
+    def tell_text(console: Callable[[object, str, dict[str, object]], str], line: Line) -> None:
+        known, trace = parts(line)
         with suppress(OSError):
-            print(console(None, level, {**known, **trace}), file=stream, flush=True)
+            print(console(None, line.level, {**known, **trace}), file=stream, flush=True)
 
-    def tell_journal(to: Journal, level: str, happened: Happened, facts: Mapping[str, object]) -> None:
-        known, trace = parts(level, happened, facts)
+    def tell_journal(to: Journal, line: Line) -> None:
+        known, trace = parts(line)
         del known["at"], known["level"]  # the journal has its own
-        to.send(_entry(level, known, trace.get("exception", "")))
+        to.send(_entry(line.level, known, trace.get("exception", "")))
 
     if form is LogFormat.AUTO and journal is not None:
-        return Logger(partial(tell_journal, journal))
+        return Logger(partial(_one_by_one, partial(tell_journal, journal)), [])
     if form is LogFormat.TEXT or (form is LogFormat.AUTO and stream.isatty()):
         from structlog.dev import ConsoleRenderer  # noqa: PLC0415 - a third of all imports, and no service needs it
 
-        return Logger(partial(tell_text, ConsoleRenderer(colors=stream.isatty())))
-    return Logger(tell_lines)
+        console = ConsoleRenderer(colors=stream.isatty())
+        return Logger(partial(_one_by_one, partial(tell_text, console)), [])
+    return Logger(tell_lines, [])

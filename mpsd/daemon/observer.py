@@ -173,13 +173,13 @@ class Observer:
         return enforcement.holds(wanted, found, self._servers.values())
 
     @property
-    def starting(self) -> tuple[int, ...]:
+    def starting(self) -> list[int]:
         """The servers that do not say yet what their clients will get, and may have started under other limits."""
-        return tuple(
+        return [
             server.pid
             for identity, server in self._servers.items()
             if server.limits is None and clock.since_boot(identity.start_ticks) < self._held_since
-        )
+        ]
 
     async def _converse(self, wanted: Limits, *, apply: bool) -> ReadBack:
         memory, talk = wanted.pinned_device_mem_limit, Conversation()

@@ -93,9 +93,10 @@ class Reconciler:
                 is_other = gate.attaching.expect(lease.id, limits, some=bool(lease.clients), now=clock.monotonic())
             else:
                 is_other = gate.attaching.forget(lease.id)
-            if is_other or lease.clients or self._rules.strict:
-                # Whoever asks next may well need what a lease leaves; behind a client that has come, the door is shut.
-                self._settle(gate, linger=lease.state is not LeaseState.ACTIVE)
+            if lease.clients or self._rules.strict or (is_other and left > 0):
+                self._settle(gate, linger=lease.state is not LeaseState.ACTIVE)  # behind a client, the door is shut
+            elif is_other:  # whoever asks next may well need what this one leaves
+                gate.lower_at = min(gate.lower_at, clock.monotonic() + _LINGER)
             self._tell(gate)
         if lease.state is LeaseState.ENDED:
             self._reach.close(lease)

@@ -145,8 +145,8 @@ class Supervisor:
             return f"it is {self._standing.state}: {self._standing.because}"
         if not self._holding.proved:
             return "they were not read back in time"
-        if self._observer.starting:
-            pids = ", ".join(map(str, self._observer.starting))
+        if starting := self._observer.starting:
+            pids = ", ".join(map(str, starting))
             return f"server {pids} is starting, and does not say yet what its clients get"
         return ""
 

@@ -2,18 +2,23 @@
 
 The first who waits for it has it stored at once; all others in the same turn of the loop share one commit at its end.
 
-Callers come first: their answers do not wait for lines of the log. Whoever has an answer, and asks for the events then,
-finds what led to it among them, since the loop has told it before it reads what is asked next.
+Callers come first: their answers do not wait for lines of the log. These wait for each other, for a moment, but nobody
+overtakes them: they are told before any other line is, and before anybody is told the events. Should mpsd die before
+that, the next one tells them, since they are in the lease store.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from mpsd.core.errors import StorageError
 from mpsd.core.model import Lease, LeaseState
 from mpsd.daemon.keeping import Keeping, Kept, News
-from mpsd.daemon.log import Happened, Logger
+from mpsd.daemon.log import Happened, Line, Logger
+from mpsd.system import clock
+
+_DELAY: Final = 0.01
+"""Seconds for which what is stored may wait for more, to be told with it."""
 
 _MAKE_ROOM: Final = "make room on the file system of the runtime directory"
 
@@ -42,13 +47,20 @@ class Turn:
         self._tell = tell
         self._finish = finish
         self._refuse = refuse
-        self._scheduled = False
+        self._due = False
+        """Whether something has to be stored."""
+        self._awaited = False
+        """Whether the end of this turn of the loop is waited for."""
         self._fresh = True
-        """Whether nothing was stored in this turn of the loop yet."""
+        """Whether nothing was stored in this turn yet."""
         self._changed: dict[str, Lease] = {}
         self._news: list[News] = []
-        self._stored: list[News] = []
+        self._untold: list[Line] = []
         """What is stored, and has to be told."""
+        self._reached = 0
+        """The latest turn of which the news are among that, or were told."""
+        self._telling: asyncio.TimerHandle | None = None
+        log.before(self.catch_up)
 
     def change(self, lease: Lease, happened: Happened | None = None, **facts: object) -> None:
         """Have a lease stored, as it is now, at the end of this turn of the loop, and then tell what happened to it."""
@@ -74,17 +86,21 @@ class Turn:
         )
 
     def _schedule(self) -> None:
-        if not self._scheduled:
-            self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._end_if_due)
+        self._due = True
+        if not self._awaited:
+            self._awaited = True
+            asyncio.get_running_loop().call_soon(self._pass)
 
-    def _end_if_due(self) -> None:
-        if self._scheduled:
+    def _pass(self) -> None:
+        """End this turn of the loop, and store what was not stored at once."""
+        self._awaited = False
+        if self._due:
             self.end()
+        self._fresh = True
 
     async def over(self) -> None:
         """Return when what was decided so far is stored, or has failed to be."""
-        if not self._scheduled:
+        if not self._due:
             return
         if self._fresh:
             self.end()
@@ -110,23 +126,23 @@ class Turn:
         self._log.info(Happened.STORE_HAS_ROOM)
 
     def end(self) -> None:
-        """Store what this turn decided, let those go on who waited for that, and have it told after them."""
+        """Store what this turn decided, and have it told soon."""
         self._finish()
-        self._scheduled = False
+        self._due = self._fresh = False
         changed, self._changed = self._changed, {}
         news, self._news = self._news, []
         kept = self._keeping.keep(changed, news)
         if kept.because:
             news = self._without(kept, news)
-        self._stored += news
-        if self._fresh:
-            self._fresh = False
-            asyncio.get_running_loop().call_soon(self.tell)
+        if news:
+            self._add(news)
+            if self._telling is None:
+                self._telling = asyncio.get_running_loop().call_later(_DELAY, self._tell_untold)
 
     def close(self) -> None:
         """Store and tell what is left."""
         self.end()
-        self.tell()
+        self._tell_untold()
 
     def _without(self, kept: Kept, news: list[News]) -> list[News]:
         """Return the news of what is stored; what is not stored is not told: it comes with the next turn, or never."""
@@ -140,10 +156,26 @@ class Turn:
         self._news += [each for each in news if self._keeping.is_late(each.lease)]
         return [each for each in news if each.lease not in refused and not self._keeping.is_late(each.lease)]
 
-    def tell(self) -> None:
+    def tell_again(self, news: Sequence[News]) -> None:
+        """Tell what an earlier mpsd has stored, and had not told when it died."""
+        self._add(news)
+        self._tell_untold()
+
+    def catch_up(self) -> None:
+        """Tell what waits for that, if anything does: something else is about to be told."""
+        if self._untold:
+            self._tell_untold()
+
+    def _add(self, news: Sequence[News]) -> None:
+        at = clock.now()
+        self._untold += [Line(at, "info", each.happened, {"lease": each.lease, **each.facts}) for each in news]
+        self._reached = self._keeping.turn
+
+    def _tell_untold(self) -> None:
         """Log what is stored, and note what of that is in the history, and need not be told again."""
-        self._fresh = True
-        stored, self._stored = self._stored, []
-        for each in stored:
-            self._log.info(each.happened, lease=each.lease, **each.facts)
-        self._keeping.note_told(self._tell(self._keeping.turn))
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+        untold, self._untold = self._untold, []
+        self._log.waited(untold)
+        self._keeping.note_told(self._tell(self._reached))

@@ -1,4 +1,4 @@
-"""What is decided at the same time is stored together, and what is decided alone at once."""
+"""What is decided at the same time is stored together, and what is decided alone at once; and all is told in order."""
 
 import contextlib
 import json
@@ -56,3 +56,47 @@ def test_one_by_one(make_node: Start) -> None:
     node = make_node().start()
     ask(node, together=False)
     assert commits(node) == [1] * _MANY
+
+
+def decide(node: Node) -> list[str]:
+    """Have one caller be granted, refused and released, again and again at once, and return the ids of its leases."""
+    with Talk(node.socket) as caller:
+        leases = []
+        for _ in range(_MANY):
+            leases.append(caller.ask("POST", "/v1/leases", {"threads": 1, "memory": "1MiB"}).json["id"])
+            assert caller.ask("POST", "/v1/leases", {"threads": 1, "memory": "200GiB"}).status == 409
+            assert caller.ask("DELETE", f"/v1/leases/{leases[-1]}").status == 204
+        return leases
+
+
+def told(lines: list[str]) -> list[tuple[str, str | None]]:
+    """Return what is told of leases, each with its lease."""
+    facts = [json.loads(line) for line in lines]
+    return [(fact["event"], fact.get("lease")) for fact in facts if fact["event"].startswith("lease_")]
+
+
+def decided(leases: list[str]) -> list[tuple[str, str | None]]:
+    """Return what is to be told after `decide`."""
+    each = ([("lease_granted", lease), ("lease_refused", None), ("lease_ended", lease)] for lease in leases)
+    return list(chain.from_iterable(each))
+
+
+def test_nobody_overtakes(make_node: Start) -> None:
+    """What waits to be told comes before what is told at once, in the log and among the events, and is there to see."""
+    node = make_node().start()
+    leases = decide(node)
+    assert told(node.get("/v1/events").body.decode().splitlines()) == decided(leases)
+    assert told(node.stderr.read_text().splitlines()) == decided(leases)
+
+
+def test_killed_before_it_was_told(make_node: Start) -> None:
+    """What was waiting to be told when mpsd was killed is told by the next one, once."""
+    node = make_node().start()
+    leases = decide(node)
+    with Talk(node.socket) as caller:
+        leases.append(caller.ask("POST", "/v1/leases", {"threads": 1, "memory": "1MiB"}).json["id"])
+        node.end(signal.SIGKILL)
+    node.start()
+    events = told(node.get("/v1/events").body.decode().splitlines())
+    wanted = [each for each in decided(leases) if each[1]]  # a refusal is in no store yet
+    assert [each for each in events if each[1]][: len(wanted) - 1] == wanted[:-1]

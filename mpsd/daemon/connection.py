@@ -127,7 +127,11 @@ class Connection(asyncio.BufferedProtocol):
         self.spoken = asyncio.get_running_loop().create_future()
         """Done when a first request has come, or will not."""
         self.task: asyncio.Task[None] | None = None
-        """Answers the request that is in hand."""
+        """Answers its requests, for as long as it lasts."""
+        self.is_answering = False
+        """Whether a request is in hand."""
+        self._in_hand: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        """The request that is, or the next one that will be."""
         self._serve = serve
         self._inside = inside
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
@@ -155,6 +159,7 @@ class Connection(asyncio.BufferedProtocol):
         """Begin to listen."""
         assert isinstance(transport, asyncio.Transport)  # noqa: S101 - it is a socket's
         self._transport = transport
+        self.task = asyncio.get_running_loop().create_task(self._live())
         self._inside.add(self)
         transport.set_write_buffer_limits(0)  # what the kernel does not take is waited for
 
@@ -185,7 +190,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _listens(self) -> bool:
         """Tell whether what comes in now is a next request, or the rest of the one in hand."""
-        return self._parser is not None and not self._next and (self.task is None or self._coming is not None)
+        return self._parser is not None and not self._next and (not self.is_answering or self._coming is not None)
 
     def _read(self, data: memoryview | bytearray) -> None:
         assert self._parser is not None  # noqa: S101 - it listens
@@ -255,11 +260,11 @@ class Connection(asyncio.BufferedProtocol):
     def _go_on(self) -> None:
         """Answer the next request, or listen for it, or for the rest of the one in hand."""
         while self._transport is not None:
-            if self.task is None and self._next and not self._last:
-                self.deadline = inf
+            if not self.is_answering and self._next and not self._last:
+                self.is_answering, self.deadline = True, inf
                 self._note_spoken()
-                self.task = asyncio.get_running_loop().create_task(self._answer(self._next.popleft()))
-            elif self.task is None and (self._last or self._parser is None):
+                self._in_hand.set_result(self._next.popleft())
+            elif not self.is_answering and (self._last or self._parser is None):
                 self._transport.close()
                 return
             elif self._later and self._listens():
@@ -272,16 +277,22 @@ class Connection(asyncio.BufferedProtocol):
         transport.resume_reading()
         self._read(later)
 
-    async def _answer(self, message: Message) -> None:
-        try:
-            await self._serve(message)
-        except ConnectionResetError:
-            pass  # it has hung up, which is how followers leave, or it was too slow, and is not waited for
-        finally:
-            self.task = None
-            self.deadline = clock.monotonic() + _KEEP_ALIVE
-            self._last = self._last or self.parting or message.close
-            self._go_on()
+    async def _live(self) -> None:
+        """Answer one request after the other, until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            if self._in_hand.done():
+                await asyncio.sleep(0)  # it came with the last one; all others are asked first
+            message = await self._in_hand
+            self._in_hand = loop.create_future()
+            try:
+                await self._serve(message)
+            except ConnectionResetError:
+                pass  # it has hung up, which is how followers leave, or it was too slow, and is not waited for
+            finally:
+                self.is_answering, self.deadline = False, clock.monotonic() + _KEEP_ALIVE
+                self._last = self._last or self.parting or message.close
+                self._go_on()
 
     def _note_spoken(self) -> None:
         if not self.spoken.done():

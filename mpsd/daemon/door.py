@@ -93,7 +93,7 @@ class Door:
 
     async def empty(self, seconds: float) -> None:
         """Have everybody leave: who is being answered has so many seconds for that, and everybody else goes at once."""
-        answering = [each.task for each in self._inside if each.task is not None]
+        answering = [each.task for each in self._inside if each.is_answering and each.task is not None]
         for each in tuple(self._inside):
             each.leave()
         if answering:

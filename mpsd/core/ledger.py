@@ -6,7 +6,7 @@ one (`_leave`), and the sums move there alone.
 The order of those who wait, and what is kept for whom, is `queue`.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -324,21 +324,13 @@ class Ledger:
         return granted
 
     def _enter(self, lease: Lease, now: float) -> None:
-        uid, whole = lease.owner.uid, NOTHING
-        for share in lease.shares:
-            part = admission.amount(share, lease.request.processes)
-            self._room.enter(share.gpu, uid, part)
-            whole += part
+        uid, whole = lease.owner.uid, _count(lease, self._room.enter)
         self.leases[lease.id] = lease
         self._note(lease, whole, lease.expires)
-        self._hold(uid, self._holding.get(uid, NOTHING) + whole, now)
+        self._hold(uid, self._holding[uid] + whole if uid in self._holding else whole, now)
 
     def _leave(self, lease: Lease, now: float) -> None:
-        uid, whole = lease.owner.uid, NOTHING
-        for share in lease.shares:
-            part = admission.amount(share, lease.request.processes)
-            self._room.leave(share.gpu, uid, part)
-            whole += part
+        uid, whole = lease.owner.uid, _count(lease, self._room.leave)
         del self.leases[lease.id]
         self._forget(lease, whole)
         self._hold(uid, self._holding[uid] - whole, now)
@@ -380,6 +372,16 @@ class Ledger:
             before, self._worth[lease.id] = self._worth[lease.id], self.worth(lease.request)
             has = self._users[lease.owner.uid]
             self._users[lease.owner.uid] = User(has.leases, has.amount - before + self._worth[lease.id])
+
+
+def _count(lease: Lease, move: Callable[[str, int, Amount], None]) -> Amount:
+    """Count the parts of a lease in, or out, on their GPUs, and return what they come to together."""
+    whole: Amount | None = None
+    for share in lease.shares:
+        part = admission.amount(share, lease.request.processes)
+        move(share.gpu, lease.owner.uid, part)
+        whole = part if whole is None else whole + part
+    return whole or NOTHING
 
 
 @lru_cache(maxsize=256)

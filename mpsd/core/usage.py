@@ -29,7 +29,7 @@ class Usage:
     """The accounts of all users. `half_life` is in seconds, and so is every `now`, of a clock that does not jump."""
 
     def __init__(self, half_life: float, accounts: Mapping[int, Account] | None = None) -> None:
-        self.half_life = half_life
+        self._decay = math.log(2) / half_life
         self._accounts = dict(accounts or {})
 
     def of(self, uid: int, now: float) -> float:
@@ -75,6 +75,6 @@ class Usage:
         passed = now - account.at
         if passed <= 0:
             return account.value
-        halvings = passed / self.half_life * math.log(2)
-        lost = -math.expm1(-halvings)
-        return account.value * (1 - lost) + account.rate * passed * (lost / halvings if halvings else 1.0)
+        decayed = passed * self._decay
+        lost = -math.expm1(-decayed)
+        return account.value * (1 - lost) + account.rate * passed * (lost / decayed if decayed else 1.0)

@@ -9,6 +9,7 @@ that, the next one tells them, since they are in the lease store.
 
 import asyncio
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from typing import Final
 
 from mpsd.core.errors import StorageError
@@ -55,8 +56,8 @@ class Turn:
         """Whether nothing was stored in this turn yet."""
         self._changed: dict[str, Lease] = {}
         self._news: list[News] = []
-        self._untold: list[Line] = []
-        """What is stored, and has to be told."""
+        self._untold: list[tuple[datetime, Sequence[News]]] = []
+        """What is stored, since when, and has to be told."""
         self._reached = 0
         """The latest turn of which the news are among that, or were told."""
         self._telling: asyncio.TimerHandle | None = None
@@ -167,8 +168,7 @@ class Turn:
             self._tell_untold()
 
     def _add(self, news: Sequence[News]) -> None:
-        at = clock.now()
-        self._untold += [Line(at, "info", each.happened, {"lease": each.lease, **each.facts}) for each in news]
+        self._untold.append((clock.now(), news))
         self._reached = self._keeping.turn
 
     def _tell_untold(self) -> None:
@@ -177,5 +177,11 @@ class Turn:
             self._telling.cancel()
             self._telling = None
         untold, self._untold = self._untold, []
-        self._log.waited(untold)
+        self._log.waited(
+            [
+                Line(at, "info", each.happened, {"lease": each.lease, **each.facts})
+                for at, news in untold
+                for each in news
+            ]
+        )
         self._keeping.note_told(self._tell(self._reached))

@@ -363,7 +363,8 @@ class TestOneDriver:
             answer = asked.result(timeout=20)
             assert (answer.status, answer.json["code"]) == (409, "reach")
             assert node.get("/v1/leases").json["leases"] == []
-        assert [line["because"] for line in node.events("lease_ended", uid=ANN)] == [answer.json["detail"]]
+        ended = wait_until(lambda: node.events("lease_ended", uid=ANN), what="that to be told")
+        assert [line["because"] for line in ended] == [answer.json["detail"]]
 
     def test_way_that_cannot_be_closed(self, make_node: Start) -> None:
         """A way that does not close is no readiness: the node says so, admits nobody there, and tries again."""

@@ -41,6 +41,8 @@ class Visitor:
         self._process: Process | None = None
         self._known: Known | None = None
         self._settings: Settings | None = None
+        self._hang_up = select.poll()
+        self._hang_up.register(connection, 0)  # which leaves that it was hung up, and nothing else
 
     def known(self, settings: Settings) -> Known:
         """Return who it is, and which role that is, by uid and groups alone; other settings may give it another."""
@@ -58,9 +60,7 @@ class Visitor:
 
     def has_left(self) -> bool:
         """Tell whether it has closed its end; the kernel knows, also while what it sent before is not read."""
-        poll = select.poll()
-        poll.register(self._connection, 0)  # which leaves that it was hung up, and nothing else
-        return bool(poll.poll(0))
+        return bool(self._hang_up.poll(0))
 
     def close(self) -> None:
         """Stop watching its process: the connection is closed."""

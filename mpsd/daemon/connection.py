@@ -320,7 +320,9 @@ class Connection(asyncio.BufferedProtocol):
         if answer.allow:
             more += b"Allow: %b\r\n" % answer.allow.encode()
         body = b"" if message.method == "HEAD" else answer.body
-        await self._write(b"%b%b\r\n%b" % (_head(answer.status, answer.kind, clock.second()), more, body))
+        self._put(b"%b%b\r\n%b" % (_head(answer.status, answer.kind, clock.second()), more, body))
+        if self._taken is not None:  # hardly ever
+            await self._drain()
 
     async def stream(self, message: Message, kind: str, pieces: AsyncIterator[bytes]) -> None:
         """Send an answer piece by piece, none before the kernel has the last. Raises ConnectionResetError."""
@@ -343,9 +345,15 @@ class Connection(asyncio.BufferedProtocol):
         return b"Connection: close\r\n" if message.close or self.parting or self._last else b""
 
     async def _write(self, data: bytes) -> None:
+        self._put(data)
+        await self._drain()
+
+    def _put(self, data: bytes) -> None:
         if self._transport is None or self._transport.is_closing():
             raise ConnectionResetError("it has hung up")
         self._transport.write(data)
+
+    async def _drain(self) -> None:
         if self._taken is None:
             return
         try:

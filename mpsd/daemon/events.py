@@ -20,7 +20,7 @@ _SLACK: Final = 256
 _BATCH: Final = 100
 """Events that a reader is given at a time."""
 
-_DELAY: Final = 0.01
+_DELAY: Final = 0.02
 """Seconds for which a decision may wait for others to be stored and told with it; see `Events.tell`."""
 
 _PAUSE: Final = 1.0

@@ -150,12 +150,14 @@ def describe(returncode: int | None) -> str:
 class Process:
     """A process that is watched: started here, or adopted. Close it when done; that does nothing to the process."""
 
-    __slots__ = ("_child", "_gone", "_loop", "_pidfd", "identity")  # thousands of them may be watched
+    __slots__ = ("_child", "_gone", "_loop", "_pidfd", "_poll", "identity")  # thousands of them may be watched
 
     def __init__(self, identity: ProcessIdentity, pidfd: int, child: subprocess.Popen[bytes] | None) -> None:
         self.identity = identity
         self._pidfd = pidfd
         self._child = child
+        self._poll: select.poll | None = None
+        """Looks at the pidfd; made for those who ask, and mostly again and again."""
         self._gone: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         """The loop that reads the pidfd, if one does."""
@@ -169,9 +171,10 @@ class Process:
         """Tell whether the process has ended, or is not watched any more."""
         if self._pidfd < 0:
             return True
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        return bool(poll.poll(0))
+        if self._poll is None:
+            self._poll = select.poll()
+            self._poll.register(self._pidfd, select.POLLIN)
+        return bool(self._poll.poll(0))
 
     def when_gone(self, call: Callable[[], None]) -> None:
         """Have this called from the running loop, once, when the process is gone; closing calls it off.

@@ -327,7 +327,7 @@ class Ledger:
         uid, whole = lease.owner.uid, _count(lease, self._room.enter)
         self.leases[lease.id] = lease
         self._note(lease, whole, lease.expires)
-        self._hold(uid, self._holding[uid] + whole if uid in self._holding else whole, now)
+        self._hold(uid, self._holding.get(uid, NOTHING) + whole, now)
 
     def _leave(self, lease: Lease, now: float) -> None:
         uid, whole = lease.owner.uid, _count(lease, self._room.leave)
@@ -376,12 +376,12 @@ class Ledger:
 
 def _count(lease: Lease, move: Callable[[str, int, Amount], None]) -> Amount:
     """Count the parts of a lease in, or out, on their GPUs, and return what they come to together."""
-    whole: Amount | None = None
+    whole = NOTHING
     for share in lease.shares:
         part = admission.amount(share, lease.request.processes)
         move(share.gpu, lease.owner.uid, part)
-        whole = part if whole is None else whole + part
-    return whole or NOTHING
+        whole += part
+    return whole
 
 
 @lru_cache(maxsize=256)

@@ -71,7 +71,7 @@ class Events:
     def record(self, at: float, line: bytes) -> None:
         """Have a line of the log, as JSON, numbered, stored and told soon, or when the next reader comes.
 
-        `at` is when it was logged, in seconds since 1970.
+        `at` is when what it tells happened, in seconds since 1970.
         """
         self._pending.append((at, line))
         if self._scheduled is None:

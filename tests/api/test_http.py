@@ -1,17 +1,22 @@
 """HTTP/1.1 as mpsd speaks it, on one connection: pieces, order, ends, and what it has no use for."""
 
+import asyncio
 import contextlib
 import email.utils
 import itertools
 import json
 import os
 import signal
-from collections.abc import Iterator
+import socket
+from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime
+from functools import partial
 from typing import Final
 
 import pytest
 
+from mpsd.daemon.callers import Visitor
+from mpsd.daemon.connection import Connection, Message
 from tests.admission.asking import Talk, message
 from tests.daemon.conftest import Start
 from tests.harness import wait_until
@@ -280,3 +285,37 @@ class TestAnswers:
         lease = node.request("POST", "/v1/leases", {"threads": 1, "memory": "1GiB"}).json
         answer = talk.ask("DELETE", f"/v1/leases/{lease['id']}")
         assert (answer.status, set(answer.headers), answer.body) == (204, {"Date"}, b"")
+
+
+async def _asked() -> list[str]:
+    """Return by whom requests were taken in hand, one who sent three at once and one who sent one."""
+    loop, asked = asyncio.get_running_loop(), list[str]()
+
+    def serve_to(name: str) -> Callable[[Message], Awaitable[None]]:
+        async def serve(_: Message) -> None:
+            asked.append(name)
+
+        return serve
+
+    inside: set[Connection] = set()
+    with contextlib.ExitStack() as stack:
+        callers = []
+        for name in ("many", "one"):
+            ours, theirs = socket.socketpair()
+            callers.append(stack.enter_context(ours))
+            make = partial(Connection, Visitor(theirs), serve_to(name), inside, 60)
+            await loop.connect_accepted_socket(make, theirs)
+        for caller, requests in zip(callers, (3, 1), strict=True):
+            caller.send(b"GET / HTTP/1.1\r\n\r\n" * requests)
+        async with asyncio.timeout(10):
+            while len(asked) < 4:  # noqa: ASYNC110 - there is no event: it is about the turns of the loop
+                await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        while inside:  # noqa: ASYNC110 - likewise
+            await asyncio.sleep(0)
+    return asked
+
+
+def test_requests_that_came_together() -> None:
+    """Whoever sends many at once has one answered, and then it is somebody else's turn."""
+    assert asyncio.run(_asked()) == ["many", "one", "many", "many"]

@@ -329,8 +329,9 @@ class Leases:
         self._turn.catch_up()
 
     async def as_stored(self) -> None:
-        """Wait until what can be seen here now is stored: who reads it has heard of it, too."""
+        """Wait until what can be seen here now is stored, and told: who reads it finds in the log how it came to be."""
         await self._turn.over()
+        self.tell()
 
     def _finish(self) -> None:
         if self._unsettled:

@@ -3,8 +3,8 @@
 The first who waits for it has it stored at once; all others in the same turn of the loop share one commit at its end.
 
 Callers come first: their answers do not wait for lines of the log. These wait for each other, for a moment, but nobody
-overtakes them: they are told before any other line is, and before anybody is told the events. Should mpsd die before
-that, the next one tells them, since they are in the lease store.
+overtakes them: they are told before any other line is, and before anybody is told the events, or shown the leases.
+Should mpsd die before that, the next one tells them, since they are in the lease store.
 """
 
 import asyncio

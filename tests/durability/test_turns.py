@@ -89,6 +89,19 @@ def test_nobody_overtakes(make_node: Start) -> None:
     assert told(node.stderr.read_text().splitlines()) == decided(leases)
 
 
+def test_seen_and_told(make_node: Start) -> None:
+    """Who sees that a lease is there, or is not any more, finds in the log why."""
+    node = make_node().start()
+    with Talk(node.socket) as caller:
+        for _ in range(_MANY):
+            lease = caller.ask("POST", "/v1/leases", {"threads": 1, "memory": "1MiB"}).json["id"]
+            assert caller.ask("GET", f"/v1/leases/{lease}").json["state"] == "granted"
+            assert told(node.stderr.read_text().splitlines())[-1] == ("lease_granted", lease)
+            assert caller.ask("DELETE", f"/v1/leases/{lease}").status == 204
+            assert caller.ask("GET", "/v1/leases").json["leases"] == []
+            assert told(node.stderr.read_text().splitlines())[-1] == ("lease_ended", lease)
+
+
 def test_killed_before_it_was_told(make_node: Start) -> None:
     """What was waiting to be told when mpsd was killed is told by the next one, once."""
     node = make_node().start()

@@ -214,7 +214,7 @@ class Handlers:
     def _admit(
         self, request: Request, body: lease_wire.LeaseRequest, holder: Process, uid: int, gid: int
     ) -> Awaitable[Lease]:
-        owner = Owner(uid, gid, holder.pid, clock.at_ticks(holder.identity.start_ticks))
+        owner = Owner(uid, gid, holder.pid, holder.started)
         asked = _lease_request(body)
         return self._node.admit(
             asked, owner, holder, request.person, wait=body.wait, ttl=body.ttl, has_left=request.has_left

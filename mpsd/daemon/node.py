@@ -295,7 +295,7 @@ class Node:
                 worth = ledger.worth(request) if quota.weighs(limits_of) else Amount()
                 quota.check(limits_of, ledger.user(owner.uid), request.priority, worth)
             self._check_reach(owner.uid)
-            request = sight.narrowed(request, holder.pid, offers, self._log)
+            request = sight.narrowed(request, holder, offers, self._log)
         except MpsdError as refusal:
             self._log.info(
                 Happened.LEASE_REFUSED,

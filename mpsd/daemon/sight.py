@@ -10,19 +10,21 @@ from mpsd.core.errors import NotPermittedError
 from mpsd.core.model import LeaseRequest
 from mpsd.daemon.log import Happened, Logger
 from mpsd.system import surroundings
+from mpsd.system.process import Process
 
 
-def narrowed(request: LeaseRequest, holder: int, offers: Sequence[Offer], log: Logger) -> LeaseRequest:
-    """Keep a request to those GPUs on offer whose pipe directory is where its holder, a pid, will be told that it is.
+def narrowed(request: LeaseRequest, holder: Process, offers: Sequence[Offer], log: Logger) -> LeaseRequest:
+    """Keep a request to those GPUs on offer whose pipe directory is where its holder will be told that it is.
 
     A program that does not find it there runs outside MPS, without limits. Raises NotPermittedError where none is left.
     Where the holder has another /dev/shm than the servers, that is told: CUDA may not come to its server then (error
     805).
     """
-    if surroundings.sees_alike(holder):
-        return request  # as most do, and every one is looked at
+    if holder.sees_alike():
+        return request  # as most do
+    pid = holder.pid
     directories = {offer.gpu: Path(offer.pipe_directory) for offer in offers}
-    hidden = surroundings.hidden(holder, (*directories.values(), surroundings.SHARED_MEMORY))
+    hidden = surroundings.hidden(pid, (*directories.values(), surroundings.SHARED_MEMORY))
     out_of_sight = {gpu for gpu, path in directories.items() if path in hidden}
     if out_of_sight:
         wanted = directories if request.gpu == "any" else {request.gpu}
@@ -30,7 +32,7 @@ def narrowed(request: LeaseRequest, holder: int, offers: Sequence[Offer], log: L
         request = structs.replace(request, among=tuple(seen))
         if not request.among:
             raise NotPermittedError(
-                f"process {holder} does not find {hidden[0]}, where its lease would send it: its container has another"
+                f"process {pid} does not find {hidden[0]}, where its lease would send it: its container has another"
                 " file system, and it would run outside MPS, without limits",
                 hint=f"mount {hidden[0].parents[1]} there under the same path (-v, or a volume of type hostPath)",
                 limit="pipe_directory",
@@ -38,8 +40,8 @@ def narrowed(request: LeaseRequest, holder: int, offers: Sequence[Offer], log: L
     if surroundings.SHARED_MEMORY in hidden:
         log.warning(
             Happened.SHARED_MEMORY_APART,
-            pid=holder,
-            because=f"process {holder} has a /dev/shm of its own, and MPS may need one that it shares with its server",
+            pid=pid,
+            because=f"process {pid} has a /dev/shm of its own, and MPS may need one that it shares with its server",
             hint="hostIPC: true, --ipc=host, or mount the host's /dev/shm there",
         )
     return request

@@ -13,11 +13,13 @@ import signal
 import subprocess
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 from mpsd.core.model import ProcessIdentity
+from mpsd.system import clock, surroundings
 
 _INHERITED: Final = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
 """What a child gets of mpsd's own environment. No CUDA_* among them: NVIDIA's daemon takes defaults from those, and no
@@ -150,7 +152,8 @@ def describe(returncode: int | None) -> str:
 class Process:
     """A process that is watched: started here, or adopted. Close it when done; that does nothing to the process."""
 
-    __slots__ = ("_child", "_gone", "_loop", "_pidfd", "_poll", "identity")  # thousands of them may be watched
+    __slots__ = ("_alike", "_child", "_gone", "_loop", "_pidfd", "_poll", "_started", "identity")
+    # Thousands of them may be watched.
 
     def __init__(self, identity: ProcessIdentity, pidfd: int, child: subprocess.Popen[bytes] | None) -> None:
         self.identity = identity
@@ -161,11 +164,28 @@ class Process:
         self._gone: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         """The loop that reads the pidfd, if one does."""
+        self._started: datetime | None = None
+        self._alike = False
 
     @property
     def pid(self) -> int:
         """The process id, which is this process's for as long as it is not closed."""
         return self.identity.pid
+
+    @property
+    def started(self) -> datetime:
+        """When it started, as the clock was set when that was asked first."""
+        if self._started is None:
+            self._started = clock.at_ticks(self.identity.start_ticks)
+        return self._started
+
+    def sees_alike(self) -> bool:
+        """Tell what `surroundings.sees_alike` does; once it was so, it is taken to stay so.
+
+        A process may go elsewhere later, as it may with a lease in its hands, which nobody could notice.
+        """
+        self._alike = self._alike or surroundings.sees_alike(self.pid)
+        return self._alike
 
     def is_gone(self) -> bool:
         """Tell whether the process has ended, or is not watched any more."""

@@ -150,7 +150,7 @@ def _place(pid: int | str) -> tuple[int, int, str]:
     The text of the link names the namespace among all that there are, and costs half of what a look at it does. Source:
     namespaces(7).
     """
-    root = os.stat(f"/proc/{pid}/root")  # noqa: PTH116 - both at every admission
+    root = os.stat(f"/proc/{pid}/root")  # noqa: PTH116 - once for each caller
     return root.st_dev, root.st_ino, os.readlink(f"/proc/{pid}/ns/mnt")  # noqa: PTH115
 
 

@@ -53,10 +53,16 @@ class Place:
 
 
 class User(Struct, frozen=True):
-    """What one user has: how many leases, waiting ones included, and how much they come to."""
+    """What one user has: how many leases, waiting ones included, what it holds by them, and what it waits for."""
 
     leases: int = 0
-    amount: Amount = NOTHING
+    holds: Amount = NOTHING
+    awaits: Amount = NOTHING
+
+    @property
+    def amount(self) -> Amount:
+        """What all of it comes to."""
+        return self.holds + self.awaits
 
 
 _NEWCOMER: Final = User()
@@ -73,8 +79,6 @@ class Ledger:
         self._offers = Offers({})
         self._room = Room()
         self._users: dict[int, User] = {}
-        self._holding: dict[int, Amount] = {}
-        """By user, what it holds: the waiting ones not included."""
         self._worth: dict[str, Amount] = {}
         """By waiting lease, what it counts against its user's quota."""
         self._expiring: dict[str, float] = {}
@@ -324,54 +328,47 @@ class Ledger:
         return granted
 
     def _enter(self, lease: Lease, now: float) -> None:
-        uid, whole = lease.owner.uid, _count(lease, self._room.enter)
+        uid, has = lease.owner.uid, self.user(lease.owner.uid)
+        holds = has.holds + _count(lease, self._room.enter)
         self.leases[lease.id] = lease
-        self._note(lease, whole, lease.expires)
-        self._hold(uid, self._holding.get(uid, NOTHING) + whole, now)
+        self._users[uid] = User(has.leases + 1, holds, has.awaits)
+        self.usage.hold(uid, self._offers.part(holds), now)
+        if lease.expires is not None:
+            self._expiring[lease.id] = lease.expires
 
     def _leave(self, lease: Lease, now: float) -> None:
-        uid, whole = lease.owner.uid, _count(lease, self._room.leave)
+        uid, has = lease.owner.uid, self._users.pop(lease.owner.uid)
+        holds = has.holds - _count(lease, self._room.leave)
         del self.leases[lease.id]
-        self._forget(lease, whole)
-        self._hold(uid, self._holding[uid] - whole, now)
-
-    def _hold(self, uid: int, amount: Amount, now: float) -> None:
-        if amount.clients:
-            self._holding[uid] = amount
-        else:
-            del self._holding[uid]
-        self.usage.hold(uid, self._offers.part(amount), now)
+        if has.leases > 1:
+            self._users[uid] = User(has.leases - 1, holds, has.awaits)
+        self.usage.hold(uid, self._offers.part(holds), now)
+        self._expiring.pop(lease.id, None)
 
     def _join(self, lease: Lease) -> None:
+        uid, has = lease.owner.uid, self.user(lease.owner.uid)
         self._queue.join(lease)
-        self._worth[lease.id] = self.worth(lease.request)
-        self._note(lease, self._worth[lease.id], lease.until)
+        worth = self._worth[lease.id] = self.worth(lease.request)
+        self._users[uid] = User(has.leases + 1, has.holds, has.awaits + worth)
+        if lease.until is not None:
+            self._expiring[lease.id] = lease.until
 
     def _part(self, lease: Lease) -> None:
+        uid, has = lease.owner.uid, self._users.pop(lease.owner.uid)
         self._queue.part(lease.id)
-        self._forget(lease, self._worth.pop(lease.id))
-
-    def _note(self, lease: Lease, amount: Amount, until: float | None) -> None:
-        """Count a lease to its user, and note when its time is over."""
-        has = self.user(lease.owner.uid)
-        self._users[lease.owner.uid] = User(has.leases + 1, has.amount + amount)
-        if until is not None:
-            self._expiring[lease.id] = until
-
-    def _forget(self, lease: Lease, amount: Amount) -> None:
-        has = self._users.pop(lease.owner.uid)
+        worth = self._worth.pop(lease.id)
         if has.leases > 1:
-            self._users[lease.owner.uid] = User(has.leases - 1, has.amount - amount)
+            self._users[uid] = User(has.leases - 1, has.holds, has.awaits - worth)
         self._expiring.pop(lease.id, None)
 
     def _value_anew(self, now: float) -> None:
         """Weigh what everybody has and waits for by what the node has to give now."""
-        for uid, amount in self._holding.items():
-            self.usage.hold(uid, self._offers.part(amount), now)
         for lease in self.waiting.values():
             before, self._worth[lease.id] = self._worth[lease.id], self.worth(lease.request)
             has = self._users[lease.owner.uid]
-            self._users[lease.owner.uid] = User(has.leases, has.amount - before + self._worth[lease.id])
+            self._users[lease.owner.uid] = User(has.leases, has.holds, has.awaits - before + self._worth[lease.id])
+        for uid, has in self._users.items():
+            self.usage.hold(uid, self._offers.part(has.holds), now)
 
 
 def _count(lease: Lease, move: Callable[[str, int, Amount], None]) -> Amount:

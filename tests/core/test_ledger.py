@@ -770,7 +770,7 @@ class TestRestore:
         other = self.again(desk)
         assert list(other.ledger.all()) == [held[0], active, *waiting]
         assert [other.ledger.taken(gpu(index)) for index in (0, 1)] == [Amount(1000, GIB, 1), Amount(600, GIB, 1)]
-        assert other.ledger.user(BOB) == User(2, Amount(1000, 2 * GIB, 2))
+        assert other.ledger.user(BOB) == User(2, awaits=Amount(1000, 2 * GIB, 2))
         assert other.queue() == [lease.id for lease in waiting]
         assert other.waits(50, uid=BOB).arrival == waiting[-1].arrival + 1
         assert {lease.id for lease in other.ledger.overdue(60)} == {held[0].id, waiting[1].id}
@@ -786,7 +786,8 @@ class TestRestore:
             desk.ledger.restore(lease, 0)
         assert list(desk.ledger.all()) == [renewed, waiting]
         assert desk.ledger.taken(gpu(0)) == Amount(600, GIB, 1)
-        assert desk.ledger.user(1000) == User(2, Amount(1200, 2 * GIB, 2))
+        assert desk.ledger.user(1000) == User(2, Amount(600, GIB, 1), Amount(600, GIB, 1))
+        assert desk.ledger.user(1000).amount == Amount(1200, 2 * GIB, 2)
 
     def test_before_the_offers(self) -> None:
         """Where the GPUs become known later, everything is weighed then."""
@@ -798,7 +799,7 @@ class TestRestore:
         assert other.ledger.user(BOB) == User(1, Amount())
         assert other.waits_for(other.ledger.waiting[waiting.id]) == ("gpu", None)
         assert other.offers(offer(0), offer(1)) == []
-        assert other.ledger.user(BOB) == User(1, Amount(750, 60 * GIB, 1))
+        assert other.ledger.user(BOB) == User(1, awaits=Amount(750, 60 * GIB, 1))
         other.at = 10
         assert other.ledger.usage.of(ANN, 10) == pytest.approx(7.5, rel=0.01)
 
@@ -835,7 +836,7 @@ class TestUsers:
         desk = Desk(offer(0, memory=20 * GIB), offer(1))
         held = desk.ask(100, 1, gpus=2, uid=BOB)
         waiting = desk.waits(fraction=0.5, uid=ANN)
-        assert desk.ledger.user(ANN) == User(1, Amount(500, 40 * GIB, 1))
+        assert desk.ledger.user(ANN) == User(1, awaits=Amount(500, 40 * GIB, 1))
         desk.end(held)
         assert desk.ledger.user(ANN) == User(1, Amount(500, 10 * GIB, 1))
         assert desk.ledger.user(BOB) == User()

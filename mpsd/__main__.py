@@ -72,12 +72,11 @@ def run(
     SIGTERM ends mpsd and leaves the control daemons running: the next mpsd adopts them. SIGHUP reloads the
     configuration.
     """
-    import asyncio
     import os
     from dataclasses import replace
 
     from mpsd.daemon.excuse import excuse
-    from mpsd.daemon.service import StopDaemons, serve
+    from mpsd.daemon.service import StopDaemons
     from mpsd.system.configuration import read_configuration
     from mpsd.system.notify import ServiceManager
 
@@ -97,7 +96,7 @@ def run(
         try:
             plan = _plan(read(), read, simulate=simulate, control=control, private=root is not None)
             stop = StopDaemons.DRAIN if drains else StopDaemons.NEVER
-            return asyncio.run(serve(replace(plan, stop_daemons=stop, stop_now=stop_daemons, manager=manager)))
+            return _serve(replace(plan, stop_daemons=stop, stop_now=stop_daemons, manager=manager))
         except MpsdError as error:
             if error.exit_code != OperatorError.exit_code:
                 raise  # the next mpsd may be luckier, and whoever waits is its caller
@@ -162,13 +161,12 @@ def check(config: Path | None) -> None:
 @cli.command()
 def demo() -> None:
     """Run a simulated node with two GPUs in a private directory, and say what to try. It leaves nothing behind."""
-    import asyncio
     import os
     import tempfile
     from dataclasses import replace
 
     from mpsd.core.settings import Settings
-    from mpsd.daemon.service import StopDaemons, serve
+    from mpsd.daemon.service import StopDaemons
     from mpsd.system.notify import ServiceManager
 
     with tempfile.TemporaryDirectory(prefix="mpsd-demo-") as root:
@@ -177,7 +175,15 @@ def demo() -> None:
         client = f"{sys.executable} -m mpsd.simulator.client"
         what_to_try = _WHAT_TO_TRY.format(socket=settings.socket, mpsctl=_mpsctl(), client=client)
         plan = replace(plan, stop_daemons=StopDaemons.AT_ONCE, announce=lambda: click.echo(what_to_try))
-        asyncio.run(serve(replace(plan, manager=ServiceManager.take(os.environ))))
+        _serve(replace(plan, manager=ServiceManager.take(os.environ)))
+
+
+def _serve(plan: "Plan") -> None:
+    """Run the service."""
+    from mpsd.daemon.service import serve
+    from mpsd.system import loop
+
+    loop.run(serve(plan))
 
 
 _WHAT_TO_TRY = """\

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
 from functools import lru_cache
 from math import inf
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 from urllib.parse import unquote
 
 import httptools
@@ -157,8 +157,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to listen."""
-        assert isinstance(transport, asyncio.Transport)  # noqa: S101 - it is a socket's
-        self._transport = transport
+        transport = self._transport = cast("asyncio.Transport", transport)  # uvloop's own are no subclasses of it
         self.task = asyncio.get_running_loop().create_task(self._live())
         self._inside.add(self)
         transport.set_write_buffer_limits(0)  # what the kernel does not take is waited for
@@ -212,7 +211,9 @@ class Connection(asyncio.BufferedProtocol):
         if message is None:
             message = Message(self, "", b"")
             self._next.append(message)
-        message.trouble, message.close = message.trouble or because, True
+        message.close = True
+        if len(message.body) <= MAXIMUM_BODY:  # or that is what is wrong with it
+            message.trouble = message.trouble or because
         message.wake()
 
     def on_url(self, url: bytes) -> None:

@@ -25,7 +25,7 @@ MAY_IMPORT_MORE: Final = {
 LIBRARIES: Final = {
     "__init__": frozenset[str](),
     "core": frozenset({"msgspec"}),  # and of that no more than CORE_LIBRARY
-    "system": frozenset({"psutil", "pynvml", "tenacity"}),
+    "system": frozenset({"psutil", "pynvml", "tenacity", "uvloop"}),
     "daemon": frozenset({"httptools", "msgspec", "structlog"}),
     "cli": frozenset({"click"}),
     "simulator": frozenset[str](),

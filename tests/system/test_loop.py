@@ -1,0 +1,37 @@
+"""The event loop's timers, as those rely on them who wait for a moment."""
+
+import subprocess
+import sys
+
+_SLEEPS = """
+import asyncio, random, time
+from mpsd.system import clock, loop
+
+async def main():
+    early, woken, end = 0.0, 0, time.monotonic() + 0.5
+    while time.monotonic() < end:
+        seconds, begun = random.uniform(0.0001, 0.004), time.monotonic()
+        await asyncio.sleep(seconds)
+        early = max(early, begun + seconds - time.monotonic())
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        await asyncio.sleep(clock.until_next(0.01))
+        woken += 1
+    begun = time.monotonic()
+    try:
+        async with asyncio.timeout(0.0017):
+            await asyncio.Event().wait()
+    except TimeoutError:
+        early = max(early, begun + 0.0017 - time.monotonic())
+    print(early, woken)
+
+loop.run(main())
+"""
+
+
+def test_never_early() -> None:
+    """Nobody is woken before its time, and who waits for one moment after the other is woken once for each."""
+    done = subprocess.run([sys.executable, "-c", _SLEEPS], capture_output=True, text=True, check=True)
+    early, woken = done.stdout.split()
+    assert float(early) <= 0
+    assert 0 < int(woken) <= 51

@@ -178,8 +178,12 @@ def _started(service: Service, leases: int) -> float:
 
 
 def held(control: str, root: Path) -> Iterator[Result | Figure]:
-    """Compare an mpsd that holds 10,000 leases with one that holds none, and start each with what it holds."""
+    """Compare an mpsd that holds 10,000 leases with one that holds none, and start each with what it holds.
+
+    On one CPU, as one caller is.
+    """
     with (
+        _on_one_cpu(),
         _holders() as holders,
         running(control, root / "full", 2, _CONFIG) as full,
         running(control, root / "none", 2, _CONFIG) as none,

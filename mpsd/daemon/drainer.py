@@ -64,8 +64,12 @@ class Drainer:
         return self._leaving or self._intention.wish
 
     def load(self) -> None:
-        """Take up what an earlier mpsd was told."""
+        """Take up what an earlier mpsd was told, and say so: it may have died before it could say that it was."""
         self._intention.load()
+        wish = self._intention.wish
+        if wish.operation:
+            facts = {"operation": wish.operation, "verb": wish.intent, "because": wish.because}
+            self._log.info(Happened.OPERATION_RESUMED, **facts)
 
     def want(self, asked: Asked, there: ProcessIdentity | None, *, silent: bool) -> str:
         """Want something from now on, of a daemon that is this process; return the operation that it is part of now.

@@ -41,6 +41,7 @@ class Happened(StrEnum):
     DAEMON_STATE = "daemon_state"
     DAEMON_DEATH = "daemon_death"
     OPERATION_BEGUN = "operation_begun"
+    OPERATION_RESUMED = "operation_resumed"
     OPERATION_ENDED = "operation_ended"
     DAEMON_FORCED = "daemon_forced"
     LIMITS_VERIFIED = "limits_verified"

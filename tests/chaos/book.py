@@ -60,6 +60,8 @@ class Book:
     released: set[str] = field(default_factory=set)
     """Those that mpsd said have ended."""
     operations: dict[str, Operation] = field(default_factory=dict)
+    unheard: list[Operation] = field(default_factory=list)
+    """What was asked for and may have begun: mpsd was killed before it said so."""
     wishes: dict[str, set[str]] = field(default_factory=dict)
     """By control daemon, what operators may want of it: more than one thing where an answer was not heard."""
     events: dict[int, str] = field(default_factory=dict)
@@ -84,6 +86,8 @@ class Book:
         wish = {"resume": "run", "restart": ""}.get(verb, verb)
         if answer is None:
             wishes |= {wish} - {""}
+            if verb in {"drain", "restart"}:
+                self.unheard.append(Operation("", daemon, verb, [(asked, timeout)]))
             return
         assert answer.status == 202, f"{request.what}: {answer.body!r}"
         if wish and verb != "reset":
@@ -117,7 +121,9 @@ class Book:
             case "lease_ended" if LEFT in line["because"]:
                 self.given_up.setdefault(line["lease"], "an operator's word")
             case "client_forced":
-                words = [each for each in self.operations.values() if each.daemon == line.get("daemon")]
+                words = [
+                    each for each in (*self.operations.values(), *self.unheard) if each.daemon == line.get("daemon")
+                ]
                 assert LEFT in line["because"], line
                 assert any(each.may_end_at(at) for each in words), f"nobody wanted that: {line}"
 

@@ -165,6 +165,8 @@ class TestClients:
         if answers:
             node.request("DELETE", f"/v1/leases/{lease}")
         done = ended(node, operation)
+        (resumed,) = node.events("operation_resumed", operation=operation["id"])
+        assert (resumed["verb"], resumed["daemon"]) == ("restart", "gpu0")
         assert f"in the place of {before}" in done["because"]
         assert node.daemons()["gpu0"]["pid"] != before
         assert not is_running(before)

@@ -282,8 +282,6 @@ class Connection(asyncio.BufferedProtocol):
         """Answer one request after the other, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            if self._in_hand.done():
-                await asyncio.sleep(0)  # it came with the last one; all others are asked first
             message = await self._in_hand
             self._in_hand = loop.create_future()
             try:
@@ -294,6 +292,8 @@ class Connection(asyncio.BufferedProtocol):
                 self.is_answering, self.deadline = False, clock.monotonic() + _KEEP_ALIVE
                 self._last = self._last or self.parting or message.close
                 self._go_on()
+            if self._in_hand.done():
+                await asyncio.sleep(0)  # the next one came with it; all others are asked first
 
     def _note_spoken(self) -> None:
         if not self.spoken.done():

@@ -7,6 +7,7 @@ comes for some seconds more: callers alone start it too seldom for that. What is
 
 import contextlib
 import select
+import signal
 import socket
 from collections.abc import Callable
 from typing import Final
@@ -37,6 +38,7 @@ def excuse(listener: socket.socket, error: MpsdError, wanted: Callable[[], objec
     Only root is told why it cannot: that may be nobody else's business. Where nobody waits, that is all.
     """
     before = wanted()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # who has mended the file may say so: it is looked at anyway
     root = _answer(UnreachableError(f"mpsd cannot start: {error.detail}", hint=error.hint))
     others = _answer(UnreachableError("mpsd cannot start", hint="an operator sees why: systemctl status mpsd"))
     wait, end = 0.0, clock.monotonic() + _SECONDS

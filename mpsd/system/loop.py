@@ -8,9 +8,12 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from contextvars import Context
+from functools import partial
 from typing import Any, Final
 
 import uvloop
+
+from mpsd.core.errors import ConfigurationError
 
 _MONOTONIC_COARSE: Final = 6
 """From linux/time.h; CPython has no name for it."""
@@ -35,5 +38,14 @@ class _Loop(uvloop.Loop):
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """Run this to its end, and cancel what it leaves."""
-    uvloop.run(main, loop_factory=_Loop)
+    """Run this to its end, and cancel what it leaves. Raises ConfigurationError where no loop can be made."""
+    uvloop.run(main, loop_factory=partial(_make, main))
+
+
+def _make(main: Coroutine[Any, Any, None]) -> _Loop:
+    try:
+        return _Loop()
+    except OSError as error:
+        main.close()  # it was never begun
+        hint = "let mpsd have more descriptors (LimitNOFILE=, ulimit -n), or the machine more memory"
+        raise ConfigurationError(f"there can be no event loop: {error.strerror or error}", hint=hint) from error

@@ -225,6 +225,18 @@ class TestEnds:
         seen = list(itertools.chain.from_iterable(each.splitlines() for each in lines))
         assert [json.loads(each)["event"] for each in seen][:2] == ["gpu_found", "gpu_found"]
 
+    def test_nothing_behind_the_first(self, node: Node) -> None:
+        """Who says at once that its first request is its last (`nc -N`) is answered, also when mpsd is late."""
+        for stopped in [False] * 20 + [True] * 5:
+            with contextlib.ExitStack() as going_on, Talk(node.socket) as talk:
+                if stopped:
+                    os.kill(node.pid, signal.SIGSTOP)
+                    going_on.callback(os.kill, node.pid, signal.SIGCONT)
+                talk.send(STATUS)
+                talk.connection.shutdown(socket.SHUT_WR)
+                going_on.close()
+                assert talk.answer().status == 200
+
     def test_hanging_up(self, node: Node) -> None:
         """Whoever hangs up in the middle of anything, its connection is closed, and what it asked for is left."""
         request = message("POST", "/v1/leases", {"threads": 100, "memory": "1GiB", "wait": None})

@@ -411,6 +411,7 @@ class TestSocket:
             node.launch()
             assert told.result().status == 503
             node.configuration.write_text("")
+            os.kill(node.pid, signal.SIGHUP)  # as `systemctl reload` does
             wait_until(lambda: node.get("/readyz").status == 200, what="the same mpsd to be ready")
         assert node.exited() is None
 

@@ -29,6 +29,26 @@ loop.run(main())
 """
 
 
+_NO_DESCRIPTOR = """
+import asyncio, os, resource
+from mpsd.core.errors import ConfigurationError
+from mpsd.system import loop
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (os.dup(0) + 1,) * 2)
+try:
+    loop.run(asyncio.sleep(0))
+except ConfigurationError as error:
+    print(error.detail)
+"""
+
+
+def test_no_descriptor() -> None:
+    """Where it cannot be made, that is said as any other trouble at a start."""
+    done = subprocess.run([sys.executable, "-c", _NO_DESCRIPTOR], capture_output=True, text=True, check=True)
+    assert done.stdout == "there can be no event loop: Too many open files\n"
+    assert "never awaited" not in done.stderr
+
+
 def test_never_early() -> None:
     """Nobody is woken before its time, and who waits for one moment after the other is woken once for each."""
     done = subprocess.run([sys.executable, "-c", _SLEEPS], capture_output=True, text=True, check=True)

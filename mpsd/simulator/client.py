@@ -78,8 +78,11 @@ class Client:
             "namespace": Path("/proc/self/ns/pid").readlink().name.strip("pid:[]"),
             "environment": {name: value for name, value in environment.items() if name.startswith("CUDA_")},
         }
-        connection.send(json.dumps(hello).encode())
-        answer = connection.recv(_PACKET)
+        try:
+            connection.send(json.dumps(hello).encode())
+            answer = connection.recv(_PACKET)
+        except ConnectionError:  # it was killed with that unread
+            answer = b""
         said = json.loads(answer) if answer else {"error": CudaError.MPS_CONNECTION_FAILED}
         if "error" in said:
             raise _FailedError(CudaError(said["error"]))

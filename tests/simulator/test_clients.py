@@ -1,8 +1,11 @@
 """Simulated servers and clients as processes: what NVIDIA documents of theirs, rule by rule."""
 
 import os
+import select
 import signal
+import socket
 import subprocess
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -236,6 +239,21 @@ def test_death_of_the_server(bench: GpuBench) -> None:
     wait_until(lambda: bench.ask("get_server_list") == [], what="its end")
     assert client.sync() == error("MPS_RPC_FAILURE", 806)
     assert bench.client().hello["server"] != client.hello["server"]
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_death_of_whom_it_comes_to(tmp_path: Path, *, reads: bool) -> None:
+    """A client whose control daemon ends before it has answered, or even read, what it said, cannot connect."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(tmp_path / "simulated_clients"))
+        listener.listen()
+        with SimulatedClient({"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}) as client:
+            connection, _ = listener.accept()
+            select.select([connection], [], [])
+            if reads:
+                connection.recv(1 << 18)
+            connection.close()
+            assert client.hello == error("MPS_CONNECTION_FAILED", 805)
 
 
 def test_server_that_is_stopped(bench: GpuBench) -> None:

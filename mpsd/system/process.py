@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from mpsd.core.model import ProcessIdentity
+from mpsd.core.model import Known, ProcessIdentity
 from mpsd.system import clock, surroundings
 
 _INHERITED: Final = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
@@ -180,12 +180,15 @@ class Process:
         return self._started
 
     def sees_alike(self) -> bool:
-        """Tell what `surroundings.sees_alike` does; once it was so, it is taken to stay so.
+        """Tell what `surroundings.sees_alike` does, or that nobody can; once it was so, it is taken to stay so.
 
         A process may go elsewhere later, as it may with a lease in its hands, which nobody could notice.
         """
-        self._alike = self._alike or surroundings.sees_alike(self.pid)
-        return self._alike
+        if self._alike:
+            return True
+        seen = surroundings.sees_alike(self.pid)
+        self._alike = seen == Known(value=True)
+        return seen != Known(value=False)
 
     def is_gone(self) -> bool:
         """Tell whether the process has ended, or is not watched any more."""

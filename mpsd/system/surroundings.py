@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
+from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.settings import Settings, WantedComputeMode
 
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is, shm_overview(7)
@@ -123,7 +124,7 @@ def hidden(pid: int, directories: Iterable[Path]) -> list[Path]:
     process is gone or may not be looked at, or a symbolic link is on the way, which would lead from mpsd's own root and
     not from that of the process.
     """
-    if sees_alike(pid):
+    if sees_alike(pid) != Known(value=False):
         return []
     try:
         root = Path(f"/proc/{pid}/root")
@@ -132,16 +133,16 @@ def hidden(pid: int, directories: Iterable[Path]) -> list[Path]:
         return []
 
 
-def sees_alike(pid: int) -> bool:
-    """Tell whether every path leads a process where it leads mpsd, or that cannot be told.
+def sees_alike(pid: int) -> Reading[bool]:
+    """Tell whether every path leads a process where it leads mpsd, if that can be told.
 
     That is so for whoever has mpsd's own root in mpsd's own mount namespace: with either of them alone, others may have
     mounted something else over the very path, or have changed their root.
     """
     try:
-        return _place(pid) == _own_place()
-    except _UNSEEN:
-        return True
+        return Known(_place(pid) == _own_place())
+    except _UNSEEN as error:
+        return Unknown(str(error))
 
 
 def _place(pid: int | str) -> tuple[int, int, str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mpsd.core.model import Known, Unknown
 from mpsd.system import process, surroundings
 from tests.daemon.caller import needs_root
 
@@ -151,3 +152,17 @@ def test_cgroup_namespace() -> None:
     assert process._within("/../..") == ""
     assert process._within("/") == ""
     assert process._within("/../other") == "/../other"
+
+
+def test_what_cannot_be_told_is_not_kept() -> None:
+    """A process of which it cannot be told where its paths lead is let pass, and looked at again the next time."""
+    assert surroundings.sees_alike(os.getpid()) == Known(value=True)
+    with subprocess.Popen(["sleep", "infinity"]) as child:
+        seen = process.find(child.pid)
+        assert seen is not None
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert isinstance(surroundings.sees_alike(child.pid), Unknown)  # what has ended has no root any more
+        assert seen.sees_alike()
+        assert not seen._alike
+        seen.close()

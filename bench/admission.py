@@ -18,7 +18,7 @@ from msgspec import structs
 from bench.callers import Many, One, Talk, body, echoing, leasing
 from bench.service import Service, running
 from bench.side_by_side import Figure, Result, in_turn
-from mpsd.daemon.keeping import LEASES_BALLAST, LEASES_SCHEMA, Keeping
+from mpsd.daemon.leases.lease_store import LEASES_BALLAST, LEASES_SCHEMA, Keeping
 from mpsd.system.database import Database
 
 _TALK: Final = leasing(threads=1, memory="16MiB")

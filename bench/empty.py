@@ -16,8 +16,8 @@ from msgspec import structs
 
 from mpsd.core.model import Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity, Share
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
-from mpsd.daemon.keeping import LEASES_BALLAST, LEASES_SCHEMA, Keeping, News
-from mpsd.daemon.log import Happened
+from mpsd.daemon.leases.lease_store import LEASES_BALLAST, LEASES_SCHEMA, Keeping, News
+from mpsd.daemon.record.log import Happened
 from mpsd.system import clock
 from mpsd.system.database import Database
 

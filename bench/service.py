@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from mpsd.system import process
-from mpsd.system.control import variables
+from mpsd.system.control_pipe import variables
 
 _LOOK: Final = 0.0005
 """Seconds between two looks for something to happen."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from mpsd.daemon.keeping import LEASES_BALLAST, LEASES_SCHEMA, PUT_LEASE
+from mpsd.daemon.leases.lease_store import LEASES_BALLAST, LEASES_SCHEMA, PUT_LEASE
 from mpsd.system.database import Database, summed
 
 HELD = (20, 1_000, 10_000)

@@ -17,9 +17,9 @@ import psutil
 import mpsd
 from bench.service import bare_daemon, bare_environment, one_shot, running, start_bare
 from bench.side_by_side import Figure, Result, in_turn, timed
+from mpsd.core.mps.setters import default_active_thread_percentage, default_device_pinned_mem_limit
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
-from mpsd.core.setters import default_active_thread_percentage, default_device_pinned_mem_limit
-from mpsd.system.control import ControlPipe, ControlProgram
+from mpsd.system.control_pipe import ControlPipe, ControlProgram
 
 _SETTINGS: Final = 100
 

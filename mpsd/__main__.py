@@ -11,7 +11,7 @@ import click
 
 from mpsd import __version__
 from mpsd.core.errors import ConfigurationError, MpsdError, OperatorError
-from mpsd.core.harmless import plain
+from mpsd.core.sanitize import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,7 +75,7 @@ def run(
     import os
     from dataclasses import replace
 
-    from mpsd.daemon.excuse import excuse
+    from mpsd.daemon.http.startup_refusal import excuse
     from mpsd.daemon.service import StopDaemons
     from mpsd.system.configuration import read_configuration
     from mpsd.system.notify import ServiceManager
@@ -112,7 +112,7 @@ def _plan(
     from mpsd.daemon.service import Plan
     from mpsd.simulator.gpus import SimulatedGpus
     from mpsd.system import driver, rundir
-    from mpsd.system.control import ControlProgram
+    from mpsd.system.control_pipe import ControlProgram
     from mpsd.system.gpu import NvmlGpus
 
     gpus = settings.paths.runtime_dir / "simulated"
@@ -181,9 +181,9 @@ def demo() -> None:
 def _serve(plan: "Plan") -> None:
     """Run the service."""
     from mpsd.daemon.service import serve
-    from mpsd.system import loop
+    from mpsd.system import event_loop
 
-    loop.run(serve(plan))
+    event_loop.run(serve(plan))
 
 
 _WHAT_TO_TRY = """\

@@ -11,9 +11,9 @@ import hypothesis
 import pytest
 
 from tests import real, systemd
+from tests.fork_server import Nursery, nursery
 from tests.gpu import machine
 from tests.harness import Watch, kill, remove_tree
-from tests.nursery import Nursery, nursery
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -11,7 +11,7 @@ MEM_LIMIT: Final = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 _PERCENTAGES: Final = ("100", "99.9", "1000", "-1", "0", "", "inf", "nan", "0x64", "all", "1e9", "100%")
 _MEM_LIMITS: Final = ("0=80G", "0=999999G", "0=0", "0=-1M", "0=", "0", "", ",", "0=all", "0=18446744073709551615M")
 """No entry for a GPU that the client does not see: by NVIDIA's own guide that drops even the server's limit, so that
-nothing can keep such a client to its part; it is a violation (tests/daemon/test_violations.py)."""
+nothing can keep such a client to its part; it is a violation (tests/daemon/leases/test_violations.py)."""
 
 
 def any_environment(dice: random.Random, own: Limits) -> dict[str, str]:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from mpsd.simulator.control import program
+from tests.fork_server import Nursery
 from tests.harness import kill, look_at, pids, wait_until
-from tests.nursery import Nursery
 
 _ROOT = Path(__file__).parent.parent
 

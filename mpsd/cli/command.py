@@ -11,10 +11,10 @@ from mpsd.cli import views
 from mpsd.cli.api import Api
 from mpsd.cli.render import as_exports, as_json, plural
 from mpsd.core.errors import DoesNotFitError, InternalError, InvalidRequestError, MpsdError, NotFoundError
-from mpsd.core.harmless import plain
+from mpsd.core.sanitize import plain
 
 if TYPE_CHECKING:
-    from mpsd.cli import shapes
+    from mpsd.cli import answer_types
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ def print_answer(form: str, answer: T, view: Callable[[T], str]) -> None:
     click.echo(text)
 
 
-def print_lease(form: str, lease: "shapes.Lease", share: int | None = None) -> None:
+def print_lease(form: str, lease: "answer_types.Lease", share: int | None = None) -> None:
     """Print a lease, in any of its forms."""
     if form == "env":
         click.echo(as_exports(environment(lease, share)))
@@ -79,7 +79,7 @@ def print_lease(form: str, lease: "shapes.Lease", share: int | None = None) -> N
         print_answer(form, lease, lambda safe: views.lease(safe, now()))
 
 
-def environment(lease: "shapes.Lease", share: int | None = None) -> dict[str, str]:
+def environment(lease: "answer_types.Lease", share: int | None = None) -> dict[str, str]:
     """Return the environment of a lease's processes: on its only GPU, or on the one of that number.
 
     Raises DoesNotFitError while it waits, NotFoundError when it has ended, and InvalidRequestError when that number is

@@ -9,27 +9,27 @@ from mpsd import __version__
 from mpsd.cli.api import Api
 
 _MODULES: Final = {
-    "admit": "leasing",
-    "attach": "leasing",
-    "clients": "reading",
-    "config": "reading",
-    "daemons": "reading",
+    "admit": "admit",
+    "attach": "admit",
+    "clients": "status",
+    "config": "status",
+    "daemons": "status",
     "doctor": "doctor",
-    "drain": "operating",
+    "drain": "operate",
     "events": "events",
-    "gpus": "reading",
-    "hold": "operating",
-    "leases": "reading",
-    "release": "leasing",
-    "renew": "leasing",
-    "reset": "operating",
-    "restart": "operating",
-    "resume": "operating",
-    "run": "leasing",
+    "gpus": "status",
+    "hold": "operate",
+    "leases": "status",
+    "release": "admit",
+    "renew": "admit",
+    "reset": "operate",
+    "restart": "operate",
+    "resume": "operate",
+    "run": "admit",
     "service": "service",
-    "show": "reading",
-    "status": "reading",
-    "verify": "verifying",
+    "show": "status",
+    "status": "status",
+    "verify": "verify",
 }
 """The module of mpsd.cli in which each command is defined, under the command's own name."""
 
@@ -45,7 +45,7 @@ class _Commands(click.Group):
         """Return one of them."""
         if cmd_name not in _MODULES:
             return None
-        command: click.Command = getattr(importlib.import_module(f"mpsd.cli.{_MODULES[cmd_name]}"), cmd_name)
+        command: click.Command = getattr(importlib.import_module(f"mpsd.cli.commands.{_MODULES[cmd_name]}"), cmd_name)
         return command
 
 

@@ -42,7 +42,7 @@ def _outcome() -> int:
 
     from mpsd.cli.group import mpsctl
     from mpsd.core.errors import MpsdError, UnreachableError
-    from mpsd.core.harmless import plain
+    from mpsd.core.sanitize import plain
 
     try:
         mpsctl(prog_name="mpsctl")

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 
 from mpsd.core.errors import InternalError
-from mpsd.core.harmless import harmless_json, plain
+from mpsd.core.sanitize import harmless_json, plain
 
 _GAP = "  "
 _UNITS = (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from mpsd.cli.render import age, columns, fact, percent, plural, size, table, until
 
 if TYPE_CHECKING:
-    from mpsd.cli import shapes
+    from mpsd.cli import answer_types
 
 _UNKNOWN = "unknown"
 _SEVERAL = 2
@@ -20,7 +20,9 @@ _LONGEST_EVENT = 20
 # -- the node ----------------------------------------------------------------------------------------------------------
 
 
-def status(node: "shapes.Status", gpus: "shapes.Gpus", daemons: "shapes.Daemons", now: datetime) -> str:
+def status(
+    node: "answer_types.Status", gpus: "answer_types.Gpus", daemons: "answer_types.Daemons", now: datetime
+) -> str:
     """Say first whether the node is healthy, why not, and what to do; then what there is."""
     verdict = "healthy" if node["healthy"] else "NOT HEALTHY"
     simulated = ", on simulated GPUs" if node["simulated"] else ""
@@ -35,7 +37,7 @@ def status(node: "shapes.Status", gpus: "shapes.Gpus", daemons: "shapes.Daemons"
     return "\n\n".join(parts)
 
 
-def _remedies(gpus: "shapes.Gpus", daemons: "shapes.Daemons", now: datetime) -> Iterator[str]:
+def _remedies(gpus: "answer_types.Gpus", daemons: "answer_types.Daemons", now: datetime) -> Iterator[str]:
     """Give a line for each thing that somebody can do something about."""
     for gpu in gpus["gpus"]:
         if gpu["hint"]:
@@ -46,7 +48,7 @@ def _remedies(gpus: "shapes.Gpus", daemons: "shapes.Daemons", now: datetime) -> 
             yield f"  {daemon['name']}: {daemon['hint']}"
 
 
-def _drifted(drift: "shapes.Drift", now: datetime) -> str:
+def _drifted(drift: "answer_types.Drift", now: datetime) -> str:
     """Say what was wanted and what was found, since when, and whose command did it."""
     found, wanted = (_limit(drift["limit"], drift[side]) for side in ("found", "wanted"))
     culprit = f", set by the foreign command '{drift['command']}'" if drift["command"] else ""
@@ -63,7 +65,7 @@ def _limit(name: str, value: float | None) -> str:
     return percent(value) if name == "active_thread_percentage" else size(int(value))
 
 
-def _gpus_in_short(gpus: "shapes.Gpus") -> str:
+def _gpus_in_short(gpus: "answer_types.Gpus") -> str:
     rows = [
         (
             str(gpu["index"]),
@@ -79,7 +81,7 @@ def _gpus_in_short(gpus: "shapes.Gpus") -> str:
     return table(("GPU", "HEALTH", "COMPUTE MODE", "THREADS", "MEMORY", "CLIENTS", "NAME"), rows, none="no GPUs")
 
 
-def _daemons_in_short(daemons: "shapes.Daemons", now: datetime) -> str:
+def _daemons_in_short(daemons: "answer_types.Daemons", now: datetime) -> str:
     rows = [
         (
             daemon["name"],
@@ -98,7 +100,7 @@ def _daemons_in_short(daemons: "shapes.Daemons", now: datetime) -> str:
 # -- GPUs --------------------------------------------------------------------------------------------------------------
 
 
-def gpus(answer: "shapes.Gpus") -> str:
+def gpus(answer: "answer_types.Gpus") -> str:
     """List the GPUs, with what was granted of what there is."""
     rows = [
         (
@@ -120,26 +122,26 @@ def gpus(answer: "shapes.Gpus") -> str:
     return "\n".join([table(headings, rows, none="no GPUs"), *troubles])
 
 
-def _granted_threads(gpu: "shapes.Gpu") -> str:
+def _granted_threads(gpu: "answer_types.Gpu") -> str:
     return f"{percent(gpu['threads_granted'])} of 100%"
 
 
-def _granted_memory(gpu: "shapes.Gpu") -> str:
+def _granted_memory(gpu: "answer_types.Gpu") -> str:
     return f"{size(gpu['memory_granted'])} of {_UNKNOWN if gpu['memory_total'] is None else size(gpu['memory_total'])}"
 
 
-def _granted_clients(gpu: "shapes.Gpu") -> str:
+def _granted_clients(gpu: "answer_types.Gpu") -> str:
     return f"{gpu['clients']} of {_UNKNOWN if gpu['clients_max'] is None else gpu['clients_max']}"
 
 
-def _trouble(name: str, part: "shapes.Gpu | shapes.Daemon") -> str:
+def _trouble(name: str, part: "answer_types.Gpu | answer_types.Daemon") -> str:
     return f"{name}: {part['because']}\n  hint: {part['hint']}"
 
 
 # -- control daemons ---------------------------------------------------------------------------------------------------
 
 
-def daemons(answer: "shapes.Daemons", now: datetime) -> str:
+def daemons(answer: "answer_types.Daemons", now: datetime) -> str:
     """List the control daemons, with their limits as they read back, and what is wrong with each."""
     rows = [
         (
@@ -166,7 +168,7 @@ def daemons(answer: "shapes.Daemons", now: datetime) -> str:
     return "\n".join(lines)
 
 
-def _limits(daemon: "shapes.Daemon") -> tuple[str, str]:
+def _limits(daemon: "answer_types.Daemon") -> tuple[str, str]:
     """Print both limits as they read back; one that drifted is marked. Whoever reports no threads was not heard yet."""
     limits, drifted = daemon["limits"], {drift["limit"] for drift in daemon["drift"] if drift["server"] is None}
     if limits["active_thread_percentage"] is None:
@@ -181,7 +183,7 @@ def _limits(daemon: "shapes.Daemon") -> tuple[str, str]:
     return threads, memory
 
 
-def _servers(daemon: "shapes.Daemon") -> str:
+def _servers(daemon: "answer_types.Daemon") -> str:
     return ", ".join(f"{server['pid']}{' (orphan)' if server['orphan'] else ''}" for server in daemon["servers"]) or "-"
 
 
@@ -192,7 +194,7 @@ def _pid(pid: int | None) -> str:
 # -- clients and leases ------------------------------------------------------------------------------------------------
 
 
-def clients(answer: "shapes.Clients") -> str:
+def clients(answer: "answer_types.Clients") -> str:
     """List the processes that are connected to an MPS server."""
     rows = [
         (
@@ -208,7 +210,7 @@ def clients(answer: "shapes.Clients") -> str:
     return table(("PID", "UID", "DAEMON", "SERVER", "LEASE", "NAME"), rows, none="no clients")
 
 
-def verified(answer: "shapes.Verify") -> str:
+def verified(answer: "answer_types.Verify") -> str:
     """Say what verifying a lease came to, then what each of its processes can use of what it was granted."""
     rows = [
         (
@@ -230,7 +232,9 @@ def verified(answer: "shapes.Verify") -> str:
     return "\n".join(lines)
 
 
-def _in_force(each: "shapes.Process", name: Literal["active_thread_percentage", "pinned_device_mem_limit"]) -> str:
+def _in_force(
+    each: "answer_types.Process", name: Literal["active_thread_percentage", "pinned_device_mem_limit"]
+) -> str:
     """Print a limit that a process really has, of the one that it was granted."""
     granted = _limit(name, each["limits_granted"][name])
     if each["limits_in_force"] is None:
@@ -238,7 +242,7 @@ def _in_force(each: "shapes.Process", name: Literal["active_thread_percentage", 
     return f"{_limit(name, each['limits_in_force'][name])} of {granted}"
 
 
-def leases(answer: "shapes.Leases", now: datetime) -> str:
+def leases(answer: "answer_types.Leases", now: datetime) -> str:
     """List the leases that have not ended, and tell in a line of those that this caller may not see."""
     rows = [
         (
@@ -257,18 +261,18 @@ def leases(answer: "shapes.Leases", now: datetime) -> str:
     return "\n".join([table(headings, rows, none="no leases"), *_of_others(answer["others"])])
 
 
-def _place(lease: "shapes.Lease") -> int:
+def _place(lease: "answer_types.Lease") -> int:
     """Return its place in the queue; what has been granted stands before that."""
     return lease["wait"]["position"] if lease["wait"] else 0
 
 
-def _standing(lease: "shapes.Lease") -> str:
+def _standing(lease: "answer_types.Lease") -> str:
     """Print the state, and of what waits, where it stands and what for."""
     wait = lease["wait"]
     return f"{lease['state']}, place {wait['position']}, for {wait['waits_for']}" if wait else lease["state"]
 
 
-def _of_others(others: "shapes.Others") -> list[str]:
+def _of_others(others: "answer_types.Others") -> list[str]:
     """Tell what those have whose leases are not listed; nothing where there are none."""
     if not others["leases"]:
         return []
@@ -277,7 +281,7 @@ def _of_others(others: "shapes.Others") -> list[str]:
     return [f"and {plural(others['leases'], 'lease')} of other users, of {threads} and {memory} in all{waiting}"]
 
 
-def _share(lease: "shapes.Lease") -> tuple[str, str]:
+def _share(lease: "answer_types.Lease") -> tuple[str, str]:
     """Print threads and memory on each GPU; one that waits for a fraction has none yet."""
     if lease["shares"]:
         threads = _alike(percent(share["active_thread_percentage"]) for share in lease["shares"])
@@ -291,7 +295,7 @@ def _alike(values: Iterable[str]) -> str:
     return ",".join(dict.fromkeys(values))
 
 
-def lease(answer: "shapes.Lease", now: datetime) -> str:
+def lease(answer: "answer_types.Lease", now: datetime) -> str:
     """Show everything about one lease."""
     threads, memory = _share(answer)
     owner, shares = answer["owner"], answer["shares"]
@@ -318,11 +322,11 @@ def lease(answer: "shapes.Lease", now: datetime) -> str:
     )
 
 
-def _one_gpu(lease: "shapes.Lease") -> list[tuple[str, str]]:
+def _one_gpu(lease: "answer_types.Lease") -> list[tuple[str, str]]:
     return [("daemon", lease["daemon"] or "-"), ("GPU", " ".join(lease["gpus"]) or "-")]
 
 
-def _each_gpu(lease: "shapes.Lease") -> Iterator[tuple[str, str]]:
+def _each_gpu(lease: "answer_types.Lease") -> Iterator[tuple[str, str]]:
     """Show what it has on each of several GPUs, under the number by which `show --share` takes it."""
     for number, share in enumerate(lease["shares"]):
         threads, memory = percent(share["active_thread_percentage"]), size(share["pinned_device_mem_limit"])
@@ -337,7 +341,7 @@ def _environment(label: str, variables: "dict[str, str]") -> list[tuple[str, str
 # -- events ------------------------------------------------------------------------------------------------------------
 
 
-def event(answer: "shapes.Event") -> str:
+def event(answer: "answer_types.Event") -> str:
     """Tell an event in one line: when, what, and its facts, the number first; its level only where it is not usual."""
     facts = [
         f"{name}={fact(value)}"
@@ -350,7 +354,7 @@ def event(answer: "shapes.Event") -> str:
 # -- settings and operations -------------------------------------------------------------------------------------------
 
 
-def config(answer: "shapes.Config") -> str:
+def config(answer: "answer_types.Config") -> str:
     """List the settings in force."""
     return columns(
         (f"{section}.{key}", _setting(value))
@@ -372,6 +376,6 @@ def _setting(value: object) -> str:
             return str(value)
 
 
-def operation(answer: "shapes.Operation") -> str:
+def operation(answer: "answer_types.Operation") -> str:
     """Say what came of an operation."""
     return f"{answer['id']} {answer['state']}: {answer['because']}"

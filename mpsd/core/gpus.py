@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from mpsd.core.errors import InvalidRequestError
-from mpsd.core.limits import MINIMUM_COMPUTE_CAPABILITY
 from mpsd.core.model import Gpu
+from mpsd.core.mps_facts import MINIMUM_COMPUTE_CAPABILITY
 
 _DRIVER_VERSION: Final = re.compile(r"([0-9]+)(?:\.[0-9]+)*")
 

@@ -15,12 +15,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
-from mpsd.core import parsers
+from mpsd.core import setting_parsers
+from mpsd.core.enforcement.violations import Kind
 from mpsd.core.errors import ConfigurationError, MpsdError
 from mpsd.core.model import Limits
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import KIB, MIB, format_size
-from mpsd.core.violations import Kind
 
 T = TypeVar("T")
 
@@ -99,12 +99,14 @@ class Paths:
 
     runtime_dir: Path = row(
         Path("/run/mpsd"),
-        parsers.path,
+        setting_parsers.path,
         "the socket, the lock, and a pipe directory per control daemon; must be on a local file system",
     )
-    state_dir: Path = row(Path("/var/lib/mpsd"), parsers.path, "what must outlive a reboot")
+    state_dir: Path = row(Path("/var/lib/mpsd"), setting_parsers.path, "what must outlive a reboot")
     log_dir: Path = row(
-        Path("/var/log/mpsd"), parsers.path, "a directory per control daemon with NVIDIA's control.log and server.log"
+        Path("/var/log/mpsd"),
+        setting_parsers.path,
+        "a directory per control daemon with NVIDIA's control.log and server.log",
     )
 
 
@@ -113,24 +115,26 @@ class Api:
     """The socket that clients talk to."""
 
     socket: Path | None = row(
-        None, parsers.optional_path, "the unix socket; mpsd.sock in the runtime directory by default"
+        None, setting_parsers.optional_path, "the unix socket; mpsd.sock in the runtime directory by default"
     )
     mode: int = row(
         0o666,
-        parsers.octal_mode,
+        setting_parsers.octal_mode,
         "its permissions; what a caller may do is decided by its uid, not by this",
         unit="octal",
     )
-    group: str = row("", parsers.text, "the group that owns the socket")
-    connections_per_uid: int = row(256, parsers.count, "connections that one uid may have open", reload=True)
+    group: str = row("", setting_parsers.text, "the group that owns the socket")
+    connections_per_uid: int = row(256, setting_parsers.count, "connections that one uid may have open", reload=True)
     requests_per_uid: int = row(
-        128, parsers.count, "requests of one uid that may be in flight, waiting ones included", reload=True
+        128, setting_parsers.count, "requests of one uid that may be in flight, waiting ones included", reload=True
     )
-    header_deadline: float = row(10.0, parsers.seconds, "for a connection to have sent a whole request", unit="s")
-    events: int = row(10_000, parsers.count, "events that are kept")
-    events_age: float = row(604_800.0, parsers.seconds, "for which an event is kept", unit="s")
+    header_deadline: float = row(
+        10.0, setting_parsers.seconds, "for a connection to have sent a whole request", unit="s"
+    )
+    events: int = row(10_000, setting_parsers.count, "events that are kept")
+    events_age: float = row(604_800.0, setting_parsers.seconds, "for which an event is kept", unit="s")
     open: bool = row(
-        False, parsers.flag, "let every user see the leases of all others, and not just their sums", reload=True
+        False, setting_parsers.flag, "let every user see the leases of all others, and not just their sums", reload=True
     )
 
 
@@ -139,47 +143,52 @@ class ControlDaemon:
     """How control daemons are started and watched."""
 
     control: str = row(
-        "nvidia-cuda-mps-control", parsers.text, "NVIDIA's control program: a path, or a name looked up in PATH"
+        "nvidia-cuda-mps-control", setting_parsers.text, "NVIDIA's control program: a path, or a name looked up in PATH"
     )
     driver_root: Path | None = row(
         None,
-        parsers.optional_path,
+        setting_parsers.optional_path,
         "the root that NVIDIA's driver is in, as a driver container has one; absent: this system's own, or else"
         " /run/nvidia/driver, /driver-root or /usr/local/nvidia",
     )
     users: Users = row(
         Users.ONE,
-        parsers.choice(Users),
+        setting_parsers.choice(Users),
         "whether a control daemon serves one uid at a time, or many (-multiuser-server: driver 555 or newer), from its"
         " next start on",
         reload=True,
     )
-    layout: Layout = row(Layout.PER_GPU, parsers.choice(Layout), "one control daemon for each GPU")
+    layout: Layout = row(Layout.PER_GPU, setting_parsers.choice(Layout), "one control daemon for each GPU")
     compute_mode: WantedComputeMode = row(
         WantedComputeMode.LEAVE,
-        parsers.choice(WantedComputeMode),
+        setting_parsers.choice(WantedComputeMode),
         "leave the GPU's compute mode as it is, or set exclusive-process (as root), which keeps out processes that miss"
         " MPS, and give back what was found",
         reload=True,
     )
     start_deadline: float = row(
         10.0,
-        parsers.seconds,
+        setting_parsers.seconds,
         "for a daemon to listen once it was started; one that does not is ended, and died",
         unit="s",
         reload=True,
     )
-    answer_deadline: float = row(3.0, parsers.seconds, "for one conversation with a daemon", unit="s", reload=True)
+    answer_deadline: float = row(
+        3.0, setting_parsers.seconds, "for one conversation with a daemon", unit="s", reload=True
+    )
     probe_interval: float = row(
-        15.0, parsers.seconds, "between two proofs of life of a quiet daemon", unit="s", reload=True
+        15.0, setting_parsers.seconds, "between two proofs of life of a quiet daemon", unit="s", reload=True
     )
     deaths: int = row(
-        5, parsers.count, "this many deaths within `death_window` are too many: the daemon is failed", reload=True
+        5,
+        setting_parsers.count,
+        "this many deaths within `death_window` are too many: the daemon is failed",
+        reload=True,
     )
-    death_window: float = row(60.0, parsers.seconds, "for which a death counts", unit="s", reload=True)
+    death_window: float = row(60.0, setting_parsers.seconds, "for which a death counts", unit="s", reload=True)
     log_size: int = row(
         16 * MIB,
-        parsers.size,
+        setting_parsers.size,
         "that NVIDIA's control.log and server.log may each keep before the older half goes",
         unit="bytes",
         reload=True,
@@ -191,10 +200,18 @@ class DefaultLimits:
     """The limits that each control daemon gives to the servers it starts."""
 
     active_thread_percentage: ActiveThreadPercentage = row(
-        ActiveThreadPercentage(1000), parsers.percentage, "of the GPU's threads, in steps of 0.1", unit="%", reload=True
+        ActiveThreadPercentage(1000),
+        setting_parsers.percentage,
+        "of the GPU's threads, in steps of 0.1",
+        unit="%",
+        reload=True,
     )
     pinned_device_mem_limit: PinnedDeviceMemLimit | None = row(
-        None, parsers.mem_limit, "of device memory for each client process; absent: no limit", unit="bytes", reload=True
+        None,
+        setting_parsers.mem_limit,
+        "of device memory for each client process; absent: no limit",
+        unit="bytes",
+        reload=True,
     )
 
 
@@ -204,35 +221,35 @@ class Enforcement:
 
     unadmitted: Unadmitted | None = row(
         None,
-        parsers.choice(Unadmitted),
+        setting_parsers.choice(Unadmitted),
         "what a process without a lease gets: next to nothing (deny), [limits] (defaults), everything (allow); absent:"
         " defaults where [limits] says anything, deny where not",
         reload=True,
     )
     attach: Attach = row(
         Attach.SHARED,
-        parsers.choice(Attach),
+        setting_parsers.choice(Attach),
         "whether clients of several leases attach at a time, under the largest of their limits, or one lease after the"
         " other, each under exactly its own",
         reload=True,
     )
     on_violation: OnViolation = row(
         OnViolation.REPORT,
-        parsers.choice(OnViolation),
+        setting_parsers.choice(OnViolation),
         "what becomes of a process that breaks its lease: an event (report), or its end as well (terminate);"
         " [violations] has each kind by itself",
         reload=True,
     )
     grace: float = row(
         10.0,
-        parsers.seconds,
+        setting_parsers.seconds,
         "that a process has to end after SIGTERM, before terminate_client, and after that before SIGKILL",
         unit="s",
         reload=True,
     )
     attach_window: float = row(
         60.0,
-        parsers.seconds,
+        setting_parsers.seconds,
         "of a lease's turn in strict mode, and for those of its processes that do not come with the first",
         unit="s",
         reload=True,
@@ -244,25 +261,28 @@ class Violations:
     """What becomes of each kind of violation; absent: enforcement.on_violation."""
 
     no_lease: OnViolation | None = row(
-        None, parsers.choice(OnViolation), "a client that no lease let in, with unadmitted = deny", reload=True
+        None, setting_parsers.choice(OnViolation), "a client that no lease let in, with unadmitted = deny", reload=True
     )
     processes: OnViolation | None = row(
-        None, parsers.choice(OnViolation), "a client more than its lease may have", reload=True
+        None, setting_parsers.choice(OnViolation), "a client more than its lease may have", reload=True
     )
     limits: OnViolation | None = row(
-        None, parsers.choice(OnViolation), "a client that can use more than its part of its lease", reload=True
+        None, setting_parsers.choice(OnViolation), "a client that can use more than its part of its lease", reload=True
     )
     memory: OnViolation | None = row(
-        None, parsers.choice(OnViolation), "processes that hold more memory than their lease has", reload=True
+        None, setting_parsers.choice(OnViolation), "processes that hold more memory than their lease has", reload=True
     )
     lingers: OnViolation | None = row(
         None,
-        parsers.choice(OnViolation),
+        setting_parsers.choice(OnViolation),
         "a client that does not exit within enforcement.grace after its server met a fatal fault",
         reload=True,
     )
     outside: OnViolation | None = row(
-        None, parsers.choice(OnViolation), "a process with a lease that runs on its GPU outside MPS", reload=True
+        None,
+        setting_parsers.choice(OnViolation),
+        "a process with a lease that runs on its GPU outside MPS",
+        reload=True,
     )
 
 
@@ -272,36 +292,39 @@ class Admission:
 
     threads_oversubscription: float = row(
         1.0,
-        parsers.factor,
+        setting_parsers.factor,
         "the threads granted on a GPU may sum up to this many times 100 %",
         unit="factor",
         reload=True,
     )
     memory_reserve: int = row(
-        512 * MIB, parsers.size, "of each GPU's memory that is never granted", unit="bytes", reload=True
+        512 * MIB, setting_parsers.size, "of each GPU's memory that is never granted", unit="bytes", reload=True
     )
-    queue_length: int = row(1000, parsers.count, "requests that may wait at a time", reload=True)
-    leases: int = row(20_000, parsers.count, "leases in all, waiting ones included", reload=True)
+    queue_length: int = row(1000, setting_parsers.count, "requests that may wait at a time", reload=True)
+    leases: int = row(20_000, setting_parsers.count, "leases in all, waiting ones included", reload=True)
     hang_up_grace: float = row(
         30.0,
-        parsers.seconds,
+        setting_parsers.seconds,
         "for which a caller that hung up, or was cut off, can come back to its place in the queue with its request_id",
         unit="s",
         reload=True,
     )
     usage_half_life: float = row(
-        3600.0, parsers.seconds, "after which what a user had counts half, when the queue is put in order", unit="s"
+        3600.0,
+        setting_parsers.seconds,
+        "after which what a user had counts half, when the queue is put in order",
+        unit="s",
     )
     patience: float = row(
         300.0,
-        parsers.seconds,
+        setting_parsers.seconds,
         "for which the request that waits first can be overtaken by users who had less; then nobody overtakes it",
         unit="s",
         reload=True,
     )
     placement: Placement = row(
         Placement.BEST_FIT,
-        parsers.choice(Placement),
+        setting_parsers.choice(Placement),
         "which GPU when the caller names none: the fullest that fits, or the emptiest",
         reload=True,
     )
@@ -311,23 +334,32 @@ class Admission:
 class Roles:
     """Who may do what, by user name, by %group, or * for everybody; root and mpsd's own user may do everything."""
 
-    observers: tuple[str, ...] = row((), parsers.names, "may read", reload=True)
-    users: tuple[str, ...] = row(("*",), parsers.names, "may read, hold leases, and end their own", reload=True)
-    admins: tuple[str, ...] = row((), parsers.names, "may do everything, also to the leases of others", reload=True)
+    observers: tuple[str, ...] = row((), setting_parsers.names, "may read", reload=True)
+    users: tuple[str, ...] = row(("*",), setting_parsers.names, "may read, hold leases, and end their own", reload=True)
+    admins: tuple[str, ...] = row(
+        (), setting_parsers.names, "may do everything, also to the leases of others", reload=True
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
     """What one user may have, under [quota.NAME]: NAME is a user, a %group, or * for who has no other."""
 
-    leases: int | None = row(None, parsers.count, "leases at a time, waiting ones included")
-    threads: float | None = row(None, parsers.positive, "of threads, summed over its leases; 100 is one GPU", unit="%")
-    memory: int | None = row(None, parsers.size, "of device memory, summed over its leases", unit="bytes")
-    priority: int | None = row(None, parsers.priority, "the highest that it may ask for; 0 where nothing is said")
-    ttl: float | None = row(
-        None, parsers.seconds, "the longest time to live, and the one that a lease gets which asks for none", unit="s"
+    leases: int | None = row(None, setting_parsers.count, "leases at a time, waiting ones included")
+    threads: float | None = row(
+        None, setting_parsers.positive, "of threads, summed over its leases; 100 is one GPU", unit="%"
     )
-    gpus: tuple[str, ...] | None = row(None, parsers.names, "the UUIDs of the GPUs that it may use")
+    memory: int | None = row(None, setting_parsers.size, "of device memory, summed over its leases", unit="bytes")
+    priority: int | None = row(
+        None, setting_parsers.priority, "the highest that it may ask for; 0 where nothing is said"
+    )
+    ttl: float | None = row(
+        None,
+        setting_parsers.seconds,
+        "the longest time to live, and the one that a lease gets which asks for none",
+        unit="s",
+    )
+    gpus: tuple[str, ...] | None = row(None, setting_parsers.names, "the UUIDs of the GPUs that it may use")
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +368,7 @@ class Log:
 
     format: LogFormat = row(
         LogFormat.AUTO,
-        parsers.choice(LogFormat),
+        setting_parsers.choice(LogFormat),
         "json, text, or auto: text on a terminal, fields in the journal of systemd, and JSON elsewhere",
     )
 

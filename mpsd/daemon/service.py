@@ -10,24 +10,24 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from mpsd.core import reload
+from mpsd.core.admission.ledger import Ledger
+from mpsd.core.admission.usage import Usage
 from mpsd.core.errors import ConfigurationError
-from mpsd.core.ledger import Ledger
 from mpsd.core.settings import Settings
-from mpsd.core.usage import Usage
-from mpsd.daemon import log as logs
-from mpsd.daemon.api import Api
-from mpsd.daemon.events import Events
-from mpsd.daemon.history import HISTORY_SCHEMA, known_usage, note_usage
-from mpsd.daemon.keeping import LEASES_BALLAST, LEASES_SCHEMA, Keeping
-from mpsd.daemon.leases import Leases
-from mpsd.daemon.log import Happened, Logger
-from mpsd.daemon.node import Node, rules
-from mpsd.daemon.pulse import Pulse
-from mpsd.daemon.reach import Reach
-from mpsd.daemon.reconciler import Reconciler
+from mpsd.daemon.api.server import Api
+from mpsd.daemon.control.pipe_access import Reach
+from mpsd.daemon.leases.lease_store import LEASES_BALLAST, LEASES_SCHEMA, Keeping
+from mpsd.daemon.leases.leases import Leases
+from mpsd.daemon.leases.limit_gates import Reconciler
+from mpsd.daemon.node.node import Node, rules
+from mpsd.daemon.record import log as logs
+from mpsd.daemon.record.events import Events
+from mpsd.daemon.record.history import HISTORY_SCHEMA, known_usage, note_usage
+from mpsd.daemon.record.log import Happened, Logger
+from mpsd.daemon.service_manager import Pulse
 from mpsd.system import driver as drivers
-from mpsd.system import rundir, trust
-from mpsd.system.control import ControlProgram
+from mpsd.system import path_safety, rundir
+from mpsd.system.control_pipe import ControlProgram
 from mpsd.system.counter import Counter
 from mpsd.system.database import Database
 from mpsd.system.driver import Driver
@@ -210,7 +210,7 @@ def _listen(plan: Plan, log: Logger) -> tuple[socket.socket, Callable[[], None]]
     """
     api, path, handed = plan.settings.api, plan.settings.socket, plan.manager.listener
     if handed is None:
-        stranger = trust.stranger_at(path)
+        stranger = path_safety.stranger_at(path)
         if stranger is not None:
             log.warning(Happened.SOCKET_REPLACED, socket=str(path), uid=stranger)
         return rundir.publish(path, api.mode, api.group), lambda: rundir.unpublish(path)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, TypeAlias
 
-from mpsd.core.commands import DEVICES, TABLE, echo_of, words
+from mpsd.core.mps.commands import DEVICES, TABLE, echo_of, words
 from mpsd.simulator import figures
 from mpsd.simulator.replies import Following, ForceServer, Leave, PassOn, Quit, Reply, StartServer
 

@@ -23,7 +23,7 @@ from typing import Any, Final
 from mpsd.simulator import launch
 from mpsd.simulator.cuda import CudaError
 from mpsd.simulator.devices import Device, Kind
-from mpsd.simulator.serving import Server, Start
+from mpsd.simulator.server_state import Server, Start
 
 PACKET: Final = 1 << 18
 """Bytes of the largest packet."""

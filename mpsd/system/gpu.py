@@ -17,7 +17,7 @@ from mpsd.core import compute_mode
 from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.errors import ComputeModeError, GpuUnknownError, NoDriverError
 from mpsd.core.model import Condition, Gpu, GpuFault, GpuUsage, Inventory, Known, Reading, Unknown
-from mpsd.system import gpu_reading
+from mpsd.system import nvml_readings
 from mpsd.system.nvml_thread import NvmlThread, SilentError
 
 T = TypeVar("T")
@@ -149,12 +149,12 @@ class NvmlGpus:
 
     async def condition(self, gpu: Gpu) -> Reading[Condition]:
         """Return what ails this GPU by its own count."""
-        return await self._read(lambda: gpu_reading.condition(self._nvml.lib, gpu.uuid))
+        return await self._read(lambda: nvml_readings.condition(self._nvml.lib, gpu.uuid))
 
     async def versions(self) -> tuple[str, int | None]:
         """Return the driver's version, and that of CUDA that it is of, where it tells. Raises as `inventory` does."""
         node = self._nvml.node or await self._open()
-        cuda = await self._read(lambda: gpu_reading.cuda(self._nvml.lib))
+        cuda = await self._read(lambda: nvml_readings.cuda(self._nvml.lib))
         return node.driver_version, cuda.value if isinstance(cuda, Known) else None
 
     async def set_compute_mode(self, gpu: Gpu, mode: ComputeMode) -> Reading[ComputeMode | None]:
@@ -280,7 +280,7 @@ class _Nvml:
         try:
             handle = self.lib.nvmlDeviceGetHandleByUUID(uuid)
             _, _, used = self._memory(handle)
-            processes = gpu_reading.processes(self.lib, handle)
+            processes = nvml_readings.processes(self.lib, handle)
             mode = self._compute_mode(handle)
         except self.lib.NVMLError as error:
             return Unknown(f"NVML: {error}")

@@ -19,7 +19,7 @@ from typing import Final
 
 from mpsd import __version__
 from mpsd.core.errors import ConfigurationError, NotFoundError, NotPermittedError
-from mpsd.system import process, store, trust
+from mpsd.system import atomic_file, path_safety, process
 from mpsd.system.configuration import read_configuration
 
 TARGET: Final = Path("/usr/local")
@@ -67,7 +67,7 @@ class Installation:
 
     def __post_init__(self) -> None:
         """Read what an earlier installation noted. Raises ConfigurationError for a note that is none."""
-        raw = store.read(MANIFEST)
+        raw = atomic_file.read(MANIFEST)
         if raw is None:
             return
         match json.loads(raw):
@@ -101,7 +101,7 @@ class Installation:
         self._run("systemctl", "daemon-reload")
 
     def _put(self, path: Path, data: bytes) -> None:
-        there = store.read(path)
+        there = atomic_file.read(path)
         if there == data:
             self.say(f"{path} is as it is to be")
             self._noted[str(path)] = _digest(data)
@@ -118,7 +118,7 @@ class Installation:
         self._do(f"write {path}")
         if not self.dry:
             path.parent.mkdir(parents=True, exist_ok=True)
-            store.write(path, data)
+            atomic_file.write(path, data)
             path.chmod(0o644)
 
     def _note(self) -> None:
@@ -152,7 +152,7 @@ class Installation:
             self._purge(each)
 
     def _remove(self, path: Path) -> None:
-        there = store.read(path)
+        there = atomic_file.read(path)
         if there is None:
             return
         if not self._is_ours(path, there):
@@ -179,7 +179,7 @@ class Installation:
             yield "nothing is installed" if packaged is None else f"nothing is installed: {packaged} is a package's"
             return
         for path, data in files().items():
-            there = store.read(path)
+            there = atomic_file.read(path)
             if there is None:
                 yield f"{path} is missing"
             elif there != data:
@@ -280,7 +280,7 @@ def refuse_where_it_cannot_be() -> None:
         )
     for path in (programs() / "mpsd", Path(sys.executable).resolve(), Path(__file__)):
         _refuse_homes(path)
-        trust.check_way(path / "it")  # it itself is then a part of the way, too
+        path_safety.check_way(path / "it")  # it itself is then a part of the way, too
 
 
 def _packaged() -> Path | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from mpsd.core.model import Known, ProcessIdentity
-from mpsd.system import clock, surroundings
+from mpsd.system import clock, host_environment
 
 _INHERITED: Final = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
 """What a child gets of mpsd's own environment. No CUDA_* among them: NVIDIA's daemon takes defaults from those, and no
@@ -186,7 +186,7 @@ class Process:
         """
         if self._alike:
             return True
-        seen = surroundings.sees_alike(self.pid)
+        seen = host_environment.sees_alike(self.pid)
         self._alike = seen == Known(value=True)
         return seen != Known(value=False)
 

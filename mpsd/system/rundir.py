@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Final
 
 from mpsd.core.errors import AlreadyRunningError, ConfigurationError
-from mpsd.core.limits import CONTROL_PATH_BYTES, LONGEST_SOCKET_NAME, SOCKET_PATH_BYTES
+from mpsd.core.mps_facts import CONTROL_PATH_BYTES, LONGEST_SOCKET_NAME, SOCKET_PATH_BYTES
 from mpsd.core.settings import Settings, Unadmitted
-from mpsd.system import acl, trust
+from mpsd.system import acl, path_safety
 
 LEFT: Final = ("control", "control_privileged", "control_lock", "log", "nvidia-cuda-mps-control.pid")
 """What a control daemon makes in its pipe directory, and leaves there (measured; the last one by 550 and later)."""
@@ -62,7 +62,7 @@ class DaemonPaths:
         _make(self.pipe_directory, 0o700)
         _make(self.log_directory, 0o755)
         for path in self.pipe_directory.iterdir():
-            trust.check_file(path, fifo=True)
+            path_safety.check_file(path, fifo=True)
 
 
 class RunDir:
@@ -81,10 +81,10 @@ class RunDir:
         paths = settings.paths
         for directory in (paths.runtime_dir, paths.runtime_dir / "mps", paths.state_dir, paths.log_dir):
             _make(directory, 0o755)
-        trust.check_way(settings.socket)
+        path_safety.check_way(settings.socket)
         logs = (*paths.log_dir.glob("*/control.log"), *paths.log_dir.glob("*/server.log"))
         for path in (*paths.runtime_dir.iterdir(), *paths.state_dir.iterdir(), *paths.log_dir.iterdir(), *logs):
-            trust.check_file(path)
+            path_safety.check_file(path)
         check_reach(settings)
         path = paths.runtime_dir / "mpsd.lock"
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -218,13 +218,13 @@ def _way(path: Path) -> tuple[str, ...]:
 def _make(directory: Path, mode: int) -> None:
     """Make a directory and its parents. No stranger may write to it, or put another one in its place."""
     try:
-        trust.check_way(directory)  # before anything is made behind a stranger's link
+        path_safety.check_way(directory)  # before anything is made behind a stranger's link
         directory.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             directory.mkdir(mode=0o700)
             directory.chmod(mode)
-        trust.check_way(directory)
-        own = trust.is_own(directory)
+        path_safety.check_way(directory)
+        own = path_safety.is_own(directory)
     except OSError as error:
         raise ConfigurationError(
             f"cannot make {directory}: {error.strerror}",

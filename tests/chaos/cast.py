@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.daemon.scene import is_running
 from tests.harness import look_at
 from tests.node import Answer, Node
-from tests.simulated import WAITS, SimulatedClient, variables
+from tests.simulated_clients import WAITS, SimulatedClient, variables
 
 
 class Member(SimulatedClient):

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.fork_server import Nursery
 from tests.node import Node
-from tests.nursery import Nursery
 
 Start = Callable[..., Node]
 """Starts a node; takes what `Node` takes."""

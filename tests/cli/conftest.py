@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from tests import real
+from tests.fork_server import Nursery
 from tests.harness import remove_tree
 from tests.node import Node
-from tests.nursery import Nursery
 
 ROOT = Path(__file__).parents[2]
 

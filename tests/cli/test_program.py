@@ -23,7 +23,7 @@ def mpsctl_as_nobody(node: Node, *arguments: str) -> "subprocess.CompletedProces
     """Run mpsctl as a user without any rights, who could read nothing of the tests' own directories."""
     script = (
         "import os, sys; sys.path.insert(0, sys.argv.pop(1));"
-        "from mpsd.cli import events, group, leasing, main, operating, reading;"
+        "from mpsd.cli import group, main; from mpsd.cli.commands import admit, events, operate, status;"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534); main.main()"
     )
     command = [sys.executable, "-c", script, str(ROOT), "--socket", str(node.socket), *arguments]
@@ -278,11 +278,12 @@ def test_it_starts_light(node: Node) -> None:
     assert own == {
         "mpsd",
         "mpsd.cli",
-        *(f"mpsd.cli.{name}" for name in ("api", "client", "command", "complete", "group", "main", "reading")),
+        *(f"mpsd.cli.{name}" for name in ("api", "client", "command", "commands", "commands.status")),
+        *(f"mpsd.cli.{name}" for name in ("completion", "group", "main")),
         *(f"mpsd.cli.{name}" for name in ("render", "views")),
         "mpsd.core",
         "mpsd.core.errors",
-        "mpsd.core.harmless",
+        "mpsd.core.sanitize",
     }
     of_click = {"_locale", "locale"}  # once it has something to say in the user's language
     assert status - needed - own <= of_click | {"_signal", "gc", "signal", "_struct", "struct"}

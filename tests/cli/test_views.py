@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from mpsd.cli import views
-from mpsd.daemon.log import Happened
+from mpsd.daemon.record.log import Happened
 
 NOW = datetime(2026, 11, 21, 3, 0, tzinfo=UTC)
 THEN = "2026-11-21T02:57:00.5Z"

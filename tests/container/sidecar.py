@@ -9,9 +9,9 @@ from types import TracebackType
 from typing import Final
 
 from tests.container.podman import Podman
+from tests.driven_program import Told
 from tests.harness import remove_tree
 from tests.node import Node
-from tests.told import Told
 
 PRIVILEGED: Final = ("--privileged", "--pid=host", "--ipc=host")
 CONTROL: Final = "/usr/bin/nvidia-cuda-mps-control"

@@ -22,9 +22,9 @@ from tests.container.podman import Podman
 from tests.container.sidecar import CONTROL, PRIVILEGED, USER, Sidecar
 from tests.daemon.caller import needs_root
 from tests.daemon.scene import event
+from tests.driven_program import Told
 from tests.harness import look_at, wait_until
 from tests.node import Node
-from tests.told import Told
 
 pytestmark = [
     pytest.mark.real_daemon(535),

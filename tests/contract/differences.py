@@ -1,9 +1,12 @@
-"""In what the driver branches differ, beside the commands that they know (`since` in mpsd.core.commands). Measured."""
+"""In what the driver branches differ, beside the commands that they know (`since` in mpsd/core/mps).
+
+Measured.
+"""
 
 from dataclasses import dataclass
 from typing import Final
 
-from mpsd.core.commands import TABLE, echo_of
+from mpsd.core.mps.commands import TABLE, echo_of
 
 UID: Final = "<uid>"
 """Stands in the sentences below for the uid of whoever asked."""

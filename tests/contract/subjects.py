@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from mpsd.core import mpslog
-from mpsd.core.commands import echo_of
+from mpsd.core.mps import log_parser
+from mpsd.core.mps.commands import echo_of
 from mpsd.simulator.control import program
-from mpsd.system.control import ControlPipe, ControlProgram
+from mpsd.system.control_pipe import ControlPipe, ControlProgram
 from tests import real
 from tests.harness import Running, kill, look_at, pids, wait_until
 
@@ -252,7 +252,7 @@ class Bench:
 
     def log(self) -> list[str]:
         """Return the text of the log's lines, without what stands before it."""
-        return [line.text for raw in self.raw_log() if (line := mpslog.parse(raw)) is not None]
+        return [line.text for raw in self.raw_log() if (line := log_parser.parse(raw)) is not None]
 
     def complete_log(self) -> list[str]:
         """Return the log with nothing missing that happened before: the daemon's log runs a moment behind itself."""

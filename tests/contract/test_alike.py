@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mpsd.core.commands import TABLE
+from mpsd.core.mps.commands import TABLE
 from mpsd.simulator.answers import BRANCHES, ControlDaemon
 from tests import real
 from tests.contract.subjects import STRANGER, Bench, Exchange, as_root, subjects

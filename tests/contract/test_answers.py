@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from mpsd.core.commands import TABLE, Effect, echo_of
+from mpsd.core.mps.commands import TABLE, Effect, echo_of
 from tests.contract.differences import answered, known
 from tests.contract.subjects import Bench, Exchange
 

@@ -9,8 +9,7 @@ from typing import Any, Final
 
 import pytest
 
-from mpsd.core import commands, gpus, mpslog, setters
-from mpsd.core.commands import TABLE, Command
+from mpsd.core import gpus
 from mpsd.core.errors import (
     ControlBrokenError,
     ControlBusyError,
@@ -23,11 +22,13 @@ from mpsd.core.errors import (
     MpsdError,
     ServerNotFoundError,
 )
-from mpsd.core.logevents import ForeignCommand
+from mpsd.core.mps import commands, log_parser, setters
+from mpsd.core.mps.commands import TABLE, Command
+from mpsd.core.mps.log_events import ForeignCommand
+from mpsd.core.mps.setters import Setting
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
-from mpsd.core.setters import Setting
 from mpsd.simulator.gpus import SimulatedGpus
-from mpsd.system.control import Conversation
+from mpsd.system.control_pipe import Conversation
 from tests.contract.differences import known
 from tests.contract.subjects import Bench, subjects
 from tests.harness import eventually, look_at, wait_until
@@ -359,7 +360,7 @@ def test_whose_hand_it_was(bench: Bench) -> None:
 
     run(test)
     bench.complete_log()
-    events = mpslog.LogReader().read(bench.raw_log())
+    events = log_parser.LogReader().read(bench.raw_log())
     assert [event.text for event in events if isinstance(event, ForeignCommand)] == [
         "set_default_active_thread_percentage 20"
     ]

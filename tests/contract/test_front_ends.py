@@ -13,7 +13,7 @@ from typing import Final
 
 import pytest
 
-from mpsd.core.commands import echo_of
+from mpsd.core.mps.commands import echo_of
 from tests.contract.differences import DIFFERENCES, UID, answered
 from tests.contract.subjects import STRANGER, Bench, Exchange, Said, as_root
 from tests.harness import look_at, wait_until

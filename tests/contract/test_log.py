@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 from typing import Final
 
-from mpsd.core import mpslog
-from mpsd.core.commands import echo_of
-from mpsd.core.logevents import DaemonStarted, ForeignCommand, ServerExited, ServerStarting
+from mpsd.core.mps import log_parser
+from mpsd.core.mps.commands import echo_of
+from mpsd.core.mps.log_events import DaemonStarted, ForeignCommand, ServerExited, ServerStarting
 from tests.contract.differences import DIFFERENCES, answered
 from tests.contract.subjects import Bench
 from tests.harness import wait_until
@@ -23,7 +23,7 @@ def test_form_of_a_line(bench: Bench) -> None:
         match = STAMP.match(line)
         assert match is not None, line
         assert match.group(1) == f"{bench.daemon.pid:5d}"
-    assert all(mpslog.parse(line) is not None for line in bench.raw_log())
+    assert all(log_parser.parse(line) is not None for line in bench.raw_log())
 
 
 def test_first_lines(bench: Bench) -> None:
@@ -68,7 +68,7 @@ def test_a_strangers_hand(bench: Bench) -> None:
     bench.front_end("get_server_list", f"{SET} 30", f"{SET_LIMIT} 0 2G")
     bench.front_end("mpsd-0123abce-0", f"{SET} 40", "mpsd-0123abce-1")
     bench.complete_log()
-    events = mpslog.LogReader().read(bench.raw_log())
+    events = log_parser.LogReader().read(bench.raw_log())
     assert events == [DaemonStarted(bench.daemon.pid), ForeignCommand(f"{SET} 30"), ForeignCommand(f"{SET_LIMIT} 0 2G")]
 
 
@@ -83,7 +83,7 @@ def test_every_line_is_known(bench: Bench) -> None:
     wait_until(lambda: "Removed Shm file at " in bench.log(), what="the server's end in the log")
     bench.front_end("start_server -uid 0", "quit -t 0")
     bench.ended()
-    reader = mpslog.LogReader()
+    reader = log_parser.LogReader()
     events = reader.read(bench.raw_log())
     assert (reader.unknown, list(reader.latest)) == (0, [])
     assert events[0] == DaemonStarted(bench.daemon.pid)
@@ -98,7 +98,7 @@ def test_unknown_lines(bench: Bench) -> None:
     bench.start_server()
     wait_until(lambda: "what a new driver says" in bench.raw_log(), what="what it printed in the log")
     bench.complete_log()
-    reader = mpslog.LogReader()
+    reader = log_parser.LogReader()
     reader.read(bench.raw_log())
     assert (reader.unknown, list(reader.latest)) == (1, ["what a new driver says"])
 
@@ -116,7 +116,7 @@ def test_who_logs_a_start(bench: Bench) -> None:
     bench.put_server("exec sleep 1000")
     server = bench.start_server()
     bench.complete_log()
-    lines = [line for raw in bench.raw_log() if (line := mpslog.parse(raw)) is not None]
+    lines = [line for raw in bench.raw_log() if (line := log_parser.parse(raw)) is not None]
     (started,) = [line for line in lines if line.text == f"Starting new server {server} for user 0"]
     expected = server if DIFFERENCES[bench.subject.branch].start_logged_by_server else bench.daemon.pid
     assert started.pid == expected

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests import real
+from tests.fork_server import Nursery
 from tests.harness import remove_tree
 from tests.node import Node
-from tests.nursery import Nursery
 from tests.system.conftest import nvml, nvml_library  # noqa: F401 - fixtures
 
 Start = Callable[..., Node]

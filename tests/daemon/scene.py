@@ -14,7 +14,7 @@ import pytest
 from tests.harness import look_at, wait_until
 from tests.node import Node
 from tests.real import RealDaemon, real_daemon_params
-from tests.simulated import WAITS
+from tests.simulated_clients import WAITS
 
 if TYPE_CHECKING:
     from _pytest.mark import ParameterSet

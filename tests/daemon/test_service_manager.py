@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import pytest
 
-from tests.admission.asking import Talk
 from tests.daemon.caller import NOBODY, calling, needs_root
+from tests.daemon.leases.asking import Talk
 from tests.harness import wait_until
 from tests.node import Answer, Node
 
@@ -30,7 +30,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 STUCK: Final = """
 import asyncio, sys
 from mpsd.__main__ import main
-from mpsd.daemon.supervisor import Supervisor
+from mpsd.daemon.control.supervisor import Supervisor
 one_round = Supervisor._one_round
 async def stuck(self):
     await one_round(self)
@@ -44,7 +44,7 @@ main()
 BLOCKED: Final = """
 import asyncio, signal
 from mpsd.__main__ import main
-from mpsd.daemon.pulse import Pulse
+from mpsd.daemon.service_manager import Pulse
 run = Pulse.run
 async def blocked(self):
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, signal.sigwait, [signal.SIGUSR2])

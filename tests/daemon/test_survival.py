@@ -33,7 +33,7 @@ from tests.daemon.scene import (
 from tests.harness import look_at, pids, wait_until
 from tests.node import Node
 from tests.real import RealDaemon
-from tests.simulated import leased
+from tests.simulated_clients import leased
 
 SMALL: Final = {"threads": 10, "memory": "1GiB"}
 SETS: Final = "set_default_active_thread_percentage 33"

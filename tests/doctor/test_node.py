@@ -14,8 +14,7 @@ import pytest
 
 from mpsd.core.doctor.table import CHECKS
 from tests.daemon.conftest import Start
-from tests.daemon.scene import stopped
-from tests.daemon.test_compute_mode import (
+from tests.daemon.gpu.test_compute_mode import (
     DEFAULT,
     EXCLUSIVE,
     FIRST,
@@ -26,11 +25,12 @@ from tests.daemon.test_compute_mode import (
     WANTED,
     written,
 )
+from tests.daemon.scene import stopped
 from tests.gate.source import ROOT
 from tests.harness import look_at, wait_until
 from tests.node import Node
 from tests.system.fake_nvml import FakeNvml
-from tests.system.test_peers import running
+from tests.system.test_process_table import running
 
 Checks = dict[str, list[Any]]
 
@@ -474,7 +474,8 @@ _AS_NOBODY: Final = """
 import asyncio, encodings.ascii, os, pynvml, sys
 sys.path.insert(0, sys.argv.pop(1))
 import mpsd.core.doctor.table
-from mpsd.cli import doctor, examining, group, main
+from mpsd.cli import doctor_run, group, main
+from mpsd.cli.commands import doctor
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)

@@ -10,8 +10,8 @@ import pytest
 
 from tests import real
 from tests.durability.forked import ForkedNode
+from tests.fork_server import Nursery, nursery
 from tests.node import Node
-from tests.nursery import Nursery, nursery
 
 Start = Callable[..., Node]
 """Makes a node, not started yet; takes what `Node` takes."""

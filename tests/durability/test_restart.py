@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 
-from mpsd.core.admission import Offer
-from mpsd.core.ledger import Ledger, Rules
+from mpsd.core.admission.admission import Offer
+from mpsd.core.admission.ledger import Ledger, Rules
+from mpsd.core.admission.usage import Usage
 from mpsd.core.model import Client, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import LogFormat, Settings, Unadmitted
-from mpsd.core.usage import Usage
-from mpsd.daemon.keeping import LEASES_SCHEMA, Keeping
-from mpsd.daemon.leases import Leases
-from mpsd.daemon.log import configure
-from mpsd.daemon.reach import Reach
-from mpsd.daemon.reconciler import Reconciler
+from mpsd.daemon.control.pipe_access import Reach
+from mpsd.daemon.leases.lease_store import LEASES_SCHEMA, Keeping
+from mpsd.daemon.leases.leases import Leases
+from mpsd.daemon.leases.limit_gates import Reconciler
+from mpsd.daemon.record.log import configure
 from mpsd.system import process
 from mpsd.system.database import Database
 from mpsd.system.rundir import RunDir

@@ -7,8 +7,8 @@ import socket
 from collections.abc import Iterable
 from typing import Any, Final
 
-from mpsd.daemon.callers import Visitor
-from mpsd.daemon.connection import Answer, Connection, Message
+from mpsd.daemon.http.connection import Answer, Connection, Message
+from mpsd.daemon.http.peer import Visitor
 
 _ANSWER: Final = re.compile(
     rb"HTTP/1\.1 200 OK\r\nDate: [^\r]+\r\nContent-Type: application/json\r\n"

@@ -17,19 +17,21 @@ from typing import Any, Final
 import msgspec
 
 from mpsd.cli.render import as_json
-from mpsd.core import commands, enforcement, mpslog, setters, settings, violations
-from mpsd.core.drain import Intent
+from mpsd.core import settings
+from mpsd.core.enforcement import drift, violations
 from mpsd.core.errors import ConfigurationError, ControlError, InvalidRequestError
-from mpsd.core.harmless import harmless_json, plain
-from mpsd.core.logevents import ForeignCommand
 from mpsd.core.model import Client, Limits, ProcessIdentity, ReadBack
+from mpsd.core.mps import commands, log_parser, setters
+from mpsd.core.mps.log_events import ForeignCommand
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.sanitize import harmless_json, plain
+from mpsd.core.supervision.drain import Intent
 from mpsd.core.units import GIB, format_size, parse_duration, parse_size
-from mpsd.daemon import api, handlers, lease_wire, wire
-from mpsd.daemon.intention import Intention
+from mpsd.daemon.api import handlers, lease_schema, schema, server
+from mpsd.daemon.control.operator_intent import Intention
 from mpsd.simulator.cuda import Pinned, pinned
-from mpsd.system.control import Conversation
-from mpsd.system.mpslog import LogFollower
+from mpsd.system.control_pipe import Conversation
+from mpsd.system.log_file import LogFollower
 from mpsd.system.retry import CollisionError
 from tests.fuzz.conversing import conversation
 
@@ -61,7 +63,7 @@ def cut(data: bytes) -> Iterator[bytes]:
 def log(data: bytes) -> None:
     """A log is read alike whole and in pieces, and no stranger's change in it goes unseen."""
     lines = text_of(data[1:]).split("\n")
-    whole, pieces = mpslog.LogReader(KEY), mpslog.LogReader(KEY)
+    whole, pieces = log_parser.LogReader(KEY), log_parser.LogReader(KEY)
     events = whole.read(lines)
     step = data[0] % 7 + 1 if data else 1
     assert [each for at in range(0, len(lines), step) for each in pieces.read(lines[at : at + step])] == events
@@ -71,7 +73,7 @@ def log(data: bytes) -> None:
     assert all(len(each) <= 200 for each in whole.latest)
     foreign = tuple(each.text for each in events if isinstance(each, ForeignCommand))
     if f"mpsd-{KEY}" not in "".join(lines):
-        said = [parsed.text.removeprefix("Cmd:") for parsed in map(mpslog.parse, lines) if parsed is not None
+        said = [parsed.text.removeprefix("Cmd:") for parsed in map(log_parser.parse, lines) if parsed is not None
                 and parsed.text.startswith("Cmd:")]  # fmt: skip
         assert [each for each in said if commands.changes_something(each)] == list(foreign)
     stranger(foreign)
@@ -79,13 +81,13 @@ def log(data: bytes) -> None:
 
 def stranger(foreign: tuple[str, ...]) -> None:
     """What others said to a control daemon opens as much as it says, and never less for what else they said."""
-    before = enforcement.NOTHING
+    before = drift.NOTHING
     for count in range(1, len(foreign) + 1):
-        opened = enforcement.opened(foreign[:count], SERVER, fresh=True)
-        assert enforcement.widest(before, opened) == opened
+        opened = drift.opened(foreign[:count], SERVER, fresh=True)
+        assert drift.widest(before, opened) == opened
         before = opened
     wanted = Limits(ActiveThreadPercentage(500), PinnedDeviceMemLimit(1024))
-    for each in enforcement.drift(wanted, ReadBack(1000, None), (), foreign, NOW):
+    for each in drift.drift(wanted, ReadBack(1000, None), (), foreign, NOW):
         assert each.command is None or each.command in foreign
 
 
@@ -183,9 +185,9 @@ def configuration(data: bytes) -> None:
 
 
 _BODIES: Final[tuple[msgspec.json.Decoder[Any], ...]] = (
-    msgspec.json.Decoder(lease_wire.LeaseRequest),
-    msgspec.json.Decoder(lease_wire.Renewal),
-    msgspec.json.Decoder(wire.Patience),
+    msgspec.json.Decoder(lease_schema.LeaseRequest),
+    msgspec.json.Decoder(lease_schema.Renewal),
+    msgspec.json.Decoder(schema.Patience),
 )
 
 
@@ -200,12 +202,12 @@ def body(data: bytes) -> None:
     """A request's body is refused, or within its bounds and the same again when it is written and read."""
     decoder = _BODIES[data[0] % len(_BODIES) if data else 0]
     try:
-        found = api._decode(decoder, data[1:])
+        found = server._decode(decoder, data[1:])
     except InvalidRequestError as error:
         assert error.hint
         return
     assert decoder.decode(msgspec.json.encode(found)) == found
-    if not isinstance(found, lease_wire.LeaseRequest):
+    if not isinstance(found, lease_schema.LeaseRequest):
         return
     try:
         request = handlers._lease_request(found)
@@ -248,7 +250,7 @@ def _percentage(text: str) -> None:
 def _mem_limit(text: str) -> None:
     limit = PinnedDeviceMemLimit.parse(text)
     assert 0 <= limit.bytes - parse_size(text) < 1 << 20
-    assert enforcement.parse_mem_limit(limit.grammar) == limit.bytes
+    assert drift.parse_mem_limit(limit.grammar) == limit.bytes
     assert limit.as_reported <= limit
 
 

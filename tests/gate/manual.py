@@ -1,7 +1,7 @@
 """The manual pages and the example of a configuration, made from click's commands and the table of settings.
 
-`python -m tests.gate.generate` writes them into docs/man and docs/mpsd.toml, and tests/gate/test_manual.py fails while
-they differ.
+`python -m tests.gate.generate` writes them into docs/man and docs/mpsd.toml, and
+tests/gate/documents/test_manual.py fails while they differ.
 """
 
 import inspect
@@ -17,8 +17,8 @@ import click
 from mpsd import __version__
 from mpsd.__main__ import cli as mpsd
 from mpsd.cli.group import EXIT_STATUS, mpsctl
+from mpsd.core.enforcement.violations import MEM_LIMIT, PERCENTAGE
 from mpsd.core.settings import Row, Settings, quota_rows, render, rows
-from mpsd.core.violations import MEM_LIMIT, PERCENTAGE
 
 UNITS: Final = Path(__file__).resolve().parents[2] / "systemd"
 

@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from tests.driven_program import Told
 from tests.node import Node
-from tests.told import Told
 
 REQUIRE: Final = "MPSD_REQUIRE_GPU"
 CONTROL: Final = "nvidia-cuda-mps-control"

@@ -13,13 +13,13 @@ from typing import Final
 
 import pytest
 
-from tests.admission.asking import Talk
 from tests.daemon.caller import needs_root
+from tests.daemon.leases.asking import Talk
 from tests.daemon.scene import event
+from tests.driven_program import Told
 from tests.harness import look_at, wait_until
 from tests.node import Node
-from tests.simulated import variables
-from tests.told import Told
+from tests.simulated_clients import variables
 
 pytestmark = needs_root
 

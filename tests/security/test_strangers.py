@@ -14,12 +14,12 @@ from typing import Any, Final
 import pytest
 
 from mpsd.core.settings import LogFormat
-from mpsd.daemon.callers import Refusals
-from mpsd.daemon.log import configure
+from mpsd.daemon.http.peer import Refusals
+from mpsd.daemon.record.log import configure
 from mpsd.system.credentials import Caller as Credentials
-from tests.admission.asking import Line
 from tests.daemon.caller import Caller, calling, needs_root
 from tests.daemon.conftest import Start
+from tests.daemon.leases.asking import Line
 from tests.daemon.scene import event
 from tests.harness import look_at, wait_until
 from tests.node import Node

@@ -10,13 +10,13 @@ from typing import Final
 import pytest
 
 from mpsd.core.settings import LogFormat
-from mpsd.daemon.log import Happened, configure
+from mpsd.daemon.record.log import Happened, configure
 from tests.daemon.conftest import Start
 from tests.daemon.scene import event
+from tests.driven_program import Told
 from tests.harness import wait_until
 from tests.node import Node
-from tests.simulated import leased, variables
-from tests.told import Told
+from tests.simulated_clients import leased, variables
 
 pytestmark = pytest.mark.real_daemon(535)
 

@@ -9,7 +9,7 @@ from mpsd.simulator.control import program
 from mpsd.simulator.devices import VARIABLE, Device
 from tests.contract.subjects import Bench, Subject
 from tests.harness import wait_until
-from tests.simulated import SimulatedClient
+from tests.simulated_clients import SimulatedClient
 
 GPU: Final = "GPU-00000000-0000-4000-8000-000000000000"
 PERCENTAGE: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"

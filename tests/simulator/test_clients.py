@@ -11,13 +11,13 @@ from typing import Any, Final
 import pytest
 
 from mpsd.core.compute_mode import ComputeMode
-from mpsd.core.logevents import ClientArrived, ClientLeft, ClientLost, ServerExited, ServerFaulted, ServerReady
-from mpsd.core.mpslog import LogReader
+from mpsd.core.mps.log_events import ClientArrived, ClientLeft, ClientLost, ServerExited, ServerFaulted, ServerReady
+from mpsd.core.mps.log_parser import LogReader
 from mpsd.simulator.devices import MEMORY as WHOLE
 from mpsd.simulator.devices import Held, Kind
 from tests.contract.subjects import STRANGER, as_root
 from tests.harness import look_at, wait_until
-from tests.simulated import SimulatedClient
+from tests.simulated_clients import SimulatedClient
 from tests.simulator.bench import GPU, MEMORY, PERCENTAGE, GpuBench
 
 GIB: Final = 2**30

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import Final
 
-from mpsd.core.ceiling import SMALLEST, Attaching, Rules, widest
+from mpsd.core.enforcement.ceiling import SMALLEST, Attaching, Rules, widest
 from mpsd.core.model import Limits
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import GIB
 from mpsd.simulator.cuda import Pinned
-from mpsd.simulator.serving import Client, Server, Start
+from mpsd.simulator.server_state import Client, Server, Start
 from tests.environments import any_environment
 
 GPU: Final = "GPU-00000000-0000-4000-8000-000000000000"

@@ -10,7 +10,7 @@ from mpsd.simulator.devices import Held, Kind
 from tests.daemon.scene import kill, next_ready
 from tests.harness import wait_until
 from tests.node import Node, running
-from tests.simulated import SimulatedClient, gpus, leased, outside, variables
+from tests.simulated_clients import SimulatedClient, gpus, leased, outside, variables
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mpsd.core.settings import LogFormat
-from mpsd.daemon import log as logs
-from mpsd.daemon.log import MESSAGE_IDS, Happened
+from mpsd.daemon.record import log as logs
+from mpsd.daemon.record.log import MESSAGE_IDS, Happened
 from mpsd.system.journal import Journal, is_behind
 
 

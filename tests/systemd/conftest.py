@@ -8,7 +8,7 @@ import pytest
 from tests.systemd import keeper
 from tests.systemd.machine import Machine
 from tests.systemd.node import Service
-from tests.systemd.packages import Packages, build, renumbered
+from tests.systemd.packages.packages import Packages, build, renumbered
 
 
 @pytest.fixture(scope="class")

@@ -8,12 +8,12 @@ from typing import ClassVar
 
 import pytest
 
-from mpsd.daemon.log import MESSAGE_IDS, Happened
+from mpsd.daemon.record.log import MESSAGE_IDS, Happened
+from tests.driven_program import Told
 from tests.harness import wait_until
 from tests.systemd import Suite
 from tests.systemd.machine import Machine
 from tests.systemd.node import STOP, UNITS, Service
-from tests.told import Told
 
 _INVALID = "[enforcement]\nunadmitted = 7\n"
 

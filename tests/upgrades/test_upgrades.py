@@ -12,8 +12,8 @@ import pytest
 
 from mpsd.core.errors import catalogue
 from mpsd.core.settings import effective, parse
-from mpsd.daemon.openapi import document
-from mpsd.daemon.routes import ROUTES
+from mpsd.daemon.api.openapi import document
+from mpsd.daemon.api.routes import ROUTES
 from mpsd.system import clock
 from mpsd.system.process import start_ticks
 from tests.node import Node

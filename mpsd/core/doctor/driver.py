@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from typing import Final
 
 from mpsd.core import gpus
-from mpsd.core.commands import TABLE
 from mpsd.core.doctor.finding import Check, Finding, Verdict, unknown
 from mpsd.core.doctor.observed import NodeGpus, Observed
 from mpsd.core.model import Known, Unknown
+from mpsd.core.mps.commands import TABLE
 from mpsd.core.settings import Users
 
 _MANY_USERS: Final = 555

@@ -9,8 +9,8 @@ from mpsd.core.doctor.driver import node_of, unread
 from mpsd.core.doctor.finding import AS_ROOT, Check, Finding, Means, Mend, Verdict, unknown
 from mpsd.core.doctor.observed import GpuSeen, Observed
 from mpsd.core.doctor.processes import SERVER
-from mpsd.core.limits import VOLTA, clients_max
 from mpsd.core.model import Gpu, Known, Unknown
+from mpsd.core.mps_facts import VOLTA, clients_max
 from mpsd.core.settings import WantedComputeMode
 
 _FULL: Final = 0.9

@@ -5,8 +5,8 @@ from typing import Final
 
 from mpsd.core.doctor.finding import AS_ROOT, Check, Finding, Means, Mend, Verdict, unknown
 from mpsd.core.doctor.observed import Observed, PipeDirectorySeen
-from mpsd.core.limits import CONTROL_PATH_BYTES, LONGEST_SOCKET_NAME, SOCKET_PATH_BYTES
 from mpsd.core.model import Known, Unknown
+from mpsd.core.mps_facts import CONTROL_PATH_BYTES, LONGEST_SOCKET_NAME, SOCKET_PATH_BYTES
 from mpsd.core.settings import Unadmitted
 from mpsd.core.units import MIB, format_size
 

@@ -8,11 +8,11 @@ from typing import Final
 from mpsd.core.doctor.observed import DirectorySeen, FilesSeen, PipeDirectorySeen, ServersSeen, SharedMemorySeen
 from mpsd.core.doctor.processes import USUAL
 from mpsd.core.errors import ConfigurationError
-from mpsd.core.logevents import ClientArrived, ServerExited, ServerFailed, ServerReady, ServerStarting
 from mpsd.core.model import Known, Reading, Unknown
-from mpsd.core.mpslog import LogReader, parse
+from mpsd.core.mps.log_events import ClientArrived, ServerExited, ServerFailed, ServerReady, ServerStarting
+from mpsd.core.mps.log_parser import LogReader, parse
 from mpsd.core.settings import Settings
-from mpsd.system import acl, clock, rundir, surroundings, trust
+from mpsd.system import acl, clock, host_environment, path_safety, rundir
 from mpsd.system.process import start_ticks
 
 _TAIL: Final = 256 * 1024
@@ -22,7 +22,7 @@ _LISTENS: Final = 0x10000
 """__SO_ACCEPTCON, in the flags of /proc/net/unix. Source: proc(5)."""
 
 _PARTS_OF_NAME: Final = 5
-"""cuda.shm.UID.SERVER.NUMBER (core/logevents.py)."""
+"""cuda.shm.UID.SERVER.NUMBER (core/mps/log_events.py)."""
 
 _CUDA: Final = "CUDA MPS Control binary version: "
 _DRIVER: Final = "Display Driver version: "
@@ -80,7 +80,7 @@ def _directory(setting: str, path: Path) -> DirectorySeen:
         exists=there == path,
         strange=_strange(path),
         there=there,
-        file_system=surroundings.file_system(there),
+        file_system=host_environment.file_system(there),
         free=room.f_bavail * room.f_frsize if os.geteuid() else room.f_bfree * room.f_frsize,
         free_files=room.f_favail if room.f_files else None,
         read_only=bool(room.f_flag & os.ST_RDONLY),
@@ -91,8 +91,8 @@ def _directory(setting: str, path: Path) -> DirectorySeen:
 def _strange(path: Path) -> tuple[str, str] | None:
     """Say why mpsd would not use a directory."""
     try:
-        trust.check_way(path)
-        own = not path.exists() or trust.is_own(path)
+        path_safety.check_way(path)
+        own = not path.exists() or path_safety.is_own(path)
     except ConfigurationError as error:
         return error.detail, error.hint
     except OSError as error:
@@ -125,7 +125,7 @@ def _pipe_directory(name: str, path: Path, listened: frozenset[str]) -> PipeDire
 
 
 def _shared_memory() -> Iterator[SharedMemorySeen]:
-    for path in _inside(surroundings.SHARED_MEMORY):
+    for path in _inside(host_environment.SHARED_MEMORY):
         parts = path.name.split(".")
         if parts[:2] != ["cuda", "shm"] or len(parts) != _PARTS_OF_NAME:
             continue

@@ -9,10 +9,10 @@ from mpsd.core.doctor.observed import GpuSeen, GpusSeen, Left, Library, NodeGpus
 from mpsd.core.errors import ConfigurationError, GpuError
 from mpsd.core.model import Known, Unknown
 from mpsd.core.settings import Settings
-from mpsd.system import driver, found_modes, rundir
+from mpsd.system import driver, rundir, saved_compute_modes
 from mpsd.system.driver import Driver
-from mpsd.system.found_modes import FoundModes
 from mpsd.system.gpu import NvmlGpus
+from mpsd.system.saved_compute_modes import FoundModes
 
 _DPKG: Final = Path("/var/lib/dpkg")
 
@@ -74,7 +74,7 @@ def library(root: Path | None, places: Sequence[Path] = _LIBRARIES) -> Library |
 def left(settings: Settings) -> Left:
     """Read the record of the compute modes that GPUs are to get back."""
     modes = FoundModes(rundir.found_modes(settings))
-    aside = found_modes.aside(modes.path)
+    aside = saved_compute_modes.aside(modes.path)
     seen = Left(modes.path, Known({}), aside=aside if _is_there(aside) else None)
     try:
         modes.load()

@@ -8,7 +8,7 @@ from typing import Final
 
 from mpsd.core.doctor.observed import DeviceNode, HostSeen, LogLine, SharedMemoryPlace
 from mpsd.core.model import Known, Reading, Unknown
-from mpsd.system import clock, surroundings
+from mpsd.system import clock, host_environment
 
 _MOST: Final = 100_000
 """Records of the kernel's log that are read; its buffer has room for fewer."""
@@ -30,9 +30,9 @@ def look(variables: Mapping[str, str]) -> HostSeen:
         variables=variables,
         now=clock.now(),
         kernel=os.uname().release,
-        first_pid_namespace=namespace.stat().st_ino == surroundings.FIRST_PID_NAMESPACE,
+        first_pid_namespace=namespace.stat().st_ino == host_environment.FIRST_PID_NAMESPACE,
         pid_namespace=os.readlink(namespace),  # noqa: PTH115 - what it says is no path
-        shared_memory=_shared_memory(surroundings.SHARED_MEMORY),
+        shared_memory=_shared_memory(host_environment.SHARED_MEMORY),
         kernel_log=kernel_log(Path("/dev/kmsg")),
         audit_log=audit_log(Path("/var/log/audit/audit.log")),
         selinux=_selinux(Path("/sys/fs/selinux/enforce")),
@@ -44,7 +44,7 @@ def look(variables: Mapping[str, str]) -> HostSeen:
 def _shared_memory(path: Path) -> Reading[SharedMemoryPlace]:
     try:
         found, room = path.stat(), os.statvfs(path)
-        kind = surroundings.file_system(path)
+        kind = host_environment.file_system(path)
     except OSError as error:
         return Unknown(f"{path}: {error.strerror}")
     return Known(

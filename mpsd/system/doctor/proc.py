@@ -9,7 +9,7 @@ from typing import Final
 from mpsd.core.doctor.observed import ProcessSeen
 from mpsd.core.doctor.processes import MPSD, USUAL
 from mpsd.core.model import Known, Reading, Unknown
-from mpsd.system import clock, peers, surroundings
+from mpsd.system import clock, host_environment, process_table
 
 _PROC: Final = Path("/proc")
 
@@ -48,7 +48,7 @@ def _process(pid: int, program: tuple[str, ...]) -> Iterator[ProcessSeen]:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         arguments = _arguments(pid)
         if arguments:
-            part = MPSD if is_mpsd(arguments) else peers.part_of(arguments, program)
+            part = MPSD if is_mpsd(arguments) else process_table.part_of(arguments, program)
         else:
             part = "process of MPS" if (_PROC / f"{pid}/comm").read_text().strip() == _COMM else None
         if part is not None:
@@ -91,7 +91,7 @@ def _seen(pid: int, part: str, arguments: tuple[str, ...]) -> ProcessSeen:
         capabilities=int(status["CapEff"], 16),
         pid_namespace=_link(at / "ns/pid"),
         shared_memory=_shared_memory(at),
-        apart=part != MPSD and bool(surroundings.hidden(pid, [Path(told or USUAL[0])])),
+        apart=part != MPSD and bool(host_environment.hidden(pid, [Path(told or USUAL[0])])),
     )
 
 

@@ -15,7 +15,7 @@ from mpsd.core.doctor.observed import ConfigurationSeen, SocketSeen, Tasks
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.settings import Settings
-from mpsd.system import process, surroundings
+from mpsd.system import host_environment, process
 from mpsd.system.configuration import read_configuration
 
 _USUAL: Final = Path("/etc/mpsd/mpsd.toml")
@@ -153,7 +153,7 @@ def in_force(settings: Reading[Settings], fallback: Reading[Settings]) -> Settin
 def few_uids(pid: int) -> Reading[bool]:
     """Tell whether an mpsd is in a user namespace in which not each uid is itself."""
     try:
-        return Known(surroundings.has_few_uids(pid))
+        return Known(host_environment.has_few_uids(pid))
     except OSError as error:
         return Unknown(f"{error.filename} cannot be read by uid {os.geteuid()}: {error.strerror}")
 

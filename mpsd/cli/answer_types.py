@@ -1,0 +1,268 @@
+"""What the API answers, as mpsctl reads it: the shapes of `mpsd.daemon.api.schema`, for the type checker alone.
+
+mpsctl does not import them to run, and it validates nothing: what mpsd answers is printed. A test compares them with
+the types that mpsd answers with, field by field.
+"""
+
+from collections.abc import Mapping
+from typing import TypeAlias, TypedDict
+
+Event: TypeAlias = Mapping[str, object]
+"""A decision of mpsd: the line of its log, with its number `seq`; which facts there are depends on what happened."""
+
+
+class Owner(TypedDict):
+    """Who holds a lease, as the kernel said."""
+
+    uid: int
+    gid: int
+    pid: int
+    start_time: str | None
+
+
+class Wait(TypedDict):
+    """Where a waiting lease stands."""
+
+    position: int
+    waits_for: str
+    because: str
+
+
+class Share(TypedDict):
+    """What a lease has on one GPU."""
+
+    gpu: str
+    daemon: str
+    active_thread_percentage: float
+    pinned_device_mem_limit: int
+    env: dict[str, str]
+
+
+class Lease(TypedDict):
+    """A promise of this much of a GPU, until it ends; None or empty where there is nothing yet.
+
+    Percentage, memory and environment are those on the first of its GPUs; `shares` has each.
+    """
+
+    id: str
+    state: str
+    because: str
+    gpus: list[str]
+    daemon: str | None
+    owner: Owner
+    active_thread_percentage: float | None
+    pinned_device_mem_limit: int | None
+    env: dict[str, str]
+    shares: list[Share]
+    clients: list[int]
+    processes: int
+    priority: int
+    name: str
+    labels: dict[str, str]
+    created: str
+    granted: str | None
+    ended: str | None
+    expires: str | None
+    request_id: str | None
+    wait: Wait | None
+
+
+class Others(TypedDict):
+    """What those have together whose leases are not shown; the threads of all GPUs are added up."""
+
+    leases: int
+    waiting: int
+    threads_granted: float
+    memory_granted: int
+
+
+class Leases(TypedDict):
+    """The leases that have not ended, as far as the caller may see them."""
+
+    leases: list[Lease]
+    others: Others
+
+
+class Limits(TypedDict):
+    """Limits in percent and bytes; None where there is no such limit, or it is not known."""
+
+    active_thread_percentage: float | None
+    pinned_device_mem_limit: int | None
+
+
+class Drift(TypedDict):
+    """A limit that is not what mpsd set."""
+
+    limit: str
+    wanted: float | int | None
+    found: float | int | None
+    since: str
+    command: str | None
+    server: int | None
+    undone: str | None
+
+
+class Server(TypedDict):
+    """An MPS server; an orphan's control daemon is dead."""
+
+    pid: int
+    status: str | None
+    clients: list[int]
+    orphan: bool
+    limits: Limits
+
+
+class Daemon(TypedDict):
+    """A control daemon."""
+
+    name: str
+    gpu: str
+    state: str
+    because: str
+    hint: str | None
+    pid: int | None
+    start_time: str | None
+    pipe_directory: str
+    since: str
+    ready_since: str | None
+    limits: Limits
+    limits_wanted: Limits
+    verified: bool
+    drift: list[Drift]
+    undone: list[Drift]
+    servers: list[Server]
+    version: str | None
+    unknown_lines: int
+    latest_unknown_lines: list[str]
+    operation: str | None
+    restart_for: list[str]
+
+
+class Daemons(TypedDict):
+    """The control daemons, in the order of their GPUs."""
+
+    daemons: list[Daemon]
+
+
+class Gpu(TypedDict):
+    """A GPU; None stands for what could not be read."""
+
+    uuid: str | None
+    index: int
+    name: str | None
+    memory_total: int | None
+    memory_reserved: int
+    threads_granted: float
+    memory_granted: int
+    memory_held: int | None
+    clients: int
+    clients_max: int | None
+    compute_mode: str | None
+    health: str
+    because: str
+    hint: str | None
+
+
+class Gpus(TypedDict):
+    """The GPUs of the node, by index."""
+
+    gpus: list[Gpu]
+
+
+class Client(TypedDict):
+    """A process that an MPS server lists as its client."""
+
+    pid: int
+    name: str
+    uid: int | None
+    daemon: str
+    gpu: str
+    server: int
+    lease: str | None
+
+
+class Clients(TypedDict):
+    """The clients of all servers."""
+
+    clients: list[Client]
+
+
+class Process(TypedDict):
+    """A process of a lease on one GPU: whether it is under MPS, what it was granted, and what it can really use."""
+
+    pid: int
+    name: str
+    daemon: str
+    gpu: str
+    server: int | None
+    mps: bool | None
+    limits_granted: Limits
+    limits_in_force: Limits | None
+    memory_held: int | None
+    ok: bool
+    because: str
+
+
+class Verify(TypedDict):
+    """Whether every process of a lease is under MPS and within its limits."""
+
+    lease: str
+    ok: bool
+    because: str
+    memory_granted: int
+    memory_held: int
+    processes: list[Process]
+    violations: list[str]
+
+
+class Part(TypedDict):
+    """One part of the node in the summary."""
+
+    name: str
+    state: str
+    because: str
+
+
+class Status(TypedDict):
+    """The node in one answer."""
+
+    healthy: bool
+    because: str
+    version: str
+    simulated: bool
+    since: str
+    gpus: list[Part]
+    daemons: list[Part]
+    drift: list[str]
+    leases: int
+    waiting: int
+    clients: int
+    notes: list[str]
+
+
+class Config(TypedDict):
+    """The settings in force."""
+
+    config: dict[str, dict[str, object]]
+
+
+class Occupant(TypedDict):
+    """Somebody who is waited for."""
+
+    what: str
+    lease: str | None
+    pid: int | None
+    since: str
+
+
+class Operation(TypedDict):
+    """What an operator asked of a control daemon, and what came of it."""
+
+    id: str
+    daemon: str
+    verb: str
+    state: str
+    because: str
+    started: str
+    ended: str | None
+    waits_for: list[Occupant]

@@ -1,0 +1,108 @@
+"""The commands of an operator: hold, drain, resume, restart, reset."""
+
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from mpsd.cli import signals, views
+from mpsd.cli.api import Api
+from mpsd.cli.command import note, print_answer, with_api, with_form
+from mpsd.cli.completion import daemon_names
+from mpsd.core.errors import UnreachableError
+from mpsd.core.supervision.drain import TIMEOUT, Intent
+
+if TYPE_CHECKING:
+    from mpsd.cli import answer_types
+
+_FIRST_PAUSE: Final = 0.05
+"""Seconds between the first two looks at an operation; each pause is a half longer than the one before."""
+
+_LONGEST_PAUSE: Final = 2.0
+
+_RUNNING: Final = "running"
+
+_NAME: Final = "DAEMON is a name that `mpsctl daemons` lists."
+
+
+def _names(api: Api, daemon: str | None, *, everyone: bool) -> list[str]:
+    if (daemon is None) is not everyone:
+        raise click.UsageError("Name one DAEMON, or all of them with --all.")
+    return [each["name"] for each in api.daemons()["daemons"]] if daemon is None else [daemon]
+
+
+def _at_once(verb: str, text: str) -> click.Command:
+    """Make a command that has something done to the daemons named, which is done when mpsd answers."""
+
+    def command(api: Api, daemon: str | None, form: str, *, everyone: bool) -> None:
+        for name in _names(api, daemon, everyone=everyone):
+            print_answer(form, api.operate(name, verb), views.operation)
+
+    return _of_daemons(verb, text, command)
+
+
+def _in_time(verb: str, text: str) -> click.Command:
+    """Make a command that has something done to the daemons named, which takes as long as somebody is there."""
+
+    def command(
+        api: Api, daemon: str | None, form: str, timeout: float | None, *, everyone: bool, no_wait: bool
+    ) -> None:
+        names = _names(api, daemon, everyone=everyone)
+        begun = [api.operate(name, verb, {"timeout": timeout}) for name in names]
+        ended = begun if no_wait else [_follow(api, each) for each in begun]
+        for each in ended:
+            print_answer(form, each, views.operation)
+        if not no_wait and any(each["state"] != "done" for each in ended):
+            raise SystemExit(1)
+
+    seconds = click.FloatRange(min=0, max=1e9)
+    for option in (
+        click.option("--timeout", type=seconds, metavar="SECONDS", help=f"{TIMEOUT} Without it nobody is ended."),
+        click.option("--no-wait", is_flag=True, help="Begin it, and do not wait until it is done."),
+    ):
+        command = option(command)
+    return _of_daemons(verb, f"{text} Ctrl-C ends the waiting, and not the {verb}.", command)
+
+
+def _of_daemons(verb: str, text: str, function: Callable[..., None]) -> click.Command:
+    everyone = click.option("--all", "everyone", is_flag=True, help="Every control daemon of the node.")
+    daemon = click.argument("daemon", required=False, shell_complete=daemon_names)
+    command = daemon(everyone(with_form()(with_api(wraps(function)(function)))))
+    return click.command(verb, help=f"{text}\n\n{_NAME}")(command)
+
+
+def _follow(api: Api, operation: "answer_types.Operation") -> "answer_types.Operation":
+    """Tell how an operation gets on, and return it when it is over; an mpsd that goes away is waited for."""
+    told, pause = None, _FIRST_PAUSE
+    with signals.raised():
+        try:
+            while operation["state"] == _RUNNING:
+                time.sleep(pause)
+                pause = min(pause * 1.5, _LONGEST_PAUSE)
+                try:
+                    operation = api.operation(operation["id"])
+                    news = operation["because"] if operation["state"] == _RUNNING and operation["waits_for"] else told
+                except UnreachableError:
+                    news = "mpsd is gone, and the next one goes on with it"
+                if news != told:
+                    told = news
+                    note(f"{operation['daemon']}: {told}")
+        except signals.SignalledError as signal:
+            note(f"{operation['id']} goes on; to give it up: mpsctl resume {operation['daemon']}")
+            signal.end()
+    return operation
+
+
+hold = _at_once("hold", f"{Intent.HOLD.promise} That outlives restarts of mpsd and reboots.")
+drain = _in_time("drain", Intent.DRAIN.promise)
+resume = _at_once(
+    "resume", "Let people in again, and give up a drain, or a restart that has not begun to stop anything."
+)
+restart = _in_time("restart", Intent.RESTART.promise)
+reset = _at_once(
+    "reset",
+    "Forget the deaths of a failed control daemon, what its GPU reported, and who changed its compute mode, and try"
+    " again. A daemon that runs is not touched.",
+)

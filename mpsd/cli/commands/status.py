@@ -1,0 +1,86 @@
+"""The commands that read: status, gpus, daemons, clients, leases, show and config."""
+
+import click
+
+from mpsd.cli import views
+from mpsd.cli.api import Api
+from mpsd.cli.command import ForEval, now, print_answer, print_lease, with_api, with_form
+from mpsd.cli.completion import lease_names
+from mpsd.core.sanitize import plain
+
+
+@click.command()
+@with_form()
+@with_api
+def status(api: Api, form: str) -> None:
+    """Tell whether the node is healthy, and if not, why and what to do.
+
+    The exit status is 0 only when it is.
+    """
+    node = api.status()
+    if form == "json":
+        print_answer(form, node, str)
+    else:
+        gpus, daemons = plain(api.gpus()), plain(api.daemons())
+        print_answer(form, node, lambda safe: views.status(safe, gpus, daemons, now()))
+    if not node["healthy"]:
+        click.get_current_context().exit(1)
+
+
+@click.command()
+@with_form()
+@with_api
+def gpus(api: Api, form: str) -> None:
+    """List the GPUs: their health, and what is granted of each."""
+    print_answer(form, api.gpus(), views.gpus)
+
+
+@click.command()
+@with_form()
+@with_api
+def daemons(api: Api, form: str) -> None:
+    """List the control daemons and the limits that they report."""
+    print_answer(form, api.daemons(), lambda safe: views.daemons(safe, now()))
+
+
+@click.command()
+@with_form()
+@with_api
+def clients(api: Api, form: str) -> None:
+    """List the processes that are connected to an MPS server."""
+    print_answer(form, api.clients(), views.clients)
+
+
+@click.command()
+@with_form()
+@with_api
+def leases(api: Api, form: str) -> None:
+    """List the leases that have not ended: those that hold something, then those that wait, in their order."""
+    print_answer(form, api.leases(), lambda safe: views.leases(safe, now()))
+
+
+@click.command(cls=ForEval)
+@click.argument("lease", shell_complete=lease_names)
+@click.option(
+    "--share", type=click.IntRange(min=0), metavar="N", help="With -o env: on which of its GPUs, counted from 0."
+)
+@with_form("env")
+@with_api
+def show(api: Api, lease: str, form: str, share: int | None) -> None:
+    """Show everything about one lease, also when it ended not long ago.
+
+    \b
+    A process can use one GPU of a lease on several, and takes its environment so:
+        eval "$(mpsctl show "$MPSD_LEASE" -o env --share "$LOCAL_RANK")"
+    """  # noqa: D301 - click knows by that character what not to wrap
+    if share is not None and form != "env":
+        raise click.UsageError("--share goes with -o env.")
+    print_lease(form, api.lease(lease), share)
+
+
+@click.command()
+@with_form()
+@with_api
+def config(api: Api, form: str) -> None:
+    """List the settings in force."""
+    print_answer(form, api.config(), views.config)

@@ -1,0 +1,60 @@
+"""The command that tells whether something is really under MPS: verify."""
+
+import os
+from typing import TYPE_CHECKING
+
+import click
+
+from mpsd.cli import views
+from mpsd.cli.api import Api
+from mpsd.cli.calling_process import calling_program, family
+from mpsd.cli.command import print_answer, with_api, with_form
+from mpsd.cli.completion import lease_names
+from mpsd.core.errors import NotFoundError
+
+if TYPE_CHECKING:
+    from mpsd.cli import answer_types
+
+
+@click.command()
+@click.argument("lease", required=False, shell_complete=lease_names)
+@click.option("--pid", type=click.IntRange(min=1), help="Find the lease that this process has, or its ancestors have.")
+@with_form()
+@with_api
+def verify(api: Api, lease: str | None, form: str, pid: int | None) -> None:
+    """Tell whether every process of a lease is under MPS and within its limits, by what is read now.
+
+    Without LEASE it is that of the caller: the one in MPSD_LEASE, or the one that the calling shell holds. For each
+    process: the limits that it can use at most, of those that it was granted, and the memory that it holds.
+
+    The exit status is 0 only when at least one process is attached and nothing is wrong.
+    """
+    if lease is not None and pid is not None:
+        raise click.UsageError("Name a LEASE or a --pid, not both.")
+    if lease is None:
+        lease = (os.environ.get("MPSD_LEASE") if pid is None else None) or _lease_of(api, pid or calling_program())
+    answer = api.verify(lease)
+    print_answer(form, answer, views.verified)
+    if not answer["ok"]:
+        click.get_current_context().exit(1)
+
+
+def _lease_of(api: Api, pid: int) -> str:
+    """Return the lease of a process: the one mpsd has it a client of, or its nearest ancestor that has one."""
+    clients = {client["pid"]: client for client in api.clients()["clients"]}
+    client = clients.get(pid)
+    if client is not None and client["lease"] is not None:
+        return client["lease"]
+    leases = [each for each in api.leases()["leases"] if each["state"] != "waiting"]
+    for ancestor in family(pid):
+        found = next((each["id"] for each in leases if ancestor in _processes(each)), None)
+        if found is not None:
+            return found
+    under = f"a client of {client['daemon']}" if client is not None else "no client of MPS"
+    raise NotFoundError(
+        f"process {pid} has no lease of yours, and is {under}", hint="take one out: mpsctl run, or mpsctl admit"
+    )
+
+
+def _processes(lease: "answer_types.Lease") -> list[int]:
+    return [lease["owner"]["pid"], *lease["clients"]]

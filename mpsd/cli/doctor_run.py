@@ -1,0 +1,211 @@
+"""What `mpsctl doctor` does with the machine: it has it looked at, put to the checks, and mended.
+
+The one module of mpsd/cli that reaches below core. `mpsctl doctor` imports it when it runs.
+"""
+
+import os
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, cast
+
+from mpsd import __version__
+from mpsd.core.doctor.finding import Check, Finding, Mend, Result, Verdict, examine
+from mpsd.core.doctor.observed import Answers, DaemonAnswer, GpuAnswer, Observed, ProcessSeen, ServiceSeen, SocketSeen
+from mpsd.core.errors import MpsdError, UnreachableError
+from mpsd.core.model import Known, Reading, Unknown
+from mpsd.core.sanitize import plain
+from mpsd.core.settings import Settings, from_mapping
+from mpsd.system import host_environment
+from mpsd.system.doctor import disk, fixes, gpus, machine, proc, service
+
+if TYPE_CHECKING:
+    from mpsd.cli import answer_types
+    from mpsd.cli.api import Api
+
+_VARIABLES: Final = ("CUDA_", "MPSD_", "NVIDIA_VISIBLE_DEVICES")
+"""How the names begin of what MPS, or mpsd, looks at in an environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Which mpsd is to be looked at."""
+
+    socket: Path
+    config: Path | None = None
+    root: Path | None = None
+
+
+def run(api: "Api", where: Where, checks: Collection[Check], *, fix: bool) -> tuple[list[Result], list[str]]:
+    """Put the node to these checks; with `fix`, mend what is safe first. Returns what was mended, too."""
+    import asyncio
+
+    return asyncio.run(_run(api, where, checks, fix=fix))
+
+
+async def _run(api: "Api", where: Where, checks: Collection[Check], *, fix: bool) -> tuple[list[Result], list[str]]:
+    observed = await _observe(api, where)
+    results = examine(checks, observed)
+    wanted = [(each, each.finding.mend) for each in results if each.finding.mend is not None]
+    if not fix or not wanted:
+        return results, []
+    done, failed = await _mend(observed.settings, wanted)
+    again = examine(checks, await _observe(api, where))
+    return [failed.get((each.check.id, each.finding.subject), each) for each in again], done
+
+
+async def _mend(
+    settings: Settings, wanted: Iterable[tuple[Result, Mend]]
+) -> tuple[list[str], dict[tuple[str, str], Result]]:
+    """Mend what can be; return what was done, and by check and subject what could not be, with the reason."""
+    done: list[str] = []
+    failed: dict[tuple[str, str], Result] = {}
+    for result, mend in wanted:
+        finding = result.finding
+        try:
+            done += await fixes.mend(settings, result.check.id, mend)
+            continue
+        except MpsdError as error:
+            why, hint = error.detail, error.hint
+        except OSError as error:
+            why, hint = f"{error.filename}: {error.strerror}", "as root: mpsctl doctor --fix"
+        because = f"{finding.because}; it could not be mended: {why}"
+        verdict = Verdict.FAIL if finding.verdict is Verdict.OK else finding.verdict
+        failed[result.check.id, finding.subject] = Result(
+            result.check, replace(finding, verdict=verdict, because=because, remedy=hint)
+        )
+    return done, failed
+
+
+async def _observe(api: "Api", where: Where) -> Observed:
+    units = await service.units()  # before anybody connects: that starts an mpsd whose socket systemd listens on
+    socket = service.look_at_socket(where.socket)
+    answers, remedy, in_force = _ask(api)
+    process = proc.process(socket.listener[0]) if socket.listener is not None and socket.listener[0] else None
+    if process is not None and not proc.is_mpsd(process.arguments):
+        process = None  # a service manager listens, and hands the socket on
+    told = service.Told() if process is None else service.told(process.pid, process.arguments, where.socket)
+    root = where.root or told.root
+    configuration = service.configuration(where.config or told.config, root)
+    settings = service.in_force(in_force, configuration.settings)
+    holder = service.lock_holder(settings.paths.runtime_dir)
+    processes = proc.processes((told.control or settings.daemon.control,))
+    process = process or _holder(holder, processes)
+    simulated = isinstance(answers, Known) and answers.value.simulated
+    seen = ServiceSeen(
+        version=__version__,
+        socket=socket,
+        answers=answers,
+        remedy=remedy,
+        process=process,
+        lock_holder=holder,
+        units=units,
+        in_force=in_force,
+    )
+    if process is not None:
+        lacking = tuple(host_environment.lacking(settings, process.capabilities))
+        seen = replace(seen, lacking=lacking, few_uids=service.few_uids(process.pid), tasks=service.tasks(process.pid))
+    return Observed(
+        settings=settings,
+        configuration=configuration,
+        service=seen,
+        files=disk.look(settings, private=root is not None, apart=_apart(settings, socket, process)),
+        processes=processes,
+        gpus=await gpus.look(settings, told.control, simulated=simulated),
+        host=machine.look({name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}),
+    )
+
+
+def _apart(settings: Settings, socket: SocketSeen, mpsd: ProcessSeen | None) -> tuple[Path, ...]:
+    """Return those of mpsd's directories that are others here: all of them, where mpsd listens and is not seen."""
+    directories = (settings.paths.runtime_dir, settings.paths.state_dir, settings.paths.log_dir)
+    if socket.listener is not None and socket.listener[0] == 0:
+        return directories
+    return tuple(host_environment.hidden(mpsd.pid, directories)) if mpsd is not None else ()
+
+
+def _holder(lock: Reading[int | None], processes: Reading[tuple[ProcessSeen, ...]]) -> ProcessSeen | None:
+    """Return the mpsd that has the lock; where mpsd was given its socket, it is not who listens."""
+    if not isinstance(lock, Known) or not isinstance(processes, Known):
+        return None
+    return next((each for each in processes.value if each.pid == lock.value and each.part == "mpsd"), None)
+
+
+def _ask(api: "Api") -> tuple[Reading[Answers], str, Reading[Settings]]:
+    """Return what mpsd says of the node, what to do where it says nothing, and the settings that it has."""
+    try:
+        status, nodes, daemons, config = api.status(), api.gpus(), api.daemons(), api.config()
+    except UnreachableError as error:
+        silent = Unknown(error.detail)
+        return silent, error.hint, silent
+    except MpsdError as error:
+        silent = Unknown(f"it turned this caller away: {error.detail}")
+        return silent, error.hint, silent
+    try:
+        answers = Answers(
+            version=status["version"],
+            healthy=status["healthy"],
+            because=status["because"],
+            simulated=status["simulated"],
+            gpus=tuple(map(_gpu, nodes["gpus"])),
+            daemons=tuple(map(_daemon, daemons["daemons"])),
+        )
+    except KeyError as missing:
+        silent = Unknown(f"mpsd's answer has no {missing}, so mpsd and mpsctl are of different versions")
+        return silent, "restart mpsd, so that both are of one version: no client notices", silent
+    return Known(answers), "", _settings(config)
+
+
+def _gpu(gpu: "answer_types.Gpu") -> GpuAnswer:
+    mode, uuid = gpu["compute_mode"], gpu["uuid"]
+    return GpuAnswer(
+        gpu["index"], uuid, gpu["health"], gpu["because"], gpu["hint"], mode, gpu["clients"], gpu["clients_max"]
+    )
+
+
+def _daemon(daemon: "answer_types.Daemon") -> DaemonAnswer:
+    return DaemonAnswer(
+        name=daemon["name"],
+        state=daemon["state"],
+        because=daemon["because"],
+        hint=daemon["hint"],
+        pid=daemon["pid"],
+        pipe_directory=daemon["pipe_directory"],
+        drift=tuple(
+            f"{each['limit']} is {each['found']}, not {each['wanted']}"
+            + (f", by {each['command']!r}" if each["command"] else "")
+            for each in daemon["drift"]
+        ),
+        orphans=tuple(each["pid"] for each in daemon["servers"] if each["orphan"]),
+    )
+
+
+def _settings(config: "answer_types.Config") -> Reading[Settings]:
+    """Return the settings that mpsd says it has, from the words that its configuration would have them in."""
+    document: dict[str, dict[str, object]] = {}
+    for section, values in config["config"].items():
+        there = {name: value for name, value in values.items() if value is not None}
+        if section.startswith("quota."):
+            document.setdefault("quota", {})[section.removeprefix("quota.")] = there
+        else:
+            document[section] = there
+    try:
+        return Known(from_mapping(cast("dict[str, object]", document)))
+    except MpsdError as error:
+        return Unknown(f"its answer is of another version: {error.detail}")
+
+
+def as_json(results: Iterable[Result], done: list[str]) -> dict[str, object]:
+    """Return what came of it as JSON has it."""
+    checks = [{"id": each.check.id, "subject": each.finding.subject, **_parts(each.finding)} for each in results]
+    return {"ok": all(each["verdict"] != Verdict.FAIL for each in checks), "checks": checks, "fixed": done}
+
+
+def _parts(finding: Finding) -> dict[str, object]:
+    return {
+        "verdict": finding.verdict,
+        "because": plain(finding.because),
+        "evidence": plain(dict(finding.evidence)),
+        "remedy": plain(finding.remedy),
+        "fixable": finding.mend is not None,
+    }

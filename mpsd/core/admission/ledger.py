@@ -1,0 +1,387 @@
+"""The ledger: what every GPU has to give, who holds how much of it, and who waits in which order. Pure.
+
+Time comes in with each call, and what was decided goes out as whole leases: the caller stores them, tells about them,
+and wakes whom they concern. Nothing is over-committed because a lease is entered in one place (`_enter`) and leaves in
+one (`_leave`), and the sums move there alone.
+The order of those who wait, and what is kept for whom, is `queue`.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+from typing import Final
+
+from msgspec import Struct, structs
+
+from mpsd.core.admission import admission
+from mpsd.core.admission.admission import NOTHING, Amount, Candidate, Offer, Shortage
+from mpsd.core.admission.offers import Offers
+from mpsd.core.admission.queue import Queue, keep
+from mpsd.core.admission.room import Kept, Room
+from mpsd.core.admission.usage import Usage
+from mpsd.core.errors import QueueFullError, TooManyLeasesError
+from mpsd.core.model import Lease, LeaseRequest, LeaseState, ProcessIdentity
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.settings import Placement
+
+
+class Now(Struct, frozen=True):
+    """The moment of a decision: seconds of the clock that does not jump, and the time of day for people."""
+
+    seconds: float
+    time: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What an operator decides about admission as a whole."""
+
+    placement: Placement = Placement.BEST_FIT
+    queue_length: int = 1000
+    leases: int = 10_000
+    patience: float = 300.0
+    """Seconds for which a request that stands first can be overtaken by those of users who had less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a waiting lease stands: its position from 1, and what it waits for."""
+
+    position: int
+    waits_for: Shortage
+
+
+class User(Struct, frozen=True):
+    """What one user has: how many leases, waiting ones included, what it holds by them, and what it waits for."""
+
+    leases: int = 0
+    holds: Amount = NOTHING
+    awaits: Amount = NOTHING
+
+    @property
+    def amount(self) -> Amount:
+        """What all of it comes to."""
+        return self.holds + self.awaits
+
+
+_NEWCOMER: Final = User()
+
+
+class Ledger:
+    """The leases that have not ended, by id: those that hold something, and those that wait for it."""
+
+    def __init__(self, rules: Rules, usage: Usage) -> None:
+        self.rules = rules
+        self.usage = usage
+        self.leases: dict[str, Lease] = {}
+        self._queue = Queue(usage)
+        self._offers = Offers({})
+        self._room = Room()
+        self._users: dict[int, User] = {}
+        self._worth: dict[str, Amount] = {}
+        """By waiting lease, what it counts against its user's quota."""
+        self._expiring: dict[str, float] = {}
+        self._arrivals = 0
+
+    # -- what others may look at --------------------------------------------------------------------------------------
+
+    def find(self, lease_id: str) -> Lease | None:
+        """Return a lease that has not ended."""
+        return self.leases.get(lease_id) or self._queue.leases.get(lease_id)
+
+    @property
+    def waiting(self) -> Mapping[str, Lease]:
+        """The leases that wait, by id."""
+        return self._queue.leases
+
+    def all(self) -> Iterator[Lease]:
+        """Yield every lease that has not ended, those that hold something first."""
+        yield from self.leases.values()
+        yield from self.waiting.values()
+
+    def taken(self, gpu: str) -> Amount:
+        """Return what is granted on a GPU."""
+        return self._room.taken(gpu)
+
+    def holders(self, gpu: str) -> Collection[int]:
+        """Return the uids that hold a lease on a GPU."""
+        return self._room.uids(gpu)
+
+    def on(self, daemon: str) -> list[Lease]:
+        """Return the leases that hold something of a control daemon."""
+        return [lease for lease in self.leases.values() if any(share.daemon == daemon for share in lease.shares)]
+
+    def user(self, uid: int) -> User:
+        """Return what a user holds and waits for."""
+        return self._users.get(uid, _NEWCOMER)
+
+    def worth(self, request: LeaseRequest) -> Amount:
+        """Return what a request comes to at most, wherever it goes: what counts against its user's quota."""
+        return self._offers.worth(request)
+
+    def places(self, now: float) -> dict[str, Place]:
+        """Say where every waiting lease stands."""
+        ordered = enumerate(self._queue.in_order(now, self.rules.patience), start=1)
+        return {
+            lease.id: Place(position, self._shortage(lease, self._candidates(lease))) for position, lease in ordered
+        }
+
+    def place(self, lease_id: str, now: float) -> Place | None:
+        """Say where this lease stands; None when it does not wait."""
+        lease = self.waiting.get(lease_id)
+        if lease is None:
+            return None
+        order = self._queue.order(lease, now, self.rules.patience)
+        before = sum(1 for _ in self._queue.in_order(now, self.rules.patience, before=order))
+        return Place(before + 1, self._shortage(lease, self._candidates(lease)))
+
+    def overdue(self, now: float) -> list[Lease]:
+        """Return the leases whose time to live, or to wait, is over."""
+        return [
+            lease for lease_id, at in self._expiring.items() if at <= now and (lease := self.find(lease_id)) is not None
+        ]
+
+    def impossible(self) -> list[tuple[Lease, Shortage]]:
+        """Return the leases that wait for what the GPUs will never have to give, as they are now, and why not.
+
+        A lease whose GPU is not there at the moment is none of them: nobody knows what it will have.
+        """
+        there = (lease for lease in self.waiting.values() if self._offers.has(lease.request))
+        return [
+            (lease, self._offers.why_never(lease.request))
+            for lease in there
+            if len(self._candidates(lease)) < lease.request.gpus
+        ]
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    def offer(self, offers: Iterable[Offer], now: float) -> bool:
+        """Take what the GPUs have to give from now on, and tell whether that is something else than before.
+
+        Leases that hold something keep it, also where less is left.
+        """
+        offered = {offer.gpu: offer for offer in offers}
+        if offered == self._offers.by_gpu:
+            return False
+        before, self._offers = self._offers.whole, Offers(offered)
+        if before != self._offers.whole:
+            self._value_anew(now)
+        return True
+
+    def restore(self, lease: Lease, now: float) -> None:
+        """Enter a lease that an earlier mpsd granted, or a place in its queue, as it was. One that is there stays."""
+        if self.find(lease.id) is not None:
+            return
+        self._arrivals = max(self._arrivals, lease.arrival)
+        if lease.state is LeaseState.WAITING:
+            self._join(lease)
+        else:
+            self._enter(lease, now)
+
+    def submit(self, lease: Lease, now: Now) -> Lease:
+        """Grant a request that was just made, or let it wait if it may, and return the lease as it is then.
+
+        Those who wait and come before it go before it, whether they were let in already or not: it may have to wait, or
+        is refused, although there is room. When it waits, it may stand where something was kept for others, which is
+        free then: settle. Raises InvalidRequestError, QuotaError, NeverFitsError and ExceedsDaemonLimitError for what
+        waiting cannot help, DoesNotFitError and DaemonNotReadyError for what does not want to wait, QueueFullError and
+        TooManyLeasesError.
+        """
+        admission.check(lease.request)
+        candidates = self._candidates(lease)
+        if len(candidates) < lease.request.gpus:
+            raise self._offers.why_never(lease.request).raised()
+        if len(self.leases) + len(self._queue.leases) >= self.rules.leases:
+            raise TooManyLeasesError(
+                f"this node has {self.rules.leases} leases, as many as it may",
+                hint="release some: mpsctl leases",
+                limit="leases",
+            )
+        self._arrivals += 1
+        chosen = self._choose(lease, candidates, now.seconds)
+        if chosen:
+            return self._grant(lease, chosen, now, self._arrivals)
+        shortage = self._shortage(lease, candidates)
+        if lease.until is not None and lease.until <= now.seconds:
+            raise shortage.raised()
+        if len(self.waiting) >= self.rules.queue_length:
+            raise QueueFullError(
+                f"{self.rules.queue_length} requests wait already, as many as may",
+                hint="try again later",
+                limit="queue",
+            )
+        lease = structs.replace(lease, arrival=self._arrivals, because=shortage.because)
+        self._join(lease)
+        return lease
+
+    def settle(self, now: Now) -> list[Lease]:
+        """Grant what can be granted to those who wait, in their order, and return those leases.
+
+        Of several places that came free, each is the next user's in turn; but on a daemon that serves one uid at a time
+        the user whose turn it is gets all that it waits for at once: nobody else could use the rest.
+
+        Time alone changes the order, so it is to be called now and then, and not just when something happened. So does
+        what is granted: whoever came before may come after now, and what was kept for it be free for others.
+        """
+        granted: list[Lease] = []
+        while more := self._settle_once(now):
+            granted += more
+        return granted
+
+    def _settle_once(self, now: Now) -> list[Lease]:
+        granted: list[Lease] = []
+        kept: dict[str, Kept] = {}
+        anew = all(offer.many_users for offer in self._offers.by_gpu.values())
+        for lease in self._queue.in_order(now.seconds, self.rules.patience, anew=anew):
+            candidates = self._candidates(lease)
+            chosen = self._find(lease, candidates, kept)
+            if chosen:
+                self._part(lease)
+                granted.append(self._grant(lease, chosen, now, lease.arrival))
+            elif keep(lease, candidates, kept):
+                self._queue.stands_first(lease.id, now.seconds)
+            else:
+                continue
+            if self._is_spent(kept):
+                break
+        return granted
+
+    def renew(self, lease_id: str, ttl: float, now: float) -> Lease:
+        """Give a granted lease this many seconds from now."""
+        lease = structs.replace(self.leases[lease_id], ttl=ttl, expires=now + ttl)
+        self.leases[lease_id] = lease
+        self._expiring[lease_id] = now + ttl
+        return lease
+
+    def attach(self, lease_id: str, clients: tuple[ProcessIdentity, ...]) -> Lease:
+        """Note which clients a lease has."""
+        state = LeaseState.ACTIVE if clients else LeaseState.GRANTED
+        lease = structs.replace(self.leases[lease_id], clients=clients, state=state)
+        self.leases[lease_id] = lease
+        return lease
+
+    def end(self, lease_id: str, because: str, now: Now) -> Lease | None:
+        """End a lease, or take it out of the queue; None when it has ended already."""
+        lease = self.find(lease_id)
+        if lease is None:
+            return None
+        if lease.state is LeaseState.WAITING:
+            self._part(lease)
+        else:
+            self._leave(lease, now.seconds)
+        return structs.replace(lease, state=LeaseState.ENDED, because=because, ended=now.time)
+
+    # -- deciding -----------------------------------------------------------------------------------------------------
+
+    def _candidates(self, lease: Lease) -> Sequence[Candidate]:
+        """Return where a lease can be granted some day."""
+        return self._offers.candidates(lease.request)
+
+    def _find(self, lease: Lease, candidates: Sequence[Candidate], kept: Mapping[str, Kept]) -> list[Candidate]:
+        return self._room.find(candidates, lease.owner.uid, lease.request.gpus, kept, self.rules.placement)
+
+    def _choose(self, lease: Lease, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
+        """Return the places that a new request gets when all who wait and come before it have got theirs."""
+        if not self._queue.leases:
+            return self._find(lease, candidates, {})
+        kept: dict[str, Kept] = {}
+        taken: list[tuple[str, int, Amount]] = []
+        order = self._queue.order(structs.replace(lease, arrival=self._arrivals), now, self.rules.patience)
+        for each in self._queue.in_order(now, self.rules.patience, before=order):
+            chosen = self._find(each, self._candidates(each), kept)
+            for offer, need in chosen:
+                taken.append((offer.gpu, each.owner.uid, need))
+                self._room.enter(*taken[-1])
+            if not chosen and keep(each, self._candidates(each), kept) and self._is_spent(kept):
+                break
+        chosen = self._find(lease, candidates, kept)
+        for gpu, uid, need in taken:  # they have it when they are let in, by settle
+            self._room.leave(gpu, uid, need)
+        return chosen
+
+    def _is_spent(self, kept: Mapping[str, Kept]) -> bool:
+        return self._room.is_spent(self._offers.by_gpu.values(), kept)
+
+    def _shortage(self, lease: Lease, candidates: Sequence[Candidate]) -> Shortage:
+        """Say what a request that was not granted lacks, on the GPU that comes closest."""
+        if len(candidates) < lease.request.gpus:
+            return self._offers.why_never(lease.request)
+        return self._room.lacks(candidates, lease.owner.uid, lease.request.gpus)
+
+    # -- entering and leaving: the only places where the sums move ----------------------------------------------------
+
+    def _grant(self, lease: Lease, chosen: list[Candidate], now: Now, arrival: int) -> Lease:
+        shares = tuple([admission.share(offer, need) for offer, need in chosen])
+        first, on = shares[0], ", ".join([share.daemon for share in shares])
+        granted = structs.replace(
+            lease,
+            state=LeaseState.GRANTED,
+            because=_free(first.threads, first.memory, on),
+            arrival=arrival,
+            shares=shares,
+            granted=now.time,
+            until=None,
+            expires=None if lease.ttl is None else now.seconds + lease.ttl,
+        )
+        self._enter(granted, now.seconds)
+        return granted
+
+    def _enter(self, lease: Lease, now: float) -> None:
+        uid, has = lease.owner.uid, self.user(lease.owner.uid)
+        holds = has.holds + _count(lease, self._room.enter)
+        self.leases[lease.id] = lease
+        self._users[uid] = User(has.leases + 1, holds, has.awaits)
+        self.usage.hold(uid, self._offers.part(holds), now)
+        if lease.expires is not None:
+            self._expiring[lease.id] = lease.expires
+
+    def _leave(self, lease: Lease, now: float) -> None:
+        uid, has = lease.owner.uid, self._users.pop(lease.owner.uid)
+        holds = has.holds - _count(lease, self._room.leave)
+        del self.leases[lease.id]
+        if has.leases > 1:
+            self._users[uid] = User(has.leases - 1, holds, has.awaits)
+        self.usage.hold(uid, self._offers.part(holds), now)
+        self._expiring.pop(lease.id, None)
+
+    def _join(self, lease: Lease) -> None:
+        uid, has = lease.owner.uid, self.user(lease.owner.uid)
+        self._queue.join(lease)
+        worth = self._worth[lease.id] = self.worth(lease.request)
+        self._users[uid] = User(has.leases + 1, has.holds, has.awaits + worth)
+        if lease.until is not None:
+            self._expiring[lease.id] = lease.until
+
+    def _part(self, lease: Lease) -> None:
+        uid, has = lease.owner.uid, self._users.pop(lease.owner.uid)
+        self._queue.part(lease.id)
+        worth = self._worth.pop(lease.id)
+        if has.leases > 1:
+            self._users[uid] = User(has.leases - 1, has.holds, has.awaits - worth)
+        self._expiring.pop(lease.id, None)
+
+    def _value_anew(self, now: float) -> None:
+        """Weigh what everybody has and waits for by what the node has to give now."""
+        for lease in self.waiting.values():
+            before, self._worth[lease.id] = self._worth[lease.id], self.worth(lease.request)
+            has = self._users[lease.owner.uid]
+            self._users[lease.owner.uid] = User(has.leases, has.holds, has.awaits - before + self._worth[lease.id])
+        for uid, has in self._users.items():
+            self.usage.hold(uid, self._offers.part(has.holds), now)
+
+
+def _count(lease: Lease, move: Callable[[str, int, Amount], None]) -> Amount:
+    """Count the parts of a lease in, or out, on their GPUs, and return what they come to together."""
+    whole = NOTHING
+    for share in lease.shares:
+        part = admission.amount(share, lease.request.processes)
+        move(share.gpu, lease.owner.uid, part)
+        whole += part
+    return whole
+
+
+@lru_cache(maxsize=256)
+def _free(threads: ActiveThreadPercentage, memory: PinnedDeviceMemLimit, on: str) -> str:
+    """Say why a lease was granted."""
+    return f"{threads} % of the threads and {memory} were free on {on}"

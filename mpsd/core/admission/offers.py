@@ -1,0 +1,80 @@
+"""What the GPUs of the node have to give together, and where among them a request can be granted some day. Pure."""
+
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Final
+
+from msgspec import structs
+
+from mpsd.core.admission import admission
+from mpsd.core.admission.admission import NOTHING, Amount, Candidate, Offer, Shortage
+from mpsd.core.errors import DaemonNotReadyError, NeverFitsError, QuotaError
+from mpsd.core.model import LeaseRequest
+
+_MOST_SIZES: Final = 1024
+"""Sizes of requests for which it is kept where they can be granted; a busy node sees a few."""
+
+
+class Offers:
+    """The offers of all GPUs. They do not change: other offers are another one of these."""
+
+    def __init__(self, by_gpu: Mapping[str, Offer]) -> None:
+        self.by_gpu = by_gpu
+        whole = NOTHING
+        for offer in by_gpu.values():
+            whole += Amount(offer.threads, offer.memory, offer.clients)
+        self.whole = whole
+        self._candidates: dict[tuple[Hashable, ...], tuple[Candidate, ...]] = {}
+        """By what of a request decides it."""
+
+    def named(self, request: LeaseRequest) -> Iterable[Offer]:
+        """Return the GPUs that a request is about, and that its user may be on."""
+        gpu, among = request.gpu, request.among
+        if gpu == "any" and among is None:
+            return self.by_gpu.values()
+        every = self.by_gpu.values()
+        return [each for each in every if gpu in {"any", each.gpu} and (among is None or each.gpu in among)]
+
+    def has(self, request: LeaseRequest) -> bool:
+        """Tell whether there are as many GPUs as a request is about."""
+        return len(list(self.named(request))) >= request.gpus
+
+    def candidates(self, request: LeaseRequest) -> tuple[Candidate, ...]:
+        """Return the GPUs where a request that was checked could be granted some day."""
+        size = request.threads, request.memory, request.fraction, request.processes, request.gpu, request.among
+        found = self._candidates.get(size)
+        if found is None:
+            needs = admission.needs(request, self.named(request))
+            found = tuple((offer, need) for offer, need in needs if admission.never(need, offer) is None)
+            if len(self._candidates) >= _MOST_SIZES:
+                self._candidates.clear()
+            self._candidates[size] = found
+        return found
+
+    def worth(self, request: LeaseRequest) -> Amount:
+        """Return what a request that was checked comes to at most, wherever it goes."""
+        needs = (need for _, need in admission.needs(request, self.named(request)))
+        return max(needs, key=lambda need: need.memory, default=NOTHING) * request.gpus
+
+    def part(self, amount: Amount) -> float:
+        """Return the greater of an amount's part of the node's threads and of its memory."""
+        threads, memory = self.whole.threads, self.whole.memory
+        return max(amount.threads / threads if threads else 0.0, amount.memory / memory if memory else 0.0)
+
+    def why_never(self, request: LeaseRequest) -> Shortage:
+        """Say why a request has too few candidates: for want of GPUs, or of what they have."""
+        if self.has(request):
+            return admission.why_never(admission.needs(request, self.named(request)))
+        count, hint = len(list(self.named(request))), "see why with: mpsctl gpus"
+        if request.gpu != "any":
+            asked = f"{request.gpu} was asked for"
+        else:
+            asked = "a GPU was asked for" if request.gpus == 1 else f"{request.gpus} GPUs were asked for"
+        if request.among is not None and self.has(structs.replace(request, among=None)):
+            may = f"{asked}, and of this node's {len(self.by_gpu)} you may use {self._listed(request.among)}"
+            return Shortage("quota.gpus", may, "ask for others, or have an administrator raise quota.gpus", QuotaError)
+        if count:
+            return Shortage("gpus", f"{asked}, and this node has {count}", "ask for fewer", NeverFitsError)
+        return Shortage("gpu", f"{asked}, and there is none that mpsd can use now", hint, DaemonNotReadyError)
+
+    def _listed(self, gpus: Iterable[str]) -> str:
+        return ", ".join(gpu for gpu in gpus if gpu in self.by_gpu) or "none"

@@ -1,0 +1,90 @@
+"""The queue: who waits, in which order, and what is kept for whom. Pure.
+
+**Who goes first.** The higher priority; then whose request has stood first for `patience` seconds and still waits; then
+the user who had less lately (`Usage.standing`); then who came first. Without patience, one who needs a whole GPU could
+be overtaken for hours by a user who always holds a little of it, and who therefore had less whenever they are compared.
+
+**What is kept.** Those who wait are asked in that order. For one that cannot have what it asks for, it is kept, on
+every GPU where it could have it and for which nobody before it waits: it stands first there. Those behind it get what
+is left beside that. So nobody who comes later delays the first in the queue, nor, on GPUs that this one cannot use,
+the first of those who can. Nothing is kept for a request for several GPUs while fewer than it needs are there, in
+order, and not kept for others: it could not have them anyway, and the rest need not lie idle for it. On a daemon that
+serves one uid at a time, nobody joins the uid that has the GPU while it is kept for another: so every turn ends.
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from typing import Final, TypeAlias
+
+from mpsd.core.admission.admission import Candidate
+from mpsd.core.admission.room import Kept
+from mpsd.core.admission.usage import Usage
+from mpsd.core.model import Lease
+
+_NEVER: Final = float("inf")
+
+Order: TypeAlias = tuple[int, float, float, int, str]
+"""A place in the order, to be compared with others of the same moment: the lesser goes first."""
+
+
+class Queue:
+    """Those who wait, by the id of their lease."""
+
+    def __init__(self, usage: Usage) -> None:
+        self.leases: dict[str, Lease] = {}
+        self._usage = usage
+        self._first_since: dict[str, float] = {}
+        """Since when a lease has stood first somewhere. One that was overtaken since has not lost that."""
+
+    def join(self, lease: Lease) -> None:
+        """Take a lease in."""
+        self.leases[lease.id] = lease
+
+    def part(self, lease_id: str) -> None:
+        """Let a lease go, because it was granted or has ended."""
+        del self.leases[lease_id]
+        self._first_since.pop(lease_id, None)
+
+    def stands_first(self, lease_id: str, now: float) -> None:
+        """Note that something is kept for a lease, and that its patience begins, unless it has begun already."""
+        self._first_since.setdefault(lease_id, now)
+
+    def order(self, lease: Lease, now: float, patience: float) -> Order:
+        """Return the place in the order of a lease, be it in the queue or about to join it."""
+        return self._order(lease, now - patience, self._usage.standing(lease.owner.uid, now))
+
+    def in_order(
+        self, now: float, patience: float, *, before: Order | None = None, anew: bool = False
+    ) -> Iterator[Lease]:
+        """Yield those who wait, the first one first; only those who come before a place in the order, if one is given.
+
+        They are put in order as they are asked for, since whoever asks has mostly enough after a few. What is granted
+        meanwhile counts `anew`, or not before the next time.
+        """
+        uids = {lease.owner.uid for lease in self.leases.values()}
+        standing, since = {uid: self._usage.standing(uid, now) for uid in uids}, now - patience
+        queue = [(self._order(lease, since, standing[lease.owner.uid]), lease) for lease in self.leases.values()]
+        if before is not None:
+            queue = [each for each in queue if each[0] < before]
+        heapq.heapify(queue)
+        while queue:
+            order, lease = queue[0]
+            if anew and (later := self.order(lease, now, patience)) > order:
+                heapq.heapreplace(queue, (later, lease))
+            else:
+                heapq.heappop(queue)
+                yield lease
+
+    def _order(self, lease: Lease, since: float, standing: float) -> Order:
+        first = self._first_since.get(lease.id, _NEVER)
+        return -lease.request.priority, first if first <= since else _NEVER, standing, lease.arrival, lease.id
+
+
+def keep(lease: Lease, candidates: Sequence[Candidate], kept: dict[str, Kept]) -> bool:
+    """Keep for a lease that cannot be granted what it waits for, where nobody before it does; tell whether it is so."""
+    free = [(offer.gpu, need) for offer, need in candidates if offer.refusal is None and offer.gpu not in kept]
+    if len(free) < lease.request.gpus:
+        return False
+    for gpu, need in free:
+        kept[gpu] = Kept(need, lease.owner.uid)
+    return True

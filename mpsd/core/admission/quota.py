@@ -1,0 +1,84 @@
+"""What one user may have: which quota is theirs, and whether a request is within it. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from mpsd.core.admission.admission import Amount
+from mpsd.core.admission.ledger import User
+from mpsd.core.errors import QuotaError
+from mpsd.core.settings import Quota
+from mpsd.core.units import format_size
+
+
+@dataclass(frozen=True, slots=True)
+class Person:
+    """A user as quotas and roles know it: by its own name, and by those of its groups."""
+
+    name: str
+    groups: Sequence[str] = ()
+
+    def is_among(self, names: Sequence[str]) -> bool:
+        """Tell whether a list of users, %groups and * names this person."""
+        return "*" in names or self.name in names or any(f"%{group}" in names for group in self.groups)
+
+
+_FREE: Final = Quota()
+
+
+def quota_of(person: Person, quotas: Mapping[str, Quota]) -> Quota:
+    """Return a person's quota: its own before its groups' (the first listed) before everybody's."""
+    if not quotas:
+        return _FREE
+    if person.name in quotas:
+        return quotas[person.name]
+    group = next((name for name in quotas if name.startswith("%") and name[1:] in person.groups), None)
+    if group is not None:
+        return quotas[group]
+    return quotas.get("*", _FREE)
+
+
+def weighs(quota: Quota) -> bool:
+    """Tell whether a quota bounds how much a user may have, and not only how many leases."""
+    return quota.threads is not None or quota.memory is not None
+
+
+def check(quota: Quota, has: User, priority: int, worth: Amount) -> None:
+    """Refuse a request that exceeds its user's quota. Raises QuotaError, which names the quota and what is left of it.
+
+    `has` is what the user holds and waits for already, and `worth` what the request comes to.
+    """
+    highest, release = quota.priority or 0, "ask for less, or release a lease: mpsctl leases"
+    if priority > highest:
+        raise QuotaError(
+            f"priority {priority} was asked for, and yours is {highest} at most",
+            hint="ask for less, or have an administrator raise quota.priority",
+            limit="quota.priority",
+        )
+    if quota.leases is not None and has.leases >= quota.leases:
+        raise QuotaError(f"you have {has.leases} leases, as many as you may", hint=release, limit="quota.leases")
+    if quota.threads is not None and has.amount.threads + worth.threads > quota.threads * 10:
+        raise QuotaError(
+            f"{worth.threads / 10:g} % of threads were asked for, and you have {has.amount.threads / 10:g} % of the"
+            f" {quota.threads:g} % that you may",
+            hint=release,
+            limit="quota.threads",
+        )
+    if quota.memory is not None and has.amount.memory + worth.memory > quota.memory:
+        raise QuotaError(
+            f"{format_size(worth.memory)} of memory were asked for, and you have {format_size(has.amount.memory)}"
+            f" of the {format_size(quota.memory)} that you may",
+            hint=release,
+            limit="quota.memory",
+        )
+
+
+def time_to_live(quota: Quota, asked: float | None) -> float | None:
+    """Return the time to live that a lease gets, in seconds. Raises QuotaError when the quota allows less."""
+    if quota.ttl is not None and asked is not None and asked > quota.ttl:
+        raise QuotaError(
+            f"a time to live of {asked:g} s was asked for, and yours is {quota.ttl:g} s at most",
+            hint="ask for less, and renew the lease",
+            limit="quota.ttl",
+        )
+    return quota.ttl if asked is None else asked

@@ -1,0 +1,1 @@
+"""What the limits must be, whether they are, and what breaks a lease. `daemon/control` and `daemon/leases` call it."""

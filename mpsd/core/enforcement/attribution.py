@@ -1,0 +1,54 @@
+"""To which lease a client of MPS belongs. Pure."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from mpsd.core.enforcement import violations
+from mpsd.core.enforcement.violations import Attached
+from mpsd.core.model import Client, Lease, ProcessIdentity
+
+
+def by_family(
+    client: Client, family: Iterable[ProcessIdentity], leases_of: Callable[[ProcessIdentity], Iterable[Lease]]
+) -> Attached:
+    """Return the lease of the nearest in a client's family, itself first, that has one on its GPU with room for it.
+
+    Where none has room, the nearest is told all the same. A descendant of a client counts too: its own parent, the
+    holder, may be gone by then. Where somebody has several, it is the one that the client's environment is of, and the
+    oldest of those.
+    """
+    nearest = None
+    for ancestor in family:
+        there = [lease for lease in leases_of(ancestor) if violations.share_on(lease, client.daemon) is not None]
+        for lease in sorted(there, key=lambda each: (not _is_of(client, each), each.arrival)):
+            if client.identity in lease.clients or has_room(lease):
+                return Attached(client, lease, counted=True)
+            nearest = nearest or lease
+    return Attached(client, nearest, counted=False)
+
+
+def by_cgroup(client: Client, leases: Sequence[Lease]) -> Attached:
+    """Return the lease of a client without a family, where just one lease has processes in its control group."""
+    if len(leases) != 1:
+        return Attached(client, None, counted=False)
+    return Attached(client, leases[0], counted=client.identity in leases[0].clients or has_room(leases[0]))
+
+
+def has_room(lease: Lease) -> bool:
+    """Tell whether a lease may have one more client process."""
+    return len(lease.clients) < lease.request.processes
+
+
+def is_telling(cgroup: str) -> bool:
+    """Tell whether a control group is that of one job, service or container, and not one where all and sundry are.
+
+    A login session is no job: whatever its user starts there is in it. Source: systemd's names for its units.
+    """
+    last = cgroup.rpartition("/")[2]
+    return bool(last) and not last.startswith(("session-", "user@", "init.scope"))
+
+
+def _is_of(client: Client, lease: Lease) -> bool:
+    share, own = violations.share_on(lease, client.daemon), client.environment or {}
+    return share is not None and all(
+        own.get(name) == share.env.get(name) for name in (violations.PERCENTAGE, violations.MEM_LIMIT)
+    )

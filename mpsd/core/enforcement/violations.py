@@ -1,0 +1,178 @@
+"""What the processes of leases may do, what each of them can use at most, and what of it is a violation. Pure."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+from mpsd.core.enforcement import ceiling
+from mpsd.core.enforcement.drift import EVERYTHING, parse_mem_limit, parse_percentage
+from mpsd.core.model import Client, GpuProcess, Known, Lease, ProcessIdentity, ReadBack, Share
+from mpsd.core.units import format_size
+
+PERCENTAGE: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+MEM_LIMIT: Final = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+PIPE_DIRECTORY: Final = "CUDA_MPS_PIPE_DIRECTORY"
+VARIABLES: Final = (PIPE_DIRECTORY, "CUDA_VISIBLE_DEVICES", PERCENTAGE, MEM_LIMIT)
+"""The variables of a client that decide what it uses, and that a lease's environment holds."""
+
+
+class Kind(StrEnum):
+    """What a process can do that it may not."""
+
+    NO_LEASE = "no_lease"
+    """It is a client of MPS, and no lease let it in."""
+    PROCESSES = "processes"
+    """Its lease has as many client processes already as it may have."""
+    LIMITS = "limits"
+    """It can use more than its part: more was open when it connected, and its environment does not hold it back."""
+    MEMORY = "memory"
+    """The processes of its lease hold more memory than the lease has; it is the one that holds most."""
+    LINGERS = "lingers"
+    """It met a fatal fault and does not exit, so that its server cannot recover, and lets nobody in."""
+    OUTSIDE = "outside"
+    """It has a lease and runs on the GPU outside MPS, where no limit holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """What was found, of which process, and of which lease, if any."""
+
+    kind: Kind
+    process: ProcessIdentity
+    lease: str | None
+    daemon: str
+    because: str = field(compare=False)
+    server: int | None = None
+    """The pid of the server whose client it is."""
+
+
+class Attached(NamedTuple):
+    """A client and the lease that is found for it; `counted` tells whether that lease has room for it."""
+
+    client: Client
+    lease: Lease | None
+    counted: bool
+
+
+# -- what a client can use ---------------------------------------------------------------------------------------------
+
+
+def in_force(client: Client) -> ReadBack:
+    """Return the most that a client can use for as long as it lives: what was open to it, lowered by its environment.
+
+    Where it connected before mpsd could see it, everything was open. The environment is what it was started with; what
+    it did to it later is not seen. It can lower a limit and never raise it; and an entry for a GPU that the client does
+    not see drops its memory limit altogether, the server's included (mps-facts B2, and NVIDIA's guide).
+    """
+    open_to_it, own = client.ceiling or EVERYTHING, client.environment or {}
+    tenths, memory = open_to_it.active_thread_percentage_tenths, open_to_it.pinned_device_mem_limit
+    percentage = parse_percentage(own.get(PERCENTAGE, ""))
+    if percentage is not None:
+        tenths = min(tenths, percentage)
+    for entry in filter(None, own.get(MEM_LIMIT, "").split(",")):
+        device, _, value = entry.partition("=")
+        if not _is_its_gpu(device.strip(), client.gpu):
+            return ReadBack(tenths, None)
+        size = parse_mem_limit(value)
+        if size is not None:
+            memory = size if memory is None else min(memory, size)
+    return ReadBack(tenths, memory)
+
+
+def _is_its_gpu(device: str, gpu: str) -> bool:
+    """Tell whether an entry names the one GPU that a client of this control daemon sees."""
+    return device == "0" or (device.startswith("GPU-") and gpu.startswith(device))
+
+
+def part(lease: Lease, share: Share) -> ReadBack:
+    """Return what each client process of a lease may use on one of its GPUs."""
+    limits = ceiling.each_process(lease, share)
+    memory = limits.pinned_device_mem_limit
+    return ReadBack(limits.active_thread_percentage.tenths, memory.bytes if memory else None)
+
+
+def exceeds(found: ReadBack, allowed: ReadBack, *, memory: bool) -> str:
+    """Say in which way one is more than the other; nothing where it is not. `memory`: whether the driver limits it."""
+    ways = []
+    if found.active_thread_percentage_tenths > allowed.active_thread_percentage_tenths:
+        ways.append(
+            f"{found.active_thread_percentage_tenths / 10:g} % of the threads instead of"
+            f" {allowed.active_thread_percentage_tenths / 10:g} %"
+        )
+    most, may = found.pinned_device_mem_limit, allowed.pinned_device_mem_limit
+    if memory and may is not None and (most is None or most > may):
+        has = "any memory" if most is None else f"{format_size(most)} of memory"
+        ways.append(f"{has} instead of {format_size(may)}")
+    return " and ".join(ways)
+
+
+def share_on(lease: Lease, daemon: str) -> Share | None:
+    """Return what a lease has on the GPU of a control daemon."""
+    return next((share for share in lease.shares if share.daemon == daemon), None)
+
+
+# -- what is a violation -----------------------------------------------------------------------------------------------
+
+
+def of_client(attached: Attached, *, denied: bool, memory: bool) -> Violation | None:
+    """Judge a client, of whose limits something has to be known. `denied`: whether one without a lease is too many."""
+    client, lease = attached.client, attached.lease
+    share = share_on(lease, client.daemon) if lease is not None else None
+    identity = client.identity
+    if lease is None or share is None:
+        if not denied:
+            return None
+        because = f"process {identity.pid} is a client of {client.daemon}, and no lease let it in there"
+        kind, lease_id = Kind.NO_LEASE, None
+    elif not attached.counted:
+        because = (
+            f"process {identity.pid} is one client too many of lease {lease.id}, which may have"
+            f" {lease.request.processes}"
+        )
+        kind, lease_id = Kind.PROCESSES, lease.id
+    else:
+        more = exceeds(in_force(client), part(lease, share), memory=memory) if client.ceiling is not None else ""
+        if not more:
+            return None
+        because = f"process {identity.pid} can use {more}: its environment does not hold it to lease {lease.id}"
+        kind, lease_id = Kind.LIMITS, lease.id
+    return Violation(kind, identity, lease_id, client.daemon, because, client.server)
+
+
+def of_lingering(attached: Attached, seconds: float) -> Violation:
+    """Judge a client whose server has been handling a fatal fault for so long."""
+    client, pid = attached.client, attached.client.identity.pid
+    because = (
+        f"process {pid} is a client of server {client.server} of {client.daemon}, which met a fatal fault"
+        f" {seconds:.0f} s ago and cannot recover before it exits"
+    )
+    lease = attached.lease.id if attached.lease is not None else None
+    # Its contexts are lost already, so that no server has to be asked to end them.
+    return Violation(Kind.LINGERS, client.identity, lease, client.daemon, because)
+
+
+def of_memory(
+    lease: Lease, held: Mapping[ProcessIdentity, GpuProcess], share: Share, servers: Mapping[ProcessIdentity, int]
+) -> Violation | None:
+    """Judge what the processes of a lease hold together on one of its GPUs, as far as it is known.
+
+    `servers` has the server of those that are clients.
+    """
+    known = {identity: each.memory.value for identity, each in held.items() if isinstance(each.memory, Known)}
+    whole, allowed = sum(known.values()), share.memory.bytes
+    if whole <= allowed:
+        return None
+    most = max(known, key=lambda identity: known[identity])
+    because = (
+        f"the processes of lease {lease.id} hold {format_size(whole)} of memory on {share.daemon} instead of"
+        f" {format_size(allowed)}; process {most.pid} holds {format_size(known[most])}"
+    )
+    return Violation(Kind.MEMORY, most, lease.id, share.daemon, because, servers.get(most))
+
+
+def of_outside(lease: Lease, share: Share, outside: Iterable[ProcessIdentity]) -> Iterator[Violation]:
+    """Judge the processes of a lease that use its GPU and are no clients of MPS."""
+    for identity in outside:
+        because = f"process {identity.pid} of lease {lease.id} runs on the GPU of {share.daemon} outside MPS, unlimited"
+        yield Violation(Kind.OUTSIDE, identity, lease.id, share.daemon, because)

@@ -1,0 +1,250 @@
+"""What the log of a control daemon, and of its servers, says: lines as events, and whose commands they show.
+
+The log is where a stranger's hand can be seen: each conversation stands between `NEW UI` and `UI closed`, and the
+daemon serves one at a time, so a conversation that opens with one of mpsd's marks is mpsd's and any other is somebody
+else's.
+
+A line in words that are not known here is kept and counted, so that what a new driver says is seen, and is no surprise.
+"""
+
+import re
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from mpsd.core.mps.commands import changes_something, is_mark
+from mpsd.core.mps.log_events import (
+    ClientArrived,
+    ClientConnected,
+    ClientLeft,
+    ClientLost,
+    ClientStatus,
+    ContextsMade,
+    DaemonStarted,
+    ForeignCommand,
+    LogEvent,
+    MemoryGiven,
+    ServerExited,
+    ServerFailed,
+    ServerFaulted,
+    ServerReady,
+    ServerStarting,
+    SharedMemoryMade,
+    ThreadsGiven,
+)
+
+_STAMP: Final = re.compile(r"\[(?P<at>[0-9-]+ [0-9:.]+) +(?P<source>[A-Za-z]+(?: [A-Za-z]+)*) +(?P<pid>[0-9]{1,10})\] ")
+"""What stands before the text of each line."""
+
+_MOST_KEPT: Final = 32
+"""Lines that nobody understood which are kept, the latest last."""
+
+_MOST_WORDS: Final = 200
+"""Characters of such a line that are kept: it may be anybody's."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """One line: the daemon's local time, who wrote it (Control, Server, Other), its pid, the text."""
+
+    at: str
+    source: str
+    pid: int
+    text: str
+
+
+def parse(line: str) -> LogLine | None:
+    """Return the line as a value, or None when it has not the usual form."""
+    stamp = _STAMP.match(line)
+    return None if stamp is None else _behind(stamp, line)
+
+
+def _behind(stamp: re.Match[str], line: str) -> LogLine:
+    return LogLine(stamp["at"], stamp["source"], int(stamp["pid"]), line[stamp.end() :])
+
+
+_Meaning = Callable[[LogLine, re.Match[str]], LogEvent]
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A line that is known."""
+
+    pattern: re.Pattern[str]
+    event: _Meaning | None
+    """None where nothing follows of it for mpsd."""
+
+
+def _failed(line: LogLine, _: re.Match[str]) -> LogEvent:
+    return ServerFailed(line.pid, line.text[:_MOST_WORDS])
+
+
+def _status(line: LogLine, found: re.Match[str]) -> LogEvent:
+    return ClientStatus(line.pid, int(found["pid"]), int(found["context"]), found["status"])
+
+
+_MEANINGS: Final[dict[str, _Meaning | None]] = {
+    # Of a control daemon; measured, but for what says otherwise.
+    "Starting control daemon using socket .*": lambda line, _: DaemonStarted(line.pid),
+    "Exit with status <N>": None,
+    "Starting new server <N> for user <N>": lambda _, found: ServerStarting(int(found[1]), int(found[2])),
+    "Server <N> is <busy>": None,
+    "Server <N> exited with status <N>": lambda _, found: ServerExited(int(found[1]), int(found[2])),
+    "NEW SERVER <N>: Ready": lambda _, found: ServerReady(int(found[1])),  # R580
+    "NEW CLIENT <N> from user <N>: Server (is not ready|already exists).*": (  # R580
+        lambda _, found: ClientArrived(int(found[1]), int(found[2]), waits=found[3] == "is not ready")
+    ),
+    "To connect CUDA applications to this daemon, .*": None,
+    "Accepting connection.*": None,
+    "User did not send valid credentials": None,  # before every client that is served (R580), and harmless
+    "Removed Shm file at .*": None,
+    "Force shutting down server <N>": None,
+    "quit command issued with timeout of <N>": None,
+    "Using log directory: .*": None,
+    "CUDA MPS Control binary version: .*": None,  # R580
+    "Unable to read new connection type information": None,  # R580
+    # Of a server; R580, but for what says otherwise.
+    "Server has started": lambda line, _: ServerReady(line.pid),
+    "Server encountered a fatal exception.*": _failed,
+    "MPS server failed to start": _failed,
+    "Failed to start : .*": _failed,  # OLD
+    "Invalid CUDA_VISIBLE_DEVICES.*": _failed,  # OLD
+    r"Volta MPS: Server is handling a fatal GPU error\.": lambda line, _: ServerFaulted(line.pid),  # OLD
+    r"Active Threads Percentage set to ([0-9]{1,3}\.[0-9]{1,6})": (
+        lambda line, found: ThreadsGiven(line.pid, float(found[1]))
+    ),
+    "Device pinned memory limit for device <N> set to 0x([0-9a-f]{1,16}) bytes": (
+        lambda line, found: MemoryGiven(line.pid, int(found[1]), int(found[2], 16))
+    ),
+    "Client <C> connected": (lambda line, found: ClientConnected(line.pid, int(found["pid"]), int(found["context"]))),
+    "Status of client <C> is (?P<status>[A-Z]{1,20})": _status,
+    "status of client <C> is (?P<status>[A-Z]{1,20})": _status,  # OLD
+    "Client <C> exit": lambda line, found: ClientLeft(line.pid, int(found["pid"]), int(found["context"])),
+    "Receive command failed, assuming client exit.*": lambda line, _: ClientLost(line.pid),
+    "Startup": None,
+    "Connecting to control daemon on socket: .*": None,
+    "Initializing server process": None,
+    "CUDA MPS Server for Linux/Unix.*": None,
+    "Display Driver version: .*": None,
+    "Creating server context on device .*": lambda line, _: ContextsMade(line.pid),
+    "Destroy server context on device .*": None,  # OLD
+    "Created anonymous shared memory region .*": None,
+    r"Created named shared memory region /(cuda\.shm\.[0-9]{1,10}\.[0-9a-f]{1,8}\.[0-9]{1,10})": (  # OLD
+        lambda line, found: SharedMemoryMade(line.pid, found[1])
+    ),
+    "Created named shared memory region .*": None,  # OLD
+    "Server Priority set to .*": None,
+    "Received new client request for .*": None,
+    "Creating worker thread for client .*": None,
+    r"Device .* is associated": None,
+    "Priority level of client .*": None,
+    "Server has been notified to shutdown": None,
+    "Exiting": None,
+    "The following .*": None,  # OLD: devices, or clients with a sticky error, a number a line
+}
+"""The lines that are known, as regular expressions in which <N> is a number, and <C> a client: its pid and the number
+of one of its contexts. None: nothing follows of it for mpsd.
+
+Sources: see `core/mps/log_events.py`."""
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    client = r"\{(?:PID: )?(?P<pid>[0-9]{1,10}), (?:Context ID: )?(?P<context>[0-9]{1,10})\}"
+    return re.compile(pattern.replace("<N>", "([0-9]{1,10})").replace("<C>", client))
+
+
+def _by_first_word() -> dict[str, tuple[_Form, ...]]:
+    forms: dict[str, tuple[_Form, ...]] = {}
+    for pattern, event in _MEANINGS.items():
+        word = pattern.partition(" ")[0]
+        forms[word] = (*forms.get(word, ()), _Form(_compiled(pattern), event))
+    return forms
+
+
+_FORMS: Final = _by_first_word()
+
+
+def _form(text: str) -> tuple[_Form, re.Match[str]] | None:
+    """Find what is known of a line, with what stands in it."""
+    for form in _FORMS.get(text.partition(" ")[0], ()):
+        found = form.pattern.fullmatch(text)
+        if found is not None:
+            return form, found
+    return None
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+class Whose(StrEnum):
+    """Whose conversation the log is in the middle of."""
+
+    NOBODYS = "nobody's"
+    UNKNOWN = "unknown"
+    OURS = "ours"
+    FOREIGN = "foreign"
+
+
+class LogReader:
+    """Reads a log in pieces, each of which follows those before it, and says what happened.
+
+    Any local user can write to a control daemon, and so into its log, whatever mpsd writes. What it cannot write is the
+    key, with which the nonces of mpsd's marks begin.
+    """
+
+    def __init__(self, key: str = "", whose: Whose = Whose.NOBODYS) -> None:
+        """`whose` is where an earlier reader stopped."""
+        self.whose = whose
+        self.unknown = 0
+        """Lines that nobody understood."""
+        self.latest: deque[str] = deque(maxlen=_MOST_KEPT)
+        """The latest of them."""
+        self._key = key
+
+    def read(self, lines: Iterable[str]) -> list[LogEvent]:
+        """Return what these lines say, in their order; most say nothing that mpsd needs to know."""
+        events: list[LogEvent] = []
+        for line in lines:
+            # A line that is not news is no value: there are thousands of them to each that is.
+            stamp = _STAMP.match(line)
+            if stamp is None:
+                self._wonder(line)
+                continue
+            text = line[stamp.end() :]
+            if text.startswith("Cmd:"):
+                self._command(text.removeprefix("Cmd:"), events)
+            elif text == "NEW UI":
+                self.whose = Whose.UNKNOWN
+            elif text == "UI closed":
+                self.whose = Whose.NOBODYS
+            else:
+                self._other(stamp, text, line, events)
+        return events
+
+    def _command(self, command: str, events: list[LogEvent]) -> None:
+        """Judge a conversation by its first command. Where that was not seen, it counts as a stranger's."""
+        if self.whose is Whose.UNKNOWN:
+            self.whose = Whose.OURS if is_mark(command, self._key) else Whose.FOREIGN
+        elif self.whose is Whose.NOBODYS:
+            self.whose = Whose.FOREIGN
+        if self.whose is Whose.FOREIGN and changes_something(command):
+            events.append(ForeignCommand(command))
+
+    def _other(self, stamp: re.Match[str], text: str, line: str, events: list[LogEvent]) -> None:
+        known = _form(text)
+        if known is not None:
+            form, found = known
+            event = None if form.event is None else form.event(_behind(stamp, line), found)
+            if isinstance(event, DaemonStarted):
+                self.whose = Whose.NOBODYS  # whoever talked to the one before it
+            if event is not None:
+                events.append(event)
+        elif not text.isdecimal() and (self.whose is Whose.NOBODYS or stamp["source"] != "Control"):
+            self._wonder(line)
+        # What else the daemon says within a conversation is an answer, and a number is one, or one of a list.
+
+    def _wonder(self, line: str) -> None:
+        self.unknown += 1
+        self.latest.append(line[:_MOST_WORDS])

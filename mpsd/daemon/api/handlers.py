@@ -1,0 +1,350 @@
+"""What each route of the API does: a request's value in, an answer's value out. Roles are not their business."""
+
+from collections.abc import Awaitable
+from contextlib import closing
+from datetime import timedelta
+from functools import lru_cache
+from typing import Final
+
+from mpsd import __version__
+from mpsd.core import model, mps_facts, settings
+from mpsd.core.admission import quota
+from mpsd.core.admission.admission import Amount
+from mpsd.core.admission.ledger import Place
+from mpsd.core.errors import CallerUnknownError, InvalidRequestError, NotPermittedError
+from mpsd.core.gpus import driver_branch
+from mpsd.core.lifecycle import State
+from mpsd.core.model import Drift, Health, Known, Lease, LeaseState, Owner
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.daemon.api import lease_schema, schema
+from mpsd.daemon.api.operator_handlers import Operating
+from mpsd.daemon.api.request import Request
+from mpsd.daemon.gpu.gpus import GpuView
+from mpsd.daemon.node.node import Node, faulted
+from mpsd.system import clock, process, process_table
+from mpsd.system.process import Process
+
+_TOLD: Final = timedelta(hours=1)
+"""For how long a limit that others changed is told about after mpsd put it back."""
+
+
+class Handlers:
+    """The handlers, on one node."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self.operating = Operating(node)
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    async def healthz(self, _: Request) -> schema.HealthOut:
+        """Tell whether mpsd itself answers."""
+        return schema.HealthOut(ok=True, because="mpsd answers")
+
+    async def readyz(self, _: Request) -> schema.HealthOut:
+        """Tell whether the node is healthy; 503 when it is not."""
+        reasons = self._reasons()
+        return schema.HealthOut(ok=not reasons, because="; ".join(reasons) or "every control daemon is ready")
+
+    async def status(self, _: Request) -> schema.StatusOut:
+        """Return the node in one answer."""
+        node, reasons, daemons = self._node, self._reasons(), self._node.daemons()
+        gpus = [schema.Part(f"GPU {view.index}", view.health, view.because) for view in node.gpus.views()]
+        drift = [
+            _drifted(daemon.name, each)
+            for daemon in daemons
+            for each in (*daemon.drift, *daemon.undone)
+            if each.undone is None or clock.now() - each.undone < _TOLD
+        ]
+        return schema.StatusOut(
+            healthy=not reasons,
+            because="; ".join(reasons) or "every control daemon is ready, and every limit reads back",
+            version=__version__,
+            simulated=node.simulated,
+            since=node.since,
+            gpus=gpus,
+            daemons=[schema.Part(daemon.name, daemon.state, daemon.because) for daemon in daemons],
+            drift=drift,
+            leases=len(node.leases.ledger.leases),
+            waiting=len(node.leases.ledger.waiting),
+            clients=sum(len(server.clients) for daemon in daemons for server in daemon.servers),
+            notes=self._notes(daemons),
+        )
+
+    def _notes(self, daemons: list[model.Daemon]) -> list[str]:
+        """Return what is not wrong and should be known."""
+        notes = [f"{each.because}; it needs {each.remedy}" for each in self._node.missing]
+        notes += self._node.gpus.notes()
+        notes += [
+            f"{each.name}: this driver has no pinned device memory limit (535 has), so memory is counted only"
+            for each in daemons
+            if not each.has_mem_limit
+        ]
+        return notes
+
+    def _reasons(self) -> list[str]:
+        """Return every reason why the node is not healthy, the gravest kind first."""
+        daemons, gpus = self._node.daemons(), list(self._node.gpus.views())
+        reasons = [f"GPU {view.index} is unknown: {view.because}" for view in gpus if view.health is Health.UNKNOWN]
+        reasons += [
+            f"GPU {view.index} is {view.health}: {view.because}"
+            for view in gpus
+            if view.health in {Health.FAULTY, Health.MISCONFIGURED}
+        ]
+        reasons += [f"{each.name} is {each.state}: {each.because}" for each in daemons if each.state is not State.READY]
+        reasons += [faulted(each.name, server) for each in daemons for server in each.servers if server.faulted]
+        reasons += [f"{each.name}: {each.cannot_start}" for each in daemons if each.cannot_start]
+        reasons += [f"{each.name}: {drift.limit} has drifted" for each in daemons for drift in each.drift]
+        if self._node.leases.trouble:
+            reasons.append(f"no lease can be granted: {self._node.leases.trouble}")
+        reasons += [
+            f"{each.name}: server {server.pid} is an orphan, its control daemon is dead"
+            for each in daemons
+            for server in each.servers
+            if server.orphan
+        ]
+        if not daemons and not reasons:
+            reasons.append("no GPU of this node can run MPS: see mpsctl gpus")
+        return reasons
+
+    async def gpus(self, _: Request) -> schema.GpusOut:
+        """Return the GPUs."""
+        return schema.GpusOut([self._gpu(view) for view in self._node.gpus.views()])
+
+    def _gpu(self, view: GpuView) -> schema.GpuOut:
+        gpu = view.gpu
+        given = self._node.leases.ledger.taken(gpu.uuid) if gpu else Amount()
+        clients = mps_facts.clients_max(gpu.compute_capability, driver_branch(gpu.driver_version)) if gpu else None
+        return schema.GpuOut(
+            uuid=gpu.uuid if gpu else None,
+            index=view.index,
+            name=gpu.name if gpu else None,
+            memory_total=gpu.memory_total if gpu else None,
+            memory_reserved=self._node.settings.admission.memory_reserve + (gpu.memory_reserved if gpu else 0),
+            threads_granted=given.threads / 10,
+            memory_granted=given.memory,
+            memory_held=view.usage.value.memory_used if isinstance(view.usage, Known) else None,
+            clients=given.clients,
+            clients_max=clients,
+            compute_mode=view.usage.value.compute_mode if isinstance(view.usage, Known) else None,
+            health=view.health,
+            because=view.because,
+            hint=view.hint,
+        )
+
+    async def daemons(self, _: Request) -> schema.DaemonsOut:
+        """Return the control daemons."""
+        return schema.DaemonsOut([schema.DaemonOut.of(each) for each in self._node.daemons()])
+
+    async def clients(self, _: Request) -> schema.ClientsOut:
+        """Return the clients of every server."""
+        attached = (each for each in self._node.inspector.attached() if each.lease is not None and each.counted)
+        leases = {(each.client.daemon, each.client.identity.pid): each.lease.id for each in attached if each.lease}
+        return schema.ClientsOut(
+            [
+                schema.ClientOut(
+                    pid=pid,
+                    name=process_table.command_of(pid),
+                    uid=process_table.uid_of(pid),
+                    daemon=daemon.name,
+                    gpu=daemon.gpu,
+                    server=server.pid,
+                    lease=leases.get((daemon.name, pid)),
+                )
+                for daemon in self._node.daemons()
+                for server in daemon.servers
+                for pid in server.clients
+            ]
+        )
+
+    async def leases(self, request: Request) -> lease_schema.LeasesOut:
+        """Return the leases that the caller may see, and the sums of the rest."""
+        ledger = self._node.leases.ledger
+        places = ledger.places(clock.monotonic())
+        seen = [lease for lease in ledger.all() if self._may_see(request, lease)]
+        hidden = [lease for lease in ledger.all() if not self._may_see(request, lease)]
+        shares = [share for lease in hidden for share in lease.shares]
+        answer = lease_schema.LeasesOut(
+            [_lease_out(lease, places.get(lease.id)) for lease in seen],
+            lease_schema.OthersOut(
+                leases=len(hidden),
+                waiting=sum(lease.state is LeaseState.WAITING for lease in hidden),
+                threads_granted=sum(share.threads.tenths for share in shares) / 10,
+                memory_granted=sum(share.memory.bytes for share in shares),
+            ),
+        )
+        await self._node.leases.as_stored()
+        return answer
+
+    def _may_see(self, request: Request, lease: Lease) -> bool:
+        return request.admin or self._node.settings.api.open or lease.owner.uid == request.caller.uid
+
+    def _theirs(self, request: Request, *, act: bool) -> Lease:
+        """Return the lease that the path names. Raises NotFoundError, NotPermittedError when it is another user's."""
+        lease = self._node.leases.find(request.names["id"])
+        allowed = request.admin or lease.owner.uid == request.caller.uid if act else self._may_see(request, lease)
+        if not allowed:
+            raise NotPermittedError(f"lease {lease.id} is another user's", hint="ask its owner, or an administrator")
+        return lease
+
+    async def lease(self, request: Request) -> lease_schema.LeaseOut:
+        """Return one lease."""
+        lease = self._theirs(request, act=False)
+        answer = _lease_out(lease, self._node.leases.ledger.place(lease.id, clock.monotonic()))
+        await self._node.leases.as_stored()
+        return answer
+
+    async def config(self, _: Request) -> schema.ConfigOut:
+        """Return the settings in force."""
+        return schema.ConfigOut(settings.effective(self._node.settings))
+
+    # -- leases -------------------------------------------------------------------------------------------------------
+
+    async def admit(self, request: Request) -> lease_schema.LeaseOut:
+        """Grant a lease, now or after waiting for it, or say why not."""
+        assert isinstance(request.body, lease_schema.LeaseRequest)  # noqa: S101 - the route table says so
+        body = request.body
+        if body.pid is None or body.pid == request.caller.pid:
+            caller = request.caller
+            lease = await self._admit(request, body, _connected(request), caller.uid, caller.gid)
+        else:
+            with closing(_named(request, body.pid)) as holder:
+                lease = await self._admit(request, body, holder, *_user_of(request, holder))
+        return _lease_out(lease, None)
+
+    def _admit(
+        self, request: Request, body: lease_schema.LeaseRequest, holder: Process, uid: int, gid: int
+    ) -> Awaitable[Lease]:
+        owner = Owner(uid, gid, holder.pid, holder.started)
+        asked = _lease_request(body)
+        return self._node.admit(
+            asked, owner, holder, request.person, wait=body.wait, ttl=body.ttl, has_left=request.has_left
+        )
+
+    async def release(self, request: Request) -> None:
+        """End a lease; one that has ended already is fine."""
+        lease = self._theirs(request, act=True)
+        verb = "released" if lease.owner.uid == request.caller.uid else "revoked"
+        await self._node.leases.release(lease.id, f"uid {request.caller.uid} {verb} it")
+
+    async def renew(self, request: Request) -> lease_schema.LeaseOut:
+        """Give a lease more time."""
+        assert isinstance(request.body, lease_schema.Renewal)  # noqa: S101 - the route table says so
+        lease = self._theirs(request, act=True)
+        ttl = quota.time_to_live(quota.quota_of(request.person, self._node.settings.quota), request.body.ttl)
+        return _lease_out(await self._node.leases.renew(lease.id, ttl or request.body.ttl), None)
+
+    async def attach(self, request: Request) -> lease_schema.LeaseOut:
+        """Open a lease's limits for those of its processes that are still to come, and answer when they are open."""
+        lease = self._theirs(request, act=True)
+        return _lease_out(await self._node.leases.attach(lease.id), None)
+
+    async def verify(self, request: Request) -> lease_schema.VerifyOut:
+        """Tell whether every process of a lease is under MPS and within its limits, by what is read for this answer."""
+        lease = self._theirs(request, act=False)
+        late: list[str] = []
+        if lease.shares and lease.state is not LeaseState.ENDED:
+            late = await self._node.refresh(lease)
+            lease = self._node.leases.find(lease.id)
+        verdict = self._node.inspector.verify(lease, late)
+        return lease_schema.VerifyOut(
+            lease=lease.id,
+            ok=verdict.ok,
+            because=verdict.because,
+            memory_granted=sum(share.memory.bytes for share in lease.shares),
+            memory_held=sum(each.held or 0 for each in verdict.processes),
+            processes=[
+                lease_schema.ProcessOut.of(each, process_table.command_of(each.pid)) for each in verdict.processes
+            ],
+            violations=[each.because for each in self._node.inspector.violations if each.lease == lease.id],
+        )
+
+
+def _drifted(daemon: str, drift: Drift) -> str:
+    """Say which limit others changed, to what, how if that is known, and whether it is put back."""
+    whose = f"{drift.limit} of server {drift.server}" if drift.server else drift.limit
+    culprit = f", by a foreign {drift.command!r}" if drift.command else ""
+    if drift.undone is None:
+        return f"{daemon}: {whose} is {drift.found} instead of {drift.wanted}{culprit}"
+    at = drift.undone.isoformat(timespec="seconds")
+    return f"{daemon}: {whose} was {drift.found} instead of {drift.wanted}{culprit}; put back at {at}"
+
+
+def _lease_out(lease: Lease, place: Place | None) -> lease_schema.LeaseOut:
+    """Return a lease as the wire has it, with the end of its time on the wall clock, where people look for it."""
+    expires = None
+    if lease.expires is not None and lease.state is not LeaseState.ENDED:
+        expires = clock.now() + timedelta(seconds=lease.expires - clock.monotonic())
+    return lease_schema.LeaseOut.of(lease, expires=expires, place=place)
+
+
+# Most ask for as much as somebody has asked for before.
+_threads: Final = lru_cache(64)(ActiveThreadPercentage.parse)
+_memory: Final = lru_cache(64)(PinnedDeviceMemLimit.parse)
+
+
+def _lease_request(body: lease_schema.LeaseRequest) -> model.LeaseRequest:
+    """Turn what came over the wire into the value that is decided upon. Raises InvalidRequestError."""
+    return model.LeaseRequest(
+        threads=None if body.threads is None else _threads(body.threads),
+        memory=None if body.memory is None else _memory(body.memory),
+        fraction=body.fraction,
+        gpu=body.gpu,
+        gpus=body.gpus,
+        processes=body.processes,
+        priority=body.priority,
+        name=body.name,
+        labels=body.labels,
+        request_id=body.request_id,
+    )
+
+
+def _connected(request: Request) -> Process:
+    """Return the process that called. Raises CallerUnknownError when the kernel does not show it."""
+    connected = request.process()
+    if connected is None:
+        unseen = request.caller.pid == 0
+        raise CallerUnknownError(
+            "the calling process is outside mpsd's pid namespace: its pid is 0 here, so that neither it nor its"
+            " clients can be told from others, and no lease can be tied to their life"
+            if unseen
+            else "the calling process is gone, so no lease can be tied to its life",
+            hint="mpsd's container needs the host's pid namespace (hostPID: true, --pid=host)"
+            if unseen
+            else "a process that hands its connection on must live for as long as its lease",
+        )
+    return connected
+
+
+def _named(request: Request, pid: int) -> Process:
+    """Watch the process that a caller named by its pid. Raises InvalidRequestError when there is none."""
+    if request.caller.pid == 0 or process.is_nested(request.caller.pid):
+        raise InvalidRequestError(
+            f"process {pid} was named from within another pid namespace, where that number means another process",
+            hint="let the process that is to hold the lease ask for it itself: mpsctl run",
+            limit="pid",
+        )
+    found = process.find(pid)
+    if found is None:
+        raise _no_process(pid)
+    return found
+
+
+def _user_of(request: Request, named: Process) -> tuple[int, int]:
+    """Return the uid and gid of a process that a caller named: one of its own, or anybody's for an administrator.
+
+    The lease is that user's, whose uid is the one that MPS sees. Raises InvalidRequestError when it is gone by now, and
+    NotPermittedError when it is another user's.
+    """
+    user = process_table.user_of(named.pid)
+    # What was looked up by pid is about this process only if it is there still: its pid was its own all the while.
+    if user is None or named.is_gone():
+        raise _no_process(named.pid)
+    if user[0] != request.caller.uid and not request.admin:
+        because = f"process {named.pid} is not one of uid {request.caller.uid}"
+        raise NotPermittedError(because, hint="name one of your own")
+    return user
+
+
+def _no_process(pid: int) -> InvalidRequestError:
+    return InvalidRequestError(f"there is no process {pid}", hint="name a process that runs", limit="pid")

@@ -1,0 +1,90 @@
+"""What an operator's routes do: what is asked of a control daemon is stored, and told until it is over."""
+
+import secrets
+from collections import OrderedDict
+from typing import Final
+
+from mpsd.core.errors import NotFoundError
+from mpsd.core.supervision.drain import Asked, Intent, Outcome
+from mpsd.daemon.api import schema
+from mpsd.daemon.api.request import Request
+from mpsd.daemon.control.supervisor import Supervisor
+from mpsd.daemon.node.node import Node
+from mpsd.system import clock
+
+_KEPT: Final = 256
+"""Operations that were done at once, and still can be asked for."""
+
+
+class Operating:
+    """The handlers of an operator's routes, on one node."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._operations: OrderedDict[str, schema.OperationOut] = OrderedDict()
+
+    async def reset(self, request: Request) -> schema.OperationOut:
+        """Forget a control daemon's deaths, what its GPU reported, and who changed its mode; try again."""
+        supervisor = self._node.supervisor(request.names["name"])
+        supervisor.reset()
+        self._node.gpus.reset(supervisor.gpu.uuid)
+        return self._done(request, supervisor, "reset", "reset")
+
+    async def hold(self, request: Request) -> schema.OperationOut:
+        """Let nobody in on a control daemon until it is resumed; stored before it is answered."""
+        supervisor = self._node.supervisor(request.names["name"])
+        supervisor.intend(Asked(Intent.HOLD, f"uid {request.caller.uid} holds it"))
+        return self._done(request, supervisor, "hold", "holds")
+
+    async def resume(self, request: Request) -> schema.OperationOut:
+        """Let people in again; stored before it is answered."""
+        supervisor = self._node.supervisor(request.names["name"])
+        supervisor.intend(Asked(Intent.RUN, f"uid {request.caller.uid} resumed it"))
+        return self._done(request, supervisor, "resume", "resumed")
+
+    async def drain(self, request: Request) -> schema.OperationOut:
+        """Let nobody in, and wait until nobody is left; stored before it is answered."""
+        return self._begun(request, Intent.DRAIN, "drains it")
+
+    async def restart(self, request: Request) -> schema.OperationOut:
+        """Replace a control daemon when nobody is left; stored before it is answered."""
+        return self._begun(request, Intent.RESTART, "restarts it")
+
+    def _begun(self, request: Request, intent: Intent, does: str) -> schema.OperationOut:
+        """Begin what takes its time, or join what is begun already, and return it."""
+        assert isinstance(request.body, schema.Patience)  # noqa: S101 - the route table says so
+        supervisor, timeout = self._node.supervisor(request.names["name"]), request.body.timeout
+        because = f"uid {request.caller.uid} {does}"
+        if timeout is not None:
+            because += f", and ends who is there after {timeout:g} s"
+        operation = supervisor.operation(supervisor.intend(Asked(intent, because, _operation_id(), timeout)))
+        assert operation is not None  # noqa: S101 - it was kept just now
+        return schema.OperationOut.of(operation)
+
+    def _done(self, request: Request, supervisor: Supervisor, verb: str, did: str) -> schema.OperationOut:
+        """Keep an operation that is done, and return it."""
+        name, now, state = supervisor.name, clock.now(), supervisor.snapshot().state
+        because = f"uid {request.caller.uid} {did} {name}; it is {state}"
+        done = schema.OperationOut(_operation_id(), name, verb, Outcome.DONE, because, now, now, [])
+        self._operations[done.id] = done
+        while len(self._operations) > _KEPT:
+            self._operations.popitem(last=False)
+        return done
+
+    async def operation(self, request: Request) -> schema.OperationOut:
+        """Return one operation."""
+        operation = request.names["id"]
+        if operation in self._operations:
+            return self._operations[operation]
+        found = self._node.operation(operation)
+        if found is None:
+            raise NotFoundError(
+                f"there is no operation {operation!r}",
+                hint="of those that took their time, the last few of each control daemon are kept for good, and others"
+                " until mpsd restarts",
+            )
+        return schema.OperationOut.of(found)
+
+
+def _operation_id() -> str:
+    return f"op-{secrets.token_hex(5)}"

@@ -1,0 +1,271 @@
+"""What goes over the API's wire about the node; what is about leases is in `lease_wire`.
+
+These types are the API's document too (`/v1/openapi.json` is made from them), so their docstrings are for its readers.
+Times are RFC 3339 in UTC, memory is bytes, threads are percent, and a list is always an object with one array.
+"""
+
+from datetime import datetime
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from mpsd.core.model import Daemon, Drift, ReadBack, Server
+from mpsd.core.supervision.drain import Operation
+
+
+class LimitsOut(Struct):
+    """Limits in percent and bytes; null means that there is no such limit, or that it is not known."""
+
+    active_thread_percentage: float | None
+    pinned_device_mem_limit: int | None
+
+    @classmethod
+    def of(cls, found: ReadBack | None) -> "LimitsOut":
+        """Make it from what was read back, if anything was."""
+        if found is None:
+            return cls(None, None)
+        return cls(found.active_thread_percentage_tenths / 10, found.pinned_device_mem_limit)
+
+
+class DriftOut(Struct):
+    """A limit that is not what mpsd set, since when, and whose command did it, where the log names it.
+
+    `server` is the server whose limit it is, null for the default of the daemon; `undone` is when mpsd put it back.
+    """
+
+    limit: str
+    wanted: float | int | None
+    found: float | int | None
+    since: datetime
+    command: str | None
+    server: int | None
+    undone: datetime | None
+
+    @classmethod
+    def of(cls, drift: Drift) -> "DriftOut":
+        """Make it from the value."""
+        return cls(drift.limit, drift.wanted, drift.found, drift.since, drift.command, drift.server, drift.undone)
+
+
+class ServerOut(Struct):
+    """An MPS server; an orphan's control daemon is dead."""
+
+    pid: int
+    status: str | None
+    clients: list[int]
+    orphan: bool
+    limits: LimitsOut
+    """What its next client gets at most; nulls while it does not say."""
+
+    @classmethod
+    def of(cls, server: Server) -> "ServerOut":
+        """Make it from the value."""
+        return cls(server.pid, server.status, list(server.clients), server.orphan, LimitsOut.of(server.limits))
+
+
+class DaemonOut(Struct):
+    """A control daemon: what it is doing and why, which process it is, and the limits that it reports."""
+
+    name: str
+    gpu: str
+    state: str
+    because: str
+    hint: str | None
+    pid: int | None
+    start_time: datetime | None
+    pipe_directory: str
+    since: datetime
+    ready_since: datetime | None
+    limits: LimitsOut
+    """As read back from the daemon, which reports limits of 1 GiB and more in whole GiB, rounded down."""
+    limits_wanted: LimitsOut
+    """What its next client is to get at most."""
+    verified: bool
+    """Whether it is certain that the next client gets no more; false while they are being changed, or not known."""
+    drift: list[DriftOut]
+    """What others changed and is not put back."""
+    undone: list[DriftOut]
+    """What they changed and mpsd put back: the latest few."""
+    servers: list[ServerOut]
+    version: str | None
+    """The driver's."""
+    unknown_lines: int
+    """Lines of its log in words that mpsd does not know, since mpsd started."""
+    latest_unknown_lines: list[str]
+    operation: str | None
+    """What an operator wants of it that is not done yet, and what that waits for."""
+    restart_for: list[str]
+    """The settings that it was not started with: a restart brings them."""
+
+    @classmethod
+    def of(cls, daemon: Daemon) -> "DaemonOut":
+        """Make it from the value."""
+        memory = daemon.wanted.pinned_device_mem_limit
+        return cls(
+            name=daemon.name,
+            gpu=daemon.gpu,
+            state=daemon.state,
+            because=daemon.because,
+            hint=daemon.hint,
+            pid=daemon.process.identity.pid if daemon.process else None,
+            start_time=daemon.process.started if daemon.process else None,
+            pipe_directory=daemon.pipe_directory,
+            since=daemon.since,
+            ready_since=daemon.ready_since,
+            limits=LimitsOut.of(daemon.limits),
+            limits_wanted=LimitsOut(float(daemon.wanted.active_thread_percentage), memory.bytes if memory else None),
+            verified=daemon.verified,
+            drift=[DriftOut.of(each) for each in daemon.drift],
+            undone=[DriftOut.of(each) for each in daemon.undone],
+            servers=[ServerOut.of(each) for each in daemon.servers],
+            version=daemon.version,
+            unknown_lines=daemon.unknown_lines.count,
+            latest_unknown_lines=list(daemon.unknown_lines.latest),
+            operation=daemon.operation,
+            restart_for=list(daemon.restart_for),
+        )
+
+
+class DaemonsOut(Struct):
+    """The control daemons, in the order of their GPUs."""
+
+    daemons: list[DaemonOut]
+
+
+class GpuOut(Struct):
+    """A GPU: what it has, what was granted of it, and what is really held; null stands for what could not be read."""
+
+    uuid: str | None
+    index: int
+    name: str | None
+    memory_total: int | None
+    memory_reserved: int
+    threads_granted: float
+    memory_granted: int
+    memory_held: int | None
+    clients: int
+    clients_max: int | None
+    compute_mode: str | None
+    health: str
+    because: str
+    hint: str | None
+
+
+class GpusOut(Struct):
+    """The GPUs of the node, by index."""
+
+    gpus: list[GpuOut]
+
+
+class ClientOut(Struct):
+    """A process that an MPS server lists as its client."""
+
+    pid: int
+    name: str
+    uid: int | None
+    daemon: str
+    gpu: str
+    server: int
+    lease: str | None
+
+
+class ClientsOut(Struct):
+    """The clients of all servers."""
+
+    clients: list[ClientOut]
+
+
+class Part(Struct):
+    """One part of the node in the summary."""
+
+    name: str
+    state: str
+    because: str
+
+
+class StatusOut(Struct):
+    """The node in one answer: whether it is healthy, and every reason why it is not."""
+
+    healthy: bool
+    because: str
+    version: str
+    simulated: bool
+    since: datetime
+    gpus: list[Part]
+    daemons: list[Part]
+    drift: list[str]
+    leases: int
+    waiting: int
+    clients: int
+    notes: list[str]
+    """What is not wrong and should be known."""
+
+
+class ConfigOut(Struct):
+    """The settings in force."""
+
+    config: dict[str, dict[str, str | bool | int | float | list[str] | None]]
+
+
+class Patience(Struct, forbid_unknown_fields=True):
+    """How long those who are there have."""
+
+    timeout: Annotated[float, Meta(ge=0, le=1e9)] | None = None
+    """Seconds, after which they are ended; null: as long as they like."""
+
+
+class OccupantOut(Struct):
+    """Somebody who is waited for: a lease, a client, or a server that outlived its control daemon."""
+
+    what: str
+    lease: str | None
+    pid: int | None
+    since: datetime
+    """Since when it is there."""
+
+
+class OperationOut(Struct):
+    """What an operator asked of a control daemon, and what came of it."""
+
+    id: str
+    daemon: str
+    verb: str
+    state: str
+    because: str
+    started: datetime
+    ended: datetime | None
+    waits_for: list[OccupantOut]
+    """Those who are there, while it goes on."""
+
+    @classmethod
+    def of(cls, operation: Operation) -> "OperationOut":
+        """Make it from the value."""
+        return cls(
+            id=operation.id,
+            daemon=operation.daemon,
+            verb=operation.verb,
+            state=operation.state,
+            because=operation.because,
+            started=operation.started,
+            ended=operation.ended,
+            waits_for=[OccupantOut(each.what, each.lease, each.pid, each.since) for each in operation.waits_for],
+        )
+
+
+class HealthOut(Struct):
+    """Whether mpsd itself answers, or whether the node is ready to admit anybody."""
+
+    ok: bool
+    because: str
+
+
+class Problem(Struct):
+    """An error, after RFC 9457: `code` for programs, `hint` for people, `limit` where one was hit."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+    hint: str
+    limit: str | None = None

@@ -1,0 +1,1 @@
+"""One control daemon: started or adopted, proved, watched, drained and restarted."""

@@ -1,0 +1,251 @@
+"""The log of one control daemon and of its servers: followed as it is written, understood, told, and kept small."""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from mpsd.core.enforcement.server_health import Serving
+from mpsd.core.model import UnknownLines
+from mpsd.core.mps.log_events import NEWS, ForeignCommand, LogEvent, ServerExited, ServerFailed, ServerFaulted
+from mpsd.core.mps.log_parser import LogReader, Whose, parse
+from mpsd.daemon.record.log import Happened, Logger
+from mpsd.system import atomic_file, clock
+from mpsd.system.inotify import DirectoryWatch
+from mpsd.system.log_file import LogFollower, Position
+from mpsd.system.rundir import DaemonPaths
+
+_BREATH: Final = 0.002
+"""Seconds between two readings when there is more than one takes: whoever else runs in mpsd has its turn."""
+
+_MOST_WORDS: Final = 200
+"""Characters of a last line that are worth repeating."""
+
+_MOST_COMMANDS: Final = 64
+"""Strangers' commands that are remembered until mpsd can ask what came of them; the latest count."""
+
+_MOST_TOLD: Final = 16
+"""Things of one kind, in one reading of the log, that are told one by one: nobody may fill mpsd's own log with them."""
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    """What the next mpsd needs in order to go on with the reading. The key in it is for nobody else."""
+
+    key: str
+    whose: Whose
+    control: Position
+    server: Position
+    serving: Serving
+
+
+class ControlLog:
+    """Reads what is written within a moment of its being written, whatever else mpsd is doing."""
+
+    def __init__(
+        self,
+        paths: DaemonPaths,
+        size: int,
+        log: Logger,
+        *,
+        woken: Callable[[], None],
+        changed: Callable[[], None],
+    ) -> None:
+        """`woken` is called when the log has something for which the daemon is to be asked at once.
+
+        `changed` is called when its servers serve otherwise than before.
+        """
+        kept = _kept(paths)
+        self.size = size
+        """Bytes that each of the two files may keep."""
+        self.key = kept.key if kept else secrets.token_hex(8)
+        """By what mpsd's own conversations are known in the log: those of the mpsd before as well."""
+        self.foreign = 0
+        """Commands of others, so far."""
+        self.unexplained: tuple[str, ...] = ()
+        """Those of them of which is not known yet what they did."""
+        self._settled = 0
+        """How many of them are known to have come to nothing more."""
+        self._paths = paths
+        self._log = log
+        self._woken = woken
+        self._changed = changed
+        self._watch = DirectoryWatch(paths.log_directory, self._look_now)
+        self._control = LogFollower(paths.control_log, kept.control if kept else None)
+        # How a server opens its log is not known, and one that does not append to it must not have it cut.
+        self._server = LogFollower(paths.server_log, kept.server if kept else None, collapses=False)
+        self._reader = LogReader(self.key, kept.whose if kept else Whose.NOBODYS)
+        self._server_reader = LogReader()
+        self._again: asyncio.TimerHandle | None = None
+        self._news = False
+        """Whether there was anything since the last glance for which the daemon is to be asked."""
+        self._last_line = ""
+        self._complaints: dict[Happened, str] = {}
+        self.serving = kept.serving if kept else Serving()
+        """Whether the servers serve."""
+
+    # -- what was seen ------------------------------------------------------------------------------------------------
+
+    @property
+    def unknown(self) -> UnknownLines:
+        """The lines that nobody understood, since mpsd started: the daemon's, and then those of its servers."""
+        readers = (self._reader, self._server_reader)
+        latest = tuple(line for reader in readers for line in reader.latest)
+        return UnknownLines(sum(reader.unknown for reader in readers), latest)
+
+    def glance(self) -> bool:
+        """Look, and tell whether a stranger, a server or a client did something since the last glance."""
+        self.look()
+        news, self._news = self._news, False
+        return news
+
+    def last_words(self) -> str:
+        """Return the last thing that the daemon wrote, or nothing; for right after its death."""
+        with contextlib.suppress(OSError):  # they are told for a person, and what follows of the death must follow
+            self.look()
+        line = parse(self._last_line)
+        return (line.text if line is not None else self._last_line)[-_MOST_WORDS:]
+
+    @property
+    def has_forgotten(self) -> bool:
+        """Whether there were more of those than are remembered: they may have been anything."""
+        return self.foreign - self._settled > _MOST_COMMANDS
+
+    def settle(self, foreign: int) -> None:
+        """What the first so many commands of others did is known now; those that came later may have come too late."""
+        self._settled, late = foreign, self.foreign - foreign
+        self.unexplained = self.unexplained[-late:] if late else ()
+
+    def forget(self) -> None:
+        """The daemon is gone, and what it said last are not the words of the next one."""
+        self._last_line = ""
+
+    def sweep(self, clear: Callable[[Iterable[str]], None]) -> None:
+        """Have that cleared which servers left, all of which are gone."""
+        clear(self.serving.shared_memory)
+        self.serving.shared_memory.clear()
+
+    def statuses(self, words: Mapping[int, str | None], gone: Collection[int]) -> None:
+        """Take in the state words that the servers have said, and which of those that had a fault are gone."""
+        before = self.serving.state
+        self.serving.statuses(words, gone, clock.now())
+        self._compare(before)
+
+    def _compare(self, before: tuple[object, ...]) -> None:
+        if self.serving.state != before:
+            self._changed()
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    def _renew(self) -> None:
+        """Have the kernel tell when something is written. Where it cannot, the log is read when somebody looks."""
+        try:
+            self._watch.renew()
+        except OSError as error:
+            self._complain(Happened.LOG_NOT_WATCHED, error)
+        else:
+            self._complaints.pop(Happened.LOG_NOT_WATCHED, None)
+
+    def close(self) -> None:
+        """Stop watching; the next mpsd goes on from here."""
+        self._watch.close()
+        if self._again is not None:
+            self._again.cancel()
+
+    def look(self) -> None:
+        """Read what was added, tell what there is to tell, note how far that was, and give up what takes too much.
+
+        It is for any moment and never waits: some system calls, and nothing for the daemon. What is told is noted as
+        read afterwards: an mpsd that is killed between the two tells it again, and none leaves it out. Raises OSError
+        when the machine has no descriptor left to read it by.
+        """
+        self._renew()
+        lines, servers = self._control.read(), self._server.read()
+        if lines or servers:
+            self._last_line = next((line for line in reversed(lines) if line.strip()), self._last_line)
+            # A server's log has nobody's commands: whatever looks like one there is not.
+            said = [event for event in self._server_reader.read(servers) if not isinstance(event, ForeignCommand)]
+            self._take([*self._reader.read(lines), *said])
+            self._keep()
+            if self._again is None and (self._control.behind or self._server.behind):
+                self._again = asyncio.get_running_loop().call_later(_BREATH, self._look_now)
+        self._shorten()
+
+    def _look_now(self) -> None:
+        """Look by itself; an error waits for who looks next, and can say what follows of it.
+
+        Nobody is woken by what it saw itself: else a storm of lines would leave it no pause.
+        """
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+        with contextlib.suppress(OSError):
+            self.look()
+        if self._news:
+            self._woken()
+
+    def _take(self, events: Sequence[LogEvent]) -> None:
+        foreign = [event.text for event in events if isinstance(event, ForeignCommand)]
+        self.foreign += len(foreign)
+        self.unexplained = (*self.unexplained, *foreign)[-_MOST_COMMANDS:]
+        self._tell(Happened.FOREIGN_COMMAND, [{"command": command} for command in foreign])
+        exits = [event for event in events if isinstance(event, ServerExited) and event.status]
+        self._tell(Happened.SERVER_EXITED, [{"server": each.server, "status": each.status} for each in exits])
+        failed = [event for event in events if isinstance(event, ServerFailed)]
+        self._tell(Happened.SERVER_FAILED, [{"server": each.server, "words": each.words} for each in failed])
+        faults = [event for event in events if isinstance(event, ServerFaulted)]
+        self._tell(Happened.SERVER_FAULTED, [{"server": each.server} for each in faults])
+        before = self.serving.state
+        self.serving.note(events, clock.now())
+        self._compare(before)
+        self._news = self._news or bool(foreign) or any(isinstance(event, NEWS) for event in events)
+
+    def _tell(self, happened: Happened, each: Sequence[dict[str, object]]) -> None:
+        for facts in each[:_MOST_TOLD]:
+            self._log.warning(happened, **facts)
+        if len(each) > _MOST_TOLD:
+            self._log.warning(happened, **each[-1], left_out=len(each) - _MOST_TOLD - 1)
+
+    # -- keeping ------------------------------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        """Note how far the log was read, and what follows of that: nobody will read it again."""
+        file = _File(self.key, self._reader.whose, self._control.position, self._server.position, self.serving)
+        try:
+            atomic_file.write(self._paths.reading, msgspec.json.encode(file))
+        except OSError as error:
+            self._complain(Happened.READING_NOT_KEPT, error)
+        else:
+            self._complaints.pop(Happened.READING_NOT_KEPT, None)
+
+    def _shorten(self) -> None:
+        """Keep both files within their size; lines that were not read yet are never given up."""
+        try:
+            given_up = self._control.keep_within(self.size) + self._server.keep_within(self.size)
+        except OSError as error:
+            self._complain(Happened.LOG_NOT_SHORTENED, error)
+            return
+        self._complaints.pop(Happened.LOG_NOT_SHORTENED, None)
+        if given_up:
+            self._keep()
+            self._log.info(Happened.LOG_SHORTENED, bytes=given_up)
+
+    def _complain(self, happened: Happened, error: OSError) -> None:
+        """Tell what does not work, once: it is tried again all the time."""
+        because = str(error)
+        if self._complaints.get(happened) != because:
+            self._complaints[happened] = because
+            self._log.warning(happened, because=because)
+
+
+def _kept(paths: DaemonPaths) -> _File | None:
+    """Return what an earlier mpsd noted, if it can be understood: the file is mpsd's own, and so is a damaged one."""
+    raw = atomic_file.read(paths.reading)
+    if raw is None:
+        return None
+    try:
+        return msgspec.json.decode(raw, type=_File)
+    except (msgspec.DecodeError, msgspec.ValidationError):
+        return None

@@ -1,0 +1,152 @@
+"""The one process of a control daemon at a time: started or adopted, watched to its end, and buried."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable
+from typing import Final
+
+from mpsd.core.errors import ForeignDaemonError
+from mpsd.core.model import DaemonProcess, ProcessIdentity
+from mpsd.core.settings import Settings, Users
+from mpsd.daemon.control.discovery import Found
+from mpsd.daemon.control.escalation import end_daemon
+from mpsd.daemon.control.launcher import Launcher
+from mpsd.daemon.control.observer import Observer
+from mpsd.daemon.record.log import Logger
+from mpsd.system import clock, process
+from mpsd.system.control_pipe import ControlPipe
+from mpsd.system.process import Process
+
+LISTEN_POLL: Final = 0.0005
+"""Seconds between two looks for the socket of a daemon that starts: it appears 2 to 7 ms after exec (measured).
+
+The loop's timers make some 1.5 ms of it.
+"""
+
+_TELL_AGAIN: Final = 30.0
+"""Seconds between two times that a control daemon is told to quit, while it waits for clients."""
+
+
+class Instance:
+    """The process of one control daemon, while there is one."""
+
+    def __init__(self, launcher: Launcher, observer: Observer, log: Logger, ended: Callable[[], None]) -> None:
+        """`ended` is called once a process has ended."""
+        self._launcher = launcher
+        self._observer = observer
+        self._log = log
+        self._ended = ended
+        self._watching: asyncio.Task[None] | None = None
+        self._returncode: tuple[int | None] | None = None
+        """What was noted when the process ended: its return code, or None in it for one that was adopted."""
+        self._told: float | None = None
+        """When it was told to quit last."""
+        self._looked = False
+        """Whether servers of dead daemons were looked for since the last death."""
+        self.process: Process | None = None
+        self.evidence: DaemonProcess | None = None
+        self.is_fresh = True
+        """Whether it was started by this mpsd, and has not answered yet: it has no history."""
+
+    @property
+    def identity(self) -> ProcessIdentity | None:
+        """Which process it is."""
+        return self.process.identity if self.process is not None else None
+
+    @property
+    def pid(self) -> int | None:
+        """Its pid."""
+        return self.process.pid if self.process is not None else None
+
+    def outdated(self, settings: Settings) -> tuple[str, ...]:
+        """Name the settings that it was not started with."""
+        many_users = settings.daemon.users is Users.MANY
+        return () if self.evidence is None or self.evidence.many_users is many_users else ("daemon.users",)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it has ended, and is not buried yet."""
+        return self._returncode is not None
+
+    async def adopt(self) -> Found:
+        """Look for one of ours that runs, and adopt it; return what was found.
+
+        Raises ConfigurationError, and ForeignDaemonError when somebody else's daemon has the pipe directory.
+        """
+        found = await asyncio.to_thread(self._launcher.look)
+        self._observer.orphaned(found.orphans)
+        self._looked = True
+        adopted = process.adopt(found.daemon.identity) if found.daemon is not None else None
+        if adopted is not None and found.daemon is not None:
+            self._take(adopted, found.daemon, fresh=False)
+        return found
+
+    def start(self, users: Users) -> None:
+        """Start one. Raises ConfigurationError, ReachError and OSError."""
+        self._take(*self._launcher.start(users), fresh=True)
+
+    async def find_orphans(self) -> None:
+        """Look for servers that a dead daemon left, unless that was done: it may have started one in its last second.
+
+        That takes its time, so it waits until clients have a daemon again.
+        """
+        if self._looked:
+            return
+        self._looked = True
+        with contextlib.suppress(ForeignDaemonError):
+            found = await asyncio.to_thread(self._launcher.look)
+            self._observer.found_orphans(found.orphans)
+
+    async def listens_by(self, moment: float) -> bool:
+        """Wait until one that was started listens, until it is dead, or until then; tell whether it does."""
+        while not self._launcher.listens:
+            if self.is_dead or clock.monotonic() > moment:
+                return False
+            await asyncio.sleep(LISTEN_POLL)
+        return True
+
+    async def quit(self, pipe: ControlPipe, *, force: bool) -> None:
+        """Have it quit when its last client has gone, or at once, by force. Raises ControlError when it cannot be told.
+
+        It may have been stopped when it was told, or busy with a stranger, and so it is told again now and then.
+        """
+        assert self.process is not None  # noqa: S101 - there is one that is to quit
+        if force:
+            await end_daemon(self.process, pipe, self._log)
+        elif self._told is None or clock.monotonic() >= self._told + _TELL_AGAIN:
+            await pipe.quit(None)
+            self._told = clock.monotonic()
+
+    def give_up(self) -> bool:
+        """Kill one that was started and never listened: it can have no clients. False when it is dead already."""
+        return not self.is_dead and self.process is not None and self.process.signal(signal.SIGKILL)
+
+    def bury(self) -> str | None:
+        """Settle what a process leaves behind that has ended, and say how it ended; None when none has."""
+        if self.process is None or self._returncode is None:
+            return None
+        how = f"pid {self.process.pid} {process.describe(*self._returncode)}"
+        words = self._observer.control_log.last_words()
+        if words and self.is_fresh:
+            how += f", and its last words were {words!r}"
+        self.process.close()
+        self.process = self.evidence = self._returncode = self._watching = self._told = None
+        self._observer.orphaned()
+        self._looked = False
+        return how
+
+    def close(self) -> None:
+        """Watch it no more; that does nothing to it."""
+        if self._watching is not None:
+            self._watching.cancel()
+        if self.process is not None:
+            self.process.close()
+
+    def _take(self, taken: Process, proof: DaemonProcess, *, fresh: bool) -> None:
+        self.process, self.evidence, self.is_fresh = taken, proof, fresh
+        self._watching = asyncio.get_running_loop().create_task(self._note_end(taken))
+
+    async def _note_end(self, watched: Process) -> None:
+        self._returncode = (await watched.wait(),)
+        self._ended()

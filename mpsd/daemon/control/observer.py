@@ -1,0 +1,342 @@
+"""What is known of one control daemon by talking to it and by reading its log: limits, drift, servers, orphans."""
+
+import asyncio
+import contextlib
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Final
+
+from mpsd.core.enforcement import drift
+from mpsd.core.errors import ControlBusyError, ControlError, ControlUnknownCommandError, LimitNotHeldError
+from mpsd.core.model import Drift, Limits, ProcessIdentity, ReadBack, Server
+from mpsd.core.mps import commands, setters
+from mpsd.core.settings import ControlDaemon
+from mpsd.daemon.control.control_log import ControlLog
+from mpsd.daemon.record.log import Happened, Logger
+from mpsd.system import clock, process, process_table
+from mpsd.system.control_pipe import ControlPipe, ControlProgram, Conversation, Pending
+from mpsd.system.process_table import Part
+from mpsd.system.rundir import DaemonPaths
+
+_DEVICE: Final = 0
+"""The ordinal of the one GPU that a control daemon sees."""
+
+_MOST_UNDONE: Final = 8
+"""Changes of others that mpsd put back and still can tell about; its events have all of them."""
+
+
+class _Questions:
+    """What one server is asked in a conversation, after it was told its limits if it is to have any."""
+
+    def __init__(self, talk: Conversation, identity: ProcessIdentity, limits: Limits | None, *, memory: bool) -> None:
+        """`memory` tells whether the driver has a memory limit at all."""
+        self.identity = identity
+        pid = identity.pid
+        if limits is not None:
+            talk.ask(setters.set_active_thread_percentage(pid, limits.active_thread_percentage))
+            if memory:
+                talk.ask(setters.set_device_pinned_mem_limit(pid, _DEVICE, limits.pinned_device_mem_limit))
+        self._clients = talk.ask(commands.get_client_list(pid))
+        self._status = talk.ask(commands.get_server_status(pid))
+        self._percentage = talk.ask(commands.get_active_thread_percentage(pid))
+        self._mem_limit = talk.ask(commands.get_device_pinned_mem_limit(pid, _DEVICE)) if memory else None
+
+    def server(self) -> Server | None:
+        """Return what it said; None when it is gone, as one is that went between two questions."""
+        if process.start_ticks(self.identity.pid) != self.identity.start_ticks:
+            return None
+        status: str | None = None
+        with contextlib.suppress(ControlError):  # drivers before 550 have no word for it
+            status = self._status.answer
+        limits: ReadBack | None = None
+        with contextlib.suppress(ControlError):  # a busy server says nothing, and so nothing is known
+            mem_limit = self._mem_limit.answer if self._mem_limit is not None else None
+            limits = ReadBack(self._percentage.answer, mem_limit)
+        with contextlib.suppress(ControlError):
+            return Server(self.identity.pid, status, self._clients.answer, limits=limits)
+        return None
+
+
+class Observer:
+    """The knowledge about one control daemon, and the ways to renew it."""
+
+    def __init__(
+        self,
+        program: ControlProgram,
+        paths: DaemonPaths,
+        settings: ControlDaemon,
+        log: Logger,
+        *,
+        woken: Callable[[], None],
+        changed: Callable[[], None],
+    ) -> None:
+        """`woken` is called when the log has something for which the daemon is to be asked at once.
+
+        `changed` is called when, by the log or by their own word, its servers serve otherwise than before.
+        """
+        self.control_log = ControlLog(paths, settings.log_size, log, woken=woken, changed=changed)
+        self.pipe = ControlPipe(
+            program,
+            paths.pipe_directory,
+            paths.log_directory,
+            deadline=settings.answer_deadline,
+            key=self.control_log.key,
+        )
+        self.read_back: ReadBack | None = None
+        self.drift: tuple[Drift, ...] = ()
+        """What others changed and is not put back yet."""
+        self.undone: tuple[Drift, ...] = ()
+        """What they changed and mpsd put back, the latest last."""
+        self.has_mem_limit = True
+        self._program = program
+        self._paths = paths
+        self._log = log
+        self._servers: dict[ProcessIdentity, Server] = {}
+        self._orphans: tuple[ProcessIdentity, ...] = ()
+        self._ceilings: dict[ProcessIdentity, Mapping[ProcessIdentity, ReadBack | None]] = {}
+        """By server, also one that says nothing for a while, what was open to each of its clients when it came."""
+        self._held_since = 0.0
+        """Since when, in seconds since boot, the defaults are what they are: a server started later has got them."""
+
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        """The servers of this daemon, and those of dead ones before it that live on."""
+        faults = self.control_log.serving.faults
+        return (
+            *(replace(each, faulted=faults.get(each.pid)) for each in self._servers.values()),
+            *(Server(each.pid, orphan=True) for each in self._orphans),
+        )
+
+    @property
+    def present(self) -> dict[ProcessIdentity, int | None]:
+        """Who uses the GPU by way of MPS: each client, with its server; and the servers of dead daemons, with None.
+
+        Of those nobody can ask who their clients are, so each stands for some.
+        """
+        clients = {client: server.pid for server in self._servers.values() for client in server.ceilings}
+        return {**clients, **dict.fromkeys(self._orphans)}
+
+    @property
+    def cannot_start(self) -> str | None:
+        """Why the servers of this daemon do not start, if they do not."""
+        return self.control_log.serving.cannot_start(clock.now())
+
+    def verdict(self, wanted: Limits) -> tuple[str, str | None]:
+        """Say what the latest reading of the limits came to, in a sentence, and the way out where one is needed."""
+        if not self.drift:
+            return "it answers, and every limit reads back as set", None
+        settings = (
+            setters.default_active_thread_percentage(wanted.active_thread_percentage),
+            setters.default_device_pinned_mem_limit(_DEVICE, wanted.pinned_device_mem_limit),
+        )
+        drifted = {each.limit for each in self.drift}
+        script = "".join(f"{setting.setter}\\n" for setting in settings if setting.limit in drifted)
+        front_end = f"CUDA_MPS_PIPE_DIRECTORY={self._paths.pipe_directory} {shlex.join(self._program.argv)}"
+        found = ", ".join(f"{each.limit} is {each.found} instead of {each.wanted}" for each in self.drift)
+        return f"it answers, and {found}", f"set it back: printf '{script}' | {front_end}"
+
+    def configure(self, settings: ControlDaemon) -> None:
+        """Take new settings."""
+        self.pipe.deadline, self.control_log.size = settings.answer_deadline, settings.log_size
+
+    # -- talking ------------------------------------------------------------------------------------------------------
+
+    async def set(self, wanted: Limits) -> None:
+        """Set every limit, the daemon's defaults and those of its servers, and read it back.
+
+        What others had changed is undone by that, and told. Raises ControlError as `ControlPipe.hold` does,
+        LimitNotHeldError when a limit did not take, and ControlUnknownCommandError when the driver has no such limit.
+        """
+        foreign = self.control_log.foreign
+        await self._converse(wanted, apply=True)
+        for server in self._servers.values():
+            differs = drift.differing(wanted, server)
+            if differs:
+                raise LimitNotHeldError(
+                    f"{' and '.join(differs)} of server {server.pid} could not be set",
+                    hint="the control daemon's log has its reason",
+                    limit=differs[0],
+                )
+        self._undo()
+        self.control_log.settle(foreign)
+
+    async def read(self, wanted: Limits) -> bool:
+        """Read every limit back, tell of what others changed, and return whether all are as wanted.
+
+        Raises ControlError as `ControlPipe.hold` does.
+        """
+        known, foreign = tuple(self._servers), self.control_log.foreign
+        found = await self._converse(wanted, apply=False)
+        self.control_log.look()
+        self._compare(wanted, found, known)
+        self.control_log.settle(foreign)
+        return drift.holds(wanted, found, self._servers.values())
+
+    @property
+    def starting(self) -> list[int]:
+        """The servers that do not say yet what their clients will get, and may have started under other limits."""
+        return [
+            server.pid
+            for identity, server in self._servers.items()
+            if server.limits is None and clock.since_boot(identity.start_ticks) < self._held_since
+        ]
+
+    async def _converse(self, wanted: Limits, *, apply: bool) -> ReadBack:
+        memory, talk = wanted.pinned_device_mem_limit, Conversation()
+        tenths: Pending[int]
+        mem_limit: Pending[int | None]
+        if apply:
+            tenths = talk.set(setters.default_active_thread_percentage(wanted.active_thread_percentage))
+        else:
+            tenths = talk.ask(commands.get_default_active_thread_percentage())
+        # A limit that nobody wants is taken away only where there is one: drivers before 495 do not know the command.
+        unwanted = self.read_back is not None and self.read_back.pinned_device_mem_limit is not None
+        if apply and (memory is not None or unwanted):
+            mem_limit = talk.set(setters.default_device_pinned_mem_limit(_DEVICE, memory))
+        else:
+            mem_limit = talk.ask(commands.get_default_device_pinned_mem_limit(_DEVICE))
+        pids = talk.ask(commands.get_server_list())
+        limits = wanted if apply else None
+        known = [_Questions(talk, identity, limits, memory=self.has_mem_limit) for identity in self._servers]
+        await self._hold(talk)
+        found = ReadBack(tenths.answer, self._mem_limit(mem_limit, wanted))
+        before, self.read_back = self.read_back, found
+        if before != found or not self._held_since:
+            self._held_since = clock.since_boot()
+        met = await self._meet(pids.answer, known, limits)
+        if any(not self._has_met(identity, server) for identity, server in met.items()):
+            self.control_log.look()  # what others did to limits while somebody connected counts for that client
+        self._servers = {identity: self._with_ceilings(identity, met[identity], before, found) for identity in met}
+        for identity in self._ceilings.keys() - met.keys():
+            if process.start_ticks(identity.pid) != identity.start_ticks:
+                del self._ceilings[identity]
+        gone = {pid for pid in self.control_log.serving.faults if process.start_ticks(pid) is None}
+        self.control_log.statuses({each.pid: each.status for each in met.values()}, gone)
+        return found
+
+    def _mem_limit(self, pending: Pending[int | None], wanted: Limits) -> int | None:
+        """Return the memory limit; a driver without the command has none, which is fine where none is wanted."""
+        try:
+            self.has_mem_limit, found = True, pending.answer
+        except ControlUnknownCommandError:
+            self.has_mem_limit = False
+            if wanted.pinned_device_mem_limit is not None:
+                raise
+            return None
+        return found
+
+    async def _hold(self, talk: Conversation) -> None:
+        try:
+            await self.pipe.hold(talk)
+        except ControlBusyError as error:
+            found = await asyncio.to_thread(
+                process_table.on_pipe_directory, self._paths.pipe_directory, self._program.argv
+            )
+            holders = [f"pid {each.identity.pid} (uid {each.uid})" for each in found if each.part is Part.FRONT_END]
+            error.detail += f"; there is a front-end in {', '.join(holders) or 'another pid namespace'}"
+            raise
+
+    async def _meet(
+        self, pids: tuple[int, ...], known: "list[_Questions]", limits: Limits | None
+    ) -> dict[ProcessIdentity, Server]:
+        """Take in what the servers said of themselves; those that nobody knew of yet are asked now."""
+        talk, ours = Conversation(), {each.identity.pid for each in known}
+        for pid in pids:
+            ticks = process.start_ticks(pid)
+            if pid not in ours and ticks is not None:
+                identity = ProcessIdentity(pid, ticks)
+                known.append(_Questions(talk, identity, limits, memory=self.has_mem_limit))
+        if talk.pending:
+            await self._hold(talk)
+        servers = ((each.identity, each.server()) for each in known if each.identity.pid in pids)
+        return {identity: server for identity, server in servers if server is not None}
+
+    def _has_met(self, server: ProcessIdentity, found: Server) -> bool:
+        """Tell whether a server lists nobody but clients that it listed before."""
+        return {*found.clients} <= {each.pid for each in self._ceilings.get(server, ())}
+
+    def _with_ceilings(
+        self, identity: ProcessIdentity, server: Server, before: ReadBack | None, found: ReadBack
+    ) -> Server:
+        """Note what was open to clients that are new: they connected between the last conversation and this one.
+
+        `before` and `found` are the daemon's defaults then and now, with which a server starts.
+        """
+        earlier = self._servers.get(identity)
+        last = earlier.limits if earlier is not None and earlier.limits is not None else before
+        ceiling = None if last is None else drift.widest(last, server.limits or found)
+        if ceiling is not None:
+            ceiling = drift.widest(ceiling, self._opened(server, fresh=earlier is None))
+        given = self.control_log.serving.given.pop(server.pid, None)
+        if given is not None and ceiling is not None and (wider := drift.widest(ceiling, given)) != ceiling:
+            # Its log is the proof of what is applied, so that counts for its clients.
+            asked, ceiling = ceiling, wider
+            self._log.error(Happened.LIMITS_NOT_GIVEN, server=server.pid, asked=_plain(asked), given=_plain(given))
+        known = self._ceilings.get(identity, {})
+        started = ((pid, process.start_ticks(pid)) for pid in server.clients)
+        clients = (ProcessIdentity(pid, ticks) for pid, ticks in started if ticks is not None)
+        ceilings = self._ceilings[identity] = {each: known.get(each, ceiling) for each in clients}
+        return replace(server, ceilings=ceilings)
+
+    def _opened(self, server: Server, *, fresh: bool) -> ReadBack:
+        """Return what others may have opened for its clients since mpsd talked to the daemon last."""
+        if self.control_log.has_forgotten:
+            return drift.EVERYTHING
+        return drift.opened(self.control_log.unexplained, server.pid, fresh=fresh)
+
+    def _compare(self, wanted: Limits, found: ReadBack, known: tuple[ProcessIdentity, ...]) -> None:
+        """Keep what others changed, and tell of it when it comes and when it goes.
+
+        A server that was not known before may have started under other limits: that is nobody's hand.
+        """
+        servers = tuple(self._servers[each] for each in known if each in self._servers)
+        before = self.drift
+        self.drift = drift.drift(wanted, found, before, self.control_log.unexplained, clock.now(), servers=servers)
+        for each in self.drift:
+            if each not in before:
+                self._log.warning(
+                    Happened.LIMIT_DRIFT, limit=each.limit, wanted=each.wanted, found=each.found, command=each.command
+                )
+        if before and not self.drift:
+            self._log.info(Happened.LIMIT_DRIFT_OVER, because="somebody set it back")
+
+    def _undo(self) -> None:
+        """Note that what others had changed is as wanted again."""
+        now = clock.now()
+        self.undone = (*self.undone, *(replace(each, undone=now) for each in self.drift))[-_MOST_UNDONE:]
+        if self.drift:
+            limits = ", ".join(each.limit for each in self.drift)
+            self._log.info(Happened.LIMIT_DRIFT_OVER, because=f"mpsd put it back: {limits}")
+        self.drift = ()
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    def glance(self) -> bool:
+        """Look at the log, and which orphans are left; tell whether there is reason to ask the daemon at once."""
+        self.see_orphans_off()
+        return self.control_log.glance()
+
+    def orphaned(self, found: tuple[ProcessIdentity, ...] = ()) -> None:
+        """The daemon is gone: nothing that it said holds any more, and those of its servers that live are orphans."""
+        self.found_orphans((*self._servers, *found))
+        self.read_back, self.drift, self._servers = None, (), {}
+        self.control_log.forget()
+        self._held_since = 0.0
+
+    def found_orphans(self, found: tuple[ProcessIdentity, ...]) -> None:
+        """Take in servers whose control daemon is dead, those that still live, and tell of each once."""
+        for each in {*found} - {*self._orphans}:
+            if process.start_ticks(each.pid) == each.start_ticks:
+                self._orphans += (each,)
+                self._log.warning(Happened.SERVER_ORPHANED, server=each.pid)
+
+    def see_orphans_off(self) -> bool:
+        """Forget the orphans that are gone; tell whether any is left."""
+        self._orphans = tuple(each for each in self._orphans if process.start_ticks(each.pid) == each.start_ticks)
+        return bool(self._orphans)
+
+
+def _plain(limits: ReadBack) -> dict[str, float | int | None]:
+    tenths, memory = limits.active_thread_percentage_tenths, limits.pinned_device_mem_limit
+    return {"active_thread_percentage": tenths / 10, "pinned_device_mem_limit": memory}

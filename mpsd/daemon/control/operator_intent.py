@@ -1,0 +1,65 @@
+"""What an operator wants of one control daemon, kept on disk: no restart of mpsd and no reboot undoes it."""
+
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from mpsd.core.errors import StorageError
+from mpsd.core.supervision.drain import Intent, Operation, Wish, take_up
+from mpsd.system import atomic_file, clock
+
+_MOST_ENDED: Final = 16
+"""Operations that are over, and can still be asked for."""
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    wish: Wish
+    ended: tuple[Operation, ...] = ()
+
+
+class Intention:
+    """The wish of the last operator who had one; without any, it is to run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._kept = _File(Wish(Intent.RUN, "nobody holds it", clock.now(), boot=clock.boot_id()))
+        self.damaged = ""
+        """Why what an earlier mpsd kept could not be understood, if so."""
+
+    @property
+    def wish(self) -> Wish:
+        """What is wanted."""
+        return self._kept.wish
+
+    @property
+    def ended(self) -> tuple[Operation, ...]:
+        """The operations that ended last, the latest last."""
+        return self._kept.ended
+
+    def load(self) -> None:
+        """Read what an earlier mpsd was told. A file that cannot be understood may have said `hold`, and so it does."""
+        raw = atomic_file.read(self._path)
+        if raw is None:
+            return
+        try:
+            kept = msgspec.json.decode(raw, type=_File)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self.damaged = f"{self._path} cannot be understood: {error}"
+            wish = Wish(Intent.HOLD, f"held, because {self.damaged}", clock.now(), boot=clock.boot_id())
+            self._kept = _File(wish)
+        else:
+            self._kept = _File(take_up(kept.wish, clock.boot_id()), kept.ended)
+
+    def keep(self, wish: Wish, *ended: Operation) -> None:
+        """Want this from now on, and note what has ended by that. Raises StorageError: nothing has changed, then."""
+        kept = _File(wish, (*self._kept.ended, *ended)[-_MOST_ENDED:])
+        try:
+            atomic_file.write(self._path, msgspec.json.encode(kept), lasting=True)
+        except OSError as error:
+            raise StorageError(
+                f"{self._path} cannot be written: {error.strerror}",
+                hint="make room on the file system of the state directory",
+                limit="paths.state_dir",
+            ) from error
+        self._kept, self.damaged = kept, ""

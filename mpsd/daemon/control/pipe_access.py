@@ -1,0 +1,190 @@
+"""Who can reach which control daemon, as the leases say: opened before a grant is told, closed when the last one ends.
+
+A control daemon obeys any local user who can connect to its socket, so the way there is what is guarded: the pipe
+directory, and the socket too, since a process that has opened the socket with O_PATH can connect to it later, however
+closed the directory is by then (both measured: docs/enforcement.md).
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from pathlib import Path
+
+from mpsd.core.enforcement import access
+from mpsd.core.errors import ReachError
+from mpsd.core.model import Lease
+from mpsd.core.settings import Unadmitted
+from mpsd.daemon.record.log import Happened, Logger
+from mpsd.system import acl, process_table
+from mpsd.system.acl import EXECUTE, READ, WRITE, Acl
+from mpsd.system.rundir import DaemonPaths
+
+
+class Way:
+    """The way to one control daemon: who is let in there is decided by `wanted`, and written here and nowhere else."""
+
+    def __init__(self, paths: DaemonPaths, wanted: Callable[[], frozenset[int] | None], log: Logger) -> None:
+        """`wanted` returns the uids to be let in now, beside root's and mpsd's own, or None for everybody."""
+        self.paths = paths
+        self._parts = (
+            (paths.pipe_directory, READ | WRITE | EXECUTE, READ | EXECUTE),
+            (paths.control_socket, READ | WRITE, READ | WRITE),
+        )
+        """What is on the way, with what its owner may do there, and what the others may who are let in.
+
+        A client and its server, which runs as the same uid, go through the directory, write to the FIFO `log` in it,
+        and connect to the socket `control`; neither makes a file there.
+        """
+        self._admitted = wanted
+        self._log = log
+        self._is_shut = self._was_shut()
+        self._sure = False
+        """Whether `_held` was written and read back, and nothing has failed since."""
+        self._held: frozenset[int] | None = frozenset()
+
+    def _was_shut(self) -> bool:
+        """Tell whether an earlier mpsd let nobody in, as until the limits hold: it may have died before that."""
+        path, nobody = next(self._acls(frozenset()))
+        try:
+            return acl.read(path) == nobody
+        except OSError:
+            return False  # there is nothing yet, or nothing that can be read: a start, or a look, says so
+
+    def shut(self) -> None:
+        """Let nobody in, where not everybody is let in, until `admit`: a control daemon that starts has no limits yet.
+
+        Raises ReachError.
+        """
+        self._is_shut = True
+        self.hold()
+
+    def admit(self) -> None:
+        """Let those in who are wanted, now that the limits hold. Raises ReachError."""
+        self._is_shut = False
+        self.hold()
+
+    def _wanted(self) -> frozenset[int] | None:
+        admitted = self._admitted()
+        return frozenset() if self._is_shut and admitted is not None else admitted
+
+    def open(self, uid: int) -> None:
+        """Let a uid in that is wanted by now. Raises ReachError."""
+        if self._sure and (self._held is None or uid in self._held):
+            return
+        if not self.hold():
+            raise ReachError(
+                f"{self.paths.control_socket} is gone, so that uid {uid} cannot reach the control daemon",
+                hint="try again in a moment; see mpsctl daemons",
+                limit="enforcement.unadmitted",
+            )
+
+    def close(self) -> None:
+        """Let nobody in any more who is not wanted. What fails is told, and tried again at the next look."""
+        if self._sure and self._held == self._wanted():
+            return
+        try:
+            self.hold()
+        except ReachError as error:
+            self._log.error(Happened.REACH_NOT_HELD, because=error.detail)
+
+    def hold(self) -> bool:
+        """Let in just those who are wanted, and read it back; False where there is nothing yet to be let in to.
+
+        Raises ReachError.
+        """
+        wanted = self._wanted()
+        others = self._sure and self._held != wanted
+        self._sure, self._held = False, wanted
+        for path, meant in self._acls(wanted):
+            try:
+                # Where others are let in so far than are wanted now, there is no use in asking first.
+                found = None if others else acl.read(path)
+                if found != meant:
+                    acl.write(path, meant)
+                    found = acl.read(path)
+            except FileNotFoundError:
+                return False
+            except OSError as error:
+                raise self._failed(path, meant, error.strerror or str(error)) from error
+            if found != meant:
+                raise self._failed(path, meant, f"it reads back as {acl.text(found)}")
+        self._sure = True
+        return True
+
+    def look(self) -> bool:
+        """See whether somebody else has changed who is let in, and put it back; False when that failed."""
+        try:
+            if self._sure and self._held == self._wanted():
+                for path, meant in self._acls(self._held):
+                    found = acl.read(path)
+                    if found != meant:
+                        facts = {"wanted": acl.text(meant), "found": acl.text(found)}
+                        self._log.warning(Happened.REACH_DRIFT, path=str(path), **facts)
+            self.hold()
+        except (OSError, ReachError) as error:
+            return isinstance(error, FileNotFoundError)  # nobody can go there; the supervisor sees that by itself
+        return True
+
+    def _acls(self, uids: frozenset[int] | None) -> Iterator[tuple[Path, Acl]]:
+        """Yield what each part of the way is to have."""
+        for path, owner, others in self._parts:
+            yield path, acl.public(owner, others) if uids is None else acl.private(owner, uids, others)
+
+    @staticmethod
+    def _failed(path: Path, meant: Acl, because: str) -> ReachError:
+        return ReachError(
+            f"who may use {path} cannot be set to {acl.text(meant)}: {because}",
+            hint="see that its file system keeps POSIX ACLs, and that mpsd's user namespace has each uid in it",
+            limit="enforcement.unadmitted",
+        )
+
+
+class Reach:
+    """The ways to all control daemons."""
+
+    def __init__(
+        self,
+        paths: Callable[[str], DaemonPaths],
+        holders: Callable[[str], Collection[int]],
+        unadmitted: Unadmitted,
+        log: Logger,
+    ) -> None:
+        """`paths` says where a daemon has its things, `holders` which uids hold a lease on a GPU now."""
+        self._paths = paths
+        self._holders = holders
+        self._unadmitted = unadmitted
+        self._log = log
+        self._ways: dict[str, Way] = {}
+
+    def way(self, name: str, gpu: str) -> Way:
+        """Return the way to a GPU's control daemon, which follows the leases from now on."""
+        wanted = partial(self._wanted, gpu)
+        return self._ways.setdefault(name, Way(self._paths(name), wanted, self._log.bind(daemon=name)))
+
+    def _wanted(self, gpu: str) -> frozenset[int] | None:
+        return access.admitted(self._unadmitted, self._holders(gpu), process_table.own_uid())
+
+    def open(self, lease: Lease) -> None:
+        """Let a lease's uid in wherever it was granted something. Raises ReachError."""
+        if _is_let_in(lease.owner.uid):
+            return
+        for share in lease.shares:
+            self._ways[share.daemon].open(lease.owner.uid)
+
+    def close(self, lease: Lease) -> None:
+        """Let the uid of a lease that has ended in no more, unless it has another lease there."""
+        if _is_let_in(lease.owner.uid):
+            return
+        for share in lease.shares:
+            if share.daemon in self._ways:  # the GPU of a lease of an earlier mpsd may be gone
+                self._ways[share.daemon].close()
+
+    def follow(self, unadmitted: Unadmitted) -> None:
+        """Let in on every way just those who are wanted there, from now on by this setting."""
+        self._unadmitted = unadmitted
+        for way in self._ways.values():
+            way.close()
+
+
+def _is_let_in(uid: int) -> bool:
+    """Tell whether a uid is let in whatever it holds: root's, or mpsd's own."""
+    return uid in {0, process_table.own_uid()}

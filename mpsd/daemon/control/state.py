@@ -1,0 +1,68 @@
+"""Where a control daemon stands: the one place where its state changes, is stamped, and is told about."""
+
+from collections.abc import Callable
+from datetime import datetime
+
+from mpsd.core.lifecycle import ANSWERED, Event, State, step
+from mpsd.daemon.record.log import Happened, Logger
+from mpsd.system import clock
+
+
+class Standing:
+    """The state of one control daemon, since when, and why."""
+
+    def __init__(self, log: Logger, changed: Callable[[], None]) -> None:
+        """`changed` is called whenever something about the daemon may be otherwise than before."""
+        self._state = State.DOWN
+        self.because = "nothing was tried yet"
+        self.hint: str | None = None
+        self.since = clock.now()
+        self.ready_since: datetime | None = None
+        self.questions = 0
+        """How often somebody asked that the daemon be talked to."""
+        self._answered = 0
+        self._log = log
+        self.touch = changed
+        """Notes that something about the daemon may be otherwise than before."""
+
+    @property
+    def state(self) -> State:
+        """What the daemon is to mpsd at this moment."""
+        return self._state
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it answers nobody, though it runs."""
+        return self.state is State.UNRESPONSIVE
+
+    def ask(self) -> Callable[[], bool]:
+        """Note that somebody wants the daemon to be talked to; return what tells whether that was begun and ended."""
+        self.questions += 1
+        question = self.questions
+        return lambda: self._answered >= question
+
+    def answer(self, questions: int) -> None:
+        """Note that the daemon was talked to, and that so many had asked for it when that began."""
+        self._answered = questions
+        self.touch()
+
+    def explain(self, because: str, hint: str | None) -> None:
+        """Say why it is still in this state."""
+        self.because, self.hint = because, hint
+
+    def move(self, event: Event, because: str, hint: str | None, pid: int | None) -> None:
+        """Apply an event that happened to the daemon, which is this process, if any."""
+        target = step(self._state, event)
+        if target is None:
+            return
+        before, self._state = self._state, target
+        self.touch()
+        self.since = clock.now()
+        self.explain(because, hint)
+        if target not in ANSWERED:
+            self.ready_since = None
+        elif self.ready_since is None:
+            self.ready_since = self.since
+        # As the journal's priorities have it: what an operator has to mend, and what he may have to.
+        tell = {State.FAILED: self._log.error, State.UNRESPONSIVE: self._log.warning}.get(target, self._log.info)
+        tell(Happened.DAEMON_STATE, state=target, before=before, because=because, pid=pid)

@@ -1,0 +1,395 @@
+"""One supervisor for one control daemon: it starts or adopts it, proves it, watches it, and brings it back.
+
+The loop asks the state what there is to do, and does it. What happens meanwhile (a death, an operator's word, new
+settings) is noted and wakes the loop. The state has one writer, `_move`, which stamps it, says why, and tells the log.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Final
+
+from mpsd.core.errors import ConfigurationError, ControlError, ForeignDaemonError, ReachError, StorageError
+from mpsd.core.lifecycle import ANSWERED, RUNNING, Event, State
+from mpsd.core.model import Daemon, Gpu, Limits
+from mpsd.core.settings import Settings
+from mpsd.core.supervision.drain import Asked, Intent, Operation
+from mpsd.core.supervision.restart import Verdict
+from mpsd.daemon.control.death_tally import Tally
+from mpsd.daemon.control.drainer import Drainer, Tenants
+from mpsd.daemon.control.instance import LISTEN_POLL, Instance
+from mpsd.daemon.control.launcher import Launcher
+from mpsd.daemon.control.observer import Observer
+from mpsd.daemon.control.pipe_access import Way
+from mpsd.daemon.control.prober import Prober
+from mpsd.daemon.control.state import Standing
+from mpsd.daemon.control.wanted_limits import Holding
+from mpsd.daemon.record.log import Logger
+from mpsd.daemon.service_manager import Beat, longest_round
+from mpsd.system import clock, process
+from mpsd.system.control_pipe import ControlProgram
+
+_TICK: Final = 1.0
+"""Seconds between two looks at the process."""
+
+_EVENTS: Final = {
+    Intent.RUN: Event.RESUME,
+    Intent.HOLD: Event.HOLD,
+    Intent.DRAIN: Event.DRAIN,
+    Intent.RESTART: Event.DRAIN,
+}
+"""What happens to a daemon that answers when an operator wants something."""
+
+
+class Supervisor:
+    """The owner of one control daemon."""
+
+    def __init__(
+        self,
+        name: str,
+        gpu: Gpu,
+        *,
+        program: ControlProgram,
+        way: Way,
+        tenants: Tenants,
+        settings: Settings,
+        log: Logger,
+        changed: Callable[[], None],
+    ) -> None:
+        """`changed` is called whenever a snapshot might come out different."""
+        self.name = name
+        self.gpu = gpu
+        self._way = way
+        self._settings = settings
+        self._log = log.bind(daemon=name)
+        self._tally = Tally(way.paths.tally, self._log)
+        self._launcher = Launcher(gpu, program, way)
+        self._reset_hint = f"mend the cause, then: mpsctl reset {name}"
+        self._wake = asyncio.Event()
+        self._observer = Observer(program, way.paths, settings.daemon, self._log, woken=self._wake.set, changed=changed)
+        self.pipe = self._observer.pipe
+        self._instance = Instance(self._launcher, self._observer, self._log, self._wake.set)
+        self._holding = Holding(self._observer, settings, self._log)
+        self._prober = Prober(self._launcher, self._holding, self._observer, way, self._log)
+        self._standing = Standing(self._log, changed)
+        self._drainer = Drainer(
+            name, way.paths.intention, tenants=tenants, pipe=self.pipe, settings=settings, log=self._log
+        )
+        self._wanted = True  # whether it should run at all
+        self._down = asyncio.Event()
+        self.beat = Beat()
+        self._due = 0.0
+        """When the next thing is due: the end of a delay, the deadline of a start, or the next proof of life."""
+
+    # -- what others may ask and say ----------------------------------------------------------------------------------
+
+    def snapshot(self) -> Daemon:
+        """Return everything there is to say about this control daemon at this moment."""
+        evidence, wish = self._instance.evidence, self._drainer.wish
+        return Daemon(
+            name=self.name,
+            gpu=self.gpu.uuid,
+            state=self._standing.state,
+            because=self._standing.because,
+            hint=self._standing.hint,
+            since=self._standing.since,
+            process=evidence,
+            ready_since=self._standing.ready_since,
+            pipe_directory=str(self._way.paths.pipe_directory),
+            wanted=self._holding.limits,
+            limits=self._observer.read_back,
+            verified=not self.trouble,
+            drift=self._observer.drift,
+            undone=self._observer.undone,
+            servers=self._observer.servers,
+            version=self.gpu.driver_version,
+            cannot_start=self._observer.cannot_start,
+            has_mem_limit=self._observer.has_mem_limit,
+            unknown_lines=self._observer.control_log.unknown,
+            operation=self._drainer.told if wish.waits and wish.operation else None,
+            restart_for=self._instance.outdated(self._settings),
+        )
+
+    def reset(self) -> None:
+        """Forget the deaths and try again, at an operator's word; a daemon that runs is not touched."""
+        self._wanted = True
+        self._tally.forget()
+        self._move(Event.RESET, "an operator reset it")
+        self._wake.set()
+
+    def reload(self, settings: Settings) -> None:
+        """Take new settings; limits that differ are set and verified at the next look, for servers that start later."""
+        self._settings = self._drainer.settings = settings
+        if self._holding.configure(settings):
+            self.ask()
+        self._standing.touch()
+        self._observer.configure(settings.daemon)
+        self._wake.set()
+
+    def limit(self, limits: Limits) -> None:
+        """Have these limits hold from now on for whoever becomes a client: set, read back, and kept."""
+        if self._holding.want(limits):
+            self.ask()
+
+    def ask(self) -> Callable[[], bool]:
+        """Talk to the daemon soon; return what tells whether that was done, from the first word on."""
+        if self._standing.state not in {State.STARTING, State.COOLING}:  # there it bounds a start, or a delay
+            self._due = 0.0
+        self._wake.set()
+        return self._standing.ask()
+
+    @property
+    def trouble(self) -> str:
+        """Why it is not certain that the limits that are wanted hold for its next client; empty when it is."""
+        if self._standing.state not in ANSWERED:
+            return f"it is {self._standing.state}: {self._standing.because}"
+        if not self._holding.proved:
+            return "they were not read back in time"
+        if starting := self._observer.starting:
+            pids = ", ".join(map(str, starting))
+            return f"server {pids} is starting, and does not say yet what its clients get"
+        return ""
+
+    def intend(self, asked: Asked) -> str:
+        """Do what an operator wants, from now on; return the operation that it is part of now, if it is one.
+
+        Raises StorageError, and then nothing has changed.
+        """
+        operation = self._drainer.want(asked, self._instance.identity, silent=self._standing.is_silent)
+        if asked.intent is Intent.RESTART and self._instance.process is None:
+            self.reset()
+        self._obey()
+        self.ask()
+        return operation
+
+    def operation(self, operation: str) -> Operation | None:
+        """Return an operation on this daemon, if it goes on, or is one of those that ended last."""
+        return self._drainer.operation(operation)
+
+    async def stop(self, *, force: bool) -> None:
+        """Stop the daemon when nobody is left, or by force and its clients with it; return when it is gone."""
+        self._wanted = False
+        self._drainer.leave(self._instance.identity)
+        if force:
+            self._move(Event.STOP, "it is stopped with mpsd")
+        else:
+            self._obey()
+        self.ask()
+        if self._instance.process is not None:
+            self._down.clear()
+            await self._down.wait()
+            self._launcher.sweep(())
+
+    async def run(self) -> None:
+        """Supervise until cancelled, and then leave the daemon running: its clients must not notice."""
+        self._tally.load()
+        self._drainer.load()
+        try:
+            while True:
+                self._wake.clear()
+                self.beat.back_in(longest_round(self._settings.daemon))
+                try:
+                    self._bury()
+                    await self._one_round()
+                except OSError as error:
+                    await self._stumble(error)
+                except StorageError as error:
+                    # What must be on disk before the next step is not: nothing is lost, and nothing goes on.
+                    self._standing.explain(error.detail, error.hint)
+                    await self._sleep(_TICK)
+        finally:
+            self._drainer.close()
+            self._observer.control_log.close()
+            self._instance.close()
+
+    async def _one_round(self) -> None:
+        match self._standing.state:
+            case State.DOWN if self._tally.failed is not None:
+                self._move(Event.REFUSED, self._tally.failed, self._reset_hint)
+            case State.DOWN if self._wanted:
+                await self._arrive()
+            case State.DOWN | State.FAILED:
+                await self._instance.find_orphans()
+                if self._wanted and self._standing.state is State.FAILED:
+                    self._drainer.fail(self._standing.because)
+                # Nothing happens here by itself, but that orphans go.
+                await self._sleep(_TICK if self._observer.see_orphans_off() else None)
+            case State.STARTING:
+                await self._prove()
+            case State.READY | State.HELD | State.DRAINING | State.UNRESPONSIVE:
+                await self._watch()
+            case State.STOPPING:
+                await self._see_off()
+            case State.COOLING if clock.monotonic() < self._due:
+                await self._sleep(self._due - clock.monotonic())
+            case State.COOLING:
+                self._move(Event.COOLED, "the delay after its death is over")
+
+    async def _stumble(self, error: OSError) -> None:
+        """The machine had no descriptor, memory or process left: what cannot be looked at is not known to be well."""
+        hint = "see what the machine has run out of; mpsd tries again by itself"
+        if self._standing.state in RUNNING:
+            self._move(Event.SILENT, f"mpsd could not look at it: {error.strerror}", hint)
+        else:
+            self._standing.explain(f"it cannot be started now: {error.strerror}", hint)
+            self._standing.touch()
+        self._due = 0.0
+        await asyncio.sleep(_TICK)
+
+    async def _sleep(self, seconds: float | None) -> None:
+        """Wait until something happens, for this long at most."""
+        self.beat.back_in(seconds)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+
+    def _move(self, event: Event, because: str, hint: str | None = None) -> None:
+        """Apply an event."""
+        self._standing.move(event, because, hint, self._instance.pid)
+        if self._standing.state is State.DOWN:
+            self._down.set()
+
+    def _obey(self) -> None:
+        """Let nobody in where an operator wants that, and everybody where he does no more."""
+        if self._standing.state in ANSWERED:
+            self._move(_EVENTS[self._drainer.wish.intent], self._drainer.told, self._drainer.way_out)
+
+    # -- arriving: adopt what is there, or start ----------------------------------------------------------------------
+
+    async def _arrive(self) -> None:
+        try:
+            found = await self._instance.adopt()
+        except (ConfigurationError, ForeignDaemonError) as error:
+            self._move(Event.REFUSED, error.detail, error.hint)
+            return
+        if self._instance.process is not None:
+            self._due = clock.monotonic() + self._settings.daemon.start_deadline
+            self._holding.forget()
+            self._move(Event.ADOPTED, f"pid {self._instance.pid} was found running, and adopted")
+        elif self._drainer.is_clear(found.orphans):
+            if self._drainer.wish.intent is Intent.RESTART:
+                self._observer.control_log.sweep(self._launcher.sweep)
+            self._start()
+        else:
+            self._standing.explain(self._drainer.told, f"end them at once: mpsctl restart {self.name} --timeout 0")
+            self._standing.touch()
+            await self._sleep(_TICK)
+
+    def _start(self) -> None:
+        try:
+            self._instance.start(self._settings.daemon.users)
+        except (ConfigurationError, ReachError) as error:
+            self._move(Event.REFUSED, error.detail, error.hint)
+            return
+        except OSError as error:
+            if error.errno in process.SHORTAGES:
+                raise  # that is nobody's death: it is tried until the machine has what it takes
+            self._die(f"it could not be started: {error}")
+            return
+        self._due = clock.monotonic() + self._settings.daemon.start_deadline
+        self._holding.forget()
+        self._move(Event.STARTED, f"pid {self._instance.pid} was started")
+
+    # -- proving and watching: it listens, it answers, and every limit reads back --------------------------------------
+
+    async def _prove(self) -> None:
+        if self._instance.is_fresh and not self._holding.proved and not await self._instance.listens_by(self._due):
+            if self._instance.give_up():
+                late = f"it did not listen within {self._settings.daemon.start_deadline:g} s, and so is ended"
+                self._move(Event.SILENT, late, f"read {self._way.paths.control_log}")
+            return
+        reached = await self._probe()
+        if self._standing.state is State.STARTING:
+            # It may have bound its socket and not listen yet, a moment that a busy machine makes long.
+            await self._sleep(self._settings.daemon.probe_interval if reached else LISTEN_POLL)
+
+    async def _watch(self) -> None:
+        """Look once a second, and at news in the log; talk to the daemon where there is reason to, or it is time."""
+        assert self._instance.process is not None  # noqa: S101 - there is one in every state that is watched
+        await self._instance.find_orphans()
+        wish = self._drainer.wish
+        stopped = process.is_stopped(self._instance.process.pid)
+        if any((self._observer.glance(), not self._way.look(), stopped and self._standing.state is State.UNRESPONSIVE)):
+            # There is reason to ask at once; one that is known to be stopped cannot answer before it goes on.
+            self._due = 0.0
+        if stopped:
+            due = self._standing.state is not State.UNRESPONSIVE
+        else:
+            # Whoever waits for people to leave asks every time who is left.
+            waits = self._standing.state is State.DRAINING
+            due = waits or clock.monotonic() >= self._due or self._launcher.socket_is_gone
+        if due:
+            await self._probe()
+        # Who is there was asked since it was wanted, or it is asked now.
+        if wish is self._drainer.wish and not self._drain():
+            await self._sleep(clock.until_next(_TICK))
+
+    async def _probe(self) -> bool:
+        """Talk to the daemon, and let the state be what comes of it; tell whether it could be reached at all."""
+        assert self._instance.process is not None  # noqa: S101 - there is one in every state that is probed
+        starting = self._standing.state is State.STARTING and clock.monotonic() < self._due
+        questions = self._standing.questions
+        found = await self._prober.probe(self._instance.process, fresh=self._instance.is_fresh)
+        if found.event is Event.SILENT and not found.reached and self._instance.is_fresh and starting:
+            return False  # one that was just started has its time to be
+        if found.event is Event.VERIFIED:
+            self._instance.is_fresh = False
+        if not (found.event is Event.SILENT and self._instance.is_dead):
+            self._move(found.event, found.because, found.hint)
+        if found.event is Event.UNPROVEN or self._standing.state is State.READY:
+            self._standing.explain(found.because, found.hint)
+        self._obey()
+        # A socket that is gone is looked for all the time, and asked as soon as it is back.
+        gone = self._launcher.socket_is_gone
+        pause = _TICK if self._observer.starting else self._settings.daemon.probe_interval
+        # Who asked while it was talked to may want to know of what came later.
+        self._due = 0.0 if gone or questions < self._standing.questions else clock.monotonic() + pause
+        self._standing.answer(questions)
+        return not gone
+
+    # -- draining and ending ------------------------------------------------------------------------------------------
+
+    def _drain(self) -> bool:
+        """Do what is next of what an operator wants; tell whether there is more to do at once."""
+        state, wish = self._standing.state, self._drainer.wish
+        if not wish.waits:
+            return False
+        answers = state in ANSWERED and self._holding.proved
+        is_to_quit = self._drainer.advance(self._observer.present, self._instance.identity, answers=answers)
+        if is_to_quit:
+            self._move(Event.STOP, self._drainer.told, f"stop it at once: mpsctl restart {self.name} --timeout 0")
+        elif wish is not self._drainer.wish:
+            self._obey()
+            self._standing.touch()
+        if self._standing.state is State.DRAINING:
+            self._standing.explain(self._drainer.told, self._drainer.way_out)
+        return is_to_quit
+
+    async def _see_off(self) -> None:
+        """Have the daemon quit, and wait for whoever it waits for; or, when that has to be, by force."""
+        try:
+            await self._instance.quit(self.pipe, force=self._drainer.has_to_force(self._instance.identity))
+        except ControlError as error:
+            self._standing.explain(error.detail, error.hint)
+        await self._sleep(_TICK)
+
+    def _bury(self) -> None:
+        """Settle what a process leaves behind that is gone, as the kernel said."""
+        if (how := self._instance.bury()) is None:
+            return
+        if self._standing.state is State.STOPPING:
+            self._move(Event.DIED, how)
+        else:
+            self._die(how)
+
+    def _die(self, how: str) -> None:
+        """Note a death, and do what the tally says."""
+        decision = self._tally.count(how, self._settings.daemon)
+        self._due = clock.monotonic() + decision.delay
+        self._move(Event.DIED, decision.because)
+        if decision.verdict is Verdict.GIVE_UP:
+            self._move(Event.GAVE_UP, decision.because, self._reset_hint)
+        elif decision.verdict is Verdict.AT_ONCE and self._wanted:
+            # The kernel has just proved that ours is gone, so nobody needs to be looked for: clients wait for nothing.
+            self._move(Event.COOLED, decision.because)
+            self._start()

@@ -1,0 +1,78 @@
+"""Which limits a control daemon is to hold, and whether it was seen to hold them."""
+
+from msgspec import structs
+
+from mpsd.core.errors import ControlUnknownCommandError
+from mpsd.core.model import Limits
+from mpsd.core.settings import Settings
+from mpsd.daemon.control.observer import Observer
+from mpsd.daemon.record.log import Happened, Logger
+
+
+class Holding:
+    """The limits that the next clients of one control daemon are to get at most."""
+
+    def __init__(self, observer: Observer, settings: Settings, log: Logger) -> None:
+        self._observer = observer
+        self._log = log
+        self._limits = settings.default_limits  # until it is said what clients need
+        self._has_to = settings.default_limits.pinned_device_mem_limit is not None
+        """Whether an operator asked for a memory limit, so that a driver without one will not do."""
+        self.proved = False
+        """Whether the limits that are wanted now were set, or found set, and read back from this process."""
+        self._others = False
+        """Whether others are wanted than before, so that there is no use in asking first whether they hold."""
+
+    @property
+    def limits(self) -> Limits:
+        """The limits to be held; a memory limit that no operator asked for is left out where the driver has none."""
+        if self._observer.has_mem_limit or self._has_to:
+            return self._limits
+        return structs.replace(self._limits, pinned_device_mem_limit=None)
+
+    def want(self, limits: Limits) -> bool:
+        """Have these limits held from now on; tell whether that is anything new."""
+        if limits == self._limits:
+            return False
+        self._limits, self.proved, self._others = limits, False, True
+        return True
+
+    def configure(self, settings: Settings) -> bool:
+        """Take what an operator says of limits; tell whether others are to be held for that."""
+        before = self.limits
+        self._has_to = settings.default_limits.pinned_device_mem_limit is not None
+        if self.limits == before:
+            return False
+        self.proved, self._others = False, True
+        return True
+
+    def forget(self) -> None:
+        """It is another process now, or it does not hold what it held."""
+        self.proved = self._others = False
+
+    async def hold(self, *, fresh: bool) -> None:
+        """Read every limit back, put back what others changed, and set what is not as wanted.
+
+        A `fresh` daemon is told at once; one that is adopted is asked first, and told only if something differs. Raises
+        as `Observer.set` does.
+        """
+        while True:
+            wanted = self.limits
+            try:
+                asked = not self._others and (self.proved or not fresh)
+                if not (asked and await self._observer.read(wanted)):
+                    await self._observer.set(wanted)
+                    self._others = self.limits != wanted
+            except ControlUnknownCommandError:
+                if self.limits == wanted:
+                    raise
+            else:
+                if self.limits == wanted:
+                    break
+        if not self.proved:
+            self.proved, memory = True, wanted.pinned_device_mem_limit
+            self._log.info(
+                Happened.LIMITS_VERIFIED,
+                active_thread_percentage=float(wanted.active_thread_percentage),
+                pinned_device_mem_limit=memory.bytes if memory else None,
+            )

@@ -1,0 +1,1 @@
+"""The GPUs of the node: their readings, their faults and their compute modes."""

@@ -1,0 +1,174 @@
+"""The compute modes of the GPUs: set where the settings ask for it, written down before, and given back. See step()."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+from mpsd.core import compute_mode, gpus
+from mpsd.core.compute_mode import ComputeMode, Step, step
+from mpsd.core.errors import ComputeModeError
+from mpsd.core.model import Gpu, GpuUsage, Known, Reading, Unknown
+from mpsd.core.settings import WantedComputeMode
+from mpsd.daemon.record.log import Happened, Logger
+from mpsd.system.gpu import GpuSource, change_compute_mode
+from mpsd.system.saved_compute_modes import FoundModes
+
+_EXCLUSIVE: Final = ComputeMode.EXCLUSIVE_PROCESS
+_FAILS_OPEN: Final = (
+    "a process that does not use its lease's environment runs outside MPS, without limits, while the compute mode of"
+    ' {gpus} is default; daemon.compute_mode = "exclusive-process" keeps it out'
+)
+_NO_ROOM: Final = "make room on the file system of paths.state_dir, then: mpsctl reset gpu{index}"
+
+
+class ComputeModes:
+    """What becomes of each GPU's compute mode. Its `settle` is called with each reading, one at a time."""
+
+    def __init__(self, source: GpuSource, found: FoundModes, log: Logger) -> None:
+        self._source = source
+        self._found = found
+        self._log = log
+        self._wanted = False
+        self._because = ""
+        self._held: set[str] = set()
+        """GPUs seen in exclusive-process since it is wanted, since they are there, and since an operator reset them."""
+        self._refused: dict[str, tuple[str, str]] = {}
+        """Why a GPU's mode could not be changed, and what to do about it. It is not tried again before an occasion."""
+        self._told: dict[str, str] = {}
+        """What was last told of each GPU's trouble."""
+
+    def load(self) -> None:
+        """Read what an earlier mpsd wrote down. What cannot be understood is set aside, and told."""
+        try:
+            try:
+                self._found.load()
+            except ValueError as error:
+                aside = self._found.set_aside()
+                self._tell_not_kept(f"{self._found.path} cannot be understood, and is kept as {aside}: {error}")
+        except OSError as error:
+            self._tell_not_kept(f"{self._found.path} cannot be read: {error.strerror}")
+
+    def want(self, wanted: WantedComputeMode, because: str) -> None:
+        """Want a mode from now on, or none in particular: then what was found is given back, with this `because`."""
+        exclusive = wanted is WantedComputeMode.EXCLUSIVE_PROCESS
+        if exclusive != self._wanted:
+            self._held.clear()
+        self._wanted, self._because = exclusive, because
+        self._refused.clear()
+
+    def reset(self, gpu: str) -> None:
+        """Try again on this GPU, at an operator's word."""
+        self._held.discard(gpu)
+        self._refused.pop(gpu, None)
+
+    # -- telling ------------------------------------------------------------------------------------------------------
+
+    def trouble(self, gpu: Gpu, now: ComputeMode | None) -> tuple[str, str] | None:
+        """Say why nobody can be let in on this GPU, in this mode, and what to do about it; None where they can."""
+        wanted, held = self._wanted_on(gpu), gpu.uuid in self._held
+        trouble = compute_mode.trouble(index=gpu.index, wanted=wanted, now=now, held=held)
+        if trouble is None or now is ComputeMode.PROHIBITED:
+            return trouble
+        return self._refused.get(gpu.uuid, trouble)
+
+    def left_behind(self, gpu: Gpu) -> tuple[str, str] | None:
+        """Say why a GPU has not its own mode back, though nobody wants another, and what to do about it."""
+        return None if self._wanted_on(gpu) else self._refused.get(gpu.uuid)
+
+    def notes(self, there: Mapping[Gpu, ComputeMode | None]) -> list[str]:
+        """Return what should be known of the modes that GPUs have, and of the GPUs that are not there."""
+        default = [gpu for gpu, mode in there.items() if mode is ComputeMode.DEFAULT and gpus.unsupported(gpu) is None]
+        found = self._found.by_gpu
+        missing = found.keys() - {gpu.uuid for gpu in there}
+        notes = [
+            f"{gpu} cannot be read now; mpsd has changed its compute mode, and is to give it back ({found[gpu]})"
+            for gpu in sorted(missing)
+        ]
+        if default and not self._wanted:
+            notes.append(_FAILS_OPEN.format(gpus=", ".join(f"GPU {gpu.index}" for gpu in default)))
+        return notes
+
+    def _wanted_on(self, gpu: Gpu) -> bool:
+        return self._wanted and gpus.unsupported(gpu) is None
+
+    # -- settling -----------------------------------------------------------------------------------------------------
+
+    async def settle(self, gpu: Gpu, usage: Reading[GpuUsage]) -> Reading[GpuUsage]:
+        """Do what there is to do about a GPU that was just read, and return the reading as it is then."""
+        if isinstance(usage, Unknown):
+            self.reset(gpu.uuid)  # once it is back it may have been reset, and its mode with it
+            return usage
+        now = usage.value.compute_mode
+        if now is _EXCLUSIVE:
+            self._held.add(gpu.uuid)
+        found = self._found.by_gpu.get(gpu.uuid)
+        reading: Reading[ComputeMode | None] = Known(now)
+        try:
+            match step(wanted=self._wanted_on(gpu), found=found, now=now, held=gpu.uuid in self._held):
+                case Step.TAKE if now is not None and gpu.uuid not in self._refused:
+                    reading = await self._take(gpu, now)
+                case Step.GIVE_BACK if found is not None and gpu.uuid not in self._refused:
+                    reading = await self._give_back(gpu, found)
+                case Step.FORGET:
+                    because = f"it is {now}, and not what mpsd set"
+                    self._log.info(Happened.GPU_MODE_LEFT, **_of(gpu), mode=now, found=found, because=because)
+                    self._forget(gpu)
+                case _:
+                    pass
+        except ComputeModeError as error:
+            self._refused[gpu.uuid] = error.detail, error.hint
+        if isinstance(reading, Unknown):
+            return reading
+        self._tell_trouble(gpu, reading.value)
+        return Known(replace(usage.value, compute_mode=reading.value))
+
+    async def _take(self, gpu: Gpu, now: ComputeMode) -> Reading[ComputeMode | None]:
+        """Write down what is there, and only then change it. Raises ComputeModeError, and then it is as it was."""
+        try:
+            self._found.note(gpu.uuid, now)
+        except OSError as error:
+            raise ComputeModeError(
+                f"its compute mode {now} cannot be written down in {self._found.path}, so it is not changed:"
+                f" {error.strerror}",
+                hint=_NO_ROOM.format(index=gpu.index),
+            ) from error
+        try:
+            reading = await change_compute_mode(self._source, gpu, _EXCLUSIVE)
+        except ComputeModeError:
+            self._forget(gpu)  # it is not what mpsd set, whoever sets it next
+            raise
+        if isinstance(reading, Known):
+            self._held.add(gpu.uuid)
+            facts = {**_of(gpu), "mode": _EXCLUSIVE, "found": self._found.by_gpu[gpu.uuid], "because": self._because}
+            self._log.info(Happened.GPU_MODE_SET, **facts)
+        return reading
+
+    async def _give_back(self, gpu: Gpu, found: ComputeMode) -> Reading[ComputeMode | None]:
+        """Set what was written down, and only then strike it out. Raises ComputeModeError, and then it stands there."""
+        reading = await change_compute_mode(self._source, gpu, found)
+        if isinstance(reading, Known):
+            self._held.discard(gpu.uuid)
+            self._log.info(Happened.GPU_MODE_RETURNED, **_of(gpu), mode=found, because=self._because)
+            self._forget(gpu)
+        return reading
+
+    def _forget(self, gpu: Gpu) -> None:
+        self._refused.pop(gpu.uuid, None)
+        try:
+            self._found.forget(gpu.uuid)
+        except OSError as error:
+            self._tell_not_kept(f"GPU {gpu.index} cannot be struck out of {self._found.path}: {error.strerror}")
+
+    def _tell_trouble(self, gpu: Gpu, now: ComputeMode | None) -> None:
+        """Log what is wrong with a GPU's mode, once."""
+        because, _ = self.trouble(gpu, now) or self.left_behind(gpu) or ("", "")
+        if because and because != self._told.get(gpu.uuid):
+            self._log.error(Happened.GPU_MODE_TROUBLE, **_of(gpu), mode=now, because=because)
+        self._told[gpu.uuid] = because
+
+    def _tell_not_kept(self, because: str) -> None:
+        self._log.error(Happened.GPU_MODE_NOT_KEPT, because=because)
+
+
+def _of(gpu: Gpu) -> dict[str, object]:
+    return {"index": gpu.index, "uuid": gpu.uuid}

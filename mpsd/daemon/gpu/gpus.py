@@ -1,0 +1,171 @@
+"""The GPUs of the node: found, read every now and then, and listened to."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+
+from mpsd.core import gpus, xid
+from mpsd.core.errors import GpuError
+from mpsd.core.model import Gpu, GpuFault, GpuUsage, Health, Inventory, Known, Reading, Unknown
+from mpsd.core.settings import WantedComputeMode
+from mpsd.daemon.gpu.compute_modes import ComputeModes
+from mpsd.daemon.record.log import Happened, Logger
+from mpsd.system import clock
+from mpsd.system.gpu import GpuSource
+
+_INTERVAL: Final = 10.0
+"""Seconds between two readings of the GPUs, and between two tries to listen to them where that fails."""
+
+_LOOK: Final = "see what nvidia-smi and dmesg say; mpsd looks again by itself"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuView:
+    """A GPU as the node sees it: `gpu` is None for one that could not be read at all."""
+
+    index: int
+    gpu: Gpu | None
+    usage: Reading[GpuUsage]
+    health: Health
+    because: str
+    hint: str | None
+
+
+class Gpus:
+    """What is known of every GPU."""
+
+    def __init__(self, source: GpuSource, modes: ComputeModes, log: Logger, changed: Callable[[], None]) -> None:
+        """`changed` is called when a GPU is another than before."""
+        self.by_index: dict[int, Gpu] = {}
+        self.modes = modes
+        self._source = source
+        self._log = log
+        self._changed = changed
+        self._usage: dict[int, Reading[GpuUsage]] = {}
+        self._unread: Mapping[int, Unknown] = {}
+        self._reported: dict[str, tuple[int, datetime]] = {}
+        """By UUID, the Xid that a GPU reported, and when: the latest, or the one that condemns it."""
+        self._reading = asyncio.Lock()
+        """What a GPU's mode is, and what is done about it, belong together."""
+        self._soon = asyncio.Event()
+        """Set where the GPUs are to be read before it is time."""
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    async def follow(self, read: Callable[[], None]) -> None:
+        """Read the GPUs every now and then, and look for those that could not be read; call `read` after each time."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_INTERVAL):
+                    await self._soon.wait()
+            self._soon.clear()
+            if self._unread:
+                # What is not even countable stays as unread as it was.
+                with contextlib.suppress(GpuError):
+                    await self.take(await self._source.inventory())
+            await self.read()
+            read()
+
+    async def listen(self) -> None:
+        """Take in what GPUs report of themselves, for ever."""
+        while True:
+            reading = await self._source.faults()
+            if isinstance(reading, Unknown):
+                await asyncio.sleep(_INTERVAL)
+                continue
+            for fault in reading.value:
+                self._note(fault)
+
+    async def take(self, inventory: Inventory) -> None:
+        """Take in the GPUs that were found."""
+        for gpu in inventory.gpus:
+            if gpu.index not in self.by_index:
+                self._log.info(Happened.GPU_FOUND, index=gpu.index, uuid=gpu.uuid, name=gpu.name)
+            self.by_index[gpu.index] = gpu
+        self._unread = inventory.unknown
+        await self.read()
+
+    async def read(self) -> None:
+        """Read what is in use, and do what there is to do about the compute modes."""
+        for index, gpu in self.by_index.items():
+            async with self._reading:
+                before, now = self._usage.get(index), await self.modes.settle(gpu, await self._source.usage(gpu))
+            if isinstance(now, Unknown) and not isinstance(before, Unknown):
+                facts = {"index": index, "uuid": gpu.uuid, "health": Health.UNKNOWN, "because": now.reason}
+                self._log.error(Happened.GPU_HEALTH, **facts)
+            if isinstance(now, Known) and isinstance(before, Unknown):
+                self._log.info(Happened.GPU_HEALTH, index=index, uuid=gpu.uuid, health=Health.OK)
+            self._usage[index] = now
+            if now != before:
+                self._changed()
+
+    def _note(self, fault: GpuFault) -> None:
+        """Take in what a GPU reported: what condemns it is not covered by what a program did later."""
+        self._log.error(Happened.GPU_XID, uuid=fault.gpu, xid=fault.xid, because=xid.describe(fault.xid))
+        before = self._reported.get(fault.gpu)
+        if before is None or xid.condemns(fault.xid) or not xid.condemns(before[0]):
+            self._reported[fault.gpu] = (fault.xid, clock.now())
+            self._changed()
+
+    def want(self, mode: WantedComputeMode, because: str) -> None:
+        """Have the GPUs in another compute mode, or in their own, soon."""
+        self.modes.want(mode, because)
+        self._soon.set()
+        self._changed()
+
+    async def release(self, because: str) -> None:
+        """Give back what was changed about the GPUs, now: no control daemon of mpsd's is on them any more."""
+        self.modes.want(WantedComputeMode.LEAVE, because)
+        await self.read()
+
+    def reset(self, uuid: str) -> None:
+        """Forget what a GPU reported, and what became of its compute mode, at an operator's word."""
+        self.modes.reset(uuid)
+        self._reported.pop(uuid, None)
+        self._soon.set()
+        self._changed()
+
+    # -- telling ------------------------------------------------------------------------------------------------------
+
+    @property
+    def usages(self) -> dict[str, Reading[GpuUsage]]:
+        """What is in use on each GPU, by UUID."""
+        return {gpu.uuid: self._usage[index] for index, gpu in self.by_index.items() if index in self._usage}
+
+    def views(self) -> Iterator[GpuView]:
+        """Yield the GPUs by index, those included that could not be read."""
+        for index in sorted(self.by_index.keys() | self._unread.keys()):
+            if index in self.by_index:
+                yield self.view(index)
+            else:
+                unknown = self._unread[index]
+                yield GpuView(index, None, unknown, Health.UNKNOWN, unknown.reason, _LOOK)
+
+    def view(self, index: int) -> GpuView:
+        """Return what there is to say about a GPU that was found."""
+        gpu = self.by_index[index]
+        usage = self._unread.get(index) or self._usage.get(index, Unknown("it was not read yet"))
+        refused = gpus.unsupported(gpu)
+        if refused is not None:
+            return GpuView(index, gpu, usage, Health.UNSUPPORTED, *refused)
+        if isinstance(usage, Unknown):
+            return GpuView(index, gpu, usage, Health.UNKNOWN, usage.reason, _LOOK)
+        reported, at = self._reported.get(gpu.uuid, (0, clock.now()))
+        told = f"at {at.isoformat(timespec='seconds')} it reported {xid.describe(reported)}" if reported else ""
+        if reported and xid.condemns(reported):
+            hint = f"see NVIDIA's list XID Errors, mend or reset the GPU, then: mpsctl reset gpu{index}"
+            return GpuView(index, gpu, usage, Health.FAULTY, told, hint)
+        closed = self.modes.trouble(gpu, usage.value.compute_mode)
+        if closed is not None:
+            return GpuView(index, gpu, usage, Health.MISCONFIGURED, *closed)
+        left = self.modes.left_behind(gpu)
+        because = "; ".join(filter(None, ("it answers", told, left and left[0])))
+        return GpuView(index, gpu, usage, Health.OK, because, left and left[1])
+
+    def notes(self) -> list[str]:
+        """Return what is not wrong with the GPUs and should be known."""
+        read = {gpu: self._usage.get(index) for index, gpu in self.by_index.items()}
+        return self.modes.notes({gpu: each.value.compute_mode for gpu, each in read.items() if isinstance(each, Known)})

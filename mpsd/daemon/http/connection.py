@@ -1,0 +1,383 @@
+"""HTTP/1.1 on one connection: httptools reads what comes in, and its requests are answered one after the other.
+
+What mpsd has no use for is not there: nothing is decompressed, no other protocol is spoken, and what comes behind a
+request waits, unread, until that is answered. Whoever is connected costs a few KiB, whatever it sends and however fast.
+"""
+
+import asyncio
+import http
+import re
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
+from functools import lru_cache
+from math import inf
+from typing import Final, NamedTuple, cast
+from urllib.parse import unquote
+
+import httptools
+
+from mpsd.daemon.http.peer import Visitor
+from mpsd.system import clock
+
+MAXIMUM_BODY: Final = 64 * 1024
+"""Bytes of a request's body."""
+
+_LONGEST_HEAD: Final = 16 * 1024
+"""Bytes of a request before its body."""
+
+_LARGEST: Final = _LONGEST_HEAD + 2 * MAXIMUM_BODY
+"""Bytes of a request in all; what frames the chunks of a body, and follows them, may be as much as the body."""
+
+_BUFFER: Final = memoryview(bytearray(8 * 1024))
+"""What was received last, on whichever connection: it is taken from here before anything else is received."""
+
+_KEEP_ALIVE: Final = 75.0
+"""Seconds for which a connection may idle between two requests, or take to send the next one."""
+
+_SLOW: Final = 5.0
+"""Seconds that a caller may take for what was sent to it."""
+
+_ORIGIN: Final = re.compile(r"https?://[^/]*", re.IGNORECASE)
+
+_VERSIONS: Final = {"1.0", "1.1"}
+
+
+class Answer(NamedTuple):
+    """What is answered: a status, a body and its media type, and for a wrong method those that are right."""
+
+    status: int
+    body: bytes = b""
+    kind: str = "application/json"
+    allow: str = ""
+
+
+class Message:
+    """A request, its head read; its body may still be on its way."""
+
+    __slots__ = ("_arrived", "body", "close", "complete", "connection", "expects", "method", "old", "path", "query",
+                 "trouble")  # fmt: skip
+
+    def __init__(self, connection: "Connection", method: str, target: bytes) -> None:
+        self.connection = connection
+        self.method = method
+        self.path, self.query = _path(target)
+        self.body = bytearray()
+        """As much as has come of it; of one that is too large, not much more than shows that it is."""
+        self.expects = False
+        """Whether its caller waits for a word before it sends the body."""
+        self.old = False
+        """Whether it is HTTP/1.0, which knows no chunks."""
+        self.close = False
+        """Whether nothing comes after its answer."""
+        self.trouble = ""
+        """Why the rest of what was sent cannot be read, if so."""
+        self.complete = False
+        """Whether there is no more of it to come."""
+        self._arrived: asyncio.Future[None] | None = None
+
+    def take(self, data: bytes) -> None:
+        """Add to the body."""
+        if len(self.body) <= MAXIMUM_BODY:
+            self.body += data
+        if len(self.body) > MAXIMUM_BODY:
+            self.wake()
+
+    def wake(self) -> None:
+        """Let go on whoever waits for the body."""
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
+
+    async def arrival(self) -> None:
+        """Wait for the body: until it is complete, or too large, or cannot be read. Raises ConnectionResetError."""
+        if self.expects:
+            await self.connection.bid_continue()
+        if not (self.complete or self.trouble or len(self.body) > MAXIMUM_BODY):
+            self._arrived = asyncio.get_running_loop().create_future()
+            await self._arrived
+
+
+def _path(target: bytes) -> tuple[str, str]:
+    """Return the path of what a request is for, decoded, and what is asked about it."""
+    path, _, query = target.decode(errors="replace").partition("?")
+    if not path.startswith("/"):
+        path = _ORIGIN.sub("", path)  # as one sends it to a proxy: with scheme and host
+    return unquote(path) if "%" in path else path, query
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One connection, and who is at the other end."""
+
+    def __init__(
+        self,
+        visitor: Visitor,
+        serve: Callable[[Message], Awaitable[None]],
+        inside: "set[Connection]",
+        patience: float,
+    ) -> None:
+        """Begin. `patience` is how many seconds the first request may take to come.
+
+        `serve` answers a request, through `send` or `stream`, and is cancelled when nobody waits for the answer any
+        more. While it lasts, the connection is `inside`.
+        """
+        self.visitor = visitor
+        self.deadline = clock.monotonic() + patience
+        """When to hang up, for want of a request."""
+        self.spoken = asyncio.get_running_loop().create_future()
+        """Done when a first request has come, or will not."""
+        self.task: asyncio.Task[None] | None = None
+        """Answers its requests, for as long as it lasts."""
+        self.is_answering = False
+        """Whether a request is in hand."""
+        self._in_hand: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        """The request that is, or the next one that will be."""
+        self._serve = serve
+        self._inside = inside
+        self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._target = b""
+        self._expects = False
+        self._size = 0
+        """Bytes that have come of the request that is being received."""
+        self._coming: Message | None = None
+        """The request of which the body is being received."""
+        self._next: deque[Message] = deque()
+        """Requests to be answered; those behind the first came with it, in as many bytes as are read at a time."""
+        self._later = bytearray()
+        """What came behind them."""
+        self._last = False
+        """Whether nothing more is answered."""
+        self.parting = False
+        """Whether the next answer is the last, since somebody else answers soon."""
+        self._taken: asyncio.Future[None] | None = None
+        """For as long as something was sent that the kernel could not take yet: done when it has."""
+
+    # -- what comes in -------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin to listen."""
+        transport = self._transport = cast("asyncio.Transport", transport)  # uvloop's own are no subclasses of it
+        self.task = asyncio.get_running_loop().create_task(self._live())
+        self._inside.add(self)
+        transport.set_write_buffer_limits(0)  # what the kernel does not take is waited for
+
+    def connection_lost(self, _: Exception | None) -> None:
+        """Stop: its caller has hung up, or mpsd has."""
+        self._transport, self._parser = None, None
+        self._next.clear()
+        if self.task is not None:
+            self.task.cancel()
+        self._note_spoken()
+        self._inside.discard(self)
+        self.visitor.close()
+
+    def get_buffer(self, _: int) -> memoryview:
+        """Say where to put what comes in."""
+        return _BUFFER
+
+    def buffer_updated(self, size: int) -> None:
+        """Read what has come in, unless something else is to be answered before."""
+        data = _BUFFER[:size]
+        if self._listens():
+            self._read(data)
+            self._go_on()
+        else:
+            self._later += data
+            if len(self._later) >= len(_BUFFER) and self._transport is not None:
+                self._transport.pause_reading()
+
+    def _listens(self) -> bool:
+        """Tell whether what comes in now is a next request, or the rest of the one in hand."""
+        return self._parser is not None and not self._next and (not self.is_answering or self._coming is not None)
+
+    def _read(self, data: memoryview | bytearray) -> None:
+        assert self._parser is not None  # noqa: S101 - it listens
+        self._size += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._parser = None  # as it says already: see `on_headers_complete`
+        except httptools.HttpParserError as error:
+            self._cannot_read(str(error))
+        else:
+            if self._size > (_LONGEST_HEAD if self._coming is None else _LARGEST):
+                self._cannot_read("it is too long")
+
+    def _cannot_read(self, because: str) -> None:
+        """Listen no more; why is said once what came before is answered."""
+        self._parser = None
+        message, self._coming = self._coming, None
+        if message is None:
+            message = Message(self, "", b"")
+            self._next.append(message)
+        message.close = True
+        if len(message.body) <= MAXIMUM_BODY:  # or that is what is wrong with it
+            message.trouble = message.trouble or because
+        message.wake()
+
+    def on_url(self, url: bytes) -> None:
+        """Take up what a request is for, or some of it."""
+        self._target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take up a header, or a trailer.
+
+        One header alone matters: httptools knows how long a body is, and what ends a connection.
+        """
+        if self._coming is None and name.lower() == b"expect" and value.lower() == b"100-continue":
+            self._expects = True
+
+    def on_headers_complete(self) -> None:
+        """Take up a request."""
+        parser = self._parser
+        assert parser is not None  # noqa: S101 - it is calling
+        message = self._coming = Message(self, parser.get_method().decode(), self._target)
+        version = parser.get_http_version()
+        message.old = version == "1.0"
+        message.expects = self._expects and not message.old  # which knows of no such word
+        self._target, self._expects = b"", False
+        message.close = message.old or not parser.should_keep_alive()
+        if version not in _VERSIONS:
+            message.trouble, message.close = f"it is HTTP/{version}", True
+        elif parser.should_upgrade():
+            message.trouble, message.close = "it asks for another protocol (Upgrade)", True
+        self._next.append(message)
+
+    def on_body(self, body: bytes) -> None:
+        """Take up some of a body."""
+        if self._coming is not None and not self._coming.trouble:
+            self._coming.take(body)
+
+    def on_message_complete(self) -> None:
+        """Take note that a request has come to its end."""
+        message, self._coming, self._size = self._coming, None, 0
+        if message is not None:
+            message.complete = True
+            message.wake()
+
+    # -- what is answered ----------------------------------------------------------------------------------------------
+
+    def _go_on(self) -> None:
+        """Answer the next request, or listen for it, or for the rest of the one in hand."""
+        while self._transport is not None:
+            if not self.is_answering and self._next and not self._last:
+                self.is_answering, self.deadline = True, inf
+                self._note_spoken()
+                self._in_hand.set_result(self._next.popleft())
+            elif not self.is_answering and (self._last or self._parser is None):
+                self._transport.close()
+                return
+            elif self._later and self._listens():
+                self._read_later(self._transport)
+            else:
+                return
+
+    def _read_later(self, transport: asyncio.Transport) -> None:
+        later, self._later = self._later, bytearray()
+        transport.resume_reading()
+        self._read(later)
+
+    async def _live(self) -> None:
+        """Answer one request after the other, until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            message = await self._in_hand
+            self._in_hand = loop.create_future()
+            try:
+                await self._serve(message)
+            except ConnectionResetError:
+                pass  # it has hung up, which is how followers leave, or it was too slow, and is not waited for
+            finally:
+                self.is_answering, self.deadline = False, clock.monotonic() + _KEEP_ALIVE
+                self._last = self._last or self.parting or message.close
+                self._go_on()
+            if self._in_hand.done():
+                await asyncio.sleep(0)  # the next one came with it; all others are asked first
+
+    def _note_spoken(self) -> None:
+        if not self.spoken.done():
+            self.spoken.set_result(None)
+
+    def leave(self) -> None:
+        """Answer what is in hand, if anything is, and close."""
+        self._last = True
+        self._go_on()
+
+    def was_left(self) -> bool:
+        """Tell whether its caller has hung up where the loop does not notice, since nothing is read at the moment."""
+        return self._transport is not None and not self._transport.is_reading() and self.visitor.has_left()
+
+    def abort(self) -> None:
+        """Hang up."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def send(self, message: Message, answer: Answer) -> None:
+        """Send an answer, and return when the kernel has it. Raises ConnectionResetError."""
+        more = self._end(message)
+        if answer.status != http.HTTPStatus.NO_CONTENT:
+            more += b"Content-Length: %d\r\n" % len(answer.body)
+        if answer.allow:
+            more += b"Allow: %b\r\n" % answer.allow.encode()
+        body = b"" if message.method == "HEAD" else answer.body
+        self._put(b"%b%b\r\n%b" % (_head(answer.status, answer.kind, clock.second()), more, body))
+        if self._taken is not None:  # hardly ever
+            await self._drain()
+
+    async def stream(self, message: Message, kind: str, pieces: AsyncIterator[bytes]) -> None:
+        """Send an answer piece by piece, none before the kernel has the last. Raises ConnectionResetError."""
+        framing = b"" if message.old else b"Transfer-Encoding: chunked\r\n"
+        with ExitStack() as on_failure:
+            on_failure.callback(self.abort)  # half of an answer is on its way, which nothing else can follow
+            await self._write(b"%b%b%b\r\n" % (_head(200, kind, clock.second()), framing, self._end(message)))
+            async for piece in pieces:
+                await self._write(piece if message.old else b"%x\r\n%b\r\n" % (len(piece), piece))
+            if not message.old:
+                await self._write(b"0\r\n\r\n")
+            on_failure.pop_all()
+
+    async def bid_continue(self) -> None:
+        """Have a caller send the body that it holds back. Raises ConnectionResetError."""
+        await self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _end(self, message: Message) -> bytes:
+        """Return what tells a caller that nothing comes behind this answer, if so."""
+        return b"Connection: close\r\n" if message.close or self.parting or self._last else b""
+
+    async def _write(self, data: bytes) -> None:
+        self._put(data)
+        await self._drain()
+
+    def _put(self, data: bytes) -> None:
+        if self._transport is None or self._transport.is_closing():
+            raise ConnectionResetError("it has hung up")
+        self._transport.write(data)
+
+    async def _drain(self) -> None:
+        if self._taken is None:
+            return
+        try:
+            async with asyncio.timeout(_SLOW):
+                await self._taken
+        except TimeoutError:
+            self.abort()
+            raise ConnectionResetError(f"it does not take what is sent to it for {_SLOW:g} s") from None
+
+    def pause_writing(self) -> None:
+        """Have whoever sends wait: the kernel takes no more."""
+        self._taken = asyncio.get_running_loop().create_future()
+
+    def resume_writing(self) -> None:
+        """Go on: it has taken all."""
+        taken, self._taken = self._taken, None
+        if taken is not None and not taken.done():
+            taken.set_result(None)
+
+
+@lru_cache(64)
+def _head(status: int, kind: str, second: int) -> bytes:
+    """Return how an answer in this second begins."""
+    date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(second))
+    media = "" if status == http.HTTPStatus.NO_CONTENT else f"Content-Type: {kind}\r\n"
+    return f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\nDate: {date}\r\n{media}".encode()

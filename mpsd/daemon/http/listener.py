@@ -1,0 +1,148 @@
+"""The door of the API: connections are counted by uid before anything is read from them, and silence has a deadline."""
+
+import asyncio
+import resource
+import socket
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Final
+
+from mpsd.core.settings import Settings
+from mpsd.daemon.http.connection import Connection, Message
+from mpsd.daemon.http.peer import Visitor
+from mpsd.daemon.record.log import Happened, Logger
+from mpsd.system import clock
+
+_BREATH: Final = 0.1
+"""Seconds to wait when no descriptor is left for another connection."""
+
+_SPARE: Final = 64
+"""Descriptors that no connection gets: mpsd needs some to look after control daemons, leases and its stores."""
+
+_SWEEP: Final = 1.0
+"""Seconds between two looks for connections that said nothing."""
+
+
+class Door:
+    """Accepts connections, and knows which there are."""
+
+    def __init__(self, serve: Callable[[Message], Awaitable[None]], listener: socket.socket, log: Logger) -> None:
+        """`serve` answers requests: see `Connection`."""
+        self._serve = serve
+        self._listener = listener
+        self._log = log
+        self._inside: set[Connection] = set()
+        self._shut = False
+        self._knock: asyncio.Future[None] | None = None
+        self._stuck = False
+        """Whether no descriptor was left for the last one who came: that is told once, not ten times a second."""
+
+    async def keep(self, settings: Callable[[], Settings]) -> None:
+        """Accept until the door is shut; whoever has too many connections is turned away, and told so."""
+        loop = asyncio.get_running_loop()
+        while not self._shut:
+            try:
+                accepted, _ = self._listener.accept()
+            except BlockingIOError:
+                await self._wait()
+                continue
+            except OSError as error:
+                # Out of descriptors: those that wait at the door keep waiting there, and nobody inside notices.
+                self._note_stuck(str(error))
+                await asyncio.sleep(_BREATH)
+                continue
+            visitor = Visitor(accepted)
+            most = settings().api.connections_per_uid
+            refused = None
+            if sum(each.visitor.uid == visitor.uid for each in self._inside) >= most:
+                refused = f"uid {visitor.uid} has {most} connections, as many as it may", "api.connections_per_uid"
+            elif _is_spare(accepted.fileno()):
+                refused = "mpsd has as many connections, of all users, as it has descriptors for", "descriptors"
+                self._note_stuck(refused[0])
+            if refused is not None:
+                _turn_away(accepted, *refused)
+                await asyncio.sleep(0)  # those who are in come first, however many are turned away
+                continue
+            self._stuck = False
+            make = partial(Connection, visitor, self._serve, self._inside, settings().api.header_deadline)
+            await loop.connect_accepted_socket(make, accepted)
+
+    async def _wait(self) -> None:
+        """Wait until somebody is at the door, or it is shut; nobody who came in can get lost on the way."""
+        loop = asyncio.get_running_loop()
+        self._knock = knock = loop.create_future()
+        loop.add_reader(self._listener, _settle, knock)
+        try:
+            await knock
+        finally:
+            self._knock = None
+            loop.remove_reader(self._listener)
+
+    def shut(self) -> None:
+        """Let nobody else in: they wait outside, for whoever opens next, as those who are in are told to."""
+        self._shut = True
+        for each in self._inside:
+            each.parting = True
+        if self._knock is not None:
+            _settle(self._knock)
+
+    async def all_heard(self) -> None:
+        """Return once everybody who is in has said what it wants, or left."""
+        for each in tuple(self._inside):
+            await each.spoken
+
+    async def empty(self, seconds: float) -> None:
+        """Have everybody leave: who is being answered has so many seconds for that, and everybody else goes at once."""
+        answering = [each.task for each in self._inside if each.is_answering and each.task is not None]
+        for each in tuple(self._inside):
+            each.leave()
+        if answering:
+            _, late = await asyncio.wait(answering, timeout=seconds)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late)
+        for each in tuple(self._inside):
+            each.abort()
+
+    def _note_stuck(self, because: str) -> None:
+        if not self._stuck:
+            self._log.error(Happened.DOOR_STUCK, because=because)
+        self._stuck = True
+
+    async def sweep(self) -> None:
+        """Close what connected and then said nothing, or was left meanwhile, until cancelled."""
+        while True:
+            await asyncio.sleep(clock.until_next(_SWEEP))
+            now = clock.monotonic()
+            for each in self._inside:
+                if now > each.deadline or each.was_left():
+                    each.abort()
+
+
+def _settle(knock: "asyncio.Future[None]") -> None:
+    if not knock.done():
+        knock.set_result(None)
+
+
+def _is_spare(descriptor: int) -> bool:
+    """Tell whether a descriptor is among the last ones: the kernel gives the lowest that is free, so few are left."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return descriptor >= most - min(_SPARE, most // 4)
+
+
+def _turn_away(connection: socket.socket, because: str, limit: str) -> None:
+    """Answer without reading anything, and close; a caller that does not take the answer misses it."""
+    body = (
+        '{"type":"urn:mpsd:error:too_many_requests","title":"Too Many Requests","status":429,'
+        f'"code":"too_many_requests","detail":"{because}","hint":"close some, or try again later","limit":"{limit}"}}'
+    ).encode()
+    head = (
+        "HTTP/1.1 429 Too Many Requests\r\nContent-Type: application/problem+json\r\nConnection: close\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    ).encode()
+    with connection:
+        try:
+            connection.send(head + body, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except OSError:
+            return

@@ -1,0 +1,187 @@
+"""What one turn of the loop decides is stored before callers go on, and is told after that.
+
+The first who waits for it has it stored at once; all others in the same turn of the loop share one commit at its end.
+
+Callers come first: their answers do not wait for lines of the log. These wait for each other, for a moment, but nobody
+overtakes them: they are told before any other line is, and before anybody is told the events, or shown the leases.
+Should mpsd die before that, the next one tells them, since they are in the lease store.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import Final
+
+from mpsd.core.errors import StorageError
+from mpsd.core.model import Lease, LeaseState
+from mpsd.daemon.leases.lease_store import Keeping, Kept, News
+from mpsd.daemon.record.log import Happened, Line, Logger
+from mpsd.system import clock
+
+_DELAY: Final = 0.01
+"""Seconds for which what is stored may wait for more, to be told with it."""
+
+_MAKE_ROOM: Final = "make room on the file system of the runtime directory"
+
+
+class Turn:
+    """The changes to leases that are not stored yet, and those that wait for that."""
+
+    def __init__(
+        self,
+        keeping: Keeping,
+        log: Logger,
+        *,
+        tell: Callable[[int], int],
+        finish: Callable[[], None],
+        refuse: Callable[[Lease, StorageError], None],
+    ) -> None:
+        """`tell` takes note that the news up to a turn were logged, and returns up to which they are in the history.
+
+        `finish` is called before a turn is stored, to decide what follows from what was decided in it, and `refuse`
+        for each lease that was to be granted, or to wait, and could not be stored.
+        """
+        self.trouble = ""
+        """Why nothing can be stored at the moment, if so."""
+        self._keeping = keeping
+        self._log = log
+        self._tell = tell
+        self._finish = finish
+        self._refuse = refuse
+        self._due = False
+        """Whether something has to be stored."""
+        self._awaited = False
+        """Whether the end of this turn of the loop is waited for."""
+        self._fresh = True
+        """Whether nothing was stored in this turn yet."""
+        self._changed: dict[str, Lease] = {}
+        self._news: list[News] = []
+        self._untold: list[tuple[datetime, Sequence[News]]] = []
+        """What is stored, since when, and has to be told."""
+        self._reached = 0
+        """The latest turn of which the news are among that, or were told."""
+        self._telling: asyncio.TimerHandle | None = None
+        log.before(self.catch_up)
+
+    def change(self, lease: Lease, happened: Happened | None = None, **facts: object) -> None:
+        """Have a lease stored, as it is now, at the end of this turn of the loop, and then tell what happened to it."""
+        self._schedule()
+        self._changed[lease.id] = lease
+        if happened is not None:
+            owner = lease.owner
+            self._news.append(News(lease.id, happened, {"uid": owner.uid, "pid": owner.pid, **facts}))
+
+    def decided(self, lease: Lease) -> None:
+        """Have a request stored that was decided, and tell what was decided."""
+        if lease.state is LeaseState.WAITING:
+            self.change(lease, Happened.LEASE_WAITS, because=lease.because)
+            return
+        self.change(
+            lease,
+            Happened.LEASE_GRANTED,
+            gpus=[share.gpu for share in lease.shares],
+            active_thread_percentage=float(lease.shares[0].threads),
+            pinned_device_mem_limit=lease.shares[0].memory.bytes,
+            processes=lease.request.processes,
+            because=lease.because,
+        )
+
+    def _schedule(self) -> None:
+        self._due = True
+        if not self._awaited:
+            self._awaited = True
+            asyncio.get_running_loop().call_soon(self._pass)
+
+    def _pass(self) -> None:
+        """End this turn of the loop, and store what was not stored at once."""
+        self._awaited = False
+        if self._due:
+            self.end()
+        self._fresh = True
+
+    async def over(self) -> None:
+        """Return when what was decided so far is stored, or has failed to be."""
+        if not self._due:
+            return
+        if self._fresh:
+            self.end()
+        else:
+            # The loop calls back in order: whoever gives way for one turn comes after what was scheduled before.
+            await asyncio.sleep(0)
+
+    async def stored(self, lease_id: str) -> None:
+        """Wait until a lease is stored as it is. Raises StorageError when that failed; it is tried again and again."""
+        if self._keeping.is_late(lease_id):
+            self._schedule()
+        await self.over()
+        if self._keeping.is_late(lease_id):
+            raise StorageError(f"lease {lease_id} could not be stored as it is now: {self.trouble}", hint=_MAKE_ROOM)
+
+    def look_for_room(self) -> None:
+        """Try again what failed, and grant again when there is room where there was none."""
+        if self._keeping.is_late():
+            self._schedule()
+        if not self.trouble or not self._keeping.has_room():
+            return
+        self.trouble = ""
+        self._log.info(Happened.STORE_HAS_ROOM)
+
+    def end(self) -> None:
+        """Store what this turn decided, and have it told soon."""
+        self._finish()
+        self._due = self._fresh = False
+        changed, self._changed = self._changed, {}
+        news, self._news = self._news, []
+        kept = self._keeping.keep(changed, news)
+        if kept.because:
+            news = self._without(kept, news)
+        if news:
+            self._add(news)
+            if self._telling is None:
+                self._telling = asyncio.get_running_loop().call_later(_DELAY, self._tell_untold)
+
+    def close(self) -> None:
+        """Store and tell what is left."""
+        self.end()
+        self._tell_untold()
+
+    def _without(self, kept: Kept, news: list[News]) -> list[News]:
+        """Return the news of what is stored; what is not stored is not told: it comes with the next turn, or never."""
+        if not self.trouble:
+            self._log.error(Happened.STORE_FULL, because=kept.because)
+        self.trouble = kept.because
+        for lease in kept.refused:
+            because = f"it was not granted, since it could not be stored: {kept.because}"
+            self._refuse(lease, StorageError(because, hint=_MAKE_ROOM))
+        refused = {lease.id for lease in kept.refused}
+        self._news += [each for each in news if self._keeping.is_late(each.lease)]
+        return [each for each in news if each.lease not in refused and not self._keeping.is_late(each.lease)]
+
+    def tell_again(self, news: Sequence[News]) -> None:
+        """Tell what an earlier mpsd has stored, and had not told when it died."""
+        self._add(news)
+        self._tell_untold()
+
+    def catch_up(self) -> None:
+        """Tell what waits for that, if anything does: something else is about to be told."""
+        if self._untold:
+            self._tell_untold()
+
+    def _add(self, news: Sequence[News]) -> None:
+        self._untold.append((clock.now(), news))
+        self._reached = self._keeping.turn
+
+    def _tell_untold(self) -> None:
+        """Log what is stored, and note what of that is in the history, and need not be told again."""
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+        untold, self._untold = self._untold, []
+        self._log.waited(
+            [
+                Line(at, "info", each.happened, {"lease": each.lease, **each.facts})
+                for at, news in untold
+                for each in news
+            ]
+        )
+        self._keeping.note_told(self._tell(self._reached))

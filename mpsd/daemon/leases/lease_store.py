@@ -1,0 +1,237 @@
+"""The leases on disk: what is there, what is to be there, and what a full disk makes of the difference."""
+
+import itertools
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Final, TypeAlias
+
+import msgspec
+
+from mpsd.core.errors import StorageError
+from mpsd.core.model import Lease, LeaseState
+from mpsd.daemon.record.log import Happened
+from mpsd.system import clock
+from mpsd.system.database import Database, summed
+
+LEASES_SCHEMA: Final = (
+    """
+    CREATE TABLE leases (
+        id TEXT PRIMARY KEY, boot TEXT NOT NULL, data TEXT NOT NULL, sum INTEGER NOT NULL,
+        CHECK (sum = checksum(id, boot, data))
+    ) WITHOUT ROWID;
+    CREATE TABLE news (
+        turn INTEGER PRIMARY KEY, data TEXT NOT NULL, sum INTEGER NOT NULL, CHECK (sum = checksum(turn, data))
+    )
+    """,
+    """
+    ALTER TABLE leases RENAME TO leases_1;
+    CREATE TABLE leases (
+        number INTEGER PRIMARY KEY, boot TEXT NOT NULL, told INTEGER NOT NULL, data TEXT NOT NULL, news TEXT NOT NULL,
+        sum INTEGER NOT NULL, CHECK (sum = checksum(number, boot, told, data, news))
+    );
+    INSERT INTO leases SELECT NULL, boot, 0, data, '[]', 0 FROM leases_1;
+    INSERT INTO leases SELECT NULL, '', 0, '', '[[' || turn || ',' || data || ']]', 0 FROM news ORDER BY turn;
+    UPDATE leases SET sum = checksum(number, boot, told, data, news);
+    DROP TABLE leases_1;
+    DROP TABLE news
+    """,
+)
+"""The versions of the lease store, the oldest first; a later mpsd adds to them and changes none.
+
+In the second, `data` is a lease that has not ended, or nothing. The `news` of a turn of the loop, [[turn, news], ...],
+are in one of the rows that it changed: most turns change one lease, and are one row and one statement. `told` is up to
+which turn the news were in the history when the row was written.
+"""
+
+LEASES_BALLAST: Final = 512 * 1024
+"""Bytes for the ends of leases on a full disk: an end must always find room."""
+
+PUT_LEASE: Final = "INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?, ?)"
+
+_JSON: Final = msgspec.json.Encoder()
+
+
+class News(msgspec.Struct, frozen=True, array_like=True):
+    """What happened to a lease."""
+
+    lease: str
+    happened: Happened
+    facts: dict[str, object]
+
+
+_Said: TypeAlias = tuple[tuple[int, Sequence[News]], ...]
+"""News, by turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What came of having leases stored; `because` is empty when all of them were."""
+
+    because: str = ""
+    refused: tuple[Lease, ...] = ()
+    """Those that are not on disk, or only as a place in the queue: nobody may be told that they were granted."""
+
+
+_ALL_KEPT: Final = Kept()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What an earlier mpsd left."""
+
+    leases: Sequence[Lease] = ()
+    """The leases of this boot, the oldest first. Those of other boots are over."""
+    untold: Sequence[News] = ()
+    """What was decided and is not in the history, since mpsd died between."""
+    because: str = ""
+    """Why there is nothing, where the store made no sense."""
+
+
+class _Row(msgspec.Struct):
+    """What is on disk of a lease."""
+
+    number: int
+    state: LeaseState | None = None
+    """None while it is not there."""
+    news: _Said = ()
+    """What is in the row and may have to be told yet."""
+
+
+class Keeping:
+    """The lease store: each lease has a row, which is free for another once it has ended and its news are told."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._rows: dict[str, _Row] = {}
+        """By lease."""
+        self._telling: deque[tuple[int, str]] = deque()
+        """The turns that are not told yet, in order, each with a lease of which it wrote the row."""
+        self._free: list[int] = []
+        self._new = itertools.count(1)
+        """The numbers of the rows that there are not yet."""
+        self._late: dict[str, Lease] = {}
+        self.turn = 0
+        """The number of the latest turn of the loop that had news."""
+        self._told = 0
+        """The number of the latest of which the news are in the history."""
+
+    def is_late(self, lease_id: str | None = None) -> bool:
+        """Tell whether a lease, or any, is not on disk as it is."""
+        return bool(self._late) if lease_id is None else lease_id in self._late
+
+    def has_room(self) -> bool:
+        """Tell whether there is room for more leases."""
+        return self._database.has_room()
+
+    def note_told(self, turn: int) -> None:
+        """Note that the news up to a turn are in the history: they are not told again, and their rows may be used."""
+        self._told = max(self._told, turn)
+        while self._telling and self._telling[0][0] <= self._told:
+            _, lease_id = self._telling.popleft()
+            row = self._rows.get(lease_id)
+            if row is None:
+                continue  # its row was written twice since
+            row.news = self._untold(row.news)
+            if row.state is LeaseState.ENDED and not row.news:
+                del self._rows[lease_id]
+                self._free.append(row.number)
+
+    def _untold(self, news: _Said) -> _Said:
+        return tuple(each for each in news if each[0] > self._told)
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def read(self, told: int = 0) -> Found:
+        """Return what is there; `told` is the latest turn of which the news are in the history.
+
+        Raises StorageError when a store that made no sense cannot be replaced.
+        """
+        ((noted, last),) = self._database.rows("SELECT ifnull(max(told), 0), ifnull(max(number), 0) FROM leases")
+        self._told = max(told, _whole(noted))  # a history that was lost knows of nothing that was told
+        self._new = itertools.count(_whole(last) + 1)
+        leases, untold = list[Lease](), list[tuple[int, Sequence[News]]]()
+        try:
+            for number, boot, data, said in self._database.rows("SELECT number, boot, data, news FROM leases"):
+                news = self._untold(msgspec.json.decode(str(said), type=_Said))
+                untold += news
+                if data and boot == clock.boot_id():
+                    lease = msgspec.json.decode(str(data), type=Lease)
+                    leases.append(lease)
+                    self._rows[lease.id] = _Row(_whole(number), lease.state, news)
+                elif not news:  # or it is free when another mpsd comes
+                    self._free.append(_whole(number))
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            because = f"a lease in it cannot be understood: {error}"
+            self._database.start_anew(because)
+            self._rows.clear()
+            return Found(because=because)
+        untold.sort(key=itemgetter(0))
+        self.turn = max([self._told, *(turn for turn, _ in untold)])
+        return Found(sorted(leases, key=lambda lease: lease.arrival), [each for _, news in untold for each in news])
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def keep(self, changed: Mapping[str, Lease], news: Sequence[News]) -> Kept:
+        """Store leases as they are now in one commit, with those that are late; those that have ended go.
+
+        What there is to tell about them is stored with them, so that it is told even if mpsd dies before it has told
+        it. Where there is no room, the ends are stored all the same, as long as there is ballast for them.
+        """
+        if self._late:
+            changed = {**self._late, **changed}
+            self._late = {}
+        if not changed:
+            return _ALL_KEPT
+        try:
+            self._commit(changed.values(), news)
+        except StorageError as error:
+            return self._keep_apart(changed.values(), news, error.detail)
+        return _ALL_KEPT
+
+    def _keep_apart(self, changed: Collection[Lease], news: Sequence[News], because: str) -> Kept:
+        ended = {lease.id: lease for lease in changed if lease.state is LeaseState.ENDED}
+        alive = [lease for lease in changed if lease.id not in ended]
+        try:
+            self._commit(ended.values(), [each for each in news if each.lease in ended])
+        except StorageError as error:
+            self._late.update(ended)
+            because = error.detail
+        refused = tuple(lease for lease in alive if not self._is_promised(lease))
+        self._late.update({lease.id: lease for lease in alive if lease not in refused})
+        return Kept(because, refused)
+
+    def _is_promised(self, lease: Lease) -> bool:
+        """Tell whether a lease, or a place in the queue, survives mpsd even if this change of it does not."""
+        state = self._rows[lease.id].state
+        return state is not None and (state is not LeaseState.WAITING or lease.state is LeaseState.WAITING)
+
+    def _commit(self, leases: Collection[Lease], news: Sequence[News]) -> None:
+        turn = self.turn + bool(news)
+        said = ((turn, news),) if news else ()
+        statements, written, needed = [], [], True
+        for lease in leases:
+            row = self._rows.get(lease.id) or self._row(lease.id)
+            ended = lease.state is LeaseState.ENDED
+            needed = needed and ended
+            untold = row.news + said
+            said = ()
+            data = "" if ended else _JSON.encode(lease).decode()
+            text = _JSON.encode(untold).decode()
+            statements.append((PUT_LEASE, summed(row.number, clock.boot_id(), self._told, data, text)))
+            written.append((row, lease, untold))
+        self._database.commit(statements, needed=needed)
+        self.turn = turn
+        for row, lease, untold in written:
+            row.state, row.news = lease.state, untold
+            self._telling.append((turn, lease.id))
+
+    def _row(self, lease_id: str) -> _Row:
+        """Return a row for a lease, which may not be on disk yet."""
+        row = self._rows[lease_id] = _Row(self._free.pop() if self._free else next(self._new))
+        return row
+
+
+def _whole(value: object) -> int:
+    return int(str(value))

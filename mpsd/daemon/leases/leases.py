@@ -1,0 +1,400 @@
+"""The leases of the node: the ledger decides, and what it decides is stored, then told, and never the other way round.
+
+Each lease is tied to a process that is watched through a pidfd. All that was decided in one turn of the loop is
+stored in one commit; only then is it told, as an event and to the callers.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from mpsd.core.admission.admission import Offer
+from mpsd.core.admission.ledger import Ledger, Now
+from mpsd.core.admission.usage import Usage
+from mpsd.core.enforcement import attribution
+from mpsd.core.errors import CapacityError, DoesNotFitError, MpsdError, NotFoundError, StoppingError, StorageError
+from mpsd.core.model import Lease, LeaseRequest, LeaseState, Owner
+from mpsd.daemon.leases.clients import Clients
+from mpsd.daemon.leases.group_commit import Turn
+from mpsd.daemon.leases.lease_store import Keeping
+from mpsd.daemon.leases.limit_gates import Reconciler
+from mpsd.daemon.record.log import Happened, Logger
+from mpsd.system import clock
+from mpsd.system.process import Process
+
+_ENDED_KEPT: Final = 256
+"""Leases that ended and can still be asked for."""
+
+_TICK: Final = 0.5
+"""Seconds between two looks for leases whose time is over, and for room on a disk that was full."""
+
+_USAGE_INTERVAL: Final = 30.0
+"""Seconds between two notes of who used how much; so much of it a crash may forget."""
+
+
+@dataclass(slots=True)
+class _Line:
+    """Those who asked for a lease that nobody has heard of yet."""
+
+    decided: asyncio.Future[None] | None = None
+    """For one that waits: done when it is granted, or has ended without."""
+    refusal: MpsdError | None = None
+    """Why it has ended, if so."""
+    listeners: int = 0
+    kept_until: float | None = None
+    """Where nobody listens: until when it is kept for a caller that may come back."""
+
+
+class Leases:
+    """Every lease from its request to its end."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        keeping: Keeping,
+        reconciler: Reconciler,
+        log: Logger,
+        *,
+        grace: float,
+        tell: Callable[[int], int],
+        note_usage: Callable[[Usage], None],
+        told: int,
+    ) -> None:
+        """`grace` is for how many seconds a caller that hung up can come back with its request_id.
+
+        `tell` has stored and told, as events, what was logged up to a turn, `told` is the latest turn for which an
+        earlier mpsd had that done, and `note_usage` is called every now and then.
+        """
+        self.ledger = ledger
+        self.grace = grace
+        self._keeping = keeping
+        self._reconciler = reconciler
+        self._log = log
+        self._turn = Turn(keeping, log, tell=tell, finish=self._finish, refuse=self._refuse)
+        self._note_usage = note_usage
+        self._told = told
+        self.clients = Clients(ledger, self._turn, reconciler, self._end)
+        self._asked: dict[tuple[int, str], str] = {}
+        """By uid and request_id, the lease that it was given."""
+        self._lines: dict[str, _Line] = {}
+        """By lease that nobody has heard of yet."""
+        self._ended: dict[str, Lease] = {}
+        self._unsettled = False
+        """Whether something ended in this turn, so that others may be granted what it had."""
+        self._offered: Iterable[Offer] | None = None
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Watch holders and clocks until cancelled; the leases stay on disk for the next mpsd."""
+        try:
+            noted = clock.monotonic()
+            while True:
+                await asyncio.sleep(clock.until_next(_TICK))
+                self._end_overdue()
+                self.clients.let_go()
+                self._turn.look_for_room()
+                self.settle()  # the order changes with time alone
+                if clock.monotonic() - noted >= _USAGE_INTERVAL:
+                    noted = clock.monotonic()
+                    self._note_usage(self.ledger.usage)
+        finally:
+            self._turn.close()
+            self._note_usage(self.ledger.usage)
+            self.clients.close()
+
+    def restore(self) -> None:
+        """Take up the leases of an earlier mpsd of this boot; call it before anybody can ask for one.
+
+        Those whose processes died meanwhile end now, and places in the queue that nobody can come back to.
+        """
+        found = self._keeping.read(self._told)
+        if found.because:
+            self._log.error(Happened.STORE_SET_ASIDE, because=found.because)
+        self._turn.tell_again(found.untold)
+        now = clock.monotonic()
+        for lease in found.leases:
+            self.ledger.restore(lease, now)
+            self._note_request(lease)
+            self.clients.restore(lease)
+        # All of them stand in the ledger before the first ends: what it leaves must not be granted twice.
+        for lease in found.leases:
+            self._take_up(lease, now)
+        if found.leases:
+            left = sum(1 for _ in self.ledger.all())
+            self._log.info(Happened.LEASES_RESTORED, leases=left, ended=len(found.leases) - left)
+
+    def _take_up(self, lease: Lease, now: float) -> None:
+        if not self.clients.has_living(lease.id):
+            self._end(lease.id, f"its holder, pid {lease.holder.pid}, died while mpsd was away")
+        elif lease.state is not LeaseState.WAITING:
+            self._reconciler.follow(lease)
+            self.clients.see_off(lease)
+        elif lease.request.request_id is None:
+            self._end(lease.id, "mpsd was restarted, and its caller had no request_id to come back with")
+        else:
+            self._lines[lease.id] = _Line(asyncio.get_running_loop().create_future(), kept_until=now + self.grace)
+
+    def _end_overdue(self) -> None:
+        now = clock.monotonic()
+        for lease in self.ledger.overdue(now):
+            place = self.ledger.place(lease.id, now)
+            if place is not None:
+                lacks = place.waits_for
+                because = f"it waited in vain for as long as it was to: {lacks.because}"
+                self._end(lease.id, because, refusal=DoesNotFitError(because, hint=lacks.hint, limit=lacks.limit))
+            else:
+                self._end(lease.id, f"its time to live of {lease.ttl:g} s is over")
+        for lease_id in [each for each, line in self._lines.items() if (line.kept_until or now) < now]:
+            self._end(lease_id, "its caller hung up and did not come back")
+
+    # -- asking for a lease, and ending one ---------------------------------------------------------------------------
+
+    async def admit(
+        self,
+        request: LeaseRequest,
+        owner: Owner,
+        holder: Process,
+        *,
+        wait: float | None,
+        ttl: float | None,
+        has_left: Callable[[], bool],
+    ) -> Lease:
+        """Grant a lease now or after waiting `wait` seconds at most (None: for ever), stored before it is returned.
+
+        Raises what `Ledger.submit` does, StorageError, and ConnectionResetError where the caller `has_left`. Before it
+        has heard, one that left, or is cancelled, loses its place, unless it has a request_id to come back with.
+        """
+        known = self._same_request(request, owner)
+        if known is not None:
+            return await self._hear(known, has_left)
+        now = self._now()
+        asked = Lease(
+            id=f"lease-{os.urandom(5).hex()}",  # as secrets.token_hex has it, in four calls less
+            state=LeaseState.WAITING,
+            because="",
+            owner=owner,
+            holder=holder.identity,
+            request=request,
+            arrival=0,
+            created=now.time,
+            until=None if wait is None else now.seconds + wait,
+            ttl=ttl,
+        )
+        self.clients.tie(asked.id, holder)  # first, since it fails where mpsd has no descriptor left
+        try:
+            lease = self.ledger.submit(asked, now)
+        except MpsdError as refusal:
+            self.clients.untie(asked.id)
+            facts = {"code": refusal.code, "limit": refusal.limit, "because": refusal.detail}
+            self._log.info(Happened.LEASE_REFUSED, uid=owner.uid, pid=owner.pid, **facts)
+            raise
+        self._note_request(lease)
+        waits = lease.state is LeaseState.WAITING
+        self._lines[lease.id] = _Line(asyncio.get_running_loop().create_future() if waits else None)
+        self._decided(lease)
+        return await self._hear(lease, has_left)
+
+    def knows(self, request: LeaseRequest, owner: Owner) -> bool:
+        """Tell whether this request was made before, and has a lease or a place in the queue."""
+        return self._same_request(request, owner) is not None
+
+    def _same_request(self, request: LeaseRequest, owner: Owner) -> Lease | None:
+        if request.request_id is None:
+            return None
+        return self.ledger.find(self._asked.get((owner.uid, request.request_id), ""))
+
+    def _note_request(self, lease: Lease) -> None:
+        if lease.request.request_id is not None:
+            self._asked[lease.owner.uid, lease.request.request_id] = lease.id
+
+    async def _hear(self, lease: Lease, has_left: Callable[[], bool]) -> Lease:
+        """Return the lease once it is granted, stored and open, or raise why it has ended, once that is stored.
+
+        Whoever left, or is cancelled, before that has hung up, and may come back to hear of it only with a request_id.
+        """
+        line = self._lines.get(lease.id)
+        if line is None:
+            return lease  # somebody has heard of it before, so it is stored
+        line.listeners += 1
+        line.kept_until = None
+        try:
+            if line.decided is not None:
+                await asyncio.shield(line.decided)
+            await self._turn.over()
+            if line.refusal is None:
+                await self._open(lease.id)
+        except asyncio.CancelledError:
+            self._hang_up(lease.id, line)
+            raise
+        if line.refusal is not None:
+            raise line.refusal
+        if has_left():
+            self._hang_up(lease.id, line)
+            raise ConnectionResetError("its caller has hung up, and the loop has not noticed yet")
+        self._lines.pop(lease.id, None)
+        return self.ledger.leases[lease.id]
+
+    async def _open(self, lease_id: str) -> None:
+        """Return when the clients of a lease can attach, or it has ended because they cannot."""
+        try:
+            await self._reconciler.open(self.ledger.leases[lease_id])
+        except CapacityError as refusal:
+            self._end(lease_id, refusal.detail, refusal=refusal)
+            await self._turn.over()
+
+    def _hang_up(self, lease_id: str, line: _Line) -> None:
+        line.listeners -= 1
+        lease = self.ledger.find(lease_id)
+        if line.listeners or lease is None or self._lines.get(lease_id) is not line:
+            return  # others listen, or it has ended, or somebody has heard of it
+        if lease.request.request_id is None:
+            self._end(lease_id, "its caller hung up before it heard of it")
+        else:
+            line.kept_until = clock.monotonic() + self.grace
+
+    async def release(self, lease_id: str, because: str) -> None:
+        """End a lease, and return when that is stored; one that has ended already is fine. Raises StorageError."""
+        self._end(lease_id, because)
+        await self._turn.stored(lease_id)
+
+    async def renew(self, lease_id: str, ttl: float) -> Lease:
+        """Give a granted lease this many seconds from now, stored before it is returned.
+
+        Raises NotFoundError when it has ended, or only waits, and StorageError: it is renewed then, but mpsd's death
+        would undo that.
+        """
+        if lease_id not in self.ledger.leases:
+            raise NotFoundError(f"lease {lease_id} holds nothing that could be renewed", hint="ask for a new one")
+        lease = self.ledger.renew(lease_id, ttl, clock.monotonic())
+        self._turn.change(lease, Happened.LEASE_RENEWED, ttl=ttl)
+        await self._turn.stored(lease_id)
+        return lease
+
+    async def attach(self, lease_id: str) -> Lease:
+        """Wait anew for those processes of a lease that are still to come, and return when they can attach.
+
+        Raises NotFoundError when it has ended, or only waits, DoesNotFitError when all its processes are there, and as
+        `Reconciler.open` does.
+        """
+        lease = self.ledger.leases.get(lease_id)
+        if lease is None:
+            raise NotFoundError(f"lease {lease_id} holds nothing that could be attached to", hint="ask for a new one")
+        if not attribution.has_room(lease):
+            raise DoesNotFitError(
+                f"lease {lease_id} has its {lease.request.processes} processes",
+                hint="end one of them, or ask for a lease of more (processes)",
+                limit="processes",
+            )
+        self._reconciler.follow(lease)
+        await self._reconciler.open(lease)
+        return self.ledger.leases.get(lease_id, lease)
+
+    def offer(self, offers: Iterable[Offer]) -> None:
+        """Take what the GPUs have to give from now on, and grant what has become possible."""
+        if offers is self._offered:
+            return
+        self._offered = offers
+        if self.ledger.offer(offers, clock.monotonic()):
+            for lease, shortage in self.ledger.impossible():
+                because = f"what the GPUs have to give has changed: {shortage.because}"
+                self._end(lease.id, because, refusal=shortage.raised())
+            self.settle()
+
+    def leave(self) -> None:
+        """Tell those who wait that mpsd is stopping; places are kept for those who have a request_id to return with."""
+        for lease_id, line in tuple(self._lines.items()):
+            lease = self.ledger.waiting.get(lease_id)
+            if lease is None:
+                continue
+            refusal = stopping()
+            if lease.request.request_id is None:
+                self._end(lease_id, refusal.detail, refusal=refusal)
+            else:
+                _decide(line, refusal)
+
+    def settle(self) -> None:
+        """Grant what can be granted to those who wait; while nothing can be stored, nothing can."""
+        self._unsettled = False
+        if not self.ledger.waiting or self._turn.trouble:
+            return
+        for lease in self.ledger.settle(self._now()):
+            self._decided(lease)
+            _decide(self._lines[lease.id], None)
+
+    def tell(self) -> None:
+        """Tell what was decided so far, and waits to be told: somebody is about to look."""
+        self._turn.catch_up()
+
+    async def as_stored(self) -> None:
+        """Wait until what can be seen here now is stored, and told: who reads it finds in the log how it came to be."""
+        await self._turn.over()
+        self.tell()
+
+    def _finish(self) -> None:
+        if self._unsettled:
+            self.settle()
+
+    def _refuse(self, lease: Lease, error: StorageError) -> None:
+        self._end(lease.id, error.detail, refusal=error)
+
+    def _decided(self, lease: Lease) -> None:
+        """Take note of what was decided about a request: its clients are let in before its caller hears of it."""
+        if lease.state is not LeaseState.WAITING:
+            self._reconciler.follow(lease)
+        self._turn.decided(lease)
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing can be granted at the moment, on any GPU: nothing can be stored. Empty when all is well."""
+        return self._turn.trouble
+
+    def find(self, lease_id: str) -> Lease:
+        """Return a lease, also when it ended not long ago. Raises NotFoundError."""
+        found = self.ledger.find(lease_id) or self._ended.get(lease_id)
+        if found is None:
+            raise NotFoundError(f"there is no lease {lease_id!r}", hint="list them with: mpsctl leases")
+        return found
+
+    def _end(self, lease_id: str, because: str, *, refusal: MpsdError | None = None) -> None:
+        """End a lease: the one place where a lease ends. Those who have not heard of it yet are told why.
+
+        `refusal` is what they are told, where that is not simply that it has ended.
+        """
+        ended = self.ledger.end(lease_id, because, self._now())
+        if ended is None:
+            return
+        self._unsettled = True
+        self._reconciler.follow(ended)
+        self._ended[lease_id] = ended
+        while len(self._ended) > _ENDED_KEPT:
+            del self._ended[next(iter(self._ended))]
+        self.clients.untie(lease_id)
+        if ended.request.request_id is not None:
+            self._asked.pop((ended.owner.uid, ended.request.request_id), None)
+        line = self._lines.pop(lease_id, None)
+        if line is not None:
+            _decide(line, refusal or DoesNotFitError(f"the request has ended: {because}", hint="ask again"))
+        if isinstance(refusal, StorageError):
+            self._turn.change(ended, Happened.LEASE_REFUSED, code=refusal.code, because=because)
+        else:
+            self._turn.change(ended, Happened.LEASE_ENDED, because=because)
+
+    @staticmethod
+    def _now() -> Now:
+        return Now(clock.monotonic(), clock.now())
+
+
+def stopping() -> StoppingError:
+    """Return that mpsd is on its way out."""
+    hint = "ask again in a moment: the next mpsd takes over, unless this one stops the control daemons (mpsctl status)"
+    return StoppingError("mpsd is stopping", hint=hint)
+
+
+def _decide(line: _Line, refusal: MpsdError | None) -> None:
+    """Let those go on who wait for a lease."""
+    line.refusal = refusal
+    if line.decided is not None and not line.decided.done():
+        line.decided.set_result(None)

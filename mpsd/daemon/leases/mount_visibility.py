@@ -1,0 +1,47 @@
+"""What a holder finds, from where it runs, of what its lease will tell it: a container has a file system of its own."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec import structs
+
+from mpsd.core.admission.admission import Offer
+from mpsd.core.errors import NotPermittedError
+from mpsd.core.model import LeaseRequest
+from mpsd.daemon.record.log import Happened, Logger
+from mpsd.system import host_environment
+from mpsd.system.process import Process
+
+
+def narrowed(request: LeaseRequest, holder: Process, offers: Sequence[Offer], log: Logger) -> LeaseRequest:
+    """Keep a request to those GPUs on offer whose pipe directory is where its holder will be told that it is.
+
+    A program that does not find it there runs outside MPS, without limits. Raises NotPermittedError where none is left.
+    Where the holder has another /dev/shm than the servers, that is told: CUDA may not come to its server then (error
+    805).
+    """
+    if holder.sees_alike():
+        return request  # as most do
+    pid = holder.pid
+    directories = {offer.gpu: Path(offer.pipe_directory) for offer in offers}
+    hidden = host_environment.hidden(pid, (*directories.values(), host_environment.SHARED_MEMORY))
+    out_of_sight = {gpu for gpu, path in directories.items() if path in hidden}
+    if out_of_sight:
+        wanted = directories if request.gpu == "any" else {request.gpu}
+        seen = (gpu for gpu in wanted if gpu not in out_of_sight and (request.among is None or gpu in request.among))
+        request = structs.replace(request, among=tuple(seen))
+        if not request.among:
+            raise NotPermittedError(
+                f"process {pid} does not find {hidden[0]}, where its lease would send it: its container has another"
+                " file system, and it would run outside MPS, without limits",
+                hint=f"mount {hidden[0].parents[1]} there under the same path (-v, or a volume of type hostPath)",
+                limit="pipe_directory",
+            )
+    if host_environment.SHARED_MEMORY in hidden:
+        log.warning(
+            Happened.SHARED_MEMORY_APART,
+            pid=pid,
+            because=f"process {pid} has a /dev/shm of its own, and MPS may need one that it shares with its server",
+            hint="hostIPC: true, --ipc=host, or mount the host's /dev/shm there",
+        )
+    return request

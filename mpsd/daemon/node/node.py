@@ -1,0 +1,392 @@
+"""The node: its GPUs, a supervisor for each, and the leases on them. It owns the state that the API tells about."""
+
+import asyncio
+import contextlib
+import gc
+from collections.abc import Callable
+from typing import Final
+
+from msgspec import structs
+
+from mpsd.core import gpus, mps_facts
+from mpsd.core.admission import admission, quota
+from mpsd.core.admission.admission import Amount, Offer, Refusal
+from mpsd.core.admission.ledger import Rules
+from mpsd.core.admission.quota import Person
+from mpsd.core.enforcement import violations
+from mpsd.core.errors import DaemonNotReadyError, MpsdError, NotFoundError, NotPermittedError
+from mpsd.core.lifecycle import State
+from mpsd.core.model import (
+    Daemon,
+    Gpu,
+    Health,
+    Inventory,
+    Lease,
+    LeaseRequest,
+    Owner,
+    Server,
+)
+from mpsd.core.settings import Settings, Users
+from mpsd.core.supervision.drain import Operation
+from mpsd.daemon.control.drainer import Tenants
+from mpsd.daemon.control.escalation import Terminate, contexts_of
+from mpsd.daemon.control.supervisor import Supervisor
+from mpsd.daemon.gpu.compute_modes import ComputeModes
+from mpsd.daemon.gpu.gpus import Gpus, GpuView
+from mpsd.daemon.leases import mount_visibility
+from mpsd.daemon.leases.leases import Leases, stopping
+from mpsd.daemon.leases.limit_gates import Reconciler
+from mpsd.daemon.leases.violation_monitor import Inspector
+from mpsd.daemon.record.log import Happened, Logger
+from mpsd.daemon.service_manager import Beat, status
+from mpsd.system import clock, host_environment, process_table, rundir
+from mpsd.system.control_pipe import ControlProgram
+from mpsd.system.gpu import GpuSource
+from mpsd.system.process import Process
+from mpsd.system.rundir import RunDir
+from mpsd.system.saved_compute_modes import FoundModes
+
+CANNOT_START: Final = (
+    "see server.log and nvidia-smi; /dev/shm may be full, the GPU lost or in another compute mode, or nofile too low"
+)
+
+
+def faulted(daemon: str, server: Server) -> str:
+    """Say that a server of a control daemon handles a fatal fault."""
+    since = server.faulted.isoformat(timespec="seconds") if server.faulted else "now"
+    return (
+        f"{daemon}: server {server.pid} handles a fatal GPU fault since {since}, and takes no client until"
+        f" all {len(server.clients)} that it has are gone"
+    )
+
+
+def rules(settings: Settings) -> Rules:
+    """Return what the settings say of admission as a whole."""
+    admission = settings.admission
+    return Rules(
+        placement=admission.placement,
+        queue_length=admission.queue_length,
+        leases=admission.leases,
+        patience=admission.patience,
+    )
+
+
+def daemon_name(gpu: Gpu) -> str:
+    """Name a GPU's control daemon, by the GPU's index."""
+    return f"gpu{gpu.index}"
+
+
+class Node:
+    """Everything that mpsd supervises on this machine."""
+
+    def __init__(
+        self,
+        source: GpuSource,
+        program: ControlProgram,
+        *,
+        run_dir: RunDir,
+        settings: Settings,
+        leases: Leases,
+        reconciler: Reconciler,
+        log: Logger,
+        simulated: bool,
+    ) -> None:
+        self.settings = settings
+        self.simulated = simulated
+        self.since = clock.now()
+        self.missing = host_environment.missing(settings)
+        """What mpsd needs of where it runs, and did not find when it started."""
+        self._program = program
+        self._run_dir = run_dir
+        self._log = log
+        self._stopping = False
+        self._group: asyncio.TaskGroup | None = None
+        modes = ComputeModes(source, FoundModes(run_dir.found_modes), log)
+        self.gpus = Gpus(source, modes, log, self._look)
+        self._supervisors: dict[str, Supervisor] = {}
+        self._offers: list[Offer] = []
+        self._is_offered = False
+        """Whether that is what there is to offer now: nothing has changed since."""
+        self._news = asyncio.Event()
+        self._touched = asyncio.Event()
+        """Set, and replaced, whenever something has changed."""
+        self.leases = leases
+        self._reconciler = reconciler
+        self._tenants = Tenants(leases.ledger.on, leases.release)
+        self.inspector = Inspector(leases.clients, leases.ledger.find, settings, self._terminate, log)
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    async def open(self, inventory: Inventory) -> None:
+        """Say what is missing, and take in the GPUs that were found at the start."""
+        for each in self.missing:
+            self._log.warning(Happened.SURROUNDINGS_LACKING, missing=each.name, because=each.because, hint=each.remedy)
+        self.gpus.modes.load()
+        self._want_mode(self.settings)
+        await self.gpus.take(inventory)
+
+    async def run(self) -> None:
+        """Supervise until cancelled, and then leave the control daemons running."""
+        async with asyncio.TaskGroup() as self._group:
+            self._supervise()
+            self.leases.offer(self.offers())
+            # Nobody was served yet: this task has not let go of the loop since mpsd began to listen.
+            self.leases.restore()
+            self._reconciler.configure(self.settings)
+            # What is here now is here to stay: the collector need not look at it again, some thousand times a day.
+            gc.freeze()
+            self._group.create_task(self.leases.run())
+            self._group.create_task(self._reconciler.run())
+            self._group.create_task(self._follow_offers())
+            self._group.create_task(self.gpus.listen())
+            try:
+                await self.gpus.follow(self._read)
+            finally:
+                self.inspector.close()
+
+    def _read(self) -> None:
+        """The GPUs were read."""
+        self._inspect(read=True)
+        self._supervise()
+
+    async def _follow_offers(self) -> None:
+        """Let those who wait have what becomes possible when a daemon or a GPU changes."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            before = self._offers
+            if self.offers() is not before:
+                self.leases.offer(self._offers)
+                self._inspect(read=False)
+
+    def _inspect(self, *, read: bool) -> None:
+        """See what the processes on the GPUs do; `read` tells whether the GPUs were read since the last time."""
+        self.inspector.inspect(self.daemons(), self.gpus.usages, read=read)
+
+    def _terminate(self, daemon: str, server: int, client: int) -> Terminate:
+        return contexts_of(self._supervisors[daemon].pipe, server, client)
+
+    async def refresh(self, lease: Lease) -> list[str]:
+        """Ask the control daemons and the GPUs of a lease anew; return which daemons have not answered in time."""
+        asked = [each for each in self._supervisors.values() if violations.share_on(lease, each.name) is not None]
+        answered = {each.name: each.ask() for each in asked}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.settings.daemon.answer_deadline):
+                while not all(done() for done in answered.values()):
+                    await self._touched.wait()
+        late = [name for name, done in answered.items() if not done()]
+        await self.gpus.read()
+        self._inspect(read=True)
+        return late
+
+    def _look(self) -> None:
+        """Look again soon: something has changed about a daemon, a GPU or the settings."""
+        self._is_offered = False
+        self._news.set()
+        self._touched.set()
+        self._touched = asyncio.Event()
+        self._reconciler.look()
+
+    def leave(self) -> None:
+        """Admit nobody any more: mpsd is on its way out."""
+        self._stopping = True
+        self.leases.leave()
+
+    async def stop_daemons(self, *, force: bool) -> None:
+        """Stop every control daemon when nobody is left on it, or by force, and its clients with it."""
+        async with asyncio.TaskGroup() as group:
+            for supervisor in self._supervisors.values():
+                group.create_task(supervisor.stop(force=force))
+        await self.gpus.release("an operator stopped the control daemons")
+
+    def reload(self, settings: Settings) -> None:
+        """Take new settings, and hand them on."""
+        self._want_mode(settings)
+        self.settings = settings
+        self.leases.ledger.rules = rules(settings)
+        self.leases.grace = settings.admission.hang_up_grace
+        for supervisor in self._supervisors.values():
+            supervisor.reload(settings)
+        self._reconciler.configure(settings)
+        self.inspector.settings = settings
+        self._look()
+
+    def _want_mode(self, settings: Settings) -> None:
+        mode = settings.daemon.compute_mode
+        self.gpus.want(mode, f'daemon.compute_mode = "{mode}"')
+
+    def _supervise(self) -> None:
+        """Give each GPU that can run MPS a supervisor, once."""
+        assert self._group is not None  # noqa: S101 - called by run alone
+        for _, gpu in sorted(self.gpus.by_index.items()):
+            name = daemon_name(gpu)
+            if name not in self._supervisors and gpus.unsupported(gpu) is None:
+                supervisor = Supervisor(
+                    name,
+                    gpu,
+                    program=self._program,
+                    way=self._reconciler.way(name, gpu.uuid),
+                    tenants=self._tenants,
+                    settings=self.settings,
+                    log=self._log,
+                    changed=self._look,
+                )
+                self._supervisors[name] = supervisor
+                self._reconciler.add(supervisor)
+                self._group.create_task(supervisor.run())
+                self._is_offered = False
+
+    # -- telling ------------------------------------------------------------------------------------------------------
+
+    def daemons(self) -> list[Daemon]:
+        """Return the control daemons in the order of their GPUs."""
+        return [supervisor.snapshot() for supervisor in self._supervisors.values()]
+
+    def beats(self) -> dict[str, Beat]:
+        """Return the sign of life of each supervisor, by the name of its control daemon."""
+        return {name: supervisor.beat for name, supervisor in self._supervisors.items()}
+
+    def status(self, reload: str) -> str:
+        """Say in a line how the node is; `reload` is why the last one was refused."""
+        ledger = self.leases.ledger
+        return status(
+            self.daemons(),
+            list(self.gpus.views()),
+            leases=len(ledger.leases),
+            waiting=len(ledger.waiting),
+            reload=reload,
+        )
+
+    async def settled(self, seconds: float) -> None:
+        """Wait until it is known of each control daemon whether it can be used, for this long at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while any(each.state in {State.DOWN, State.STARTING} for each in self.daemons()):
+                    await self._touched.wait()
+
+    # -- admitting ----------------------------------------------------------------------------------------------------
+
+    async def admit(
+        self,
+        request: LeaseRequest,
+        owner: Owner,
+        holder: Process,
+        person: Person,
+        *,
+        wait: float | None,
+        ttl: float | None,
+        has_left: Callable[[], bool],
+    ) -> Lease:
+        """Grant a lease to a holder, or raise the refusal.
+
+        Raises what `Leases.admit` does, QuotaError, NotPermittedError for a uid that cannot reach a control daemon or a
+        process that does not find it, and StoppingError.
+        """
+        if self._stopping:
+            raise stopping()  # nothing of it goes into the log: whoever waits asks again and again
+        try:
+            admission.check(request)
+            offers = self.offers()
+            self.leases.offer(offers)
+            limits_of = quota.quota_of(person, self.settings.quota)
+            if request.gpu != "any" or limits_of.gpus is not None:
+                request = structs.replace(request, gpu=self._named(request.gpu), among=limits_of.gpus)
+            ttl = quota.time_to_live(limits_of, ttl)
+            ledger = self.leases.ledger
+            if not self.leases.knows(request, owner):  # who comes back for its lease, or its place, takes nothing more
+                worth = ledger.worth(request) if quota.weighs(limits_of) else Amount()
+                quota.check(limits_of, ledger.user(owner.uid), request.priority, worth)
+            self._check_reach(owner.uid)
+            request = mount_visibility.narrowed(request, holder, offers, self._log)
+        except MpsdError as refusal:
+            self._log.info(
+                Happened.LEASE_REFUSED,
+                uid=owner.uid,
+                pid=owner.pid,
+                code=refusal.code,
+                limit=refusal.limit,
+                because=refusal.detail,
+            )
+            raise
+        return await self.leases.admit(request, owner, holder, wait=wait, ttl=ttl, has_left=has_left)
+
+    def _named(self, wanted: str) -> str:
+        """Return the UUID of the GPU that was named, or `any`. Raises InvalidRequestError, DaemonNotReadyError."""
+        if wanted == "any":
+            return wanted
+        named = gpus.select(list(self.gpus.by_index.values()), wanted)
+        refused = gpus.unsupported(named)
+        if refused is not None:
+            raise DaemonNotReadyError(f"GPU {named.index} cannot be shared: {refused[0]}", hint=refused[1], limit="gpu")
+        return named.uuid
+
+    def _check_reach(self, uid: int) -> None:
+        """Refuse a holder whose uid cannot reach the control sockets: it would run without MPS, and without limits."""
+        if uid in {0, process_table.own_uid()}:
+            return
+        closed = rundir.closed_to_others(self._run_dir.daemons)
+        if closed is not None:
+            raise NotPermittedError(
+                f"uid {uid} cannot reach the control daemons: {closed} lets no other uid through",
+                hint=f"an administrator can open it: chmod o+x {closed}",
+            )
+
+    def offers(self) -> list[Offer]:
+        """Return what each GPU that can be shared has to give now; the same list for as long as nothing has changed."""
+        if not self._is_offered:
+            self._is_offered = True
+            self._offers = [self._offer(self.gpus.view(each.gpu.index), each) for each in self._supervisors.values()]
+        return self._offers
+
+    def _offer(self, view: GpuView, supervisor: Supervisor) -> Offer:
+        settings, daemon, gpu = self.settings, supervisor.snapshot(), supervisor.gpu
+        return Offer(
+            gpu=gpu.uuid,
+            daemon=daemon.name,
+            pipe_directory=daemon.pipe_directory,
+            threads=int(1000 * settings.admission.threads_oversubscription),
+            memory=max(gpu.memory_total - gpu.memory_reserved - settings.admission.memory_reserve, 0),
+            clients=mps_facts.clients_max(gpu.compute_capability, gpus.driver_branch(gpu.driver_version)),
+            limits=settings.default_limits,
+            many_users=daemon.process.many_users if daemon.process else settings.daemon.users is Users.MANY,
+            refusal=_refusal(view, daemon),
+        )
+
+    # -- operating ----------------------------------------------------------------------------------------------------
+
+    def operation(self, operation: str) -> Operation | None:
+        """Return an operation that goes on, or is one of those that ended last on their control daemon."""
+        found = (supervisor.operation(operation) for supervisor in self._supervisors.values())
+        return next((each for each in found if each is not None), None)
+
+    def supervisor(self, name: str) -> Supervisor:
+        """Return the supervisor of this control daemon. Raises NotFoundError."""
+        found = self._supervisors.get(name)
+        if found is None:
+            known = ", ".join(self._supervisors) or "none"
+            raise NotFoundError(f"there is no control daemon {name!r}", hint=f"known are: {known}")
+        return found
+
+
+def _refusal(view: GpuView, daemon: Daemon) -> Refusal | None:
+    """Say why nobody is let in on this GPU, if so. What is unknown, or not as set, is not healthy."""
+    if view.health is not Health.OK:
+        return Refusal("health", f"GPU {view.index} is {view.health}: {view.because}", view.hint or "see mpsctl gpus")
+    if daemon.state is not State.READY:
+        limit = "hold" if daemon.operation or daemon.state in {State.HELD, State.DRAINING} else "health"
+        because = f"the control daemon of GPU {view.index} is {daemon.state}: {daemon.operation or daemon.because}"
+        return Refusal(limit, because, daemon.hint or "try again in a moment; see mpsctl daemons")
+    hit = next((server for server in daemon.servers if server.faulted is not None), None)
+    if hit is not None:
+        return Refusal("health", faulted(daemon.name, hit), "end those of its clients that linger: mpsctl clients")
+    if daemon.cannot_start is not None:
+        because = f"{daemon.name}: {daemon.cannot_start}"
+        return Refusal("health", because, CANNOT_START)
+    if daemon.drift:
+        drift = daemon.drift[0]
+        return Refusal(
+            "health",
+            f"{drift.limit} of {daemon.name} is {drift.found} instead of {drift.wanted}: somebody else changed it",
+            daemon.hint or "see mpsctl daemons",
+        )
+    return None

@@ -1,0 +1,55 @@
+"""What outlives a boot: the events, and who used how much."""
+
+from collections.abc import Callable
+from typing import Final
+
+from mpsd.core.admission.usage import Account, Usage
+from mpsd.core.errors import StorageError
+from mpsd.system import clock
+from mpsd.system.database import Database, summed
+
+HISTORY_SCHEMA: Final = (
+    """
+    CREATE TABLE events (
+        seq INTEGER PRIMARY KEY, at REAL NOT NULL, data TEXT NOT NULL, sum INTEGER NOT NULL,
+        CHECK (sum = checksum(seq, at, data))
+    );
+    CREATE TABLE usage (
+        uid INTEGER PRIMARY KEY, value REAL NOT NULL, noted REAL NOT NULL, sum INTEGER NOT NULL,
+        CHECK (sum = checksum(uid, value, noted))
+    );
+    CREATE TABLE notes (
+        name TEXT PRIMARY KEY, value INTEGER NOT NULL, sum INTEGER NOT NULL, CHECK (sum = checksum(name, value))
+    ) WITHOUT ROWID
+    """,
+    """
+    -- Nothing has to be done: each row is events that were stored together, as lines, and was one until then.
+    """,
+)
+"""The versions of the history, the oldest first; a later mpsd adds to them and changes none.
+
+In the second, `data` is the lines of the events that were stored together, and `seq` and `at` are of the last of them.
+"""
+
+
+def note_usage(history: Database, usage: Usage, trouble: Callable[[str], None]) -> None:
+    """Note who used how much, for the next mpsd, by the wall clock, since the other one ends with the boot."""
+    wall = clock.now().timestamp()
+    rows = [
+        ("INSERT INTO usage VALUES (?, ?, ?, ?)", summed(uid, account.value, wall))
+        for uid, account in usage.accounts(clock.monotonic()).items()
+    ]
+    try:
+        history.commit([("DELETE FROM usage", ()), *rows])
+    except StorageError as error:
+        trouble(error.detail)
+
+
+def known_usage(history: Database, half_life: float) -> dict[int, Account]:
+    """Return what every user had, decayed by the time since it was noted; a clock that was set back is no time."""
+    now, wall = clock.monotonic(), clock.now().timestamp()
+    accounts = {}
+    for uid, value, noted in history.rows("SELECT uid, value, noted FROM usage"):
+        passed = max(wall - float(str(noted)), 0.0)
+        accounts[int(str(uid))] = Account(float(str(value)) * 0.5 ** (passed / half_life), 0.0, now)
+    return accounts

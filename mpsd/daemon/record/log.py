@@ -1,0 +1,239 @@
+"""mpsd's own log: one line for each decision, to stderr, with the facts as keys. Configured once, at start."""
+
+import sys
+import traceback
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from enum import StrEnum
+from functools import partial
+from typing import Final, NamedTuple, TextIO
+
+import msgspec
+
+from mpsd.core.sanitize import harmless_json, plain
+from mpsd.core.settings import LogFormat
+from mpsd.system import clock
+from mpsd.system.journal import Journal
+
+_JSON: Final = msgspec.json.Encoder(enc_hook=str)
+
+
+class Happened(StrEnum):
+    """The catalogue of what mpsd logs; a log line's event is one of these and nothing else."""
+
+    NODE_STARTED = "node_started"
+    NODE_STOPPING = "node_stopping"
+    API_LISTENING = "api_listening"
+    SURROUNDINGS_LACKING = "surroundings_lacking"
+    SOCKET_REPLACED = "socket_replaced"
+    CALLER_REFUSED = "caller_refused"
+    API_DEFECT = "api_defect"
+    GPU_FOUND = "gpu_found"
+    GPU_XID = "gpu_xid"
+    GPU_HEALTH = "gpu_health"
+    GPU_MODE_SET = "gpu_mode_set"
+    GPU_MODE_RETURNED = "gpu_mode_returned"
+    GPU_MODE_LEFT = "gpu_mode_left"
+    GPU_MODE_TROUBLE = "gpu_mode_trouble"
+    GPU_MODE_NOT_KEPT = "gpu_mode_not_kept"
+    DAEMON_STATE = "daemon_state"
+    DAEMON_DEATH = "daemon_death"
+    OPERATION_BEGUN = "operation_begun"
+    OPERATION_RESUMED = "operation_resumed"
+    OPERATION_ENDED = "operation_ended"
+    DAEMON_FORCED = "daemon_forced"
+    LIMITS_VERIFIED = "limits_verified"
+    LIMITS_NOT_HELD = "limits_not_held"
+    LIMITS_NOT_GIVEN = "limits_not_given"
+    LIMIT_DRIFT = "limit_drift"
+    LIMIT_DRIFT_OVER = "limit_drift_over"
+    REACH_DRIFT = "reach_drift"
+    REACH_NOT_HELD = "reach_not_held"
+    SERVER_ORPHANED = "server_orphaned"
+    SERVER_EXITED = "server_exited"
+    SERVER_FAILED = "server_failed"
+    SERVER_FAULTED = "server_faulted"
+    LEASES_HIT = "leases_hit"
+    SERVER_RECOVERED = "server_recovered"
+    FOREIGN_COMMAND = "foreign_command"
+    LOG_SHORTENED = "log_shortened"
+    LOG_NOT_SHORTENED = "log_not_shortened"
+    LOG_FIFO_FULL = "log_fifo_full"
+    LOG_NOT_WATCHED = "log_not_watched"
+    READING_NOT_KEPT = "reading_not_kept"
+    TALLY_NOT_KEPT = "tally_not_kept"
+    SHARED_MEMORY_APART = "shared_memory_apart"
+    LEASE_GRANTED = "lease_granted"
+    LEASE_REFUSED = "lease_refused"
+    LEASE_WAITS = "lease_waits"
+    LEASE_RENEWED = "lease_renewed"
+    LEASES_RESTORED = "leases_restored"
+    CLIENT_ATTRIBUTED = "client_attributed"
+    VIOLATION = "violation"
+    VIOLATION_OVER = "violation_over"
+    CLIENT_FORCED = "client_forced"
+    LEASE_ENDED = "lease_ended"
+    DOOR_STUCK = "door_stuck"
+    STORE_FULL = "store_full"
+    STORE_HAS_ROOM = "store_has_room"
+    STORE_SET_ASIDE = "store_set_aside"
+    EVENTS_LOST = "events_lost"
+    SETTINGS_RELOADED = "settings_reloaded"
+    SETTINGS_REFUSED = "settings_refused"
+    SUPERVISOR_STUCK = "supervisor_stuck"
+
+
+_NAMESPACE: Final = uuid.UUID("6e9c2f64-0d5b-4f0e-9a55-b1c1a1d7f2c3")
+
+MESSAGE_IDS: Final = {each: uuid.uuid5(_NAMESPACE, each).hex for each in Happened}
+"""What the journal knows each kind of event by: `journalctl MESSAGE_ID=...`. It stays as long as the event's name."""
+
+_SPECIAL: Final = set(' "=')
+"""What a value has that is not a word, and stands between quotes in a text."""
+
+_PRIORITIES: Final = {"info": "6", "warning": "4", "error": "3"}
+"""Levels as syslog(3) has them."""
+
+
+class Line(NamedTuple):
+    """What happened, when and how bad it is, and the facts."""
+
+    at: datetime
+    level: str
+    happened: Happened
+    facts: Mapping[str, object]
+
+
+class Logger:
+    """Tells what happens, each time with the facts.
+
+    structlog's own loggers take twice as long for a line, for processors that mpsd has no use for: with many callers,
+    a grant would be slower by a twentieth. What structlog is here for is text on a terminal.
+    """
+
+    def __init__(
+        self, tell: Callable[[Sequence[Line]], None], before: list[Callable[[], None]], **bound: object
+    ) -> None:
+        """`tell` is called with lines, and each of `before` before that; `bound` are facts of all that it tells."""
+        self._tell = tell
+        self._before = before
+        self._bound = bound
+
+    def bind(self, **bound: object) -> "Logger":
+        """Return one that tells these facts with all that it tells."""
+        return Logger(self._tell, self._before, **self._bound, **bound)
+
+    def info(self, happened: Happened, **facts: object) -> None:
+        """Tell what is as it should be."""
+        self._say("info", happened, facts)
+
+    def warning(self, happened: Happened, **facts: object) -> None:
+        """Tell what is not, and what mpsd deals with."""
+        self._say("warning", happened, facts)
+
+    def error(self, happened: Happened, **facts: object) -> None:
+        """Tell what somebody has to look into."""
+        self._say("error", happened, facts)
+
+    def _say(self, level: str, happened: Happened, facts: Mapping[str, object]) -> None:
+        for each in self._before:
+            each()
+        self._tell((Line(clock.now(), level, happened, {**self._bound, **facts}),))
+
+    def before(self, call: Callable[[], None]) -> None:
+        """Have this called before anything else is told, also through others: it tells what has waited until then."""
+        self._before.append(call)
+
+    def waited(self, lines: Sequence[Line]) -> None:
+        """Tell lines that have waited, so that they cost less together; see `before`."""
+        self._tell(lines)
+
+    def defect(self, happened: Happened, error: BaseException, **facts: object) -> None:
+        """Tell a defect of mpsd's own, with its traceback."""
+        self.error(happened, **facts, exception="".join(traceback.format_exception(error)).rstrip("\n"))
+
+
+def _entry(level: str, facts: Mapping[str, object], trace: str) -> dict[str, str]:
+    """Return the fields of an entry in the journal: what a person reads, and each fact by itself."""
+    texts = {name: value if isinstance(value, str) else _JSON.encode(value).decode() for name, value in facts.items()}
+    event = texts.pop("event")
+    said = " ".join(
+        f"{name}={_JSON.encode(text).decode() if set(text) & _SPECIAL else text}" for name, text in texts.items()
+    )
+    return {
+        "MESSAGE": "\n".join(filter(None, (f"{event} {said}".rstrip(), trace))),
+        "PRIORITY": _PRIORITIES[level],
+        "MESSAGE_ID": MESSAGE_IDS[Happened(event)],
+        "SYSLOG_IDENTIFIER": "mpsd",
+        "MPSD_EVENT": event,
+        **{f"MPSD_{name.upper()}": value for name, value in texts.items()},
+    }
+
+
+def _harmless(line: bytes) -> bytes:
+    """Return a line of JSON with nothing in it that acts on a terminal: most have nothing, and are looked at only."""
+    return line if line.isascii() and b"\x7f" not in line else harmless_json(line.decode()).encode()
+
+
+def _one_by_one(tell: Callable[[Line], None], lines: Sequence[Line]) -> None:
+    for line in lines:
+        tell(line)
+
+
+def configure(
+    form: LogFormat,
+    record: Callable[[float, bytes], None] | None = None,
+    stream: TextIO = sys.stderr,
+    *,
+    journal: Journal | None = None,
+) -> Logger:
+    """Return the logger of this process.
+
+    The form says which, or it is text on a terminal, fields where the stream leads to the journal, and JSON elsewhere.
+
+    `record` is given when it was, in seconds since 1970, and every line as JSON, but for those of defects, whose
+    tracebacks are for the log alone: what is logged and what is told as an event are one and the same, and rendered
+    once.
+    """
+
+    def rendered(line: Line) -> bytes:
+        # What a reader looks for first stands first: when, how bad, and what.
+        at, level, happened, facts = line
+        text = _harmless(_JSON.encode({"at": at, "level": level, "event": happened, **facts}))
+        if record is not None and "exception" not in facts:
+            record(at.timestamp(), text)
+        return text
+
+    def parts(line: Line) -> tuple[dict[str, object], dict[str, str]]:
+        known = msgspec.json.decode(rendered(line))
+        trace = {name: "\n".join(map(plain, known.pop(name).split("\n"))) for name in ("exception",) if name in known}
+        return plain(known), trace
+
+    # The stream may be a file on a full disk, or a pipe that nobody reads any more: a line is lost, and mpsd lives on.
+
+    def tell_lines(lines: Sequence[Line]) -> None:
+        text = b"".join([rendered(line) + b"\n" for line in lines])
+        with suppress(OSError):
+            stream.buffer.write(text)
+            stream.buffer.flush()
+
+    def tell_text(console: Callable[[object, str, dict[str, object]], str], line: Line) -> None:
+        known, trace = parts(line)
+        with suppress(OSError):
+            print(console(None, line.level, {**known, **trace}), file=stream, flush=True)
+
+    def tell_journal(to: Journal, line: Line) -> None:
+        known, trace = parts(line)
+        del known["at"], known["level"]  # the journal has its own
+        to.send(_entry(line.level, known, trace.get("exception", "")))
+
+    if form is LogFormat.AUTO and journal is not None:
+        return Logger(partial(_one_by_one, partial(tell_journal, journal)), [])
+    if form is LogFormat.TEXT or (form is LogFormat.AUTO and stream.isatty()):
+        from structlog.dev import ConsoleRenderer  # noqa: PLC0415 - a third of all imports, and no service needs it
+
+        console = ConsoleRenderer(colors=stream.isatty())
+        return Logger(partial(_one_by_one, partial(tell_text, console)), [])
+    return Logger(tell_lines, [])

@@ -1,0 +1,153 @@
+"""What the service manager is told while mpsd runs: that it lives, and how the node is.
+
+A sign of life is worth something only where it says that mpsd does its work. So each supervisor says, whenever it
+begins to do or to wait for something, by when it will be back; and while one of them is late, no sign is given. A loop
+that is stuck gives none either. Then the manager ends mpsd and starts another, which finds everything where it was.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import Final
+
+from mpsd.core.lifecycle import State
+from mpsd.core.model import Daemon, Health
+from mpsd.core.sanitize import plain
+from mpsd.core.settings import ControlDaemon
+from mpsd.daemon.gpu.gpus import GpuView
+from mpsd.daemon.record.log import Happened, Logger
+from mpsd.system import clock
+from mpsd.system.notify import ServiceManager
+
+_TICK: Final = 1.0
+"""Seconds between two looks at whether there is something to tell."""
+
+_GRACE: Final = 10.0
+"""Seconds that a busy machine may keep a loop from its turn before it is late."""
+
+_CONVERSATIONS: Final = 20
+"""As many with a control daemon are never needed in one round; each has its deadline."""
+
+_EXTENSION: Final = 30.0
+"""Seconds that each sign of life gives an mpsd that is on its way out, and waits for people to leave."""
+
+_LONGEST: Final = 400
+"""Characters of a status: `systemctl status` shows it in one line."""
+
+
+class Beat:
+    """The sign of life of one loop."""
+
+    def __init__(self) -> None:
+        self._until = inf
+
+    def back_in(self, seconds: float | None) -> None:
+        """Promise to call this again within so many seconds; None is for a wait that only news can end."""
+        self._until = inf if seconds is None else clock.monotonic() + seconds + _GRACE
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the promise was broken."""
+        return clock.monotonic() > self._until
+
+
+def longest_round(settings: ControlDaemon) -> float:
+    """Return the seconds that a supervisor's round may take: a start, and conversations, each to its deadline."""
+    return settings.start_deadline + _CONVERSATIONS * settings.answer_deadline
+
+
+def status(daemons: Sequence[Daemon], views: Sequence[GpuView], *, leases: int, waiting: int, reload: str) -> str:
+    """Say in a line what an operator wants to know: what is ready, who is there, and what is wrong.
+
+    `reload` is why the last one was refused.
+    """
+    ready = sum(each.state is State.READY for each in daemons)
+    held = "1 lease" if leases == 1 else f"{leases} leases"
+    parts = [f"{ready} of {len(daemons)} control daemons ready, {held}, {waiting} waiting"]
+    parts += [f"GPU {view.index}: {view.health}, {view.because}" for view in views if view.health is not Health.OK]
+    parts += [
+        f"{each.name}: {each.state}, {each.operation or each.because}"
+        for each in daemons
+        if each.state not in {State.READY, State.STARTING}
+    ]
+    parts += [f"reload refused: {reload}"] if reload else []
+    line = plain("; ".join(parts))
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
+
+
+class Pulse:
+    """Tells the service manager."""
+
+    def __init__(
+        self,
+        manager: ServiceManager,
+        log: Logger,
+        *,
+        beats: Callable[[], dict[str, Beat]],
+        told: Callable[[str], str],
+    ) -> None:
+        """`beats` are those of the supervisors, by name; `told` makes a status, given why a reload was refused."""
+        self._manager = manager
+        self._log = log
+        self._beats = beats
+        self._told = told
+        self._refused = ""
+        self._last = ""
+        self._late: list[str] = []
+        self._stopping = False
+        self._due = 0.0
+
+    async def run(self) -> None:
+        """Give signs of life, and the status whenever it is another one, until cancelled."""
+        if not self._manager.listens:
+            return
+        # Three signs in the time that the manager waits for one.
+        interval = min(self._manager.watchdog or inf, _EXTENSION) / 3
+        while True:
+            await asyncio.sleep(min(clock.until_next(_TICK), interval))
+            assignments = self._news()
+            if clock.monotonic() >= self._due and not self._is_late():
+                self._due = clock.monotonic() + interval - _TICK / 2
+                assignments.append("WATCHDOG=1")
+                if self._stopping:
+                    assignments.append(f"EXTEND_TIMEOUT_USEC={int(_EXTENSION * 1_000_000)}")
+            if assignments:
+                self._manager.tell(*assignments)
+
+    def ready(self) -> None:
+        """Tell that the API answers."""
+        self._manager.tell("READY=1", *self._news())
+
+    def stopping(self) -> None:
+        """Tell that mpsd ends."""
+        self._stopping = True
+        self._due = 0.0
+        self._manager.tell("STOPPING=1")
+
+    def ended(self, left: int, *, of: int) -> None:
+        """Tell what mpsd leaves behind: a status stays until the next start."""
+        self._manager.tell(f"STATUS=ended; {left} of {of} control daemons go on")
+
+    def reloading(self) -> None:
+        """Tell that a reload begins."""
+        self._manager.tell_reloading()
+
+    def reloaded(self, refused: str = "") -> None:
+        """Tell that a reload is over, and why it changed nothing, if so."""
+        self._refused = refused
+        self.ready()
+
+    def _news(self) -> list[str]:
+        line = self._told(self._refused)
+        if line == self._last:
+            return []
+        self._last = line
+        return [f"STATUS={line}"]
+
+    def _is_late(self) -> bool:
+        late = [name for name, beat in self._beats().items() if beat.is_late]
+        if late != self._late:
+            self._late = late
+            if late:
+                self._log.error(Happened.SUPERVISOR_STUCK, daemons=late)
+        return bool(late)

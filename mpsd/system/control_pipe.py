@@ -1,0 +1,277 @@
+"""The control pipe: one object for each control daemon, and the only door to it.
+
+A control daemon serves one front-end at a time, turns others away in silence with status 0, delimits nothing, and
+accepts wrong values without a word (all measured). So this door serialises; it puts a whole conversation into one
+front-end; it frames the answers between marks that every control daemon echoes back, so that silence cannot be taken
+for an answer nor another's answer for one's own; it gives each conversation a deadline, and kills a front-end that
+overruns it; and it sets nothing without reading it back.
+"""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Generic, TypeVar
+
+from mpsd.core.errors import (
+    ControlBrokenError,
+    ControlBusyError,
+    ControlUnreachableError,
+    ControlUnresponsiveError,
+    LimitNotHeldError,
+)
+from mpsd.core.mps.commands import Command, echo_of, mark, quit_daemon
+from mpsd.core.mps.setters import Setting
+from mpsd.system import clock, process, retry
+
+T = TypeVar("T")
+
+_NO_DAEMON: Final = "Cannot find MPS control daemon process"
+
+_LEAST: Final = 0.5
+"""Seconds that a front-end has in any case. One that was started just before the deadline, behind others that were
+turned away, would otherwise be killed at once, and a daemon that strangers keep busy be taken for one that hangs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlProgram:
+    """The program that is both control daemon and front-end: NVIDIA's, or the simulator's."""
+
+    argv: tuple[str, ...]
+    directories: tuple[str, ...] = ()
+    """Where it and its server lie: it looks for that in PATH (measured, all versions)."""
+    libraries: Path | None = None
+    """Where the driver's libraries are linked to that its server needs, if the loader has to be told."""
+
+
+def variables(pipe_directory: Path, log_directory: Path) -> dict[str, str]:
+    """Name the directories of one control daemon, as it, its front-ends and its clients must be told them."""
+    return {"CUDA_MPS_PIPE_DIRECTORY": str(pipe_directory), "CUDA_MPS_LOG_DIRECTORY": str(log_directory)}
+
+
+class Pending(Generic[T]):
+    """An answer that a conversation will bring."""
+
+    def __init__(self, asked: Command[T] | Setting[T]) -> None:
+        self.asked = asked
+        self._lines: list[str] | None = None
+
+    def bring(self, lines: list[str]) -> None:
+        """Hand over the lines that came back."""
+        self._lines = lines
+
+    @property
+    def answer(self) -> T:
+        """The typed answer; for a setting, the value read back.
+
+        Raises the ControlError that the lines amount to, and LimitNotHeldError for a setting that did not take.
+        """
+        if self._lines is None:
+            raise ControlBrokenError(
+                f"{'; '.join(self.asked.script)!r} was never answered", hint="the conversation was not held to its end"
+            )
+        if not isinstance(self.asked, Setting):
+            return self.asked.parse(self._lines)
+        found = self.asked.read_back(self._lines)
+        if found != self.asked.wanted:
+            raise LimitNotHeldError(
+                f"after {self.asked.setter!r} the control daemon reports {_said(self._lines)}: the limit does not hold",
+                hint="the control daemon's log has its reason; another front-end may have been faster",
+                limit=self.asked.limit,
+            )
+        return found
+
+
+def _said(lines: Sequence[str]) -> str:
+    return repr(lines[-1]) if lines else "nothing"
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What is to be said in one front-end, and where each answer goes."""
+
+    pending: list[Pending[Any]] = field(default_factory=list)
+
+    def ask(self, command: Command[T]) -> Pending[T]:
+        """Add a question."""
+        answer: Pending[T] = Pending(command)
+        self.pending.append(answer)
+        return answer
+
+    def set(self, setting: Setting[T]) -> Pending[T]:
+        """Add a setting: set, read back, compare."""
+        answer: Pending[T] = Pending(setting)
+        self.pending.append(answer)
+        return answer
+
+    def _segments(self) -> Iterator[list[Pending[Any]]]:
+        """Yield what stands between two marks: answers of a certain length, and one of uncertain length at the end."""
+        segment: list[Pending[Any]] = []
+        for each in self.pending:
+            segment.append(each)
+            if each.asked.expects is None:
+                yield segment
+                segment = []
+        if segment:
+            yield segment
+
+    def script(self, nonce: str) -> list[str]:
+        """Return the lines to send: a mark first, and one behind each segment."""
+        lines = [mark(nonce, 0)]
+        for number, segment in enumerate(self._segments(), start=1):
+            lines += [line for each in segment for line in each.asked.script]
+            lines.append(mark(nonce, number))
+        return lines
+
+    def distribute(self, nonce: str, output: list[str]) -> None:
+        """Hand each answer to whom it belongs.
+
+        Raises CollisionError when nothing of the conversation was heard, and ControlBrokenError when its end is
+        missing.
+        """
+        if not output or output[0] != echo_of(mark(nonce, 0)):
+            raise retry.CollisionError
+        rest = output[1:]
+        for number, segment in enumerate(self._segments(), start=1):
+            end = echo_of(mark(nonce, number))
+            if end not in rest:
+                raise ControlBrokenError(
+                    f"the control daemon answered as far as {_said(output)} and no further",
+                    hint="it died or was stopped in the middle: look at its state, then ask what is in force",
+                )
+            cut = rest.index(end)
+            _share(segment, rest[:cut])
+            rest = rest[cut + 1 :]
+
+
+@dataclass(frozen=True, slots=True)
+class _Farewell:
+    """The conversation that ends the daemon: nothing can be heard behind its last word."""
+
+    seconds: int | None
+
+    def script(self, nonce: str) -> list[str]:
+        return [mark(nonce, 0), quit_daemon(self.seconds).line]
+
+    def distribute(self, nonce: str, output: list[str]) -> None:
+        if not output or output[0] != echo_of(mark(nonce, 0)):
+            raise retry.CollisionError
+
+
+def _share(segment: list[Pending[Any]], lines: list[str]) -> None:
+    """Give all but the last their certain number of lines, and the last the remainder.
+
+    Where a control daemon says more or less than it should, some of them get what they cannot parse, and none gets what
+    it could take for its own: that is an error for those, and never a success.
+    """
+    for each in segment[:-1]:
+        count = each.asked.expects or 0
+        each.bring(lines[:count])
+        lines = lines[count:]
+    segment[-1].bring(lines)
+
+
+class ControlPipe:
+    """The door to one control daemon."""
+
+    def __init__(
+        self,
+        program: ControlProgram,
+        pipe_directory: Path,
+        log_directory: Path,
+        *,
+        deadline: float,
+        key: str | None = None,
+    ) -> None:
+        self._program = program
+        self._environment = process.environment(variables(pipe_directory, log_directory))
+        self._pipe_directory = pipe_directory
+        self._turn = asyncio.Lock()
+        self._key = key or secrets.token_hex(8)
+        """What the nonces of all its marks begin with: by this its conversations are known in the daemon's log."""
+        self.deadline = deadline
+        """Seconds that a conversation may take from its first front-end on, strangers in the way included."""
+
+    async def hold(self, conversation: Conversation) -> None:
+        """Hold a conversation, after those that were asked for before it, and bring every answer.
+
+        Raises ControlUnreachableError when no daemon listens, ControlBusyError when strangers held it for the whole
+        deadline, ControlUnresponsiveError when it took longer, ControlBrokenError and ControlGarbledError when its
+        answers do not add up. In every case but the first two something of the conversation may have taken effect.
+        """
+        await self._say(conversation, self.deadline)
+
+    async def quit(self, seconds: int | None) -> None:
+        """Tell the daemon to quit, and to force its servers after `seconds`; whether it went, its pidfd says.
+
+        Raises as `hold` does when it could not be told, or did not go in `seconds` and the deadline together. Without
+        `seconds` it goes when its last client has gone, whenever that is: this returns when it is told, or has had the
+        time to be. It waits on when the front-end that told it is ended (measured, all versions).
+        """
+        try:
+            if seconds is None:
+                with contextlib.suppress(ControlUnresponsiveError):
+                    await self._say(_Farewell(None), self.deadline)
+            else:
+                await self._say(_Farewell(seconds), seconds + self.deadline)
+        except ControlUnreachableError:
+            # Nobody listens any more, which is what was asked for: a front-end can lose the daemon's last words (seen
+            # on 470 and 535: status 1 or silence, though the daemon had quit).
+            return
+
+    async def _say(self, conversation: Conversation | _Farewell, seconds: float) -> None:
+        async with self._turn:
+            until = clock.monotonic() + seconds
+            try:
+                async for attempt in retry.collisions(seconds):
+                    with attempt:
+                        nonce = self._key + secrets.token_hex(4)
+                        output = await self._front_end(conversation.script(nonce), until)
+                        conversation.distribute(nonce, output)
+            except retry.CollisionError:
+                raise ControlBusyError(
+                    f"other front-ends held the control daemon on {self._pipe_directory} for {seconds:g} s",
+                    hint="end the front-end that somebody left open (pgrep -af nvidia-cuda-mps-control)",
+                ) from None
+
+    async def _front_end(self, script: list[str], until: float) -> list[str]:
+        """Say this in one front-end and return the lines that came back."""
+        seconds = max(until - clock.monotonic(), _LEAST)
+        text = "".join(f"{line}\n" for line in script).encode()
+        try:
+            finished = await process.run(self._program.argv, env=self._environment, stdin=text, seconds=seconds)
+        except OSError as error:
+            # As while a driver is upgraded: it comes back, and until then only this is known.
+            raise ControlUnreachableError(
+                f"the front-end {self._program.argv[0]} could not be started: {error.strerror}",
+                hint="see that the control program is there and can be executed",
+            ) from error
+        if finished.returncode is None:
+            raise ControlUnresponsiveError(
+                f"the control daemon on {self._pipe_directory} did not answer in time",
+                hint="it hangs or is stopped (kill -CONT resumes it); it is left alone, since its clients may be fine",
+            )
+        lines = finished.output.splitlines()
+        if finished.returncode != 0 and lines[:1] == [_NO_DAEMON]:
+            raise ControlUnreachableError(
+                f"no control daemon listens on {self._pipe_directory}", hint="see its state with: mpsctl daemons"
+            )
+        return lines
+
+    async def ask(self, command: Command[T]) -> T:
+        """Ask one question. Raises as `hold` does, and what the answer amounts to."""
+        conversation = Conversation()
+        answer = conversation.ask(command)
+        await self.hold(conversation)
+        return answer.answer
+
+    async def set(self, *settings: Setting[Any]) -> None:
+        """Set, read back and compare, all in one front-end. Raises as `hold` does, and LimitNotHeldError."""
+        conversation = Conversation()
+        for setting in settings:
+            conversation.set(setting)
+        await self.hold(conversation)
+        for pending in conversation.pending:
+            pending.answer  # noqa: B018 - it raises when the limit does not hold

@@ -1,0 +1,135 @@
+"""What `mpsctl doctor --fix` does: each thing harms no client that runs, and is nothing when it is done again."""
+
+import contextlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from mpsd.core.compute_mode import Step, step
+from mpsd.core.doctor.finding import Means, Mend
+from mpsd.core.errors import ComputeModeError, GpuUnknownError
+from mpsd.core.model import Known
+from mpsd.core.settings import Settings
+from mpsd.system import clock, rundir
+from mpsd.system.doctor import disk, gpus, proc
+from mpsd.system.gpu import NvmlGpus, change_compute_mode
+from mpsd.system.journal import Journal
+from mpsd.system.rundir import RunDir
+from mpsd.system.saved_compute_modes import FoundModes
+
+_FIXED: Final = "doctor_fixed"
+
+_LOCKED: Final = frozenset({Means.REMOVE, Means.GIVE_BACK})
+"""What is only done while no mpsd can run."""
+
+
+async def mend(settings: Settings, check: str, wanted: Mend) -> list[str]:
+    """Do what is wanted, write down what was done, and return it. What could not be written down is not done.
+
+    Raises AlreadyRunningError where that needs a node without mpsd, and MpsdError and OSError for what cannot be done.
+    """
+    lock = RunDir.claim(settings) if wanted.means in _LOCKED else None
+    try:
+        with _log(settings) as log:
+            done = await _mend(settings, wanted)
+            for did in done:
+                _write_down(log, check, did)
+    finally:
+        if lock is not None:
+            lock.close()
+    return done
+
+
+async def _mend(settings: Settings, wanted: Mend) -> list[str]:
+    match wanted.means:
+        case Means.REMOVE:
+            return [f"removed {path}" for path in _free(settings, wanted.targets) if _remove(path)]
+        case Means.REMOVE_SHARED_MEMORY:
+            return [f"removed /dev/shm/{name}" for name in wanted.targets if rundir.remove_shared_memory(name)]
+        case Means.OPEN:
+            return [f"opened {path} to every uid (o+x)" for path in wanted.targets if _open(Path(path))]
+        case Means.GIVE_BACK:
+            return await _give_back(settings, wanted.targets)
+
+
+def _free(settings: Settings, targets: Sequence[str]) -> list[Path]:
+    """Return those that still no process of MPS has: one may have come before the lock was taken."""
+    found = proc.processes((settings.daemon.control,))
+    listened = disk.listened()
+    had = {each.pipe_directory for each in found.value} if isinstance(found, Known) else None
+    paths = map(Path, targets)
+    return [
+        path
+        for path in paths
+        if had is not None and str(path.parent) not in had and str(path.parent / "control") not in listened
+    ]
+
+
+def _remove(path: Path) -> bool:
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _open(path: Path) -> bool:
+    mode = path.stat().st_mode & 0o7777
+    path.chmod(mode | 0o001)
+    return not mode & 0o001
+
+
+async def _give_back(settings: Settings, uuids: Sequence[str]) -> list[str]:
+    """Give GPUs the compute mode back that mpsd found on them. Raises GpuError, and what is not done stays written."""
+    found = FoundModes(rundir.found_modes(settings))
+    found.load()
+    done: list[str] = []
+    there = gpus.find(settings)
+    source = NvmlGpus(there.nvml if there else None)
+    try:
+        by_uuid = {gpu.uuid: gpu for gpu in (await source.inventory()).gpus}
+        for uuid in uuids:
+            before, gpu = found.by_gpu.get(uuid), by_uuid.get(uuid)
+            if before is None or gpu is None:
+                continue
+            usage = await source.usage(gpu)
+            if not isinstance(usage, Known):
+                raise GpuUnknownError(f"GPU {gpu.index}: {usage.reason}", hint="see nvidia-smi, and look again")
+            now = usage.value.compute_mode
+            if step(wanted=False, found=before, now=now, held=False) is Step.FORGET:
+                found.forget(uuid)
+                done.append(f"struck GPU {gpu.index} out of {found.path}: it is {now}, and not what mpsd set")
+                continue
+            reading = await change_compute_mode(source, gpu, before)
+            if not isinstance(reading, Known):
+                raise ComputeModeError(reading.reason, hint="look again")
+            found.forget(uuid)
+            done.append(f"gave GPU {gpu.index} its compute mode {before} back: it was left {now}")
+    finally:
+        source.close()
+    return done
+
+
+def _log(settings: Settings) -> BinaryIO:
+    """Open the file that this is written down in. Raises OSError."""
+    path = settings.paths.log_dir / "doctor.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o640), "wb")
+
+
+def _write_down(log: BinaryIO, check: str, did: str) -> None:
+    """Append what was done, as a line of JSON like those of mpsd's own log, and tell the journal where there is one."""
+    line = {
+        "at": clock.now().isoformat(),
+        "level": "info",
+        "event": _FIXED,
+        "check": check,
+        "did": did,
+        "uid": os.geteuid(),
+    }
+    log.write(json.dumps(line).encode() + b"\n")
+    fields = {"MPSD_EVENT": _FIXED, "MPSD_CHECK": check, "MPSD_DID": did}
+    with contextlib.closing(Journal()) as journal:
+        journal.send({"MESSAGE": f"{_FIXED} {check}: {did}", "PRIORITY": "6", "SYSLOG_IDENTIFIER": "mpsctl", **fields})

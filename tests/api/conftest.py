@@ -1,6 +1,0 @@
-"""Nodes for the tests of the API: real ones, and a line of callers in front of each."""
-
-from tests.admission.conftest import MakeLine, make_line
-from tests.daemon.conftest import make_node, node_for_all
-
-__all__ = ["MakeLine", "make_line", "make_node", "node_for_all"]

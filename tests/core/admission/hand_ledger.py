@@ -1,0 +1,217 @@
+"""Admission done by hand: what the ledger has to decide, taken anew from the leases each time, with no sums kept.
+
+It is written to be compared with, so it is slow and plain, and has of mpsd nothing but the values that it is about.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from msgspec import structs
+
+from mpsd.core.admission.admission import Amount, Offer
+from mpsd.core.admission.ledger import Rules
+from mpsd.core.model import Lease, LeaseRequest, LeaseState, Share
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.settings import Placement
+from mpsd.core.units import MIB
+from tests.core.admission.scenarios import granted_on
+
+
+@dataclass
+class Kept:
+    """What is kept on a GPU for the first who waits for it."""
+
+    amount: Amount
+    uid: int
+
+
+@dataclass
+class Books:
+    """Everything that bears on a decision: what is offered, by which rules, who holds what, who waits, who had what."""
+
+    rules: Rules
+    had: Callable[[int], float]
+    """What a user had, as the ledger has it, so that floats fall alike; it is compared with `used`."""
+    half_life: float
+    offers: dict[str, Offer] = field(default_factory=dict)
+    leases: dict[str, Lease] = field(default_factory=dict)
+    waiting: dict[str, Lease] = field(default_factory=dict)
+    first_since: dict[str, float] = field(default_factory=dict)
+    used: dict[int, float] = field(default_factory=dict)
+    """By user, what it had, in share-seconds."""
+    now: float = 0.0
+
+    # -- amounts -------------------------------------------------------------------------------------------------------
+
+    def named(self, request: LeaseRequest) -> list[Offer]:
+        """Return the GPUs that a request may be granted on, as far as names go."""
+        return [
+            offer
+            for gpu, offer in self.offers.items()
+            if request.gpu in {"any", gpu} and (request.among is None or gpu in request.among)
+        ]
+
+    @staticmethod
+    def need(request: LeaseRequest, offer: Offer) -> Amount:
+        """Return what a request comes to on a GPU."""
+        if request.fraction is not None:
+            part = Fraction(str(request.fraction))
+            memory = max(math.floor(part * offer.memory / MIB), 1) * MIB
+            return Amount(math.floor(part * 1000), memory, request.processes)
+        assert request.threads is not None
+        assert request.memory is not None
+        return Amount(request.threads.tenths, request.memory.bytes, request.processes)
+
+    def can_ever(self, request: LeaseRequest, offer: Offer) -> bool:
+        """Tell whether an empty GPU could grant it."""
+        need, limits = self.need(request, offer), offer.limits
+        each_threads, each_memory = need.threads // request.processes, need.memory // MIB // request.processes
+        most_memory = limits.pinned_device_mem_limit
+        return (
+            0 < each_threads <= limits.active_thread_percentage.tenths
+            and each_memory > 0
+            and (most_memory is None or each_memory <= most_memory.mebibytes)
+            and need.threads <= offer.threads
+            and need.memory <= offer.memory
+            and need.clients <= offer.clients
+        )
+
+    def candidates(self, request: LeaseRequest) -> list[Offer]:
+        """Return the GPUs that could grant it were they empty."""
+        return [offer for offer in self.named(request) if self.can_ever(request, offer)]
+
+    def lacking(self, lease: Lease, offer: Offer, held: Collection[Lease], kept: Kept | None = None) -> set[str]:
+        """Name everything that is in the way of a lease on a GPU, beside these leases and what is kept."""
+        if offer.refusal is not None:
+            return {offer.refusal.limit}
+        need, taken = self.need(lease.request, offer), granted_on(held, offer.gpu)
+        there = {each.owner.uid for each in held for share in each.shares if share.gpu == offer.gpu}
+        found = {"user"} if not offer.many_users and there - {lease.owner.uid} else set()
+        found |= {"threads"} if taken.threads + need.threads > offer.threads else set()
+        found |= {"memory"} if taken.memory + need.memory > offer.memory else set()
+        found |= {"clients"} if taken.clients + need.clients > offer.clients else set()
+        if not found and kept is not None:
+            total = taken + need + kept.amount
+            over = total.threads > offer.threads or total.memory > offer.memory or total.clients > offer.clients
+            found |= {"turn"} if over or (not offer.many_users and kept.uid != lease.owner.uid) else set()
+        return found
+
+    # -- who goes first ------------------------------------------------------------------------------------------------
+
+    def share(self, uid: int) -> float:
+        """Return the part of the node that a user holds."""
+        mine = [lease for lease in self.leases.values() if lease.owner.uid == uid]
+        held = [granted_on(mine, gpu) for gpu in {share.gpu for lease in mine for share in lease.shares}]
+        threads = sum(offer.threads for offer in self.offers.values())
+        memory = sum(offer.memory for offer in self.offers.values())
+        return max(
+            sum(each.threads for each in held) / threads if threads else 0.0,
+            sum(each.memory for each in held) / memory if memory else 0.0,
+        )
+
+    def pass_time(self, seconds: float) -> None:
+        """Let everybody use what it holds for so long."""
+        left = 0.5 ** (seconds / self.half_life)
+        for uid in {lease.owner.uid for lease in self.leases.values()} | self.used.keys():
+            grown = self.share(uid) * self.half_life / math.log(2) * (1 - left)
+            self.used[uid] = self.used.get(uid, 0.0) * left + grown
+        self.now += seconds
+
+    def order(self, lease: Lease) -> tuple[int, float, float, int, str]:
+        """Return a key of the order: priority, patience, what the user had, arrival."""
+        since = self.first_since.get(lease.id, math.inf)
+        due = since if self.now - since >= self.rules.patience else math.inf
+        standing = self.had(lease.owner.uid) + self.share(lease.owner.uid)  # what one holds counts a second ahead
+        return -lease.request.priority, due, round(standing, 6), lease.arrival, lease.id
+
+    def in_order(self) -> list[Lease]:
+        """Return those who wait, the first one first."""
+        return sorted(self.waiting.values(), key=self.order)
+
+    # -- deciding ------------------------------------------------------------------------------------------------------
+
+    def places(self, lease: Lease, kept: dict[str, Kept], held: Collection[Lease] | None = None) -> list[str]:
+        """Return the GPUs that a lease gets now; none if it gets none."""
+        held = self.leases.values() if held is None else held
+        fitting = [
+            offer
+            for offer in self.candidates(lease.request)
+            if not self.lacking(lease, offer, held, kept.get(offer.gpu))
+        ]
+        if len(fitting) < lease.request.gpus:
+            return []
+        sign = 1 if self.rules.placement is Placement.BEST_FIT else -1
+
+        def left(offer: Offer) -> tuple[int, int]:
+            taken = granted_on(held, offer.gpu)
+            return sign * (offer.memory - taken.memory), sign * (offer.threads - taken.threads)
+
+        return [offer.gpu for offer in sorted(fitting, key=left)[: lease.request.gpus]]
+
+    def keeps(self, lease: Lease, kept: dict[str, Kept]) -> bool:
+        """Keep for a lease what it waits for, where that is not kept for another, and tell whether it is the first."""
+        free = [offer for offer in self.candidates(lease.request) if offer.refusal is None and offer.gpu not in kept]
+        if len(free) < lease.request.gpus:
+            return False
+        for offer in free:
+            kept[offer.gpu] = Kept(self.need(lease.request, offer), lease.owner.uid)
+        return True
+
+    def places_of_new(self, lease: Lease) -> list[str]:
+        """Return the GPUs that a new request gets when all who come before it have got theirs."""
+        kept: dict[str, Kept] = {}
+        held = list(self.leases.values())
+        for each in self.in_order():
+            if self.order(each) < self.order(lease):
+                gpus = self.places(each, kept, held)
+                held.append(structs.replace(each, shares=tuple(self.share_of(each.request, gpu) for gpu in gpus)))
+                if not gpus:
+                    self.keeps(each, kept)
+        return self.places(lease, kept, held)
+
+    def share_of(self, request: LeaseRequest, gpu: str) -> Share:
+        """Return a place on a GPU, as far as sums are concerned."""
+        need = self.need(request, self.offers[gpu])
+        memory = PinnedDeviceMemLimit(need.memory // MIB)
+        return Share(gpu, "", ActiveThreadPercentage(need.threads), memory, {})
+
+    def settle(self, granted: Iterable[Lease]) -> None:
+        """Go through those who wait, and compare who gets what, and when in turn, with what the ledger granted.
+
+        What is granted changes the order. Where daemons serve many users, those who wait are put in order anew each
+        time; where they serve one, the user whose turn it is gets all it can have first, and then all are asked again.
+        """
+        decided = list(granted)
+        while self._settle_once(decided):
+            pass
+        assert not decided, "these were granted, and should wait"
+
+    def _settle_once(self, decided: list[Lease]) -> bool:
+        """Go through them once; tell whether anything was granted."""
+        kept: dict[str, Kept] = {}
+        remaining, before = self.in_order(), len(decided)
+        in_turn = all(offer.many_users for offer in self.offers.values())
+        while remaining:
+            lease = min(remaining, key=self.order) if in_turn else remaining[0]
+            remaining.remove(lease)
+            gpus = self.places(lease, kept)
+            if gpus:
+                assert decided, f"{lease.id} can be granted, and waits"
+                assert (decided[0].id, [share.gpu for share in decided[0].shares]) == (lease.id, gpus)
+                self.enter(decided.pop(0))
+            elif self.keeps(lease, kept):
+                self.first_since.setdefault(lease.id, self.now)
+        return len(decided) < before
+
+    def enter(self, lease: Lease) -> None:
+        """Note a lease as it is now."""
+        self.strike(lease.id)
+        (self.waiting if lease.state is LeaseState.WAITING else self.leases)[lease.id] = lease
+
+    def strike(self, lease_id: str) -> None:
+        """Forget a lease."""
+        for book in (self.waiting, self.leases):
+            book.pop(lease_id, None)
+        self.first_since.pop(lease_id, None)

@@ -1,0 +1,142 @@
+"""What the tests of admission are made of: offers, requests and leases in few words, and sums that are taken anew."""
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from itertools import count
+from typing import Any, Final
+
+from mpsd.core.admission.admission import Amount, Offer, Refusal
+from mpsd.core.admission.ledger import Ledger, Now, Rules
+from mpsd.core.admission.usage import Usage
+from mpsd.core.model import Lease, LeaseRequest, LeaseState, Limits, Owner, ProcessIdentity
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.units import GIB
+
+START: Final = datetime(2026, 1, 1, tzinfo=UTC)
+HALF_LIFE: Final = 3600.0
+FREE: Final = Limits(ActiveThreadPercentage(1000), None)
+ILL: Final = Refusal("health", "GPU 0 is unknown: it does not answer", "see mpsctl gpus")
+ON_HOLD: Final = Refusal("hold", "the control daemon of GPU 0 is held", "mpsctl resume gpu0")
+
+_numbers = count(1)
+
+
+def now(seconds: float) -> Now:
+    """Return a moment."""
+    return Now(seconds, START)
+
+
+def offer(index: int = 0, **differences: Any) -> Offer:
+    """Return what a GPU of 80 GiB has to give to many users, with what differs from that."""
+    plain = {
+        "gpu": gpu(index),
+        "daemon": f"gpu{index}",
+        "pipe_directory": f"/run/mpsd/gpu{index}",
+        "threads": 1000,
+        "memory": 80 * GIB,
+        "clients": 48,
+        "limits": FREE,
+        "many_users": True,
+    }
+    return Offer(**{**plain, **differences})
+
+
+def gpu(index: int) -> str:
+    """Return the UUID of a GPU."""
+    return f"GPU-{index}"
+
+
+def request(threads: float | None = None, memory: float | None = None, **more: Any) -> LeaseRequest:
+    """Return a request for threads in percent and memory in GiB; 1 GiB unless something is said."""
+    if "fraction" not in more:
+        more["threads"] = ActiveThreadPercentage.parse(1 if threads is None else threads)
+        more["memory"] = PinnedDeviceMemLimit(int(1024 * (1 if memory is None else memory)))
+    return LeaseRequest(**more)
+
+
+def asked(
+    what: LeaseRequest, *, uid: int = 1000, wait: float | None = 0.0, ttl: float | None = None, at: float = 0.0
+) -> Lease:
+    """Return a lease as it is handed to the ledger: asked for by this user at this moment, to wait for so long."""
+    number = next(_numbers)
+    return Lease(
+        id=f"lease-{number}",
+        state=LeaseState.WAITING,
+        because="",
+        owner=Owner(uid, uid, number, START),
+        holder=ProcessIdentity(number, number),
+        request=what,
+        arrival=0,
+        created=START,
+        until=None if wait is None else at + wait,
+        ttl=ttl,
+    )
+
+
+class Desk:
+    """A ledger, and somebody who asks it at a time that passes as it is told."""
+
+    def __init__(self, *offers: Offer, half_life: float = HALF_LIFE, **rules: Any) -> None:
+        self.ledger = Ledger(Rules(**rules), Usage(half_life))
+        self.at = 0.0
+        self.ledger.offer(offers, self.at)
+
+    def ask(
+        self,
+        threads: float | None = None,
+        memory: float | None = None,
+        *,
+        uid: int = 1000,
+        wait: float | None = 0.0,
+        ttl: float | None = None,
+        **more: Any,
+    ) -> Lease:
+        """Ask for a lease."""
+        lease = asked(request(threads, memory, **more), uid=uid, wait=wait, ttl=ttl, at=self.at)
+        return self.ledger.submit(lease, now(self.at))
+
+    def waits(self, *args: Any, **more: Any) -> Lease:
+        """Ask for a lease that has to wait, for ever, and does."""
+        lease = self.ask(*args, **{"wait": None, **more})
+        assert lease.state is LeaseState.WAITING
+        return lease
+
+    def end(self, *leases: Lease) -> list[str]:
+        """End leases, and return the ids of those that were granted thereupon."""
+        for lease in leases:
+            assert self.ledger.end(lease.id, "released", now(self.at)) is not None
+        return self.settle()
+
+    def settle(self) -> list[str]:
+        """Let in who can be let in, and return their ids."""
+        return [lease.id for lease in self.ledger.settle(now(self.at))]
+
+    def offers(self, *offers: Offer) -> list[str]:
+        """Offer something else, and return the ids of those that were granted thereupon."""
+        self.ledger.offer(offers, self.at)
+        return self.settle()
+
+    def queue(self) -> list[str]:
+        """Return the ids of those who wait, the first one first."""
+        places = self.ledger.places(self.at)
+        assert [place.position for place in places.values()] == list(range(1, len(places) + 1))
+        return list(places)
+
+    def waits_for(self, lease: Lease) -> tuple[str, str | None]:
+        """Return the limit that a lease waits for, and the GPU."""
+        place = self.ledger.place(lease.id, self.at)
+        assert place is not None
+        assert place == self.ledger.places(self.at)[lease.id]
+        return place.waits_for.limit, place.waits_for.gpu
+
+
+def granted_on(leases: Iterable[Lease], where: str) -> Amount:
+    """Sum up what leases hold on a GPU, from what they say themselves."""
+    threads = memory = clients = 0
+    for lease in leases:
+        for share in lease.shares:
+            if share.gpu == where:
+                threads += share.threads.tenths
+                memory += share.memory.bytes
+                clients += lease.request.processes
+    return Amount(threads, memory, clients)

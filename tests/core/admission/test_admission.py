@@ -1,0 +1,318 @@
+"""What a request comes to on a GPU, and what can never be had there."""
+
+from decimal import Decimal
+from typing import Any, Final
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from mpsd.core.admission.admission import Amount, Offer, Shortage, check, needs, never, share, why_never
+from mpsd.core.errors import ExceedsDaemonLimitError, InvalidRequestError, MpsdError, NeverFitsError
+from mpsd.core.model import LeaseRequest, Limits
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.units import GIB, MIB
+from tests.core.admission.scenarios import gpu, offer, request
+
+THREADS: Final = ActiveThreadPercentage(250)
+MEMORY: Final = PinnedDeviceMemLimit(8192)
+
+fractions = st.integers(1, 1000).map(lambda thousandths: thousandths / 1000) | st.floats(0.001, 1)
+sizes = st.integers(MIB, 2**62) | st.integers(1, 2**20).map(lambda mebibytes: mebibytes * MIB)
+
+
+def need(what: LeaseRequest, at: Offer) -> Amount:
+    """Return what a request comes to on one GPU."""
+    check(what)
+    ((offered, amount),) = needs(what, [at])
+    assert offered is at
+    return amount
+
+
+class TestCheck:
+    """A request has to say what it wants."""
+
+    @pytest.mark.parametrize(
+        ("what", "limit", "words"),
+        [
+            ({"fraction": 0.5, "threads": THREADS}, "fraction", "one of them was given as well"),
+            ({"fraction": 0.5, "memory": MEMORY}, "fraction", "one of them was given as well"),
+            ({"fraction": 0.5, "threads": THREADS, "memory": MEMORY}, "fraction", "one of them was given as well"),
+            ({"fraction": 0.0}, "fraction", "fraction 0 is not between 0.001 and 1"),
+            ({"fraction": -0.5}, "fraction", "fraction -0.5 is not"),
+            ({"fraction": 0.00099}, "fraction", "fraction 0.00099 is not"),
+            ({"fraction": 1.0000001}, "fraction", "is not between 0.001 and 1"),
+            ({"fraction": float("nan")}, "fraction", "fraction nan is not"),
+            ({"fraction": float("inf")}, "fraction", "fraction inf is not"),
+            ({"fraction": 5e-324}, "fraction", "fraction 4.94066e-324 is not"),
+            ({}, "threads", "threads is missing"),
+            ({"memory": MEMORY}, "threads", "threads is missing"),
+            ({"threads": THREADS}, "memory", "memory is missing"),
+            ({"fraction": 0.5, "processes": 0}, "processes", "processes is 0"),
+            ({"fraction": 0.5, "processes": -1}, "processes", "processes is -1"),
+            ({"fraction": 0.5, "gpus": 0}, "gpus", "gpus is 0"),
+            ({"fraction": 0.5, "gpus": 2, "gpu": gpu(0)}, "gpus", "2 GPUs were asked for, and one was named"),
+        ],
+    )
+    def test_refused(self, what: dict[str, Any], limit: str, words: str) -> None:
+        """What it does not say, or says twice, is refused with the name of it and with the number."""
+        with pytest.raises(InvalidRequestError) as refusal:
+            check(LeaseRequest(**what))
+        assert refusal.value.limit == limit
+        assert words in refusal.value.detail
+        assert refusal.value.hint
+
+    @pytest.mark.parametrize(
+        "what",
+        [
+            {"fraction": 0.001},
+            {"fraction": 1},
+            {"fraction": 0.5, "gpu": gpu(0)},
+            {"fraction": 0.5, "gpus": 64},
+            {"threads": THREADS, "memory": MEMORY, "processes": 1000},
+        ],
+    )
+    def test_sound(self, what: dict[str, Any]) -> None:
+        """Everything else is a request, whatever becomes of it."""
+        check(LeaseRequest(**what))
+
+
+class TestNeeds:
+    """What it comes to: integers, rounded so that nothing is promised twice."""
+
+    def test_as_it_was_asked(self) -> None:
+        """Threads and memory are what was asked for, on whatever GPU."""
+        small, large = offer(0, memory=GIB), offer(1)
+        amount = Amount(333, 5 * GIB, 3)
+        what = request(33.3, 5, processes=3)
+        assert list(needs(what, [small, large])) == [(small, amount), (large, amount)]
+
+    @pytest.mark.parametrize(
+        ("fraction", "memory", "amount"),
+        [
+            (0.25, 80 * GIB, Amount(250, 20 * GIB, 1)),
+            (0.29, 100 * MIB, Amount(290, 29 * MIB, 1)),
+            (0.57, 100 * MIB, Amount(570, 57 * MIB, 1)),
+            (1.0, 100 * MIB - 1, Amount(1000, 99 * MIB, 1)),
+            (1 / 3, 100 * MIB, Amount(333, 33 * MIB, 1)),
+            (0.0019, 80 * GIB, Amount(1, 155 * MIB, 1)),
+            (0.001, 100 * MIB, Amount(1, MIB, 1)),
+            (0.5, 0, Amount(500, MIB, 1)),
+        ],
+    )
+    def test_fraction(self, fraction: float, memory: int, amount: Amount) -> None:
+        """A fraction is that part of the threads and of the memory, in decimals as it was written, rounded down."""
+        assert need(LeaseRequest(fraction=fraction), offer(memory=memory)) == amount
+
+    def test_fraction_of_each(self) -> None:
+        """On a larger GPU the same fraction is more memory; of oversubscribed threads it is no more."""
+        found = needs(LeaseRequest(fraction=0.5), [offer(0, memory=GIB), offer(1, memory=3 * GIB, threads=4000)])
+        assert [amount for _, amount in found] == [Amount(500, GIB // 2, 1), Amount(500, 3 * GIB // 2, 1)]
+
+    @given(st.integers(1, 1000), sizes)
+    def test_parts_of_one_fit(self, parts: int, memory: int) -> None:
+        """As many times the fraction as go into one fit together, and lose less than a MiB and a tenth each."""
+        at, part = offer(memory=max(memory, parts * MIB)), need(LeaseRequest(fraction=1 / parts), offer(memory=memory))
+        assert part.threads * parts <= at.threads < (part.threads + 1) * parts + parts
+        assert part.memory * parts <= at.memory
+        assert part.memory % MIB == 0
+        assert part.threads >= 1
+        assert part.memory >= MIB
+
+    @given(fractions, fractions, sizes)
+    def test_fractions_that_make_one(self, first: float, second: float, memory: int) -> None:
+        """Two fractions that are one at most fit together, wherever a thousandth is a MiB at least."""
+        assume(Decimal(str(first)) + Decimal(str(second)) <= 1)
+        memory = max(memory, 1000 * MIB)
+        one, other = (need(LeaseRequest(fraction=each), offer(memory=memory)) for each in (first, second))
+        assert one.threads + other.threads <= 1000
+        assert one.memory + other.memory <= memory
+
+    @given(fractions, sizes)
+    def test_monotonic(self, fraction: float, memory: int) -> None:
+        """A larger fraction is no less, and the whole is all, but for the last part of a MiB."""
+        part, whole = (need(LeaseRequest(fraction=each), offer(memory=memory)) for each in (fraction, 1.0))
+        assert part.threads <= whole.threads == 1000
+        assert part.memory <= whole.memory == memory // MIB * MIB
+
+
+class TestShare:
+    """The place on a GPU, and the environment that holds each process to its part."""
+
+    def test_environment(self) -> None:
+        """It names the pipe directory, the GPU, and limits in MPS's own grammar; the memory's is that of device 0."""
+        what = request(33.3, 1.5)
+        at = offer(3)
+        place = share(at, need(what, at))
+        assert (place.gpu, place.daemon, place.threads.tenths, place.memory.mebibytes) == (gpu(3), "gpu3", 333, 1536)
+        assert place.env == {
+            "CUDA_MPS_PIPE_DIRECTORY": "/run/mpsd/gpu3",
+            "CUDA_VISIBLE_DEVICES": gpu(3),
+            "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "33.3",
+            "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=1536M",
+        }
+
+    @pytest.mark.parametrize(
+        ("threads", "memory", "processes", "percentage", "limit"),
+        [
+            (100, 8, 1, "100.0", "0=8G"),
+            (100, 8, 3, "33.3", "0=2730M"),
+            (40, 8, 4, "10.0", "0=2G"),
+            (0.7, 7 / 1024, 7, "0.1", "0=1M"),
+            (1.3, 13 / 1024, 7, "0.1", "0=1M"),
+        ],
+    )
+    def test_parts(self, threads: float, memory: float, processes: int, percentage: str, limit: str) -> None:
+        """Of several processes each gets its part, rounded down to what MPS takes."""
+        what = request(threads, memory, processes=processes)
+        place = share(offer(), need(what, offer()))
+        assert place.env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == percentage
+        assert place.env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == limit
+        assert place.threads == what.threads
+
+    @given(st.integers(1, 1000), st.integers(1, 2**20), st.integers(1, 1000))
+    def test_parts_are_no_more_than_the_whole(self, tenths: int, mebibytes: int, processes: int) -> None:
+        """However many processes, their limits together are no more than was granted; or there are no such parts."""
+        what = LeaseRequest(ActiveThreadPercentage(tenths), PinnedDeviceMemLimit(mebibytes), processes=processes)
+        at = offer(memory=2**50, clients=1000)
+        amount = need(what, at)
+        shortage = never(amount, at)
+        if shortage is not None:
+            assert (shortage.limit, shortage.error) == ("processes", InvalidRequestError)
+            assert tenths < processes or mebibytes < processes
+            return
+        env = share(at, amount).env
+        each = ActiveThreadPercentage.parse(env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"]).tenths
+        memory = env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"].removeprefix("0=") + "iB"
+        each_memory = PinnedDeviceMemLimit.parse(memory.replace("MiB", " MiB").replace("GiB", " GiB"))
+        assert 0 < each * processes <= tenths < (each + 1) * processes
+        assert 0 < each_memory.mebibytes * processes <= mebibytes < (each_memory.mebibytes + 1) * processes
+
+
+def limits(threads: float = 100, mebibytes: int | None = None) -> Limits:
+    """Return a control daemon's limits."""
+    return Limits(ActiveThreadPercentage.parse(threads), None if mebibytes is None else PinnedDeviceMemLimit(mebibytes))
+
+
+class TestNever:
+    """What can never be had on a GPU, and why."""
+
+    @pytest.mark.parametrize(
+        ("what", "at", "error", "limit", "words"),
+        [
+            (
+                request(50.1),
+                offer(threads=500),
+                NeverFitsError,
+                "threads",
+                "50.1 % of the threads were asked for, and the GPU has 50 % to give",
+            ),
+            (
+                request(1, 80.001),
+                offer(),
+                NeverFitsError,
+                "memory",
+                "81921MiB of memory were asked for, and the GPU has 80GiB to give",
+            ),
+            (
+                request(1, 1),
+                offer(memory=0),
+                NeverFitsError,
+                "memory",
+                "1GiB of memory were asked for, and the GPU has 0B to give",
+            ),
+            (
+                LeaseRequest(fraction=0.5),
+                offer(memory=0),
+                NeverFitsError,
+                "memory",
+                "1MiB of memory were asked for, and the GPU has 0B to give",
+            ),
+            (
+                request(100, 1, processes=17),
+                offer(clients=16),
+                NeverFitsError,
+                "clients",
+                "17 processes were asked for, and MPS admits 16 clients on the GPU",
+            ),
+            (
+                request(1.9, 1, processes=20),
+                offer(),
+                InvalidRequestError,
+                "processes",
+                "1.9 % of the threads and 1GiB do not make 20 parts of at least 0.1 % and 1 MiB",
+            ),
+            (
+                request(100, 19 / 1024, processes=20),
+                offer(),
+                InvalidRequestError,
+                "processes",
+                "100.0 % of the threads and 19MiB do not make 20 parts",
+            ),
+            (
+                request(30.1),
+                offer(limits=limits(30)),
+                ExceedsDaemonLimitError,
+                "limits.active_thread_percentage",
+                "30.1 % of the threads were asked for, and the control daemon gives a client 30.0 % at most",
+            ),
+            (
+                request(100, processes=2),
+                offer(limits=limits(49.9)),
+                ExceedsDaemonLimitError,
+                "limits.active_thread_percentage",
+                "50 % of the threads were asked for, for each process, and the control daemon gives a client 49.9 %",
+            ),
+            (
+                request(1, 4.1),
+                offer(limits=limits(100, 4096)),
+                ExceedsDaemonLimitError,
+                "limits.pinned_device_mem_limit",
+                "4198MiB of memory were asked for, and the control daemon gives a client 4GiB at most",
+            ),
+            (
+                request(100, 9, processes=2),
+                offer(limits=limits(100, 4096)),
+                ExceedsDaemonLimitError,
+                "limits.pinned_device_mem_limit",
+                "4608MiB of memory were asked for, for each process, and the control daemon gives a client 4GiB",
+            ),
+        ],
+    )
+    def test_never(self, what: LeaseRequest, at: Offer, error: type[MpsdError], limit: str, words: str) -> None:
+        """The limit and both numbers are named, and the way out."""
+        shortage = never(need(what, at), at)
+        assert shortage is not None
+        assert (shortage.error, shortage.limit, shortage.gpu) == (error, limit, at.gpu)
+        assert words in shortage.because
+        assert shortage.hint
+        refusal = shortage.raised()
+        assert isinstance(refusal, error)
+        assert (refusal.detail, refusal.hint, refusal.limit) == (shortage.because, shortage.hint, limit)
+
+    @pytest.mark.parametrize(
+        ("what", "at"),
+        [
+            (request(100, 80, processes=48), offer()),
+            (request(50), offer(threads=500)),
+            (request(100), offer(threads=4000)),
+            (request(100, processes=2), offer(limits=limits(50))),
+            (request(1, 8, processes=2), offer(limits=limits(100, 4096))),
+            (request(2, 20 / 1024, processes=20), offer()),
+            (LeaseRequest(fraction=1), offer()),
+            (LeaseRequest(fraction=0.001), offer(memory=MIB)),
+        ],
+    )
+    def test_to_the_last_bit(self, what: LeaseRequest, at: Offer) -> None:
+        """What is just as much as there is can be had."""
+        assert never(need(what, at), at) is None
+
+    def test_closest(self) -> None:
+        """Of several GPUs the one is told that comes closest: the largest, and a limit rather than a lack."""
+
+        def why(*offers: Offer) -> Shortage:
+            return why_never(needs(request(40, 50), offers))
+
+        assert why(offer(0, memory=GIB), offer(1, memory=9 * GIB), offer(2, memory=2 * GIB)).gpu == gpu(1)
+        assert why(offer(0, memory=GIB), offer(1, limits=limits(30)), offer(2, memory=GIB)).gpu == gpu(1)
+        assert why(offer(0), offer(1, memory=GIB)).gpu == gpu(1)

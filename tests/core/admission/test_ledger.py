@@ -1,0 +1,867 @@
+"""The ledger, case by case: where a request goes, who goes first, what is kept for whom, and every refusal.
+
+That no sequence of such cases leads anywhere else is for test_ledger_states.py, and fairness in the long run for
+test_fairness.py.
+"""
+
+from typing import Any, Final
+
+import pytest
+from msgspec import structs
+
+from mpsd.core.admission.admission import Amount, Offer
+from mpsd.core.admission.ledger import Ledger, Rules, User
+from mpsd.core.admission.usage import Account, Usage
+from mpsd.core.errors import (
+    DaemonNotReadyError,
+    DoesNotFitError,
+    ExceedsDaemonLimitError,
+    InvalidRequestError,
+    MpsdError,
+    NeverFitsError,
+    QueueFullError,
+    QuotaError,
+    TooManyLeasesError,
+)
+from mpsd.core.model import Lease, LeaseRequest, LeaseState, Limits, ProcessIdentity
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.settings import Placement
+from mpsd.core.units import GIB, MIB
+from tests.core.admission.scenarios import HALF_LIFE, ILL, ON_HOLD, Desk, asked, gpu, now, offer, request
+
+ANN, BOB, CAT = 1001, 1002, 1003
+
+
+def where(lease: Lease) -> list[int]:
+    """Return the GPUs that a lease is on, by index."""
+    return [int(share.gpu.removeprefix("GPU-")) for share in lease.shares]
+
+
+class TestPlacement:
+    """Which GPU it is to be, of those where it fits."""
+
+    @pytest.mark.parametrize(
+        ("placement", "taken", "asks", "goes"),
+        [
+            (Placement.BEST_FIT, [], {}, [0]),
+            (Placement.SPREAD, [], {}, [0]),
+            (Placement.BEST_FIT, [(1, 10, 10)], {}, [1]),
+            (Placement.SPREAD, [(0, 10, 10)], {}, [1]),
+            # Memory decides before threads, and threads where memory is alike.
+            (Placement.BEST_FIT, [(0, 90, 1), (2, 1, 9)], {}, [2]),
+            (Placement.SPREAD, [(0, 1, 9), (1, 1, 9), (2, 90, 1)], {}, [2]),
+            (Placement.BEST_FIT, [(0, 10, 9), (1, 11, 9)], {}, [1]),
+            (Placement.SPREAD, [(0, 10, 9), (1, 11, 9), (2, 12, 9)], {}, [0]),
+            # The best of those where it fits.
+            (Placement.BEST_FIT, [(0, 100, 60), (1, 10, 40)], {}, [1]),
+            (Placement.BEST_FIT, [(0, 10, 79.5), (1, 10, 40)], {"memory": 1}, [1]),
+            # Several: the best of them, the best first.
+            (Placement.BEST_FIT, [(1, 10, 10), (2, 10, 20)], {"gpus": 2}, [2, 1]),
+            (Placement.SPREAD, [(0, 10, 10), (2, 10, 20)], {"gpus": 2}, [1, 0]),
+            (Placement.BEST_FIT, [], {"gpus": 3}, [0, 1, 2]),
+            # A name, and the GPUs that its user may be on, go before what the policy likes.
+            (Placement.BEST_FIT, [(1, 10, 10)], {"gpu": gpu(2)}, [2]),
+            (Placement.SPREAD, [(0, 10, 10)], {"gpu": gpu(0)}, [0]),
+            (Placement.BEST_FIT, [(0, 10, 10)], {"among": (gpu(2), gpu(1))}, [1]),
+        ],
+    )
+    def test_policy(
+        self, placement: Placement, taken: list[tuple[int, float, float]], asks: dict[str, Any], goes: list[int]
+    ) -> None:
+        """Best fit takes the fullest GPU that will do, spread the emptiest; between equals it is the first."""
+        desk = Desk(*(offer(index) for index in range(3)), placement=placement)
+        for index, threads, memory in taken:
+            desk.ask(threads, memory, gpu=gpu(index))
+        assert where(desk.ask(**asks)) == goes
+
+    def test_fraction(self) -> None:
+        """A fraction is of the GPU that it is granted on, and best fit is by bytes that are left."""
+        desk = Desk(offer(0, memory=40 * GIB), offer(1, memory=80 * GIB))
+        shares = [desk.ask(fraction=0.5).shares[0] for _ in range(3)]
+        assert [(share.gpu, share.memory.bytes // GIB) for share in shares] == [
+            (gpu(0), 20),
+            (gpu(0), 20),
+            (gpu(1), 40),
+        ]
+
+    def test_because(self) -> None:
+        """A grant says what was free and where."""
+        desk = Desk(offer(0), offer(1))
+        lease = desk.ask(33.3, 2, gpus=2)
+        assert lease.because == "33.3 % of the threads and 2GiB were free on gpu0, gpu1"
+        assert (lease.state, lease.granted, lease.until) == (LeaseState.GRANTED, now(0).time, None)
+
+
+THREADS, MEMORY = {"threads": 25.5}, {"memory": 10}
+FORTY: Final = Limits(ActiveThreadPercentage(400), PinnedDeviceMemLimit(30 * 1024))
+
+
+class TestRefusals:
+    """Every no names its limit and its numbers."""
+
+    @pytest.mark.parametrize(
+        ("offers", "asks", "error", "limit", "words"),
+        [
+            ([], {}, DaemonNotReadyError, "gpu", "a GPU was asked for, and there is none that mpsd can use now"),
+            ([], {"gpus": 2}, DaemonNotReadyError, "gpu", "2 GPUs were asked for, and there is none"),
+            ([offer(0)], {"gpu": gpu(1)}, DaemonNotReadyError, "gpu", "GPU-1 was asked for, and there is none"),
+            ([offer(0)], {"gpus": 2}, NeverFitsError, "gpus", "2 GPUs were asked for, and this node has 1"),
+            (
+                [offer(0), offer(1)],
+                {"gpu": gpu(1), "among": (gpu(0),)},
+                QuotaError,
+                "quota.gpus",
+                "GPU-1 was asked for, and of this node's 2 you may use GPU-0",
+            ),
+            (
+                [offer(0), offer(1)],
+                {"gpus": 2, "among": (gpu(7), gpu(1))},
+                QuotaError,
+                "quota.gpus",
+                "2 GPUs were asked for, and of this node's 2 you may use GPU-1",
+            ),
+            (
+                [offer(0)],
+                {"among": (gpu(7),)},
+                QuotaError,
+                "quota.gpus",
+                "a GPU was asked for, and of this node's 1 you may use none",
+            ),
+            ([offer(0)], {"gpus": 2, "among": (gpu(0),)}, NeverFitsError, "gpus", "and this node has 1"),
+            (
+                [offer(0, threads=300)],
+                {"threads": 30.1},
+                NeverFitsError,
+                "threads",
+                "30.1 % of the threads were asked for, and the GPU has 30 % to give",
+            ),
+            (
+                [offer(0), offer(1, memory=GIB)],
+                {"memory": 2, "gpus": 2},
+                NeverFitsError,
+                "memory",
+                "2GiB of memory were asked for, and the GPU has 1GiB to give",
+            ),
+            (
+                [offer(0)],
+                {"processes": 49, "threads": 50},
+                NeverFitsError,
+                "clients",
+                "49 processes were asked for, and MPS admits 48 clients",
+            ),
+            (
+                [offer(0, limits=FORTY)],
+                {"threads": 40.1},
+                ExceedsDaemonLimitError,
+                "limits.active_thread_percentage",
+                "40.1 % of the threads were asked for, and the control daemon gives a client 40.0 %",
+            ),
+            (
+                [offer(0, limits=FORTY)],
+                {"memory": 31},
+                ExceedsDaemonLimitError,
+                "limits.pinned_device_mem_limit",
+                "31GiB of memory were asked for, and the control daemon gives a client 30GiB",
+            ),
+            ([offer(0)], {"processes": 20}, InvalidRequestError, "processes", "1GiB do not make 20 parts"),
+            ([offer(0)], {"gpus": 2, "gpu": gpu(0)}, InvalidRequestError, "gpus", "2 GPUs were asked for, and one was"),
+        ],
+    )
+    @pytest.mark.parametrize("wait", [0.0, 60.0, None])
+    def test_never(  # noqa: PLR0917 - a table has as many columns as it has
+        self,
+        offers: list[Offer],
+        asks: dict[str, Any],
+        error: type[MpsdError],
+        limit: str,
+        words: str,
+        wait: float | None,
+    ) -> None:
+        """What can never be had is refused at once, however long one would wait."""
+        desk = Desk(*offers)
+        with pytest.raises(error) as refusal:
+            desk.ask(**asks, wait=wait)
+        assert type(refusal.value) is error
+        assert refusal.value.limit == limit
+        assert words in refusal.value.detail
+        assert refusal.value.hint
+        assert list(desk.ledger.all()) == []
+
+    @pytest.mark.parametrize(
+        ("taken", "asks", "limit", "words"),
+        [
+            ({"threads": 75}, THREADS, "threads", "25.5 % of the threads were asked for, and 25 % are left"),
+            ({"threads": 100}, THREADS, "threads", "25.5 % of the threads were asked for, and 0 % are left"),
+            ({"memory": 70.5}, MEMORY, "memory", "10GiB of memory were asked for, and 9728MiB are left"),
+            ({"memory": 80}, MEMORY, "memory", "10GiB of memory were asked for, and 0B are left"),
+            (
+                {"threads": 40, "processes": 40},
+                {"processes": 9},
+                "clients",
+                "9 client processes were asked for, and 8 of 48",
+            ),
+            (
+                {"threads": 100, "memory": 80},
+                {"threads": 1, "memory": 1},
+                "threads",
+                "1.0 % of the threads were asked for",
+            ),
+        ],
+    )
+    def test_not_now(self, taken: dict[str, Any], asks: dict[str, Any], limit: str, words: str) -> None:
+        """What others have is told as what is left; who can wait is told the same, and on which GPU."""
+        desk = Desk(offer(0))
+        desk.ask(**taken)
+        with pytest.raises(DoesNotFitError) as refusal:
+            desk.ask(**asks)
+        assert refusal.value.limit == limit
+        assert words in refusal.value.detail
+        waits = desk.waits(**asks)
+        assert words in waits.because
+        assert desk.waits_for(waits) == (limit, gpu(0))
+
+    @pytest.mark.parametrize("refusal", [ILL, ON_HOLD])
+    def test_not_in_order(self, refusal: Any) -> None:
+        """A GPU that is ill or held takes nobody, empty as it may be; one can wait for it."""
+        desk = Desk(offer(0, refusal=refusal))
+        with pytest.raises(DaemonNotReadyError, match=refusal.because) as error:
+            desk.ask()
+        assert (error.value.limit, error.value.hint) == (refusal.limit, refusal.hint)
+        waits = desk.waits()
+        assert desk.waits_for(waits) == (refusal.limit, gpu(0))
+        assert desk.offers(offer(0)) == [waits.id]
+
+    def test_another_user(self) -> None:
+        """Where a daemon serves one uid at a time, the one that has it is named."""
+        desk = Desk(offer(0, many_users=False))
+        desk.ask(uid=ANN)
+        with pytest.raises(
+            DoesNotFitError, match=f"uid {ANN} has the GPU, and its control daemon serves one uid"
+        ) as refusal:
+            desk.ask(uid=BOB)
+        assert (refusal.value.limit, "daemon.users" in refusal.value.hint) == ("user", True)
+        assert desk.waits_for(desk.waits(uid=BOB)) == ("user", gpu(0))
+
+    def test_not_its_turn(self) -> None:
+        """Room that is kept for another is no room."""
+        desk = Desk(offer(0))
+        desk.ask(60)
+        desk.waits(50)
+        with pytest.raises(DoesNotFitError, match="what is free is kept for a request that comes first") as refusal:
+            desk.ask(40)
+        assert refusal.value.limit == "turn"
+        assert desk.waits_for(desk.waits(40)) == ("turn", None)
+
+    def test_too_many(self) -> None:
+        """The queue has an end, and so has the number of leases."""
+        desk = Desk(offer(0), queue_length=2, leases=4)
+        held = desk.ask(100)
+        waiting = [desk.waits(), desk.waits()]
+        with pytest.raises(QueueFullError, match="2 requests wait already") as full:
+            desk.ask(wait=None)
+        assert full.value.limit == "queue"
+        with pytest.raises(DoesNotFitError):
+            desk.ask()  # who does not want to wait is told what is missing
+        assert desk.end(held) == [lease.id for lease in waiting]
+        desk.ask()
+        desk.ask()
+        with pytest.raises(TooManyLeasesError, match="this node has 4 leases") as many:
+            desk.ask()
+        assert many.value.limit == "leases"
+
+    @pytest.mark.parametrize(
+        ("first", "second", "told"),
+        [
+            # The one of which the least part is missing.
+            ({"threads": 90}, {"threads": 60}, ("threads", gpu(1))),
+            ({"threads": 60}, {"memory": 79}, ("threads", gpu(0))),
+            ({"threads": 90}, {"memory": 76}, ("memory", gpu(1))),
+        ],
+    )
+    def test_closest(self, first: dict[str, Any], second: dict[str, Any], told: tuple[str, str]) -> None:
+        """Of several GPUs the one is told that comes closest to granting it."""
+        desk = Desk(offer(0), offer(1))
+        desk.ask(**first, gpu=gpu(0))
+        desk.ask(**second, gpu=gpu(1))
+        assert desk.waits_for(desk.waits(50, 5)) == told
+
+    @pytest.mark.parametrize(
+        ("offers", "told"),
+        [
+            ([offer(0, refusal=ILL), offer(1)], ("threads", gpu(1))),
+            ([offer(0, many_users=False), offer(1)], ("threads", gpu(1))),
+            ([offer(0, refusal=ON_HOLD), offer(1, memory=MIB)], ("hold", gpu(0))),
+        ],
+    )
+    def test_closest_of_a_kind(self, offers: list[Offer], told: tuple[str, str]) -> None:
+        """One that is full is closer than one that another uid has, and than one that takes nobody."""
+        desk = Desk(offer(0, many_users=False), offer(1))
+        desk.ask(1, uid=ANN, gpu=gpu(0))
+        desk.ask(60, uid=ANN, gpu=gpu(1))
+        desk.offers(*offers)
+        assert desk.waits_for(desk.waits(50, uid=BOB)) == told
+
+    def test_several_gpus(self) -> None:
+        """A request for two is told about one that it cannot have, and not about one that it could."""
+        desk = Desk(offer(0), offer(1), offer(2))
+        desk.ask(80, gpu=gpu(0))
+        desk.ask(90, gpu=gpu(1))
+        assert desk.waits_for(desk.waits(50, gpus=2)) == ("threads", gpu(0))
+
+
+class TestOrder:
+    """Who goes first: priority, what the user had, arrival."""
+
+    def test_arrival(self) -> None:
+        """Between equals, who came first goes first."""
+        desk = Desk(offer(0))
+        held = desk.ask(100)
+        waiting = [desk.waits(100, uid=uid) for uid in (CAT, ANN, BOB, ANN)]
+        assert desk.queue() == [lease.id for lease in waiting]
+        assert desk.end(held) == [waiting[0].id]
+
+    def test_priority(self) -> None:
+        """A higher priority goes before everything else."""
+        desk = Desk(offer(0))
+        held = desk.ask(100, uid=ANN)
+        low, plain, high = desk.waits(uid=BOB, priority=-1), desk.waits(uid=CAT), desk.waits(uid=ANN, priority=1)
+        desk.at = 1000
+        assert desk.queue() == [high.id, plain.id, low.id]
+        assert desk.end(held) == [high.id, plain.id, low.id]
+
+    def test_usage(self) -> None:
+        """Who had less goes first, however late it came; and all that was had counts less with time."""
+        desk = Desk(offer(0))
+        for uid, seconds in ((ANN, 300), (BOB, 200)):
+            held = desk.ask(100, uid=uid)
+            desk.at += seconds
+            desk.end(held)
+        held = desk.ask(100, uid=4)
+        anns, bobs, cats = desk.waits(100, uid=ANN), desk.waits(100, uid=BOB), desk.waits(100, uid=CAT)
+        assert desk.queue() == [cats.id, bobs.id, anns.id]
+        assert desk.end(held) == [cats.id]
+        desk.at += 150
+        assert desk.end(cats) == [bobs.id]
+        desk.at += 3 * HALF_LIFE  # Bob has it all this while
+        again = desk.waits(100, uid=CAT)
+        assert desk.queue() == [anns.id, again.id]
+
+    def test_dominant_share(self) -> None:
+        """What a user had is the greater of its parts: much memory and few threads is as much as the reverse."""
+        desk = Desk(offer(0), offer(1))
+        held = [desk.ask(10, 60, uid=ANN), desk.ask(50, 8, uid=BOB), desk.ask(60, 10, uid=CAT)]
+        desk.at = 100
+        usage = [desk.ledger.usage.of(uid, desk.at) for uid in (ANN, BOB, CAT)]
+        assert usage == pytest.approx([37.5, 25, 30], rel=0.02)
+        # Leases that complement one another are no more than the larger of both sums.
+        held.append(desk.ask(20, 1, uid=ANN))
+        desk.at = 200
+        assert desk.ledger.usage.of(ANN, desk.at) == pytest.approx(37.5 + 61 / 160 * 100, rel=0.03)
+        desk.end(*held)
+        assert all(account.rate == 0 for account in desk.ledger.usage.accounts(desk.at).values())
+
+    def test_equals_are_equal(self) -> None:
+        """Two who had as much, in another order of adding up, are equals: the one that came first goes first."""
+        desk = Desk(offer(0))
+        for uid, thirds in ((ANN, (1, 1, 1)), (BOB, (3,)), (CAT, (0.5, 2.5))):
+            for third in thirds:
+                held = desk.ask(100, uid=uid)
+                desk.at += third
+                desk.end(held)
+            desk.at += 1000 * HALF_LIFE  # what is left of it is a hair
+        held = desk.ask(100, uid=4)
+        waiting = [desk.waits(100, uid=uid) for uid in (CAT, ANN, BOB)]
+        assert desk.queue() == [lease.id for lease in waiting]
+        desk.end(held)
+
+    def test_several_places_at_once(self) -> None:
+        """What comes free at one moment goes round among those who had as much, and not all to who came first."""
+        desk = Desk(offer(0), offer(1))
+        held = desk.ask(100, uid=4, gpus=2)
+        waiting = [desk.waits(25, uid=uid) for uid in (ANN, BOB, CAT) for _ in range(8)]
+        granted = desk.end(held)
+        owners = [desk.ledger.leases[lease_id].owner.uid for lease_id in granted]
+        assert owners == [ANN, BOB, CAT, ANN, BOB, CAT, ANN, BOB]
+        assert len(waiting) - len(granted) == len(desk.queue())
+
+    def test_several_places_one_after_another(self) -> None:
+        """The same where they come free one by one within a moment."""
+        desk = Desk(offer(0))
+        held = [desk.ask(25, uid=4) for _ in range(4)]
+        for uid in (ANN, BOB):
+            for _ in range(4):
+                desk.waits(25, uid=uid)
+        granted = [lease_id for each in held for lease_id in desk.end(each)]
+        assert [desk.ledger.leases[lease_id].owner.uid for lease_id in granted] == [ANN, BOB, ANN, BOB]
+
+    def test_newcomer_goes_before(self) -> None:
+        """Somebody who had less and comes late does not have to queue behind those who had more."""
+        desk = Desk(offer(0))
+        held = desk.ask(60, uid=ANN)
+        desk.at = 10
+        desk.waits(50, uid=ANN)
+        assert desk.ask(40, uid=BOB).state is LeaseState.GRANTED
+        with pytest.raises(DoesNotFitError):
+            desk.ask(1, uid=ANN)
+        desk.end(held)
+
+    def test_time_alone_changes_the_order(self) -> None:
+        """Who stands first now is who had less by now, and what was kept for another is free: settle sees to it."""
+        desk = Desk(offer(0), offer(1))
+        desk.ask(100, gpu=gpu(0), uid=ANN, priority=0)
+        desk.ask(50, gpu=gpu(1), uid=CAT)
+        desk.at = 10
+        both = desk.waits(50, gpus=2, uid=CAT)
+        small = desk.waits(40, gpu=gpu(1), uid=ANN)
+        assert desk.queue() == [both.id, small.id]
+        assert desk.settle() == []
+        desk.ledger.usage.hold(CAT, 1.0, desk.at)
+        desk.at = 100
+        assert desk.queue() == [small.id, both.id]
+        assert desk.settle() == [small.id]
+
+
+class TestPatience:
+    """Who stands first is overtaken for a while, and not for ever."""
+
+    def light_user(self, desk: Desk) -> float | None:
+        """Let Ann, who had a lot, wait for a whole GPU of which Bob always has a little; return how long she waits."""
+        had = desk.ask(100, uid=ANN)
+        desk.at += 36_000
+        desk.end(had)
+        little, whole, start = desk.ask(1, uid=BOB), desk.waits(100, uid=ANN), desk.at
+        while desk.at < start + 6 * 3600:
+            desk.at += 10
+            another = desk.ask(1, uid=BOB, wait=None)
+            desk.settle()
+            if whole.id in desk.end(little):
+                return desk.at - start
+            little = another
+        return None
+
+    @pytest.mark.parametrize("many_users", [True, False])
+    @pytest.mark.parametrize(("patience", "waited"), [(0.0, 20), (300.0, 310), (1e9, None)])
+    def test_light_user(self, many_users: bool, patience: float, waited: float | None) -> None:  # noqa: FBT001
+        """Who always has a little of a GPU, and so had less, does not keep out for hours who needs the whole of it."""
+        assert self.light_user(Desk(offer(0, many_users=many_users), patience=patience)) == waited
+
+    def test_overtaken_within_patience(self) -> None:
+        """Until then the order is what it is."""
+        desk = Desk(offer(0), patience=300)
+        held = desk.ask(100, uid=ANN)
+        desk.at = 10
+        first = desk.waits(100, uid=ANN)
+        desk.settle()
+        desk.at = 309.9
+        second = desk.waits(100, uid=BOB)
+        assert desk.queue() == [second.id, first.id]
+        desk.at = 310
+        assert desk.queue() == [first.id, second.id]
+        assert desk.end(held) == [first.id]
+
+    def test_not_before_priority(self) -> None:
+        """A higher priority goes before patience."""
+        desk = Desk(offer(0), patience=300)
+        held = desk.ask(100, uid=ANN)
+        first = desk.waits(100, uid=ANN)
+        desk.settle()
+        desk.at = 1000
+        second = desk.waits(100, uid=BOB, priority=1)
+        assert desk.queue() == [second.id, first.id]
+        assert desk.end(held) == [second.id]
+
+    def test_begins_at_the_front(self) -> None:
+        """It is no use to have waited long behind others: then all would be served in the order of their coming."""
+        desk = Desk(offer(0), patience=300)
+        held = desk.ask(100, uid=ANN)
+        desk.at = 1
+        waiting = [desk.waits(100, uid=ANN) for _ in range(3)]
+        desk.settle()
+        desk.at = 1000
+        late = desk.waits(100, uid=BOB)
+        assert desk.queue() == [waiting[0].id, late.id, waiting[1].id, waiting[2].id]
+        desk.end(held)
+
+
+class TestKept:
+    """What the first in the queue waits for is kept for it, and no more than that."""
+
+    @pytest.mark.parametrize(
+        ("head", "late", "goes"),
+        [
+            # On the GPU that it waits for, nobody gets in, large or small.
+            ({"threads": 50, "gpu": gpu(0)}, {"threads": 1, "gpu": gpu(0)}, None),
+            ({"threads": 50, "gpu": gpu(0)}, {"threads": 40, "gpu": gpu(0)}, None),
+            # On one that it cannot use, whoever comes.
+            ({"threads": 50, "gpu": gpu(0)}, {"threads": 40}, [1]),
+            ({"threads": 50, "among": (gpu(0),)}, {"threads": 40}, [1]),
+            # Where it would take any GPU, it might take the next that comes free.
+            ({"threads": 50}, {"threads": 1}, None),
+            # Of one that it can have already, what it leaves of it.
+            ({"threads": 30, "gpus": 2}, {"threads": 10, "gpu": gpu(1)}, [1]),
+            ({"threads": 30, "gpus": 2}, {"threads": 11, "gpu": gpu(1)}, None),
+            ({"threads": 30, "memory": 70, "gpus": 2}, {"threads": 1, "memory": 9, "gpu": gpu(1)}, [1]),
+            ({"threads": 30, "memory": 70, "gpus": 2}, {"threads": 1, "memory": 10, "gpu": gpu(1)}, None),
+            ({"threads": 30, "processes": 40, "gpus": 2}, {"threads": 1, "processes": 7, "gpu": gpu(1)}, [1]),
+            ({"threads": 30, "processes": 40, "gpus": 2}, {"threads": 1, "processes": 8, "gpu": gpu(1)}, None),
+        ],
+    )
+    def test_back_fill(self, head: dict[str, Any], late: dict[str, Any], goes: list[int] | None) -> None:
+        """One GPU has 20 % left, and the other 40."""
+        desk = Desk(offer(0), offer(1))
+        holding = [desk.ask(80, 1, gpu=gpu(0)), desk.ask(60, 1, gpu=gpu(1))]
+        first = desk.waits(**head)
+        if goes is None:
+            with pytest.raises(DoesNotFitError):
+                desk.ask(**late)
+        else:
+            assert where(desk.ask(**late)) == goes
+        assert desk.end(*holding) == [first.id]
+
+    def test_each_gpu_has_its_first(self) -> None:
+        """Who waits for a GPU that the first in the queue cannot use is not overtaken there by those behind it."""
+        desk = Desk(offer(0), offer(1))
+        desk.ask(100, gpu=gpu(0))
+        small = desk.ask(10, gpu=gpu(1))
+        desk.waits(100, gpu=gpu(0))
+        second = desk.waits(100, gpu=gpu(1))
+        with pytest.raises(DoesNotFitError) as refusal:
+            desk.ask(10, gpu=gpu(1))
+        assert refusal.value.limit == "turn"
+        assert desk.end(small) == [second.id]
+
+    def test_nothing_idles_for_what_cannot_be(self) -> None:
+        """While one of two GPUs is out, the other is not kept for a request for both."""
+        desk = Desk(offer(0, refusal=ON_HOLD), offer(1))
+        both = desk.waits(100, gpus=2)
+        small = desk.ask(50)
+        assert where(small) == [1]
+        assert desk.waits_for(both) == ("threads", gpu(1))
+        assert desk.offers(offer(0), offer(1)) == []
+        with pytest.raises(DoesNotFitError):
+            desk.ask(50)  # from now on it is kept
+        assert desk.end(small) == [both.id]
+
+    def test_nor_behind_another_first(self) -> None:
+        """Nor is it while another stands first on the GPU that is missing."""
+        desk = Desk(offer(0), offer(1))
+        holding = desk.ask(100, gpu=gpu(0))
+        first = desk.waits(100, gpu=gpu(0))
+        both = desk.waits(100, gpus=2)
+        small = desk.ask(50, gpu=gpu(1))
+        assert desk.end(holding) == [first.id]
+        assert desk.settle() == []
+        with pytest.raises(DoesNotFitError):
+            desk.ask(50, gpu=gpu(1))
+        assert desk.end(small) == []
+        assert desk.end(first) == [both.id]
+
+    def test_it_gives_up(self) -> None:
+        """When the first in the queue leaves, what was kept for it is free."""
+        desk = Desk(offer(0))
+        desk.ask(60)
+        first, second, third = desk.waits(50), desk.waits(20), desk.waits(20)
+        assert desk.end(first) == [second.id, third.id]
+
+    def test_newcomer_before_it(self) -> None:
+        """A newcomer that goes before others takes their place at the front, and what was kept for them with it."""
+        desk = Desk(offer(0), offer(1))
+        desk.ask(100, gpu=gpu(0), uid=ANN)
+        desk.at = 1
+        desk.waits(100, gpus=2, uid=ANN)
+        behind = desk.waits(50, gpu=gpu(1), uid=ANN)
+        desk.waits(100, gpu=gpu(0), uid=BOB)
+        assert desk.settle() == [behind.id]
+
+
+class TestOneUser:
+    """Daemons that serve one uid at a time."""
+
+    def test_turn_ends(self) -> None:
+        """While another waits for the GPU, nobody joins the uid that has it, so that it comes free."""
+        desk = Desk(offer(0, many_users=False))
+        held = [desk.ask(10, uid=ANN), desk.ask(10, uid=ANN)]
+        bobs = desk.waits(10, uid=BOB)
+        desk.at = 1
+        with pytest.raises(DoesNotFitError) as refusal:
+            desk.ask(10, uid=ANN)
+        assert refusal.value.limit == "turn"
+        anns = desk.waits(10, uid=ANN)
+        assert desk.end(held[0]) == []
+        assert desk.end(held[1]) == [bobs.id]
+        assert desk.waits_for(anns) == ("user", gpu(0))
+        assert desk.end(bobs) == [anns.id]
+
+    def test_turn_is_full(self) -> None:
+        """Who has the turn gets all that it waits for at once: nobody else could use the rest."""
+        desk = Desk(offer(0, many_users=False))
+        held = desk.ask(10, uid=4)
+        anns = [desk.waits(25, uid=ANN) for _ in range(5)]
+        bobs = [desk.waits(25, uid=BOB) for _ in range(5)]
+        assert desk.end(held) == [lease.id for lease in anns[:4]]
+        desk.at = 10
+        for each in anns[:3]:
+            assert desk.end(desk.ledger.leases[each.id]) == []
+        assert desk.end(desk.ledger.leases[anns[3].id]) == [lease.id for lease in bobs[:4]]
+
+    def test_free_gpu(self) -> None:
+        """The other GPU is open to the other uid."""
+        desk = Desk(offer(0, many_users=False), offer(1, many_users=False))
+        assert where(desk.ask(uid=ANN)) == [0]
+        assert where(desk.ask(uid=BOB)) == [1]
+        assert where(desk.ask(uid=ANN)) == [0]
+        desk.waits(uid=CAT)
+
+    def test_two_from_before(self) -> None:
+        """Where two uids are on a GPU since it served many, neither gets more there until it is alone."""
+        desk = Desk(offer(0))
+        anns, bobs = desk.ask(uid=ANN), desk.ask(uid=BOB)
+        desk.offers(offer(0, many_users=False))
+        waiting = desk.waits(uid=ANN)
+        assert desk.waits_for(waiting) == ("user", gpu(0))
+        assert desk.end(anns) == []
+        assert desk.end(bobs) == [waiting.id]
+
+
+class TestOffers:
+    """What the GPUs have to give changes."""
+
+    def test_less_than_was_granted(self) -> None:
+        """What was granted stays; nobody gets in until there is room again in what is left."""
+        desk = Desk(offer(0))
+        held = [desk.ask(25, 10) for _ in range(4)]
+        assert desk.offers(offer(0, threads=500)) == []
+        assert desk.ledger.taken(gpu(0)) == Amount(1000, 40 * GIB, 4)
+        with pytest.raises(DoesNotFitError, match=r"1.0 % of the threads were asked for, and 0 % are left"):
+            desk.ask(1)
+        waiting = desk.waits(25)
+        assert desk.end(held[0]) == []
+        assert desk.end(held[1]) == []
+        assert desk.end(held[2]) == [waiting.id]
+
+    def test_more(self) -> None:
+        """More is given out at once."""
+        desk = Desk(offer(0))
+        desk.ask(100)
+        waiting = desk.waits(100)
+        assert desk.offers(offer(0, threads=2000)) == [waiting.id]
+
+    def test_lost_and_back(self) -> None:
+        """What is granted on a GPU that disappears is still granted when it is back."""
+        desk = Desk(offer(0), offer(1))
+        held = desk.ask(60, gpu=gpu(1))
+        waiting = desk.waits(50, gpu=gpu(1))
+        desk.offers(offer(0))
+        assert desk.ledger.leases == {held.id: held}
+        assert desk.ledger.taken(gpu(1)) == Amount(600, GIB, 1)
+        assert desk.waits_for(waiting) == ("gpu", None)
+        assert desk.ledger.impossible() == []
+        desk.offers(offer(0), offer(1))
+        assert desk.waits_for(waiting) == ("threads", gpu(1))
+        assert desk.end(held) == [waiting.id]
+
+    def test_impossible(self) -> None:
+        """What can never be had any more is told with the limit; a GPU that is merely not there is not never."""
+        desk = Desk(offer(0), offer(1))
+        desk.ask(100, gpu=gpu(0))
+        desk.ask(100, gpu=gpu(1))
+        large, named, small = desk.waits(50), desk.waits(50, gpu=gpu(1)), desk.waits(30)
+        desk.offers(offer(0, threads=400), offer(1))
+        assert desk.ledger.impossible() == []
+        desk.offers(offer(0, threads=400))
+        ((lease, shortage),) = desk.ledger.impossible()
+        assert (lease.id, shortage.limit) == (large.id, "threads")
+        assert "50.0 % of the threads were asked for, and the GPU has 40 % to give" in shortage.because
+        assert desk.waits_for(large) == ("threads", gpu(0))
+        assert desk.waits_for(named) == ("gpu", None)
+        assert desk.waits_for(small) == ("threads", gpu(0))
+
+    def test_the_same_again(self) -> None:
+        """Offers of the same values are nothing new, whichever objects they are."""
+        desk = Desk(offer(0), offer(1))
+        assert not desk.ledger.offer([offer(0), offer(1)], 0)
+        assert desk.ledger.offer([offer(0), offer(1, refusal=ILL)], 0)
+        assert desk.ledger.offer([offer(0)], 0)
+        assert not desk.ledger.offer(iter([offer(0)]), 0)
+
+    def test_none(self) -> None:
+        """Without a GPU there is nothing to have, to wait for, or to divide by."""
+        desk = Desk(offer(0))
+        held, waiting = desk.ask(100), desk.waits()
+        desk.offers()
+        assert desk.ledger.worth(request()) == Amount()
+        assert desk.waits_for(waiting) == ("gpu", None)
+        desk.at = 100
+        assert desk.end(held) == []
+        assert desk.ledger.usage.of(1000, 100) == 0
+
+    @pytest.mark.parametrize("count", [1, 64])
+    def test_huge(self, count: int) -> None:
+        """Integers do not care how large they are: a hundredfold oversubscription, an exbibyte, a million clients."""
+        desk = Desk(*(offer(index, threads=10**5, memory=2**60, clients=10**6) for index in range(count)))
+        held = [desk.ask(100, 2**20 - 1, gpus=count) for _ in range(100)]
+        assert desk.ledger.taken(gpu(0)) == Amount(10**5, 100 * (2**20 - 1) * GIB, 100)
+        desk.waits(0.1)
+        assert len(desk.end(*held)) == 1
+
+
+class TestTime:
+    """Deadlines of waiting and of holding."""
+
+    def test_waiting_ends(self) -> None:
+        """A finite wait is overdue at its end; one for ever never."""
+        desk = Desk(offer(0))
+        desk.ask(100)
+        desk.at = 100
+        finite = desk.waits(wait=30.0)
+        desk.waits()
+        assert desk.ledger.overdue(129.9) == []
+        assert desk.ledger.overdue(130) == [finite]
+
+    def test_time_to_live_begins_with_the_grant(self) -> None:
+        """The time to wait is over with the grant, and the time to live begins."""
+        desk = Desk(offer(0))
+        held = desk.ask(100)
+        waiting = desk.waits(wait=30.0, ttl=60)
+        desk.at = 29
+        assert desk.end(held) == [waiting.id]
+        lease = desk.ledger.leases[waiting.id]
+        assert (lease.until, lease.ttl, lease.expires) == (None, 60, 89)
+        assert desk.ledger.overdue(88.9) == []
+        assert desk.ledger.overdue(89) == [lease]
+
+    @pytest.mark.parametrize("ttl", [5.0, 1e9])
+    def test_renewal(self, ttl: float) -> None:
+        """It counts from now, be it longer or shorter, also for a lease that had no end."""
+        desk = Desk(offer(0))
+        for lease in (desk.ask(ttl=60), desk.ask()):
+            renewed = desk.ledger.renew(lease.id, ttl, 40)
+            assert renewed == structs.replace(lease, ttl=ttl, expires=40 + ttl)
+            assert desk.ledger.find(lease.id) == renewed
+            assert renewed in desk.ledger.overdue(40 + ttl)
+            assert renewed not in desk.ledger.overdue(39.9 + ttl)
+
+    def test_what_ended_is_not_overdue(self) -> None:
+        """Nobody is reminded of what is over."""
+        desk = Desk(offer(0))
+        held = desk.ask(100, ttl=60)
+        waiting = desk.waits(wait=30.0)
+        desk.end(waiting, held)
+        assert desk.ledger.overdue(1e9) == []
+
+
+class TestRestore:
+    """What an earlier mpsd left."""
+
+    def again(self, desk: Desk, *, offers: bool = True) -> Desk:
+        """Return another mpsd's ledger, with what the first one stored."""
+        other = Desk(*([offer(0), offer(1)] if offers else []))
+        for lease in desk.ledger.all():
+            other.ledger.restore(lease, desk.at)
+        other.at = desk.at
+        return other
+
+    def test_all_is_there(self) -> None:
+        """Who held something holds it, and who waited waits at the same place; who comes now comes later."""
+        desk = Desk(offer(0), offer(1))
+        held = [desk.ask(100, gpu=gpu(0), ttl=60), desk.ask(60, gpu=gpu(1), uid=ANN)]
+        active = desk.ledger.attach(held[1].id, (ProcessIdentity(7, 7),))
+        waiting = [desk.waits(50, uid=BOB), desk.waits(50, uid=CAT, wait=30.0), desk.waits(50, uid=BOB)]
+        other = self.again(desk)
+        assert list(other.ledger.all()) == [held[0], active, *waiting]
+        assert [other.ledger.taken(gpu(index)) for index in (0, 1)] == [Amount(1000, GIB, 1), Amount(600, GIB, 1)]
+        assert other.ledger.user(BOB) == User(2, awaits=Amount(1000, 2 * GIB, 2))
+        assert other.queue() == [lease.id for lease in waiting]
+        assert other.waits(50, uid=BOB).arrival == waiting[-1].arrival + 1
+        assert {lease.id for lease in other.ledger.overdue(60)} == {held[0].id, waiting[1].id}
+        other.at = 10
+        assert other.ledger.usage.of(ANN, 10) == pytest.approx(3, rel=0.01)
+
+    def test_once(self) -> None:
+        """One that is there already is not entered a second time, nor does it come back as it was."""
+        desk = Desk(offer(0))
+        held, waiting = desk.ask(60), desk.waits(60)
+        renewed = desk.ledger.renew(held.id, 60, 0)
+        for lease in (held, waiting):
+            desk.ledger.restore(lease, 0)
+        assert list(desk.ledger.all()) == [renewed, waiting]
+        assert desk.ledger.taken(gpu(0)) == Amount(600, GIB, 1)
+        assert desk.ledger.user(1000) == User(2, Amount(600, GIB, 1), Amount(600, GIB, 1))
+        assert desk.ledger.user(1000).amount == Amount(1200, 2 * GIB, 2)
+
+    def test_before_the_offers(self) -> None:
+        """Where the GPUs become known later, everything is weighed then."""
+        desk = Desk(offer(0), offer(1))
+        desk.ask(50, uid=ANN, gpu=gpu(0))
+        desk.ask(100, uid=ANN, gpus=1, gpu=gpu(1))
+        waiting = desk.waits(fraction=0.75, uid=BOB)
+        other = self.again(desk, offers=False)
+        assert other.ledger.user(BOB) == User(1, Amount())
+        assert other.waits_for(other.ledger.waiting[waiting.id]) == ("gpu", None)
+        assert other.offers(offer(0), offer(1)) == []
+        assert other.ledger.user(BOB) == User(1, awaits=Amount(750, 60 * GIB, 1))
+        other.at = 10
+        assert other.ledger.usage.of(ANN, 10) == pytest.approx(7.5, rel=0.01)
+
+    def test_usage_goes_on(self) -> None:
+        """What everybody had before counts on beside what is held now."""
+        ledger = Ledger(Rules(), Usage(HALF_LIFE, {ANN: Account(100.0, 0.0, 0.0)}))
+        ledger.offer([offer(0)], 0)
+        ledger.restore(Desk(offer(0)).ask(100, uid=ANN), 0)
+        assert ledger.usage.of(ANN, HALF_LIFE) == pytest.approx(50 + 0.5 * HALF_LIFE / 0.6931, rel=0.01)
+
+
+class TestUsers:
+    """What a user has, waiting leases included: what quotas are about."""
+
+    @pytest.mark.parametrize(
+        ("asks", "worth"),
+        [
+            (request(25, 8), Amount(250, 8 * GIB, 1)),
+            (request(25, 8, gpus=2), Amount(500, 16 * GIB, 2)),
+            (request(25, 8, processes=3), Amount(250, 8 * GIB, 3)),
+            (LeaseRequest(fraction=0.5), Amount(500, 40 * GIB, 1)),
+            (LeaseRequest(fraction=0.5, gpu=gpu(0)), Amount(500, 10 * GIB, 1)),
+            (LeaseRequest(fraction=0.5, among=(gpu(0),)), Amount(500, 10 * GIB, 1)),
+            (LeaseRequest(fraction=0.5, gpus=2), Amount(1000, 80 * GIB, 2)),
+            (request(gpu=gpu(9)), Amount()),
+        ],
+    )
+    def test_worth(self, asks: LeaseRequest, worth: Amount) -> None:
+        """A request counts what it comes to where that is the most."""
+        assert Desk(offer(0, memory=20 * GIB), offer(1)).ledger.worth(asks) == worth
+
+    def test_sums(self) -> None:
+        """They count from the request to the end, and a grant on a smaller GPU counts what it is there."""
+        desk = Desk(offer(0, memory=20 * GIB), offer(1))
+        held = desk.ask(100, 1, gpus=2, uid=BOB)
+        waiting = desk.waits(fraction=0.5, uid=ANN)
+        assert desk.ledger.user(ANN) == User(1, awaits=Amount(500, 40 * GIB, 1))
+        desk.end(held)
+        assert desk.ledger.user(ANN) == User(1, Amount(500, 10 * GIB, 1))
+        assert desk.ledger.user(BOB) == User()
+        desk.end(desk.ledger.leases[waiting.id])
+        assert desk.ledger.user(ANN) == User()
+
+    def test_nothing_stays_behind(self) -> None:
+        """When all leases have ended there is nothing left of them but what their users had."""
+        desk = Desk(offer(0))
+        for number in range(50):
+            desk.ask(25, uid=number % 7, wait=None, ttl=60)
+            desk.settle()
+        while list(desk.ledger.all()):
+            desk.end(next(iter(desk.ledger.all())))
+        fresh = Desk(offer(0)).ledger
+        for name, value in vars(desk.ledger).items():
+            if isinstance(value, dict):
+                assert value == vars(fresh)[name], name
+        assert vars(desk.ledger._queue)["_first_since"] == {}
+
+    def test_place_of_none(self) -> None:
+        """Who does not wait has no place."""
+        desk = Desk(offer(0))
+        assert desk.ledger.place(desk.ask().id, 0) is None
+        assert desk.ledger.place("lease-0", 0) is None
+        assert desk.ledger.find("lease-0") is None
+        assert desk.ledger.end("lease-0", "released", now(0)) is None
+        assert desk.ledger.submit(asked(request()), now(0)).id in desk.ledger.leases

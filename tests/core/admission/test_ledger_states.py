@@ -1,0 +1,506 @@
+"""Everything that can happen to a ledger, in any order, compared after each step with books that are kept by hand.
+
+Three nodes: one whose daemons serve many users, one whose daemons serve one user at a time, and a crowded one. By
+default more than 10,000 steps are taken in all. For more, say how many times as many, and lift each test's time limit:
+
+    MPSD_LEDGER_TIMES=100 pytest --timeout=0 tests/core/admission/test_ledger_states.py
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final, TypeVar
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec import structs
+
+from mpsd.core.admission.admission import Amount, Offer
+from mpsd.core.admission.ledger import Ledger, Rules
+from mpsd.core.admission.usage import Account, Usage
+from mpsd.core.errors import (
+    CapacityError,
+    DaemonNotReadyError,
+    DoesNotFitError,
+    ExceedsDaemonLimitError,
+    InvalidRequestError,
+    MpsdError,
+    NeverFitsError,
+    QueueFullError,
+    QuotaError,
+    TooManyLeasesError,
+)
+from mpsd.core.model import Lease, LeaseRequest, LeaseState, Limits, ProcessIdentity
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.settings import Placement
+from mpsd.core.units import MIB
+from tests.core.admission.hand_ledger import Books
+from tests.core.admission.scenarios import FREE, ILL, ON_HOLD, asked, gpu, granted_on, now, offer
+
+T = TypeVar("T")
+
+HALF_LIFE: Final = 100.0
+UIDS: Final = (1000, 1001, 1002, 1003)
+SIZES: Final = (1000 * MIB, 1500 * MIB + 7, 3000 * MIB)
+TIMES: Final = int(os.environ.get("MPSD_LEDGER_TIMES", "1"))
+STEPS: Final = 60
+
+picks = st.integers(0, 10**6)
+"""Which of those there are; their number changes from step to step."""
+
+requests = st.builds(
+    LeaseRequest,
+    threads=st.sampled_from((1, 100, 250, 333, 500, 501, 900, 1000)).map(ActiveThreadPercentage),
+    memory=st.sampled_from((1, 100, 333, 500, 999, 1400)).map(PinnedDeviceMemLimit),
+    gpu=st.sampled_from(("any", "any", "any", gpu(0), gpu(1), gpu(9))),
+    among=st.sampled_from((None, None, None, (gpu(0),), (gpu(1), gpu(2)))),
+    gpus=st.sampled_from((1, 1, 1, 1, 2, 3)),
+    processes=st.sampled_from((1, 1, 1, 2, 5, 30)),
+    priority=st.sampled_from((0, 0, 0, 0, 1, -1)),
+)
+fractions = st.builds(
+    LeaseRequest,
+    fraction=st.sampled_from((0.001, 0.1, 0.25, 0.29, 1 / 3, 0.5, 0.75, 1.0)),
+    gpus=st.sampled_from((1, 1, 1, 2)),
+)
+limits = st.sampled_from(
+    (
+        FREE,
+        FREE,
+        Limits(ActiveThreadPercentage(500), None),
+        Limits(FREE.active_thread_percentage, PinnedDeviceMemLimit(400)),
+    )
+)
+
+
+class Node(RuleBasedStateMachine):
+    """A ledger, what it has said so far, and the books beside it."""
+
+    gpus = 2
+    many_users = True
+    users: tuple[int, ...] = UIDS
+    first_rules = Rules(queue_length=8, leases=16, patience=50.0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger(self.first_rules, Usage(HALF_LIFE))
+        self.books = Books(self.first_rules, lambda uid: self.ledger.usage.of(uid, self.books.now), HALF_LIFE)
+        self.ended: set[str] = set()
+        self.head: str | None = None
+        """Who has stood first since nobody was let in before it,"""
+        self.behind: set[str] = set()
+        """and who was let in behind it meanwhile."""
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    @initialize(memory=st.lists(st.sampled_from(SIZES), min_size=3, max_size=3), placement=st.sampled_from(Placement))
+    def start(self, memory: list[int], placement: Placement) -> None:
+        """Offer the GPUs."""
+        self.change_rules(replace(self.first_rules, placement=placement))
+        for index in range(self.gpus):
+            at = offer(index, memory=memory[index], clients=16, many_users=self.many_users)
+            self.books.offers[at.gpu] = at
+        self.offer()
+
+    @rule(
+        request=requests | fractions,
+        uid=picks,
+        wait=st.sampled_from((0.0, 30.0, None, None)),
+        ttl=st.sampled_from((None, 60.0)),
+    )
+    def submit(self, request: LeaseRequest, uid: int, wait: float | None, ttl: float | None) -> None:
+        """Ask for something."""
+        self.submit_one(request, uid, wait, ttl)
+        self.settle()
+
+    def submit_one(self, request: LeaseRequest, uid: int, wait: float | None, ttl: float | None) -> None:
+        """Ask for something; be granted it, wait for it, or be refused for a reason that is true."""
+        books = self.books
+        lease = asked(request, uid=self.pick(self.users, uid), wait=wait, ttl=ttl, at=books.now)
+        newest = max((each.arrival for each in self.all()), default=0)
+        placed = structs.replace(lease, arrival=newest + 1)
+        gpus = books.places_of_new(placed)
+        try:
+            answer = self.ledger.submit(lease, now(books.now))
+        except MpsdError as refusal:
+            self.check_refusal(refusal, lease, gpus)
+            return
+        assert len(books.leases) + len(books.waiting) < books.rules.leases
+        assert answer.arrival > newest
+        assert [share.gpu for share in answer.shares] == gpus
+        assert (answer.state is LeaseState.WAITING) == (not gpus)
+        if gpus:
+            self.check_grant(answer)
+        else:
+            assert wait != 0
+            assert len(books.waiting) < books.rules.queue_length
+        books.enter(answer)
+        self.note_behind([answer] if gpus else [])
+
+    @precondition(lambda self: self.books.leases or self.books.waiting)
+    @rule(which=picks, because=st.sampled_from(("released", "its holder is gone", "revoked", "its caller hung up")))
+    def end(self, which: int, because: str) -> None:
+        """End a lease, for whatever reason, and once more, which does nothing."""
+        self.end_one(self.pick(self.all(), which), because)
+        self.settle()
+
+    @precondition(lambda self: self.books.leases or self.books.waiting)
+    @rule(which=st.lists(picks, min_size=1, max_size=6), newcomer=st.none() | requests | fractions, uid=picks)
+    def end_several(self, which: list[int], newcomer: LeaseRequest | None, uid: int) -> None:
+        """End several before anybody is let in; somebody may come just then."""
+        for each in which:
+            if self.all():
+                self.end_one(self.pick(self.all(), each), "released")
+        if newcomer is not None:
+            self.submit_one(newcomer, uid, None, None)
+        self.settle()
+
+    @rule(seconds=st.sampled_from((1e-6, 0.5, 7.0, 31.0, 61.0, 1000.0)))
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass, and end what is overdue then."""
+        books = self.books
+        books.pass_time(seconds)
+        late = {lease.id for lease in books.waiting.values() if lease.until is not None and lease.until <= books.now}
+        late |= {
+            lease.id for lease in books.leases.values() if lease.expires is not None and lease.expires <= books.now
+        }
+        overdue = self.ledger.overdue(books.now)
+        assert sorted(lease.id for lease in overdue) == sorted(late)
+        for lease in overdue:
+            self.end_one(lease, "its time is over")
+        self.settle()
+
+    @precondition(lambda self: self.books.leases)
+    @rule(which=picks, ttl=st.sampled_from((1.0, 60.0, 1e9)))
+    def renew(self, which: int, ttl: float) -> None:
+        """Give a lease more time, or less."""
+        lease = self.pick(list(self.books.leases.values()), which)
+        renewed = self.ledger.renew(lease.id, ttl, self.books.now)
+        assert renewed == structs.replace(lease, ttl=ttl, expires=self.books.now + ttl)
+        self.books.enter(renewed)
+
+    @precondition(lambda self: self.books.leases)
+    @rule(which=picks, pids=st.sampled_from(((), (7,), (7, 8))))
+    def attach(self, which: int, pids: tuple[int, ...]) -> None:
+        """Let clients come and go."""
+        lease = self.pick(list(self.books.leases.values()), which)
+        clients = tuple(ProcessIdentity(pid, pid) for pid in pids)
+        attached = self.ledger.attach(lease.id, clients)
+        state = LeaseState.ACTIVE if clients else LeaseState.GRANTED
+        assert attached == structs.replace(lease, clients=clients, state=state)
+        self.books.enter(attached)
+
+    @rule(which=picks, refusal=st.sampled_from((None, None, ILL, ON_HOLD)))
+    def fall_ill(self, which: int, refusal: Any) -> None:
+        """Let a GPU fall ill, be held, or recover."""
+        self.change_offer(which, lambda at: structs.replace(at, refusal=refusal), keeps_promises=True)
+
+    @rule(which=picks, threads=st.sampled_from((1000, 1000, 400, 1500)), memory=st.sampled_from((*SIZES, 0)))
+    def resize(self, which: int, threads: int, memory: int) -> None:
+        """Offer more or less of a GPU, also less than was granted on it."""
+        self.change_offer(which, lambda at: structs.replace(at, threads=threads, memory=memory))
+
+    @rule(which=picks, clients=st.sampled_from((16, 16, 3)), to=limits)
+    def limit(self, which: int, clients: int, to: Limits) -> None:
+        """Change what a control daemon gives any client, and how many."""
+        self.change_offer(which, lambda at: structs.replace(at, clients=clients, limits=to))
+
+    @rule(index=st.integers(0, 2), memory=st.sampled_from(SIZES))
+    def lose_or_find(self, index: int, memory: int) -> None:
+        """Let a GPU disappear with all that was granted on it, or come back."""
+        if self.books.offers.pop(gpu(index), None) is None and index < self.gpus:
+            at = offer(index, memory=memory, clients=16, many_users=self.many_users)
+            self.books.offers[at.gpu] = at
+        self.forget_head()
+        self.offer()
+        self.settle()
+
+    @rule(
+        placement=st.sampled_from(Placement),
+        queue_length=st.sampled_from((1, 4, 8)),
+        leases=st.sampled_from((3, 8, 16)),
+        patience=st.sampled_from((0.0, 5.0, 50.0, 1e9)),
+    )
+    def reload(self, placement: Placement, queue_length: int, leases: int, patience: float) -> None:
+        """Change the rules."""
+        self.change_rules(Rules(placement, queue_length, leases, patience))
+        self.settle()
+
+    @rule(order=st.randoms(use_true_random=False), offers_first=st.booleans(), settles=st.booleans())
+    def restart(self, order: Any, offers_first: bool, settles: bool) -> None:  # noqa: FBT001 - drawn, not passed
+        """Start anew with what was stored: the leases, in any order, and what everybody had."""
+        books = self.books
+        before = self.ledger.usage.accounts(books.now)
+        accounts = {uid: Account(account.value, 0.0, books.now) for uid, account in before.items()}
+        self.ledger = Ledger(books.rules, Usage(HALF_LIFE, accounts))
+        stored = self.all()
+        order.shuffle(stored)
+        if offers_first:
+            self.offer()
+        for lease in [*stored, *stored]:  # one that is there already is not entered twice
+            self.ledger.restore(lease, books.now)
+        self.offer()
+        books.first_since.clear()  # patience begins anew
+        self.forget_head()
+        if settles:
+            self.settle()
+
+    # -- what is checked whenever something is decided -----------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Let in who can be let in: those whom the books let in, in that order, and nobody after that."""
+        for lease, shortage in self.ledger.impossible():
+            self.check_impossible(lease, shortage.error)
+            self.end_one(lease, "it can never be had any more")
+        self.note_head()
+        granted = self.ledger.settle(now(self.books.now))
+        for lease in granted:
+            self.check_grant(lease)
+        before = dict(self.books.leases)
+        self.books.settle(granted)
+        self.note_behind(granted)
+        assert self.books.leases.keys() - before.keys() == {lease.id for lease in granted}
+        assert self.ledger.settle(now(self.books.now)) == []
+
+    def check_grant(self, lease: Lease) -> None:
+        """Hold a lease that was just granted against what was asked for."""
+        request, books = lease.request, self.books
+        asked_for = books.waiting.get(lease.id)
+        if asked_for is not None:
+            assert (lease.request, lease.owner, lease.arrival) == (
+                asked_for.request,
+                asked_for.owner,
+                asked_for.arrival,
+            )
+        assert lease.state is LeaseState.GRANTED
+        assert lease.expires == (None if lease.ttl is None else books.now + lease.ttl)
+        assert lease.until is None
+        where = [share.gpu for share in lease.shares]
+        assert len(set(where)) == len(where) == request.gpus
+        for share in lease.shares:
+            at = books.offers[share.gpu]
+            assert at.refusal is None
+            assert (share.daemon, share.env["CUDA_VISIBLE_DEVICES"]) == (at.daemon, at.gpu)
+            assert Amount(share.threads.tenths, share.memory.bytes, request.processes) == books.need(request, at)
+
+    def check_refusal(self, refusal: MpsdError, lease: Lease, gpus: list[str]) -> None:
+        """A refusal is of the right kind, names a limit that is one, and says how to go on."""
+        request, books = lease.request, self.books
+        named, candidates = books.named(request), books.candidates(request)
+        assert refusal.hint
+        assert refusal.limit
+        if len(candidates) < request.gpus:
+            self.check_impossible(lease, type(refusal))
+        elif len(books.leases) + len(books.waiting) >= books.rules.leases:
+            assert (type(refusal), refusal.limit) == (TooManyLeasesError, "leases")
+        elif lease.until is None or lease.until > books.now:
+            assert (type(refusal), refusal.limit) == (QueueFullError, "queue")
+            assert len(books.waiting) >= books.rules.queue_length
+        else:
+            assert isinstance(refusal, DoesNotFitError | DaemonNotReadyError)
+            self.check_lack(lease, refusal.limit)
+        assert not gpus or isinstance(refusal, TooManyLeasesError)
+        assert len(named) >= len(candidates)
+
+    def check_impossible(self, lease: Lease, error: type[MpsdError]) -> None:
+        """Only what cannot be granted on as many GPUs as it needs, were they empty, is called so."""
+        named, request = self.books.named(lease.request), lease.request
+        assert len(self.books.candidates(request)) < request.gpus
+        if request.gpus > 1 and request.gpu != "any":
+            assert error is InvalidRequestError
+        elif len(named) >= request.gpus:
+            assert error in {NeverFitsError, ExceedsDaemonLimitError, InvalidRequestError}
+        elif request.among is not None and len(self.books.named(structs.replace(request, among=None))) >= request.gpus:
+            assert error is QuotaError
+        else:
+            assert error is (NeverFitsError if named else DaemonNotReadyError)
+
+    def check_lack(self, lease: Lease, limit: str, where: str | None = None) -> None:
+        """What a lease is said to wait for is what it lacks, on that GPU, or on one of those that it is about."""
+        books = self.books
+        candidates = books.candidates(lease.request)
+        lacks = {at.gpu: books.lacking(lease, at, books.leases.values()) for at in candidates}
+        if sum(not each for each in lacks.values()) >= lease.request.gpus:
+            assert (limit, where) == ("turn", None)
+        elif where is not None:
+            assert limit in lacks[where]
+        else:
+            assert any(limit in each for each in lacks.values())
+
+    # -- the head is never delayed by whoever comes later --------------------------------------------------------------
+
+    def note_head(self) -> None:
+        """Note who stands first now. What was promised to another is over."""
+        first = next(iter(self.books.in_order()), None)
+        if first is None or first.id != self.head:
+            self.forget_head()
+            self.head = None if first is None else first.id
+
+    def forget_head(self) -> None:
+        """Begin anew to note who is let in behind the one that stands first."""
+        self.head, self.behind = None, set()
+
+    def note_behind(self, granted: list[Lease]) -> None:
+        """Note who was let in behind the one that stands first, and begin anew when one was let in before it.
+
+        Nothing is promised to a request while fewer GPUs than it needs are in order.
+        """
+        head = self.books.waiting.get(self.head or "")
+        if head is None:
+            self.forget_head()
+            return
+        in_order = [at for at in self.books.candidates(head.request) if at.refusal is None]
+        if (
+            any(self.books.order(lease) < self.books.order(head) for lease in granted)
+            or len(in_order) < head.request.gpus
+        ):
+            self.behind = set()
+        else:
+            self.behind |= {lease.id for lease in granted}
+
+    @invariant()
+    def head_is_not_delayed(self) -> None:
+        """Without all those who were let in behind it, the one that stands first would still have to wait."""
+        head = self.books.waiting.get(self.head or "")
+        if head is not None and self.behind:
+            others = [lease for lease in self.books.leases.values() if lease.id not in self.behind]
+            assert not self.books.places(head, {}, others)
+
+    # -- what always holds ---------------------------------------------------------------------------------------------
+
+    @invariant()
+    def nothing_is_lost_or_doubled(self) -> None:
+        """The ledger has the leases that it told of, as it told of them, each in one place, and none that ended."""
+        books, ledger = self.books, self.ledger
+        assert dict(ledger.leases) == books.leases
+        assert dict(ledger.waiting) == books.waiting
+        assert not books.leases.keys() & books.waiting.keys()
+        assert not self.ended & (books.leases.keys() | books.waiting.keys())
+        assert [lease.id for lease in ledger.all()] == [*ledger.leases, *ledger.waiting]
+        arrivals = [lease.arrival for lease in ledger.all()]
+        assert len(set(arrivals)) == len(arrivals)
+        for lease in self.all():
+            assert ledger.find(lease.id) is ledger.leases.get(lease.id, ledger.waiting.get(lease.id))
+
+    @invariant()
+    def sums_are_sums(self) -> None:
+        """What the ledger says is taken, and what each user has, is what the leases come to."""
+        books, ledger = self.books, self.ledger
+        for index in range(3):
+            assert ledger.taken(gpu(index)) == granted_on(books.leases.values(), gpu(index))
+        for uid in UIDS:
+            mine = [lease for lease in self.all() if lease.owner.uid == uid]
+            worth = Amount()
+            for lease in mine:
+                held = [granted_on([lease], gpu(index)) for index in range(3)]
+                for each in held if lease.shares else [ledger.worth(lease.request)]:
+                    worth += each
+            assert (ledger.user(uid).leases, ledger.user(uid).amount) == (len(mine), worth)
+
+    @invariant()
+    def usage_is_what_was_used(self) -> None:
+        """What users are compared by is what they held over time."""
+        for uid in UIDS:
+            had, share = self.books.used.get(uid, 0.0), self.books.share(uid)
+            assert abs(self.ledger.usage.of(uid, self.books.now) - had) <= 1e-3 + 1e-6 * had
+            assert abs(self.ledger.usage.standing(uid, self.books.now) - had - share) <= 2e-3 + 1e-6 * had
+
+    @invariant()
+    def places_are_in_order(self) -> None:
+        """Everybody who waits is told its place in the order, and something that it lacks indeed."""
+        places = self.ledger.places(self.books.now)
+        assert list(places) == [lease.id for lease in self.books.in_order()]
+        for position, (lease_id, place) in enumerate(places.items(), start=1):
+            lease, waits_for = self.books.waiting[lease_id], place.waits_for
+            assert place.position == position
+            assert self.ledger.place(lease_id, self.books.now) == place
+            assert waits_for.because
+            if len(self.books.candidates(lease.request)) >= lease.request.gpus:
+                assert issubclass(waits_for.error, CapacityError)
+                self.check_lack(lease, waits_for.limit, waits_for.gpu)
+
+    # -- in short ------------------------------------------------------------------------------------------------------
+
+    def all(self) -> list[Lease]:
+        """Return every lease that was told of and has not ended."""
+        return [*self.books.leases.values(), *self.books.waiting.values()]
+
+    @staticmethod
+    def pick(among: Any, which: int) -> Any:
+        """Return one of several."""
+        return among[which % len(among)]
+
+    def end_one(self, lease: Lease, because: str) -> None:
+        """End a lease."""
+        ended = self.ledger.end(lease.id, because, now(self.books.now))
+        expected = structs.replace(lease, state=LeaseState.ENDED, because=because, ended=now(0).time)
+        assert ended == expected
+        assert self.ledger.end(lease.id, because, now(self.books.now)) is None
+        self.books.strike(lease.id)
+        self.ended.add(lease.id)
+        self.behind.discard(lease.id)
+
+    def change_offer(self, which: int, to: Callable[[Offer], Offer], *, keeps_promises: bool = False) -> None:
+        """Offer something else on one GPU."""
+        if self.books.offers:
+            before = self.pick(list(self.books.offers.values()), which)
+            self.books.offers[before.gpu] = to(before)
+            if not keeps_promises:
+                self.forget_head()
+            self.offer()
+            self.settle()
+
+    def change_rules(self, rules: Rules) -> None:
+        """Change the rules, here and there."""
+        self.ledger.rules = self.books.rules = rules
+
+    def offer(self) -> None:
+        """Hand in the offers; the same ones again are nothing new."""
+        self.ledger.offer(list(self.books.offers.values()), self.books.now)
+        assert not self.ledger.offer([structs.replace(each) for each in self.books.offers.values()], self.books.now)
+
+
+class OneUser(Node):
+    """A node whose daemons serve one user at a time."""
+
+    many_users = False
+    gpus = 3
+
+    @invariant()
+    def one_user_at_a_time(self) -> None:
+        """Nobody is ever let in beside another user."""
+        for index in range(self.gpus):
+            holders = {
+                lease.owner.uid
+                for lease in self.books.leases.values()
+                for share in lease.shares
+                if share.gpu == gpu(index)
+            }
+            assert len(holders) <= 1
+
+
+class Crowded(Node):
+    """A node with one GPU and two users, where hardly anybody ever gets in at once."""
+
+    gpus = 1
+    users = UIDS[:2]
+    first_rules = Rules(queue_length=20, leases=40, patience=5.0)
+
+
+class Three(Node):
+    """A node of three GPUs."""
+
+    gpus = 3
+
+
+def _steps(share: int) -> settings:
+    return settings(max_examples=share * TIMES, stateful_step_count=STEPS)
+
+
+TestManyUsers = Three.TestCase
+TestManyUsers.settings = _steps(90)
+TestOneUser = OneUser.TestCase
+TestOneUser.settings = _steps(90)
+TestCrowded = Crowded.TestCase
+TestCrowded.settings = _steps(90)

@@ -1,0 +1,139 @@
+"""Quotas: whose is whose, and what each of them says no to, by name and number."""
+
+from typing import Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpsd.core.admission.admission import Amount
+from mpsd.core.admission.ledger import User
+from mpsd.core.admission.quota import Person, check, quota_of, time_to_live
+from mpsd.core.errors import QuotaError
+from mpsd.core.settings import Quota
+from mpsd.core.units import GIB, MIB
+
+ANN: Final = Person("ann", ("staff", "physics"))
+QUARTER: Final = Amount(250, 8 * GIB, 1)
+
+
+class TestWhose:
+    """A person's own quota goes before its groups', and these before everybody's."""
+
+    OWN, STAFF, PHYSICS, ALL = Quota(leases=1), Quota(leases=2), Quota(leases=3), Quota(leases=4)
+
+    @pytest.mark.parametrize(
+        ("quotas", "whose"),
+        [
+            ({}, Quota()),
+            ({"*": ALL}, ALL),
+            ({"bob": OWN, "%cleaners": STAFF}, Quota()),
+            ({"*": ALL, "%staff": STAFF}, STAFF),
+            ({"*": ALL, "%staff": STAFF, "ann": OWN}, OWN),
+            ({"ann": OWN, "%staff": STAFF}, OWN),
+            ({"%physics": PHYSICS, "%staff": STAFF}, PHYSICS),
+            ({"%staff": STAFF, "%physics": PHYSICS}, STAFF),
+            ({"staff": STAFF, "*": ALL}, ALL),
+            ({"%ann": STAFF, "*": ALL}, ALL),
+        ],
+    )
+    def test_quota_of(self, quotas: dict[str, Quota], whose: Quota) -> None:
+        """Of several groups the one that is listed first counts, and a group is not a user of its name."""
+        assert quota_of(ANN, quotas) == whose
+
+    @pytest.mark.parametrize(
+        ("names", "is_among"),
+        [
+            ((), False),
+            (("*",), True),
+            (("ann",), True),
+            (("bob", "%physics"), True),
+            (("staff",), False),
+            (("%ann", "%cleaners", "bob"), False),
+        ],
+    )
+    def test_is_among(self, names: tuple[str, ...], *, is_among: bool) -> None:
+        """A list may name a person, one of its groups, or everybody."""
+        assert ANN.is_among(names) is is_among
+
+
+@pytest.mark.parametrize(
+    ("quota", "has", "priority", "limit", "words"),
+    [
+        (Quota(), User(), 1, "quota.priority", "priority 1 was asked for, and yours is 0 at most"),
+        (Quota(priority=5), User(), 6, "quota.priority", "priority 6 was asked for, and yours is 5 at most"),
+        (Quota(priority=-5), User(), -4, "quota.priority", "priority -4 was asked for, and yours is -5 at most"),
+        (Quota(leases=2), User(2), 0, "quota.leases", "you have 2 leases, as many as you may"),
+        (Quota(leases=2), User(3), 0, "quota.leases", "you have 3 leases, as many as you may"),
+        (
+            Quota(threads=100),
+            User(3, Amount(751, 0, 3)),
+            0,
+            "quota.threads",
+            "25 % of threads were asked for, and you have 75.1 % of the 100 % that you may",
+        ),
+        (
+            Quota(memory=32 * GIB),
+            User(3, Amount(3, 24 * GIB + MIB, 3)),
+            0,
+            "quota.memory",
+            "8GiB of memory were asked for, and you have 24577MiB of the 32GiB that you may",
+        ),
+    ],
+)
+def test_refused(quota: Quota, has: User, priority: int, limit: str, words: str) -> None:
+    """What exceeds a quota is refused with its name, with what was asked, and with what there is of it."""
+    with pytest.raises(QuotaError) as refusal:
+        check(quota, has, priority, QUARTER)
+    assert refusal.value.limit == limit
+    assert words in refusal.value.detail
+    assert refusal.value.hint
+
+
+@pytest.mark.parametrize(
+    ("quota", "has", "priority"),
+    [
+        (Quota(), User(10_000, Amount(10**9, 2**60, 10**6)), 0),
+        (Quota(), User(), -100),
+        (Quota(priority=5), User(), 5),
+        (Quota(priority=-5), User(), -5),
+        (Quota(leases=3), User(2), 0),
+        (Quota(threads=100), User(3, Amount(750, 0, 3)), 0),
+        (Quota(threads=25), User(), 0),
+        (Quota(memory=32 * GIB), User(3, Amount(3, 24 * GIB, 3)), 0),
+    ],
+)
+def test_within(quota: Quota, has: User, priority: int) -> None:
+    """A quota may be used up to its last bit, and where nothing is said there is no limit but that of priority."""
+    check(quota, has, priority, QUARTER)
+
+
+@given(st.integers(1, 100_000), st.integers(0, 100_000))
+def test_tenths_are_exact(tenths: int, has: int) -> None:
+    """A quota in percent is as many tenths as it says, however the float falls: 16.1 * 10 is not 161.00000000000003."""
+    quota = Quota(threads=float(f"{(has + tenths) / 10:.1f}"))
+    check(quota, User(1, Amount(has, 1, 1)), 0, Amount(tenths, 1, 1))
+    with pytest.raises(QuotaError):
+        check(quota, User(1, Amount(has, 1, 1)), 0, Amount(tenths + 1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("quota", "asked", "ttl"),
+    [
+        (Quota(), None, None),
+        (Quota(), 1e9, 1e9),
+        (Quota(ttl=60), None, 60),
+        (Quota(ttl=60), 59, 59),
+        (Quota(ttl=60), 60, 60),
+    ],
+)
+def test_time_to_live(quota: Quota, asked: float | None, ttl: float | None) -> None:
+    """Who asks for no time to live gets the longest that its quota allows, if it says anything."""
+    assert time_to_live(quota, asked) == ttl
+
+
+def test_too_long_a_time_to_live() -> None:
+    """A longer one is refused, and not cut."""
+    with pytest.raises(QuotaError, match=r"61 s was asked for, and yours is 60 s at most") as refusal:
+        time_to_live(Quota(ttl=60), 61)
+    assert (refusal.value.limit, refusal.value.hint) == ("quota.ttl", "ask for less, and renew the lease")

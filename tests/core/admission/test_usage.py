@@ -1,0 +1,160 @@
+"""What every user has had lately: an integral that decays."""
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpsd.core.admission.usage import Account, Usage
+
+HOUR = 3600.0
+
+shares = st.floats(0, 64)
+times = st.floats(0, 1e6)
+half_lives = st.floats(1e-3, 1e9)
+histories = st.lists(st.tuples(st.floats(0, 1e5), shares), max_size=12)
+"""Seconds that pass, and the share that is held from then on."""
+
+
+def after(history: list[tuple[float, float]], half_life: float = HOUR, *, scale: float = 1.0) -> tuple[Usage, float]:
+    """Let a user live through a history, holding so many times what it says, and return when it is over."""
+    usage, at = Usage(half_life), 0.0
+    for passed, share in history:
+        at += passed
+        usage.hold(7, share * scale, at)
+    return usage, at
+
+
+def slices(history: list[tuple[float, float]], until: float, half_life: float) -> float:
+    """Return the same by the definition: what was used in each stretch of time, decayed since."""
+    moments = [sum(passed for passed, _ in history[: index + 1]) for index in range(len(history))]
+    total, grow = 0.0, half_life / math.log(2)
+    for (start, end), (_, share) in zip(pairwise([*moments, until]), history, strict=True):
+        total += share * grow * (0.5 ** ((until - end) / half_life) - 0.5 ** ((until - start) / half_life))
+    return total
+
+
+@given(histories, st.floats(0, 1e5), st.floats(10, 1e6))
+def test_definition(history: list[tuple[float, float]], passed: float, half_life: float) -> None:
+    """It is the integral of what was held, in which every moment counts half as much after each half-life."""
+    usage, at = after(history, half_life)
+    assert usage.of(7, at + passed) == pytest.approx(slices(history, at + passed, half_life), rel=1e-6, abs=1e-3)
+
+
+def test_halves() -> None:
+    """After a half-life without anything, what a user had counts half."""
+    usage = Usage(HOUR, {7: Account(100.0, 0.0, 50.0)})
+    assert [usage.of(7, 50.0 + each * HOUR) for each in (0, 1, 2, 3)] == pytest.approx([100, 50, 25, 12.5])
+
+
+def test_grows() -> None:
+    """Half a node for a second is half a share-second; for ever, it comes to rest where as much decays as is added."""
+    usage = Usage(HOUR)
+    usage.hold(7, 0.5, 0.0)
+    assert usage.of(7, 1.0) == pytest.approx(0.5, rel=1e-3)
+    assert usage.of(7, 1000 * HOUR) == pytest.approx(0.5 * HOUR / math.log(2))
+
+
+def test_stranger() -> None:
+    """Who never had anything had nothing."""
+    assert Usage(HOUR).of(7, 1e9) == 0.0
+
+
+@given(histories, half_lives, times)
+def test_reading_changes_nothing(history: list[tuple[float, float]], half_life: float, passed: float) -> None:
+    """Neither looking nor writing down on the way, nor saying again what is held, changes the sum."""
+    usage, at = after(history, half_life)
+    disturbed, _ = after(history, half_life)
+    disturbed.of(7, at + passed / 3)
+    kept = Usage(half_life, disturbed.accounts(at + passed / 3))
+    kept.hold(7, history[-1][1] if history else 0.0, at + passed / 2)
+    # What is not worth keeping was left out, a thousandth of a share-second at most.
+    assert kept.of(7, at + passed) == pytest.approx(usage.of(7, at + passed), rel=1e-9, abs=1.1e-3)
+
+
+@given(histories, st.floats(0.01, 100), half_lives, times)
+def test_additive(history: list[tuple[float, float]], scale: float, half_life: float, passed: float) -> None:
+    """Who always holds so many times as much has had so many times as much: two halves of a user are one user."""
+    usage, at = after(history, half_life)
+    scaled, _ = after(history, half_life, scale=scale)
+    assert scaled.of(7, at + passed) == pytest.approx(scale * usage.of(7, at + passed), rel=1e-9)
+
+
+@given(histories, st.floats(0, 64), half_lives, times)
+def test_monotonic(history: list[tuple[float, float]], more: float, half_life: float, passed: float) -> None:
+    """Who always holds more has never had less, and it is never less than nothing."""
+    usage, at = after(history, half_life)
+    other, _ = after([(each, share + more) for each, share in history], half_life)
+    assert 0 <= usage.of(7, at + passed) <= other.of(7, at + passed) * (1 + 1e-12)
+
+
+@given(histories, half_lives, times, times)
+def test_decays(history: list[tuple[float, float]], half_life: float, sooner: float, later: float) -> None:
+    """Once nothing is held, it only gets less."""
+    usage, at = after([*history, (1.0, 0.0)], half_life)
+    sooner, later = sorted((sooner, later))
+    assert usage.of(7, at + later) <= usage.of(7, at + sooner)
+
+
+@given(histories, half_lives, times)
+def test_bounded(history: list[tuple[float, float]], half_life: float, passed: float) -> None:
+    """Nobody has had more than the most that it held, for as long as there was, nor more than decay leaves of that."""
+    usage, at = after(history, half_life)
+    most = max((share for _, share in history), default=0.0)
+    bound = most * min(at + passed, half_life / math.log(2))
+    assert usage.of(7, at + passed) <= bound * (1 + 1e-9) + 1e-9
+
+
+@pytest.mark.parametrize("half_life", [5e-324, 1e-300, 1e-9, 1e9, 1e300, 1.7e308])
+@pytest.mark.parametrize("passed", [0.0, 5e-324, 1e-9, 1.0, 1e9, 1e18])
+def test_extremes(half_life: float, passed: float) -> None:
+    """However long or short the half-life and the time, the sum is a number, and one that makes sense."""
+    usage = Usage(half_life, {7: Account(10.0, 1.0, 0.0)})
+    usage.hold(7, 0.5, passed)
+    value = usage.of(7, 2 * passed)
+    assert 0 <= value <= 10 + 2 * passed
+    if half_life >= 1e300:
+        assert value == pytest.approx(10 + 1.5 * passed)
+
+
+def test_small_steps_add_up() -> None:
+    """A million glances within a second lose nothing to rounding."""
+    usage, at = Usage(1e9), 0.0
+    for step in range(100_000):
+        at = step * 1e-5
+        usage.hold(7, 1.0, at)
+    assert usage.of(7, 1.0) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_clock_that_went_back() -> None:
+    """A moment before the last one counts as that one: nothing grows, nothing is lost, and no time is counted twice."""
+    usage = Usage(HOUR)
+    usage.hold(7, 1.0, 100.0)
+    usage.hold(7, 0.0, 50.0)
+    assert usage.of(7, 20.0) == 0.0
+    usage.hold(7, 1.0, 100.0)
+    assert usage.of(7, 101.0) == pytest.approx(1.0, rel=1e-3)
+
+
+def test_users_are_apart() -> None:
+    """One user's use is no other's."""
+    usage = Usage(HOUR)
+    usage.hold(7, 1.0, 0.0)
+    usage.hold(8, 0.25, 0.0)
+    usage.hold(7, 0.0, 10.0)
+    assert usage.of(7, 10.0) == pytest.approx(10, rel=1e-2)
+    assert usage.of(8, 10.0) == pytest.approx(2.5, rel=1e-2)
+    assert set(usage.accounts(10.0)) == {7, 8}
+
+
+def test_forgotten() -> None:
+    """An account that has decayed to nothing is not kept; one that is small and in use is."""
+    usage = Usage(HOUR)
+    usage.hold(7, 1.0, 0.0)
+    usage.hold(7, 0.0, 1.0)
+    usage.hold(8, 1e-12, 0.0)
+    assert set(usage.accounts(2.0)) == {7, 8}
+    assert set(usage.accounts(11 * HOUR)) == {8}
+    assert usage.of(7, 11 * HOUR) == 0.0

@@ -1,0 +1,426 @@
+"""Each check of doctor: ok on a node that is well, and what it says of one that is not, with evidence and remedy."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from mpsd.core.compute_mode import ComputeMode
+from mpsd.core.doctor.finding import Means, Verdict, examine
+from mpsd.core.doctor.observed import (
+    ConfigurationSeen,
+    DeviceNode,
+    Left,
+    Library,
+    Observed,
+    ServersSeen,
+    SharedMemoryPlace,
+    SharedMemorySeen,
+    SocketSeen,
+    Tasks,
+)
+from mpsd.core.doctor.table import CHECKS, FAMILIES
+from mpsd.core.model import Condition, GpuProcess, GpuUsage, Known, Unknown
+from mpsd.core.settings import parse
+from mpsd.core.units import GIB, MIB
+from tests.core.doctor.seen import (
+    DAEMON,
+    DEVICE,
+    DIRECTORY,
+    GPU,
+    MPSD,
+    SERVER,
+    USAGE,
+    WELL,
+    answers,
+    daemon_answer,
+    directory,
+    files,
+    gpu,
+    gpu_answer,
+    host,
+    look,
+    pipe_directory,
+    process,
+    processes,
+    said,
+    service,
+    settings,
+    unit,
+)
+
+LOST: Final[Any] = {
+    "answers": Unknown("there is no socket"),
+    "lock_holder": Known(77),
+    "socket": SocketSeen(Path("/run/mpsd/mpsd.sock"), None),
+}
+SILENT: Final[Any] = {"answers": Unknown("there is no socket"), "lock_holder": Known(None)}
+SOCKET: Final = WELL.service.socket
+LEFT: Final = Path("/var/lib/mpsd/compute-modes.json")
+AVC: Final = 'audit: type=1400 avc:  denied  { connectto } for  pid=7 comm="nvidia-cuda-mps" path="/run/mpsd/mps/gpu0"'
+AUDITED: Final = f"type=AVC msg=audit(1732190000.123:7): {AVC}"
+PROFILE: Final = 'audit: type=1400 apparmor="DENIED" operation="open" profile="x" name="/dev/nvidia0" comm="python"'
+OOM: Final = "Memory cgroup out of memory: Killed process 7 (nvidia-cuda-mps) total-vm:9kB"
+XID: Final = "NVRM: Xid (PCI:0000:3b:00): {}, pid=7, name=python"
+
+
+def at(observed: Observed, **otherwise: Any) -> Observed:
+    """Return a node with something about its mpsd otherwise."""
+    return replace(observed, service=replace(observed.service, **otherwise))
+
+
+def shm(**otherwise: Any) -> Observed:
+    """Return one with another /dev/shm."""
+    assert isinstance(WELL.host.shared_memory, Known)
+    return host(shared_memory=Known(replace(WELL.host.shared_memory.value, **otherwise)))
+
+
+def used(*pids: int, mps: bool, mode: ComputeMode = ComputeMode.DEFAULT) -> GpuUsage:
+    """Return that these processes use the GPU."""
+    return GpuUsage(0, {pid: GpuProcess(Known(MIB), mps=mps) for pid in pids}, mode)
+
+
+def left(found: Any, **otherwise: Any) -> Observed:
+    """Return a node without mpsd whose record of compute modes is this."""
+    seen = at(gpu(usage=replace(USAGE, compute_mode=otherwise.pop("mode", USAGE.compute_mode))), **SILENT)
+    return replace(seen, gpus=replace(seen.gpus, left=Left(LEFT, found, **otherwise)))
+
+
+def gpus(**otherwise: Any) -> Observed:
+    """Return a node with another driver, or another control program."""
+    return replace(WELL, gpus=replace(WELL.gpus, **otherwise))
+
+
+def runtime(**otherwise: Any) -> Observed:
+    """Return a node with another runtime directory."""
+    return files(directories=(directory("paths.runtime_dir", "/run/mpsd", **otherwise),))
+
+
+def long_path() -> Observed:
+    """Return a node whose sockets' paths are too long."""
+    return settings(f'[paths]\nruntime_dir = "/run/{"x" * 80}"\n')
+
+
+FOREIGN: Final = process(201, "control daemon", uid=1000)
+DEFAULT: Final = process(202, "control daemon", variables=Known({}))
+OTHER: Final = process(
+    203, "control daemon", variables=Known({"CUDA_MPS_PIPE_DIRECTORY": "/x", "CUDA_VISIBLE_DEVICES": "GPU-aa"})
+)
+OTHER_NODE: Final = process(
+    203, "control daemon", variables=Known({"CUDA_MPS_PIPE_DIRECTORY": "/x", "CUDA_VISIBLE_DEVICES": "GPU-bb"})
+)
+APART: Final = process(205, "control daemon", apart=True, pid_namespace=Known("pid:[7]"), shared_memory=Known(7))
+HIDDEN: Final = process(204, "control daemon", uid=7, variables=Unknown("/proc/204/environ cannot be read by uid 1"))
+
+CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
+    ("mpsd", service(**SILENT), "fail", "there is no socket"),
+    ("mpsd", service(answers=Unknown("no answer"), lock_holder=Known(77)), "fail", "pid 77 has the lock of /run/mpsd"),
+    ("mpsd", service(**LOST), "fail", "pid 77 has the lock of /run/mpsd: it runs, and its socket was removed"),
+    ("socket", service(socket=SocketSeen(SOCKET.path, None)), "fail", "there is no /run/mpsd/mpsd.sock"),
+    ("socket", service(socket=replace(SOCKET, kind="file")), "fail", "is a file"),
+    ("socket", service(socket=replace(SOCKET, refused="Permission denied")), "fail", "mode 0666, uid 0"),
+    ("socket", service(socket=replace(SOCKET, closed=Path("/run"))), "fail", "/run lets uid 0 not through"),
+    ("socket", service(socket=replace(SOCKET, listener=(9, 1000))), "warn", "pid 9 of uid 1000"),
+    ("version", answers(version="0.9"), "warn", "mpsd is version 0.9, and mpsctl is 1.0"),
+    ("version", service(**SILENT), "unknown", "does not answer"),
+    (
+        "configuration",
+        replace(WELL, configuration=ConfigurationSeen(Path("/x"), Unknown("/x is not TOML"), "mend it")),
+        "fail",
+        "/x is not TOML",
+    ),
+    ("reload", service(in_force=Known(parse("[api]\nevents = 5\n"))), "warn", "daemon.compute_mode, api.events"),
+    ("reload", service(in_force=Unknown("no answer")), "unknown", "no answer"),
+    ("unit", unit(LoadState="masked"), "fail", "masked"),
+    ("unit", unit(LoadState="bad-setting"), "fail", "bad-setting"),
+    ("unit", unit(ActiveState="failed", Result="start-limit-hit"), "fail", "too many starts"),
+    ("unit", unit(ActiveState="failed", Result="exit-code"), "fail", "exit-code"),
+    (
+        "unit",
+        unit(SubState="auto-restart", Result="watchdog", NRestarts="3"),
+        "fail",
+        "(watchdog), and systemd starts it",
+    ),
+    ("unit", at(unit(ActiveState="inactive"), **SILENT), "warn", "inactive"),
+    ("unit", unit(UnitFileState="disabled"), "warn", "not started at the next boot"),
+    ("unit", service(units=Unknown("systemd does not run")), "unknown", "systemd does not run"),
+    ("unit-settings", unit(KillMode="control-group"), "fail", "KillMode=control-group"),
+    ("unit-settings", unit(PrivateTmp="yes"), "fail", "PrivateTmp=yes"),
+    ("unit-settings", unit(RuntimeDirectoryPreserve="no"), "fail", "RuntimeDirectoryPreserve=no"),
+    ("unit-settings", unit(PrivateIPC="yes"), "fail", "another shared memory"),
+    ("tasks", service(tasks=Known(Tasks(Path("/g"), 2000, 2048))), "warn", "/g has 2000 of at most 2048"),
+    ("tasks", service(tasks=Known(Tasks(Path("/g"), 2048, 2048))), "fail", "/g has 2048 of at most 2048"),
+    ("tasks", service(tasks=Unknown("not seen")), "unknown", "not seen"),
+    ("node", answers(healthy=False, because="the disk is full"), "fail", "the disk is full"),
+    ("gpu-health", gpu_answer(health="faulty", because="Xid 79", hint="reset it"), "fail", "faulty: Xid 79"),
+    ("gpu-health", gpu_answer(health="unsupported", because="MIG", hint="x"), "warn", "unsupported: MIG"),
+    ("gpu-health", gpu_answer(because="was not given back", hint="as root"), "fail", "was not given back"),
+    ("daemon", daemon_answer(state="failed", because="too many deaths", hint="reset"), "fail", "failed: too many"),
+    ("daemon", daemon_answer(state="held", because="by uid 0", hint="resume"), "warn", "held: by uid 0"),
+    ("limits", daemon_answer(drift=("x is 5, not 6",)), "fail", "x is 5, not 6"),
+    ("pipe-path", long_path(), "fail", "113 bytes, and a socket's path can have 106"),
+    ("traverse", files(closed=Path("/run/mpsd")), "fail", "/run/mpsd lets no other uid through"),
+    ("traverse", files(closed=Path("/root"), private=True), "warn", "/root lets no other uid through"),
+    ("directories", runtime(strange=("it belongs to uid 7", "chown")), "fail", "belongs to uid 7"),
+    ("file-system", runtime(read_only=True), "fail", "read-only"),
+    ("file-system", replace(runtime(read_only=True), host=host(uid=1000).host), "unknown", "read-only for who asks"),
+    ("file-system", files(apart=(Path("/run/mpsd"),)), "unknown", "leads mpsd elsewhere"),
+    ("file-system", runtime(file_system="nfs4"), "fail", "on nfs4"),
+    ("file-system", runtime(keeps_acls=False), "fail", "keeps no POSIX ACLs"),
+    ("disk", runtime(free=0), "fail", "0B are left"),
+    ("disk", runtime(free=MIB), "warn", "1MiB are left"),
+    ("disk", runtime(free_files=3), "warn", "3 files are left"),
+    ("disk", runtime(free=None), "unknown", "cannot be read"),
+    ("damaged", files(damaged=(Path("/var/lib/mpsd/history.set-aside-1"),)), "warn", "history.set-aside-1"),
+    ("leftovers", files(own=(pipe_directory("gpu7", "/run/mpsd/mps/gpu7", "control"),)), "warn", "gpu7 has control"),
+    (
+        "leftovers",
+        replace(files(own=(pipe_directory("gpu7", "/x", "control"),)), processes=Unknown("no /proc")),
+        "unknown",
+        "not every process",
+    ),
+    ("leftovers", at(WELL, answers=Unknown("no answer")), "unknown", "pid 100 has mpsd's lock"),
+    (
+        "shared-memory",
+        files(shared_memory=(SharedMemorySeen("cuda.shm.0.1f4.1", 0, 500, MIB),)),
+        "warn",
+        "cuda.shm.0.1f4.1",
+    ),
+    (
+        "server-start",
+        files(servers=Known((ServersSeen("gpu0", 6, "no device", log=Path("/l")),))),
+        "fail",
+        "'no device'",
+    ),
+    ("server-start", files(servers=Unknown("/var/log/mpsd cannot be read")), "unknown", "cannot be read"),
+    (
+        "waiting-uids",
+        files(servers=Known((ServersSeen("gpu0", 0, "", waiting=((7, 1001),)),))),
+        "warn",
+        "pid 7 (uid 1001) waits",
+    ),
+    ("waiting-uids", files(servers=Unknown("closed")), "unknown", "closed"),
+    ("clock", files(ahead=(Path("/run/mpsd/leases.db"), 3600.0)), "warn", "3600 s ahead"),
+    ("foreign-daemon", processes(FOREIGN), "fail", "pid 201 (uid 1000) is a control daemon on /run/mpsd/mps/gpu0"),
+    ("foreign-daemon", processes(HIDDEN), "unknown", "pid 204"),
+    ("foreign-daemon", replace(WELL, processes=Unknown("no /proc")), "unknown", "no /proc"),
+    ("foreign-daemon", host(first_pid_namespace=False), "unknown", "pid namespace"),
+    ("default-directory", processes(DEFAULT), "fail", "pid 202 (uid 0) is a control daemon on /tmp/nvidia-mps"),
+    (
+        "default-directory",
+        files(usual=(pipe_directory("x", "/tmp/nvidia-mps", "control", listening=True),)),
+        "fail",
+        "somebody listens",
+    ),
+    ("default-directory", files(usual=(pipe_directory("x", "/tmp/nvidia-mps", "log"),)), "warn", "is left of"),
+    ("other-daemon", processes(OTHER), "warn", "pid 203 (uid 0) is a control daemon on /x"),
+    ("other-daemon", processes(APART), "warn", "pid 205 (uid 0) is a control daemon on /run/mpsd/mps/gpu0 of another"),
+    ("other-mpsd", processes(process(101, "mpsd", parent=1)), "warn", "pid 101 (uid 0) is an mpsd too"),
+    ("other-mpsd", at(WELL, process=None), "warn", "not the one that is asked here"),
+    ("orphans", processes(process(301, "server", parent=1)), "fail", "server 301 (uid 0) is an orphan"),
+    ("orphans", daemon_answer(orphans=(302,)), "fail", "server 302 is an orphan"),
+    ("front-end", processes(process(400, "front-end", age=99.0)), "fail", "pid 400 (uid 0) has the front-end of /run"),
+    ("stopped", processes(replace(DAEMON, state="T")), "fail", "pid 200 (control daemon) is stopped"),
+    ("stopped", processes(replace(SERVER, state="D")), "warn", "waits in the kernel"),
+    ("zombies", processes(process(500, "process of MPS", state="Z", parent=9)), "warn", "pid 9 does not wait"),
+    ("nofile", processes(replace(DAEMON, open_files=Known(1024))), "warn", "1024 files open"),
+    ("nofile", processes(replace(DAEMON, open_files=Unknown("no"))), "unknown", "uid 0 may not look at pid 200"),
+    (
+        "replaced-program",
+        processes(replace(DAEMON, executable=Known("/x (deleted)"))),
+        "warn",
+        "/x, which was replaced",
+    ),
+    ("capabilities", service(lacking=(("CAP_KILL", "nobody can be ended"),)), "fail", "lacks CAP_KILL: nobody can be"),
+    ("user-namespace", service(few_uids=Known(value=True)), "fail", "65534"),
+    ("user-namespace", service(few_uids=Unknown("no")), "unknown", "no"),
+    ("capabilities", service(process=replace(MPSD, uid=7)), "warn", "runs as uid 7"),
+    ("capabilities", service(process=None), "unknown", "no mpsd"),
+    ("pid-namespace", host(first_pid_namespace=False), "fail", "mpsd (pid 100) is not in the machine's own"),
+    ("pid-namespace", at(host(first_pid_namespace=False), process=None), "warn", "does not see mpsd's"),
+    ("pid-namespace", processes(replace(DAEMON, pid_namespace=Known("pid:[7]"))), "fail", "pid 200"),
+    ("pid-namespace", processes(replace(DAEMON, pid_namespace=Unknown("no"))), "unknown", "look at pid 200"),
+    ("shm-shared", processes(replace(SERVER, shared_memory=Known(7))), "warn", "pid 300 (server) has another"),
+    ("shm-shared", processes(replace(SERVER, shared_memory=Unknown("no"))), "unknown", "look at pid 300"),
+    ("shm-shared", at(host(first_pid_namespace=False), process=None), "unknown", "mpsd is not seen"),
+    ("driver", gpus(node=Unknown("the kernel driver is not loaded"), remedy="modprobe"), "fail", "not loaded"),
+    ("driver", gpus(node=Unknown("x"), simulated=True), "unknown", "simulated"),
+    ("control-program", gpus(server=None), "fail", "no nvidia-cuda-mps-server"),
+    ("control-program", gpus(program=None), "fail", "no program 'nvidia-cuda-mps-control'"),
+    ("control-program", files(apart=(Path("/run/mpsd"),)), "unknown", "mpsd is in another container"),
+    ("versions", gpus(package=("nvidia-cuda-mps", "535.261.03-1")), "fail", "535.261.03-1, and the driver is 580"),
+    ("versions", gpus(package=("nvidia-cuda-mps", "580.1.2-1")), "warn", "580.1.2-1"),
+    ("versions", files(servers=Known((ServersSeen("gpu0", 0, "", 12080),))), "fail", "of CUDA 12.8"),
+    ("versions", files(servers=Known((ServersSeen("gpu0", 0, "", None, "575"),))), "warn", "met driver 575"),
+    ("versions", replace(gpus(package=None), files=replace(WELL.files, servers=Known(()))), "unknown", "neither"),
+    ("cuda-library", gpus(library=Library(Path("/x/libcuda.so.1"), "570.1")), "fail", "/x/libcuda.so.1 is of 570.1"),
+    ("cuda-library", gpus(library=None), "unknown", "libcuda.so.1"),
+    ("memory-limit", gpu(driver="470.256.02"), "warn", "driver 470.256.02 knows no pinned"),
+    (
+        "memory-limit",
+        settings('[limits]\npinned_device_mem_limit = "1GiB"\n', gpu(driver="470.256.02")),
+        "fail",
+        "asks for one",
+    ),
+    ("memory-limit", gpu(driver="510.47.03"), "unknown", "never tried"),
+    ("many-users", settings('[daemon]\nusers = "many"\n', gpu(driver="550.163.01")), "fail", "needs driver 555"),
+    ("architecture", gpu(compute_capability=(6, 1)), "fail", "older than Volta"),
+    ("architecture", gpu(compute_capability=(3, 0)), "warn", "MPS needs 3.5"),
+    ("mig", gpu(mig=True), "warn", "MIG mode is on"),
+    ("compute-mode", gpu(usage=replace(USAGE, compute_mode=ComputeMode.PROHIBITED)), "fail", "prohibited"),
+    ("compute-mode", at(WELL, **SILENT), "warn", "not by mpsd"),
+    ("compute-mode", gpu(usage=replace(USAGE, compute_mode=ComputeMode.EXCLUSIVE_THREAD)), "warn", "no longer"),
+    ("compute-mode", settings("", gpu(usage=used(mps=True))), "warn", "misses MPS runs beside it"),
+    ("compute-mode-left", left(Known({GPU.uuid: ComputeMode.DEFAULT})), "fail", "left exclusive-process by an mpsd"),
+    ("compute-mode-left", left(Known({"GPU-bbbb": ComputeMode.DEFAULT})), "fail", "mpsd changed that of GPU-bbbb"),
+    ("compute-mode-left", left(Unknown("no JSON"), damaged=True), "fail", "no JSON"),
+    ("compute-mode-left", left(Unknown("cannot be read")), "unknown", "cannot be read"),
+    ("compute-mode-left", left(Known({}), aside=Path("/m.damaged")), "warn", "/m.damaged"),
+    ("compute-mode-left", at(WELL, answers=Unknown("no answer")), "unknown", "pid 100 has mpsd's lock"),
+    ("persistence", gpu(condition=Condition(persistence=False)), "warn", "persistence mode is off"),
+    ("ecc", gpu(condition=Condition(uncorrected=3)), "fail", "3 ECC errors"),
+    ("ecc", gpu(condition=Condition(remapping_failed=True)), "fail", "none is left"),
+    ("ecc", gpu(condition=Condition(retirement_pending=True)), "fail", "waits for a reset"),
+    ("clients", gpu(usage=used(*range(1, 49), mps=True)), "fail", "48 of at most 48 clients"),
+    ("clients", gpu(usage=used(*range(1, 45), mps=True)), "warn", "44 of at most 48 clients"),
+    ("outside", gpu(usage=used(7, 300, mps=False)), "warn", "pid 7 uses it outside MPS"),
+    ("outside", gpu(usage=used(7, mps=False, mode=ComputeMode.EXCLUSIVE_PROCESS)), "fail", "no server can start"),
+    ("environment", host(variables={"CUDA_MPS_PIPE_DIRECTORY": "/tmp/nvidia-mps"}), "warn", "is the default's"),
+    ("environment", host(variables={"CUDA_MPS_PIPE_DIRECTORY": "/x"}), "warn", "is none of mpsd's"),
+    ("environment", host(variables={"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=2G,1=4G"}), "warn", "several GPUs"),
+    ("environment", host(variables={"CUDA_MPS_PROTOCOL_VERSION": "3"}), "warn", "another protocol"),
+    ("shm", host(shared_memory=Unknown("/dev/shm: No such file")), "fail", "No such file"),
+    ("shm", shm(read_only=True), "fail", "read-only"),
+    ("shm", shm(mode=0o755), "fail", "0755"),
+    ("shm", shm(bytes=64 * MIB), "warn", "64MiB"),
+    ("shm", shm(free=MIB), "warn", "1MiB are left"),
+    ("device-nodes", host(devices=(DeviceNode(Path("/dev/nvidia-uvm"), None),)), "fail", "/dev/nvidia-uvm is not"),
+    ("device-nodes", host(devices=(DeviceNode(Path("/dev/nvidia0"), 0o660),)), "warn", "0660"),
+    ("selinux", host(kernel_log=said(AVC)), "fail", "connectto"),
+    ("selinux", host(kernel_log=Unknown("/dev/kmsg cannot be read")), "unknown", "/dev/kmsg"),
+    ("selinux", host(audit_log=said(AUDITED)), "fail", "5 s ago: type=AVC"),
+    ("selinux", host(kernel_log=said(AVC, 9999.0)), "warn", "9999 s ago"),
+    ("selinux", host(audit_log=Unknown("/var/log/audit/audit.log is root's")), "unknown", "audit.log"),
+    ("xid", host(kernel_log=said(XID.format(79), 7200.0)), "warn", "7200 s ago"),
+    ("apparmor", host(kernel_log=said(PROFILE)), "fail", "DENIED"),
+    ("xid", host(kernel_log=said(XID.format(79))), "fail", "0000:3b:00 reported Xid 79"),
+    ("xid", host(kernel_log=said(XID.format(31))), "warn", "GPU memory page fault"),
+    ("oom", host(kernel_log=said(OOM)), "fail", "nvidia-cuda-mps"),
+    ("sandbox", host(kernel_log=said("Starting gVisor...")), "fail", "gVisor"),
+    ("kernel", host(kernel="4.18.0-553"), "fail", "4.18.0-553"),
+    ("kernel", host(kernel="5.14.0", first_pid_namespace=False), "warn", "SO_PEERPIDFD"),
+    ("kernel", host(kernel="strange"), "unknown", "strange"),
+)
+"""Check, node, verdict, and what it says of that."""
+
+FINE: Final[tuple[tuple[str, Observed], ...]] = (
+    ("foreign-daemon", processes(APART)),
+    ("pid-namespace", processes(APART)),
+    ("shm-shared", processes(APART, process(101, "mpsd", shared_memory=Known(7)))),
+    ("other-daemon", processes(replace(DAEMON, apart=True))),
+    ("other-mpsd", processes(process(101, "mpsd", arguments=("mpsd", "run", "--simulate", "2")))),
+    ("compute-mode", left(Known({GPU.uuid: ComputeMode.DEFAULT}))),
+    ("tasks", service(tasks=Known(Tasks(Path("/g"), 9, 32768)))),
+    ("device-nodes", gpus(simulated=True)),
+    ("other-daemon", processes(OTHER_NODE)),
+    ("memory-limit", gpu(driver="535.261.03")),
+    ("many-users", settings('[daemon]\nusers = "many"\n', gpu(driver="555.58.02"))),
+    ("file-system", settings('[enforcement]\nunadmitted = "defaults"\n', runtime(keeps_acls=False))),
+    ("leftovers", files(own=(pipe_directory("gpu7", DIRECTORY, "control"),))),
+    ("leftovers", files(own=(pipe_directory("gpu7", "/x", "control", listening=True),))),
+    ("shared-memory", files(shared_memory=(SharedMemorySeen("cuda.shm.0.12c.1", 0, SERVER.pid, MIB),))),
+    ("unit-settings", unit(RuntimeDirectoryPreserve="no", RuntimeDirectory="")),
+    ("front-end", processes(process(400, "front-end", age=1.0))),
+    ("environment", host(variables={"CUDA_MPS_PIPE_DIRECTORY": f"{DIRECTORY}/"})),
+    ("environment", host(variables={"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=2G"})),
+    ("selinux", host(selinux="permissive", kernel_log=said(AVC))),
+    ("selinux", host(selinux=None, kernel_log=Unknown("no"))),
+    ("selinux", host(kernel_log=said(AVC.replace("nvidia-cuda-mps", "bash").replace("mpsd", "x")))),
+    ("compute-mode", settings("", gpu())),
+    ("architecture", gpu(compute_capability=(7, 0))),
+    ("outside", gpu(usage=used(7, mps=True))),
+    ("foreign-daemon", at(WELL, **SILENT)),
+    ("clock", files(ahead=(Path("/run/mpsd/x"), 2.0))),
+    ("reload", WELL),
+)
+
+
+def test_a_node_that_is_well() -> None:
+    """Every check is ok: nothing is wrong, and nothing unknown."""
+    results = examine(CHECKS.values(), WELL)
+    assert [(each.check.id, each.finding) for each in results if each.finding.verdict is not Verdict.OK] == []
+    assert [each.check.id for each in results] == list(CHECKS)
+    assert all(each.finding.because == each.check.right for each in results)
+
+
+def _name(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+@pytest.mark.parametrize(("check", "observed", "verdict", "because"), CASES, ids=_name)
+def test_what_is_wrong(check: str, observed: Observed, verdict: str, because: str) -> None:
+    """It is found, with the value that shows it, and with what to do about it."""
+    found = [each for each in look(check, observed) if because in each.because]
+    assert [each.verdict for each in found] == [verdict], look(check, observed)
+    assert found[0].remedy or verdict == Verdict.UNKNOWN
+    assert not found[0].because.endswith(".")
+
+
+@pytest.mark.parametrize(("check", "observed"), FINE, ids=_name)
+def test_what_is_fine(check: str, observed: Observed) -> None:
+    """What only looks like it is not taken for it."""
+    assert [each.verdict for each in look(check, observed)] == [Verdict.OK]
+
+
+def test_what_cannot_be_seen_is_never_well() -> None:
+    """Without processes, without NVML and without mpsd's answers, each check that goes by them is unknown, or fails."""
+    blind: dict[str, tuple[Observed, set[str]]] = {
+        "processes": (replace(WELL, processes=Unknown("hidden")), set()),
+        "surroundings": (replace(WELL, processes=Unknown("hidden")), {"capabilities", "user-namespace"}),
+        "driver": (gpus(node=Unknown("no NVML")), {"control-program", "many-users"}),
+        "GPUs": (gpus(node=Unknown("no NVML")), {"compute-mode", "compute-mode-left"}),
+    }
+    for family, (observed, by_other_means) in blind.items():
+        well = {check.id for check in FAMILIES[family] if look(check.id, observed)[0].verdict is Verdict.OK}
+        assert well == by_other_means
+
+
+def test_every_check_has_a_case() -> None:
+    """There is no check of which no test shows that it finds what it looks for."""
+    assert {check for check, _, verdict, _ in CASES if verdict in {"warn", "fail"}} == CHECKS.keys()
+
+
+def test_what_fix_may_do() -> None:
+    """Only checks that say so have anything mended, and each of them has."""
+    mended = {check: each.mend for check, observed, _, _ in CASES for each in look(check, observed) if each.mend}
+    assert mended.keys() == {check.id for check in CHECKS.values() if check.mends}
+    assert {each.means for each in mended.values()} == set(Means)
+
+
+def test_only_own_directories_are_opened() -> None:
+    """A directory above mpsd's own is for its owner to open."""
+    assert look("traverse", files(closed=Path("/run/mpsd")))[0].mend is not None
+    assert look("traverse", files(closed=Path("/run")))[0].mend is None
+
+
+def test_nothing_is_mended_on_a_guess() -> None:
+    """Where not every process can be seen, nothing is called left over."""
+    left_over = files(
+        own=(pipe_directory("gpu7", "/x", "control"),),
+        shared_memory=(SharedMemorySeen("cuda.shm.0.1f4.1", 0, 500, MIB),),
+    )
+    hidden = replace(left_over, processes=Known((MPSD, HIDDEN)))
+    nested = replace(left_over, host=replace(WELL.host, first_pid_namespace=False))
+    for check in ("leftovers", "shared-memory"):
+        assert look(check, left_over)[0].mend is not None
+        assert look(check, nested)[0].mend is None
+    assert look("leftovers", hidden)[0].mend is None
+
+
+def test_small_shm_is_told_with_its_size() -> None:
+    """The evidence has the exact values."""
+    place = SharedMemoryPlace("tmpfs", MIB, MIB, 0o1777, False, DEVICE)
+    finding = look("shm", host(shared_memory=Known(place)))[0]
+    assert finding.evidence == {"file_system": "tmpfs", "bytes": MIB, "free": MIB, "mode": "1777"}
+    assert look("shm", host(shared_memory=Known(replace(place, bytes=GIB, free=GIB))))[0].verdict is Verdict.OK

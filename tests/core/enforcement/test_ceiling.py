@@ -1,0 +1,245 @@
+"""Ceilings: what the next client of a control daemon gets at most is what the leases need that are still to attach."""
+
+from typing import Final
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from mpsd.core.enforcement.ceiling import SMALLEST, UNLIMITED, Attaching, Ceiling, Rules, widest
+from mpsd.core.model import Limits
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+
+WINDOW: Final = 30.0
+SHARED: Final = Rules(SMALLEST, strict=False, window=WINDOW)
+STRICT: Final = Rules(SMALLEST, strict=True, window=WINDOW)
+
+
+def limits(percent: int, mebibytes: int | None) -> Limits:
+    """Return limits of so many percent and MiB."""
+    memory = None if mebibytes is None else PinnedDeviceMemLimit(mebibytes)
+    return Limits(ActiveThreadPercentage(percent * 10), memory)
+
+
+QUARTER, HALF = limits(25, 1024), limits(50, 512)
+
+
+def open_to(attaching: Attaching) -> set[str]:
+    """Return the leases that it is open to, as it was settled last."""
+    return {each for each in (*"ab", *map(str, range(1000))) if attaching.is_open_to(each)}
+
+
+def fits(one: Limits, other: Limits) -> bool:
+    """Tell whether nothing of the one is more than the other's."""
+    return widest(one, other) == other
+
+
+class TestTogether:
+    """In shared mode."""
+
+    def test_closed(self) -> None:
+        """With nobody to come, a process gets what it gets that nobody let in."""
+        assert Attaching().settle(SHARED, 0.0) == Ceiling(SMALLEST)
+        defaults = Rules(QUARTER, strict=False, window=WINDOW)
+        assert Attaching().settle(defaults, 0.0).limits == QUARTER
+
+    def test_largest(self) -> None:
+        """It is as far open as the largest of those who are to come needs, each limit by itself."""
+        attaching = Attaching()
+        attaching.expect("a", QUARTER, some=False, now=0.0)
+        attaching.expect("b", HALF, some=False, now=1.0)
+        assert attaching.settle(SHARED, 2.0) == Ceiling(limits(50, 1024))
+        assert open_to(attaching) == {"a", "b"}
+        attaching.forget("a")
+        assert attaching.settle(SHARED, 2.0).limits == HALF
+        attaching.forget("b")
+        assert attaching.settle(SHARED, 2.0).limits == SMALLEST
+
+    def test_never_below_what_anybody_gets(self) -> None:
+        """Where an operator gives something to everybody, a small lease takes nothing of it."""
+        attaching = Attaching()
+        attaching.expect("a", QUARTER, some=False, now=0.0)
+        assert attaching.settle(Rules(UNLIMITED, strict=False, window=WINDOW), 0.0).limits == UNLIMITED
+
+    def test_no_process_is_there_yet(self) -> None:
+        """Its first process is waited for as long as the lease lives."""
+        attaching = Attaching()
+        attaching.expect("a", QUARTER, some=False, now=0.0)
+        assert attaching.settle(SHARED, 1e9) == Ceiling(QUARTER)
+        assert open_to(attaching) == {"a"}
+
+    def test_the_others_have_a_window(self) -> None:
+        """Those that do not come with the first are waited for, from the last that came, and can be asked for again."""
+        attaching = Attaching()
+        attaching.expect("a", QUARTER, some=True, now=0.0)
+        attaching.expect("a", QUARTER, some=True, now=20.0)
+        assert attaching.settle(SHARED, 49.9) == Ceiling(QUARTER, 50.0)
+        assert attaching.settle(SHARED, 50.0) == Ceiling(SMALLEST)
+        attaching.expect("a", QUARTER, some=True, now=60.0)
+        assert attaching.settle(SHARED, 60.0) == Ceiling(QUARTER, 90.0)
+        assert open_to(attaching) == {"a"}
+
+
+class TestStrictly:
+    """In strict mode."""
+
+    def test_one_at_a_time(self) -> None:
+        """Each has its turn, in the order in which they came, under exactly its own limits."""
+        attaching = Attaching()
+        attaching.expect("a", QUARTER, some=False, now=0.0)
+        attaching.expect("b", HALF, some=False, now=1.0)
+        assert attaching.settle(STRICT, 2.0) == Ceiling(QUARTER, 32.0)
+        assert open_to(attaching) == {"a"}
+        attaching.forget("a")
+        assert attaching.settle(STRICT, 10.0) == Ceiling(HALF, 40.0)
+        assert open_to(attaching) == {"b"}
+        attaching.forget("b")
+        assert attaching.settle(STRICT, 11.0) == Ceiling(SMALLEST)
+
+    def test_exactly(self) -> None:
+        """Also where everybody gets more."""
+        attaching = Attaching()
+        attaching.expect("a", QUARTER, some=False, now=0.0)
+        assert attaching.settle(Rules(UNLIMITED, strict=True, window=WINDOW), 0.0).limits == QUARTER
+
+    def test_who_does_not_come_has_another_turn(self) -> None:
+        """It goes behind all others, and comes again; one that has some of its processes has to ask."""
+        attaching = Attaching()
+        attaching.expect("a", QUARTER, some=False, now=0.0)
+        attaching.expect("b", HALF, some=True, now=0.0)
+        for now, ceiling in (
+            (0.0, Ceiling(QUARTER, 30.0)),
+            (29.9, Ceiling(QUARTER, 30.0)),
+            (30.0, Ceiling(HALF, 60.0)),
+            (60.0, Ceiling(QUARTER, 90.0)),
+        ):
+            assert attaching.settle(STRICT, now) == ceiling
+        assert not attaching.expects("b")
+        attaching.forget("a")
+        assert attaching.settle(STRICT, 61.0) == Ceiling(SMALLEST)
+
+    def test_a_turn_is_held(self) -> None:
+        """It passes no more while its lease waits for another GPU, and begins when that was told, once."""
+        attaching = Attaching()
+        attaching.expect("a", QUARTER, some=False, now=0.0)
+        attaching.expect("b", HALF, some=False, now=0.0)
+        attaching.settle(STRICT, 0.0)
+        attaching.hold("b")  # not its turn: there is nothing to be held
+        attaching.hold("a")
+        assert attaching.settle(STRICT, 1000.0) == Ceiling(QUARTER)
+        attaching.tell("a", some=False, now=1000.0)
+        assert attaching.settle(STRICT, 1000.0) == Ceiling(QUARTER, 1030.0)
+        attaching.hold("a")
+        attaching.tell("a", some=False, now=1010.0)
+        assert attaching.settle(STRICT, 1010.0) == Ceiling(QUARTER, 1030.0)
+        assert attaching.settle(STRICT, 1030.0) == Ceiling(HALF, 1060.0)
+
+    def test_a_turn_that_is_held_ends_with_its_lease(self) -> None:
+        """Whoever is next has the next."""
+        attaching = Attaching()
+        attaching.expect("a", QUARTER, some=False, now=0.0)
+        attaching.expect("b", HALF, some=False, now=0.0)
+        attaching.settle(STRICT, 0.0)
+        attaching.hold("a")
+        attaching.forget("a")
+        assert attaching.settle(STRICT, 1.0) == Ceiling(HALF, 31.0)
+
+    def test_who_asks_is_not_forgotten(self) -> None:
+        """While somebody waits to be told, neither mode forgets the lease; its window begins when it is told."""
+        for rules in (SHARED, STRICT):
+            attaching = Attaching()
+            attaching.expect("a", QUARTER, some=True, now=0.0)
+            attaching.settle(rules, 0.0)
+            attaching.ask("a")
+            attaching.settle(rules, 31.0)
+            assert open_to(attaching) == {"a"}
+            attaching.tell("a", some=True, now=40.0)
+            assert attaching.settle(rules, 69.9) == Ceiling(QUARTER, 70.0)
+            attaching.settle(rules, 70.0)
+            assert not attaching.expects("a")
+
+
+COMINGS: Final = st.lists(st.tuples(st.integers(0, 4), st.sampled_from([QUARTER, HALF, SMALLEST]), st.booleans()))
+
+
+@given(COMINGS)
+def test_what_needs_nothing_else(comings: list[tuple[int, Limits, bool]]) -> None:
+    """Who comes or goes and is said to need no other limits than are needed already leaves them as they are."""
+    attaching = Attaching()
+    for number, size, comes in comings:
+        before = attaching.settle(SHARED, 0.0)
+        name = str(number)
+        is_other = attaching.expect(name, size, some=False, now=0.0) if comes else attaching.forget(name)
+        assert is_other or attaching.settle(SHARED, 0.0) == before
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 100), st.none() | st.integers(1, 4096)).map(lambda each: limits(*each))),
+    st.sampled_from([SMALLEST, QUARTER, UNLIMITED]),
+)
+def test_widest_is_an_upper_bound(asked: list[Limits], closed: Limits) -> None:
+    """In shared mode nobody gets more than somebody needs or anybody gets, in either limit, and nobody less."""
+    attaching = Attaching()
+    for number, each in enumerate(asked):
+        attaching.expect(str(number), each, some=False, now=0.0)
+    found = attaching.settle(Rules(closed, strict=False, window=WINDOW), 0.0).limits
+    every = [closed, *asked]
+    assert all(fits(each, found) for each in every)
+    assert found.active_thread_percentage in {each.active_thread_percentage for each in every}
+    assert found.pinned_device_mem_limit in {each.pinned_device_mem_limit for each in every}
+
+
+class Attachment(RuleBasedStateMachine):
+    """Leases come, attach and end, in strict mode; nobody is forgotten, and nobody gets what is another's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attaching = Attaching()
+        self.now = 0.0
+        self.waiting: dict[str, Limits] = {}
+        """Leases of which no process is there yet."""
+        self.number = 0
+
+    @rule(percent=st.integers(1, 100), mebibytes=st.integers(1, 4096))
+    def grant(self, percent: int, mebibytes: int) -> None:
+        """A lease is granted."""
+        self.number += 1
+        self.waiting[str(self.number)] = limits(percent, mebibytes)
+        self.attaching.expect(str(self.number), limits(percent, mebibytes), some=False, now=self.now)
+
+    @precondition(lambda self: self.waiting)
+    @rule(pick=st.integers(0, 100))
+    def leave(self, pick: int) -> None:
+        """One attaches, or ends."""
+        lease_id = list(self.waiting)[pick % len(self.waiting)]
+        del self.waiting[lease_id]
+        self.attaching.forget(lease_id)
+
+    @rule(seconds=st.floats(0.0, 100.0))
+    def wait(self, seconds: float) -> None:
+        """Time passes."""
+        self.now += seconds
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def everybody_has_a_turn(self) -> None:
+        """Within as many windows as there are leases, each has been let in."""
+        seen: set[str] = set()
+        for _ in range(len(self.waiting) + 1):
+            self.attaching.settle(STRICT, self.now)
+            seen |= open_to(self.attaching)
+            self.now += WINDOW
+        assert seen == self.waiting.keys()
+
+    @invariant()
+    def exactly_one(self) -> None:
+        """It is open to one of them, under its limits; and closed when nobody is to come."""
+        ceiling = self.attaching.settle(STRICT, self.now)
+        if not self.waiting:
+            assert ceiling == Ceiling(SMALLEST)
+            return
+        (whose,) = open_to(self.attaching)
+        assert ceiling.limits == self.waiting[whose]
+
+
+TestAttachment = Attachment.TestCase

@@ -1,0 +1,168 @@
+"""Drift: which limits are not as set, since when, and by whose command."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpsd.core.enforcement.drift import EVERYTHING, NOTHING, drift, opened
+from mpsd.core.model import Drift, Limits, ReadBack
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.units import GIB, MIB
+
+NOW: Final = datetime(2026, 1, 1, tzinfo=UTC)
+LATER: Final = NOW + timedelta(seconds=5)
+WANTED: Final = Limits(ActiveThreadPercentage(500), PinnedDeviceMemLimit(8 * 1024))
+AS_SET: Final = ReadBack(500, 8 * GIB)
+
+PERCENTAGE: Final = "active_thread_percentage"
+MEMORY: Final = "pinned_device_mem_limit"
+SET_10: Final = "set_default_active_thread_percentage 10"
+SET_1G: Final = "set_default_device_pinned_mem_limit 0 1G"
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (AS_SET, []),
+        (ReadBack(100, 8 * GIB), [(PERCENTAGE, 50.0, 10.0)]),
+        (ReadBack(1000, 8 * GIB), [(PERCENTAGE, 50.0, 100.0)]),
+        (ReadBack(0, 8 * GIB), [(PERCENTAGE, 50.0, 0.0)]),
+        (ReadBack(500, GIB), [(MEMORY, 8 * GIB, GIB)]),
+        (ReadBack(500, None), [(MEMORY, 8 * GIB, None)]),
+        (ReadBack(501, 64 * GIB), [(PERCENTAGE, 50.0, 50.1), (MEMORY, 8 * GIB, 64 * GIB)]),
+    ],
+)
+def test_what_drifted(found: ReadBack, expected: list[tuple[str, float, float | None]]) -> None:
+    """Each limit that is lower, higher or gone is drift, and no other is."""
+    result = drift(WANTED, found, (), (), NOW)
+    assert [(each.limit, each.wanted, each.found) for each in result] == expected
+    assert all(each.since == NOW and each.command is None for each in result)
+
+
+def test_limit_where_none_is_wanted() -> None:
+    """A memory limit that nobody configured is drift; that there is none is not."""
+    wanted = Limits(ActiveThreadPercentage(1000), None)
+    assert drift(wanted, ReadBack(1000, None), (), (), NOW) == ()
+    (found,) = drift(wanted, ReadBack(1000, GIB), (), (), NOW)
+    assert (found.wanted, found.found) == (None, GIB)
+
+
+@pytest.mark.parametrize(
+    ("mebibytes", "reported"), [(1536, GIB), (1023, 1023 * MIB), (1024, GIB), (2047, GIB), (2048, 2 * GIB)]
+)
+def test_memory_is_compared_as_it_is_reported(mebibytes: int, reported: int) -> None:
+    """From 1 GiB on a control daemon reports whole GiB, rounded down: that is no drift."""
+    wanted = Limits(ActiveThreadPercentage(500), PinnedDeviceMemLimit(mebibytes))
+    assert drift(wanted, ReadBack(500, reported), (), (), NOW) == ()
+    assert len(drift(wanted, ReadBack(500, reported + GIB), (), (), NOW)) == 1
+
+
+def test_command_is_named() -> None:
+    """Each limit is named with the latest command that sets it, and with no other."""
+    foreign = (
+        "set_default_active_thread_percentage 20",
+        SET_1G,
+        SET_10,
+        "start_server -uid 0",
+        "set_active_thread_percentage 7 5",
+    )
+    percentage, memory = drift(WANTED, ReadBack(100, GIB), (), foreign, NOW)
+    assert (percentage.command, memory.command) == (SET_10, SET_1G)
+
+
+def test_what_is_known_already_stays_known() -> None:
+    """Drift that goes on keeps its time and its command."""
+    first = drift(WANTED, ReadBack(100, 8 * GIB), (), (SET_10,), NOW)
+    assert drift(WANTED, ReadBack(100, 8 * GIB), first, (), LATER) == first
+    assert drift(WANTED, ReadBack(100, 8 * GIB), first, (SET_1G,), LATER) == first
+
+
+def test_drift_that_goes_further() -> None:
+    """Drift to another value keeps the time since when it is drift, and has the command that led there, if known."""
+    first = drift(WANTED, ReadBack(100, 8 * GIB), (), (SET_10,), NOW)
+    (known,) = drift(WANTED, ReadBack(200, 8 * GIB), first, ("set_default_active_thread_percentage 20",), LATER)
+    assert (known.since, known.found, known.command) == (NOW, 20.0, "set_default_active_thread_percentage 20")
+    (unknown,) = drift(WANTED, ReadBack(200, 8 * GIB), first, (), LATER)
+    assert (unknown.since, unknown.command) == (NOW, None)
+
+
+def test_command_that_comes_late() -> None:
+    """A command that the log showed only after the limit was read is named all the same."""
+    first = drift(WANTED, ReadBack(100, 8 * GIB), (), (), NOW)
+    (named,) = drift(WANTED, ReadBack(100, 8 * GIB), first, (SET_10,), LATER)
+    assert (named.since, named.command) == (NOW, SET_10)
+
+
+def test_drift_that_is_over() -> None:
+    """What reads back as set is drift no more, also when commands were seen; new drift is since then."""
+    first = drift(WANTED, ReadBack(100, GIB), (), (SET_10, SET_1G), NOW)
+    half = drift(WANTED, ReadBack(500, GIB), first, ("set_default_active_thread_percentage 50",), LATER)
+    assert [each.limit for each in half] == [MEMORY]
+    assert drift(WANTED, AS_SET, half, (), LATER) == ()
+    (again,) = drift(WANTED, ReadBack(100, 8 * GIB), half, (), LATER)
+    assert (again.limit, again.since) == (PERCENTAGE, LATER)
+
+
+@given(
+    st.integers(1, 1000),
+    st.none() | st.integers(1, 2**20),
+    st.integers(0, 1000),
+    st.none() | st.integers(1, 2**20).map(lambda mebibytes: mebibytes * MIB),
+    st.lists(st.sampled_from([SET_10, SET_1G, "quit", "bogus"]), max_size=4),
+)
+def test_any_reading(tenths: int, mebibytes: int | None, found: int, memory: int | None, foreign: list[str]) -> None:
+    """There is drift exactly where what is reported is not what such a limit reports, and asking again adds nothing."""
+    limit = None if mebibytes is None else PinnedDeviceMemLimit(mebibytes)
+    wanted, read = Limits(ActiveThreadPercentage(tenths), limit), ReadBack(found, memory)
+    result: tuple[Drift, ...] = drift(wanted, read, (), tuple(foreign), NOW)
+    expected = [PERCENTAGE] * (tenths != found) + [MEMORY] * ((limit.as_reported.bytes if limit else None) != memory)
+    assert [each.limit for each in result] == expected
+    assert drift(wanted, read, result, (), LATER) == result
+
+
+@pytest.mark.parametrize(
+    ("command", "fresh", "old"),
+    [
+        ("set_active_thread_percentage 7 80", ReadBack(800, 0), ReadBack(800, 0)),
+        ("set_active_thread_percentage 7 12.34", ReadBack(124, 0), ReadBack(124, 0)),
+        ("set_active_thread_percentage 8 80", NOTHING, NOTHING),
+        ("set_device_pinned_mem_limit 7 0 3G", ReadBack(0, 3 * GIB), ReadBack(0, 3 * GIB)),
+        ("set_device_pinned_mem_limit 7 0 0", ReadBack(0, None), ReadBack(0, None)),
+        # A server has got the defaults of the moment at which it started.
+        ("set_default_active_thread_percentage 80", ReadBack(800, 0), NOTHING),
+        ("set_default_device_pinned_mem_limit 0 512M", ReadBack(0, 512 * MIB), NOTHING),
+        ("\tset_active_thread_percentage\v7\f80", ReadBack(800, 0), ReadBack(800, 0)),
+        # What MPS makes of these is not known, or is nothing that anybody would expect.
+        ("set_active_thread_percentage 7 1_0", ReadBack(1000, 0), ReadBack(1000, 0)),
+        ("set_active_thread_percentage 7 \u0663", ReadBack(1000, 0), ReadBack(1000, 0)),
+        ("set_active_thread_percentage \u0663 80", ReadBack(800, 0), ReadBack(800, 0)),
+        ("set_device_pinned_mem_limit 7 0 17179869185G", ReadBack(0, None), ReadBack(0, None)),
+        ("set_active_thread_percentage +7 80", ReadBack(800, 0), ReadBack(800, 0)),
+        ("set_active_thread_percentage 7 80%", ReadBack(1000, 0), ReadBack(1000, 0)),
+        ("set_active_thread_percentage 7", ReadBack(1000, 0), ReadBack(1000, 0)),
+        ("set_active_thread_percentage", NOTHING, NOTHING),
+        ("set_device_pinned_mem_limit 7 0 -1G", ReadBack(0, None), ReadBack(0, None)),
+        ("set_device_pinned_mem_limit 7 0 100", ReadBack(0, None), ReadBack(0, None)),
+        ("get_active_thread_percentage 7", NOTHING, NOTHING),
+        ("", NOTHING, NOTHING),
+        (" ", NOTHING, NOTHING),
+    ],
+)
+def test_what_others_opened(command: str, fresh: ReadBack, old: ReadBack) -> None:
+    """A command counts for the server that it names, or may name, and one about the defaults for a fresh server."""
+    assert opened([command], 7, fresh=True) == fresh
+    assert opened([command], 7, fresh=False) == old
+
+
+def test_the_widest_counts() -> None:
+    """Of several commands each limit counts where it was the widest."""
+    commands = ["set_active_thread_percentage 7 80", "set_active_thread_percentage 7 25"]
+    assert opened(commands, 7, fresh=False) == ReadBack(800, 0)
+    assert opened([*commands, "set_device_pinned_mem_limit 7 0 0"], 7, fresh=False) == ReadBack(800, None)
+    assert (
+        opened([*commands, "set_active_thread_percentage 7 x", "set_device_pinned_mem_limit 7 0 x"], 7, fresh=False)
+        == EVERYTHING
+    )

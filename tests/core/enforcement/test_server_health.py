@@ -1,0 +1,99 @@
+"""Whether servers serve, as their logs and their state words say."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+import pytest
+
+from mpsd.core import xid
+from mpsd.core.enforcement.server_health import Serving
+from mpsd.core.model import ReadBack
+from mpsd.core.mps.log_events import (
+    ContextsMade,
+    MemoryGiven,
+    ServerExited,
+    ServerFailed,
+    ServerFaulted,
+    ServerReady,
+    ThreadsGiven,
+)
+from mpsd.core.units import GIB, MIB
+
+T: Final = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def after(seconds: float) -> datetime:
+    """Return a moment."""
+    return T + timedelta(seconds=seconds)
+
+
+def test_fault_by_its_log() -> None:
+    """A fault begins with its line, and is over when the server has new contexts."""
+    serving = Serving()
+    serving.note([ServerFaulted(7)], T)
+    assert serving.faults == {7: T}
+    # A driver without a state word says nothing against it, and neither does a server that is busy with it.
+    serving.statuses({7: None}, (), after(1))
+    serving.statuses({}, (), after(1))
+    assert serving.faults == {7: T}
+    serving.note([ContextsMade(7)], after(2))
+    assert serving.faults == {}
+
+
+def test_fault_by_its_word() -> None:
+    """The state word counts for more than a log that says nothing, or cannot be read."""
+    serving = Serving()
+    serving.statuses({7: "FAULT", 8: "ACTIVE"}, (), T)
+    serving.statuses({7: "FAULT", 8: "ACTIVE"}, (), after(5))
+    assert serving.faults == {7: T}
+    serving.statuses({7: "ACTIVE", 8: "ACTIVE"}, (), after(6))
+    assert serving.faults == {}
+
+
+@pytest.mark.parametrize("gone_by", ["its exit", "the kernel"])
+def test_server_that_is_gone(gone_by: str) -> None:
+    """A server that is gone has no fault any more."""
+    serving = Serving()
+    serving.note([ServerFaulted(7)], T)
+    if gone_by == "its exit":
+        serving.note([ServerExited(7, 0)], after(1))
+    else:
+        serving.statuses({}, {7}, after(1))
+    assert serving.faults == {}
+
+
+def test_servers_that_cannot_start() -> None:
+    """As many failures in a row as NVIDIA has for one client are a reason, for a minute, with the last words."""
+    serving = Serving()
+    for second in range(5):
+        serving.note([ServerExited(second + 1, 1)], after(second))
+    assert serving.cannot_start(after(5)) is None
+    serving.note([ServerFailed(6, "MPS server failed to start"), ServerExited(6, 1)], after(5))
+    because = serving.cannot_start(after(6))
+    assert (
+        because == "6 servers in a row could not start within 5 s, and the last one said 'MPS server failed to start'"
+    )
+    assert serving.cannot_start(after(66)) is None
+    # The clock was set back: nobody is kept out until it is then again.
+    assert serving.cannot_start(after(-3600)) is None
+    # One that starts is the end of it.
+    serving.note([ServerExited(7, 1)], after(67))
+    assert serving.cannot_start(after(67)) is not None
+    serving.note([ServerReady(8), ServerExited(8, 0)], after(68))
+    assert serving.cannot_start(after(68)) is None
+
+
+def test_what_servers_give() -> None:
+    """What a server says that it gives is kept as a control daemon would read it back."""
+    serving = Serving()
+    serving.note([ThreadsGiven(7, 33.3), MemoryGiven(7, 0, 5 * GIB + MIB), MemoryGiven(7, 1, 80 * GIB)], T)
+    serving.note([ThreadsGiven(8, 0.1), MemoryGiven(8, 0, MIB)], T)
+    assert serving.given == {7: ReadBack(333, 5 * GIB), 8: ReadBack(1, MIB)}
+
+
+def test_xids() -> None:
+    """What programs bring about condemns no GPU; everything else does, known or not."""
+    assert not xid.condemns(31)
+    assert "page fault" in xid.describe(31)
+    assert all(xid.condemns(each) for each in (48, 63, 79, 94, 95, 119, 999))
+    assert "79" in xid.describe(79)

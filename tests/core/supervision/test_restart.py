@@ -1,0 +1,97 @@
+"""The death tally: at once, later, or not again."""
+
+from typing import Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpsd.core.supervision.restart import Death, RestartPolicy, Verdict, decide, recent
+
+POLICY: Final = RestartPolicy(deaths=5, window=60.0, first_delay=0.5, longest_delay=15.0)
+
+
+def deaths(*times: float) -> list[Death]:
+    """Return deaths at these times."""
+    return [Death(at, f"death at {at:g}") for at in times]
+
+
+@pytest.mark.parametrize(
+    ("times", "now", "verdict", "least", "most"),
+    [
+        ([100], 100, Verdict.AT_ONCE, 0, 0),
+        ([30, 100], 100, Verdict.AT_ONCE, 0, 0),  # the first one is forgiven by now
+        ([40, 100], 100, Verdict.LATER, 0.25, 0.5),  # exactly at the end of the window it still counts
+        ([99, 100], 100, Verdict.LATER, 0.25, 0.5),
+        ([98, 99, 100], 100, Verdict.LATER, 0.5, 1),
+        ([97, 98, 99, 100], 100, Verdict.LATER, 1, 2),
+        ([96, 97, 98, 99, 100], 100, Verdict.GIVE_UP, 0, 0),
+        ([39, 97, 98, 99, 100], 100, Verdict.LATER, 1, 2),
+        ([], 100, Verdict.AT_ONCE, 0, 0),
+    ],
+)
+def test_table(times: list[float], now: float, verdict: Verdict, least: float, most: float) -> None:
+    """The first death in the window is answered at once, further ones later and later, the last one not at all."""
+    for jitter in (0.0, 0.5, 0.999):
+        decision = decide(deaths(*times), POLICY, now, jitter)
+        assert decision.verdict is verdict
+        assert least <= decision.delay <= most
+
+
+def test_because_tells_the_tally() -> None:
+    """The reason names how many deaths in which time, how the last one came, and what follows."""
+    assert decide(deaths(100), POLICY, 100, 0).because == (
+        "1 death within 60 s, the last one: death at 100; starting again at once"
+    )
+    assert decide(deaths(98, 99, 100), POLICY, 100, 0).because == (
+        "3 deaths within 60 s, the last one: death at 100; starting again in 0.5 s"
+    )
+    assert (
+        decide(deaths(1, 2, 3, 4, 5), POLICY, 5, 0).because
+        == "5 deaths within 60 s, the last one: death at 5; giving up"
+    )
+
+
+def test_one_death_can_be_too_many() -> None:
+    """A policy may forgive nothing."""
+    assert decide(deaths(1), RestartPolicy(deaths=1), 1, 0).verdict is Verdict.GIVE_UP
+
+
+def test_delay_has_a_bound() -> None:
+    """However many deaths a policy allows, no delay is longer than it says, and none overflows."""
+    policy = RestartPolicy(deaths=10_000, window=1e9)
+    decision = decide(deaths(*range(5000)), policy, 5000, 0.999)
+    assert decision.verdict is Verdict.LATER
+    assert policy.longest_delay / 2 <= decision.delay <= policy.longest_delay
+
+
+@given(
+    st.lists(st.floats(0, 1000), max_size=12).map(sorted),
+    st.floats(1, 200),
+    st.integers(1, 8),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_any_tally(times: list[float], window: float, count: int, jitter: float) -> None:
+    """Giving up is a matter of how many deaths the window holds, whatever was before; no delay exceeds its bound."""
+    policy = RestartPolicy(deaths=count, window=window)
+    now = times[-1] if times else 1000.0
+    tally = deaths(*times)
+    counting = recent(tally, policy, now)
+    decision = decide(tally, policy, now, jitter)
+    assert all(now - death.at <= window for death in counting)
+    assert (decision.verdict is Verdict.GIVE_UP) == (len(counting) >= count)
+    assert decision == decide(counting, policy, now, jitter)
+    assert 0 <= decision.delay <= policy.longest_delay
+    assert (decision.delay > 0) == (decision.verdict is Verdict.LATER)
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=6), st.floats(0, 1, exclude_max=True))
+def test_more_deaths_never_mean_sooner(times: list[float], jitter: float) -> None:
+    """Each further death within the window is answered no sooner than the one before, but for the jitter."""
+    policy = RestartPolicy(deaths=100, window=1000.0)
+    ordered = sorted(times)
+    delays = [
+        decide(deaths(*ordered[:count]), policy, ordered[count - 1], jitter).delay
+        for count in range(1, len(ordered) + 1)
+    ]
+    assert delays == sorted(delays)

@@ -1,0 +1,6 @@
+"""Nodes for the tests of the API: real ones, and a line of callers in front of each."""
+
+from tests.daemon.conftest import make_node, node_for_all
+from tests.daemon.leases.conftest import MakeLine, make_line
+
+__all__ = ["MakeLine", "make_line", "make_node", "node_for_all"]

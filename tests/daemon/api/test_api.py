@@ -1,0 +1,345 @@
+"""The API as its callers see it: who may do what, what is answered, and in which form."""
+
+import grp
+import json
+import os
+import re
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import pytest
+
+from mpsd.daemon.api import schema
+from mpsd.daemon.api.routes import EVENTS_PATH, OPENAPI_PATH, ROUTES, Role
+from tests.daemon.caller import NOBODY, Caller, calling, needs_root
+from tests.daemon.conftest import Start
+from tests.node import Answer, Node
+
+pytestmark = pytest.mark.real_daemon(535)
+
+GROUP: Final = next(group for group in grp.getgrall() if group.gr_gid not in {0, os.getegid(), NOBODY})
+"""Some group of this machine that nobody in these tests is in, but for those who are told to be."""
+
+EVERY_PATH: Final = [
+    *((route.method, re.sub(r"\{\w+\}", "x", route.path), route.role) for route in ROUTES),
+    ("GET", OPENAPI_PATH, Role.OBSERVER),
+    ("GET", EVENTS_PATH, Role.OBSERVER),
+]
+
+
+@pytest.fixture(scope="module")
+def node(node_for_all: Start) -> Node:
+    """Start the node that the tests of this module share: one group uses it, another uid looks on, and that is all."""
+    return node_for_all(config=f'[roles]\nusers = ["%{GROUP.gr_name}"]\nobservers = ["12345"]\n').start()
+
+
+def problem(answer: Answer, status: int, code: str) -> Any:
+    """Return a problem document that has this status and code, and all that every one of them has."""
+    assert answer.status == status, answer.body
+    assert answer.headers["Content-Type"] == "application/problem+json"
+    found = answer.json
+    assert found.keys() == {"type", "title", "status", "detail", "code", "hint", "limit"}
+    assert (found["status"], found["code"], found["type"]) == (status, code, f"urn:mpsd:error:{code}")
+    assert found["title"]
+    assert found["detail"]
+    assert found["hint"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def stranger(node: Node) -> Iterator[Caller]:
+    """Give a process of a uid that has no role."""
+    with calling(node.socket, uid=NOBODY) as caller:
+        yield caller
+
+
+@pytest.fixture(scope="module")
+def member(node: Node) -> Iterator[Caller]:
+    """Give a process of the same uid that is in the group."""
+    with calling(node.socket, uid=NOBODY, groups=(GROUP.gr_gid,)) as caller:
+        yield caller
+
+
+@pytest.fixture(scope="module")
+def observer(node: Node) -> Iterator[Caller]:
+    """Give a process of a uid that may look."""
+    with calling(node.socket, uid=12345) as caller:
+        yield caller
+
+
+@needs_root
+class TestRoles:
+    """Who may do what, by the uid and the groups that the kernel names."""
+
+    @pytest.mark.parametrize(("method", "path"), [(method, path) for method, path, _ in EVERY_PATH])
+    def test_stranger(self, stranger: Caller, method: str, path: str) -> None:
+        """Every route there is answers 403 to a stranger."""
+        found = problem(stranger.request(method, path), 403, "not_permitted")
+        assert "no role" in found["detail"]
+        assert "[roles]" in found["hint"]
+
+    @pytest.mark.parametrize(
+        ("method", "path"), [("GET", "/nowhere"), ("PUT", "/v1/leases"), ("GET", "/"), ("OPTIONS", "*")]
+    )
+    def test_stranger_learns_nothing(self, stranger: Caller, method: str, path: str) -> None:
+        """Nor does a stranger learn what is not there."""
+        problem(stranger.request(method, path), 403, "not_permitted")
+
+    def test_every_route_by_role(self, member: Caller, observer: Caller) -> None:
+        """Each route is open to the role that the table names and to those above it, and to no other."""
+        for method, path, role in EVERY_PATH:
+            for caller, has in ((observer, Role.OBSERVER), (member, Role.USER)):
+                answer = caller.request(method, path)
+                if has >= role:
+                    assert answer.status != 403, (method, path, has)
+                else:
+                    found = problem(answer, 403, "not_permitted")
+                    assert f"needs the role {role.name.lower()}" in found["detail"]
+
+    def test_member_holds_a_lease(self, member: Caller) -> None:
+        """A member of the group gets what it asks for, as the uid that it is."""
+        lease = member.admit(threads=10, memory="1GiB")
+        assert lease.status == 201
+        assert lease.json["owner"]["uid"] == NOBODY
+        assert member.request("DELETE", f"/v1/leases/{lease.json['id']}").status == 204
+
+    def test_others_leases(self, node: Node, member: Caller, observer: Caller) -> None:
+        """Whoever is no administrator sees the sums of others' leases, and not the leases."""
+        lease = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"}).json
+        try:
+            for caller in (member, observer):
+                seen = caller.request("GET", "/v1/leases").json
+                assert seen["leases"] == []
+                assert seen["others"] == {"leases": 1, "waiting": 0, "threads_granted": 10.0, "memory_granted": 1 << 30}
+                problem(caller.request("GET", f"/v1/leases/{lease['id']}"), 403, "not_permitted")
+        finally:
+            node.request("DELETE", f"/v1/leases/{lease['id']}")
+
+
+class TestAnswers:
+    """What is answered, and in which form."""
+
+    @pytest.mark.parametrize(
+        ("asked", "status", "code"),
+        [
+            (("GET", "/nowhere", None), 404, "not_found"),
+            (("GET", "/v1/leases/", None), 404, "not_found"),
+            (("GET", "/v1/leases/%2e%2e", None), 404, "not_found"),
+            (("GET", "/v1/leases/lease-nope", None), 404, "not_found"),
+            (("DELETE", "/v1/leases/lease-nope", None), 404, "not_found"),
+            (("GET", "/v1/operations/op-nope", None), 404, "not_found"),
+            (("POST", "/v1/daemons/gpu9/reset", None), 404, "not_found"),
+            (("PUT", "/v1/leases", None), 405, "method_not_allowed"),
+            (("POST", "/v1/status", None), 405, "method_not_allowed"),
+            (("POST", "/v1/leases", b" " * 65537), 413, "body_too_large"),
+            (("POST", "/v1/leases", b"nonsense"), 422, "invalid_request"),
+        ],
+    )
+    def test_refusals(self, node: Node, asked: tuple[str, str, bytes | None], status: int, code: str) -> None:
+        """Whatever is refused is a problem document with a code for programs and a hint for people."""
+        problem(node.request(*asked), status, code)
+
+    def test_allowed_methods(self, node: Node) -> None:
+        """A wrong method is answered with those that are right, in the header and in the hint."""
+        answer = node.request("PUT", "/v1/leases", b"{}")
+        assert answer.headers["Allow"].split(",") == ["GET", "POST"]
+        assert problem(answer, 405, "method_not_allowed")["hint"] == "it takes GET, POST"
+
+    def test_unknown_daemon(self, node: Node) -> None:
+        """A daemon that is not there is refused with those that are."""
+        assert "gpu0, gpu1" in problem(node.request("POST", "/v1/daemons/gpu9/reset"), 404, "not_found")["hint"]
+
+    def test_reset_of_a_daemon_that_runs(self, node: Node) -> None:
+        """A reset does not touch a control daemon that runs."""
+        before = node.unharmed()["gpu0"]
+        answer = node.request("POST", "/v1/daemons/gpu0/reset")
+        assert (answer.status, answer.json["state"], answer.json["daemon"]) == (202, "done", "gpu0")
+        assert node.unharmed()["gpu0"] == before
+
+    @pytest.mark.parametrize("route", [route for route in ROUTES if route.method == "GET" and "{" not in route.path])
+    def test_every_answer_is_what_the_document_says(self, node: Node, route: Any) -> None:
+        """Every answer decodes as the type that the route table names, and has just its fields."""
+        answer = node.get(route.path)
+        assert answer.status == 200
+        assert answer.headers["Content-Type"] == "application/json"
+        assert msgspec.json.decode(answer.body, type=route.answer) is not None
+        fields = {field.encode_name for field in msgspec.structs.fields(route.answer)}
+        assert answer.json.keys() == fields
+
+    def test_health(self, node: Node) -> None:
+        """`/healthz` and `/readyz` say yes with a reason."""
+        assert node.get("/healthz").json == {"ok": True, "because": "mpsd answers"}
+        assert node.get("/readyz").json == {"ok": True, "because": "every control daemon is ready"}
+
+    def test_config(self, node: Node) -> None:
+        """`/v1/config` tells the settings in force, sections by name, in the words of the file."""
+        config = node.get("/v1/config").json["config"]
+        assert config["api"]["socket"] == str(node.socket)
+        assert config["api"]["mode"] == "0666"
+        assert config["paths"]["runtime_dir"] == str(node.root / "run")
+        assert config["roles"]["users"] == [f"%{GROUP.gr_name}"]
+        assert config["limits"] == {"active_thread_percentage": 100.0, "pinned_device_mem_limit": None}
+
+
+DAEMON: Final = "name gpu state because pid start_time pipe_directory since ready_since limits drift servers version"
+GPU: Final = (
+    "uuid index name memory_total memory_reserved memory_granted memory_held threads_granted"
+    " clients clients_max health because"
+)
+LEASE: Final = (
+    "id state because gpus daemon owner active_thread_percentage pinned_device_mem_limit"
+    " env clients created granted ended"
+)
+_TIME: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z")
+
+
+class TestContract:
+    """The names that checks outside the project rely on (section 4 of the design): none is missing."""
+
+    def test_daemons(self, node: Node) -> None:
+        """A control daemon."""
+        found = node.get("/v1/daemons").json
+        assert found.keys() == {"daemons"}
+        for daemon in found["daemons"]:
+            assert daemon.keys() >= set(DAEMON.split())
+            assert daemon["limits"].keys() == {"active_thread_percentage", "pinned_device_mem_limit"}
+            assert all(_TIME.fullmatch(daemon[time]) for time in ("start_time", "since", "ready_since"))
+            assert isinstance(daemon["pid"], int)
+
+    def test_gpus(self, node: Node) -> None:
+        """A GPU."""
+        found = node.get("/v1/gpus").json
+        assert found.keys() == {"gpus"}
+        for index, gpu in enumerate(found["gpus"]):
+            assert gpu.keys() >= set(GPU.split())
+            assert (gpu["index"], gpu["health"], gpu["memory_held"], gpu["clients_max"]) == (index, "ok", 0, 48)
+            assert gpu["memory_total"] == 80 << 30
+            assert gpu["memory_reserved"] == 512 << 20
+
+    def test_lease(self, node: Node) -> None:
+        """A lease, its owner and its environment."""
+        answer = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
+        lease = answer.json
+        assert node.request("DELETE", f"/v1/leases/{lease['id']}").status == 204
+        assert answer.status == 201
+        assert lease.keys() >= set(LEASE.split())
+        assert lease["owner"].keys() == {"uid", "gid", "pid", "start_time"}
+        assert lease["env"].keys() == {
+            "CUDA_MPS_PIPE_DIRECTORY",
+            "CUDA_VISIBLE_DEVICES",
+            "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
+            "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
+        }
+        assert all(_TIME.fullmatch(time) for time in (lease["created"], lease["granted"], lease["owner"]["start_time"]))
+
+    def test_lists(self, node: Node) -> None:
+        """A list is always an object with one array."""
+        for name in ("gpus", "daemons", "clients", "leases"):
+            found = node.get(f"/v1/{name}").json
+            assert [key for key, value in found.items() if isinstance(value, list)] == [name]
+
+
+@pytest.fixture(scope="module")
+def document(node: Node) -> Any:
+    """Return the API's own document."""
+    answer = node.get(OPENAPI_PATH)
+    assert (answer.status, answer.headers["Content-Type"]) == (200, "application/json")
+    return answer.json
+
+
+class TestDocument:
+    """`/v1/openapi.json`."""
+
+    def test_it_names_every_route(self, document: Any) -> None:
+        """Every route of the table is in it, by method and path, with each status that it can answer."""
+        assert document["openapi"].startswith("3.1.")
+        assert document["info"]["title"] == "mpsd"
+        named = {(method.upper(), path) for path, operations in document["paths"].items() for method in operations}
+        assert named >= {(route.method, route.path) for route in ROUTES}
+        for route in ROUTES:
+            operation = document["paths"][route.path][route.method.lower()]
+            assert operation["responses"].keys() >= {str(route.status), "403", "500", *map(str, route.errors)}
+            assert ("requestBody" in operation) == (route.body is not None)
+            names = re.findall(r"\{(\w+)\}", route.path)
+            assert [each["name"] for each in operation.get("parameters", []) if each["in"] == "path"] == names
+
+    def test_it_holds_together(self, document: Any) -> None:
+        """Every reference leads somewhere, every operation has an id of its own, every answer a description."""
+        text = json.dumps(document)
+        for reference in set(re.findall(r'"\$ref": "#/([^"]+)"', text)):
+            found = document
+            for part in reference.split("/"):
+                found = found[part]
+            assert found
+        operations = [each for methods in document["paths"].values() for each in methods.values()]
+        assert len({each["operationId"] for each in operations}) == len(operations)
+        assert all(answer["description"] for each in operations for answer in each["responses"].values())
+
+    def test_problem_is_documented(self, document: Any) -> None:
+        """Errors have their schema, too."""
+        documented = document["components"]["schemas"]["Problem"]
+        assert documented["properties"].keys() == {
+            field.encode_name for field in msgspec.structs.fields(schema.Problem)
+        }
+
+
+class TestSocket:
+    """The socket in the file system."""
+
+    def test_it_appears_with_its_final_mode(self, make_node: Start) -> None:
+        """From the first moment at which it can be seen, the socket has the mode and the group that were configured."""
+        group = GROUP.gr_name if os.geteuid() == 0 else grp.getgrgid(os.getegid()).gr_name
+        node = make_node(simulate=1, config=f'[api]\nmode = "0640"\ngroup = "{group}"\n')
+        seen: set[tuple[int, int]] = set()
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.is_set():
+                try:
+                    found = node.socket.stat()
+                except FileNotFoundError:
+                    continue
+                seen.add((stat.S_IMODE(found.st_mode), found.st_gid))
+
+        watcher = threading.Thread(target=look)
+        watcher.start()
+        try:
+            node.start()
+        finally:
+            over.set()
+            watcher.join()
+        assert seen == {(0o640, grp.getgrnam(group).gr_gid)}
+        assert [path.name for path in node.socket.parent.iterdir() if path.is_socket()] == ["mpsd.sock"]
+
+    def test_stale_socket(self, make_node: Start) -> None:
+        """What an mpsd that was killed left behind is replaced."""
+        node = make_node(simulate=1)
+        node.socket.parent.mkdir()
+        with socket.socket(socket.AF_UNIX) as stale:
+            stale.bind(str(node.socket))
+        before = node.socket.stat().st_ino
+        node.start()
+        assert node.socket.stat().st_ino != before
+        assert node.get("/healthz").status == 200
+
+    @needs_root
+    def test_mode_keeps_others_out(self, make_node: Start) -> None:
+        """A mode without rights for others keeps them from even connecting."""
+        node = make_node(simulate=1, config='[api]\nmode = "0600"\n').start(ready=False)
+        with calling(node.socket, uid=NOBODY) as stranger, pytest.raises(OSError, match="Permission denied"):
+            stranger.request("GET", "/healthz")
+
+
+def test_socket_of_a_directory(make_node: Start, short_tmp: Path) -> None:
+    """Where a directory stands in the socket's place, mpsd says so and does not start."""
+    node = make_node()
+    node.socket.mkdir(parents=True)
+    status, said = node.refuse()
+    assert status == 78
+    assert f"cannot listen on {node.socket}" in said
+    assert short_tmp in node.root.parents

@@ -1,0 +1,239 @@
+"""The API's own document, taken from a running mpsd: what it allows is answered as it says, what it forbids is refused.
+
+schemathesis makes the requests, and requests sends them over the unix socket, so that callers are real ones here too.
+MPSD_API_EXAMPLES says how many there are of each kind.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import requests
+import schemathesis
+import urllib3
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from requests.adapters import HTTPAdapter
+from schemathesis import GenerationMode
+from schemathesis.checks import CHECKS
+
+from mpsd.daemon.api.openapi import document
+from mpsd.daemon.api.routes import EVENTS_PATH, OPENAPI_PATH, ROUTES
+from tests.daemon.caller import needs_root
+from tests.daemon.conftest import Start
+from tests.daemon.leases.asking import Talk, connect
+from tests.node import Node
+
+pytestmark = [pytest.mark.real_daemon(535), needs_root]
+
+USER: Final = 2401
+
+OPERATIONS: Final = [f"{route.method} {route.path}" for route in ROUTES] + [f"GET {EVENTS_PATH}", f"GET {OPENAPI_PATH}"]
+TAKING: Final = [f"{route.method} {route.path}" for route in ROUTES if route.body is not None] + [f"GET {EVENTS_PATH}"]
+"""Operations that take something that can be wrong."""
+
+CONFORMANCE: Final = [
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+]
+
+EXAMPLES: Final = int(os.environ.get("MPSD_API_EXAMPLES", "25"))
+
+
+class _Connection(urllib3.connection.HTTPConnection):
+    """HTTP over a unix socket."""
+
+    def __init__(self, path: Path, uid: int | None) -> None:
+        super().__init__("mpsd")
+        self._path = path
+        self._uid = uid
+
+    def connect(self) -> None:
+        """Connect as the user that this is for."""
+        self.sock = connect(self._path, uid=self._uid)
+
+
+class _Pool(urllib3.connectionpool.HTTPConnectionPool):
+    """Connections to one unix socket, all as one user."""
+
+    def __init__(self, path: Path, uid: int | None) -> None:
+        super().__init__("mpsd")
+        self._path = path
+        self._uid = uid
+
+    def _new_conn(self) -> _Connection:
+        return _Connection(self._path, self._uid)
+
+
+class _Adapter(HTTPAdapter):
+    """Leads requests for http://mpsd to the socket, whatever the rest of the URL is."""
+
+    def __init__(self, path: Path, uid: int | None) -> None:
+        super().__init__()
+        self._pool = _Pool(path, uid)
+
+    def get_connection_with_tls_context(self, *_: object, **__: object) -> _Pool:
+        """Return the connections to the socket."""
+        return self._pool
+
+    def close(self) -> None:
+        """Close them."""
+        self._pool.close()
+        super().close()
+
+
+@pytest.fixture(scope="module")
+def node(node_for_all: Start) -> Node:
+    """Start the node that the tests of this module share."""
+    return node_for_all(config=f'[roles]\nusers = ["{USER}"]\n').start()
+
+
+@pytest.fixture(scope="module")
+def running(node: Node) -> Any:
+    """Return the document that the running mpsd gives."""
+    return node.get(OPENAPI_PATH).json
+
+
+@pytest.fixture(scope="module")
+def operations(running: Any) -> dict[str, Any]:
+    """Return the operations of that document, as schemathesis has them, by method and path."""
+    schema = schemathesis.openapi.from_dict(running)
+    found: list[Any] = [each.ok() for each in schema.get_all_operations() if hasattr(each, "ok")]
+    return {operation.label: operation for operation in found}
+
+
+@pytest.fixture(params=[None, USER], ids=["root", "user"])
+def session(node: Node, request: pytest.FixtureRequest) -> Iterator[requests.Session]:
+    """Give a session of some user over the socket; mpsd is well afterwards."""
+    with requests.Session() as session:
+        session.mount("http://mpsd", _Adapter(node.socket, request.param))
+        yield session
+    assert node.exited() is None
+    assert node.events("api_defect") == []
+
+
+def tame(case: Any) -> Any:
+    """Return a case that is as allowed, or as forbidden, as it was, and whose answer does not hang on the time.
+
+    Nobody waits, nobody follows, and no lease ends before its caller is told of it.
+    """
+    if isinstance(case.query, dict) and case.query.get("follow") == "true":
+        case.query["follow"] = "false"
+    if isinstance(case.body, dict):
+        wait = case.body.get("wait", 0)
+        if wait is None or (isinstance(wait, (int, float)) and not isinstance(wait, bool) and wait > 0):
+            case.body["wait"] = 0
+        ttl = case.body.get("ttl")
+        if isinstance(ttl, (int, float)) and not isinstance(ttl, bool) and 0 < ttl < 60:
+            case.body["ttl"] = 60
+    return case
+
+
+def conform(node: Node, session: requests.Session, case: Any, *, more: str = "not_a_server_error") -> int:
+    """Send a case, hold the answer against the document, and return its status; `more` is a check of schemathesis's."""
+    response = case.call(base_url="http://mpsd", session=session, timeout=20)
+    case.validate_response(response, checks=CHECKS.get_by_names([*CONFORMANCE, more]))
+    if response.status_code == 201:
+        assert node.request("DELETE", f"/v1/leases/{response.json()['id']}").status == 204
+    status: int = response.status_code
+    return status
+
+
+MANY: Final = settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
+"""So many cases, over a node that is started once."""
+
+
+@pytest.mark.parametrize("label", OPERATIONS)
+def test_what_is_allowed(node: Node, session: requests.Session, operations: dict[str, Any], label: str) -> None:
+    """Whatever the document allows is answered by a status that it names, in the form that it says."""
+
+    @MANY
+    @given(case=operations[label].as_strategy(generation_mode=GenerationMode.POSITIVE))
+    def check(case: Any) -> None:
+        conform(node, session, tame(case))
+
+    check()
+
+
+@pytest.mark.parametrize("label", TAKING)
+def test_what_is_forbidden(node: Node, session: requests.Session, operations: dict[str, Any], label: str) -> None:
+    """Whatever the document forbids is refused, by a status that it names, in the form that it says."""
+
+    @MANY
+    @given(case=operations[label].as_strategy(generation_mode=GenerationMode.NEGATIVE))
+    def check(case: Any) -> None:
+        conform(node, session, tame(case), more="negative_data_rejection")
+
+    check()
+
+
+def test_what_makes_sense(node: Node, session: requests.Session, operations: dict[str, Any]) -> None:
+    """A request for what there is, with anything else in it that the document allows, is granted."""
+
+    @MANY
+    @given(
+        case=operations["POST /v1/leases"].as_strategy(generation_mode=GenerationMode.POSITIVE),
+        some=st.fixed_dictionaries({"threads": st.integers(1, 1000).map(lambda tenths: tenths / 10)})
+        | st.fixed_dictionaries({"fraction": st.floats(0.001, 1)}),
+    )
+    def check(case: Any, some: dict[str, float]) -> None:
+        kept = {name: value for name, value in case.body.items() if name in {"name", "labels", "ttl", "request_id"}}
+        case.body = {"memory": "1GiB", **kept, **some} if "threads" in some else {**kept, **some}
+        assert conform(node, session, tame(case)) == 201
+
+    check()
+
+
+def test_it_is_whole(running: Any, operations: dict[str, Any]) -> None:
+    """The running mpsd gives the document that is made from its route table, with every route, and the other two."""
+    assert running == json.loads(json.dumps(document(ROUTES)))
+    assert sorted(operations) == sorted(OPERATIONS)
+
+
+def test_patterns_mean_the_same_everywhere(running: Any) -> None:
+    """No pattern uses what only Python's regular expressions have."""
+    patterns = re.findall(r'"pattern": "((?:[^"\\]|\\.)*)"', json.dumps(running))
+    assert patterns
+    assert not [each for each in patterns if re.search(r"\\\\[AZzGQE]|\(\?[PiLmsux#<]", each)]
+
+
+@pytest.mark.parametrize("label", OPERATIONS)
+def test_what_anybody_can_be_told_is_documented(running: Any, label: str) -> None:
+    """Every operation names the refusals that any request can meet, and those that follow from what it takes."""
+    method, path = label.split()
+    operation = running["paths"][path][method.lower()]
+    expected = {"400", "403", "429", "500"}
+    if "{" in path:
+        expected |= {"404"}
+    if "requestBody" in operation:
+        expected |= {"413", "422"}
+    if path == EVENTS_PATH:
+        expected |= {"422"}
+        assert {each["name"] for each in operation["parameters"]} == {"after", "follow"}
+    assert operation["responses"].keys() >= expected
+    for status, answer in operation["responses"].items():
+        if int(status) >= 400 and (path, status) != ("/readyz", "503"):
+            assert list(answer["content"]) == ["application/problem+json"]
+
+
+def test_what_is_no_http(node: Node) -> None:
+    """What cannot even be read is answered as everything else is, by a problem document, and the connection ends."""
+    for raw in (
+        b"nonsense\r\n\r\n",
+        b"BREW /pot HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nA\x00: b\r\n\r\n",
+        b"\x16\x03\x01\r\n",
+    ):
+        with Talk(node.socket) as talk:
+            talk.send(raw)
+            answer = talk.answer()
+            assert (answer.status, answer.json["code"]) == (400, "invalid_request"), raw
+            assert answer.json["detail"].startswith("this cannot be read as HTTP/1.1: ")
+            assert talk.rest() == b""

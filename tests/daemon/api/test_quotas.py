@@ -1,0 +1,191 @@
+"""What one user may have: its own quota, its group's, or everybody's, and what a reload changes of that."""
+
+from typing import Any, Final
+
+import pytest
+
+from tests.daemon.api.conftest import MakeLine
+from tests.daemon.caller import calling, needs_root
+from tests.daemon.conftest import Start
+from tests.daemon.leases.asking import Line
+from tests.node import Answer, Node
+
+pytestmark = [pytest.mark.real_daemon(535), needs_root]
+
+ANN, BOB, CAT, GROUP = 2301, 2302, 2303, 2310
+FIRST: Final = "GPU-00000000-0000-4000-8000-000000000000"
+SMALL: Final[dict[str, Any]] = {"threads": 1, "memory": "1GiB"}
+
+
+@pytest.fixture(scope="module")
+def node(node_for_all: Start) -> Node:
+    """Start the node that the tests of this module share; each gives it the quotas that it is about."""
+    return node_for_all(config="").start()
+
+
+@pytest.fixture
+def line(node: Node, make_line: MakeLine) -> Line:
+    """Stand in front of it."""
+    return make_line(node)
+
+
+def set_quotas(line: Line, **quotas: str) -> None:
+    """Have the node take these quotas, by SIGHUP; `everybody` stands for *."""
+    names = {"everybody": "*", "ann": str(ANN), "bob": str(BOB), "group": f"%{GROUP}"}
+    text = "".join(f'[quota."{names[name]}"]\n{quota}\n' for name, quota in quotas.items())
+    assert line.node.reload(text)["event"] == "settings_reloaded"
+
+
+def over(answer: Answer, limit: str) -> str:
+    """Return the detail of a refusal for a quota."""
+    problem = answer.json
+    assert (answer.status, problem["code"], problem["limit"]) == (403, "quota", f"quota.{limit}"), problem
+    assert problem["hint"]
+    detail: str = problem["detail"]
+    return detail
+
+
+def test_leases(line: Line) -> None:
+    """As many leases as the quota says, waiting ones included; one that ends makes room; others are not concerned."""
+    set_quotas(line, everybody="leases = 3")
+    line.granted(uid=ANN, threads=99, memory="1GiB", gpu="0")
+    second = line.granted(uid=ANN, **SMALL, gpu="0")
+    _, waiting = line.waits(uid=ANN, threads=50, memory="1GiB", gpu="0")
+    assert "you have 3 leases" in over(line.ask(uid=ANN, **SMALL), "leases")
+    over(line.ask(uid=ANN, **SMALL, wait=None), "leases")
+    line.granted(uid=BOB, **SMALL)
+    line.release(waiting)
+    _, again = line.waits(uid=ANN, threads=50, memory="1GiB", gpu="0")
+    line.release(again)
+    line.release(second)
+    line.granted(uid=ANN, **SMALL, gpu="0")
+
+
+@pytest.mark.parametrize(
+    ("quota", "first", "fits", "too_much", "limit", "words"),
+    [
+        ("threads = 50", {"threads": 30.5}, {"threads": 19.5}, {"threads": 19.6}, "threads", "19.6 % of threads"),
+        (
+            'memory = "10GiB"',
+            {"memory": "6GiB"},
+            {"memory": "4GiB"},
+            {"memory": "4097MiB"},
+            "memory",
+            "4097MiB of memory",
+        ),
+        (
+            "threads = 50",
+            {"threads": 10},
+            {"threads": 20, "gpus": 2},
+            {"threads": 20.1, "gpus": 2},
+            "threads",
+            "40.2 %",
+        ),
+        ("threads = 150", {"fraction": 1.0}, {"fraction": 0.5}, {"fraction": 0.6}, "threads", "60 % of threads"),
+    ],
+)
+def test_amounts(  # noqa: PLR0917 - one example after the other
+    line: Line,
+    quota: str,
+    first: dict[str, Any],
+    fits: dict[str, Any],
+    too_much: dict[str, Any],
+    limit: str,
+    words: str,
+) -> None:
+    """Threads and memory are summed over a user's leases and over their GPUs, and what is left is told."""
+    set_quotas(line, ann=quota)
+    base = {} if "fraction" in first else SMALL
+    line.granted(uid=ANN, **{**base, **first})
+    assert words in over(line.ask(uid=ANN, **{**base, **too_much}), limit)
+    over(line.ask(uid=ANN, **{**base, **too_much}, wait=None), limit)
+    line.granted(uid=ANN, **{**base, **fits})
+
+
+def test_waiting_counts(line: Line) -> None:
+    """What a user waits for counts as what it holds: nobody fills the queue in advance."""
+    set_quotas(line, ann="threads = 100")
+    line.granted(uid=ANN, threads=60, memory="1GiB", gpu="0")
+    line.waits(uid=ANN, threads=40, memory="79GiB", gpu="0")
+    over(line.ask(uid=ANN, threads=0.1, memory="1GiB", wait=None), "threads")
+
+
+def test_coming_back(line: Line) -> None:
+    """Who comes back for its lease, or for its place in the queue, takes nothing more, and is no matter of quotas."""
+    set_quotas(line, ann="leases = 2\nthreads = 50")
+    lease = line.granted(uid=ANN, threads=40, memory="79GiB", gpu="0", request_id="held")
+    assert line.granted(uid=ANN, threads=40, memory="79GiB", gpu="0", request_id="held") == lease
+    call, waiting = line.waits(uid=ANN, threads=10, memory="79GiB", gpu="0", request_id="waiting")
+    call.hang_up()
+    again = line.call(
+        "POST",
+        "/v1/leases",
+        {"threads": 10, "memory": "79GiB", "gpu": "0", "request_id": "waiting", "wait": None},
+        uid=ANN,
+    )
+    over(line.ask(uid=ANN, **SMALL, request_id="another"), "leases")
+    line.release(lease)
+    assert again.answer().json["id"] == waiting["id"]
+
+
+def test_priority(line: Line) -> None:
+    """Above 0 only with a quota, and not above that."""
+    set_quotas(line, ann="priority = 5", bob="priority = -1")
+    assert line.granted(uid=ANN, **SMALL, priority=5, gpu="0")["priority"] == 5
+    assert "yours is 5 at most" in over(line.ask(uid=ANN, **SMALL, priority=6), "priority")
+    over(line.ask(uid=CAT, **SMALL, priority=1), "priority")
+    over(line.ask(uid=BOB, **SMALL), "priority")
+    assert line.granted(uid=BOB, **SMALL, priority=-1, gpu="1")["priority"] == -1
+
+
+def test_time_to_live(line: Line) -> None:
+    """The longest that may be asked for, also when it is renewed, and the one that a lease gets which asks for none."""
+    set_quotas(line, ann="ttl = 100")
+    assert "yours is 100 s at most" in over(line.ask(uid=ANN, **SMALL, ttl=101), "ttl")
+    lease = line.granted(uid=ANN, **SMALL)
+    assert lease["expires"] is not None
+    path = f"/v1/leases/{lease['id']}/renew"
+    over(line.call("POST", path, {"ttl": 101}, uid=ANN).answer(), "ttl")
+    assert line.call("POST", path, {"ttl": 99}, uid=ANN).answer().status == 200
+    assert line.granted(uid=BOB, **SMALL, gpu="1")["expires"] is None
+
+
+def test_gpus(line: Line) -> None:
+    """A user may be kept to some GPUs: it is placed there alone, and waits there alone."""
+    set_quotas(line, ann=f'gpus = ["{FIRST}"]')
+    line.granted(uid=ANN, threads=90, memory="1GiB")
+    assert line.ask(uid=ANN, threads=20, memory="1GiB").json["limit"] == "threads"
+    assert line.gpu(1)["threads_granted"] == 0
+    for beyond in ({"gpu": "1"}, {"gpus": 2}):
+        over(line.ask(uid=ANN, threads=1, memory="1GiB", wait=None, **beyond), "gpus")
+
+
+def test_whose_quota(line: Line) -> None:
+    """One's own comes before one's groups', and those before everybody's; nothing is added up."""
+    set_quotas(line, everybody="threads = 10", group="threads = 20", ann="threads = 30")
+    for uid, groups, most in ((ANN, (GROUP,), 30), (BOB, (GROUP,), 20), (BOB, (7,), 10), (GROUP, (), 20)):
+        with calling(line.node.socket, uid=uid, groups=groups) as caller:
+            over(caller.admit(threads=most + 0.1, memory="1GiB"), "threads")
+            lease = caller.admit(threads=most, memory="1GiB")
+            assert lease.status == 201, (uid, groups, most)
+            line.release(lease.json)
+
+
+def test_reload(line: Line) -> None:
+    """SIGHUP changes what may be asked for, and takes nothing away; a file that cannot be meant changes nothing."""
+    set_quotas(line, ann="threads = 50")
+    held = line.granted(uid=ANN, threads=50, memory="1GiB", gpu="0")
+    set_quotas(line, ann="threads = 20")
+    over(line.ask(uid=ANN, **SMALL), "threads")
+    assert line.lease(held) == held
+    assert line.node.reload('[quota."*"]\nthreads = "many"\n')["event"] == "settings_refused"
+    over(line.ask(uid=ANN, **SMALL), "threads")
+    set_quotas(line)
+    line.granted(uid=ANN, threads=100, memory="1GiB", gpu="1")
+    assert line.node.get("/v1/config").json["config"].keys() >= {"roles", "admission"}
+
+
+def test_administrator_too(line: Line) -> None:
+    """A quota is no matter of roles: root has one where everybody has."""
+    set_quotas(line, everybody="threads = 50")
+    over(line.ask(threads=51, memory="1GiB"), "threads")

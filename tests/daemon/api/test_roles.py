@@ -1,0 +1,275 @@
+"""Who may do what: by uid and groups, as the kernel says, on every route that there is."""
+
+from typing import Any, Final
+
+import pytest
+
+from mpsd.daemon.api.routes import EVENTS_PATH, OPENAPI_PATH, ROUTES, Role
+from tests.daemon.api.conftest import MakeLine
+from tests.daemon.caller import NOBODY, Caller, calling, needs_root
+from tests.daemon.conftest import Start
+from tests.daemon.leases.asking import Line, Talk
+from tests.node import Answer, Node
+
+pytestmark = [pytest.mark.real_daemon(535), needs_root]
+
+STRANGER, OBSERVER, USER, ADMIN, OTHER = 2200, 2201, 2202, 2203, 2204
+GROUPS: Final = {Role.OBSERVER: 2211, Role.USER: 2212, Role.ADMIN: 2213}
+UIDS: Final = {Role.OBSERVER: OBSERVER, Role.USER: USER, Role.ADMIN: ADMIN}
+
+CONFIG: Final = f"""
+[roles]
+observers = ["{OBSERVER}", "%{GROUPS[Role.OBSERVER]}"]
+users = ["{USER}", "{OTHER}", "%{GROUPS[Role.USER]}"]
+admins = ["{ADMIN}", "%{GROUPS[Role.ADMIN]}"]
+"""
+"""Users and groups that the user database does not know go by their numbers."""
+
+ALL_ROUTES: Final = [(route.method, route.path, route.role) for route in ROUTES] + [
+    ("GET", OPENAPI_PATH, Role.OBSERVER),
+    ("GET", EVENTS_PATH, Role.OBSERVER),
+]
+
+NO_ROUTES: Final = [
+    ("GET", "/"),
+    ("GET", "/v1/nothing"),
+    ("GET", "/v1/leases/"),
+    ("HEAD", "/healthz"),
+    ("OPTIONS", "/v1/leases"),
+    ("PUT", "/v1/leases"),
+    ("DELETE", "/v1/leases"),
+    ("PATCH", "/v1/leases/lease-0"),
+    ("TRACE", "/healthz"),
+    ("BREW", "/healthz"),
+]
+"""What the table has not: also from there nobody learns anything."""
+
+
+@pytest.fixture(scope="module")
+def node(node_for_all: Start) -> Node:
+    """Start the node that the tests of this module share."""
+    return node_for_all(config=CONFIG).start()
+
+
+@pytest.fixture
+def line(node: Node, make_line: MakeLine) -> Line:
+    """Stand in front of it."""
+    return make_line(node)
+
+
+@pytest.fixture
+def lease(line: Line) -> Any:
+    """Give a lease of the plain user's."""
+    return line.granted(uid=USER, threads=10, memory="1GiB")
+
+
+@pytest.fixture
+def targets(node: Node, lease: Any) -> dict[str, str]:
+    """Give, for each path of the table, one that names something that there is."""
+    operation = node.request("POST", "/v1/daemons/gpu0/reset").json["id"]
+    named = {"/leases/{id}": f"/leases/{lease['id']}", "/operations/{id}": f"/operations/{operation}", "{name}": "gpu0"}
+    found = {}
+    for _, path, _ in ALL_ROUTES:
+        found[path] = path
+        for name, thing in named.items():
+            found[path] = found[path].replace(name, thing)
+    assert not any("{" in path for path in found.values()), "this test has to learn what to put into a new path"
+    return found
+
+
+def body_of(method: str, path: str) -> object:
+    """Return a body that this route would take."""
+    if (method, path) == ("POST", "/v1/leases"):
+        return {"threads": 1, "memory": "1MiB"}
+    return {"ttl": 60} if path.endswith("/renew") else None
+
+
+def not_permitted(answer: Answer) -> str:
+    """Return the detail of a refusal for want of a role or a right."""
+    assert answer.status == 403, answer
+    assert answer.headers["Content-Type"] == "application/problem+json"
+    problem = answer.json
+    assert problem["code"] == "not_permitted", problem
+    assert problem["hint"]
+    detail: str = problem["detail"]
+    return detail
+
+
+class TestStranger:
+    """Whoever has no role gets 403 from everywhere, and learns nothing."""
+
+    @pytest.mark.parametrize(("method", "path"), [(method, path) for method, path, _ in ALL_ROUTES])
+    def test_every_route(self, line: Line, lease: Any, targets: dict[str, str], method: str, path: str) -> None:
+        """Every route of the table, with a request that would be good from somebody else, and nothing comes of it."""
+        before = line.leases(), line.node.get("/v1/status").json
+        answer = line.call(method, targets[path], body_of(method, path), uid=STRANGER).answer()
+        assert "has no role" in not_permitted(answer)
+        assert lease["id"] not in answer.body.decode()
+        assert (line.leases(), line.node.get("/v1/status").json) == before
+
+    @pytest.mark.parametrize(("method", "path"), NO_ROUTES)
+    def test_what_is_no_route(self, line: Line, method: str, path: str) -> None:
+        """It is told 403 also where anybody else is told that there is nothing, or no such method."""
+        answers = [line.call(method, path, uid=uid).answer() for uid in (STRANGER, None)]
+        assert answers[0].status == 403
+        assert answers[1].status in {400, 404, 405}
+        assert answers[1].headers["Content-Type"] == "application/problem+json"
+        assert answers[0].headers.get("Allow") is None
+
+    @pytest.mark.parametrize("expect", ["100-continue", "a miracle"])
+    def test_expectations(self, node: Node, expect: str) -> None:
+        """It is not even told to go on."""
+        with Talk(node.socket, uid=STRANGER) as talk:
+            not_permitted(talk.ask("POST", "/v1/leases", body_of("POST", "/v1/leases"), f"Expect: {expect}"))
+
+    def test_body_is_not_read(self, node: Node) -> None:
+        """It is refused before it has sent what it announced."""
+        with Talk(node.socket, uid=STRANGER) as talk:
+            talk.send(b"POST /v1/leases HTTP/1.1\r\nHost: mpsd\r\nContent-Length: 50000\r\n\r\n")
+            not_permitted(talk.answer())
+
+    def test_nothing_by_the_process(self, node: Node) -> None:
+        """What counts are uid and groups when it connected: a process that drops its rights first has none."""
+        with calling(node.socket, uid=STRANGER) as stranger:
+            not_permitted(stranger.admit(threads=1, memory="1MiB"))
+
+
+class TestRole:
+    """Each role may do what it may, and nothing above it."""
+
+    @pytest.mark.parametrize("role", Role)
+    @pytest.mark.parametrize("route", ALL_ROUTES, ids=str)
+    def test_every_route(self, line: Line, targets: dict[str, str], role: Role, route: tuple[str, str, Role]) -> None:
+        """Every route of the table is refused to every role below the one that it needs, and to no other."""
+        method, path, needed = route
+        answer = line.call(method, targets[path], body_of(method, path), uid=UIDS[role]).answer()
+        if role < needed:
+            words = f"this needs the role {needed.name.lower()}, and yours is {role.name.lower()}"
+            assert words in not_permitted(answer)
+        else:
+            assert answer.status < 500
+            assert "needs the role" not in answer.body.decode()
+        if path.startswith("/v1/daemons/{name}/"):
+            line.call("POST", "/v1/daemons/gpu0/resume", {}, uid=UIDS[Role.ADMIN]).answer()
+            line.node.wait_for_state("gpu0", "ready")
+
+    @pytest.mark.parametrize("role", Role)
+    @pytest.mark.parametrize("how", ["its own group", "another of its groups"])
+    def test_by_group(self, node: Node, role: Role, how: str) -> None:
+        """A role is given to a group as well: the one that a process runs in, and any other that it is in."""
+        group = GROUPS[role]
+        options: dict[str, Any] = {"uid": group} if how == "its own group" else {"uid": STRANGER, "groups": (group, 7)}
+        with calling(node.socket, **options) as caller:
+            assert role_of(caller) is role
+
+    def test_highest_counts(self, node: Node) -> None:
+        """Of several roles the highest counts."""
+        with calling(node.socket, uid=OBSERVER, groups=tuple(GROUPS.values())) as caller:
+            assert role_of(caller) is Role.ADMIN
+
+    def test_root(self, node: Node) -> None:
+        """Root is named nowhere, and may do everything."""
+        assert node.request("POST", "/v1/daemons/gpu0/reset").status == 202
+
+    def test_everybody_and_names(self, make_node: Start) -> None:
+        """By default everybody is a user; `*` is everybody, and a name is looked up in the user database."""
+        node = make_node(simulate=1, config="").start()
+        with calling(node.socket, uid=NOBODY) as caller:
+            assert role_of(caller) is Role.USER
+            for roles, role in (
+                ('users = []\nobservers = ["*"]', Role.OBSERVER),
+                ('users = []\nadmins = ["nobody"]', Role.ADMIN),
+                ('users = []\nadmins = ["%nogroup"]', Role.ADMIN),
+                ('users = []\nadmins = ["%nobody", "nogroup", "65534", "%65534"]', None),
+                ('observers = ["nobody"]', Role.USER),
+            ):
+                assert node.reload(f"[roles]\n{roles}\n")["event"] == "settings_reloaded"
+                assert role_of(caller) is role, roles
+
+
+def role_of(caller: Caller) -> Role | None:
+    """Find out by asking which role a caller has."""
+    if caller.request("GET", "/healthz").status == 403:
+        return None
+    if caller.request("POST", "/v1/leases", {}).status == 403:
+        return Role.OBSERVER
+    return Role.USER if caller.request("POST", "/v1/daemons/gpu0/reset").status == 403 else Role.ADMIN
+
+
+class TestAnothersLease:
+    """Nobody can act for another uid but an administrator."""
+
+    @pytest.mark.parametrize("waiting", [False, True])
+    @pytest.mark.parametrize(
+        ("method", "path"), [(route.method, route.path) for route in ROUTES if route.path.startswith("/v1/leases/{id}")]
+    )
+    def test_every_route_of_a_lease(self, line: Line, method: str, path: str, waiting: bool) -> None:  # noqa: FBT001
+        """Whatever names a lease is refused to who is not its owner, and nothing comes of it; an administrator may."""
+        lease = line.granted(uid=USER, threads=100, memory="1GiB", gpu="0")
+        if waiting:
+            _, lease = line.waits(uid=USER, threads=100, memory="1GiB", gpu="0")
+        before, target = line.lease(lease), path.replace("{id}", lease["id"])
+        detail = not_permitted(line.call(method, target, body_of(method, path), uid=OTHER).answer())
+        assert detail == f"lease {lease['id']} is another user's"
+        assert line.lease(lease) == before
+        assert line.call(method, target, body_of(method, path), uid=ADMIN).answer().status in {
+            200,
+            204,
+            404 if waiting else 200,
+        }
+
+    def test_another_s_process(self, node: Node, line: Line) -> None:
+        """No lease can be tied to another's process, be it a user's or root's; one can to one's own."""
+        with calling(node.socket, uid=OTHER) as other, calling(node.socket, uid=USER) as mine:
+            for pid in (other.pid, node.pid, 1):
+                answer = mine.admit(threads=1, memory="1GiB", pid=pid)
+                assert not_permitted(answer) == f"process {pid} is not one of uid {USER}"
+            assert mine.admit(threads=1, memory="1GiB", pid=mine.pid).status == 201
+            assert line.leases()[0]["owner"]["uid"] == USER
+
+    def test_administrator_for_another(self, node: Node, line: Line) -> None:
+        """An administrator can ask for another's process; the lease is that user's, who can renew and release it."""
+        with calling(node.socket, uid=USER) as user:
+            lease = line.granted(uid=ADMIN, threads=1, memory="1GiB", pid=user.pid)
+            assert (lease["owner"]["uid"], lease["owner"]["gid"], lease["owner"]["pid"]) == (USER, USER, user.pid)
+            path = f"/v1/leases/{lease['id']}"
+            assert user.request("POST", f"{path}/renew", {"ttl": 60}).status == 200
+            # The GPU's control daemon sees that process's uid, and serves one at a time.
+            assert line.ask(uid=ADMIN, threads=1, memory="1GiB", gpu=lease["gpus"][0]).json["limit"] == "user"
+            assert user.request("DELETE", path).status == 204
+
+    def test_request_id_is_one_s_own(self, line: Line) -> None:
+        """A request_id that another uses too finds one's own lease, and not the other's."""
+        theirs = line.granted(uid=USER, threads=1, memory="1GiB", request_id="guessed")
+        mine = line.granted(uid=OTHER, threads=1, memory="1GiB", request_id="guessed")
+        assert mine["id"] != theirs["id"]
+        assert mine["owner"]["uid"] == OTHER
+
+
+class TestSeeing:
+    """What a user sees of others."""
+
+    def test_closed(self, line: Line) -> None:
+        """By default: its own leases with their environment, and the sums of the rest; an administrator sees all."""
+        mine = line.granted(uid=USER, threads=10, memory="1GiB", gpu="0")
+        theirs = line.granted(uid=OTHER, threads=30, memory="2GiB", gpu="1")
+        seen = line.call("GET", "/v1/leases", uid=USER).answer().json
+        assert seen["leases"] == [mine]
+        assert seen["others"] == {"leases": 1, "waiting": 0, "threads_granted": 30.0, "memory_granted": 2 * 1024**3}
+        for uid in (ADMIN, None):
+            seen = line.call("GET", "/v1/leases", uid=uid).answer().json
+            assert {each["id"] for each in seen["leases"]} == {mine["id"], theirs["id"]}
+            assert seen["others"]["leases"] == 0
+        assert line.call("GET", "/v1/leases", uid=OBSERVER).answer().json["leases"] == []
+
+    def test_open(self, make_node: Start, make_line: MakeLine) -> None:
+        """With `api.open`, which a reload applies, everybody sees all, and still touches nothing of others."""
+        line = make_line(make_node(simulate=1, config="").start())
+        lease = line.granted(uid=USER, threads=10, memory="1GiB")
+        path = f"/v1/leases/{lease['id']}"
+        not_permitted(line.call("GET", path, uid=OTHER).answer())
+        assert line.node.reload("[api]\nopen = true\n")["applied"] == ["api.open"]
+        assert line.call("GET", path, uid=OTHER).answer().json == lease
+        assert line.call("GET", "/v1/leases", uid=OTHER).answer().json["leases"] == [lease]
+        not_permitted(line.call("DELETE", path, uid=OTHER).answer())
+        not_permitted(line.call("POST", f"{path}/renew", {"ttl": 1}, uid=OTHER).answer())

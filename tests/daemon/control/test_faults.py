@@ -1,0 +1,129 @@
+"""Fatal faults, errors that a GPU reports, and servers that do not start: told, and nobody is let in meanwhile."""
+
+import os
+import signal
+from functools import partial
+
+import pytest
+
+from tests.daemon.conftest import Start
+from tests.daemon.scene import event
+from tests.harness import wait_until
+from tests.node import Node
+from tests.simulated_clients import gpus, leased
+
+SMALL = {"threads": 10, "memory": "1GiB"}
+BRISK = "[enforcement]\ngrace = 0.5\n"
+
+
+@pytest.fixture
+def node(make_node: Start) -> Node:
+    """Start a node of simulated parts alone."""
+    return make_node(simulate=1, control=None, config=BRISK).start()
+
+
+def test_fatal_fault(node: Node) -> None:
+    """Who was hit is told, nobody is let in until all of them are gone, and then the limits hold and it goes on."""
+    with (
+        leased(node, "--threads", "25", "--memory", "2GiB") as one,
+        leased(node, "--threads", "50", "--memory", "2GiB") as other,
+    ):
+        clients = {one.hello["pid"], other.hello["pid"]}
+        for client in (one, other):
+            event(node, "client_attributed", client=client.pid)
+        assert not one.fault()["ok"]
+        told = event(node, "leases_hit")
+        assert set(told["clients"]) == clients
+        assert set(told["leases"]) == {each["id"] for each in node.get("/v1/leases").json["leases"]}
+        assert told["server"] == one.hello["server"]
+        wait_until(lambda: node.get("/readyz").status == 503, what="the node not to be ready")
+        refused = node.request("POST", "/v1/leases", SMALL)
+        assert (refused.status, refused.json["code"], refused.json["limit"]) == (409, "daemon_not_ready", "health")
+        assert "fatal GPU fault" in refused.json["detail"]
+        one.kill()
+        # One of them is still there.
+        assert node.request("POST", "/v1/leases", SMALL).status == 409
+        other.kill()
+        event(node, "server_recovered")
+    wait_until(lambda: node.get("/readyz").status == 200, what="the node to be ready")
+    assert node.request("POST", "/v1/leases", SMALL).status == 201
+    assert node.ask("gpu0", "get_default_active_thread_percentage") == ["10.0"]
+
+
+def test_fault_of_a_silent_daemon(node: Node) -> None:
+    """What a server's log says counts as soon as it is read: nobody is let in before the daemon can be asked."""
+    with leased(node, "--threads", "25", "--memory", "2GiB") as client:
+        event(node, "client_attributed", client=client.hello["pid"])
+        assert node.request("POST", "/v1/leases", SMALL).status == 201
+        daemon = node.daemons()["gpu0"]["pid"]
+        os.kill(daemon, signal.SIGSTOP)
+        try:
+            client.fault()
+            event(node, "server_faulted")
+            refused = node.request("POST", "/v1/leases", SMALL)
+        finally:
+            os.kill(daemon, signal.SIGCONT)
+    assert "fatal GPU fault" in refused.json["detail"]
+
+
+def test_clients_that_linger(node: Node) -> None:
+    """Those who do not go keep everybody out: that is a violation, and their end where policy says so."""
+    with leased(node, "--threads", "25", "--memory", "2GiB") as client:
+        event(node, "client_attributed", client=client.hello["pid"])
+        client.fault()
+        told = event(node, "violation", kind="lingers")
+        assert (told["pid"], told["policy"]) == (client.pid, "report")
+        assert client.process.poll() is None
+        node.reload(BRISK + '[violations]\nlingers = "terminate"\n')
+        assert client.process.wait(20) == -15
+        event(node, "server_recovered")
+    assert node.events("client_forced")[0]["rung"] == "SIGTERM"
+    wait_until(lambda: node.get("/readyz").status == 200, what="the node to be ready")
+
+
+def test_xids(node: Node) -> None:
+    """What a program brings about is told; what the GPU itself does takes it out of service until it is reset."""
+    (gpu,) = gpus(node)
+    gpu.report(31)
+    assert "page fault" in event(node, "gpu_xid", xid=31)["because"]
+    assert node.request("POST", "/v1/leases", SMALL).status == 201
+    gpu.report(79)
+    event(node, "gpu_xid", xid=79)
+    gpu.report(31)
+    wait_until(lambda: len(node.events("gpu_xid")) == 3, what="all of them to be told")
+    (found,) = node.get("/v1/gpus").json["gpus"]
+    assert found["health"] == "faulty"
+    assert "Xid 79" in found["because"]
+    assert "mpsctl reset gpu0" in found["hint"]
+    refused = node.request("POST", "/v1/leases", SMALL)
+    assert (refused.json["code"], refused.json["limit"]) == ("daemon_not_ready", "health")
+    assert node.get("/readyz").status == 503
+    assert node.mpsctl("reset", "gpu0").returncode == 0
+    assert node.get("/v1/gpus").json["gpus"][0]["health"] == "ok"
+    assert node.request("POST", "/v1/leases", SMALL).status == 201
+
+
+@pytest.mark.real_daemon(535)
+def test_servers_that_do_not_start(make_node: Start) -> None:
+    """Servers that die one after the other are a reason not to let anybody in, with what may help."""
+    node = make_node(simulate=1, config="").start()  # NVIDIA's own, whose servers cannot start without a GPU
+
+    def died(servers: int) -> bool:
+        return len(node.events("server_exited")) >= servers
+
+    for number in range(1, 7):
+        node.ask("gpu0", "start_server -uid 0")
+        wait_until(partial(died, number), what="the server to die")
+    wait_until(lambda: node.get("/readyz").status == 503, what="the node not to be ready")
+    refused = node.request("POST", "/v1/leases", SMALL)
+    assert refused.status == 409
+    assert "servers in a row could not start" in refused.json["detail"]
+    assert "nvidia-smi" in refused.json["hint"]
+    assert "could not start" in node.get("/v1/status").json["because"]
+    # It is as true for the next mpsd, which does not read of it again.
+    node.end(signal.SIGKILL)
+    node.start(ready=False)
+    node.wait_for_state("gpu0", "ready")
+    refused = node.request("POST", "/v1/leases", SMALL)
+    assert refused.status == 409
+    assert "servers in a row could not start" in refused.json["detail"]

@@ -1,0 +1,480 @@
+"""Who can reach a control daemon: root, and the uids that hold a lease on it, from the grant to the end of the last.
+
+The subjects are NVIDIA's own control daemons, and NVIDIA's own front-end as the uid in question.
+"""
+
+import contextlib
+import os
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.daemon.caller import Caller, calling, needs_root
+from tests.daemon.conftest import Start
+from tests.daemon.scene import BRISK, branches, is_running, kill, next_ready, program
+from tests.harness import wait_until
+from tests.node import Node
+from tests.real import RealDaemon
+
+pytestmark = needs_root
+
+ANN, BOB = 61001, 61002
+"""Two uids that have no rights and no name."""
+
+SMALL = {"threads": 10, "memory": "1GiB", "gpu": "0"}
+REFUSED = (1, "Cannot find MPS control daemon process")
+"""What each front-end says to whoever may not go there: the same as where there is no control daemon at all."""
+
+DENY = '[enforcement]\nunadmitted = "deny"\n'
+DEFAULTS = '[enforcement]\nunadmitted = "defaults"\n'
+ALLOW = '[enforcement]\nunadmitted = "allow"\n'
+
+
+def as_user(uid: int) -> dict[str, Any]:
+    """Return what makes subprocess start a child as another uid, of no group but its own."""
+    return {"user": uid, "group": uid, "extra_groups": []}
+
+
+def front_end(node: Node, uid: int, name: str = "gpu0") -> tuple[int, str]:
+    """Run NVIDIA's front-end as a uid, and return its status and what it said on either stream."""
+    done = node.front_end(name, "get_default_active_thread_percentage\n", cwd="/", **as_user(uid))
+    return done.returncode, (done.stdout + done.stderr).strip()
+
+
+def reaches(node: Node, uid: int, name: str = "gpu0") -> bool:
+    """Tell whether a uid reaches a control daemon; a front-end that mpsd's own is in the way of is sent again."""
+
+    def tried() -> tuple[int, str] | None:
+        answer = front_end(node, uid, name)
+        return answer if answer == REFUSED or answer in {(0, "0.1"), (0, "10.0"), (0, "100.0")} else None
+
+    return wait_until(tried, what=f"a clear answer to uid {uid}") != REFUSED
+
+
+def is_shut(node: Node, uid: int) -> None:
+    """Wait until a uid does not reach the control daemon any more."""
+    wait_until(lambda: not reaches(node, uid), what=f"uid {uid} to be shut out; the log is {node.stderr}")
+
+
+def granted(caller: Caller, **asked: Any) -> str:
+    """Ask for a lease, and return its id."""
+    answer = caller.admit(**{**SMALL, **asked})
+    assert answer.status == 201, answer.body
+    lease: str = answer.json["id"]
+    return lease
+
+
+def end(caller: Caller, lease: str) -> None:
+    """End a lease."""
+    assert caller.request("DELETE", f"/v1/leases/{lease}").status == 204
+
+
+@contextlib.contextmanager
+def two_callers(node: Node) -> Iterator[tuple[Caller, Caller]]:
+    """Start a caller for each of the two uids."""
+    with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
+        yield ann, bob
+
+
+def facl(path: Path) -> str:
+    """Return an ACL in the words of getfacl, as the tests write it themselves; empty where there is none."""
+    try:
+        raw = os.getxattr(path, "system.posix_acl_access")
+    except OSError:
+        return ""
+    return ",".join(f"{tag}:{bits}:{who}" for tag, bits, who in struct.iter_unpack("<HHI", raw[4:]))
+
+
+@pytest.mark.parametrize("real", branches())
+class TestEveryDriver:
+    """On each of NVIDIA's control daemons."""
+
+    def test_from_the_grant_to_the_end(self, make_node: Start, real: RealDaemon) -> None:
+        """A uid reaches the daemon for as long as it has a lease there, by whatever end; another's opens nothing."""
+        node = make_node(simulate=2, control=real.control, config="").start()
+        assert front_end(node, ANN) == front_end(node, BOB) == REFUSED
+        assert reaches(node, 0)
+        with two_callers(node) as (ann, bob):
+            first, second = granted(ann), granted(ann)
+            assert reaches(node, ANN)
+            assert not reaches(node, BOB)
+            assert not reaches(node, ANN, "gpu1")
+
+            # Until the last of its leases has ended: released here.
+            end(ann, first)
+            assert reaches(node, ANN)
+            end(ann, second)
+            assert not reaches(node, ANN)
+
+            # Then it is the other's turn, which an administrator ends.
+            lease = granted(bob)
+            assert reaches(node, BOB)
+            assert not reaches(node, ANN)
+            assert node.request("DELETE", f"/v1/leases/{lease}").status == 204
+            assert not reaches(node, BOB)
+
+            # Its time is over.
+            granted(bob, ttl=1)
+            assert reaches(node, BOB)
+            is_shut(node, BOB)
+
+            # Its holder is gone.
+            granted(ann)
+            assert reaches(node, ANN)
+            ann.kill()
+            is_shut(node, ANN)
+        assert reaches(node, 0)
+        assert node.events("reach_drift") == []
+
+    def test_new_daemon(self, make_node: Start, real: RealDaemon) -> None:
+        """A control daemon that takes a dead one's place makes a socket for everybody; the leases still decide."""
+        node = make_node(simulate=1, control=real.control).start()
+        with two_callers(node) as (ann, _):
+            granted(ann)
+            pid = node.daemons()["gpu0"]["pid"]
+            kill(pid)
+            next_ready(node, "gpu0", pid)
+            assert reaches(node, ANN)
+            assert not reaches(node, BOB)
+            assert (node.pipe_directory("gpu0") / "control").stat().st_mode & 0o007 == 0
+
+    @pytest.mark.parametrize("mpsd_dies", [False, True])
+    def test_before_its_limits_hold(
+        self, make_node: Start, real: RealDaemon, short_tmp: Path, *, mpsd_dies: bool
+    ) -> None:
+        """A control daemon that starts gives everything at first: nobody reaches it before its limits are set."""
+        gate = short_tmp / "gate"
+        slow = program(
+            short_tmp / "slow-control",
+            f"""case "$1" in -f) ;; *) while [ ! -e {gate} ]; do sleep 0.02; done ;; esac\nexec {real.control} "$@\"""",
+        )
+        gate.touch()
+        node = make_node(simulate=1, control=slow).start()
+        with two_callers(node) as (ann, _):
+            granted(ann)
+            pid = node.daemons()["gpu0"]["pid"]
+            gate.unlink()
+            kill(pid)
+            socket = node.pipe_directory("gpu0") / "control"
+            before = socket.stat().st_ino, socket.stat().st_ctime_ns
+            node.wait_for_state("gpu0", "starting")
+            wait_until(
+                lambda: (socket.stat().st_ino, socket.stat().st_ctime_ns) != before,
+                what="the next to listen",
+                not_yet=(FileNotFoundError,),
+            )
+            theirs = replace(node, control=real.control)
+            assert front_end(theirs, ANN) == REFUSED
+            if mpsd_dies:
+                node.end(signal.SIGKILL)
+                node.start(ready=False)
+                wait_until(lambda: node.daemons()["gpu0"]["pid"], what="the next mpsd to adopt it")
+                assert front_end(theirs, ANN) == REFUSED
+            gate.touch()
+            next_ready(node, "gpu0", pid)
+            assert reaches(theirs, ANN)
+
+    def test_mpsd_s_death(self, make_node: Start, real: RealDaemon) -> None:
+        """After SIGKILL of mpsd the next one lets in whom the leases say, also where one ended meanwhile."""
+        node = make_node(simulate=2, control=real.control).start()
+        with two_callers(node) as (ann, bob):
+            granted(ann)
+            granted(bob, gpu="1")
+            node.end(signal.SIGKILL)
+            assert reaches(node, ANN)
+            bob.kill()
+            # What mpsd left is not what it comes back to, either.
+            os.removexattr(node.pipe_directory("gpu0"), "system.posix_acl_access")
+            assert not reaches(node, ANN)
+            assert reaches(node, BOB, "gpu1")
+            node.start()
+            assert reaches(node, ANN)
+            assert not reaches(node, BOB)
+            assert not reaches(node, BOB, "gpu1")
+
+    def test_reload(self, make_node: Start, real: RealDaemon) -> None:
+        """Other settings apply at once, there and back, on daemons that run; a lease is not lost by it."""
+        node = make_node(simulate=1, control=real.control, config=ALLOW).start()
+        with two_callers(node) as (ann, _):
+            assert reaches(node, BOB)
+            granted(ann)
+            assert node.reload(DENY)["applied"] == ["enforcement.unadmitted"]
+            assert not reaches(node, BOB)
+            assert reaches(node, ANN)
+            node.reload(DEFAULTS)
+            assert reaches(node, BOB)
+            directory = node.pipe_directory("gpu0")
+            assert (directory.stat().st_mode & 0o777, facl(directory)) == (0o755, "")
+            node.reload(DENY)
+            assert not reaches(node, BOB)
+            assert reaches(node, ANN)
+        assert node.events("reach_drift") == []
+
+
+@pytest.mark.parametrize("real", branches(555))
+def test_many_users(make_node: Start, real: RealDaemon) -> None:
+    """On a daemon that serves many uids each comes and goes by its own leases."""
+    node = make_node(simulate=1, control=real.control, config='[daemon]\nusers = "many"\n').start()
+    with two_callers(node) as (ann, bob):
+        anns, bobs = granted(ann), granted(bob)
+        assert reaches(node, ANN)
+        assert reaches(node, BOB)
+        end(ann, anns)
+        assert not reaches(node, ANN)
+        assert reaches(node, BOB)
+        end(bob, bobs)
+        assert not reaches(node, BOB)
+
+
+_KEEPER = """
+import os, socket, sys
+os.setgroups([]); os.setresgid(*[int(sys.argv[2])] * 3); os.setresuid(*[int(sys.argv[2])] * 3)
+directory = os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECTORY)
+kept = os.open(sys.argv[1] + "/control", os.O_PATH)
+os.chdir(sys.argv[1])
+for line in sys.stdin:
+    ways = (sys.argv[1] + "/control", "control", f"/proc/self/fd/{directory}/control", f"/proc/self/fd/{kept}")
+    for way in ways:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            try:
+                connection.connect(way)
+                print("connected", end=" ")
+            except PermissionError:
+                print("refused", end=" ")
+    print(flush=True)
+"""
+
+
+@pytest.mark.parametrize("real", branches())
+def test_what_was_kept_from_a_lease(make_node: Start, real: RealDaemon) -> None:
+    """Whoever kept the directory, or the socket itself, from its lease cannot connect when that has ended."""
+    node = make_node(simulate=1, control=real.control).start()
+    with two_callers(node) as (ann, _):
+        lease = granted(ann)
+        with subprocess.Popen(
+            [sys.executable, "-I", "-c", _KEEPER, str(node.pipe_directory("gpu0")), str(ANN)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd="/",
+        ) as keeper:
+            assert keeper.stdin is not None
+            assert keeper.stdout is not None
+
+            def tried() -> list[str]:
+                assert keeper.stdin is not None
+                assert keeper.stdout is not None
+                print(file=keeper.stdin, flush=True)
+                return keeper.stdout.readline().split()
+
+            assert tried() == ["connected"] * 4
+            end(ann, lease)
+            assert tried() == ["refused"] * 4
+            granted(ann)
+            assert tried() == ["connected"] * 4
+
+
+@pytest.mark.parametrize("real", branches())
+def test_conversation_that_outlasts_its_lease(make_node: Start, real: RealDaemon) -> None:
+    """A front-end that was let in and does not go locks mpsd out as any stranger's does, and is named."""
+    node = make_node(simulate=1, control=real.control, config=BRISK).start()
+    with two_callers(node) as (ann, bob):
+        lease = granted(ann)
+        with subprocess.Popen(
+            [str(real.control)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, cwd="/",
+            env=node.by_hand("gpu0"), **as_user(ANN),
+        ) as kept:  # fmt: skip
+            node.wait_for_state("gpu0", "unresponsive")
+            end(ann, lease)
+            daemon = node.wait_for_state("gpu0", "unresponsive")
+            wait_until(
+                lambda: f"pid {kept.pid} (uid {ANN})" in node.daemons()["gpu0"]["because"],
+                what="the front-end to be named",
+            )
+            assert is_running(daemon["pid"])
+            assert bob.admit(**SMALL).json["code"] == "daemon_not_ready"
+            kept.communicate(timeout=10)
+        node.wait_for_state("gpu0", "ready")
+        assert not reaches(node, ANN)
+
+
+@pytest.mark.real_daemon(535)
+class TestOneDriver:
+    """What does not depend on the driver, with that of 535."""
+
+    def test_user_namespace(self, make_node: Start) -> None:
+        """A uid is the one that the node knows, and not what a process is in a user namespace of its own."""
+        node = make_node(simulate=1).start()
+        with two_callers(node) as (ann, _):
+            granted(ann)
+            assert in_user_namespace(node, inside=1, outside=ANN) == (0, "10.0")
+            assert in_user_namespace(node, inside=0, outside=ANN) == (0, "10.0")
+            assert in_user_namespace(node, inside=ANN, outside=BOB) == REFUSED
+            assert in_user_namespace(node, inside=0, outside=BOB) == REFUSED
+
+    def test_changed_by_hand(self, make_node: Start) -> None:
+        """What somebody else changes is put back at the next look, and told with what was found."""
+        node = make_node(simulate=1).start()
+        directory = node.pipe_directory("gpu0")
+        with two_callers(node) as (ann, _):
+            granted(ann)
+            kept = facl(directory)
+            directory.chmod(0o755)
+            wait_until(lambda: facl(directory) == kept, what="the directory to be closed again")
+            told = node.events("reach_drift", path=str(directory))
+            assert [line["found"] for line in told] == ["user::rwx,user:61001:r-x,group::---,mask::r-x,other::r-x"]
+            (directory / "control").chmod(0o666)
+            wait_until(lambda: node.events("reach_drift", path=str(directory / "control")), what="that to be told too")
+            wait_until(lambda: reaches(node, ANN) and not reaches(node, BOB), what="all to be as before")
+
+    def test_grant_that_cannot_be_opened(self, make_node: Start) -> None:
+        """A grant whose way does not open is none: refused with the reason, and nothing is left of it."""
+        node = make_node(simulate=1).start()
+        directory = node.pipe_directory("gpu0")
+        with two_callers(node) as (ann, _), unchangeable(directory):
+            answer = ann.admit(**SMALL)
+            assert (answer.status, answer.json["code"], answer.json["limit"]) == (
+                409,
+                "reach",
+                "enforcement.unadmitted",
+            )
+            assert str(directory) in answer.json["detail"]
+            assert answer.json["hint"]
+            assert node.get("/v1/leases").json["leases"] == []
+        assert not reaches(node, ANN)
+
+    def test_grant_to_one_that_waits_that_cannot_be_opened(self, make_node: Start) -> None:
+        """Nor is it one for a request that waited for it."""
+        node = make_node(simulate=1).start()
+        first = node.request("POST", "/v1/leases", SMALL).json["id"]
+        with two_callers(node) as (ann, _), unchangeable(node.pipe_directory("gpu0")), ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(ann.admit, **SMALL, wait=30)
+            wait_until(lambda: node.events("lease_waits", uid=ANN), what="a request to wait")
+            assert node.request("DELETE", f"/v1/leases/{first}").status == 204
+            answer = asked.result(timeout=20)
+            assert (answer.status, answer.json["code"]) == (409, "reach")
+            assert node.get("/v1/leases").json["leases"] == []
+        ended = wait_until(lambda: node.events("lease_ended", uid=ANN), what="that to be told")
+        assert [line["because"] for line in ended] == [answer.json["detail"]]
+
+    def test_way_that_cannot_be_closed(self, make_node: Start) -> None:
+        """A way that does not close is no readiness: the node says so, admits nobody there, and tries again."""
+        node = make_node(simulate=1, config=BRISK).start()
+        with two_callers(node) as (ann, _):
+            lease = granted(ann)
+            with unchangeable(node.pipe_directory("gpu0")):
+                end(ann, lease)
+                wait_until(lambda: node.events("reach_not_held"), what="that to be told")
+                wait_until(lambda: not node.get("/v1/status").json["healthy"], what="the node to be unhealthy")
+                refused = node.request("POST", "/v1/leases", SMALL)
+                assert refused.json["code"] == "daemon_not_ready"
+                assert "cannot be set to" in refused.json["detail"]
+            node.wait_for_state("gpu0", "ready")
+            assert not reaches(node, ANN)
+
+    def test_file_system_without_acls(self, make_node: Start, short_tmp: Path) -> None:
+        """Where the file system keeps no ACLs mpsd says so before it starts, and what helps; so does `mpsd check`."""
+        paths = short_tmp / "plain"
+        paths.mkdir()
+        node = make_node(simulate=1, rooted=False)
+        state = f'state_dir = "{node.root}/state"\nlog_dir = "{node.root}/log"\n'
+        node.config = f'[paths]\nruntime_dir = "{paths}/run"\n{state}'
+        node.configuration.write_text(node.config)
+        assert check(node).returncode == 0
+        with mounted("ramfs", paths):
+            status, said = node.refuse()
+            assert status == 78
+            checked = check(node)
+            assert checked.returncode == 78
+            for words in (said, checked.stderr):
+                assert "keeps no POSIX ACLs" in words
+                assert 'enforcement.unadmitted = "defaults"' in words
+            # What the hint says is what helps; and no reload takes that back.
+            node.config += DEFAULTS
+            node.launch()
+            api = paths / "run" / "mpsd.sock"
+            wait_until(api.is_socket, what="mpsd to listen")
+            with calling(api, uid=ANN) as ann:
+                wait_until(lambda: ann.admit(**SMALL).status == 201, what="a grant")
+            refused = node.reload(node.config.replace("defaults", "deny"))
+            assert refused["event"] == "settings_refused"
+            node.end()
+            for line in node.events("daemon_state", state="starting"):
+                kill(line["pid"])
+                wait_until(partial(gone, line["pid"]), what="the control daemon to end")
+
+
+def gone(pid: int) -> bool:
+    """Tell whether a process has ended."""
+    return not is_running(pid)
+
+
+def check(node: Node) -> "subprocess.CompletedProcess[str]":
+    """Run `mpsd check` on a node's configuration."""
+    command = [sys.executable, "-m", "mpsd", "check", "--config", str(node.configuration)]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=30, cwd=Path(__file__).parents[3]
+    )
+
+
+_CLONE_NEWUSER = 0x10000000
+"""From linux/sched.h; os.unshare came with CPython 3.12."""
+
+
+def in_user_namespace(node: Node, *, inside: int, outside: int) -> tuple[int, str]:
+    """Run NVIDIA's front-end as a uid of a user namespace that is another one outside."""
+    ready, go = os.pipe()
+    go_on, went = os.pipe()
+    script = (
+        "import ctypes, os\n"
+        f"os.setgroups([]); ctypes.CDLL(None).unshare({_CLONE_NEWUSER})\n"
+        f"os.write({go}, b'x'); os.read({go_on}, 1)\n"
+        f"os.setresgid({inside}, {inside}, {inside}); os.setresuid({inside}, {inside}, {inside})\n"
+        f"os.execv({str(node.control)!r}, [{str(node.control)!r}])\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-I", "-c", script], pass_fds=(go, go_on), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, cwd="/", env=node.by_hand("gpu0"),
+    ) as child:  # fmt: skip
+        try:
+            os.read(ready, 1)
+            for name in ("uid_map", "gid_map"):
+                Path(f"/proc/{child.pid}/{name}").write_text(f"{inside} {outside} 1\n", encoding="ascii")
+            os.write(went, b"x")
+            said, _ = child.communicate("get_default_active_thread_percentage\n", timeout=20)
+        finally:
+            for descriptor in (ready, go, go_on, went):
+                os.close(descriptor)
+    return child.returncode, said.strip()
+
+
+@contextlib.contextmanager
+def unchangeable(path: Path) -> Iterator[None]:
+    """Make a file immutable, also for root."""
+    if subprocess.run(["chattr", "+i", str(path)], capture_output=True, timeout=10, check=False).returncode != 0:
+        pytest.skip("no file can be made immutable here")
+    try:
+        yield
+    finally:
+        subprocess.run(["chattr", "-i", str(path)], check=True, timeout=10)
+
+
+@contextlib.contextmanager
+def mounted(kind: str, path: Path) -> Iterator[None]:
+    """Mount a file system of a kind, and unmount it at the end."""
+    done = subprocess.run(["mount", "-t", kind, kind, str(path)], capture_output=True, timeout=10, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"{kind} cannot be mounted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(path)], check=True, timeout=10)

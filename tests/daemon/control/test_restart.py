@@ -1,0 +1,336 @@
+"""A control daemon is drained and replaced: nobody is harmed, and whatever dies meanwhile, it is done once."""
+
+import json
+import os
+import random
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+
+from tests.daemon.conftest import Start
+from tests.daemon.control.operations import begin, ended, look, waiting
+from tests.daemon.scene import BRISK, branches, event, is_running, kill, limits_for, next_ready, stopped
+from tests.harness import wait_until
+from tests.node import Node
+from tests.real import RealDaemon
+from tests.simulated_clients import SimulatedClient, leased, variables
+
+SMALL = {"threads": 10, "memory": "1GiB", "gpu": "0"}
+RUNS = int(os.environ.get("MPSD_RUNS", "2"))
+FREE = '[enforcement]\nunadmitted = "allow"\ngrace = 0.3\n'
+
+
+@pytest.mark.parametrize("real", branches())
+class TestReal:
+    """With each of NVIDIA's own control daemons."""
+
+    def test_restart(self, make_node: Start, real: RealDaemon) -> None:
+        """A new one is there with the same limits, what the old one left is gone, and the other is not touched."""
+        node = make_node(simulate=2, control=real.control, config=limits_for(real)).start()
+        before = node.daemons()
+        left = node.pipe_directory("gpu0") / "control_lock"
+        left.write_text("it is the old one's")
+        done = ended(node, begin(node, "restart"))
+        after = node.daemons()
+        assert after["gpu0"]["pid"] != before["gpu0"]["pid"]
+        assert not is_running(before["gpu0"]["pid"])
+        assert f"pid {after['gpu0']['pid']} in the place of {before['gpu0']['pid']}" in done["because"]
+        assert after["gpu0"]["limits"] == before["gpu0"]["limits"]
+        assert after["gpu0"]["state"] == "ready"
+        assert after["gpu1"] == before["gpu1"]
+        assert left.read_text() == ""
+        (stopping,) = node.events("daemon_state", daemon="gpu0", state="stopping")
+        assert node.events("daemon_forced") == []
+        assert node.events("daemon_death") == []
+        assert stopping["pid"] == before["gpu0"]["pid"]
+
+    def test_waits_for_leases(self, make_node: Start, real: RealDaemon) -> None:
+        """Whoever has a lease keeps it; whoever may wait is let in afterwards; others are told what goes on."""
+        node = make_node(simulate=1, control=real.control).start()
+        before = node.daemons()["gpu0"]["pid"]
+        lease = node.request("POST", "/v1/leases", SMALL).json["id"]
+        operation = begin(node, "restart")
+        (occupant,) = waiting(node, operation)
+        assert (occupant["what"], occupant["lease"]) == ("lease", lease)
+        daemon = node.daemons()["gpu0"]
+        assert (daemon["state"], daemon["pid"]) == ("draining", before)
+        assert operation["id"] in daemon["operation"]
+        assert lease in daemon["operation"]
+        refused = node.request("POST", "/v1/leases", SMALL)
+        assert (refused.status, refused.json["limit"]) == (409, "hold")
+        assert operation["id"] in refused.json["detail"]
+        with ThreadPoolExecutor(1) as pool:
+            waits = pool.submit(node.request, "POST", "/v1/leases", {**SMALL, "wait": 30})
+            wait_until(lambda: node.events("lease_waits"), what="a request to wait")
+            assert node.request("DELETE", f"/v1/leases/{lease}").status == 204
+            ended(node, operation)
+            assert waits.result(timeout=10).status == 201
+        assert node.daemons()["gpu0"]["pid"] != before
+
+
+@pytest.fixture
+def node(make_node: Start) -> Node:
+    """Start a simulated node on which everybody may be a client."""
+    return make_node(simulate=1, control=None, config=FREE).start()
+
+
+class TestClients:
+    """With simulated clients."""
+
+    def test_it_waits(self, node: Node) -> None:
+        """A client goes on with its work, and the new control daemon comes when it has left."""
+        before = node.daemons()["gpu0"]["pid"]
+        with SimulatedClient(variables(node)) as client:
+            assert client.hello["mps"]
+            operation = begin(node, "restart")
+            (occupant,) = waiting(node, operation)
+            assert (occupant["what"], occupant["pid"]) == ("client", client.pid)
+            assert client.alloc("1GiB")["ok"]
+            assert client.compute(0.05)["ok"]
+            assert node.daemons()["gpu0"]["pid"] == before
+        ended(node, operation)
+        with SimulatedClient(variables(node)) as client:
+            assert client.hello["mps"]
+
+    def test_resumed(self, node: Node) -> None:
+        """A restart that still waits is given up by `resume`, and nobody has noticed anything."""
+        before = node.daemons()["gpu0"]["pid"]
+        with SimulatedClient(variables(node)) as client:
+            assert client.hello["mps"]
+            operation = begin(node, "restart")
+            waiting(node, operation)
+            begin(node, "resume")
+            assert "uid 0 resumed it" in ended(node, operation, "superseded")["because"]
+            assert node.wait_for_state("gpu0", "ready")["pid"] == before
+            assert client.compute(0.01)["ok"]
+
+    def test_timeout(self, node: Node) -> None:
+        """After it a client is ended, politely first, with its lease; each step is told."""
+        with leased(node, "--threads", "10", "--memory", "1GiB") as client:
+            assert client.hello["mps"]
+            lease = node.get("/v1/leases").json["leases"][0]["id"]
+            operation = begin(node, "drain", timeout=0.1)
+            found = ended(node, operation)
+            assert "ends who is there after 0.1 s" in found["because"]
+            client.process.wait(timeout=5)
+        forced = node.events("client_forced", pid=client.pid)
+        assert [each["rung"] for each in forced] == ["SIGTERM"]
+        over = event(node, "lease_ended", lease=lease)
+        assert "their time to leave is over" in over["because"]
+        assert node.daemons()["gpu0"]["state"] == "draining"
+        assert node.request("POST", "/v1/leases", SMALL).json["limit"] == "hold"
+        begin(node, "resume")
+        assert node.request("POST", "/v1/leases", SMALL).status == 201
+
+    def test_one_that_ignores_sigterm(self, node: Node) -> None:
+        """It is ended by its server, and only then killed."""
+        stubborn = ("sh", "-c", 'trap "" TERM; exec "$@"', "sh")
+        with SimulatedClient(variables(node), before=stubborn) as client:
+            assert client.hello["mps"]
+            ended(node, begin(node, "restart", timeout=0))
+            client.process.wait(timeout=5)
+        forced = [each["rung"] for each in node.events("client_forced", pid=client.pid)]
+        assert forced == ["SIGTERM", "terminate_client", "SIGKILL"]
+
+    def test_asked_for_long_after(self, node: Node) -> None:
+        """Whoever began something can ask what came of it, whatever else was wanted since, and of whichever mpsd."""
+        with SimulatedClient(variables(node)) as client:
+            assert client.hello["mps"]
+            given_up = begin(node, "drain")
+            restart = begin(node, "restart")
+        ended(node, restart)
+        node.end(signal.SIGKILL)
+        node.start(ready=False)
+        assert look(node, given_up)["state"] == "superseded"
+        assert look(node, restart)["state"] == "done"
+
+    @pytest.mark.parametrize("answers", [True, False])
+    def test_asked_for_before_it_was_found(self, node: Node, answers: bool) -> None:  # noqa: FBT001 - a parameter
+        """What is asked of an mpsd that has just started, and does not know yet what runs, is of what runs."""
+        before = node.daemons()["gpu0"]["pid"]
+        lease = node.request("POST", "/v1/leases", SMALL).json["id"]
+        operation = begin(node, "restart", timeout=None if answers else 60)
+        node.end(signal.SIGKILL)
+        kept = node.root / "state" / "gpu0.intention.json"
+        intention = json.loads(kept.read_bytes())
+        assert intention["wish"]["replaced"]["pid"] == before
+        intention["wish"]["replaced"] = None  # as it is while mpsd still looks for it
+        if not answers:
+            intention["wish"]["deadline"] = intention["wish"]["at"]
+            (node.pipe_directory("gpu0") / "control").unlink()
+        kept.write_text(json.dumps(intention))
+        node.start(ready=False)
+        if answers:
+            node.request("DELETE", f"/v1/leases/{lease}")
+        done = ended(node, operation)
+        (resumed,) = node.events("operation_resumed", operation=operation["id"])
+        assert (resumed["verb"], resumed["daemon"]) == ("restart", "gpu0")
+        assert f"in the place of {before}" in done["because"]
+        assert node.daemons()["gpu0"]["pid"] != before
+        assert not is_running(before)
+
+    def test_held_before(self, node: Node) -> None:
+        """A daemon that was held is held afterwards too."""
+        begin(node, "hold")
+        ended(node, begin(node, "restart"))
+        assert node.wait_for_state("gpu0", "held")
+
+    def test_drained(self, node: Node) -> None:
+        """A drain is over when nobody is left, and asked for again it is begun anew."""
+        first = ended(node, begin(node, "drain"))
+        second = ended(node, begin(node, "drain"))
+        assert first["id"] != second["id"]
+        assert "nobody is left on gpu0" in second["because"]
+
+    def test_whoever_comes_later(self, node: Node) -> None:
+        """The timeout of a drain is for those who are there then: when it is over, nobody is ended by it any more."""
+        ended(node, begin(node, "drain", timeout=0))
+        with SimulatedClient(variables(node)) as client:
+            assert client.hello["mps"]
+            wait_until(lambda: node.get("/v1/clients").json["clients"], what="it to be seen")
+            node.get("/healthz")  # what comes of that is begun by now
+            assert node.events("client_forced") == []
+            assert client.compute(0.01)["ok"]
+
+    def test_waits_for_an_orphan(self, node: Node) -> None:
+        """Who uses a server that outlived its control daemon cannot be asked: nothing is stopped while there is one."""
+        with SimulatedClient(variables(node)) as client:
+            server = client.hello["server"]
+            before = node.daemons()["gpu0"]["pid"]
+            kill(before)
+            after = next_ready(node, "gpu0", before)["pid"]
+            operation = begin(node, "restart")
+            (occupant,) = waiting(node, operation)
+            assert (occupant["what"], occupant["pid"]) == ("server", server)
+            assert node.daemons()["gpu0"]["state"] == "draining"
+            assert node.daemons()["gpu0"]["pid"] == after
+            assert client.compute(0.01)["ok"]
+            kill(server)
+        ended(node, operation)
+        assert node.daemons()["gpu0"]["pid"] != after
+
+    def test_events(self, node: Node) -> None:
+        """What was begun, by whom, and how it ended, are events."""
+        operation = ended(node, begin(node, "restart"))
+        (begun,) = node.events("operation_begun", operation=operation["id"])
+        (over,) = node.events("operation_ended", operation=operation["id"])
+        assert (begun["verb"], begun["daemon"], over["state"]) == ("restart", "gpu0", "done")
+        assert "uid 0 restarts it" in begun["because"]
+
+
+class TestStopped:
+    """A control daemon that does not answer."""
+
+    @pytest.mark.real_daemon(535)
+    def test_it_is_waited_for(self, make_node: Start) -> None:
+        """Nobody knows who is there, so nothing is done; when it goes on, so does the restart."""
+        node = make_node(simulate=1, config=BRISK).start()
+        pid = node.daemons()["gpu0"]["pid"]
+        with stopped(pid):
+            node.wait_for_state("gpu0", "unresponsive")
+            operation = begin(node, "restart")
+            assert look(node, operation)["state"] == "running"
+            assert is_running(pid)
+        ended(node, operation)
+        assert not is_running(pid)
+
+    @pytest.mark.real_daemon(535)
+    def test_by_force(self, make_node: Start) -> None:
+        """With a timeout it is ended, loudly."""
+        node = make_node(simulate=1, config=BRISK).start()
+        pid = node.daemons()["gpu0"]["pid"]
+        kill(pid, signal.SIGSTOP)
+        node.wait_for_state("gpu0", "unresponsive")
+        ended(node, begin(node, "restart", timeout=0))
+        assert not is_running(pid)
+        assert node.events("daemon_forced", daemon="gpu0")
+
+
+@pytest.mark.real_daemon(535)
+def test_failed(make_node: Start) -> None:
+    """A drain of a daemon that died too often ends in vain; a restart brings it back, to be as was wanted before."""
+    node = make_node(simulate=1).start()
+
+    def next_one(before: int | None) -> bool:
+        daemon = node.daemons()["gpu0"]
+        return daemon["state"] == "failed" or daemon["pid"] not in {None, before}
+
+    while (daemon := node.daemons()["gpu0"])["state"] != "failed":
+        kill(daemon["pid"])
+        wait_until(partial(next_one, daemon["pid"]), what="the next one")
+    node.wait_for_state("gpu0", "failed")
+    ended(node, begin(node, "drain"), "failed")
+    ended(node, begin(node, "restart"))
+    assert node.wait_for_state("gpu0", "draining")
+    begin(node, "resume")
+    assert node.wait_for_state("gpu0", "ready")
+
+
+@pytest.mark.timeout(60 + 30 * RUNS)
+@pytest.mark.parametrize("real", branches())
+def test_killed_at_any_step(make_node: Start, real: RealDaemon) -> None:
+    """However often mpsd is killed meanwhile, there is one new control daemon, and no more than one."""
+    node = make_node(simulate=1, control=real.control, config=limits_for(real)).start()
+    dice = random.Random(real.branch)
+    for _ in range(RUNS):
+        before = node.daemons()["gpu0"]["pid"]
+        started = len(node.events("daemon_state", daemon="gpu0", state="starting"))
+        operation = begin(node, "restart")
+        for _ in range(2):
+            for _ in range(dice.randrange(40)):  # each takes a millisecond or three
+                node.get("/healthz")
+            node.end(signal.SIGKILL)
+            node.start(ready=False)
+        ended(node, operation)
+        after = node.wait_for_state("gpu0", "ready")
+        assert after["pid"] != before
+        assert not is_running(before)
+        starts = node.events("daemon_state", daemon="gpu0", state="starting")[started:]
+        assert sum("was started" in each["because"] for each in starts) <= 1
+        assert after["limits"] == node.daemons()["gpu0"]["limits"]
+
+
+class TestLeaving:
+    """`mpsd run --stop-daemons-on-exit`."""
+
+    @pytest.mark.parametrize("real", branches())
+    def test_nobody_there(self, make_node: Start, real: RealDaemon) -> None:
+        """SIGTERM stops the control daemons too, and nothing is left that looks like one."""
+        node = make_node(simulate=2, control=real.control, arguments=("--stop-daemons-on-exit",)).start()
+        pids = [each["pid"] for each in node.daemons().values()]
+        assert node.end() == 0
+        assert not any(is_running(pid) for pid in pids)
+        assert not [*node.pipe_directory("gpu0").iterdir(), *node.pipe_directory("gpu1").iterdir()]
+
+    def test_clients_are_waited_for(self, make_node: Start) -> None:
+        """Nobody is let in, and the API says what it waits for; it ends with the last client."""
+        node = make_node(simulate=1, control=None, config=FREE, arguments=("--stop-daemons-on-exit",)).start()
+        pid = node.daemons()["gpu0"]["pid"]
+        with SimulatedClient(variables(node)) as client:
+            assert client.hello["mps"]
+            assert node.process is not None
+            node.process.send_signal(signal.SIGTERM)
+            node.wait_for_state("gpu0", "draining")
+            told = f"it waits for client {client.pid}"
+            wait_until(lambda: told in node.daemons()["gpu0"]["because"], what="it to say for whom it waits")
+            assert "to have it go on: systemctl start mpsd" in node.daemons()["gpu0"]["hint"]
+            assert node.request("POST", "/v1/leases", SMALL).json["code"] == "stopping"
+            assert not node.events("lease_refused")
+            assert client.compute(0.01)["ok"]
+        assert node.ended() == 0
+        assert not is_running(pid)
+
+    def test_a_second_signal(self, make_node: Start) -> None:
+        """It ends mpsd at once, and leaves the control daemon and its client alone."""
+        node = make_node(simulate=1, control=None, config=FREE, arguments=("--stop-daemons-on-exit",)).start()
+        pid = node.daemons()["gpu0"]["pid"]
+        with SimulatedClient(variables(node)) as client:
+            assert client.hello["mps"]
+            assert node.process is not None
+            node.process.send_signal(signal.SIGTERM)
+            node.wait_for_state("gpu0", "draining")
+            assert node.end() == 0
+            assert is_running(pid)
+            assert client.compute(0.01)["ok"]

@@ -1,0 +1,384 @@
+"""Limits: whoever asks too much is told which limit it is, and nobody else notices."""
+
+import contextlib
+import gzip
+import resource
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import pytest
+
+from tests.daemon.api.conftest import MakeLine
+from tests.daemon.caller import needs_root
+from tests.daemon.conftest import Start
+from tests.daemon.leases.asking import Line, Talk, message
+from tests.harness import wait_until
+from tests.node import Answer, Node
+
+pytestmark = [pytest.mark.real_daemon(535), needs_root]
+
+ANN, BOB = 2501, 2502
+
+SMALL: Final[dict[str, Any]] = {"threads": 1, "memory": "1GiB"}
+MIB: Final = 1024 * 1024
+LABELS: Final = {f"k{number}" + "x" * 60: "v" * 128 for number in range(32)}
+"""As many and as long as they may be."""
+
+KNOCK: Final = """
+import os, socket, sys
+path, uid = sys.argv[1], int(sys.argv[2])
+os.setresgid(uid, uid, uid)
+os.setresuid(uid, uid, uid)
+with socket.socket(socket.AF_UNIX) as first:
+    first.connect(path)
+    print(first.makefile().readline().split()[1], flush=True)
+while True:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+"""
+"""Connects as a user, again and again, and says what it is told first."""
+
+CONFIG: Final = """
+[api]
+header_deadline = 1.0
+requests_per_uid = 8
+events = 100
+"""
+
+Connect: TypeAlias = Callable[..., Talk]
+"""Connects to a node as some user; the connection stays until the test is over."""
+
+
+@pytest.fixture(scope="module")
+def node(node_for_all: Start) -> Node:
+    """Start the node that the tests of this module share: it is impatient, and it remembers little."""
+    return node_for_all(config=CONFIG).start()
+
+
+@pytest.fixture
+def line(node: Node, make_line: MakeLine) -> Iterator[Line]:
+    """Stand in front of it; after each test it runs, it is well, and it found no defect in itself."""
+    before = node.unharmed()
+    yield make_line(node)
+    assert node.exited() is None
+    assert node.unharmed() == before
+    assert node.events("api_defect") == []
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """Give what connects to a node."""
+    with contextlib.ExitStack() as stack:
+        yield lambda node, uid=None: stack.enter_context(Talk(node.socket, uid=uid))
+
+
+def too_many(answer: Answer, limit: str) -> None:
+    """See that this is the refusal for asking too much at a time."""
+    assert answer.headers["Content-Type"] == "application/problem+json"
+    problem = answer.json
+    assert (answer.status, problem["code"], problem["limit"]) == (429, "too_many_requests", limit), problem
+    assert problem["hint"]
+
+
+def served(line: Line, uid: int) -> bool:
+    """Tell whether a user is answered."""
+    return line.call("GET", "/healthz", uid=uid).answer().status == 200
+
+
+def closed(talk: Talk) -> bool:
+    """Tell whether the other side has closed a connection, without reading from it."""
+    poll = select.poll()
+    poll.register(talk, select.POLLRDHUP)
+    return bool(poll.poll(0))
+
+
+def readable(talk: Talk, seconds: float = 0) -> bool:
+    """Tell whether there is something to read on a connection, after waiting for that for so long."""
+    return bool(select.select([talk], [], [], seconds)[0])
+
+
+def memory(node: Node) -> int:
+    """Return the bytes of memory that mpsd has."""
+    status = Path(f"/proc/{node.pid}/status").read_text()
+    return int(next(each.split()[1] for each in status.splitlines() if each.startswith("VmRSS:"))) * 1024
+
+
+def descriptors(node: Node) -> int:
+    """Count what mpsd has open."""
+    return len(list(Path(f"/proc/{node.pid}/fd").iterdir()))
+
+
+class TestConnections:
+    """Connections of one user."""
+
+    def test_the_257th(self, line: Line, connect: Connect) -> None:
+        """A user has 256 connections; with the next it is told so before it says anything, and others are served."""
+        kept = []
+        for _ in range(256):
+            kept.append(connect(line.node, ANN))
+            assert kept[-1].ask("GET", "/healthz").status == 200
+        too_many(connect(line.node, ANN).answer(), "api.connections_per_uid")
+        assert line.call("GET", "/v1/status", uid=BOB).answer().status == 200
+        assert line.node.get("/v1/status").status == 200
+        kept.pop().close()
+        # Until mpsd has seen that, who comes is turned away, perhaps before it has said anything.
+        wait_until(lambda: served(line, ANN), what="room for another one", not_yet=(OSError, EOFError))
+
+    def test_at_the_door(self, line: Line, connect: Connect) -> None:
+        """However fast processes connect whose user has too many connections, those who are in are answered."""
+        inside, kept = connect(line.node, BOB), [connect(line.node, ANN) for _ in range(256)]
+        assert [each.ask("GET", "/healthz").status for each in kept] == [200] * 256
+        with contextlib.ExitStack() as stack:
+            for _ in range(2):
+                argv = [sys.executable, "-c", KNOCK, str(line.node.socket), str(ANN)]
+                knocking = stack.enter_context(subprocess.Popen(argv, stdout=subprocess.PIPE))
+                stack.callback(knocking.kill)
+                assert knocking.stdout is not None
+                assert knocking.stdout.readline() == b"429\n"
+            assert [inside.ask("GET", "/healthz").status for _ in range(10)] == [200] * 10
+        # What they left at the door has to be turned away first: until then the kernel lets nobody wait there.
+        wait_until(lambda: served(line, BOB), what="room at the door", not_yet=(OSError, EOFError))
+
+    def test_silence(self, line: Line, connect: Connect) -> None:
+        """Whoever says nothing, or does not end its first request's head, is shown out when its time is over."""
+        silent = [connect(line.node, uid) for uid in (ANN, BOB) for _ in range(50)]
+        head = message("POST", "/v1/leases", SMALL)
+        for number, talk in enumerate(silent):
+            talk.send(head[: number % 40])
+        assert line.granted(uid=ANN, **SMALL)
+        wait_until(lambda: all(closed(each) for each in silent), what="the silent ones to be shown out")
+        assert {each.rest() for each in silent} == {b""}
+
+    def test_one_byte_at_a_time(self, line: Line, connect: Connect) -> None:
+        """Nor does it help to say a little now and then."""
+        slow = connect(line.node, ANN)
+        head = iter(b"GET /healthz HTTP/1.1\r\n" + b"X: y\r\n" * 1000)
+
+        def drip() -> bool:
+            with contextlib.suppress(BrokenPipeError):
+                slow.send(bytes([next(head)]))
+            return closed(slow)
+
+        wait_until(drip, what="the slow one to be shown out")
+        assert slow.rest() == b""
+
+    def test_a_connection_that_was_used(self, line: Line, connect: Connect) -> None:
+        """One that has said something may keep its connection: that deadline is for the first request."""
+        kept, silent = connect(line.node), connect(line.node)
+        assert kept.ask("GET", "/healthz").status == 200
+        wait_until(lambda: closed(silent), what="the silent one to be shown out")
+        assert kept.ask("GET", "/healthz").status == 200
+
+    def test_coming_and_going(self, line: Line) -> None:
+        """Thousands that connect and go, at any moment of their request, leave no descriptor open."""
+        before, request = descriptors(line.node), message("GET", "/healthz")
+        for number in range(2000):
+            with Talk(line.node.socket, uid=ANN) as talk, contextlib.suppress(BrokenPipeError):
+                talk.send(request[: number % (len(request) + 1)])
+            if number % 100 == 0:
+                assert served(line, BOB)  # no more than the kernel lets wait at the door
+        wait_until(lambda: descriptors(line.node) <= before + 1, what="mpsd to close what its callers closed")
+
+
+class TestRequests:
+    """Requests in flight of one user, and their bodies."""
+
+    def test_the_ninth(self, line: Line, connect: Connect) -> None:
+        """As many as it may: those that wait and those that follow count; others are served, and so is it, later."""
+        line.granted(threads=100, memory="1GiB", gpu="0")
+        waiting = [line.waits(uid=ANN, **SMALL, gpu="0")[0] for _ in range(4)]
+        followers = [connect(line.node, ANN) for _ in range(4)]
+        for each in followers:
+            each.send(message("GET", "/v1/events?follow=true"))
+            assert readable(each, 10)
+        for method, target, body in (("GET", "/healthz", None), ("POST", "/v1/leases", SMALL), ("DELETE", "/x", None)):
+            too_many(line.call(method, target, body, uid=ANN).answer(), "api.requests_per_uid")
+        assert line.call("GET", "/v1/status", uid=BOB).answer().status == 200
+        followers[0].close()
+        wait_until(lambda: served(line, ANN), what="a request to be over")
+        waiting[0].hang_up()
+        wait_until(lambda: len(line.queue()) == 3, what="the queue to be shorter")
+
+    def test_on_one_connection(self, line: Line, connect: Connect) -> None:
+        """Requests that come one behind the other over one connection are one in flight, however many."""
+        talk = connect(line.node, ANN)
+        talk.send(message("GET", "/healthz") * 200)
+        assert [talk.answer().status for _ in range(200)] == [200] * 200
+
+    @pytest.mark.parametrize(("size", "status"), [(64 * 1024, 422), (64 * 1024 + 1, 413), (1024 * 1024, 413)])
+    @pytest.mark.parametrize("how", ["announced", "chunked"])
+    def test_body(self, line: Line, connect: Connect, size: int, status: int, how: str) -> None:
+        """A body has 64 KiB at most, whether its size was announced or not."""
+        body, talk = b" " * size, connect(line.node, ANN)
+        with contextlib.suppress(BrokenPipeError):
+            if how == "chunked":
+                talk.send(b"POST /v1/leases HTTP/1.1\r\nHost: mpsd\r\nTransfer-Encoding: chunked\r\n\r\n")
+                for piece in (body[start : start + 4096] for start in range(0, size, 4096)):
+                    talk.send(b"%x\r\n%b\r\n" % (len(piece), piece))
+                talk.send(b"0\r\n\r\n")
+            else:
+                talk.send(message("POST", "/v1/leases", body))
+        answer = talk.answer()
+        assert (answer.status, answer.json["limit"]) == (status, "body" if status == 413 else None)
+
+    def test_compressed_body(self, line: Line, connect: Connect) -> None:
+        """What was compressed is not blown up: it is taken as it is, which is no JSON."""
+        bomb = gzip.compress(b" " * 50_000_000)
+        assert len(bomb) < 64 * 1024
+        before = memory(line.node)
+        assert connect(line.node, ANN).ask("POST", "/v1/leases", bomb, "Content-Encoding: gzip").status == 422
+        assert memory(line.node) - before < 4 * MIB
+
+    def test_body_that_does_not_come(self, line: Line, connect: Connect) -> None:
+        """A body that is announced and does not come, or comes a byte at a time, is waited for as long as a head is."""
+        slow = [connect(line.node, ANN) for _ in range(8)]
+        for each in slow:
+            each.send(b"POST /v1/leases HTTP/1.1\r\nHost: mpsd\r\nContent-Length: 60000\r\n\r\n{")
+        too_many(line.call("GET", "/healthz", uid=ANN).answer(), "api.requests_per_uid")
+
+        def drip() -> bool:
+            slow[0].send(b" ")
+            return readable(slow[0])
+
+        wait_until(drip, what="an answer to come")
+        for answer in (each.answer() for each in slow):
+            assert (answer.status, answer.json["limit"]) == (422, "api.header_deadline")
+        assert served(line, ANN)
+
+    def test_labels(self, line: Line) -> None:
+        """A lease has 32 labels at most: it is kept for long, and told to everybody who asks."""
+        assert line.ask(**SMALL, labels={f"k{number}": "v" for number in range(33)}).status == 422
+        assert line.granted(**SMALL, labels=LABELS)["labels"] == LABELS
+
+
+class TestReaders:
+    """Callers that ask and do not read the answer."""
+
+    def test_pipelining(self, line: Line, connect: Connect) -> None:
+        """One that sends without end and reads nothing is made to wait; it costs a connection, and no memory."""
+        before, many = memory(line.node), message("GET", "/v1/openapi.json") * 50
+        for _ in range(20):
+            deaf = connect(line.node, ANN)
+            deaf.connection.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                for _ in range(2000):
+                    deaf.connection.send(many)
+        for _ in range(20):
+            assert line.call("GET", "/v1/status", uid=BOB).answer().status == 200
+        assert memory(line.node) - before < 20 * MIB
+
+    @pytest.mark.parametrize("behind", [b"x" * 65536, message("GET", "/healthz") * 1000], ids=["noise", "requests"])
+    def test_behind_one_that_waits(self, line: Line, connect: Connect, behind: bytes) -> None:
+        """One that sends on and on while it waits for its lease is not listened to meanwhile."""
+        line.granted(threads=100, memory="1GiB", gpu="0")
+        deaf, sent, before = connect(line.node, ANN), 0, memory(line.node)
+        deaf.send(message("POST", "/v1/leases", {**SMALL, "gpu": "0", "wait": None}))
+        deaf.connection.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(500):
+                sent += deaf.connection.send(behind)
+                assert line.node.get("/healthz").status == 200  # mpsd has had the time to read it
+        assert sent < 4 * MIB
+        assert memory(line.node) - before < 8 * MIB
+
+    @pytest.mark.parametrize("upgrade", ["websocket", "h2c"])
+    def test_upgrade(self, line: Line, connect: Connect, upgrade: str) -> None:
+        """One that asks for another protocol is told that there is none, and gets nothing of what it asked for."""
+        before, talk = line.queue(), connect(line.node, ANN)
+        request = message("POST", "/v1/leases", SMALL, f"Upgrade: {upgrade}", "Connection: Upgrade")
+        with contextlib.suppress(BrokenPipeError):
+            talk.send(message("GET", "/healthz") + request + message("GET", "/healthz") * 10)
+        assert talk.answer().status == 200
+        answer = talk.answer()
+        assert (answer.status, "Upgrade" in answer.json["detail"]) == (400, True)
+        assert talk.rest() == b""
+        assert (line.queue(), line.node.get("/v1/leases").json["leases"]) == (before, [])
+
+    def test_large_answers(self, make_node: Start, make_line: MakeLine, connect: Connect) -> None:
+        """One that does not read a large answer is hung up on; mpsd does not hold it for as long as that likes."""
+        line = make_line(make_node(simulate=1, config="[api]\nrequests_per_uid = 50\n").start())
+        for _ in range(40):
+            line.granted(uid=ANN, **SMALL, labels=LABELS)
+        size = len(line.call("GET", "/v1/leases", uid=ANN).answer().body)
+        assert size > 200_000  # more than fits between mpsd and its reader
+        before = memory(line.node)
+        deaf = [connect(line.node, ANN) for _ in range(50)]
+        for each in deaf:
+            each.send(message("GET", "/v1/leases"))
+        assert all(readable(each, 20) for each in deaf)
+        too_many(line.call("GET", "/healthz", uid=ANN).answer(), "api.requests_per_uid")
+        assert memory(line.node) - before < 50 * 2 * size + 8 * MIB
+        wait_until(lambda: all(closed(each) for each in deaf), what="the deaf ones to be hung up on", deadline=20)
+        assert served(line, ANN)
+
+
+class TestDescriptors:
+    """mpsd without a descriptor to spare."""
+
+    @pytest.mark.parametrize("most", [64, 100])
+    def test_out_of_descriptors(self, make_node: Start, make_line: MakeLine, connect: Connect, most: int) -> None:
+        """Many users with many connections use up what there is for connections, and nothing else; then all is well."""
+        config = "[api]\nconnections_per_uid = 1000\n[daemon]\nprobe_interval = 0.2\n"
+        line = make_line(make_node(simulate=1, config=config).start())
+        lease, before, pid = line.granted(uid=ANN, **SMALL), descriptors(line.node), line.node.daemons()["gpu0"]["pid"]
+        _, hard = resource.prlimit(line.node.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(line.node.pid, resource.RLIMIT_NOFILE, (most, hard))
+        crowd = [connect(line.node, ANN if number == 0 else 2600 + number % 20) for number in range(200)]
+        too_many(crowd[-1].answer(), "descriptors")
+        inside = [each for each in crowd if not readable(each)]
+        assert most // 4 < len(inside) < most - before
+        # There is enough left for what a lease needs, also for its control daemon to be asked meanwhile.
+        assert inside[0] is crowd[0]
+        assert inside[0].ask("POST", "/v1/leases", SMALL).status == 201
+        assert descriptors(line.node) < most
+        for each in crowd:
+            each.close()
+        wait_until(lambda: served(line, BOB), what="room", not_yet=(OSError, EOFError))
+        assert line.lease(lease)["state"] == "granted"
+        wait_until(lambda: descriptors(line.node) <= before + 2, what="the descriptors to be given back")
+        assert line.node.daemons()["gpu0"]["pid"] == pid
+        assert line.node.events("daemon_state", state="unresponsive") == []
+        assert 0 < len(line.node.events("door_stuck")) < 5
+
+
+class TestMemory:
+    """What many requests leave behind: nothing."""
+
+    def test_flat(self, line: Line) -> None:
+        """After 20,000 requests, ordinary and hostile ones, mpsd has the memory that it had after the first 4,000."""
+        sizes = []
+        for _ in range(10):
+            self.two_thousand(line)
+            sizes.append(memory(line.node))
+
+        assert sizes[-1] - sizes[1] < 6 * MIB, [size // 1024 for size in sizes]
+
+    def two_thousand(self, line: Line) -> None:
+        """Send 2,000 requests of all kinds."""
+        lease = line.granted(uid=ANN, **SMALL)["id"]
+        kinds = [
+            message("GET", "/v1/leases"),
+            message("GET", f"/v1/leases/{lease}"),
+            message("POST", "/v1/leases", {"threads": 1000, "memory": "1GiB"}),
+            message("POST", "/v1/leases", {**SMALL, "memory": "100GiB"}),
+            message("POST", "/v1/leases", b"[" * 2000),
+            message("POST", "/v1/leases", b"\xff" * 60000),
+            message("POST", f"/v1/leases/{lease}/renew", {"ttl": 1e9}),
+            message("PUT", "/v1/gpus", {}),
+            message("GET", "/v1/events?after=99999999999999999999"),
+        ]
+        with Talk(line.node.socket, uid=ANN) as talk:
+            for number in range(180):
+                talk.send(
+                    b"".join([*kinds, message("GET", f"/nowhere/{lease}/{number}", None, f"X-{number}: {lease}")])
+                )
+                assert all(talk.answer().status < 500 for _ in range(10))
+        rude = [b"\x16\x03\x01", b"GET / HTTP/9\r\n\r\n", b"A" * 9000, kinds[0][:20], kinds[0]]
+        for number in range(200):
+            with Talk(line.node.socket, uid=ANN) as talk:
+                talk.send(rude[number % len(rude)])
+        line.release({"id": lease})

@@ -1,0 +1,250 @@
+"""Whose client a process is: by its family, by its control group, and never by a number that somebody else has now.
+
+The processes and control groups are real, and so are the clients and servers of the simulated node.
+"""
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from mpsd.simulator.client import program
+from tests.daemon.caller import Caller, calling
+from tests.daemon.conftest import Start
+from tests.daemon.scene import GIB, MIB, event, kill, needs_last_pid, with_pid
+from tests.harness import look_at, wait_until
+from tests.node import Node
+from tests.simulated_clients import WAITS, SimulatedClient, leased, variables
+
+PART: Final = (25.0, 2 * GIB)
+CLOSED: Final = (0.1, MIB)
+
+SHORT: Final = "[enforcement]\nattach_window = 0.2\n"
+LONG: Final = "[enforcement]\nattach_window = 60.0\n"
+
+_SHELL: Final = ("sh", "-c", '"$@"; exit', "sh")
+"""Starts what follows as its child, and waits for it."""
+
+
+@pytest.fixture
+def node(make_node: Start) -> Node:
+    """Start a node, whose policy is to report."""
+    return make_node(simulate=1, control=None, config=SHORT).start()
+
+
+def lease(node: Node, lease_id: str) -> dict[str, Any]:
+    """Return a lease."""
+    found: dict[str, Any] = node.get(f"/v1/leases/{lease_id}").json
+    return found
+
+
+def clients(node: Node, lease_id: str) -> list[int]:
+    """Have the control daemon asked anew, and return the clients of a lease."""
+    assert node.get(f"/v1/leases/{lease_id}/verify").status == 200
+    found: list[int] = lease(node, lease_id)["clients"]
+    return found
+
+
+def has(client: SimulatedClient) -> tuple[float, int]:
+    """Return what a client has."""
+    return client.hello["active_thread_percentage"], client.hello["pinned_device_mem_limit"]
+
+
+# -- family ------------------------------------------------------------------------------------------------------------
+
+
+def test_parents_that_are_gone(node: Node) -> None:
+    """A client stays its lease's when all who started it are gone, to the next mpsd too; with it the lease ends."""
+    with leased(node, "--threads", "25", "--memory", "2GiB", within=_SHELL * 2) as holder:
+        pid = holder.hello["pid"]
+        lease_id = event(node, "client_attributed", client=pid)["lease"]
+        client = look_at(pid)
+        assert client is not None
+        assert client.parent != holder.pid
+        kill(client.parent)
+        holder.kill()
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            assert clients(node, lease_id) == [pid]
+            assert node.get(f"/v1/leases/{lease_id}/verify").json["ok"]
+            node.end(number)
+            node.start()
+        assert holder.do("sync")["ok"]
+        holder.tell("exit")
+        ended = wait_until(
+            lambda: (found := lease(node, lease_id))["state"] == "ended" and found, what="the lease to end with it"
+        )
+        assert ended["because"] == f"its holder, pid {holder.pid}, is gone, and so is its last client, pid {pid}"
+    assert node.events("violation") == []
+
+
+def test_child_of_a_client(node: Node, short_tmp: Path) -> None:
+    """What a client starts is its lease's client too, also when the holder, from which both descend, is gone."""
+    fifo = short_tmp / "go"
+    os.mkfifo(fifo)
+    told = os.open(fifo, os.O_RDWR)
+    child_of_it = ("sh", "-c", f'(read go && exec "$@") <{fifo} >{os.devnull} & exec "$@"', "sh")
+    asked = ("--threads", "50", "--memory", "4GiB", "--processes", "2")
+    try:
+        with leased(node, *asked, within=(*_SHELL, *child_of_it)) as holder:
+            pid = holder.hello["pid"]
+            lease_id = event(node, "client_attributed", client=pid)["lease"]
+            holder.kill()
+            os.write(told, b"go\n")
+            child = wait_until(lambda: {*clients(node, lease_id)} - {pid}, what="the child to be its lease's")
+            found = look_at(*child)
+            assert found is not None
+            assert found.parent == pid
+            os.write(told, b"exit\n")
+            wait_until(lambda: clients(node, lease_id) == [pid], what="the child to be gone")
+    finally:
+        os.close(told)
+    assert node.events("violation") == []
+
+
+# -- control group -----------------------------------------------------------------------------------------------------
+
+
+def mounted(hierarchy: str) -> Path | None:
+    """Return where a hierarchy of control groups is mounted, as far as this process can go."""
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
+        place, _, rest = line.partition(" - ")
+        kind, _, options = rest.split(" ", 2)
+        if kind == hierarchy or hierarchy in options.split(","):
+            return Path(place.split()[4])
+    return None
+
+
+@contextlib.contextmanager
+def control_group(hierarchy: str, name: str) -> Iterator[Path]:
+    """Make a control group, and remove it when all of its processes have ended."""
+    top = mounted(hierarchy)
+    if top is None or not os.access(top, os.W_OK):
+        pytest.skip(f"no control group can be made in {hierarchy} here")
+    group = top / f"{name}-{os.getpid()}.scope"
+    group.mkdir()
+    try:
+        yield group
+    finally:
+        wait_until(lambda: not (group / "cgroup.procs").read_text(), what=f"all in {group} to have ended")
+        group.rmdir()
+
+
+def joins(group: Path) -> tuple[str, ...]:
+    """Return what joins a control group, and becomes what follows."""
+    return "sh", "-c", 'echo $$ >"$0" && exec "$@"', str(group / "cgroup.procs")
+
+
+def granted(caller: Caller, group: Path, **asked: Any) -> str:
+    """Have a process of a control group take out a lease, and return its id."""
+    (group / "cgroup.procs").write_text(f"{caller.pid}", encoding="ascii")
+    answer = caller.admit(**{"threads": 25, "memory": 2 * GIB, "gpu": "0", **asked})
+    assert answer.status == 201, answer.body
+    found: str = answer.json["id"]
+    return found
+
+
+@pytest.mark.parametrize("hierarchy", ["name=systemd", "cgroup2"])
+def test_no_relative(node: Node, hierarchy: str) -> None:
+    """Who has no family with a lease is that lease's which alone is in its control group, as far as that has room."""
+    with (
+        control_group(hierarchy, "job") as job,
+        control_group(hierarchy, "other") as other,
+        calling(node.socket) as caller,
+        calling(node.socket) as another,
+    ):
+        lease_id = granted(caller, job)
+        with SimulatedClient(variables(node), before=joins(other)) as stranger:
+            assert event(node, "violation", pid=stranger.hello["pid"])["kind"] == "no_lease"
+        with SimulatedClient(variables(node), before=joins(job)) as mate:
+            event(node, "client_attributed", client=mate.hello["pid"], lease=lease_id)
+            assert has(mate) == PART
+            assert node.get(f"/v1/leases/{lease_id}/verify").json["ok"]
+            with SimulatedClient(variables(node), before=joins(job)) as too_many:
+                told = event(node, "violation", pid=too_many.hello["pid"])
+                assert (told["kind"], told["lease"]) == ("processes", lease_id)
+        # With a second lease in the group nobody can know whose it would be.
+        granted(another, job)
+        with SimulatedClient(variables(node), before=joins(job)) as whose:
+            told = event(node, "violation", pid=whose.hello["pid"])
+            assert (told["kind"], told["lease"]) == ("no_lease", None)
+
+
+def test_login_session(node: Node) -> None:
+    """The control group of a login session is no job: not all that its user starts there is one lease's."""
+    with control_group("cgroup2", "session") as group, calling(node.socket) as caller:
+        granted(caller, group)
+        with SimulatedClient(variables(node), before=joins(group)) as client:
+            assert event(node, "violation", pid=client.hello["pid"])["kind"] == "no_lease"
+
+
+# -- those that come late ----------------------------------------------------------------------------------------------
+
+
+def test_late(node: Node) -> None:
+    """Who comes when the window is over has next to nothing, unless it was asked for: by the API, or by mpsctl."""
+    asked = {"threads": 50, "memory": 4 * GIB, "gpu": "0", "processes": 2}
+    found = node.request("POST", "/v1/leases", asked).json
+    own = {name: str(value) for name, value in found["env"].items()}
+    lease_id, route = found["id"], f"/v1/leases/{found['id']}/attach"
+
+    def is_closed() -> bool:
+        daemon = node.daemons()["gpu0"]
+        return bool(daemon["verified"]) and tuple(daemon["limits"].values()) == CLOSED
+
+    with SimulatedClient(own) as first:
+        assert has(first) == PART
+        wait_until(is_closed, what="the window to be over")
+        with SimulatedClient(own) as late:
+            assert has(late) == CLOSED
+            assert {*clients(node, lease_id)} == {first.pid, late.pid}
+        for by in ("api", "mpsctl"):
+            wait_until(lambda: clients(node, lease_id) == [first.pid] and is_closed(), what="room for another one")
+            node.reload(LONG)  # from here on nothing closes by itself
+            if by == "api":
+                assert node.request("POST", route).status == 200
+            else:
+                assert node.mpsctl("attach", lease_id).returncode == 0
+            with SimulatedClient(own) as second:
+                assert has(second) == PART
+                wait_until(lambda: len(clients(node, lease_id)) == 2 and is_closed(), what="it to be closed behind it")
+                # There is no third to be waited for.
+                refused = node.request("POST", route)
+                assert (refused.status, refused.json["code"]) == (409, "does_not_fit")
+                assert is_closed()
+            node.reload(SHORT)
+        node.request("DELETE", f"/v1/leases/{lease_id}")
+        assert node.request("POST", route).status == 404
+        wait_until(is_closed, what="it to be closed behind the lease")
+
+
+# -- pids --------------------------------------------------------------------------------------------------------------
+
+
+@needs_last_pid
+@pytest.mark.parametrize("meanwhile", [None, signal.SIGKILL])
+def test_pid_of_somebody_else(node: Node, meanwhile: signal.Signals | None) -> None:
+    """Who has the pid of a client that is gone is not its lease's client, also where mpsd was gone in between."""
+    with SimulatedClient(variables(node), before=WAITS) as client, calling(node.socket) as caller:
+        answer = caller.admit(threads=25, memory=2 * GIB, gpu="0", pid=client.pid)
+        lease_id = answer.json["id"]
+        assert client.process.stdin is not None
+        client.process.stdin.write(b"go\n")
+        event(node, "client_attributed", client=client.hello["pid"], lease=lease_id)
+        if meanwhile is not None:
+            node.end(meanwhile)
+        client.kill()
+        with with_pid(client.pid, *program(), env={**os.environ, **variables(node)}) as other:
+            assert other.stdin is not None
+            assert other.stdout is not None
+            other.stdin.write(b"go\n")
+            assert json.loads(other.stdout.readline())["mps"]
+            if meanwhile is not None:
+                node.start()
+            told = event(node, "violation", pid=other.pid)
+            assert (told["kind"], told["lease"]) == ("no_lease", None)
+            assert lease(node, lease_id)["state"] == "ended"

@@ -1,0 +1,161 @@
+"""Clients that make up their environment never have more than was open to them: real processes on a simulated node.
+
+MPSD_RUNS says how many clients of leases there are to be in each mode; a few dozen when it is not set.
+"""
+
+import os
+import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pytest
+
+from mpsd.core.compute_mode import ComputeMode
+from mpsd.core.enforcement.ceiling import SMALLEST
+from mpsd.core.model import Limits
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.simulator.client import program
+from tests.daemon.caller import needs_root
+from tests.daemon.conftest import Start
+from tests.daemon.scene import GIB, MIB, event
+from tests.environments import any_environment
+from tests.harness import wait_until
+from tests.node import Node
+from tests.simulated_clients import WAITS, SimulatedClient, gpus, variables
+
+RUNS: Final = int(os.environ.get("MPSD_RUNS", "20"))
+TOGETHER: Final = 4
+
+_AS_ANOTHER: Final = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from mpsd.simulator import client
+os.setgroups([]); os.setresgid(61003, 61003, 61003); os.setresuid(61003, 61003, 61003)
+sys.exit(client.main())
+"""
+"""Becomes a client of another uid, which need not be able to read the program."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a client has: in tenths of a percent, as a limit in bytes, and in bytes that it could allocate."""
+
+    threads: int
+    limit: int | None
+    allocated: int
+
+    def within(self, threads: int, memory: int) -> bool:
+        """Tell whether that is no more than this."""
+        return self.threads <= threads and self.limit is not None and self.limit <= memory and self.allocated <= memory
+
+
+def look_at(client: SimulatedClient) -> Seen:
+    """Have a client allocate until it is refused, and return what it has."""
+    size, allocated = 64 * GIB, 0
+    while size >= MIB:
+        answer = client.alloc(f"{size}B")
+        allocated = answer["allocated"] if answer["ok"] else allocated
+        size = size if answer["ok"] else size // 2
+    hello = client.hello
+    assert hello["mps"]
+    return Seen(round(hello["active_thread_percentage"] * 10), hello["pinned_device_mem_limit"], allocated)
+
+
+def granted_client(node: Node, dice: random.Random) -> tuple[Limits, Seen]:
+    """Have a process take out a lease, become a client in an environment of its own, and go; return both."""
+    limits = Limits(
+        ActiveThreadPercentage(dice.randint(1, 999 // TOGETHER)), PinnedDeviceMemLimit(dice.randint(1, 16 * 1024))
+    )
+    memory = limits.pinned_device_mem_limit
+    assert memory is not None
+    with SimulatedClient({**variables(node), **any_environment(dice, limits)}, before=WAITS) as client:
+        asked = {"threads": float(limits.active_thread_percentage), "memory": memory.bytes, "gpu": "0"}
+        answer = node.request("POST", "/v1/leases", {**asked, "pid": client.pid})
+        assert answer.status == 201, answer.body
+        assert client.process.stdin is not None
+        client.process.stdin.write(b"\n")
+        assert client.hello["ok"], client.hello
+        return limits, look_at(client)
+
+
+def late_client(node: Node, dice: random.Random) -> None:
+    """Have the second process of a lease come after `attach`, and see what it has."""
+    threads, memory = dice.randint(1, 100), dice.randint(1, 1024)
+    asked = {"threads": threads / 5, "memory": 2 * memory * MIB, "gpu": "0", "processes": 2}
+    lease = node.request("POST", "/v1/leases", asked).json["id"]
+    part = Limits(ActiveThreadPercentage(threads), PinnedDeviceMemLimit(memory))
+    with SimulatedClient({**variables(node), **any_environment(dice, part)}) as first:
+        event(node, "client_attributed", client=first.hello["pid"])
+        answer = node.request("POST", f"/v1/leases/{lease}/attach")
+        assert answer.status == 200, answer.body
+        with SimulatedClient({**variables(node), **any_environment(dice, part)}) as second:
+            for client in (first, second):
+                assert look_at(client).within(threads, memory * MIB)
+    node.request("DELETE", f"/v1/leases/{lease}")
+
+
+def stray(node: Node, dice: random.Random) -> None:
+    """Have a process without a lease come when nobody is waited for, and see what it has."""
+
+    def is_closed() -> bool:
+        daemon: dict[str, Any] = node.daemons()["gpu0"]
+        return bool(daemon["verified"]) and daemon["limits_wanted"] == {
+            "active_thread_percentage": 0.1,
+            "pinned_device_mem_limit": MIB,
+        }
+
+    wait_until(is_closed, what=f"the limits to be closed; the log is {node.stderr}")
+    whole = Limits(ActiveThreadPercentage(1000), PinnedDeviceMemLimit(80 * 1024))
+    with SimulatedClient({**variables(node), **any_environment(dice, whole)}) as client:
+        assert look_at(client).within(SMALLEST.active_thread_percentage.tenths, MIB)
+
+
+def foreigner(node: Node) -> dict[str, Any]:
+    """Have a process of another uid come, and return what it says."""
+    root, _, _ = program()[3].rpartition("/mpsd/")
+    with SimulatedClient(variables(node), before=(sys.executable, "-I", "-S", "-c", _AS_ANOTHER, root)) as client:
+        return client.hello
+
+
+def living(node: Node) -> list[str]:
+    """Return the leases that there are."""
+    return [lease["id"] for lease in node.get("/v1/leases").json["leases"]]
+
+
+@needs_root
+@pytest.mark.timeout(60 + 2 * RUNS)
+@pytest.mark.parametrize("mode", ["strict", "shared"])
+def test_never_more(make_node: Start, mode: str) -> None:
+    """No client has more than its part in strict mode, or than the largest in shared; nobody else has anything."""
+    dice = random.Random(mode)
+    node = make_node(simulate=1, control=None, config=f'[enforcement]\nattach = "{mode}"\n').start()
+    gpus(node)[0].set_compute_mode(ComputeMode.EXCLUSIVE_PROCESS)
+    runs = 0
+    with SimulatedClient(variables(node)) as keeper, ThreadPoolExecutor(TOGETHER + 1) as pool:
+        assert keeper.hello["mps"]  # so that a server is there, and the GPU is taken
+        own = node.request("POST", "/v1/leases", {"threads": 0.1, "memory": MIB, "gpu": "0", "pid": keeper.pid}).json[
+            "id"
+        ]
+        while runs < RUNS:
+            together = dice.randint(1, TOGETHER)
+            other = pool.submit(foreigner, node)
+            calls = [pool.submit(granted_client, node, random.Random(dice.random())) for _ in range(together)]
+            found = [call.result(timeout=60) for call in calls]
+            assert other.result(timeout=60)["error"] == "CUDA_ERROR_DEVICE_UNAVAILABLE"
+            sizes = [limits for limits, _ in found]
+            threads = [each.active_thread_percentage.tenths for each in sizes]
+            memory = [each.pinned_device_mem_limit.bytes for each in sizes if each.pinned_device_mem_limit]
+            for number, (_, seen) in enumerate(found):
+                if mode == "strict":
+                    assert seen.within(threads[number], memory[number]), node.stderr
+                else:
+                    assert seen.within(max(threads), max(memory)), node.stderr
+            runs += together
+            wait_until(lambda: living(node) == [own], what="their leases to end")
+            stray(node, dice)
+            if dice.random() < 0.3:
+                late_client(node, dice)
+                runs += 2
+                stray(node, dice)

@@ -1,0 +1,475 @@
+"""The queue, as callers see it: who waits, for what, in which order, and how waiting ends."""
+
+import os
+import signal
+import time
+from typing import Any, Final
+
+import pytest
+
+from tests.daemon.caller import calling, needs_root
+from tests.daemon.conftest import Start
+from tests.daemon.leases.asking import Call, Line
+from tests.daemon.leases.conftest import MakeLine
+from tests.daemon.scene import BRISK, GIB, stopped
+from tests.harness import wait_until
+from tests.node import Answer, Node
+
+pytestmark = [pytest.mark.real_daemon(555), needs_root]
+
+ANN, BOB, CAT = 2001, 2002, 2003
+"""Users without any rights."""
+
+SMALL: Final[dict[str, Any]] = {"threads": 1, "memory": "1GiB", "gpu": "0"}
+
+
+@pytest.fixture
+def line(many: Node, make_line: MakeLine) -> Line:
+    """Stand in front of a node whose daemons serve many users."""
+    return make_line(many)
+
+
+def refused(answer: Answer, status: int, code: str, limit: str | None) -> str:
+    """Return the detail of a refusal with this status, code and limit."""
+    problem = answer.json
+    assert (answer.status, problem["code"], problem["limit"]) == (status, code, limit), problem
+    assert problem["hint"]
+    detail: str = problem["detail"]
+    return detail
+
+
+def fill(line: Line, **most: Any) -> Any:
+    """Take a lot of the first GPU, as root."""
+    return line.granted(**{"threads": 100, "memory": "1GiB", "gpu": "0", **most})
+
+
+def ids(leases: list[Any]) -> list[str]:
+    """Return the ids of leases."""
+    return [each["id"] for each in leases]
+
+
+class TestWaiting:
+    """What waiting is, and how it ends."""
+
+    @pytest.mark.parametrize("wait", [3600, 0.5e9, None])
+    def test_granted_when_there_is_room(self, line: Line, wait: float | None) -> None:
+        """Whoever waits is answered when what it waits for is free, by the lease that stood in the queue."""
+        first = fill(line)
+        call, lease = line.waits(threads=50, memory="1GiB", gpu="0", wait=wait)
+        assert (lease["shares"], lease["env"], lease["granted"], lease["gpus"]) == ([], {}, None, [])
+        assert line.node.get("/v1/status").json["waiting"] == 1
+        assert not call.answered
+        line.release(first)
+        answer = call.answer()
+        assert (answer.status, answer.json["id"], answer.json["state"]) == (201, lease["id"], "granted")
+        assert answer.json["wait"] is None
+        assert answer.json == line.lease(lease)
+        assert line.node.get("/v1/status").json["waiting"] == 0
+
+    @pytest.mark.parametrize("free", ["what fits", "more than that"])
+    def test_granted_as_soon_as_it_fits(self, line: Line, free: str) -> None:
+        """It waits for as much as it asked for, and not for an empty GPU."""
+        stays, goes = (
+            line.granted(threads=40, memory="1GiB", gpu="0"),
+            fill(line, threads=60 if free == "what fits" else 50),
+        )
+        call, _ = line.waits(threads=60, memory="1GiB", gpu="0")
+        line.release(goes)
+        assert call.answer().status == 201
+        assert line.lease(stays)["state"] == "granted"
+
+    @pytest.mark.parametrize(
+        ("taken", "asked", "limit", "words"),
+        [
+            ({"threads": 90}, {"threads": 20}, "threads", "20.0 % of the threads were asked for, and 10 % are left"),
+            (
+                {"threads": 1, "memory": "70GiB"},
+                {"memory": "10GiB"},
+                "memory",
+                "10GiB of memory were asked for, and 9728MiB",
+            ),
+            (
+                {"threads": 50, "processes": 40},
+                {"processes": 9},
+                "clients",
+                "9 client processes were asked for, and 8 of 48 are left",
+            ),
+        ],
+    )
+    def test_refused_in_the_end(
+        self, line: Line, taken: dict[str, Any], asked: dict[str, Any], limit: str, words: str
+    ) -> None:
+        """Whoever waited in vain is told which limit it waited for, and leaves the queue."""
+        fill(line, **taken)
+        answer = line.ask(**{**SMALL, **asked, "wait": 0.01})
+        detail = refused(answer, 409, "does_not_fit", limit)
+        assert "in vain" in detail
+        assert words in detail
+        assert line.queue() == []
+
+    def test_no_waiting(self, line: Line) -> None:
+        """Without `wait` nobody is put into the queue."""
+        fill(line)
+        refused(line.ask(**SMALL), 409, "does_not_fit", "threads")
+        refused(line.ask(**SMALL, wait=0), 409, "does_not_fit", "threads")
+        assert line.queue() == []
+
+    def test_becomes_impossible(self, make_node: Start, make_line: MakeLine) -> None:
+        """When a reload leaves no GPU that could ever grant it, it is refused at once, and the next in line is not."""
+        line = make_line(make_node(simulate=1, config="[admission]\n").start())
+        first = fill(line, threads=1, memory="79GiB")
+        large, _ = line.waits(threads=1, memory="78GiB", wait=None)
+        small, _ = line.waits(threads=1, memory="10GiB", wait=None)
+        line.node.reload('[admission]\nmemory_reserve = "10GiB"\n')
+        assert "the GPU has 70GiB to give" in refused(large.answer(), 409, "never_fits", "memory")
+        line.release(first)
+        assert small.answer().status == 201
+
+    def test_mpsd_stops(self, make_node: Start, make_line: MakeLine) -> None:
+        """When mpsd is told to end, those who wait are told so, and not left with a dead connection."""
+        line = make_line(make_node(simulate=1).start())
+        fill(line)
+        calls = [line.waits(**SMALL)[0], line.waits(**SMALL, request_id="mine")[0]]
+        assert line.node.end() == 0
+        for call in calls:
+            refused(call.answer(), 503, "stopping", None)
+
+
+class TestWhatItWaitsFor:
+    """A waiting lease says its position and the limit that it waits for."""
+
+    def test_threads_memory_and_clients(self, line: Line) -> None:
+        """The limit is the one that would refuse it."""
+        fill(line, threads=90, memory="70GiB", processes=40)
+        line.waits(threads=20, memory="1GiB", gpu="0")
+        line.waits(threads=1, memory="20GiB", gpu="0")
+        line.waits(threads=1, memory="1GiB", gpu="0", processes=9)
+        assert [each["wait"]["position"] for each in line.queue()] == [1, 2, 3]
+        assert [each["wait"]["waits_for"] for each in line.queue()] == ["threads", "memory", "clients"]
+        assert all(each["wait"]["because"] for each in line.queue())
+
+    @pytest.mark.real_daemon(535)
+    def test_user(self, one: Node, make_line: MakeLine) -> None:
+        """On a daemon that serves one uid at a time, another uid waits until the GPU is free of it, room or no room."""
+        line = make_line(one)
+        first = line.granted(uid=ANN, **SMALL)
+        call, lease = line.waits(uid=BOB, **SMALL)
+        assert lease["wait"]["waits_for"] == "user"
+        assert f"uid {ANN} has the GPU" in lease["wait"]["because"]
+        refused(line.ask(uid=BOB, **SMALL), 409, "does_not_fit", "user")
+        # Whoever has it may not stretch its turn over the head of the one who waits.
+        refused(line.ask(uid=ANN, **SMALL), 409, "does_not_fit", "turn")
+        # Nobody is in the way on the other GPU.
+        line.granted(uid=BOB, threads=1, memory="1GiB")
+        line.release(first)
+        assert call.answer().json["id"] == lease["id"]
+
+    def test_health(self, make_node: Start, make_line: MakeLine) -> None:
+        """While a control daemon hangs it takes nobody, and those who wait for it are let in when it answers again."""
+        line = make_line(make_node(simulate=1, config=BRISK).start())
+        with stopped(line.node.daemons()["gpu0"]["pid"]):
+            line.node.wait_for_state("gpu0", "unresponsive")
+            call, lease = line.waits(**SMALL)
+            assert lease["wait"]["waits_for"] == "health"
+            assert "unresponsive" in lease["wait"]["because"]
+            refused(line.ask(**SMALL, wait=0.01), 409, "does_not_fit", "health")
+            refused(line.ask(**SMALL), 409, "daemon_not_ready", "health")
+        assert call.answer().json["id"] == lease["id"]
+
+    def test_own_place_only(self, line: Line) -> None:
+        """A user sees where it stands itself, and how many others wait."""
+        fill(line)
+        line.waits(uid=ANN, **SMALL)
+        _, lease = line.waits(uid=BOB, **SMALL)
+        seen = line.call("GET", "/v1/leases", uid=BOB).answer().json
+        assert ids(seen["leases"]) == [lease["id"]]
+        assert seen["leases"][0]["wait"]["position"] == 2
+        assert seen["others"] == {"leases": 2, "waiting": 1, "threads_granted": 100.0, "memory_granted": GIB}
+
+
+class TestOrder:
+    """Who goes first: priority, then the share that the user had lately, then who came first."""
+
+    def served(self, line: Line, calls: list[Call]) -> list[int]:
+        """Let those who wait in one by one, each for the whole GPU, and return which of them it was each time."""
+        left, order = dict(enumerate(calls)), []
+        while left:
+            first = wait_until(lambda: [n for n, call in left.items() if call.answered], what="the next to be served")
+            assert len(first) == 1
+            order += first
+            line.release(left.pop(first[0]).answer().json)
+        return order
+
+    def test_arrival(self, line: Line) -> None:
+        """Between equals, who came first goes first."""
+        first = fill(line)
+        calls = [line.waits(threads=100, memory="1GiB", gpu="0")[0] for _ in range(5)]
+        line.release(first)
+        assert self.served(line, calls) == [0, 1, 2, 3, 4]
+
+    def test_priority(self, line: Line) -> None:
+        """A higher priority goes before whoever came earlier."""
+        first = fill(line)
+        calls = [line.waits(threads=100, memory="1GiB", gpu="0", priority=each)[0] for each in (0, -5, 10, 0, 10)]
+        assert [each["priority"] for each in line.queue()] == [10, 10, 0, 0, -5]
+        line.release(first)
+        assert self.served(line, calls) == [2, 4, 0, 3, 1]
+
+    def test_priority_needs_a_quota(self, line: Line, one: Node, make_line: MakeLine) -> None:
+        """A priority above one's quota, which is 0 where nothing is said, is refused; one below 0 is anybody's."""
+        refused(line.ask(uid=ANN, **SMALL, priority=11), 403, "quota", "quota.priority")
+        plain = make_line(one)
+        refused(plain.ask(uid=ANN, **SMALL, priority=1), 403, "quota", "quota.priority")
+        assert plain.granted(uid=ANN, **SMALL, priority=-100)["priority"] == -100
+
+    def test_fairness(self, make_node: Start, make_line: MakeLine, many: Node) -> None:
+        """Between equals in priority, the user who had less lately goes first, however late and seldom it asks."""
+        line = make_line(make_node(simulate=1, control=many.control, config=many.config).start())
+        begun = time.monotonic()
+        line.release(fill(line, uid=BOB))
+        moment, since = time.monotonic() - begun, time.monotonic()
+        first = fill(line, uid=ANN)
+        wait_until(lambda: time.monotonic() - since > 2 * moment, what="Ann to have it for longer than Bob had")
+        whole = {"threads": 100, "memory": "1GiB"}
+        anns = [line.waits(uid=ANN, **whole)[0] for _ in range(2)]
+        bobs, cats = line.waits(uid=BOB, **whole)[0], line.waits(uid=CAT, **whole)[0]
+        urgent = line.waits(uid=ANN, **whole, priority=1)[0]
+        assert [each["owner"]["uid"] for each in line.queue()] == [ANN, CAT, BOB, ANN, ANN]
+        line.release(first)
+        # Cat had nothing yet, Bob had a moment, and Ann has it all this while.
+        assert self.served(line, [*anns, bobs, cats, urgent])[:3] == [4, 3, 2]
+
+    def test_back_fill_on_another_gpu(self, line: Line) -> None:
+        """What the first in the queue cannot use goes to whoever can; what it waits for is not taken from under it."""
+        fill(line, threads=60)
+        _, head = line.waits(threads=80, memory="1GiB", gpu="0")
+        late, _ = line.waits(threads=20, memory="1GiB", gpu="0")
+        assert line.granted(threads=90, memory="1GiB", gpu="1")["daemon"] == "gpu1"
+        assert line.granted(threads=10, memory="1GiB")["daemon"] == "gpu1"
+        assert [each["wait"]["waits_for"] for each in line.queue()] == ["threads", "turn"]
+        refused(line.ask(threads=20, memory="1GiB", gpu="0"), 409, "does_not_fit", "turn")
+        # The head gives up, and the next is no longer held back.
+        line.release(head)
+        assert late.answer().status == 201
+
+    def test_head_is_never_starved(self, line: Line) -> None:
+        """However many small ones come and go, the large request at the head has its room when it is there."""
+        holding = [line.granted(threads=25, memory="1GiB", gpu="0") for _ in range(4)]
+        call, head = line.waits(threads=100, memory="1GiB", gpu="0")
+        for each in holding:
+            assert line.ask(threads=25, memory="1GiB", gpu="0").json["code"] == "does_not_fit"
+            line.release(each)
+        assert call.answer().json["id"] == head["id"]
+
+
+class TestNever:
+    """What can never fit is refused at once, however long one would wait."""
+
+    @pytest.mark.parametrize(
+        ("asked", "refusal"),
+        [
+            ({**SMALL, "memory": "80GiB"}, (409, "never_fits", "memory")),
+            ({"threads": 1, "memory": "80GiB"}, (409, "never_fits", "memory")),
+            ({"threads": 100, "memory": "1GiB", "processes": 49}, (409, "never_fits", "clients")),
+            ({"threads": 1, "memory": "1GiB", "gpus": 3}, (409, "never_fits", "gpus")),
+            ({"fraction": 1, "gpus": 64}, (409, "never_fits", "gpus")),
+            ({**SMALL, "processes": 20}, (422, "invalid_request", "processes")),
+            ({**SMALL, "gpus": 2}, (422, "invalid_request", "gpus")),
+            ({**SMALL, "gpu": "2"}, (422, "invalid_request", None)),
+        ],
+    )
+    @pytest.mark.parametrize("wait", [60, None])
+    def test_never(self, line: Line, asked: dict[str, Any], refusal: tuple[int, str, str], wait: float | None) -> None:
+        """It is refused with the limit, also on a node that is full, and the queue has nothing of it."""
+        fill(line)
+        refused(line.ask(**asked, wait=wait), *refusal)
+        assert line.queue() == []
+
+
+class TestSeveralGpus:
+    """`gpus` is all or nothing."""
+
+    def test_both_or_none(self, line: Line) -> None:
+        """It holds nothing anywhere until it can have all, and then has as much on each."""
+        first = fill(line, threads=60, gpu="1")
+        call, lease = line.waits(threads=50, memory="3GiB", gpus=2)
+        assert (line.gpu(0)["threads_granted"], line.gpu(0)["memory_granted"]) == (0, 0)
+        refused(line.ask(threads=50, memory="3GiB", gpus=2), 409, "does_not_fit", "threads")
+        line.release(first)
+        granted = call.answer().json
+        assert granted["id"] == lease["id"]
+        assert granted["gpus"] == [share["gpu"] for share in granted["shares"]]
+        assert sorted(granted["gpus"]) == [line.gpu(index)["uuid"] for index in (0, 1)]
+        for share in granted["shares"]:
+            assert share["env"]["CUDA_VISIBLE_DEVICES"] == share["gpu"]
+            assert share["env"]["CUDA_MPS_PIPE_DIRECTORY"] == str(line.node.pipe_directory(share["daemon"]))
+        assert [line.gpu(index)["threads_granted"] for index in (0, 1)] == [50, 50]
+        line.release(granted)
+        assert [line.gpu(index)["threads_granted"] for index in (0, 1)] == [0, 0]
+
+    def test_head_keeps_both_gpus(self, line: Line) -> None:
+        """While such a request is first in the queue, nobody who came later takes what it needs on either GPU."""
+        fill(line, threads=60, gpu="1")
+        line.waits(threads=50, memory="3GiB", gpus=2)
+        refused(line.ask(threads=60, memory="1GiB", gpu="0"), 409, "does_not_fit", "turn")
+        line.granted(threads=50, memory="1GiB", gpu="0")
+
+
+def test_processes(line: Line) -> None:
+    """A lease of several processes is counted as their sum, and its environment gives each its part."""
+    lease = line.granted(threads=40, memory="8GiB", gpu="0", processes=4)
+    assert (lease["processes"], lease["active_thread_percentage"], lease["pinned_device_mem_limit"]) == (
+        4,
+        40.0,
+        8 * GIB,
+    )
+    assert lease["env"]["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "10.0"
+    assert lease["env"]["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=2G"
+    gpu = line.gpu(0)
+    assert (gpu["threads_granted"], gpu["memory_granted"], gpu["clients"]) == (40, 8 * GIB, 4)
+
+
+class TestTimeToLive:
+    """A lease that is not renewed ends by itself."""
+
+    def test_expiry_and_renewal(self, line: Line) -> None:
+        """A lease that was renewed outlives one that was to end later, whose room goes to whoever waits for it."""
+        renewed = line.granted(threads=40, memory="1GiB", gpu="0", ttl=0.5)
+        expires = line.granted(threads=60, memory="1GiB", gpu="0", ttl=0.6)
+        answer = line.call("POST", f"/v1/leases/{renewed['id']}/renew", {"ttl": 3600}).answer()
+        assert answer.status == 200
+        assert answer.json["expires"] > renewed["expires"]
+        call, lease = line.waits(threads=60, memory="1GiB", gpu="0")
+        assert lease["expires"] is None
+        assert call.answer().json["id"] == lease["id"]
+        ended = line.lease(expires)
+        assert (ended["state"], ended["because"]) == ("ended", "its time to live of 0.6 s is over")
+        assert line.lease(renewed)["state"] == "granted"
+
+    def test_time_starts_with_the_grant(self, line: Line) -> None:
+        """A time to live does not run while the lease waits."""
+        first = fill(line, ttl=0.01)
+        call, lease = line.waits(threads=100, memory="1GiB", gpu="0", ttl=0.01)
+        line.gone(first)
+        assert call.answer().json["state"] == "granted"
+        assert "its time to live" in line.gone(lease)["because"]
+
+    @pytest.mark.parametrize("state", ["waiting", "ended"])
+    def test_nothing_to_renew(self, line: Line, state: str) -> None:
+        """What holds nothing cannot be renewed."""
+        lease = fill(line)
+        if state == "ended":
+            line.release(lease)
+        else:
+            _, lease = line.waits(**SMALL)
+        answer = line.call("POST", f"/v1/leases/{lease['id']}/renew", {"ttl": 60}).answer()
+        refused(answer, 404, "not_found", None)
+
+
+class TestEnd:
+    """How a place in the queue is lost, and how not."""
+
+    def test_revoked(self, line: Line) -> None:
+        """An administrator ends anybody's lease, granted or waiting, and whoever waited for it is told."""
+        granted = fill(line, uid=ANN)
+        call, lease = line.waits(uid=BOB, **SMALL)
+        line.release(lease)
+        assert "uid 0 revoked it" in refused(call.answer(), 409, "does_not_fit", None)
+        line.release(granted)
+        assert line.lease(granted)["because"] == "uid 0 revoked it"
+
+    def test_released_by_its_owner(self, line: Line) -> None:
+        """Who waits can give its place up from elsewhere."""
+        fill(line)
+        call, lease = line.waits(uid=BOB, **SMALL)
+        assert line.call("DELETE", f"/v1/leases/{lease['id']}", uid=BOB).answer().status == 204
+        assert f"uid {BOB} released it" in refused(call.answer(), 409, "does_not_fit", None)
+
+    def test_caller_hangs_up(self, line: Line) -> None:
+        """A caller that hangs up gives its place away, and those behind it move up."""
+        fill(line)
+        call, lease = line.waits(**SMALL)
+        _, behind = line.waits(**SMALL)
+        call.hang_up()
+        assert line.gone(lease)["because"] == "its caller hung up before it heard of it"
+        assert ids(line.queue()) == [behind["id"]]
+        assert line.queue()[0]["wait"]["position"] == 1
+
+    def test_caller_hangs_up_and_comes_back(self, line: Line) -> None:
+        """With a request_id its place is kept, and it comes back to it: same lease, same position."""
+        first = fill(line)
+        call, lease = line.waits(**SMALL, request_id="mine")
+        assert lease["request_id"] == "mine"
+        line.waits(**SMALL)
+        call.hang_up()
+        again = line.call("POST", "/v1/leases", {**SMALL, "wait": None, "request_id": "mine"})
+        # The answer to a later question on the queue proves that mpsd has noticed the hanging up.
+        _, last = line.waits(**SMALL)
+        assert ids(line.queue())[0] == lease["id"]
+        assert ids(line.queue())[2] == last["id"]
+        line.release(first)
+        assert again.answer().json["id"] == lease["id"]
+
+    def test_granted_while_away(self, line: Line) -> None:
+        """What is granted to a caller that hung up is there when it comes back with its request_id."""
+        first = fill(line)
+        call, lease = line.waits(**SMALL, request_id="mine")
+        call.hang_up()
+        line.release(first)
+        wait_until(lambda: line.lease(lease)["state"] == "granted", what="the lease to be granted")
+        assert line.granted(**SMALL, request_id="mine")["id"] == lease["id"]
+
+    def test_same_request_twice_at_once(self, line: Line) -> None:
+        """Two who wait with the same request_id wait for the same lease; one that hangs up leaves it to the other."""
+        first = fill(line)
+        one, lease = line.waits(**SMALL, request_id="mine")
+        two = line.call("POST", "/v1/leases", {**SMALL, "wait": None, "request_id": "mine"})
+        three = line.call("POST", "/v1/leases", {**SMALL, "wait": None, "request_id": "mine"})
+        assert ids(line.queue()) == [lease["id"]]
+        two.hang_up()
+        line.release(first)
+        assert one.answer().json == three.answer().json == line.lease(lease)
+        assert line.gpu(0)["threads_granted"] == 1
+
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+    def test_holder_dies_waiting(self, line: Line, number: signal.Signals) -> None:
+        """A place that was asked for another process ends with that process, and whoever asked is told."""
+        fill(line)
+        with calling(line.node.socket) as holder:
+            call, lease = line.waits(**SMALL, pid=holder.pid)
+            os.kill(holder.pid, number)
+            refused(call.answer(), 409, "does_not_fit", None)
+        assert line.lease(lease)["because"] == f"its holder, pid {holder.pid}, is gone"
+        assert line.queue() == []
+
+
+class TestHowMany:
+    """The queue has an end, and so has the number of leases."""
+
+    @pytest.fixture
+    def line(self, make_node: Start, make_line: MakeLine) -> Line:
+        """Stand in front of a node with a short queue."""
+        return make_line(make_node(simulate=1, config="[admission]\nqueue_length = 20\nleases = 23\n").start())
+
+    def test_queue_length(self, line: Line) -> None:
+        """As many wait as the queue is long; the next is refused with that limit, until somebody has left."""
+        first = fill(line)
+        waiting = [line.waits(**SMALL) for _ in range(20)]
+        refused(line.ask(**SMALL, wait=None), 409, "queue_full", "queue")
+        assert ids(line.queue()) == [lease["id"] for _, lease in waiting]
+        call, left = waiting.pop()
+        call.hang_up()
+        line.gone(left)
+        waiting.append(line.waits(**SMALL))
+        line.release(first)
+        assert [call.answer().status for call, _ in waiting] == [201] * 20
+
+    def test_leases_in_all(self, line: Line) -> None:
+        """As many leases are held, or waited for, as the node keeps; the next is refused with that limit."""
+        held = [line.granted(**SMALL) for _ in range(21)]
+        fill(line, threads=79)
+        line.waits(**SMALL)
+        refused(line.ask(**SMALL, wait=None), 409, "too_many_leases", "leases")
+        line.release(held[0])
+        line.waits(**SMALL)
+        refused(line.ask(**SMALL), 409, "too_many_leases", "leases")

@@ -1,0 +1,115 @@
+"""What is decided at the same time is stored together, and what is decided alone at once; and all is told in order."""
+
+import contextlib
+import json
+import os
+import signal
+import sqlite3
+from contextlib import closing
+from itertools import chain
+from typing import Final
+
+from tests.daemon.leases.asking import Talk, message
+from tests.durability.conftest import Start
+from tests.node import Node
+
+_MANY: Final = 40
+"""Fewer than the clients that one GPU can have."""
+
+
+def commits(node: Node) -> list[int]:
+    """Return of how many leases each commit told, after mpsd was killed."""
+    with closing(sqlite3.connect(node.root / "run" / "leases.db")) as database:
+        said = chain.from_iterable(json.loads(row) for (row,) in database.execute("SELECT news FROM leases"))
+        return [len(news) for _, news in said]
+
+
+def ask(node: Node, *, together: bool) -> None:
+    """Have many callers ask for a lease each, all in the same moment or one after the other, and kill mpsd."""
+    request = message("POST", "/v1/leases", {"threads": 1, "memory": "1MiB"})
+    with contextlib.ExitStack() as stack:
+        callers = [stack.enter_context(Talk(node.socket)) for _ in range(_MANY)]
+        assert {each.ask("GET", "/healthz").status for each in callers} == {200}
+        if together:
+            os.kill(node.pid, signal.SIGSTOP)
+        for each in callers:
+            each.send(request)
+            if not together:
+                assert each.answer().status == 201
+        if together:
+            os.kill(node.pid, signal.SIGCONT)
+            assert {each.answer().status for each in callers} == {201}
+        node.end(signal.SIGKILL)
+
+
+def test_together(make_node: Start) -> None:
+    """Grants of many callers in the same moment share a few commits."""
+    node = make_node().start()
+    ask(node, together=True)
+    found = commits(node)
+    assert sum(found) == _MANY
+    assert len(found) <= 4
+
+
+def test_one_by_one(make_node: Start) -> None:
+    """Each grant that was asked for alone is stored alone, before its caller hears of it."""
+    node = make_node().start()
+    ask(node, together=False)
+    assert commits(node) == [1] * _MANY
+
+
+def decide(node: Node) -> list[str]:
+    """Have one caller be granted, refused and released, again and again at once, and return the ids of its leases."""
+    with Talk(node.socket) as caller:
+        leases = []
+        for _ in range(_MANY):
+            leases.append(caller.ask("POST", "/v1/leases", {"threads": 1, "memory": "1MiB"}).json["id"])
+            assert caller.ask("POST", "/v1/leases", {"threads": 1, "memory": "200GiB"}).status == 409
+            assert caller.ask("DELETE", f"/v1/leases/{leases[-1]}").status == 204
+        return leases
+
+
+def told(lines: list[str]) -> list[tuple[str, str | None]]:
+    """Return what is told of leases, each with its lease."""
+    facts = [json.loads(line) for line in lines]
+    return [(fact["event"], fact.get("lease")) for fact in facts if fact["event"].startswith("lease_")]
+
+
+def decided(leases: list[str]) -> list[tuple[str, str | None]]:
+    """Return what is to be told after `decide`."""
+    each = ([("lease_granted", lease), ("lease_refused", None), ("lease_ended", lease)] for lease in leases)
+    return list(chain.from_iterable(each))
+
+
+def test_nobody_overtakes(make_node: Start) -> None:
+    """What waits to be told comes before what is told at once, in the log and among the events, and is there to see."""
+    node = make_node().start()
+    leases = decide(node)
+    assert told(node.get("/v1/events").body.decode().splitlines()) == decided(leases)
+    assert told(node.stderr.read_text().splitlines()) == decided(leases)
+
+
+def test_seen_and_told(make_node: Start) -> None:
+    """Who sees that a lease is there, or is not any more, finds in the log why."""
+    node = make_node().start()
+    with Talk(node.socket) as caller:
+        for _ in range(_MANY):
+            lease = caller.ask("POST", "/v1/leases", {"threads": 1, "memory": "1MiB"}).json["id"]
+            assert caller.ask("GET", f"/v1/leases/{lease}").json["state"] == "granted"
+            assert told(node.stderr.read_text().splitlines())[-1] == ("lease_granted", lease)
+            assert caller.ask("DELETE", f"/v1/leases/{lease}").status == 204
+            assert caller.ask("GET", "/v1/leases").json["leases"] == []
+            assert told(node.stderr.read_text().splitlines())[-1] == ("lease_ended", lease)
+
+
+def test_killed_before_it_was_told(make_node: Start) -> None:
+    """What was waiting to be told when mpsd was killed is told by the next one, once."""
+    node = make_node().start()
+    leases = decide(node)
+    with Talk(node.socket) as caller:
+        leases.append(caller.ask("POST", "/v1/leases", {"threads": 1, "memory": "1MiB"}).json["id"])
+        node.end(signal.SIGKILL)
+    node.start()
+    events = told(node.get("/v1/events").body.decode().splitlines())
+    wanted = [each for each in decided(leases) if each[1]]  # a refusal is in no store yet
+    assert [each for each in events if each[1]][: len(wanted) - 1] == wanted[:-1]

@@ -1,0 +1,178 @@
+"""The lease store by itself: its rows are used again, and news are told once, whoever forgets what was told."""
+
+import json
+import random
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec.structs import replace
+
+from mpsd.core.model import Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
+from mpsd.daemon.leases.lease_store import LEASES_SCHEMA, Keeping, News
+from mpsd.daemon.record.log import Happened
+from mpsd.system import clock
+from mpsd.system.database import Database, summed
+from tests.disks import fill, mounted
+
+LEASE: Final = Lease(
+    id="lease-0",
+    state=LeaseState.GRANTED,
+    because="it fits",
+    owner=Owner(0, 0, 1, None),
+    holder=ProcessIdentity(1, 1),
+    request=LeaseRequest(),
+    arrival=1,
+    created=clock.now(),
+)
+
+
+@contextmanager
+def opened(directory: Path, *, schema: tuple[str, ...] = LEASES_SCHEMA) -> Iterator[Keeping]:
+    """Open the store in a directory."""
+    with closing(Database(directory / "leases.db", schema)) as database:
+        yield Keeping(database)
+        assert database.aside is None
+
+
+def news(lease: Lease) -> News:
+    """Return what there is to tell of a lease."""
+    return News(lease.id, Happened.LEASE_ENDED if lease.state is LeaseState.ENDED else Happened.LEASE_GRANTED, {})
+
+
+def keep(keeping: Keeping, *leases: Lease) -> None:
+    """Store leases in one turn, with the news of each."""
+    assert not keeping.keep({lease.id: lease for lease in leases}, [news(lease) for lease in leases]).because
+
+
+def numbered(count: int) -> list[Lease]:
+    """Return so many leases."""
+    return [replace(LEASE, id=f"lease-{number}", arrival=number) for number in range(count)]
+
+
+def ended(lease: Lease) -> Lease:
+    """Return a lease as it is when it has ended."""
+    return replace(lease, state=LeaseState.ENDED)
+
+
+def rows(directory: Path) -> int:
+    """Return how many rows there are."""
+    with closing(Database(directory / "leases.db", LEASES_SCHEMA)) as database:
+        return len(list(database.rows("SELECT number FROM leases")))
+
+
+def test_rows_are_used_again(tmp_path: Path) -> None:
+    """A row goes to another lease once its own has ended and that is told: the store is as large as what is in it."""
+    first, *others = numbered(200)
+    with opened(tmp_path) as keeping:
+        keep(keeping, first)
+        for lease in others:
+            keep(keeping, lease)
+            keep(keeping, ended(lease))
+            keeping.note_told(keeping.turn - 1)
+    assert rows(tmp_path) == 3
+    with opened(tmp_path) as keeping:
+        assert keeping.read(told=399).leases == [first]
+        keep(keeping, *others[:2])
+    assert rows(tmp_path) == 3
+
+
+def test_untold(tmp_path: Path) -> None:
+    """News that nobody told keep their rows; the next mpsd tells them in their order, and none that was told."""
+    first, *leases = numbered(21)
+    with opened(tmp_path) as keeping:
+        keep(keeping, first)
+        keep(keeping, ended(first))
+        keeping.note_told(2)
+        for lease in reversed(leases):
+            keep(keeping, lease)
+        keep(keeping, *map(ended, leases))
+        keeping.note_told(12)
+        keep(keeping, first)
+    with opened(tmp_path) as keeping:
+        found = keeping.read(told=12)
+        assert found.leases == [first]
+        assert found.untold == [*map(news, leases[9::-1]), *(news(ended(lease)) for lease in leases), news(first)]
+        assert keeping.turn == 24
+        keep(keeping, leases[0])
+    with opened(tmp_path) as keeping:
+        assert len(keeping.read(told=22).untold) == 22
+    with opened(tmp_path) as keeping:
+        assert keeping.read(told=25).untold == []
+
+
+def test_a_history_that_was_lost(tmp_path: Path) -> None:
+    """What was told before the last commit is not told again, though there is nothing left to show that it was."""
+    first, second = numbered(2)
+    with opened(tmp_path) as keeping:
+        keep(keeping, first)
+        keeping.note_told(1)
+        keep(keeping, second)
+    with opened(tmp_path) as keeping:
+        found = keeping.read(told=0)
+        assert found.leases == [first, second]
+        assert found.untold == [news(second)]
+        assert keeping.turn == 2
+
+
+def test_another_boot(tmp_path: Path) -> None:
+    """Leases of another boot are over; what of their news was not told is."""
+    with opened(tmp_path) as keeping:
+        keep(keeping, LEASE)
+    with closing(Database(tmp_path / "leases.db", LEASES_SCHEMA)) as database:
+        ((data, said),) = database.rows("SELECT data, news FROM leases")
+        put = "REPLACE INTO leases VALUES (?, ?, ?, ?, ?, ?)"
+        database.commit([(put, summed(1, "another", 0, data, said))])
+    with opened(tmp_path) as keeping:
+        found = keeping.read()
+        assert (found.leases, found.untold) == ([], [news(LEASE)])
+        keep(keeping, LEASE)
+    assert rows(tmp_path) == 2
+    with opened(tmp_path) as keeping:
+        assert keeping.read(told=2).leases == [LEASE]
+        keep(keeping, *numbered(2)[1:])
+    assert rows(tmp_path) == 2
+
+
+def test_the_first_version(tmp_path: Path) -> None:
+    """Leases of the first version of the store are there, and so is what was not told of them, in its order."""
+    leases = numbered(3)
+    path = tmp_path / "leases.db"
+    with closing(Database(path, LEASES_SCHEMA[:1])) as database:
+        for lease in leases:
+            row = summed(lease.id, clock.boot_id(), msgspec.json.encode(lease).decode())
+            database.commit([("INSERT INTO leases VALUES (?, ?, ?, ?)", row)])
+        for turn, said in ((12, leases[1:]), (11, [leases[0], ended(leases[0])])):
+            text = json.dumps([[each.lease, each.happened, each.facts] for each in map(news, said)])
+            database.commit([("INSERT INTO news VALUES (?, ?, ?)", summed(turn, text))])
+    with opened(tmp_path) as keeping:
+        found = keeping.read(told=10)
+        assert found.leases == leases
+        assert found.untold == [news(leases[0]), news(ended(leases[0])), news(leases[1]), news(leases[2])]
+        assert keeping.turn == 12
+        keep(keeping, *map(ended, leases))
+    with opened(tmp_path) as keeping:
+        found = keeping.read(told=12)
+        assert found.leases == []
+        assert found.untold == [news(ended(lease)) for lease in leases]
+
+
+def test_an_end_needs_no_room(short_tmp: Path) -> None:
+    """On a full disk, without any ballast, nothing more is granted, and every lease can end, and stays ended."""
+    leases = numbered(400)
+    with mounted(short_tmp, "2m"):
+        with opened(short_tmp) as keeping:
+            for lease in leases:
+                keep(keeping, lease)
+            fill(short_tmp)
+            more = [replace(LEASE, id=f"more-{number}") for number in range(100)]
+            refused = keeping.keep({lease.id: lease for lease in more}, [])
+            assert (len(refused.refused), "full" in refused.because) == (100, True)
+            for lease in random.Random(1).sample(leases, 400):
+                keep(keeping, ended(lease))
+            assert not keeping.is_late()
+        with opened(short_tmp) as keeping:
+            found = keeping.read(told=400)
+            assert (len(found.leases), len(found.untold)) == (0, 400)

@@ -1,0 +1,72 @@
+"""Simulated clients of MPS as processes, for tests: started, told what to do, and ended."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from mpsd.simulator.client import program
+from mpsd.simulator.devices import VARIABLE, Device, there
+from tests.driven_program import Told
+from tests.node import Node
+
+WAITS: Final = ("sh", "-c", 'read go || exit 0; exec "$@"', "sh")
+"""Becomes what follows once it is told to: so it can hold a lease before it looks for a GPU."""
+
+
+class SimulatedClient(Told):
+    """A process that uses CUDA on a simulated GPU (see mpsd.simulator.client).
+
+    It says first: `mps`, `server`, `gpu`, `active_thread_percentage`, `pinned_device_mem_limit`, and more.
+    """
+
+    def __init__(self, environment: Mapping[str, str], *, before: Sequence[str] = ()) -> None:
+        """Start it, with no CUDA_* variable but those of `environment`; `before` is a command that becomes it."""
+        super().__init__([*before, *program()], environment)
+
+    def alloc(self, size: str) -> dict[str, Any]:
+        """Allocate device memory, such as `1GiB`."""
+        return self.do(f"alloc {size}")
+
+    def free(self, size: str = "") -> dict[str, Any]:
+        """Free device memory; all of it where no size is given."""
+        return self.do(f"free {size}")
+
+    def compute(self, seconds: float) -> dict[str, Any]:
+        """Do as much work as the whole GPU does in these seconds; the answer has how many it took."""
+        return self.do(f"compute {seconds}")
+
+    def sync(self) -> dict[str, Any]:
+        """See whether an error is waiting."""
+        return self.do("sync")
+
+    def fault(self) -> dict[str, Any]:
+        """Have the GPU meet a fatal fault."""
+        return self.do("fault")
+
+
+def gpus(node: Node) -> list[Device]:
+    """Return the simulated GPUs of a node, in the order of their indices."""
+    return there(node.root / "run" / "simulated")
+
+
+def variables(node: Node, name: str = "gpu0") -> dict[str, str]:
+    """Return the environment of a process that is to find a node's GPUs, and this control daemon on them."""
+    return {**outside(node), "CUDA_MPS_PIPE_DIRECTORY": str(node.pipe_directory(name))}
+
+
+def outside(node: Node) -> dict[str, str]:
+    """Return the environment of a process that finds a node's GPUs, and no control daemon."""
+    return {VARIABLE: str(node.root / "run" / "simulated"), "CUDA_MPS_PIPE_DIRECTORY": str(node.root / "nobody-here")}
+
+
+def leased(node: Node, *arguments: str, within: Sequence[str] = ()) -> SimulatedClient:
+    """Start a client as a user does, by `mpsctl run` with these arguments: with a lease, in the lease's environment.
+
+    `within` is the command that has the lease, where that is not the client, and starts or becomes it.
+    """
+    mpsctl = (sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket), "run", *arguments, "--")
+    root = str(Path(__file__).parent.parent)
+    return SimulatedClient(
+        {VARIABLE: str(node.root / "run" / "simulated"), "PYTHONPATH": root}, before=(*mpsctl, *within)
+    )

@@ -1,0 +1,401 @@
+"""How doctor's readers read: real files, sockets, processes, and what other programs print."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mpsd.core.doctor.finding import Means, Mend
+from mpsd.core.doctor.observed import Library
+from mpsd.core.errors import AlreadyRunningError
+from mpsd.core.model import Known, Unknown
+from mpsd.core.settings import Settings
+from mpsd.system.doctor import disk, fixes, gpus, machine, proc, service
+from mpsd.system.rundir import RunDir
+from tests.system.test_process_table import PROGRAM, running
+
+STAMP = "[2026-11-21 10:00:00.000 {} {}] {}\n"
+
+
+@pytest.fixture
+def settings(short_tmp: Path) -> Settings:
+    """Give settings below a directory of this test's own."""
+    return Settings().under(short_tmp)
+
+
+# -- the kernel's log --------------------------------------------------------------------------------------------------
+
+
+def test_kernel_log(tmp_path: Path) -> None:
+    """Each reading is a record: what stands before its text, and lines that continue it, are no part of that."""
+    fifo = tmp_path / "kmsg"
+    os.mkfifo(fifo)
+    assert machine.kernel_log(fifo) == Known(())
+    with fifo.open("r+b", buffering=0) as writer:
+        writer.write(b"4,803,9876,-;NVRM: Xid (PCI:0000:3b:00): 79, pid=7\n SUBSYSTEM=pci\n")
+        log = machine.kernel_log(fifo)
+        assert isinstance(log, Known)
+        (line,) = log.value
+        assert line.text == "NVRM: Xid (PCI:0000:3b:00): 79, pid=7"
+        assert line.age == pytest.approx(time.monotonic() - 0.009876, abs=60)
+    assert isinstance(machine.kernel_log(tmp_path / "none"), Unknown)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the kernel's own log is root's")
+def test_the_kernels_own_log() -> None:
+    """The real one is read to its end, and does not wait for more."""
+    log = machine.kernel_log(Path("/dev/kmsg"))
+    assert isinstance(log, Known)
+    assert log.value
+    assert not any(line.text.startswith(("4,", "6,")) for line in log.value)
+    assert all(line.age <= time.monotonic() for line in log.value)
+
+
+def test_audit_log(tmp_path: Path) -> None:
+    """auditd's own stamps tell how old a line is; what has none is none of its lines."""
+    path = tmp_path / "audit.log"
+    assert machine.audit_log(path) == Known(())
+    path.write_text(f"half a li\ntype=AVC msg=audit({time.time() - 100:.3f}:7): avc:  denied\n")
+    log = machine.audit_log(path)
+    assert isinstance(log, Known)
+    (line,) = log.value
+    assert line.text.endswith("avc:  denied")
+    assert 99 <= line.age < 160
+    path.unlink()
+    path.mkdir()
+    assert isinstance(machine.audit_log(path), Unknown)
+
+
+def test_this_machine() -> None:
+    """What it says of this machine is what the machine says itself."""
+    host = machine.look({"CUDA_X": "1"})
+    found = os.statvfs("/dev/shm")
+    assert isinstance(host.shared_memory, Known)
+    place = host.shared_memory.value
+    assert (place.bytes, place.device) == (found.f_blocks * found.f_frsize, os.stat("/dev/shm").st_dev)  # noqa: PTH116
+    mount = subprocess.run(["stat", "-f", "-c", "%T", "/dev/shm"], capture_output=True, text=True, check=True)
+    assert place.file_system == mount.stdout.strip()
+    assert (host.uid, host.variables, host.kernel) == (os.geteuid(), {"CUDA_X": "1"}, os.uname().release)
+    assert [str(each.path) for each in host.devices][:2] == ["/dev/nvidiactl", "/dev/nvidia-uvm"]
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def test_process(tmp_path: Path) -> None:
+    """What /proc says of a process of MPS is told."""
+    with running("nvidia-cuda-mps-control", "-f", pipe_directory=tmp_path, CUDA_X="1", OTHER="2") as control:
+        found = proc.processes(PROGRAM)
+        assert isinstance(found, Known)
+        (seen,) = [each for each in found.value if each.pid == control.pid]
+    assert (seen.part, seen.uid, seen.parent) == ("control daemon", os.geteuid(), os.getpid())
+    assert seen.variables == Known({"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path), "CUDA_X": "1"})
+    assert seen.pipe_directory == str(tmp_path)
+    assert seen.pid_namespace == Known(os.readlink("/proc/self/ns/pid"))  # noqa: PTH115 - no path
+    assert seen.shared_memory == Known(Path("/dev/shm").stat().st_dev)
+    assert 0 <= seen.age < 60
+
+
+def test_program_that_was_replaced(short_tmp: Path) -> None:
+    """A process whose program is another file by now is known by the kernel's word."""
+    program = short_tmp / "nvidia-cuda-mps-server"
+    program.write_bytes(Path("/bin/sleep").read_bytes())
+    program.chmod(0o755)
+    with subprocess.Popen([program, "60"], env={}) as process:
+        try:
+            seen = proc.process(process.pid)
+            assert seen is not None
+            assert seen.executable == Known(str(program))
+            program.unlink()
+            seen = proc.process(process.pid)
+            assert seen is not None
+            assert seen.executable == Known(f"{program} (deleted)")
+        finally:
+            process.kill()
+    assert proc.process(process.pid) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_one"),
+    [
+        ("/usr/bin/python3 /usr/bin/mpsd run", True),
+        ("/usr/bin/mpsd run --root /x", True),
+        ("/usr/lib/mpsd/bin/python3 -I /usr/bin/mpsd run", True),
+        ("python -m mpsd demo", True),
+        ("sudo mpsd run", False),
+        ("python -m mpsd.cli.main run -- true", False),
+        ("mpsctl run -- mpsd", False),
+        ("mpsd check", False),
+        ("-m", False),
+        ("", False),
+    ],
+)
+def test_what_is_an_mpsd(arguments: str, *, is_one: bool) -> None:
+    """A process is an mpsd by what it was started as."""
+    assert proc.is_mpsd(arguments.split()) is is_one
+
+
+# -- the disk ----------------------------------------------------------------------------------------------------------
+
+
+def test_pipe_directories(settings: Settings) -> None:
+    """Only what control daemons make counts, and a socket that is listened on is known without a connection."""
+    directory = settings.paths.runtime_dir / "mps" / "gpu0"
+    directory.mkdir(parents=True)
+    (directory / "notes").touch()
+    (directory / "control_lock").touch()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(directory / "control"))
+        (seen,) = disk.look(settings, private=True).own
+        assert (seen.entries, seen.listening) == (Known(("control", "control_lock")), False)
+        listener.listen()
+        (seen,) = disk.look(settings, private=True).own
+        assert (seen.name, seen.listening) == ("gpu0", True)
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    (seen,) = disk.look(settings, private=True).own
+    assert (seen.entries, seen.listening) == (Known(("control", "control_lock")), False)
+
+
+def test_directories(settings: Settings) -> None:
+    """Where one is not there, that is told of the file system that it will be on; what mpsd would refuse is named."""
+    runtime, _, _ = disk.look(settings, private=True).directories
+    assert (runtime.exists, runtime.there) == (False, settings.paths.runtime_dir.parent)
+    assert runtime.file_system
+    assert runtime.free
+    assert runtime.strange is None
+    settings.paths.runtime_dir.mkdir()
+    settings.paths.runtime_dir.chmod(0o777)
+    settings.paths.state_dir.symlink_to("/usr")
+    runtime, state, _ = disk.look(settings, private=True).directories
+    assert runtime.strange is not None
+    assert "mode 0777" in runtime.strange[0]
+    assert state.strange is not None
+
+
+def test_closed_directory(settings: Settings) -> None:
+    """The first directory that others cannot traverse is named."""
+    (settings.paths.runtime_dir / "mps").mkdir(parents=True)
+    settings.paths.runtime_dir.parent.chmod(0o711)
+    (settings.paths.runtime_dir / "mps").chmod(0o700)
+    assert disk.look(settings, private=True).closed == settings.paths.runtime_dir / "mps"
+
+
+def test_logs(settings: Settings) -> None:
+    """Servers that could not start count up to the end of the log; one that could ends the count."""
+    directory = settings.paths.log_dir / "gpu0"
+    directory.mkdir(parents=True)
+    failed = [STAMP.format("Server", pid, "MPS server failed to start") for pid in (7, 8)]
+    exits = [STAMP.format("Control", 6, f"Server {pid} exited with status 1") for pid in (7, 8)]
+    log = directory / "control.log"
+    log.write_text("".join([STAMP.format("Control", 6, "CUDA MPS Control binary version: 12080"), *failed, *exits]))
+    (directory / "server.log").write_text(STAMP.format("Server", 7, "Display Driver version: 575"))
+    servers = disk.look(settings, private=True).servers
+    assert isinstance(servers, Known)
+    (seen,) = servers.value
+    assert (seen.name, seen.failures, seen.words) == ("gpu0", 2, "MPS server failed to start")
+    assert (seen.cuda, seen.driver, seen.log) == (12080, "575", log)
+    with log.open("a") as more:
+        more.write(STAMP.format("Control", 6, "NEW SERVER 9: Ready"))
+    servers = disk.look(settings, private=True).servers
+    assert isinstance(servers, Known)
+    assert servers.value[0].failures == 0
+
+
+def test_clients_of_another_uid_that_wait(settings: Settings) -> None:
+    """Who waits for a server of his own is told while he lives; once his server is ready he waits no more."""
+    log = settings.paths.log_dir / "gpu0" / "control.log"
+    log.parent.mkdir(parents=True)
+    arrived = "NEW CLIENT {} from user {}: Server is not ready, push client to pending list"
+    lines = [arrived.format(os.getpid(), 1001), arrived.format(2**22 - 1, 1002), arrived.format(0, 1003)]
+    log.write_text("".join(STAMP.format("Control", 6, line) for line in lines))
+    servers = disk.look(settings, private=True).servers
+    assert isinstance(servers, Known)
+    assert servers.value[0].waiting == ((os.getpid(), 1001),)
+    with log.open("a") as more:
+        more.write(STAMP.format("Control", 6, "Starting new server 9 for user 1001"))
+        more.write(STAMP.format("Control", 6, "NEW SERVER 9: Ready"))
+    servers = disk.look(settings, private=True).servers
+    assert isinstance(servers, Known)
+    assert servers.value[0].waiting == ()
+
+
+def test_what_was_set_aside(settings: Settings) -> None:
+    """A store that mpsd could not understand is named once, and not with each of its companions."""
+    settings.paths.state_dir.mkdir(parents=True)
+    for name in ("history.set-aside-1", "history.set-aside-1-wal", "history.db"):
+        (settings.paths.state_dir / name).touch()
+    assert disk.look(settings, private=True).damaged == (settings.paths.state_dir / "history.set-aside-1",)
+
+
+def test_clock_that_was_set_back(settings: Settings) -> None:
+    """The file that was written furthest in the future is told, with how far."""
+    settings.paths.state_dir.mkdir(parents=True)
+    path = settings.paths.state_dir / "history.db"
+    path.touch()
+    os.utime(path, (time.time() + 3600,) * 2)
+    ahead = disk.look(settings, private=True).ahead
+    assert ahead is not None
+    assert ahead[0] == path
+    assert 3500 < ahead[1] <= 3600
+
+
+# -- mpsd from outside -------------------------------------------------------------------------------------------------
+
+
+def test_socket(short_tmp: Path) -> None:
+    """A socket that nobody listens on, one that somebody does, what is none, and nothing at all are told apart."""
+    path = short_tmp / "s"
+    assert service.look_at_socket(path).kind is None
+    path.touch()
+    assert service.look_at_socket(path).kind == "file"
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        path.chmod(0o640)
+        seen = service.look_at_socket(path)
+        assert (seen.kind, seen.mode, seen.owner) == ("socket", 0o640, os.geteuid())
+        assert (seen.refused, seen.listener) == ("Connection refused", None)
+        listener.listen()
+        assert service.look_at_socket(path).listener == (os.getpid(), os.geteuid())
+
+
+def test_tasks() -> None:
+    """The control group's own count is told, where it can be seen."""
+    tasks = service.tasks(os.getpid())
+    match tasks:
+        case Known(value):
+            assert value.there == int((value.group / "pids.current").read_text()) > 0
+        case Unknown(reason):
+            assert reason == "the control group of mpsd is not seen from here"
+    assert isinstance(service.tasks(2**22 - 1), Unknown)
+
+
+def test_what_mpsd_was_told() -> None:
+    """Its own arguments say which files are its; a relative path is one of its own directory."""
+    socket = Path("/tmp/mpsd-demo-x/run/mpsd.sock")
+    told = service.told(os.getpid(), ("mpsd", "run", "--root", "/r", "--config=c.toml", "--control", "prog"), socket)
+    assert told == service.Told(Path.cwd() / "c.toml", Path("/r"), "prog")
+    assert service.told(os.getpid(), ("mpsd", "run", "--simulate", "2"), socket) == service.Told()
+    assert service.told(os.getpid(), ("mpsd", "run", "--control", "demo"), socket) == service.Told(control="demo")
+    assert service.told(os.getpid(), ("mpsd", "demo"), socket) == service.Told(root=Path("/tmp/mpsd-demo-x"))
+
+
+def test_units() -> None:
+    """What systemctl prints is read unit by unit; one that systemd does not know is none."""
+    printed = "Id=mpsd.service\nLoadState=loaded\nActiveState=active\n\nId=mpsd.socket\nLoadState=not-found\n"
+    assert service.read_units(printed) == {
+        "mpsd.service": {"Id": "mpsd.service", "LoadState": "loaded", "ActiveState": "active"}
+    }
+    assert service.read_units("") == {}
+
+
+# -- packages ----------------------------------------------------------------------------------------------------------
+
+
+def test_package_of_the_control_program(tmp_path: Path) -> None:
+    """dpkg's own lists say which package a program is of, and of which version; without them nobody guesses."""
+    program = tmp_path / "nvidia-cuda-mps-control"
+    program.touch()
+    assert gpus.package_of(program, tmp_path) is None
+    (tmp_path / "info").mkdir()
+    (tmp_path / "info" / "nvidia-cuda-mps:amd64.list").write_text(f"/.\n{program}\n")
+    (tmp_path / "status").write_text(
+        "Package: other\nVersion: 1\n\nPackage: nvidia-cuda-mps\nStatus: install ok installed\nDescription: x\n"
+        " Version: no\nVersion: 535.261.03-1\n\n"
+    )
+    assert gpus.package_of(program, tmp_path) == ("nvidia-cuda-mps", "535.261.03-1")
+    assert gpus.package_of(tmp_path / "another", tmp_path) is None
+
+
+def test_library(tmp_path: Path) -> None:
+    """The version of CUDA's library is in the name of the file that its link leads to."""
+    assert gpus.library(None, [tmp_path]) is None
+    (tmp_path / "libcuda.so.1").touch()
+    assert gpus.library(tmp_path) is None
+    (tmp_path / "libcuda.so.1").rename(tmp_path / "libcuda.so.535.261.03")
+    (tmp_path / "libcuda.so.1").symlink_to("libcuda.so.535.261.03")
+    found = Library(tmp_path / "libcuda.so.1", "535.261.03")
+    assert gpus.library(None, [Path("/nowhere"), tmp_path]) == gpus.library(tmp_path) == found
+
+
+# -- mending -----------------------------------------------------------------------------------------------------------
+
+
+async def _mend(settings: Settings, means: Means, *targets: str) -> list[str]:
+    return await fixes.mend(settings, "check", Mend(means, targets))
+
+
+def test_mending_is_told_and_done_once(settings: Settings) -> None:
+    """What was done is a line of the log; what is not there any more is nothing."""
+    stale = settings.paths.runtime_dir / "mps" / "gpu0" / "control"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    assert asyncio.run(_mend(settings, Means.REMOVE, str(stale))) == [f"removed {stale}"]
+    assert asyncio.run(_mend(settings, Means.REMOVE, str(stale))) == []
+    lines = [json.loads(line) for line in (settings.paths.log_dir / "doctor.log").read_text().splitlines()]
+    assert [(each["event"], each["check"], each["did"], each["uid"]) for each in lines] == [
+        ("doctor_fixed", "check", f"removed {stale}", os.geteuid())
+    ]
+
+
+def test_what_somebody_has_by_now_is_not_removed(settings: Settings) -> None:
+    """A control daemon that came after the node was looked at keeps its files."""
+    directory = settings.paths.runtime_dir / "mps" / "gpu0"
+    directory.mkdir(parents=True)
+    (directory / "log").touch()
+    with running("nvidia-cuda-mps-control", "-f", pipe_directory=directory):
+        assert asyncio.run(_mend(settings, Means.REMOVE, str(directory / "log"))) == []
+    assert asyncio.run(_mend(settings, Means.REMOVE, str(directory / "log"))) == [f"removed {directory / 'log'}"]
+
+
+def test_not_while_an_mpsd_runs(settings: Settings) -> None:
+    """Whoever has the lock may be about to start a control daemon there."""
+    stale = settings.paths.runtime_dir / "mps" / "gpu0" / "control"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    lock = RunDir.claim(settings)
+    try:
+        with pytest.raises(AlreadyRunningError):
+            asyncio.run(_mend(settings, Means.REMOVE, str(stale)))
+        assert stale.exists()
+        assert asyncio.run(_mend(settings, Means.OPEN, str(settings.paths.runtime_dir))) == []
+    finally:
+        lock.close()
+
+
+def test_what_cannot_be_written_down_is_not_done(settings: Settings) -> None:
+    """Nobody would know of it afterwards."""
+    stale = settings.paths.runtime_dir / "mps" / "gpu0" / "control"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    (settings.paths.log_dir / "doctor.log").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        asyncio.run(_mend(settings, Means.REMOVE, str(stale)))
+    assert stale.exists()
+
+
+def test_only_servers_shared_memory_is_removed(settings: Settings) -> None:
+    """A name that is another uid's, or no server's, is left alone."""
+    path = Path(f"/dev/shm/cuda.shm.{os.geteuid() + 1}.1.{os.getpid()}")
+    path.touch()
+    try:
+        assert asyncio.run(_mend(settings, Means.REMOVE_SHARED_MEMORY, path.name, "none")) == []
+        assert path.exists()
+    finally:
+        path.unlink()
+
+
+def test_settings_to_go_by() -> None:
+    """A running mpsd's own count for more than the file's, and the file's for more than none."""
+    one, other = Settings(), replace(Settings(), quota={})
+    assert service.in_force(Known(one), Known(other)) is one
+    assert service.in_force(Unknown("silent"), Known(other)) is other
+    assert service.in_force(Unknown("silent"), Unknown("none")) == Settings()

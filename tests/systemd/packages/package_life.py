@@ -1,0 +1,119 @@
+"""The life of a package on a machine: what the tests of each suite have in common."""
+
+import os
+import subprocess
+from pathlib import Path
+from typing import ClassVar, Final
+
+from tests.harness import wait_until
+from tests.systemd import Suite
+from tests.systemd.machine import Machine
+from tests.systemd.node import STOP, UNITS, Service
+from tests.systemd.packages.packages import ROOT, Packages
+from tests.tools import needed
+
+_FOUND: Final = ("find", "/", "-xdev", "(", "-path", "/proc", "-o", "-path", "/sys", ")", "-prune", "-o", "-print")
+
+_NOT_OURS: Final = (
+    "/root/", "/tmp/", "/var/cache/", "/var/lib/dpkg/", "/var/lib/systemd/", "/var/log/", "/run/", "/dev/",
+    "/usr/lib/python3", "/etc/group", "/etc/gshadow", "/etc/.pwd.lock", "/etc/machine-id",
+)  # fmt: skip
+"""Where a machine writes while it runs; and the group, which Debian has a package leave there."""
+
+
+class PackageLife:
+    """Installed, upgraded, removed, installed again, and purged, in this order, on one machine."""
+
+    SUITE: ClassVar[Suite]
+
+    def files(self, machine: Machine) -> set[str]:
+        """Return every path that a package could have left there."""
+        found = machine.run(*_FOUND).stdout.splitlines()
+        return {path for path in found if not path.startswith(_NOT_OURS)}
+
+    def dpkg(self, machine: Machine, *arguments: str) -> str:
+        """Run dpkg, and return all that it said."""
+        done = machine.run("dpkg", *arguments)
+        return done.stdout + done.stderr
+
+    def healthy(self, machine: Machine) -> None:
+        """Wait until mpsctl says that the node is."""
+        wait_until(lambda: machine.run("mpsctl", "status", check=False).returncode == 0, what="mpsd to be healthy")
+
+    def test_life(self, machine: Machine, packages: Packages) -> None:
+        """One pid of each control daemon, and one lease, until the removal that finds nobody there."""
+        unit = (ROOT / "systemd" / "mpsd.service").read_text(encoding="utf-8")
+        first, second = (f"/root/{package.name}" for package in packages)
+        for package in packages:
+            machine.copy(package, f"/root/{package.name}")
+        service = Service(machine, python="/usr/lib/mpsd/bin/python3")
+        service.simulate()
+        before = self.files(machine)
+
+        # Installed: enabled, started, with its group, its configuration and its pages.
+        self.dpkg(machine, "--install", first)
+        assert machine.run("systemctl", "is-enabled", *UNITS).stdout == "enabled\nenabled\n"
+        assert machine.run("systemctl", "is-enabled", STOP, check=False).stdout == "static\n"
+        machine.run("systemctl", "enable", "--now", *UNITS)
+        self.healthy(machine)
+        assert machine.run("getent", "group", "mpsd").stdout.startswith("mpsd:")
+        machine.run("mpsd", "check")
+        control_daemons = service.daemons()
+        assert sorted(control_daemons.values()) == service.running()
+
+        # A process holds a lease, and an operator has changed the configuration.
+        lease = service.hold()
+        holder = machine.show("holder.service", "MainPID")
+        configuration = machine.path("/etc/mpsd/mpsd.toml")
+        changed = configuration.read_text().replace("#deaths = 5", "deaths = 6")
+        configuration.write_text(changed)
+
+        # Upgraded under load: another mpsd, the same control daemons, the same lease, and callers who only waited.
+        mpsd = service.main_pid
+        went = service.under_load(lambda: self.upgrade(machine, second))
+        assert went["wrong"] == []
+        assert service.main_pid not in {mpsd, 0}
+        assert service.daemons() == control_daemons
+        assert service.leases() == [lease]
+        assert configuration.read_text() == changed
+        assert service.ask("config")["config"]["daemon"]["deaths"] == 6
+
+        # Removed while somebody is there: who computes goes on, and so does the control daemon under it, alone.
+        said = self.dpkg(machine, "--remove", "mpsd")
+        assert "go on without mpsd" in said
+        assert machine.show("holder.service", "MainPID") == holder
+        (kept,) = service.running()
+        assert kept in control_daemons.values()
+        assert service.main_pid == 0
+
+        # Installed again: it adopts what goes on, and the lease is still there. A unit in /usr/local is told.
+        machine.write("/usr/local/lib/systemd/system/mpsd.service", unit)
+        assert "the units in /usr/local, of another installation" in self.upgrade(machine, second)
+        machine.run("rm", "-r", "/usr/local/lib/systemd")
+        assert kept in service.daemons().values()
+        assert service.leases() == [lease]
+
+        # Removed when nobody is there: nothing runs any more. Purged: nothing is left.
+        machine.run("systemctl", "stop", "holder.service")
+        assert "go on without mpsd" not in self.dpkg(machine, "--remove", "mpsd")
+        assert service.running() == []
+        assert configuration.read_text() == changed
+        self.dpkg(machine, "--purge", "mpsd")
+        left = self.files(machine) - before
+        assert not left, left
+        for path in ("/run/mpsd", "/var/lib/mpsd", "/var/log/mpsd", "/etc/mpsd", "/usr/lib/mpsd"):
+            assert not machine.path(path).exists(), path
+        assert machine.run("systemctl", "list-units", "--failed", "--plain", "--no-legend").stdout == ""
+
+    def upgrade(self, machine: Machine, package: str) -> str:
+        """Install a package over what is there, wait until mpsd is well again, and return what dpkg said."""
+        said = self.dpkg(machine, "--install", package)
+        self.healthy(machine)
+        return said
+
+    def test_lintian(self, packages: Packages, tmp_path: Path) -> None:
+        """Lintian has nothing to say but what debian/mpsd.lintian-overrides answers."""
+        command = [needed("lintian", "lintian"), "--allow-root", "--fail-on", "error,warning", str(packages.first)]
+        scratch = {**os.environ, "TMPDIR": str(tmp_path)}  # of which it does not clear up everything
+        done = subprocess.run(command, env=scratch, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (0, "")

@@ -18,7 +18,7 @@ from msgspec import structs
 from bench.callers import Many, One, Talk, body, echoing, leasing
 from bench.service import Service, running
 from bench.side_by_side import Figure, Result, in_turn
-from mpsd.daemon.leases.lease_store import LEASES_BALLAST, LEASES_SCHEMA, Keeping
+from mpsd.daemon.leases.lease_store import LEASES_BALLAST, LEASES_SCHEMA, LeaseStore
 from mpsd.system.database import Database
 
 _TALK: Final = leasing(threads=1, memory="16MiB")
@@ -150,7 +150,7 @@ def _fill(service: Service, holders: list[int]) -> None:
         One(service.socket, leasing(threads=1, memory="16MiB", gpu="0", pid=holder)).ask()
     service.stop()
     database = Database(service.root / "run" / "leases.db", LEASES_SCHEMA, ballast=LEASES_BALLAST)
-    keeping = Keeping(database)
+    keeping = LeaseStore(database)
     models = keeping.read().leases
     copies = (
         structs.replace(models[number % len(models)], id=f"lease-{number:010x}", arrival=number)

@@ -16,8 +16,8 @@ from msgspec import structs
 
 from mpsd.core.model import Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity, Share
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
-from mpsd.daemon.leases.lease_store import LEASES_BALLAST, LEASES_SCHEMA, Keeping, News
-from mpsd.daemon.record.log import Happened
+from mpsd.daemon.leases.lease_store import LEASES_BALLAST, LEASES_SCHEMA, LeaseEvent, LeaseStore
+from mpsd.daemon.record.log import EventName
 from mpsd.system import clock
 from mpsd.system.database import Database
 
@@ -27,7 +27,7 @@ _TOLD_AFTER: Final = 50
 
 def committing(path: Path) -> Callable[[LeaseState], None]:
     """Return what stores a lease, or its end, and the news of it, as mpsd does for one caller."""
-    keeping = Keeping(Database(path, LEASES_SCHEMA, ballast=LEASES_BALLAST))
+    keeping = LeaseStore(Database(path, LEASES_SCHEMA, ballast=LEASES_BALLAST))
     threads, memory = ActiveThreadPercentage.parse(1), PinnedDeviceMemLimit.parse("16MiB")
     gpu = "GPU-00000000-0000-4000-8000-000000000000"
     variables = {
@@ -55,13 +55,13 @@ def committing(path: Path) -> Callable[[LeaseState], None]:
 
     def commit(state: LeaseState) -> None:
         if state is LeaseState.ENDED:
-            happened, name = Happened.LEASE_ENDED, held.pop()
+            happened, name = EventName.LEASE_ENDED, held.pop()
         else:
-            happened, name = Happened.LEASE_GRANTED, f"lease-{next(numbers):010x}"
+            happened, name = EventName.LEASE_GRANTED, f"lease-{next(numbers):010x}"
             held.append(name)
         if keeping.turn % _TOLD_AFTER == 0:
             keeping.note_told(keeping.turn)
-        kept = keeping.keep({name: structs.replace(lease, id=name, state=state)}, [News(name, happened, facts)])
+        kept = keeping.keep({name: structs.replace(lease, id=name, state=state)}, [LeaseEvent(name, happened, facts)])
         assert not kept.because, kept.because
 
     return commit

@@ -61,7 +61,7 @@ def following(control: str, root: Path) -> Iterator[Result | Figure]:
             time.sleep(1.1)  # not in step with what mpsd does once a second
             _say(control, theirs_of_it, "set_default_active_thread_percentage 10\n")
             before = time.perf_counter()
-            service.next_event("limit_drift_over")
+            service.next_event("limit_drift_ended")
             waits.append(time.perf_counter() - before)
     daemon.kill()
     daemon.wait()

@@ -75,7 +75,7 @@ def run(
     import os
     from dataclasses import replace
 
-    from mpsd.daemon.http.startup_refusal import excuse
+    from mpsd.daemon.http.startup_refusal import answer_refused_start
     from mpsd.daemon.service import StopDaemons
     from mpsd.system.configuration import read_configuration
     from mpsd.system.notify import ServiceManager
@@ -102,7 +102,7 @@ def run(
                 raise  # the next mpsd may be luckier, and whoever waits is its caller
             _say(error)
             manager.tell(f"STATUS=refused: {plain(error.detail)}")
-            if manager.listener is None or not excuse(manager.listener, error, wanted):
+            if manager.listener is None or not answer_refused_start(manager.listener, error, wanted):
                 sys.exit(error.exit_code)
 
 

@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 
 from tests import real, systemd
-from tests.fork_server import Nursery, nursery
+from tests.fork_server import ForkServer, running_fork_server
 from tests.gpu import machine
 from tests.harness import Watch, kill, remove_tree
 
@@ -63,9 +63,9 @@ def private_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def nurse(private_root: Path) -> Iterator[Nursery]:  # noqa: ARG001 - it ends before what is left behind is looked for
+def fork_server(private_root: Path) -> Iterator[ForkServer]:  # noqa: ARG001 - it ends before what is left behind is looked for
     """Give a process that forks mpsd."""
-    with nursery() as started:
+    with running_fork_server() as started:
         yield started
 
 

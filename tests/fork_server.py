@@ -19,7 +19,7 @@ from typing import Any
 _ROOT = Path(__file__).parent.parent
 
 
-class Nursery:
+class ForkServer:
     """The process that forks."""
 
     def __init__(self, library: Path | None = None) -> None:
@@ -52,12 +52,12 @@ class Nursery:
 
 
 class Child:
-    """A process that a nursery started; it is handled as subprocess.Popen is."""
+    """A process that a fork server started; it is handled as subprocess.Popen is."""
 
-    def __init__(self, nursery: Nursery, pid: int) -> None:
+    def __init__(self, fork_server: ForkServer, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._pidfd = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
@@ -75,7 +75,7 @@ class Child:
             poll = select.poll()
             poll.register(self._pidfd, select.POLLIN)
             if poll.poll(seconds * 1000):
-                self.returncode = self._nursery.ask(reap=self.pid)
+                self.returncode = self._fork_server.ask(reap=self.pid)
                 os.close(self._pidfd)
         return self.returncode
 
@@ -129,9 +129,9 @@ def _become(argv: Sequence[str], order: dict[str, Any]) -> None:
 
 
 @contextmanager
-def nursery(library: Path | None = None) -> Iterator[Nursery]:
-    """Start a nursery, hand it over, and end it."""
-    started = Nursery(library)
+def running_fork_server(library: Path | None = None) -> Iterator[ForkServer]:
+    """Start a fork server, hand it over, and end it."""
+    started = ForkServer(library)
     try:
         yield started
     finally:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mpsd.simulator.control import program
-from tests.fork_server import Nursery
+from tests.fork_server import ForkServer
 from tests.harness import kill, look_at, pids, wait_until
 
 _ROOT = Path(__file__).parent.parent
@@ -59,7 +59,7 @@ class Node:
     arguments: Sequence[str] = ()
     rooted: bool = True
     """Whether mpsd is told its directory by `--root`; otherwise the configuration has to name it."""
-    nursery: Nursery | None = None
+    fork_server: ForkServer | None = None
     """What forks mpsd, in a tenth of the time; without one it is started as the program that it is."""
     process: subprocess.Popen[bytes] | None = None
 
@@ -111,9 +111,9 @@ class Node:
         """Start mpsd and do not wait for anything."""
         variables = {**os.environ, **self.env}
         # What the dynamic loader reads takes effect in a new program only.
-        if self.nursery is not None and not any(name.startswith("LD_") for name in self.env):
+        if self.fork_server is not None and not any(name.startswith("LD_") for name in self.env):
             # It is as good as a Popen.
-            self.process = self.nursery.start(self.command[3:], self.stderr, variables)  # type: ignore[assignment]
+            self.process = self.fork_server.start(self.command[3:], self.stderr, variables)  # type: ignore[assignment]
             return
         with self.stderr.open("ab") as log:
             self.process = subprocess.Popen(

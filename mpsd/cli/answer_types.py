@@ -215,7 +215,7 @@ class Verify(TypedDict):
     violations: list[str]
 
 
-class Part(TypedDict):
+class ProgramKind(TypedDict):
     """One part of the node in the summary."""
 
     name: str
@@ -231,8 +231,8 @@ class Status(TypedDict):
     version: str
     simulated: bool
     since: str
-    gpus: list[Part]
-    daemons: list[Part]
+    gpus: list[ProgramKind]
+    daemons: list[ProgramKind]
     drift: list[str]
     leases: int
     waiting: int
@@ -246,7 +246,7 @@ class Config(TypedDict):
     config: dict[str, dict[str, object]]
 
 
-class Occupant(TypedDict):
+class Blocker(TypedDict):
     """Somebody who is waited for."""
 
     what: str
@@ -265,4 +265,4 @@ class Operation(TypedDict):
     because: str
     started: str
     ended: str | None
-    waits_for: list[Occupant]
+    waits_for: list[Blocker]

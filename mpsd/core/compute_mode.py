@@ -24,7 +24,7 @@ class ComputeMode(StrEnum):
     """One process may: the server of MPS, if it is the first."""
 
 
-class Step(StrEnum):
+class ComputeModeStep(StrEnum):
     """What there is to do about a GPU's compute mode."""
 
     NOTHING = "nothing"
@@ -36,7 +36,7 @@ class Step(StrEnum):
     """Leave it as it is and forget what was written down: it is not what mpsd set."""
 
 
-def step(*, wanted: bool, found: ComputeMode | None, now: ComputeMode | None, held: bool) -> Step:
+def step(*, wanted: bool, found: ComputeMode | None, now: ComputeMode | None, held: bool) -> ComputeModeStep:
     """Say what there is to do about a GPU.
 
     `wanted` is whether it is to be exclusive-process, `found` what was written down before mpsd changed it, if it did,
@@ -46,10 +46,10 @@ def step(*, wanted: bool, found: ComputeMode | None, now: ComputeMode | None, he
     """
     if wanted:
         shared = now in {ComputeMode.DEFAULT, ComputeMode.EXCLUSIVE_THREAD}
-        return Step.TAKE if shared and not held else Step.NOTHING
+        return ComputeModeStep.TAKE if shared and not held else ComputeModeStep.NOTHING
     if found is None:
-        return Step.NOTHING
-    return Step.GIVE_BACK if now is ComputeMode.EXCLUSIVE_PROCESS else Step.FORGET
+        return ComputeModeStep.NOTHING
+    return ComputeModeStep.GIVE_BACK if now is ComputeMode.EXCLUSIVE_PROCESS else ComputeModeStep.FORGET
 
 
 def command(index: int, mode: ComputeMode) -> str:

@@ -24,20 +24,20 @@ class MpsdError(Exception):
 # -- the caller's doing ------------------------------------------------------------------------------------------------
 
 
-class CallerError(MpsdError):
+class RequestError(MpsdError):
     """Something that only the caller can mend; nothing was changed."""
 
     status = 422
     exit_code = 2
 
 
-class InvalidRequestError(CallerError):
+class InvalidRequestError(RequestError):
     """A value that cannot be meant: out of range, of the wrong type, or in an unknown unit."""
 
     code = "invalid_request"
 
 
-class NotFoundError(CallerError):
+class NotFoundError(RequestError):
     """There is no such route, lease, daemon or operation."""
 
     code = "not_found"
@@ -45,21 +45,21 @@ class NotFoundError(CallerError):
     exit_code = 1
 
 
-class MethodNotAllowedError(CallerError):
+class MethodNotAllowedError(RequestError):
     """The path exists, the method does not; `Allow` names those that do."""
 
     code = "method_not_allowed"
     status = 405
 
 
-class BodyTooLargeError(CallerError):
+class BodyTooLargeError(RequestError):
     """The request's body is larger than any request of this API can be."""
 
     code = "body_too_large"
     status = 413
 
 
-class NotPermittedError(CallerError):
+class NotPermittedError(RequestError):
     """The caller's uid has no role that allows this, or names a process or a lease of another user."""
 
     code = "not_permitted"
@@ -67,15 +67,15 @@ class NotPermittedError(CallerError):
     exit_code = 77
 
 
-class CallerUnknownError(CallerError):
+class PeerUnknownError(RequestError):
     """The kernel could not say which process is calling, so that nothing can be bound to its life."""
 
-    code = "caller_unknown"
+    code = "peer_unknown"
     status = 403
     exit_code = 77
 
 
-class QuotaError(CallerError):
+class QuotaError(RequestError):
     """The caller's own quota does not allow it; the quota is named, and what is left of it."""
 
     code = "quota"
@@ -83,7 +83,7 @@ class QuotaError(CallerError):
     exit_code = 77
 
 
-class ExceedsDaemonLimitError(CallerError):
+class ExceedsDaemonLimitError(RequestError):
     """More was asked for than the control daemon's own limits give any client."""
 
     code = "exceeds_daemon_limit"
@@ -121,10 +121,10 @@ class DaemonNotReadyError(CapacityError):
     code = "daemon_not_ready"
 
 
-class ReachError(CapacityError):
+class PipeAccessError(CapacityError):
     """The way to a control daemon could not be opened for the caller's uid, or not be closed to others."""
 
-    code = "reach"
+    code = "pipe_access"
 
 
 class QueueFullError(CapacityError):

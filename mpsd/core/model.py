@@ -331,3 +331,23 @@ class Lease(Struct, frozen=True):
     expires: float | None = None
     granted: datetime | None = None
     ended: datetime | None = None
+
+
+# -- violations --------------------------------------------------------------------------------------------------------
+
+
+class ViolationKind(StrEnum):
+    """What a process can do that it may not."""
+
+    NO_LEASE = "no_lease"
+    """It is a client of MPS, and no lease let it in."""
+    PROCESSES = "processes"
+    """Its lease has as many client processes already as it may have."""
+    LIMITS = "limits"
+    """It can use more than its part: more was open when it connected, and its environment does not hold it back."""
+    MEMORY = "memory"
+    """The processes of its lease hold more memory than the lease has; it is the one that holds most."""
+    LINGERS = "lingers"
+    """It met a fatal fault and does not exit, so that its server cannot recover, and lets nobody in."""
+    OUTSIDE = "outside"
+    """It has a lease and runs on the GPU outside MPS, where no limit holds."""

@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from typing import Any, Final, TypeAlias, TypeVar, assert_never, cast
 
 from mpsd.core import setting_parsers
-from mpsd.core.enforcement.violations import Kind
 from mpsd.core.errors import ConfigurationError, MpsdError
-from mpsd.core.model import Limits
+from mpsd.core.model import Limits, ViolationKind
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import KIB, MIB, format_size
 
@@ -399,10 +398,24 @@ class Settings:
         """The limits that every control daemon is to hold."""
         return Limits(self.limits.active_thread_percentage, self.limits.pinned_device_mem_limit)
 
-    def on_violation(self, kind: Kind) -> OnViolation:
-        """What becomes of a violation of this kind."""
-        of_kind: OnViolation | None = getattr(self.violations, kind)
-        return of_kind or self.enforcement.on_violation
+    def on_violation(self, kind: ViolationKind) -> OnViolation:
+        """Return what happens to a process that commits a violation of this kind."""
+        match kind:  # complete, or mypy says so: a new kind needs a row in [violations]
+            case ViolationKind.NO_LEASE:
+                own = self.violations.no_lease
+            case ViolationKind.PROCESSES:
+                own = self.violations.processes
+            case ViolationKind.LIMITS:
+                own = self.violations.limits
+            case ViolationKind.MEMORY:
+                own = self.violations.memory
+            case ViolationKind.LINGERS:
+                own = self.violations.lingers
+            case ViolationKind.OUTSIDE:
+                own = self.violations.outside
+            case _:
+                assert_never(kind)
+        return own or self.enforcement.on_violation
 
     @property
     def unadmitted(self) -> Unadmitted:
@@ -418,7 +431,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SettingRow:
     """One line of the table, for those who print it."""
 
     key: str
@@ -439,21 +452,21 @@ def _fields(kind: type[Any]) -> dict[str, Field[Any]]:
     return {each.name: each for each in fields(kind)}
 
 
-def rows() -> Iterator[Row]:
+def rows() -> Iterator[SettingRow]:
     """Every setting there is, in the order of the table."""
     for section in _SECTIONS:
         for each in _fields(_section(section)).values():
             yield _row(section, each)
 
 
-def quota_rows() -> Iterator[Row]:
+def quota_rows() -> Iterator[SettingRow]:
     """Every setting of a quota."""
     for each in _fields(Quota).values():
         yield _row("quota.NAME", each)
 
 
-def _row(section: str, each: "Field[Any]") -> Row:
-    return Row(
+def _row(section: str, each: "Field[Any]") -> SettingRow:
+    return SettingRow(
         f"{section}.{each.name}", each.default, each.metadata["unit"], each.metadata["help"], each.metadata["reload"]
     )
 
@@ -510,7 +523,7 @@ def _parse_section(section: str, kind: type[T], values: object) -> T:
     return kind(**parsed)
 
 
-def plain(each: Row, value: object) -> Plain:
+def plain(each: SettingRow, value: object) -> Plain:
     """Return a setting's value as TOML and JSON can carry it, in the words that a person would write."""
     if each.unit == "octal":
         return f"{value:04o}"
@@ -529,7 +542,7 @@ def plain(each: Row, value: object) -> Plain:
             raise TypeError(f"{each.key} holds {value!r}, which no configuration file can")
 
 
-def render(each: Row, value: object) -> str:
+def render(each: SettingRow, value: object) -> str:
     """Print a setting's value as the configuration file has it; one that is not there as `absent`."""
     shown = plain(each, value)
     if isinstance(shown, bool):

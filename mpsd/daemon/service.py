@@ -15,16 +15,16 @@ from mpsd.core.admission.usage import Usage
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.settings import Settings
 from mpsd.daemon.api.server import Api
-from mpsd.daemon.control.pipe_access import Reach
-from mpsd.daemon.leases.lease_store import LEASES_BALLAST, LEASES_SCHEMA, Keeping
+from mpsd.daemon.control.pipe_access import NodePipeAccess
+from mpsd.daemon.leases.lease_store import LEASES_BALLAST, LEASES_SCHEMA, LeaseStore
 from mpsd.daemon.leases.leases import Leases
-from mpsd.daemon.leases.limit_gates import Reconciler
+from mpsd.daemon.leases.limit_gates import LimitGates
 from mpsd.daemon.node.node import Node, rules
 from mpsd.daemon.record import log as logs
 from mpsd.daemon.record.events import Events
 from mpsd.daemon.record.history import HISTORY_SCHEMA, known_usage, note_usage
-from mpsd.daemon.record.log import Happened, Logger
-from mpsd.daemon.service_manager import Pulse
+from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.service_manager import ServiceNotifier
 from mpsd.system import driver as drivers
 from mpsd.system import path_safety, rundir
 from mpsd.system.control_pipe import ControlProgram
@@ -99,13 +99,13 @@ async def serve(plan: Plan) -> None:
             log = logs.configure(settings.log.format, events.record, journal=plan.manager.journal)
             _report(log, events, store, history)
             half_life = settings.admission.usage_half_life
-            keeping = Keeping(store)
+            lease_store = LeaseStore(store)
             ledger = Ledger(rules(settings), Usage(half_life, known_usage(history, half_life)))
-            reconciler = Reconciler(settings, Reach(run_dir.daemon, ledger.holders, settings.unadmitted, log))
+            limit_gates = LimitGates(settings, NodePipeAccess(run_dir.daemon, ledger.holders, settings.unadmitted, log))
             leases = Leases(
                 ledger,
-                keeping,
-                reconciler,
+                lease_store,
+                limit_gates,
                 log,
                 grace=settings.admission.hang_up_grace,
                 tell=events.tell,
@@ -118,7 +118,7 @@ async def serve(plan: Plan) -> None:
                 run_dir=run_dir,
                 settings=settings,
                 leases=leases,
-                reconciler=reconciler,
+                limit_gates=limit_gates,
                 log=log,
                 simulated=plan.simulated,
             )
@@ -130,19 +130,19 @@ async def serve(plan: Plan) -> None:
 
 def _report(log: Logger, events: Events, *databases: Database) -> None:
     """Say what became of what an earlier mpsd left, and from now on what becomes of the events."""
-    events.trouble = lambda because: log.error(Happened.STORE_FULL, because=because)
+    events.trouble = lambda because: log.error(EventName.STORE_FULL, because=because)
     for database in databases:
         if database.aside is not None:
-            log.error(Happened.STORE_SET_ASIDE, because=database.because, file=str(database.aside))
+            log.error(EventName.STORE_SET_ASIDE, because=database.because, file=str(database.aside))
     if events.lost:
-        log.error(Happened.EVENTS_LOST, because=events.lost)
+        log.error(EventName.EVENTS_LOST, because=events.lost)
 
 
 async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
     settings = plan.settings
     api = Api(node, events, log)
     listener, withdraw = _listen(plan, log)
-    pulse = Pulse(plan.manager, log, beats=node.beats, told=node.status)
+    notifier = ServiceNotifier(plan.manager, log, heartbeats=node.heartbeats, told=node.status)
     over, at_once = asyncio.Event(), asyncio.Event()
 
     def end() -> None:
@@ -151,27 +151,27 @@ async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
-    loop.add_signal_handler(signal.SIGHUP, _reload, plan, node, pulse, log)
+    loop.add_signal_handler(signal.SIGHUP, _reload, plan, node, notifier, log)
     found = {"program": " ".join(plan.program.argv)} if plan.driver is None else plan.driver.told()
-    log.info(Happened.NODE_STARTED, **found, simulated=plan.simulated)
+    log.info(EventName.NODE_STARTED, **found, simulated=plan.simulated)
     try:
         async with asyncio.TaskGroup() as group:
             running = group.create_task(node.run())
-            telling = group.create_task(pulse.run())
+            telling = group.create_task(notifier.run())
             if plan.manager.listener is not None or plan.stop_now:
                 # Those who waited at the socket for this mpsd are not to hear that it does not know yet.
                 await asyncio.sleep(0)
                 await node.settled(settings.daemon.answer_deadline)
             serving = group.create_task(api.serve(listener))
-            log.info(Happened.API_LISTENING, socket=str(settings.socket), mode=f"{settings.api.mode:04o}")
+            log.info(EventName.API_LISTENING, socket=str(settings.socket), mode=f"{settings.api.mode:04o}")
             await asyncio.sleep(0)
-            pulse.ready()
+            notifier.ready()
             plan.announce()
             if plan.stop_now:
                 over.set()
             await over.wait()
-            pulse.stopping()
-            log.info(Happened.NODE_STOPPING, stop_daemons=plan.stop_daemons)
+            notifier.stopping()
+            log.info(EventName.NODE_STOPPING, stop_daemons=plan.stop_daemons)
             if plan.manager.listener is not None and plan.stop_daemons is StopDaemons.NEVER:
                 await api.leave()
             node.leave()
@@ -186,7 +186,7 @@ async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
             left = sum(each.process is not None for each in node.daemons())
             running.cancel()
             telling.cancel()
-        pulse.ended(left, of=len(node.daemons()))
+        notifier.ended(left, of=len(node.daemons()))
     finally:
         withdraw()
         await api.close()
@@ -212,24 +212,24 @@ def _listen(plan: Plan, log: Logger) -> tuple[socket.socket, Callable[[], None]]
     if handed is None:
         stranger = path_safety.stranger_at(path)
         if stranger is not None:
-            log.warning(Happened.SOCKET_REPLACED, socket=str(path), uid=stranger)
+            log.warning(EventName.SOCKET_REPLACED, socket=str(path), uid=stranger)
         return rundir.publish(path, api.mode, api.group), lambda: rundir.unpublish(path)
     rundir.check_published(handed, path, api.mode, api.group)
     return handed, lambda: None
 
 
-def _reload(plan: Plan, node: Node, pulse: Pulse, log: Logger) -> None:
+def _reload(plan: Plan, node: Node, notifier: ServiceNotifier, log: Logger) -> None:
     """Read the configuration again, and swap it whole, or keep the old one and say so."""
-    pulse.reloading()
+    notifier.reloading()
     try:
         wanted = plan.reread()
         rundir.check_reach(wanted)
     except ConfigurationError as error:
-        log.error(Happened.SETTINGS_REFUSED, because=error.detail, hint=error.hint)
-        pulse.reloaded(refused=error.detail)
+        log.error(EventName.SETTINGS_REFUSED, because=error.detail, hint=error.hint)
+        notifier.reloaded(refused=error.detail)
         return
     applied, waiting = reload.changed(node.settings, wanted)
     node.reload(reload.reloaded(node.settings, wanted))
     daemons = {each.name: list(each.restart_for) for each in node.daemons() if each.restart_for}
-    log.info(Happened.SETTINGS_RELOADED, applied=list(applied), needs_restart=list(waiting), daemons=daemons)
-    pulse.reloaded()
+    log.info(EventName.SETTINGS_RELOADED, applied=list(applied), needs_restart=list(waiting), daemons=daemons)
+    notifier.reloaded()

@@ -6,76 +6,23 @@ that is stuck gives none either. Then the manager ends mpsd and starts another, 
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import inf
 from typing import Final
 
-from mpsd.core.lifecycle import State
-from mpsd.core.model import Daemon, Health
-from mpsd.core.sanitize import plain
-from mpsd.core.settings import ControlDaemon
-from mpsd.daemon.gpu.gpus import GpuView
-from mpsd.daemon.record.log import Happened, Logger
+from mpsd.daemon.control.heartbeat import Heartbeat
+from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock
 from mpsd.system.notify import ServiceManager
 
 _TICK: Final = 1.0
 """Seconds between two looks at whether there is something to tell."""
 
-_GRACE: Final = 10.0
-"""Seconds that a busy machine may keep a loop from its turn before it is late."""
-
-_CONVERSATIONS: Final = 20
-"""As many with a control daemon are never needed in one round; each has its deadline."""
-
 _EXTENSION: Final = 30.0
 """Seconds that each sign of life gives an mpsd that is on its way out, and waits for people to leave."""
 
-_LONGEST: Final = 400
-"""Characters of a status: `systemctl status` shows it in one line."""
 
-
-class Beat:
-    """The sign of life of one loop."""
-
-    def __init__(self) -> None:
-        self._until = inf
-
-    def back_in(self, seconds: float | None) -> None:
-        """Promise to call this again within so many seconds; None is for a wait that only news can end."""
-        self._until = inf if seconds is None else clock.monotonic() + seconds + _GRACE
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the promise was broken."""
-        return clock.monotonic() > self._until
-
-
-def longest_round(settings: ControlDaemon) -> float:
-    """Return the seconds that a supervisor's round may take: a start, and conversations, each to its deadline."""
-    return settings.start_deadline + _CONVERSATIONS * settings.answer_deadline
-
-
-def status(daemons: Sequence[Daemon], views: Sequence[GpuView], *, leases: int, waiting: int, reload: str) -> str:
-    """Say in a line what an operator wants to know: what is ready, who is there, and what is wrong.
-
-    `reload` is why the last one was refused.
-    """
-    ready = sum(each.state is State.READY for each in daemons)
-    held = "1 lease" if leases == 1 else f"{leases} leases"
-    parts = [f"{ready} of {len(daemons)} control daemons ready, {held}, {waiting} waiting"]
-    parts += [f"GPU {view.index}: {view.health}, {view.because}" for view in views if view.health is not Health.OK]
-    parts += [
-        f"{each.name}: {each.state}, {each.operation or each.because}"
-        for each in daemons
-        if each.state not in {State.READY, State.STARTING}
-    ]
-    parts += [f"reload refused: {reload}"] if reload else []
-    line = plain("; ".join(parts))
-    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
-
-
-class Pulse:
+class ServiceNotifier:
     """Tells the service manager."""
 
     def __init__(
@@ -83,13 +30,13 @@ class Pulse:
         manager: ServiceManager,
         log: Logger,
         *,
-        beats: Callable[[], dict[str, Beat]],
+        heartbeats: Callable[[], dict[str, Heartbeat]],
         told: Callable[[str], str],
     ) -> None:
         """`beats` are those of the supervisors, by name; `told` makes a status, given why a reload was refused."""
         self._manager = manager
         self._log = log
-        self._beats = beats
+        self._heartbeats = heartbeats
         self._told = told
         self._refused = ""
         self._last = ""
@@ -145,9 +92,9 @@ class Pulse:
         return [f"STATUS={line}"]
 
     def _is_late(self) -> bool:
-        late = [name for name, beat in self._beats().items() if beat.is_late]
+        late = [name for name, heartbeat in self._heartbeats().items() if heartbeat.is_late]
         if late != self._late:
             self._late = late
             if late:
-                self._log.error(Happened.SUPERVISOR_STUCK, daemons=late)
+                self._log.error(EventName.SUPERVISOR_STUCK, daemons=late)
         return bool(late)

@@ -25,7 +25,7 @@ _MOST_GROUPS: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class PeerCredentials:
     """The kernel's word on a caller; `pid` is 0 for a process that is not visible in mpsd's pid namespace."""
 
     uid: int
@@ -33,10 +33,10 @@ class Caller:
     pid: int
 
 
-def caller(connection: socket.socket) -> Caller:
+def peer_credentials(connection: socket.socket) -> PeerCredentials:
     """Return the credentials of whoever connected."""
     pid, uid, gid = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    return Caller(uid, gid, pid)
+    return PeerCredentials(uid, gid, pid)
 
 
 def user_name(uid: int) -> str:
@@ -47,7 +47,7 @@ def user_name(uid: int) -> str:
         return str(uid)
 
 
-def groups(connection: socket.socket, who: Caller) -> tuple[str, ...]:
+def groups(connection: socket.socket, who: PeerCredentials) -> tuple[str, ...]:
     """Return the names of the groups that the caller's process is in, its own first; numbers where there is no name."""
     try:
         raw = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MOST_GROUPS)
@@ -66,7 +66,7 @@ def _group_name(gid: int) -> str:
         return str(gid)
 
 
-def process_of(connection: socket.socket, who: Caller) -> Process | None:
+def process_of(connection: socket.socket, who: PeerCredentials) -> Process | None:
     """Watch the process that connected; None when it is gone, or not visible in mpsd's pid namespace.
 
     SO_PEERPIDFD cannot be fooled by a reused pid. Without it (kernels before 6.5) the pid of the credentials is opened,

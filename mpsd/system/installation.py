@@ -280,7 +280,7 @@ def refuse_where_it_cannot_be() -> None:
         )
     for path in (programs() / "mpsd", Path(sys.executable).resolve(), Path(__file__)):
         _refuse_homes(path)
-        path_safety.check_way(path / "it")  # it itself is then a part of the way, too
+        path_safety.check_path(path / "it")  # it itself is then a part of the way, too
 
 
 def _packaged() -> Path | None:

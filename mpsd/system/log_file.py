@@ -49,7 +49,7 @@ def blocked(fifo: Path, log: Path) -> tuple[int, int] | None:
     return (held, log.stat().st_size) if held + select.PIPE_BUF > size else None
 
 
-def relieve(fifo: Path, log: Path) -> int:
+def unblock(fifo: Path, log: Path) -> int:
     """Move what a control daemon's FIFO holds into its log; return how many bytes that was. Raises OSError."""
     with _opened(fifo) as source:
         lines = os.read(source, fcntl.fcntl(source, fcntl.F_GETPIPE_SZ))

@@ -19,13 +19,13 @@ _MOST_LINKS: Final = 40
 """Symbolic links on the way to a path; the kernel follows no more. Source: path_resolution(7)."""
 
 
-def check_way(path: Path) -> None:
+def check_path(path: Path) -> None:
     """Refuse a path if a stranger could put something else in its place, by renaming what leads there.
 
     A group that may write to a directory on the way is trusted: on some systems one owns /var/log. Raises
     ConfigurationError, and OSError for a way that cannot be looked at.
     """
-    for each in _way(path):
+    for each in _components(path):
         found = each.lstat()
         if found.st_uid not in _trusted():
             raise ConfigurationError(
@@ -99,7 +99,7 @@ def _trusted() -> frozenset[int]:
     return frozenset({0, os.geteuid()})
 
 
-def _way(path: Path) -> Iterator[Path]:
+def _components(path: Path) -> Iterator[Path]:
     """Yield what there is on the way to a path, symbolic links and what they lead to included, but not the path."""
     at, links = Path("/"), 0
     yield at

@@ -18,7 +18,7 @@ CONTROL: Final = "nvidia-cuda-mps-control"
 SERVER: Final = "nvidia-cuda-mps-server"
 
 
-class Part(StrEnum):
+class ProgramKind(StrEnum):
     """What a process is to MPS."""
 
     DAEMON = "control daemon"
@@ -31,7 +31,7 @@ class MpsProcess:
     """A process of MPS on some pipe directory, with what the kernel says about it."""
 
     identity: ProcessIdentity
-    part: Part
+    part: ProgramKind
     uid: int
     executable: str
     arguments: tuple[str, ...]
@@ -60,7 +60,7 @@ def _mps_processes(program: tuple[str, ...]) -> Iterator[MpsProcess]:
     for each in psutil.process_iter():
         try:
             with each.oneshot():
-                part = part_of(each.cmdline(), program)
+                part = kind_of(each.cmdline(), program)
                 if part is None or each.status() == psutil.STATUS_ZOMBIE:
                     continue
                 ticks = process.start_ticks(each.pid)
@@ -81,16 +81,16 @@ def _mps_processes(program: tuple[str, ...]) -> Iterator[MpsProcess]:
             yield found
 
 
-def part_of(arguments: Sequence[str], program: tuple[str, ...]) -> Part | None:
+def kind_of(arguments: Sequence[str], program: tuple[str, ...]) -> ProgramKind | None:
     """Tell what a process is to MPS, by what it was started as; None for any other."""
     if not arguments:
         return None
     # A script is run by its interpreter, so that its own name stands second.
     names = {Path(argument).name for argument in arguments[:2]}
     if SERVER in names:
-        return Part.SERVER
+        return ProgramKind.SERVER
     if CONTROL in names or tuple(arguments[: len(program)]) == program:
-        return Part.DAEMON if {"-f", "-d"} & set(arguments[1:]) else Part.FRONT_END
+        return ProgramKind.DAEMON if {"-f", "-d"} & set(arguments[1:]) else ProgramKind.FRONT_END
     return None
 
 

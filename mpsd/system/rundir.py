@@ -31,11 +31,11 @@ class DaemonPaths:
 
     pipe_directory: Path
     log_directory: Path
-    tally: Path
+    death_tally: Path
     """The file that its deaths are kept in."""
     reading: Path
     """The file that tells how far its log was read."""
-    intention: Path
+    operator_intent: Path
     """The file that has what an operator wants of it."""
 
     @property
@@ -81,7 +81,7 @@ class RunDir:
         paths = settings.paths
         for directory in (paths.runtime_dir, paths.runtime_dir / "mps", paths.state_dir, paths.log_dir):
             _make(directory, 0o755)
-        path_safety.check_way(settings.socket)
+        path_safety.check_path(settings.socket)
         logs = (*paths.log_dir.glob("*/control.log"), *paths.log_dir.glob("*/server.log"))
         for path in (*paths.runtime_dir.iterdir(), *paths.state_dir.iterdir(), *paths.log_dir.iterdir(), *logs):
             path_safety.check_file(path)
@@ -138,9 +138,9 @@ class RunDir:
         return DaemonPaths(
             self.daemons / name,
             paths.log_dir / name,
-            tally=paths.runtime_dir / f"{name}.tally.json",
+            death_tally=paths.runtime_dir / f"{name}.tally.json",
             reading=paths.runtime_dir / f"{name}.reading.json",
-            intention=paths.state_dir / f"{name}.intention.json",
+            operator_intent=paths.state_dir / f"{name}.intention.json",
         )
 
 
@@ -199,7 +199,7 @@ def check_reach(settings: Settings) -> None:
 
 def closed_to_others(path: Path) -> Path | None:
     """Return the first existing directory on the way to `path` that another uid cannot traverse, if there is one."""
-    for directory in _way(path):
+    for directory in _components(path):
         try:
             mode = os.stat(directory).st_mode  # noqa: PTH116 - at every admission
         except FileNotFoundError:
@@ -210,7 +210,7 @@ def closed_to_others(path: Path) -> Path | None:
 
 
 @cache
-def _way(path: Path) -> tuple[str, ...]:
+def _components(path: Path) -> tuple[str, ...]:
     """Return every directory on the way to a path, and the path."""
     return tuple(map(os.fspath, (*reversed(path.parents), path)))
 
@@ -218,12 +218,12 @@ def _way(path: Path) -> tuple[str, ...]:
 def _make(directory: Path, mode: int) -> None:
     """Make a directory and its parents. No stranger may write to it, or put another one in its place."""
     try:
-        path_safety.check_way(directory)  # before anything is made behind a stranger's link
+        path_safety.check_path(directory)  # before anything is made behind a stranger's link
         directory.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             directory.mkdir(mode=0o700)
             directory.chmod(mode)
-        path_safety.check_way(directory)
+        path_safety.check_path(directory)
         own = path_safety.is_own(directory)
     except OSError as error:
         raise ConfigurationError(

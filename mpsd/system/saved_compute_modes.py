@@ -13,7 +13,7 @@ from mpsd.core.compute_mode import ComputeMode
 from mpsd.system import atomic_file, clock
 
 
-class FoundModes:
+class SavedComputeModes:
     """The modes by the UUIDs of their GPUs. One writer: who holds the lock of the runtime directory."""
 
     def __init__(self, path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.fork_server import Nursery
+from tests.fork_server import ForkServer
 from tests.node import Node
 
 Start = Callable[..., Node]
@@ -17,7 +17,7 @@ Start = Callable[..., Node]
 
 
 @pytest.fixture
-def start(short_tmp: Path, nurse: Nursery) -> Iterator[Start]:
+def start(short_tmp: Path, fork_server: ForkServer) -> Iterator[Start]:
     """Give what starts nodes; they are ended, with all that they started, when the test is over."""
     made: list[Node] = []
 
@@ -25,7 +25,7 @@ def start(short_tmp: Path, nurse: Nursery) -> Iterator[Start]:
         root = short_tmp / f"c{len(made)}"
         root.mkdir()
         short_tmp.chmod(0o711)
-        made.append(Node(**{"root": root, "nursery": nurse, **options}))
+        made.append(Node(**{"root": root, "fork_server": fork_server, **options}))
         made[-1].start()
         return made[-1]
 

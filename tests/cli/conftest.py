@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import real
-from tests.fork_server import Nursery
+from tests.fork_server import ForkServer
 from tests.harness import remove_tree
 from tests.node import Node
 
@@ -58,9 +58,9 @@ def _node(root: Path, **options: Any) -> Node:
 
 
 @pytest.fixture(scope="module")
-def shared_node(private_root: Path, nurse: Nursery) -> Iterator[Node]:
+def shared_node(private_root: Path, fork_server: ForkServer) -> Iterator[Node]:
     """Start a node that all tests of a module share."""
-    node = _node(private_root / f"cli{next(_numbers)}", nursery=nurse)
+    node = _node(private_root / f"cli{next(_numbers)}", fork_server=fork_server)
     try:
         yield node.start()
     finally:
@@ -77,12 +77,12 @@ def node(shared_node: Node) -> Iterator[Node]:
 
 
 @pytest.fixture
-def make_node(short_tmp: Path, nurse: Nursery) -> Iterator[Callable[..., Node]]:
+def make_node(short_tmp: Path, fork_server: ForkServer) -> Iterator[Callable[..., Node]]:
     """Give a maker of nodes, not started yet, for tests that disturb theirs."""
     made: list[Node] = []
 
     def make(**options: Any) -> Node:
-        made.append(_node(short_tmp / f"n{len(made)}", **{"nursery": nurse, **options}))
+        made.append(_node(short_tmp / f"n{len(made)}", **{"fork_server": fork_server, **options}))
         return made[-1]
 
     yield make

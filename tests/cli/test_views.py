@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from mpsd.cli import views
-from mpsd.daemon.record.log import Happened
+from mpsd.daemon.record.log import EventName
 
 NOW = datetime(2026, 11, 21, 3, 0, tzinfo=UTC)
 THEN = "2026-11-21T02:57:00.5Z"
@@ -314,7 +314,7 @@ def test_an_event() -> None:
         ' because="uid 0 released it"'
     )
     assert " level=error " in views.event({**event, "level": "error"})
-    assert len({views.event({**event, "event": each.value}).index(" seq=7") for each in Happened}) == 1
+    assert len({views.event({**event, "event": each.value}).index(" seq=7") for each in EventName}) == 1
 
 
 def test_settings() -> None:

@@ -138,7 +138,7 @@ class TestSidecar:
             lease = lease_of(sidecar, pid)
             assert lease is not None
             assert (lease["owner"]["uid"], lease["id"]) == (USER, variables["MPSD_LEASE"])
-            assert "hostIPC: true" in event(sidecar, "shared_memory_apart", pid=pid)["hint"]
+            assert "hostIPC: true" in event(sidecar, "shared_memory_differs", pid=pid)["hint"]
             sidecar.podman.call("kill", client.name)
             wait_until(lambda: lease_of(sidecar, pid) is None, what="the lease to end")
         assert "is gone" in event(sidecar, "lease_ended", lease=lease["id"])["because"]
@@ -151,7 +151,7 @@ class TestSidecar:
             assert client.hello["ok"]
             pid = sidecar.podman.pid(client.name)
             assert lease_of(sidecar, pid) is not None
-            assert sidecar.events("shared_memory_apart", pid=pid) == []
+            assert sidecar.events("shared_memory_differs", pid=pid) == []
 
     def test_control_daemon(self, sidecar: Sidecar) -> None:
         """From its container, which can write nothing, it reaches the control daemon, under the limits of its lease."""

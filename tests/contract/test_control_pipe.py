@@ -60,7 +60,7 @@ def handmade_limit(device: str, value: str, wanted: int | None) -> Setting[int |
     getter = Command(
         TABLE["get_default_device_pinned_mem_limit"],
         (device,),
-        lambda lines: commands.parse_mem_limit("get_default_device_pinned_mem_limit", lines),
+        lambda lines: commands.parse_mem_limit_answer("get_default_device_pinned_mem_limit", lines),
     )
     return Setting("pinned_device_mem_limit", wanted, f"set_default_device_pinned_mem_limit {device} {value}", getter)
 
@@ -74,7 +74,7 @@ def handmade_percentage(value: str, wanted: int) -> Setting[int]:
 def server_percentage(server: int) -> Command[int]:
     """Return the question for a server's own percentage."""
     row = TABLE["get_active_thread_percentage"]
-    return Command(row, (str(server),), lambda lines: commands.parse_percentage(row.name, lines))
+    return Command(row, (str(server),), lambda lines: commands.parse_percentage_answer(row.name, lines))
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:

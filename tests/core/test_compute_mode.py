@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from mpsd.core.compute_mode import ComputeMode, Step, command, step, trouble
+from mpsd.core.compute_mode import ComputeMode, ComputeModeStep, command, step, trouble
 
 DEFAULT, THREAD, PROHIBITED, EXCLUSIVE = ComputeMode
 NOBODY_KNOWS = None
@@ -13,20 +13,25 @@ NOBODY_KNOWS = None
 @pytest.mark.parametrize(
     ("found", "now", "held", "wanted"),
     [
-        (None, DEFAULT, False, Step.TAKE),
-        (None, THREAD, False, Step.TAKE),
-        (None, EXCLUSIVE, False, Step.NOTHING),  # somebody else's, and stays theirs
-        (None, PROHIBITED, False, Step.NOTHING),
-        (None, NOBODY_KNOWS, False, Step.NOTHING),
-        (DEFAULT, DEFAULT, False, Step.TAKE),  # mpsd died in between, or the driver was loaded anew
-        (DEFAULT, EXCLUSIVE, False, Step.NOTHING),
-        (DEFAULT, EXCLUSIVE, True, Step.NOTHING),
-        (DEFAULT, DEFAULT, True, Step.NOTHING),  # somebody changed it: that is told, and not fought
-        (DEFAULT, PROHIBITED, True, Step.NOTHING),
-        (None, DEFAULT, True, Step.NOTHING),
+        (None, DEFAULT, False, ComputeModeStep.TAKE),
+        (None, THREAD, False, ComputeModeStep.TAKE),
+        (None, EXCLUSIVE, False, ComputeModeStep.NOTHING),  # somebody else's, and stays theirs
+        (None, PROHIBITED, False, ComputeModeStep.NOTHING),
+        (None, NOBODY_KNOWS, False, ComputeModeStep.NOTHING),
+        (DEFAULT, DEFAULT, False, ComputeModeStep.TAKE),  # mpsd died in between, or the driver was loaded anew
+        (DEFAULT, EXCLUSIVE, False, ComputeModeStep.NOTHING),
+        (DEFAULT, EXCLUSIVE, True, ComputeModeStep.NOTHING),
+        (DEFAULT, DEFAULT, True, ComputeModeStep.NOTHING),  # somebody changed it: that is told, and not fought
+        (DEFAULT, PROHIBITED, True, ComputeModeStep.NOTHING),
+        (None, DEFAULT, True, ComputeModeStep.NOTHING),
     ],
 )
-def test_where_it_is_wanted(found: ComputeMode | None, now: ComputeMode | None, held: bool, wanted: Step) -> None:  # noqa: FBT001 - a table
+def test_where_it_is_wanted(
+    found: ComputeMode | None,
+    now: ComputeMode | None,
+    held: bool,  # noqa: FBT001 - a column of the table
+    wanted: ComputeModeStep,
+) -> None:
     """It is set where it is not, once; what somebody else set later is left."""
     assert step(wanted=True, found=found, now=now, held=held) is wanted
 
@@ -35,10 +40,10 @@ def test_where_it_is_wanted(found: ComputeMode | None, now: ComputeMode | None, 
 def test_where_it_is_not_wanted(found: ComputeMode, held: bool) -> None:  # noqa: FBT001 - a table
     """What mpsd set is given back, what somebody set after it is left, and without a record nothing is touched."""
     steps = {now: step(wanted=False, found=found, now=now, held=held) for now in (*ComputeMode, NOBODY_KNOWS)}
-    assert steps.pop(EXCLUSIVE) is Step.GIVE_BACK
-    assert set(steps.values()) == {Step.FORGET}
+    assert steps.pop(EXCLUSIVE) is ComputeModeStep.GIVE_BACK
+    assert set(steps.values()) == {ComputeModeStep.FORGET}
     for now in (*ComputeMode, NOBODY_KNOWS):
-        assert step(wanted=False, found=None, now=now, held=held) is Step.NOTHING
+        assert step(wanted=False, found=None, now=now, held=held) is ComputeModeStep.NOTHING
 
 
 def test_trouble() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests import real
-from tests.fork_server import Nursery
+from tests.fork_server import ForkServer
 from tests.harness import remove_tree
 from tests.node import Node
 from tests.system.conftest import nvml, nvml_library  # noqa: F401 - fixtures
@@ -26,7 +26,7 @@ def control() -> Path:
 
 
 @pytest.fixture
-def make_node(short_tmp: Path, nurse: Nursery) -> Iterator[Start]:
+def make_node(short_tmp: Path, fork_server: ForkServer) -> Iterator[Start]:
     """Give a maker of nodes, which are ended, with all that they started, when the test is over.
 
     The control program is driver 535's unless the test names another.
@@ -37,7 +37,9 @@ def make_node(short_tmp: Path, nurse: Nursery) -> Iterator[Start]:
         root = short_tmp / f"n{len(made)}"
         root.mkdir()
         short_tmp.chmod(0o711)
-        made.append(Node(**{"root": root, "control": real.real_daemons().get(535), "nursery": nurse, **options}))
+        made.append(
+            Node(**{"root": root, "control": real.real_daemons().get(535), "fork_server": fork_server, **options})
+        )
         return made[-1]
 
     yield make
@@ -46,14 +48,16 @@ def make_node(short_tmp: Path, nurse: Nursery) -> Iterator[Start]:
 
 
 @pytest.fixture(scope="module")
-def node_for_all(private_root: Path, nurse: Nursery) -> Iterator[Start]:
+def node_for_all(private_root: Path, fork_server: ForkServer) -> Iterator[Start]:
     """As `make_node`, for nodes that all tests of a module share, and none of them disturbs."""
     made: list[Node] = []
 
     def make(**options: Any) -> Node:
         root = private_root / f"shared{next(_numbers)}"
         root.mkdir()
-        made.append(Node(**{"root": root, "control": real.real_daemons().get(535), "nursery": nurse, **options}))
+        made.append(
+            Node(**{"root": root, "control": real.real_daemons().get(535), "fork_server": fork_server, **options})
+        )
         return made[-1]
 
     yield make

@@ -1,4 +1,4 @@
-"""Nodes whose mpsd comes from a nursery, and ordinary ones."""
+"""Nodes whose mpsd comes from a fork server, and ordinary ones."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 
 from tests import real
 from tests.durability.forked import ForkedNode
-from tests.fork_server import Nursery, nursery
+from tests.fork_server import ForkServer
 from tests.node import Node
 
 Start = Callable[..., Node]
@@ -24,11 +24,11 @@ Fork = Callable[..., ForkedNode]
 
 
 @pytest.fixture(scope="module")
-def nurse(private_root: Path) -> Iterator[Nursery]:
+def running_fork_server(private_root: Path) -> Iterator[ForkServer]:
     """Give a process that forks mpsd, with the library that ends it at a store operation."""
     library = private_root / "kill_at.so"
     subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-o", library, _HERE / "kill_at.c", "-ldl"], check=True)
-    with nursery(library) as started:
+    with running_fork_server(library) as started:
         yield started
     library.unlink()
 
@@ -39,7 +39,7 @@ def _options(root: Path, options: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def fork(short_tmp: Path, nurse: Nursery) -> Iterator[Fork]:
+def fork(short_tmp: Path, fork_server: ForkServer) -> Iterator[Fork]:
     """Give a maker of nodes whose mpsd is forked; they are ended when the test is over."""
     made: list[ForkedNode] = []
 
@@ -47,7 +47,7 @@ def fork(short_tmp: Path, nurse: Nursery) -> Iterator[Fork]:
         root = short_tmp / f"f{len(made)}"
         root.mkdir()
         short_tmp.chmod(0o711)
-        made.append(ForkedNode(nursery=nurse, **_options(root, options)))
+        made.append(ForkedNode(fork_server=fork_server, **_options(root, options)))
         return made[-1]
 
     yield make
@@ -56,7 +56,7 @@ def fork(short_tmp: Path, nurse: Nursery) -> Iterator[Fork]:
 
 
 @pytest.fixture
-def make_node(short_tmp: Path, nurse: Nursery) -> Iterator[Start]:
+def make_node(short_tmp: Path, fork_server: ForkServer) -> Iterator[Start]:
     """Give a maker of nodes, which are ended, with all that they started, when the test is over."""
     made: list[Node] = []
 
@@ -64,7 +64,7 @@ def make_node(short_tmp: Path, nurse: Nursery) -> Iterator[Start]:
         root = short_tmp / f"n{len(made)}"
         root.mkdir(exist_ok=True)
         short_tmp.chmod(0o711)
-        made.append(Node(**_options(root, {"nursery": nurse, **options})))
+        made.append(Node(**_options(root, {"fork_server": fork_server, **options})))
         return made[-1]
 
     yield make

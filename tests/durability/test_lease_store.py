@@ -11,8 +11,8 @@ import msgspec
 from msgspec.structs import replace
 
 from mpsd.core.model import Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
-from mpsd.daemon.leases.lease_store import LEASES_SCHEMA, Keeping, News
-from mpsd.daemon.record.log import Happened
+from mpsd.daemon.leases.lease_store import LEASES_SCHEMA, LeaseEvent, LeaseStore
+from mpsd.daemon.record.log import EventName
 from mpsd.system import clock
 from mpsd.system.database import Database, summed
 from tests.disks import fill, mounted
@@ -30,19 +30,21 @@ LEASE: Final = Lease(
 
 
 @contextmanager
-def opened(directory: Path, *, schema: tuple[str, ...] = LEASES_SCHEMA) -> Iterator[Keeping]:
+def opened(directory: Path, *, schema: tuple[str, ...] = LEASES_SCHEMA) -> Iterator[LeaseStore]:
     """Open the store in a directory."""
     with closing(Database(directory / "leases.db", schema)) as database:
-        yield Keeping(database)
+        yield LeaseStore(database)
         assert database.aside is None
 
 
-def news(lease: Lease) -> News:
+def news(lease: Lease) -> LeaseEvent:
     """Return what there is to tell of a lease."""
-    return News(lease.id, Happened.LEASE_ENDED if lease.state is LeaseState.ENDED else Happened.LEASE_GRANTED, {})
+    return LeaseEvent(
+        lease.id, EventName.LEASE_ENDED if lease.state is LeaseState.ENDED else EventName.LEASE_GRANTED, {}
+    )
 
 
-def keep(keeping: Keeping, *leases: Lease) -> None:
+def keep(keeping: LeaseStore, *leases: Lease) -> None:
     """Store leases in one turn, with the news of each."""
     assert not keeping.keep({lease.id: lease for lease in leases}, [news(lease) for lease in leases]).because
 
@@ -145,7 +147,7 @@ def test_the_first_version(tmp_path: Path) -> None:
             row = summed(lease.id, clock.boot_id(), msgspec.json.encode(lease).decode())
             database.commit([("INSERT INTO leases VALUES (?, ?, ?, ?)", row)])
         for turn, said in ((12, leases[1:]), (11, [leases[0], ended(leases[0])])):
-            text = json.dumps([[each.lease, each.happened, each.facts] for each in map(news, said)])
+            text = json.dumps([[each.lease, each.event, each.facts] for each in map(news, said)])
             database.commit([("INSERT INTO news VALUES (?, ?, ?)", summed(turn, text))])
     with opened(tmp_path) as keeping:
         found = keeping.read(told=10)

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 
 from mpsd.core.admission.admission import Offer
-from mpsd.core.admission.ledger import Ledger, Rules
+from mpsd.core.admission.ledger import AdmissionRules, Ledger
 from mpsd.core.admission.usage import Usage
 from mpsd.core.model import Client, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import LogFormat, Settings, Unadmitted
-from mpsd.daemon.control.pipe_access import Reach
-from mpsd.daemon.leases.lease_store import LEASES_SCHEMA, Keeping
+from mpsd.daemon.control.pipe_access import NodePipeAccess
+from mpsd.daemon.leases.lease_store import LEASES_SCHEMA, LeaseStore
 from mpsd.daemon.leases.leases import Leases
-from mpsd.daemon.leases.limit_gates import Reconciler
+from mpsd.daemon.leases.limit_gates import LimitGates
 from mpsd.daemon.record.log import configure
 from mpsd.system import process
 from mpsd.system.database import Database
@@ -213,13 +213,15 @@ async def mpsd(directory: Path) -> AsyncIterator[Leases]:
         closing(Database(directory / "leases.db", LEASES_SCHEMA)) as store,
         (directory / "log").open("a") as stream,
     ):
-        ledger, log = Ledger(Rules(), Usage(3600)), configure(LogFormat.JSON, stream=stream)
-        reach = Reach(RunDir(Settings().under(directory), 0).daemon, ledger.holders, Unadmitted.DENY, log)
-        reach.way(OFFER.daemon, OFFER.gpu)
+        ledger, log = Ledger(AdmissionRules(), Usage(3600)), configure(LogFormat.JSON, stream=stream)
+        pipe_access = NodePipeAccess(
+            RunDir(Settings().under(directory), 0).daemon, ledger.holders, Unadmitted.DENY, log
+        )
+        pipe_access.pipe_access(OFFER.daemon, OFFER.gpu)
         leases = Leases(
             ledger,
-            Keeping(store),
-            Reconciler(Settings(), reach),
+            LeaseStore(store),
+            LimitGates(Settings(), pipe_access),
             log,
             grace=30,
             tell=lambda turn: turn,

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from mpsd.daemon.http.connection import Answer, Connection, Message
-from mpsd.daemon.http.peer import Visitor
+from mpsd.daemon.http.peer import Peer
 
 _ANSWER: Final = re.compile(
     rb"HTTP/1\.1 200 OK\r\nDate: [^\r]+\r\nContent-Type: application/json\r\n"
@@ -30,7 +30,7 @@ async def _said(pieces: Iterable[bytes]) -> bytes:
     ours, theirs = socket.socketpair()
     with ours:
         ours.setblocking(False)
-        visitor = Visitor(theirs)
+        visitor = Peer(theirs)
         await asyncio.get_running_loop().connect_accepted_socket(
             lambda: Connection(visitor, _repeat, inside, 60), theirs
         )

@@ -28,7 +28,7 @@ from mpsd.core.sanitize import harmless_json, plain
 from mpsd.core.supervision.drain import Intent
 from mpsd.core.units import GIB, format_size, parse_duration, parse_size
 from mpsd.daemon.api import handlers, lease_schema, schema, server
-from mpsd.daemon.control.operator_intent import Intention
+from mpsd.daemon.control.operator_intent import OperatorIntent
 from mpsd.simulator.cuda import Pinned, pinned
 from mpsd.system.control_pipe import Conversation
 from mpsd.system.log_file import LogFollower
@@ -84,7 +84,7 @@ def stranger(foreign: tuple[str, ...]) -> None:
     before = drift.NOTHING
     for count in range(1, len(foreign) + 1):
         opened = drift.opened(foreign[:count], SERVER, fresh=True)
-        assert drift.widest(before, opened) == opened
+        assert drift.widest_read_back(before, opened) == opened
         before = opened
     wanted = Limits(ActiveThreadPercentage(500), PinnedDeviceMemLimit(1024))
     for each in drift.drift(wanted, ReadBack(1000, None), (), foreign, NOW):
@@ -186,8 +186,8 @@ def configuration(data: bytes) -> None:
 
 _BODIES: Final[tuple[msgspec.json.Decoder[Any], ...]] = (
     msgspec.json.Decoder(lease_schema.LeaseRequest),
-    msgspec.json.Decoder(lease_schema.Renewal),
-    msgspec.json.Decoder(schema.Patience),
+    msgspec.json.Decoder(lease_schema.RenewRequest),
+    msgspec.json.Decoder(schema.DrainRequest),
 )
 
 
@@ -250,7 +250,7 @@ def _percentage(text: str) -> None:
 def _mem_limit(text: str) -> None:
     limit = PinnedDeviceMemLimit.parse(text)
     assert 0 <= limit.bytes - parse_size(text) < 1 << 20
-    assert drift.parse_mem_limit(limit.grammar) == limit.bytes
+    assert drift.parse_foreign_mem_limit(limit.grammar) == limit.bytes
     assert limit.as_reported <= limit
 
 
@@ -286,16 +286,16 @@ def intention(data: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "intention"
         path.write_bytes(data)
-        found = Intention(path)
+        found = OperatorIntent(path)
         found.load()
         if found.damaged:
-            assert found.wish.intent is Intent.HOLD
+            assert found.desired.intent is Intent.HOLD
             return
-        found.keep(found.wish)
-        again = Intention(path)
+        found.keep(found.desired)
+        again = OperatorIntent(path)
         again.load()
         assert not again.damaged
-        assert (again.wish, again.ended) == (found.wish, found.ended)
+        assert (again.desired, again.ended) == (found.desired, found.ended)
         assert len(again.ended) <= 16
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from mpsd.core.doctor.table import FAMILIES
-from mpsd.core.errors import CallerError, CapacityError, ControlError, GpuError, MpsdError, OperatorError, catalogue
+from mpsd.core.errors import CapacityError, ControlError, GpuError, MpsdError, OperatorError, RequestError, catalogue
 from mpsd.core.lifecycle import TABLE, Event, State
 from mpsd.core.settings import render, rows
 from tests.gate import completions, manual
@@ -21,7 +21,7 @@ README: Final = ROOT / "README.md"
 DOCTOR: Final = ROOT / "docs/doctor.md"
 
 _DOING: Final[dict[type, str]] = {
-    CallerError: "the caller",
+    RequestError: "the caller",
     CapacityError: "the node's capacity",
     OperatorError: "the operator",
     ControlError: "MPS",

@@ -18,7 +18,7 @@ from mpsd import __version__
 from mpsd.__main__ import cli as mpsd
 from mpsd.cli.group import EXIT_STATUS, mpsctl
 from mpsd.core.enforcement.violations import MEM_LIMIT, PERCENTAGE
-from mpsd.core.settings import Row, Settings, quota_rows, render, rows
+from mpsd.core.settings import SettingRow, Settings, quota_rows, render, rows
 
 UNITS: Final = Path(__file__).resolve().parents[2] / "systemd"
 
@@ -227,13 +227,13 @@ def mpsctl_page() -> str:
 # -- the configuration -------------------------------------------------------------------------------------------------
 
 
-def _value(row: Row) -> str:
+def _value(row: SettingRow) -> str:
     """Return a setting's default as the file has it, or what it is when it is not there."""
     shown = Settings().socket if row.key == "api.socket" else row.default
     return "" if shown is None else render(row, shown)
 
 
-def _setting(row: Row) -> Iterator[str]:
+def _setting(row: SettingRow) -> Iterator[str]:
     default = _value(row)
     facts = [f"Default: {default}." if default else "Absent by default."]
     if isinstance(row.default, StrEnum):

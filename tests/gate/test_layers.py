@@ -3,7 +3,7 @@
 import sys
 from typing import Final
 
-from tests.gate.source import imports, modules
+from tests.gate.source import Import, imports, modules
 
 MAY_IMPORT: Final = {
     "__init__": frozenset[str](),
@@ -15,6 +15,34 @@ MAY_IMPORT: Final = {
     "__main__": frozenset({"core", "system", "daemon", "cli", "simulator"}),  # the composition root
 }
 """Which folders of mpsd each folder may import from."""
+
+ROOMS: Final = {
+    "core": frozenset[str](),
+    "core/mps": frozenset({"core"}),
+    "core/admission": frozenset({"core"}),
+    "core/enforcement": frozenset({"core", "core/mps"}),
+    "core/supervision": frozenset({"core"}),
+    "core/doctor": frozenset({"core", "core/mps"}),
+    "system": frozenset[str](),
+    "system/doctor": frozenset({"system"}),
+    "daemon/record": frozenset[str](),
+    "daemon/http": frozenset({"daemon/record"}),
+    "daemon/gpu": frozenset({"daemon/record"}),
+    "daemon/control": frozenset({"daemon/record"}),
+    "daemon/leases": frozenset({"daemon/record", "daemon/control"}),
+    "daemon/node": frozenset({"daemon/record", "daemon/gpu", "daemon/control", "daemon/leases"}),
+    "daemon/api": frozenset({"daemon/record", "daemon/http", "daemon/gpu", "daemon/control", "daemon/node"}),
+    "daemon": frozenset(
+        {"daemon/record", "daemon/http", "daemon/gpu", "daemon/control", "daemon/leases", "daemon/node", "daemon/api"}
+    ),
+    "cli": frozenset({"cli/commands"}),  # doctor's own part of it draws on nothing else
+    "cli/commands": frozenset({"cli"}),
+    "simulator": frozenset[str](),
+}
+"""Which rooms of its own layer each room may import from, beside itself; whatever it imports stands above it here."""
+
+MOST_FILES: Final = 15
+"""How many modules a room may have, beside the `__init__.py` that says what it is for; `system` has one per thing."""
 
 MAY_IMPORT_MORE: Final = {
     "mpsd/cli/doctor_run.py": frozenset({"system"}),  # it looks at the machine itself; doctor's alone
@@ -102,6 +130,75 @@ def test_the_module_that_may_import_more_is_imported_late() -> None:
         if each.at_start and f"{each.module}.{each.name}".startswith("mpsd.cli.doctor_run")
     ]
     assert not early, "\n".join(early)
+
+
+def _room(name: str) -> str:
+    """Return the room of a module by its dotted name: mpsd.core.mps.commands is in core/mps."""
+    return "/".join(name.split(".")[1:-1])
+
+
+def _modules_of(each: Import, names: frozenset[str]) -> str | None:
+    """Return the module of mpsd that an import is of, if it is of one."""
+    whole = f"{each.module}.{each.name}"
+    return next((name for name in (whole, each.module) if name in names), None)
+
+
+def test_rooms_import_one_way() -> None:
+    """A room imports from those that ROOMS names, and from no other of its layer."""
+    names = frozenset(module.name for module in modules("mpsd"))
+    wrong = [
+        f"{module.path}:{each.line}: {room} imports {target}"
+        for module in modules("mpsd")
+        if (room := _room(f"{module.name}.x" if module.path.endswith("__init__.py") else module.name)) in ROOMS
+        for each in imports(module)
+        if (target := _modules_of(each, names)) is not None
+        if _room(target).split("/")[0] == room.split("/")[0]
+        if _room(target) not in ROOMS[room] | {room}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_room_is_above_itself() -> None:
+    """No arrow between rooms leads up: whatever a room may import may not import it, by whatever way round."""
+    order = list(ROOMS)
+    for room in order:
+        if room.startswith("cli"):
+            continue  # its commands are imported by name when one is called (group.py), which is no import
+        below, pending = set[str](), {*ROOMS[room]}
+        while pending:
+            below |= pending
+            pending = {further for each in pending for further in ROOMS[each]} - below
+        assert room not in below
+
+
+def test_every_room_says_what_it_is_for() -> None:
+    """Each folder of mpsd has its place in ROOMS, is as small as a room should be, and its docstring tells about it."""
+    rooms = {"/".join(module.path.split("/")[1:-1]) for module in modules("mpsd")} - {""}
+    assert rooms == {*ROOMS}
+    inside = {
+        room: [each.path for each in modules("mpsd") if each.path.rpartition("/")[0] == f"mpsd/{room}"]
+        for room in rooms
+    }
+    too_many = {room: len(files) - 1 for room, files in inside.items() if len(files) - 1 > MOST_FILES}
+    assert too_many.keys() <= {"system"}
+    silent = [
+        module.path for module in modules("mpsd") if module.path.endswith("__init__.py") and not module.text.strip()
+    ]
+    assert not silent
+
+
+def test_what_reads_http_knows_no_node() -> None:
+    """Importing all that reads HTTP imports nothing of the node: no daemon, no GPU, no lease, and no NVML."""
+    by_name = {module.name: module for module in modules("mpsd")}
+    names = frozenset(by_name)
+    reached, pending = set[str](), {name for name in names if name.startswith("mpsd.daemon.http")}
+    while pending:
+        reached |= pending
+        found = (_modules_of(each, names) for name in pending for each in imports(by_name[name]))
+        pending = {each for each in found if each is not None} - reached
+    kinds = ("node", "control", "gpu", "leases", "api")
+    assert not {name for name in reached if name.startswith(tuple(f"mpsd.daemon.{kind}" for kind in kinds))}
+    assert not reached & {"mpsd.system.gpu", "mpsd.system.control_pipe", "mpsd.system.database"}
 
 
 def test_every_folder_has_its_place() -> None:

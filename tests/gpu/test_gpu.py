@@ -166,7 +166,9 @@ def test_blast_radius_of_a_fault(node: Node) -> None:
         assert failed["error"] in {"CUDA_ERROR_ILLEGAL_ADDRESS", "CUDA_ERROR_LAUNCH_FAILED"}, failed
         wait_until(lambda: not victim.do("busy 0.1")["ok"], what="the victim to be hit")
         assert victim.do("sync")["error"].startswith("CUDA_ERROR_")
-        (told,) = wait_until(lambda: node.events("leases_hit"), what=f"the fault to be told; the log is {node.stderr}")
+        (told,) = wait_until(
+            lambda: node.events("leases_faulted"), what=f"the fault to be told; the log is {node.stderr}"
+        )
         assert set(told["leases"]) == leases
         wait_until(lambda: node.get("/readyz").status == 503, what="the node not to be ready")
         refused = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB", "gpu": "0"})

@@ -241,14 +241,14 @@ class TestWay:
         """One of root's own is followed, and what it leads to is looked at as well; a circle ends."""
         (short_tmp / "open" / "below").mkdir(parents=True)
         (short_tmp / "link").symlink_to("./open/../open/below")
-        path_safety.check_way(short_tmp / "link" / "run")
+        path_safety.check_path(short_tmp / "link" / "run")
         (short_tmp / "open").chmod(0o777)
         with pytest.raises(ConfigurationError, match=f"everybody may write to {short_tmp}/open,"):
-            path_safety.check_way(short_tmp / "link" / "run")
+            path_safety.check_path(short_tmp / "link" / "run")
         (short_tmp / "a").symlink_to(short_tmp / "b")
         (short_tmp / "b").symlink_to(short_tmp / "a")
         with pytest.raises(OSError, match="Too many levels"):
-            path_safety.check_way(short_tmp / "a" / "run")
+            path_safety.check_path(short_tmp / "a" / "run")
 
     def test_own_directory_that_another_may_write(self, short_tmp: Path) -> None:
         """An access list that lets another user or group write to a directory of mpsd's own is seen too."""

@@ -14,9 +14,9 @@ from typing import Any, Final
 import pytest
 
 from mpsd.core.settings import LogFormat
-from mpsd.daemon.http.peer import Refusals
+from mpsd.daemon.http.peer import RefusalLog
 from mpsd.daemon.record.log import configure
-from mpsd.system.credentials import Caller as Credentials
+from mpsd.system.credentials import PeerCredentials
 from tests.daemon.caller import Caller, calling, needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.leases.asking import Line
@@ -110,7 +110,7 @@ class TestTold:
         ]
         for method, target, body in tries:
             assert line.call(method, target, body, uid=ANN).answer().status == 403
-        told = node.events("caller_refused")
+        told = node.events("peer_refused")
         assert [each["asked"] for each in told] == [f"{method} {target}" for method, target, _ in tries]
         assert {(each["uid"], each["pid"], each["level"]) for each in told} == {(ANN, os.getpid(), "warning")}
         assert all(each["because"] for each in told)
@@ -119,11 +119,11 @@ class TestTold:
     def test_no_flood(self) -> None:
         """Not more than 16 in a minute, of whatever length; the next one says how many were left out."""
         stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
-        refusals = Refusals(configure(LogFormat.JSON, stream=stream))
+        refusals = RefusalLog(configure(LogFormat.JSON, stream=stream))
         for _ in range(20):
-            refusals.tell(Credentials(ANN, ANN, 1), "GET /" + "x" * 1000, "no")
+            refusals.tell(PeerCredentials(ANN, ANN, 1), "GET /" + "x" * 1000, "no")
         refusals._since -= 60
-        refusals.tell(Credentials(ANN, ANN, 1), "GET /", "no")
+        refusals.tell(PeerCredentials(ANN, ANN, 1), "GET /", "no")
         stream.seek(0)
         told = [json.loads(each) for each in stream]
         assert len(told) == 17
@@ -141,7 +141,7 @@ class TestContainer:
             answer = container.request(method, path)
             assert (answer.status, answer.json["code"]) == (403, "not_permitted")
         assert container.request("GET", "/v1/leases").json["leases"] == []
-        assert {each["uid"] for each in node.events("caller_refused")} == {ANN}
+        assert {each["uid"] for each in node.events("peer_refused")} == {ANN}
         assert node.daemons()["gpu0"]["state"] == "ready"
 
     def test_is_known_by_its_process(self, container: Caller, line: Line) -> None:
@@ -180,14 +180,14 @@ def test_mpsd_in_a_container(short_tmp: Path) -> None:
     try:
         node.start()
         answer = node.request("POST", "/v1/leases", SMALL)
-        assert (answer.status, answer.json["code"]) == (403, "caller_unknown"), answer.json
+        assert (answer.status, answer.json["code"]) == (403, "peer_unknown"), answer.json
         assert "its pid is 0 here" in answer.json["detail"]
         assert "hostPID: true" in answer.json["hint"]
         answer = node.request("POST", "/v1/leases", {**SMALL, "pid": 1})
         assert (answer.status, answer.json["limit"]) == (422, "pid")
         assert node.get("/v1/leases").json["leases"] == []
         assert [each for each in node.get("/v1/status").json["notes"] if "hostPID: true" in each]
-        assert node.events("surroundings_lacking", missing="pid namespace")
+        assert node.events("host_requirement_missing", missing="pid namespace")
         assert node.mpsctl("status").returncode == 0
     finally:
         node.clean_up()

@@ -10,7 +10,7 @@ from typing import Final
 import pytest
 
 from mpsd.core.settings import LogFormat
-from mpsd.daemon.record.log import Happened, configure
+from mpsd.daemon.record.log import EventName, configure
 from tests.daemon.conftest import Start
 from tests.daemon.scene import event
 from tests.driven_program import Told
@@ -132,7 +132,7 @@ def test_commands_as_text(make_node: Start) -> None:
 def test_defects_as_text() -> None:
     """The traceback of a defect keeps its lines, and nothing in them acts on a terminal, whatever structlog shows."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
-    configure(LogFormat.TEXT, stream=stream).defect(Happened.API_DEFECT, ValueError(f"no {NAME}\nin"), path=NAME)
+    configure(LogFormat.TEXT, stream=stream).defect(EventName.API_DEFECT, ValueError(f"no {NAME}\nin"), path=NAME)
     stream.seek(0)
     first, *trace = stream.read().splitlines()
     assert "api_defect" in first

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import Final
 
-from mpsd.core.enforcement.ceiling import SMALLEST, Attaching, Rules, widest
+from mpsd.core.enforcement.ceiling import SMALLEST, CeilingRules, ExpectedClients, widest_limits
 from mpsd.core.model import Limits
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import GIB
@@ -42,7 +42,7 @@ class Run:
     dice: random.Random
     strict: bool
     server: Server = field(default_factory=_server)
-    attaching: Attaching = field(default_factory=Attaching)
+    attaching: ExpectedClients = field(default_factory=ExpectedClients)
     leases: dict[str, tuple[Limits, int]] = field(default_factory=dict)
     """By id: what each of its processes is to get, and how many are still to come."""
     now: float = 0.0
@@ -52,7 +52,7 @@ class Run:
 
     def settle(self) -> Limits:
         """Have the server give what is open now, as mpsd does before it answers a grant, and return it."""
-        rules = Rules(SMALLEST, strict=self.strict, window=WINDOW)
+        rules = CeilingRules(SMALLEST, strict=self.strict, window=WINDOW)
         limits = self.attaching.settle(rules, self.now).limits
         assert limits.pinned_device_mem_limit is not None
         self.server.answer("set_active_thread_percentage", [f"{limits.active_thread_percentage}"])
@@ -83,7 +83,7 @@ class Run:
         limits, left = self.leases[name]
         pending = [each for other, (each, _) in self.leases.items() if self.attaching.expects(other)]
         found = self.connect(limits)
-        assert within(found, limits if self.strict else reduce(widest, pending))
+        assert within(found, limits if self.strict else reduce(widest_limits, pending))
         self.attached += 1
         if left == 1:
             del self.leases[name]

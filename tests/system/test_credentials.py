@@ -13,7 +13,7 @@ from typing import Final
 import pytest
 
 from mpsd.system import credentials
-from mpsd.system.credentials import Caller
+from mpsd.system.credentials import PeerCredentials
 from mpsd.system.process import start_ticks
 from tests.harness import wait_until
 
@@ -62,15 +62,15 @@ def called(
 def test_own_process(short_tmp: Path) -> None:
     """The caller is who connected: this user, and that process."""
     with called(short_tmp) as (connection, process):
-        assert credentials.caller(connection) == Caller(os.geteuid(), os.getegid(), process.pid)
+        assert credentials.peer_credentials(connection) == PeerCredentials(os.geteuid(), os.getegid(), process.pid)
 
 
 @needs_root
 def test_another_user(short_tmp: Path) -> None:
     """Its uid and gid are those that it had when it connected, and its groups those that it was in."""
     with called(short_tmp, NOBODY, (1, 2)) as (connection, process):
-        who = credentials.caller(connection)
-        assert who == Caller(NOBODY, NOBODY, process.pid)
+        who = credentials.peer_credentials(connection)
+        assert who == PeerCredentials(NOBODY, NOBODY, process.pid)
         own, *others = credentials.groups(connection, who)
         assert own == getgrgid(NOBODY).gr_name
         assert set(others) == {getgrgid(1).gr_name, getgrgid(2).gr_name}
@@ -80,7 +80,7 @@ def test_another_user(short_tmp: Path) -> None:
 def test_user_and_groups_without_names(short_tmp: Path) -> None:
     """A uid and a gid that the user database does not know are called by their numbers."""
     with called(short_tmp, 54321, (65432, 2)) as (connection, _):
-        who = credentials.caller(connection)
+        who = credentials.peer_credentials(connection)
         assert credentials.user_name(who.uid) == "54321"
         own, *others = credentials.groups(connection, who)
         assert own == "54321"
@@ -91,13 +91,13 @@ def test_user_and_groups_without_names(short_tmp: Path) -> None:
 def test_more_groups_than_can_be_asked_for(short_tmp: Path) -> None:
     """A caller in more groups than one question returns is known by its own group, and is not refused for it."""
     with called(short_tmp, NOBODY, tuple(range(1000, 1300))) as (connection, _):
-        assert credentials.groups(connection, credentials.caller(connection)) == (getgrgid(NOBODY).gr_name,)
+        assert credentials.groups(connection, credentials.peer_credentials(connection)) == (getgrgid(NOBODY).gr_name,)
 
 
 def test_process_is_watched(short_tmp: Path) -> None:
     """The process that connected is watched by a descriptor that no child inherits, and its end is seen."""
     with called(short_tmp) as (connection, process):
-        watched = credentials.process_of(connection, credentials.caller(connection))
+        watched = credentials.process_of(connection, credentials.peer_credentials(connection))
         assert watched is not None
         try:
             assert (watched.pid, watched.identity.start_ticks) == (process.pid, start_ticks(process.pid))
@@ -109,11 +109,11 @@ def test_process_is_watched(short_tmp: Path) -> None:
 def test_process_that_is_gone(short_tmp: Path) -> None:
     """A caller that is gone, though its connection is still open, is nobody that could be watched."""
     with called(short_tmp) as (connection, process):
-        who = credentials.caller(connection)
+        who = credentials.peer_credentials(connection)
         process.kill()
         process.communicate()
         wait_until(lambda: start_ticks(who.pid) is None, what="the caller to be gone")
-        assert credentials.caller(connection) == who
+        assert credentials.peer_credentials(connection) == who
         assert credentials.process_of(connection, who) is None
 
 
@@ -132,14 +132,14 @@ class TestWithoutPeerPidfd:
         """The process of the credentials is watched by its pid."""
         process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
         try:
-            watched = credentials.process_of(connection, Caller(0, 0, process.pid))
+            watched = credentials.process_of(connection, PeerCredentials(0, 0, process.pid))
             assert watched is not None
             assert watched.identity.start_ticks == start_ticks(process.pid)
             watched.close()
         finally:
             process.communicate()
-        assert credentials.process_of(connection, Caller(0, 0, process.pid)) is None
+        assert credentials.process_of(connection, PeerCredentials(0, 0, process.pid)) is None
 
     def test_not_visible(self, connection: socket.socket) -> None:
         """A process outside mpsd's pid namespace has pid 0, which is nobody's."""
-        assert credentials.process_of(connection, Caller(0, 0, 0)) is None
+        assert credentials.process_of(connection, PeerCredentials(0, 0, 0)) is None

@@ -10,7 +10,7 @@ import pytest
 
 from mpsd.core.settings import LogFormat
 from mpsd.daemon.record import log as logs
-from mpsd.daemon.record.log import MESSAGE_IDS, Happened
+from mpsd.daemon.record.log import MESSAGE_IDS, EventName
 from mpsd.system.journal import Journal, is_behind
 
 
@@ -58,11 +58,11 @@ def logger(heard: Heard, form: LogFormat = LogFormat.AUTO, stream: io.TextIOBase
 def test_fields(heard: Heard) -> None:
     """An event has its id and its priority, and each fact a field of its own beside the text for people."""
     logger(heard).warning(
-        Happened.VIOLATION, lease="lease-1", daemon="gpu0", pid=7, because="it holds more", kinds=["a", "b"]
+        EventName.VIOLATION, lease="lease-1", daemon="gpu0", pid=7, because="it holds more", kinds=["a", "b"]
     )
     assert heard.entry() == {
         "MESSAGE": 'violation lease=lease-1 daemon=gpu0 pid=7 because="it holds more" kinds="[\\"a\\",\\"b\\"]"',
-        "MESSAGE_ID": MESSAGE_IDS[Happened.VIOLATION],
+        "MESSAGE_ID": MESSAGE_IDS[EventName.VIOLATION],
         "PRIORITY": "4",
         "SYSLOG_IDENTIFIER": "mpsd",
         "MPSD_EVENT": "violation",
@@ -76,7 +76,7 @@ def test_fields(heard: Heard) -> None:
 
 def test_nothing_is_forged(heard: Heard) -> None:
     """What others chose makes no field and moves no cursor."""
-    logger(heard).info(Happened.FOREIGN_COMMAND, command="x\nPRIORITY=0\x1b[2J\u202e")
+    logger(heard).info(EventName.FOREIGN_COMMAND, command="x\nPRIORITY=0\x1b[2J\u202e")
     entry = heard.entry()
     assert entry["PRIORITY"] == "6"
     assert entry["MPSD_COMMAND"] == "x\\nPRIORITY=0\\x1b[2J\\u202e"
@@ -86,7 +86,7 @@ def test_nothing_is_forged(heard: Heard) -> None:
 def test_lines(heard: Heard) -> None:
     """A value of several lines, as a defect's traceback is, arrives as it is."""
     log = logger(heard)
-    log.defect(Happened.API_DEFECT, ZeroDivisionError("a\nb"), path="/x")
+    log.defect(EventName.API_DEFECT, ZeroDivisionError("a\nb"), path="/x")
     entry = heard.entry()
     assert entry["PRIORITY"] == "3"
     assert entry["MESSAGE"].startswith("api_defect path=/x\nZeroDivisionError: a\n")
@@ -94,7 +94,7 @@ def test_lines(heard: Heard) -> None:
 
 def test_long_values(heard: Heard) -> None:
     """A value is cut where it would fill the datagram, and the others are whole."""
-    logger(heard).info(Happened.FOREIGN_COMMAND, command="ä" * 1_000_000, daemon="gpu0")
+    logger(heard).info(EventName.FOREIGN_COMMAND, command="ä" * 1_000_000, daemon="gpu0")
     entry = heard.entry()
     assert entry["MPSD_COMMAND"].endswith("ä...")
     assert len(entry["MPSD_COMMAND"].encode()) <= 8 * 1024
@@ -105,7 +105,7 @@ def test_explicit_form_decides(heard: Heard) -> None:
     """With a form that was asked for, lines go to the stream, journal or not."""
     lines = io.BytesIO()
     stream = io.TextIOWrapper(lines)
-    logger(heard, LogFormat.JSON, stream).info(Happened.GPU_FOUND, index=0)
+    logger(heard, LogFormat.JSON, stream).info(EventName.GPU_FOUND, index=0)
     assert b'"event":"gpu_found"' in lines.getvalue()
 
 

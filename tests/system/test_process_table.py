@@ -13,7 +13,7 @@ import pytest
 from mpsd.core.model import ProcessIdentity
 from mpsd.system import process_table
 from mpsd.system.process import start_ticks
-from mpsd.system.process_table import Part
+from mpsd.system.process_table import ProgramKind
 from tests.harness import look_at, wait_until
 
 PROGRAM = ("/usr/bin/nvidia-cuda-mps-control",)
@@ -40,7 +40,7 @@ def running(name: str, *arguments: str, pipe_directory: Path, **options: str) ->
         process.communicate()
 
 
-def found(pipe_directory: Path, program: tuple[str, ...] = PROGRAM) -> dict[int, Part]:
+def found(pipe_directory: Path, program: tuple[str, ...] = PROGRAM) -> dict[int, ProgramKind]:
     """Return what was found on a pipe directory."""
     return {each.identity.pid: each.part for each in process_table.on_pipe_directory(pipe_directory, program)}
 
@@ -48,17 +48,17 @@ def found(pipe_directory: Path, program: tuple[str, ...] = PROGRAM) -> dict[int,
 @pytest.mark.parametrize(
     ("name", "arguments", "part"),
     [
-        ("nvidia-cuda-mps-control", ["-f"], Part.DAEMON),
-        ("/opt/x/nvidia-cuda-mps-control", ["-d"], Part.DAEMON),
-        ("nvidia-cuda-mps-control", ["-multiuser-server", "-f"], Part.DAEMON),
-        ("nvidia-cuda-mps-control", [], Part.FRONT_END),
-        ("nvidia-cuda-mps-server", [], Part.SERVER),
-        ("/usr/bin/nvidia-cuda-mps-server", ["-force-tegra"], Part.SERVER),
+        ("nvidia-cuda-mps-control", ["-f"], ProgramKind.DAEMON),
+        ("/opt/x/nvidia-cuda-mps-control", ["-d"], ProgramKind.DAEMON),
+        ("nvidia-cuda-mps-control", ["-multiuser-server", "-f"], ProgramKind.DAEMON),
+        ("nvidia-cuda-mps-control", [], ProgramKind.FRONT_END),
+        ("nvidia-cuda-mps-server", [], ProgramKind.SERVER),
+        ("/usr/bin/nvidia-cuda-mps-server", ["-force-tegra"], ProgramKind.SERVER),
         ("nvidia-cuda-mps-controller", ["-f"], None),
         ("cat", [], None),
     ],
 )
-def test_parts(tmp_path: Path, name: str, arguments: list[str], part: Part | None) -> None:
+def test_parts(tmp_path: Path, name: str, arguments: list[str], part: ProgramKind | None) -> None:
     """A process is a control daemon, a front-end or a server by its name and its arguments, or none of them."""
     with running(name, *arguments, pipe_directory=tmp_path) as process:
         assert found(tmp_path).get(process.pid) is part
@@ -83,7 +83,7 @@ def test_program_of_another_name(tmp_path: Path) -> None:
     """The control program in use is known by whatever it is called; a script's name stands behind its interpreter's."""
     with running("/opt/simulator/control", "-f", pipe_directory=tmp_path) as process:
         assert found(tmp_path) == {}
-        assert found(tmp_path, ("/opt/simulator/control", "-c")) == {process.pid: Part.DAEMON}
+        assert found(tmp_path, ("/opt/simulator/control", "-c")) == {process.pid: ProgramKind.DAEMON}
     with running("/bin/sh", "-f", pipe_directory=tmp_path) as process:
         assert found(tmp_path) == {}
     script = tmp_path / "nvidia-cuda-mps-server"
@@ -93,7 +93,7 @@ def test_program_of_another_name(tmp_path: Path) -> None:
         [str(script)], env={"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     try:
-        wait_until(lambda: found(tmp_path) == {server.pid: Part.SERVER}, what="the script to be found")
+        wait_until(lambda: found(tmp_path) == {server.pid: ProgramKind.SERVER}, what="the script to be found")
     finally:
         server.communicate()
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from mpsd.daemon.record.log import MESSAGE_IDS, Happened
+from mpsd.daemon.record.log import MESSAGE_IDS, EventName
 from tests.driven_program import Told
 from tests.harness import wait_until
 from tests.systemd import Suite
@@ -18,7 +18,7 @@ from tests.systemd.node import STOP, UNITS, Service
 _INVALID = "[enforcement]\nunadmitted = 7\n"
 
 
-class Serving:
+class ServerHealth:
     """The tests, in the order in which they run."""
 
     SUITE: ClassVar[Suite]
@@ -50,9 +50,9 @@ class Serving:
         assert granted["_SYSTEMD_UNIT"] == "mpsd.service"
         assert granted["SYSLOG_IDENTIFIER"] == "mpsd"
         assert granted["PRIORITY"] == "6"
-        assert granted["MESSAGE_ID"] == MESSAGE_IDS[Happened.LEASE_GRANTED]
+        assert granted["MESSAGE_ID"] == MESSAGE_IDS[EventName.LEASE_GRANTED]
         assert lease in granted["MESSAGE"]
-        found = machine.journal(f"MESSAGE_ID={MESSAGE_IDS[Happened.LEASE_GRANTED]}")
+        found = machine.journal(f"MESSAGE_ID={MESSAGE_IDS[EventName.LEASE_GRANTED]}")
         assert lease in [each["MPSD_LEASE"] for each in found]
 
     def test_sandbox(self, machine: Machine, service: Service) -> None:

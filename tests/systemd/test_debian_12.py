@@ -3,12 +3,12 @@
 import pytest
 
 from tests import systemd
-from tests.systemd.serving import Serving
+from tests.systemd.serving import ServerHealth
 
 pytestmark = pytest.mark.machine
 
 
-class TestDebian12(Serving):
+class TestDebian12(ServerHealth):
     """On a machine of bookworm."""
 
     SUITE = systemd.SUITES["bookworm"]

@@ -3,12 +3,12 @@
 import pytest
 
 from tests import systemd
-from tests.systemd.serving import Serving
+from tests.systemd.serving import ServerHealth
 
 pytestmark = pytest.mark.machine
 
 
-class TestDebian13(Serving):
+class TestDebian13(ServerHealth):
     """On a machine of trixie."""
 
     SUITE = systemd.SUITES["trixie"]

@@ -18,7 +18,7 @@ from mpsd.core.admission import admission
 from mpsd.core.admission.admission import NOTHING, Amount, Candidate, Offer, Shortage
 from mpsd.core.admission.offers import Offers
 from mpsd.core.admission.queue import Queue, keep
-from mpsd.core.admission.room import Kept, Room
+from mpsd.core.admission.room import Reservation, Room
 from mpsd.core.admission.usage import Usage
 from mpsd.core.errors import QueueFullError, TooManyLeasesError
 from mpsd.core.model import Lease, LeaseRequest, LeaseState, ProcessIdentity
@@ -34,7 +34,7 @@ class Now(Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class AdmissionRules:
     """What an operator decides about admission as a whole."""
 
     placement: Placement = Placement.BEST_FIT
@@ -45,14 +45,14 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class QueuePlace:
     """Where a waiting lease stands: its position from 1, and what it waits for."""
 
     position: int
     waits_for: Shortage
 
 
-class User(Struct, frozen=True):
+class UserTotals(Struct, frozen=True):
     """What one user has: how many leases, waiting ones included, what it holds by them, and what it waits for."""
 
     leases: int = 0
@@ -65,20 +65,20 @@ class User(Struct, frozen=True):
         return self.holds + self.awaits
 
 
-_NEWCOMER: Final = User()
+_NEWCOMER: Final = UserTotals()
 
 
 class Ledger:
     """The leases that have not ended, by id: those that hold something, and those that wait for it."""
 
-    def __init__(self, rules: Rules, usage: Usage) -> None:
+    def __init__(self, rules: AdmissionRules, usage: Usage) -> None:
         self.rules = rules
         self.usage = usage
         self.leases: dict[str, Lease] = {}
         self._queue = Queue(usage)
         self._offers = Offers({})
         self._room = Room()
-        self._users: dict[int, User] = {}
+        self._users: dict[int, UserTotals] = {}
         self._worth: dict[str, Amount] = {}
         """By waiting lease, what it counts against its user's quota."""
         self._expiring: dict[str, float] = {}
@@ -112,7 +112,7 @@ class Ledger:
         """Return the leases that hold something of a control daemon."""
         return [lease for lease in self.leases.values() if any(share.daemon == daemon for share in lease.shares)]
 
-    def user(self, uid: int) -> User:
+    def user(self, uid: int) -> UserTotals:
         """Return what a user holds and waits for."""
         return self._users.get(uid, _NEWCOMER)
 
@@ -120,21 +120,22 @@ class Ledger:
         """Return what a request comes to at most, wherever it goes: what counts against its user's quota."""
         return self._offers.worth(request)
 
-    def places(self, now: float) -> dict[str, Place]:
+    def places(self, now: float) -> dict[str, QueuePlace]:
         """Say where every waiting lease stands."""
         ordered = enumerate(self._queue.in_order(now, self.rules.patience), start=1)
         return {
-            lease.id: Place(position, self._shortage(lease, self._candidates(lease))) for position, lease in ordered
+            lease.id: QueuePlace(position, self._shortage(lease, self._candidates(lease)))
+            for position, lease in ordered
         }
 
-    def place(self, lease_id: str, now: float) -> Place | None:
+    def place(self, lease_id: str, now: float) -> QueuePlace | None:
         """Say where this lease stands; None when it does not wait."""
         lease = self.waiting.get(lease_id)
         if lease is None:
             return None
         order = self._queue.order(lease, now, self.rules.patience)
         before = sum(1 for _ in self._queue.in_order(now, self.rules.patience, before=order))
-        return Place(before + 1, self._shortage(lease, self._candidates(lease)))
+        return QueuePlace(before + 1, self._shortage(lease, self._candidates(lease)))
 
     def overdue(self, now: float) -> list[Lease]:
         """Return the leases whose time to live, or to wait, is over."""
@@ -231,19 +232,19 @@ class Ledger:
 
     def _settle_once(self, now: Now) -> list[Lease]:
         granted: list[Lease] = []
-        kept: dict[str, Kept] = {}
+        reserved: dict[str, Reservation] = {}
         anew = all(offer.many_users for offer in self._offers.by_gpu.values())
         for lease in self._queue.in_order(now.seconds, self.rules.patience, anew=anew):
             candidates = self._candidates(lease)
-            chosen = self._find(lease, candidates, kept)
+            chosen = self._find(lease, candidates, reserved)
             if chosen:
                 self._part(lease)
                 granted.append(self._grant(lease, chosen, now, lease.arrival))
-            elif keep(lease, candidates, kept):
+            elif keep(lease, candidates, reserved):
                 self._queue.stands_first(lease.id, now.seconds)
             else:
                 continue
-            if self._is_spent(kept):
+            if self._is_spent(reserved):
                 break
         return granted
 
@@ -278,30 +279,32 @@ class Ledger:
         """Return where a lease can be granted some day."""
         return self._offers.candidates(lease.request)
 
-    def _find(self, lease: Lease, candidates: Sequence[Candidate], kept: Mapping[str, Kept]) -> list[Candidate]:
-        return self._room.find(candidates, lease.owner.uid, lease.request.gpus, kept, self.rules.placement)
+    def _find(
+        self, lease: Lease, candidates: Sequence[Candidate], reserved: Mapping[str, Reservation]
+    ) -> list[Candidate]:
+        return self._room.find(candidates, lease.owner.uid, lease.request.gpus, reserved, self.rules.placement)
 
     def _choose(self, lease: Lease, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
         """Return the places that a new request gets when all who wait and come before it have got theirs."""
         if not self._queue.leases:
             return self._find(lease, candidates, {})
-        kept: dict[str, Kept] = {}
+        reserved: dict[str, Reservation] = {}
         taken: list[tuple[str, int, Amount]] = []
         order = self._queue.order(structs.replace(lease, arrival=self._arrivals), now, self.rules.patience)
         for each in self._queue.in_order(now, self.rules.patience, before=order):
-            chosen = self._find(each, self._candidates(each), kept)
+            chosen = self._find(each, self._candidates(each), reserved)
             for offer, need in chosen:
                 taken.append((offer.gpu, each.owner.uid, need))
                 self._room.enter(*taken[-1])
-            if not chosen and keep(each, self._candidates(each), kept) and self._is_spent(kept):
+            if not chosen and keep(each, self._candidates(each), reserved) and self._is_spent(reserved):
                 break
-        chosen = self._find(lease, candidates, kept)
+        chosen = self._find(lease, candidates, reserved)
         for gpu, uid, need in taken:  # they have it when they are let in, by settle
             self._room.leave(gpu, uid, need)
         return chosen
 
-    def _is_spent(self, kept: Mapping[str, Kept]) -> bool:
-        return self._room.is_spent(self._offers.by_gpu.values(), kept)
+    def _is_spent(self, reserved: Mapping[str, Reservation]) -> bool:
+        return self._room.is_spent(self._offers.by_gpu.values(), reserved)
 
     def _shortage(self, lease: Lease, candidates: Sequence[Candidate]) -> Shortage:
         """Say what a request that was not granted lacks, on the GPU that comes closest."""
@@ -331,7 +334,7 @@ class Ledger:
         uid, has = lease.owner.uid, self.user(lease.owner.uid)
         holds = has.holds + _count(lease, self._room.enter)
         self.leases[lease.id] = lease
-        self._users[uid] = User(has.leases + 1, holds, has.awaits)
+        self._users[uid] = UserTotals(has.leases + 1, holds, has.awaits)
         self.usage.hold(uid, self._offers.part(holds), now)
         if lease.expires is not None:
             self._expiring[lease.id] = lease.expires
@@ -341,7 +344,7 @@ class Ledger:
         holds = has.holds - _count(lease, self._room.leave)
         del self.leases[lease.id]
         if has.leases > 1:
-            self._users[uid] = User(has.leases - 1, holds, has.awaits)
+            self._users[uid] = UserTotals(has.leases - 1, holds, has.awaits)
         self.usage.hold(uid, self._offers.part(holds), now)
         self._expiring.pop(lease.id, None)
 
@@ -349,7 +352,7 @@ class Ledger:
         uid, has = lease.owner.uid, self.user(lease.owner.uid)
         self._queue.join(lease)
         worth = self._worth[lease.id] = self.worth(lease.request)
-        self._users[uid] = User(has.leases + 1, has.holds, has.awaits + worth)
+        self._users[uid] = UserTotals(has.leases + 1, has.holds, has.awaits + worth)
         if lease.until is not None:
             self._expiring[lease.id] = lease.until
 
@@ -358,7 +361,7 @@ class Ledger:
         self._queue.part(lease.id)
         worth = self._worth.pop(lease.id)
         if has.leases > 1:
-            self._users[uid] = User(has.leases - 1, has.holds, has.awaits - worth)
+            self._users[uid] = UserTotals(has.leases - 1, has.holds, has.awaits - worth)
         self._expiring.pop(lease.id, None)
 
     def _value_anew(self, now: float) -> None:
@@ -366,7 +369,9 @@ class Ledger:
         for lease in self.waiting.values():
             before, self._worth[lease.id] = self._worth[lease.id], self.worth(lease.request)
             has = self._users[lease.owner.uid]
-            self._users[lease.owner.uid] = User(has.leases, has.holds, has.awaits - before + self._worth[lease.id])
+            self._users[lease.owner.uid] = UserTotals(
+                has.leases, has.holds, has.awaits - before + self._worth[lease.id]
+            )
         for uid, has in self._users.items():
             self.usage.hold(uid, self._offers.part(has.holds), now)
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, TypeAlias
 
 from mpsd.core.admission.admission import Candidate
-from mpsd.core.admission.room import Kept
+from mpsd.core.admission.room import Reservation
 from mpsd.core.admission.usage import Usage
 from mpsd.core.model import Lease
 
@@ -80,11 +80,11 @@ class Queue:
         return -lease.request.priority, first if first <= since else _NEVER, standing, lease.arrival, lease.id
 
 
-def keep(lease: Lease, candidates: Sequence[Candidate], kept: dict[str, Kept]) -> bool:
+def keep(lease: Lease, candidates: Sequence[Candidate], reserved: dict[str, Reservation]) -> bool:
     """Keep for a lease that cannot be granted what it waits for, where nobody before it does; tell whether it is so."""
-    free = [(offer.gpu, need) for offer, need in candidates if offer.refusal is None and offer.gpu not in kept]
+    free = [(offer.gpu, need) for offer, need in candidates if offer.refusal is None and offer.gpu not in reserved]
     if len(free) < lease.request.gpus:
         return False
     for gpu, need in free:
-        kept[gpu] = Kept(need, lease.owner.uid)
+        reserved[gpu] = Reservation(need, lease.owner.uid)
     return True

@@ -1,38 +1,25 @@
 """What one user may have: which quota is theirs, and whether a request is within it. Pure."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Final
 
 from mpsd.core.admission.admission import Amount
-from mpsd.core.admission.ledger import User
+from mpsd.core.admission.ledger import UserTotals
 from mpsd.core.errors import QuotaError
+from mpsd.core.roles import UserIdentity
 from mpsd.core.settings import Quota
 from mpsd.core.units import format_size
-
-
-@dataclass(frozen=True, slots=True)
-class Person:
-    """A user as quotas and roles know it: by its own name, and by those of its groups."""
-
-    name: str
-    groups: Sequence[str] = ()
-
-    def is_among(self, names: Sequence[str]) -> bool:
-        """Tell whether a list of users, %groups and * names this person."""
-        return "*" in names or self.name in names or any(f"%{group}" in names for group in self.groups)
-
 
 _FREE: Final = Quota()
 
 
-def quota_of(person: Person, quotas: Mapping[str, Quota]) -> Quota:
-    """Return a person's quota: its own before its groups' (the first listed) before everybody's."""
+def quota_of(user: UserIdentity, quotas: Mapping[str, Quota]) -> Quota:
+    """Return a user's quota: its own before its groups' (the first listed) before everybody's."""
     if not quotas:
         return _FREE
-    if person.name in quotas:
-        return quotas[person.name]
-    group = next((name for name in quotas if name.startswith("%") and name[1:] in person.groups), None)
+    if user.name in quotas:
+        return quotas[user.name]
+    group = next((name for name in quotas if name.startswith("%") and name[1:] in user.groups), None)
     if group is not None:
         return quotas[group]
     return quotas.get("*", _FREE)
@@ -43,7 +30,7 @@ def weighs(quota: Quota) -> bool:
     return quota.threads is not None or quota.memory is not None
 
 
-def check(quota: Quota, has: User, priority: int, worth: Amount) -> None:
+def check(quota: Quota, has: UserTotals, priority: int, worth: Amount) -> None:
     """Refuse a request that exceeds its user's quota. Raises QuotaError, which names the quota and what is left of it.
 
     `has` is what the user holds and waits for already, and `worth` what the request comes to.

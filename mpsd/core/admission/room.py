@@ -12,7 +12,7 @@ from mpsd.core.settings import Placement
 from mpsd.core.units import format_size
 
 
-class Kept(Struct, frozen=True):
+class Reservation(Struct, frozen=True):
     """What of a GPU is kept for the lease that stands first there, and for which uid."""
 
     amount: Amount
@@ -60,7 +60,12 @@ class Room:
         return self._held[gpu].uids.keys() if gpu in self._held else ()
 
     def find(
-        self, candidates: Iterable[Candidate], uid: int, count: int, kept: Mapping[str, Kept], placement: Placement
+        self,
+        candidates: Iterable[Candidate],
+        uid: int,
+        count: int,
+        reserved: Mapping[str, Reservation],
+        placement: Placement,
     ) -> list[Candidate]:
         """Return the places that a user's request can have now, beside what is kept for others; none if too few.
 
@@ -69,7 +74,7 @@ class Room:
         fitting = [
             (offer, need)
             for offer, need in candidates
-            if _obstacle(offer, self._held[offer.gpu], need, uid, kept.get(offer.gpu)) is None
+            if _obstacle(offer, self._held[offer.gpu], need, uid, reserved.get(offer.gpu)) is None
         ]
         if len(fitting) < count:
             return []
@@ -96,18 +101,18 @@ class Room:
         _, limit, (offer, need) = min(lacking, key=lambda each: each[0])
         return _shortage(limit, offer, self._held[offer.gpu], need, uid)
 
-    def is_spent(self, offers: Iterable[Offer], kept: Mapping[str, Kept]) -> bool:
+    def is_spent(self, offers: Iterable[Offer], reserved: Mapping[str, Reservation]) -> bool:
         """Tell whether nothing is left of any GPU, beside what is kept, so that nobody else needs to be asked."""
-        return all(offer.refusal is not None or self._is_spent(offer, kept.get(offer.gpu)) for offer in offers)
+        return all(offer.refusal is not None or self._is_spent(offer, reserved.get(offer.gpu)) for offer in offers)
 
-    def _is_spent(self, offer: Offer, kept: Kept | None) -> bool:
-        if kept is None:
+    def _is_spent(self, offer: Offer, reserved: Reservation | None) -> bool:
+        if reserved is None:
             return False
-        left = Amount(offer.threads, offer.memory, offer.clients) - self.taken(offer.gpu) - kept.amount
+        left = Amount(offer.threads, offer.memory, offer.clients) - self.taken(offer.gpu) - reserved.amount
         return left.threads <= 0 or left.memory <= 0 or left.clients <= 0
 
 
-def _obstacle(offer: Offer, held: _Held, need: Amount, uid: int, kept: Kept | None) -> str | None:
+def _obstacle(offer: Offer, held: _Held, need: Amount, uid: int, reserved: Reservation | None) -> str | None:
     """Name what keeps a user from having this on a GPU now, as a shortage's limit does; None when nothing does.
 
     This is the one rule of what fits. It is `turn` when only what is kept for somebody who comes first is in the way.
@@ -117,11 +122,11 @@ def _obstacle(offer: Offer, held: _Held, need: Amount, uid: int, kept: Kept | No
     if not offer.many_users and held.is_others(uid):
         return "user"
     limit = _lacking(offer, held, need)
-    if limit is not None or kept is None:
+    if limit is not None or reserved is None:
         return limit
     # On a daemon that serves one uid at a time, whoever gets in before the other uid keeps it out for longer.
-    is_others = not offer.many_users and kept.uid != uid
-    return "turn" if is_others or _lacking(offer, held, need + kept.amount) is not None else None
+    is_others = not offer.many_users and reserved.uid != uid
+    return "turn" if is_others or _lacking(offer, held, need + reserved.amount) is not None else None
 
 
 def _lacking(offer: Offer, held: _Held, need: Amount) -> str | None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from mpsd.core import compute_mode, gpus
-from mpsd.core.compute_mode import ComputeMode, Step, step
+from mpsd.core.compute_mode import ComputeMode, ComputeModeStep, step
 from mpsd.core.doctor.driver import node_of, unread
 from mpsd.core.doctor.finding import AS_ROOT, Check, Finding, Means, Mend, Verdict, unknown
 from mpsd.core.doctor.observed import GpuSeen, Observed
@@ -129,7 +129,7 @@ def _left_on(seen: GpuSeen | None, uuid: str, found: ComputeMode) -> Finding:
         return Finding(Verdict.FAIL, because, evidence, "see nvidia-smi, and look again", name)
     now = seen.usage.value.compute_mode
     mend = Mend(Means.GIVE_BACK, (uuid,))
-    if step(wanted=False, found=found, now=now, held=False) is Step.FORGET:
+    if step(wanted=False, found=found, now=now, held=False) is ComputeModeStep.FORGET:
         return Finding(
             Verdict.OK, f"it is {now}, and not what mpsd set", {**evidence, "now": str(now)}, None, name, mend
         )

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterable, Sequence
 
 from mpsd.core.enforcement import violations
-from mpsd.core.enforcement.violations import Attached
+from mpsd.core.enforcement.violations import AttributedClient
 from mpsd.core.model import Client, Lease, ProcessIdentity
 
 
 def by_family(
     client: Client, family: Iterable[ProcessIdentity], leases_of: Callable[[ProcessIdentity], Iterable[Lease]]
-) -> Attached:
+) -> AttributedClient:
     """Return the lease of the nearest in a client's family, itself first, that has one on its GPU with room for it.
 
     Where none has room, the nearest is told all the same. A descendant of a client counts too: its own parent, the
@@ -21,16 +21,16 @@ def by_family(
         there = [lease for lease in leases_of(ancestor) if violations.share_on(lease, client.daemon) is not None]
         for lease in sorted(there, key=lambda each: (not _is_of(client, each), each.arrival)):
             if client.identity in lease.clients or has_room(lease):
-                return Attached(client, lease, counted=True)
+                return AttributedClient(client, lease, counted=True)
             nearest = nearest or lease
-    return Attached(client, nearest, counted=False)
+    return AttributedClient(client, nearest, counted=False)
 
 
-def by_cgroup(client: Client, leases: Sequence[Lease]) -> Attached:
+def by_cgroup(client: Client, leases: Sequence[Lease]) -> AttributedClient:
     """Return the lease of a client without a family, where just one lease has processes in its control group."""
     if len(leases) != 1:
-        return Attached(client, None, counted=False)
-    return Attached(client, leases[0], counted=client.identity in leases[0].clients or has_room(leases[0]))
+        return AttributedClient(client, None, counted=False)
+    return AttributedClient(client, leases[0], counted=client.identity in leases[0].clients or has_room(leases[0]))
 
 
 def has_room(lease: Lease) -> bool:

@@ -24,7 +24,7 @@ UNLIMITED: Final = Limits(ActiveThreadPercentage(1000), None)
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class CeilingRules:
     """What an operator decides about attaching."""
 
     closed: Limits
@@ -65,7 +65,7 @@ def each_process(lease: Lease, share: Share) -> Limits:
     )
 
 
-def widest(one: Limits, other: Limits) -> Limits:
+def widest_limits(one: Limits, other: Limits) -> Limits:
     """Return the larger of each limit; no memory limit is larger than any."""
     if one == other:
         return one
@@ -76,7 +76,7 @@ def widest(one: Limits, other: Limits) -> Limits:
     )
 
 
-class Attaching:
+class ExpectedClients:
     """The leases of one control daemon whose processes are still to come, in the order in which they are to.
 
     A lease of which no process is there yet is waited for as long as it lives: its holder is to become its client, and
@@ -146,7 +146,7 @@ class Attaching:
         """Tell whether processes of a lease may attach now, as it was settled last."""
         return self.expects(lease_id) and (self._turn is None or self._turn.lease == lease_id)
 
-    def settle(self, rules: Rules, now: float) -> Ceiling:
+    def settle(self, rules: CeilingRules, now: float) -> Ceiling:
         """Return how far it is open now."""
         if rules.strict:
             return self._strictly(rules, now)
@@ -154,9 +154,9 @@ class Attaching:
         while self._since and next(iter(self._since.values())) + rules.window <= now:
             self.forget(next(iter(self._since)))
         ends = next(iter(self._since.values())) + rules.window if self._since else NEVER
-        return Ceiling(reduce(widest, self._sizes, rules.closed), ends)
+        return Ceiling(reduce(widest_limits, self._sizes, rules.closed), ends)
 
-    def _strictly(self, rules: Rules, now: float) -> Ceiling:
+    def _strictly(self, rules: CeilingRules, now: float) -> Ceiling:
         turn = self._turn
         if turn is not None and turn.lease in self._expected and not turn.held and now >= turn.since + rules.window:
             if turn.lease in self._since:

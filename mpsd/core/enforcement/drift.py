@@ -59,7 +59,7 @@ def drift(
     return tuple(result)
 
 
-def widest(one: ReadBack, other: ReadBack) -> ReadBack:
+def widest_read_back(one: ReadBack, other: ReadBack) -> ReadBack:
     """Return the larger of each limit; no memory limit is larger than any."""
     memory = (one.pinned_device_mem_limit, other.pinned_device_mem_limit)
     return ReadBack(
@@ -78,13 +78,13 @@ def opened(commands: Iterable[str], server: int, *, fresh: bool) -> ReadBack:
     for command in commands:
         match words(command):
             case ["set_default_active_thread_percentage", *rest] if fresh:
-                result = widest(result, ReadBack(_tenths(rest), 0))
+                result = widest_read_back(result, ReadBack(_tenths(rest), 0))
             case ["set_active_thread_percentage", pid, *rest] if _may_be(pid, server):
-                result = widest(result, ReadBack(_tenths(rest), 0))
+                result = widest_read_back(result, ReadBack(_tenths(rest), 0))
             case ["set_default_device_pinned_mem_limit", *rest] if fresh:
-                result = widest(result, ReadBack(0, _bytes(rest)))
+                result = widest_read_back(result, ReadBack(0, _bytes(rest)))
             case ["set_device_pinned_mem_limit", pid, *rest] if _may_be(pid, server):
-                result = widest(result, ReadBack(0, _bytes(rest)))
+                result = widest_read_back(result, ReadBack(0, _bytes(rest)))
     return result
 
 
@@ -94,20 +94,20 @@ def _may_be(pid: str, server: int) -> bool:
 
 
 def _tenths(rest: list[str]) -> int:
-    return (parse_percentage(rest[0]) if len(rest) == 1 else None) or 1000
+    return (parse_foreign_percentage(rest[0]) if len(rest) == 1 else None) or 1000
 
 
 def _bytes(rest: list[str]) -> int | None:
-    return parse_mem_limit(rest[-1]) if len(rest) == len(("device", "value")) else None
+    return parse_foreign_mem_limit(rest[-1]) if len(rest) == len(("device", "value")) else None
 
 
-def parse_percentage(text: str) -> int | None:
+def parse_foreign_percentage(text: str) -> int | None:
     """Return what a stranger's percentage is in tenths, rounded up; None for what MPS ignores, or may."""
     value = float(text) if _PERCENT.fullmatch(text) else 0.0
     return -int(-value * 10 // 1) if 0 < value <= 100 else None  # noqa: PLR2004 - it is a percentage
 
 
-def parse_mem_limit(text: str) -> int | None:
+def parse_foreign_mem_limit(text: str) -> int | None:
     """Return what a stranger's memory limit is in bytes; None for what is no limit to MPS, or may be none."""
     found = _SIZE.fullmatch(text)
     return int(found[1]) * (GIB if found[2] in "gG" else MIB) if found is not None else None

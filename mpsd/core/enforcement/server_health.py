@@ -34,7 +34,7 @@ _WINDOW: Final = timedelta(seconds=60)
 
 
 @dataclass(slots=True)
-class Serving:
+class ServerHealth:
     """What is known of the servers of one control daemon; it is kept with how far their logs were read."""
 
     faults: dict[int, datetime] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from mpsd.core.model import Client, GpuProcess, Known, Lease, LeaseState, Proces
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class VerifiedProcess:
     """What is known of one process of a lease on one GPU."""
 
     pid: int
@@ -28,12 +28,12 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Verification:
     """What verifying a lease came to: the first thing that is wrong, or that all is well."""
 
     ok: bool
     because: str
-    processes: tuple[Verified, ...]
+    processes: tuple[VerifiedProcess, ...]
 
 
 def verify(
@@ -44,7 +44,7 @@ def verify(
     *,
     memory: bool,
     unknown: Sequence[str] = (),
-) -> Verdict:
+) -> Verification:
     """Judge a lease by its clients, by what its processes hold on each GPU, and by the violations that were found.
 
     `memory` tells whether the driver limits memory, and `unknown` what could not be asked or read now, so that all the
@@ -52,9 +52,9 @@ def verify(
     yet is not well: whoever asks wants to know whether it runs under MPS, and it does not.
     """
     if lease.state is LeaseState.ENDED:
-        return Verdict(ok=False, because=f"lease {lease.id} has ended: {lease.because}", processes=())
+        return Verification(ok=False, because=f"lease {lease.id} has ended: {lease.because}", processes=())
     if lease.state is LeaseState.WAITING:
-        return Verdict(ok=False, because=f"lease {lease.id} waits, and holds nothing yet", processes=())
+        return Verification(ok=False, because=f"lease {lease.id} waits, and holds nothing yet", processes=())
     processes = tuple(
         each for share in lease.shares for each in _on(lease, share, clients, held.get(share.gpu, {}), memory=memory)
     )
@@ -64,12 +64,12 @@ def verify(
     wrong += unknown
     attached = [each for each in processes if each.mps]
     if wrong:
-        return Verdict(ok=False, because=wrong[0], processes=processes)
+        return Verification(ok=False, because=wrong[0], processes=processes)
     if not attached:
         because = f"no process of lease {lease.id} is a client of MPS yet"
-        return Verdict(ok=False, because=because, processes=processes)
+        return Verification(ok=False, because=because, processes=processes)
     because = f"{len(attached)} of {lease.request.processes} processes attached, each under MPS and within its limits"
-    return Verdict(ok=True, because=because, processes=processes)
+    return Verification(ok=True, because=because, processes=processes)
 
 
 def _on(
@@ -79,7 +79,7 @@ def _on(
     held: Mapping[ProcessIdentity, GpuProcess],
     *,
     memory: bool,
-) -> list[Verified]:
+) -> list[VerifiedProcess]:
     there = [each for each in clients if each.daemon == share.daemon]
     known = {each.identity for each in there}
     result = [_client(lease, share, each, held.get(each.identity), memory=memory) for each in there]
@@ -90,14 +90,14 @@ def _on(
         because = f"process {lease.holder.pid} holds the lease, and was not seen on the GPU of {share.daemon}"
         granted = violations.part(lease, share)
         result.append(
-            Verified(
+            VerifiedProcess(
                 lease.holder.pid, share.daemon, share.gpu, None, None, granted, None, None, ok=False, because=because
             )
         )
     return result
 
 
-def _client(lease: Lease, share: Share, client: Client, on: GpuProcess | None, *, memory: bool) -> Verified:
+def _client(lease: Lease, share: Share, client: Client, on: GpuProcess | None, *, memory: bool) -> VerifiedProcess:
     granted, found = violations.part(lease, share), violations.in_force(client)
     more = violations.exceeds(found, granted, memory=memory)
     pid, in_force = client.identity.pid, None if more and client.ceiling is None else found
@@ -110,18 +110,18 @@ def _client(lease: Lease, share: Share, client: Client, on: GpuProcess | None, *
     else:
         because = f"process {pid} is a client of server {client.server}, and cannot use more than its part"
     bytes_held = on.memory.value if on is not None and isinstance(on.memory, Known) else None
-    return Verified(
+    return VerifiedProcess(
         pid, share.daemon, share.gpu, client.server, True, granted, in_force, bytes_held, ok=not more, because=because
     )
 
 
-def _stranger(lease: Lease, share: Share, identity: ProcessIdentity, process: GpuProcess) -> Verified:
+def _stranger(lease: Lease, share: Share, identity: ProcessIdentity, process: GpuProcess) -> VerifiedProcess:
     bytes_held = process.memory.value if isinstance(process.memory, Known) else None
     if process.mps:
         because = f"process {identity.pid} is a client of MPS as NVML has it, and {share.daemon} does not list it yet"
     else:
         because = f"process {identity.pid} runs on the GPU of {share.daemon} outside MPS, where no limit holds"
     granted = violations.part(lease, share)
-    return Verified(
+    return VerifiedProcess(
         identity.pid, share.daemon, share.gpu, None, process.mps, granted, None, bytes_held, ok=False, because=because
     )

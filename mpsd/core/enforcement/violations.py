@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Final, NamedTuple
 
 from mpsd.core.enforcement import ceiling
-from mpsd.core.enforcement.drift import EVERYTHING, parse_mem_limit, parse_percentage
-from mpsd.core.model import Client, GpuProcess, Known, Lease, ProcessIdentity, ReadBack, Share
+from mpsd.core.enforcement.drift import EVERYTHING, parse_foreign_mem_limit, parse_foreign_percentage
+from mpsd.core.model import Client, GpuProcess, Known, Lease, ProcessIdentity, ReadBack, Share, ViolationKind
 from mpsd.core.units import format_size
 
 PERCENTAGE: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
@@ -17,28 +16,11 @@ VARIABLES: Final = (PIPE_DIRECTORY, "CUDA_VISIBLE_DEVICES", PERCENTAGE, MEM_LIMI
 """The variables of a client that decide what it uses, and that a lease's environment holds."""
 
 
-class Kind(StrEnum):
-    """What a process can do that it may not."""
-
-    NO_LEASE = "no_lease"
-    """It is a client of MPS, and no lease let it in."""
-    PROCESSES = "processes"
-    """Its lease has as many client processes already as it may have."""
-    LIMITS = "limits"
-    """It can use more than its part: more was open when it connected, and its environment does not hold it back."""
-    MEMORY = "memory"
-    """The processes of its lease hold more memory than the lease has; it is the one that holds most."""
-    LINGERS = "lingers"
-    """It met a fatal fault and does not exit, so that its server cannot recover, and lets nobody in."""
-    OUTSIDE = "outside"
-    """It has a lease and runs on the GPU outside MPS, where no limit holds."""
-
-
 @dataclass(frozen=True, slots=True)
 class Violation:
     """What was found, of which process, and of which lease, if any."""
 
-    kind: Kind
+    kind: ViolationKind
     process: ProcessIdentity
     lease: str | None
     daemon: str
@@ -47,7 +29,7 @@ class Violation:
     """The pid of the server whose client it is."""
 
 
-class Attached(NamedTuple):
+class AttributedClient(NamedTuple):
     """A client and the lease that is found for it; `counted` tells whether that lease has room for it."""
 
     client: Client
@@ -67,14 +49,14 @@ def in_force(client: Client) -> ReadBack:
     """
     open_to_it, own = client.ceiling or EVERYTHING, client.environment or {}
     tenths, memory = open_to_it.active_thread_percentage_tenths, open_to_it.pinned_device_mem_limit
-    percentage = parse_percentage(own.get(PERCENTAGE, ""))
+    percentage = parse_foreign_percentage(own.get(PERCENTAGE, ""))
     if percentage is not None:
         tenths = min(tenths, percentage)
     for entry in filter(None, own.get(MEM_LIMIT, "").split(",")):
         device, _, value = entry.partition("=")
         if not _is_its_gpu(device.strip(), client.gpu):
             return ReadBack(tenths, None)
-        size = parse_mem_limit(value)
+        size = parse_foreign_mem_limit(value)
         if size is not None:
             memory = size if memory is None else min(memory, size)
     return ReadBack(tenths, memory)
@@ -115,7 +97,7 @@ def share_on(lease: Lease, daemon: str) -> Share | None:
 # -- what is a violation -----------------------------------------------------------------------------------------------
 
 
-def of_client(attached: Attached, *, denied: bool, memory: bool) -> Violation | None:
+def of_client(attached: AttributedClient, *, denied: bool, memory: bool) -> Violation | None:
     """Judge a client, of whose limits something has to be known. `denied`: whether one without a lease is too many."""
     client, lease = attached.client, attached.lease
     share = share_on(lease, client.daemon) if lease is not None else None
@@ -124,23 +106,23 @@ def of_client(attached: Attached, *, denied: bool, memory: bool) -> Violation | 
         if not denied:
             return None
         because = f"process {identity.pid} is a client of {client.daemon}, and no lease let it in there"
-        kind, lease_id = Kind.NO_LEASE, None
+        kind, lease_id = ViolationKind.NO_LEASE, None
     elif not attached.counted:
         because = (
             f"process {identity.pid} is one client too many of lease {lease.id}, which may have"
             f" {lease.request.processes}"
         )
-        kind, lease_id = Kind.PROCESSES, lease.id
+        kind, lease_id = ViolationKind.PROCESSES, lease.id
     else:
         more = exceeds(in_force(client), part(lease, share), memory=memory) if client.ceiling is not None else ""
         if not more:
             return None
         because = f"process {identity.pid} can use {more}: its environment does not hold it to lease {lease.id}"
-        kind, lease_id = Kind.LIMITS, lease.id
+        kind, lease_id = ViolationKind.LIMITS, lease.id
     return Violation(kind, identity, lease_id, client.daemon, because, client.server)
 
 
-def of_lingering(attached: Attached, seconds: float) -> Violation:
+def of_lingering(attached: AttributedClient, seconds: float) -> Violation:
     """Judge a client whose server has been handling a fatal fault for so long."""
     client, pid = attached.client, attached.client.identity.pid
     because = (
@@ -149,7 +131,7 @@ def of_lingering(attached: Attached, seconds: float) -> Violation:
     )
     lease = attached.lease.id if attached.lease is not None else None
     # Its contexts are lost already, so that no server has to be asked to end them.
-    return Violation(Kind.LINGERS, client.identity, lease, client.daemon, because)
+    return Violation(ViolationKind.LINGERS, client.identity, lease, client.daemon, because)
 
 
 def of_memory(
@@ -168,11 +150,11 @@ def of_memory(
         f"the processes of lease {lease.id} hold {format_size(whole)} of memory on {share.daemon} instead of"
         f" {format_size(allowed)}; process {most.pid} holds {format_size(known[most])}"
     )
-    return Violation(Kind.MEMORY, most, lease.id, share.daemon, because, servers.get(most))
+    return Violation(ViolationKind.MEMORY, most, lease.id, share.daemon, because, servers.get(most))
 
 
 def of_outside(lease: Lease, share: Share, outside: Iterable[ProcessIdentity]) -> Iterator[Violation]:
     """Judge the processes of a lease that use its GPU and are no clients of MPS."""
     for identity in outside:
         because = f"process {identity.pid} of lease {lease.id} runs on the GPU of {share.daemon} outside MPS, unlimited"
-        yield Violation(Kind.OUTSIDE, identity, lease.id, share.daemon, because)
+        yield Violation(ViolationKind.OUTSIDE, identity, lease.id, share.daemon, because)

@@ -41,7 +41,7 @@ class Effect(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CommandRow:
     """One command of NVIDIA's front-end."""
 
     name: str
@@ -56,15 +56,15 @@ class Row:
 
 
 ROWS: Final = (
-    Row("get_server_list", "", 470, Lines.MANY, Effect.READS),
-    Row("get_server_status", "PID", 550, Lines.ONE, Effect.READS),
-    Row("start_server", "-uid UID", 470, Lines.NONE_OR_ONE, Effect.CHANGES, "get_server_list"),
-    Row("shutdown_server", "PID [-f]", 470, Lines.NONE_OR_ONE, Effect.CHANGES, "get_server_list"),
-    Row("get_client_list", "PID", 470, Lines.MANY, Effect.READS),
-    Row("get_device_client_list", "[PID]", 470, Lines.MANY, Effect.READS),
-    Row("ps", "[-p PID]", 535, Lines.MANY, Effect.READS),
-    Row("terminate_client", "SERVER_PID CLIENT_PID", 535, Lines.MANY, Effect.CHANGES, "get_client_list"),
-    Row(
+    CommandRow("get_server_list", "", 470, Lines.MANY, Effect.READS),
+    CommandRow("get_server_status", "PID", 550, Lines.ONE, Effect.READS),
+    CommandRow("start_server", "-uid UID", 470, Lines.NONE_OR_ONE, Effect.CHANGES, "get_server_list"),
+    CommandRow("shutdown_server", "PID [-f]", 470, Lines.NONE_OR_ONE, Effect.CHANGES, "get_server_list"),
+    CommandRow("get_client_list", "PID", 470, Lines.MANY, Effect.READS),
+    CommandRow("get_device_client_list", "[PID]", 470, Lines.MANY, Effect.READS),
+    CommandRow("ps", "[-p PID]", 535, Lines.MANY, Effect.READS),
+    CommandRow("terminate_client", "SERVER_PID CLIENT_PID", 535, Lines.MANY, Effect.CHANGES, "get_client_list"),
+    CommandRow(
         "set_default_active_thread_percentage",
         "PERCENTAGE",
         470,
@@ -72,8 +72,8 @@ ROWS: Final = (
         Effect.CHANGES,
         "get_default_active_thread_percentage",
     ),
-    Row("get_default_active_thread_percentage", "", 470, Lines.ONE, Effect.READS),
-    Row(
+    CommandRow("get_default_active_thread_percentage", "", 470, Lines.ONE, Effect.READS),
+    CommandRow(
         "set_active_thread_percentage",
         "PID PERCENTAGE",
         470,
@@ -81,8 +81,8 @@ ROWS: Final = (
         Effect.CHANGES,
         "get_active_thread_percentage",
     ),
-    Row("get_active_thread_percentage", "PID", 470, Lines.NONE_OR_ONE, Effect.READS),
-    Row(
+    CommandRow("get_active_thread_percentage", "PID", 470, Lines.NONE_OR_ONE, Effect.READS),
+    CommandRow(
         "set_default_device_pinned_mem_limit",
         "DEVICE VALUE",
         535,
@@ -90,8 +90,8 @@ ROWS: Final = (
         Effect.CHANGES,
         "get_default_device_pinned_mem_limit",
     ),
-    Row("get_default_device_pinned_mem_limit", "DEVICE", 535, Lines.NONE_OR_ONE, Effect.READS),
-    Row(
+    CommandRow("get_default_device_pinned_mem_limit", "DEVICE", 535, Lines.NONE_OR_ONE, Effect.READS),
+    CommandRow(
         "set_device_pinned_mem_limit",
         "PID DEVICE VALUE",
         535,
@@ -99,8 +99,8 @@ ROWS: Final = (
         Effect.CHANGES,
         "get_device_pinned_mem_limit",
     ),
-    Row("get_device_pinned_mem_limit", "PID DEVICE", 535, Lines.NONE_OR_ONE, Effect.READS),
-    Row(
+    CommandRow("get_device_pinned_mem_limit", "PID DEVICE", 535, Lines.NONE_OR_ONE, Effect.READS),
+    CommandRow(
         "set_default_client_priority",
         "PRIORITY",
         535,
@@ -108,8 +108,8 @@ ROWS: Final = (
         Effect.CHANGES,
         "get_default_client_priority",
     ),
-    Row("get_default_client_priority", "", 535, Lines.ONE, Effect.READS),
-    Row("quit", "[-t SECONDS]", 470, Lines.NONE_OR_ONE, Effect.CHANGES),
+    CommandRow("get_default_client_priority", "", 535, Lines.ONE, Effect.READS),
+    CommandRow("quit", "[-t SECONDS]", 470, Lines.NONE_OR_ONE, Effect.CHANGES),
 )
 
 TABLE: Final = {row.name: row for row in ROWS}
@@ -119,7 +119,7 @@ TABLE: Final = {row.name: row for row in ROWS}
 class Command(Generic[T]):
     """One line to the control daemon, and how its answer becomes a value."""
 
-    row: Row
+    row: CommandRow
     arguments: tuple[str, ...]
     parse: Callable[[Sequence[str]], T]
     """Turns the lines that came back into a value; raises ControlError for anything it does not understand."""
@@ -224,7 +224,7 @@ def _one(command: str, lines: Sequence[str]) -> str:
 _TENTHS = re.compile(r"([0-9]{1,3})\.([0-9])")
 
 
-def parse_percentage(command: str, lines: Sequence[str]) -> int:
+def parse_percentage_answer(command: str, lines: Sequence[str]) -> int:
     """Parse `25.0` into 250 tenths of a percent."""
     match = _TENTHS.fullmatch(_one(command, lines))
     if match is None:
@@ -236,7 +236,7 @@ _LIMIT = re.compile(r"([0-9]{1,20})([GM])")
 """As many digits as the largest that is seen has, and more: `-1G` reads back as 17179869184G (measured)."""
 
 
-def parse_mem_limit(command: str, lines: Sequence[str]) -> int | None:
+def parse_mem_limit_answer(command: str, lines: Sequence[str]) -> int | None:
     """Parse `8G` or `512M` into bytes; no line at all means that no limit is set."""
     if not lines:
         return None
@@ -323,22 +323,22 @@ def get_client_list(server: int) -> Command[tuple[int, ...]]:
 
 def get_default_active_thread_percentage() -> Command[int]:
     """Ask for the percentage that the next server starts with, in tenths; the cheapest proof of life there is."""
-    return command("get_default_active_thread_percentage", (), parse_percentage)
+    return command("get_default_active_thread_percentage", (), parse_percentage_answer)
 
 
 def get_default_device_pinned_mem_limit(device: int) -> Command[int | None]:
     """Ask for the memory limit that the next server starts with, in bytes; None when there is none."""
-    return command("get_default_device_pinned_mem_limit", (ordinal(device),), parse_mem_limit)
+    return command("get_default_device_pinned_mem_limit", (ordinal(device),), parse_mem_limit_answer)
 
 
 def get_active_thread_percentage(server: int) -> Command[int]:
     """Ask for the percentage that the next client of a server gets at most, in tenths. A busy server says nothing."""
-    return command("get_active_thread_percentage", (server,), parse_percentage)
+    return command("get_active_thread_percentage", (server,), parse_percentage_answer)
 
 
 def get_device_pinned_mem_limit(server: int, device: int) -> Command[int | None]:
     """Ask for the memory limit that the next client of a server gets, in bytes; None when it has none, or is busy."""
-    return command("get_device_pinned_mem_limit", (server, ordinal(device)), parse_mem_limit)
+    return command("get_device_pinned_mem_limit", (server, ordinal(device)), parse_mem_limit_answer)
 
 
 def start_server(uid: int) -> Command[None]:

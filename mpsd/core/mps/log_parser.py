@@ -178,7 +178,7 @@ def _form(text: str) -> tuple[_Form, re.Match[str]] | None:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-class Whose(StrEnum):
+class CommandOrigin(StrEnum):
     """Whose conversation the log is in the middle of."""
 
     NOBODYS = "nobody's"
@@ -194,7 +194,7 @@ class LogReader:
     key, with which the nonces of mpsd's marks begin.
     """
 
-    def __init__(self, key: str = "", whose: Whose = Whose.NOBODYS) -> None:
+    def __init__(self, key: str = "", whose: CommandOrigin = CommandOrigin.NOBODYS) -> None:
         """`whose` is where an earlier reader stopped."""
         self.whose = whose
         self.unknown = 0
@@ -216,20 +216,20 @@ class LogReader:
             if text.startswith("Cmd:"):
                 self._command(text.removeprefix("Cmd:"), events)
             elif text == "NEW UI":
-                self.whose = Whose.UNKNOWN
+                self.whose = CommandOrigin.UNKNOWN
             elif text == "UI closed":
-                self.whose = Whose.NOBODYS
+                self.whose = CommandOrigin.NOBODYS
             else:
                 self._other(stamp, text, line, events)
         return events
 
     def _command(self, command: str, events: list[LogEvent]) -> None:
         """Judge a conversation by its first command. Where that was not seen, it counts as a stranger's."""
-        if self.whose is Whose.UNKNOWN:
-            self.whose = Whose.OURS if is_mark(command, self._key) else Whose.FOREIGN
-        elif self.whose is Whose.NOBODYS:
-            self.whose = Whose.FOREIGN
-        if self.whose is Whose.FOREIGN and changes_something(command):
+        if self.whose is CommandOrigin.UNKNOWN:
+            self.whose = CommandOrigin.OURS if is_mark(command, self._key) else CommandOrigin.FOREIGN
+        elif self.whose is CommandOrigin.NOBODYS:
+            self.whose = CommandOrigin.FOREIGN
+        if self.whose is CommandOrigin.FOREIGN and changes_something(command):
             events.append(ForeignCommand(command))
 
     def _other(self, stamp: re.Match[str], text: str, line: str, events: list[LogEvent]) -> None:
@@ -238,10 +238,10 @@ class LogReader:
             form, found = known
             event = None if form.event is None else form.event(_behind(stamp, line), found)
             if isinstance(event, DaemonStarted):
-                self.whose = Whose.NOBODYS  # whoever talked to the one before it
+                self.whose = CommandOrigin.NOBODYS  # whoever talked to the one before it
             if event is not None:
                 events.append(event)
-        elif not text.isdecimal() and (self.whose is Whose.NOBODYS or stamp["source"] != "Control"):
+        elif not text.isdecimal() and (self.whose is CommandOrigin.NOBODYS or stamp["source"] != "Control"):
             self._wonder(line)
         # What else the daemon says within a conversation is an answer, and a number is one, or one of a list.
 

@@ -49,7 +49,7 @@ TIMEOUT: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class OperatorCommand:
     """What an operator asks for."""
 
     intent: Intent
@@ -60,7 +60,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class DesiredState:
     """What the last operator who wanted something wants."""
 
     intent: Intent
@@ -92,7 +92,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Occupant:
+class Blocker:
     """Somebody who is waited for: a lease, a client, or a server that outlived its control daemon."""
 
     what: str
@@ -103,20 +103,20 @@ class Occupant:
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class ObservedState:
     """How it stands with a control daemon."""
 
     process: ProcessIdentity | None
     answers: bool
     """Whether it answered when it was last asked, with every limit as wanted."""
-    occupants: tuple[Occupant, ...]
+    blockers: tuple[Blocker, ...]
     tried: bool
     """Whether everything was tried to end those who are there."""
     now: float
     """Seconds since boot."""
 
 
-class Step(StrEnum):
+class DrainStep(StrEnum):
     """What is to be done next."""
 
     NOTHING = "nothing"
@@ -132,23 +132,23 @@ class Step(StrEnum):
     """What was wanted is so."""
 
 
-def next_step(wish: Wish, scene: Scene) -> Step:
+def next_step(wish: DesiredState, scene: ObservedState) -> DrainStep:
     """Return what is to be done next, however often it was asked before, and by whichever mpsd."""
     if not wish.waits:
-        return Step.NOTHING
+        return DrainStep.NOTHING
     if wish.intent is Intent.DRAIN:
-        return Step.DONE if scene.answers and not scene.occupants else _empty(wish, scene)
+        return DrainStep.DONE if scene.answers and not scene.blockers else _empty(wish, scene)
     if wish.replaced is None or scene.process != wish.replaced:
         # The old one is gone, by our word or its own: what is there now, or comes, is its successor.
-        return Step.DONE if scene.process is not None and scene.answers else Step.WAIT
-    if not wish.quitting and (scene.occupants or not scene.answers):
+        return DrainStep.DONE if scene.process is not None and scene.answers else DrainStep.WAIT
+    if not wish.quitting and (scene.blockers or not scene.answers):
         # Who is there is not known of one that does not answer.
         step = _empty(wish, scene)
-        return Step.FORCE if step is Step.WAIT and wish.is_late(scene.now) else step
-    return Step.FORCE if wish.is_late(scene.now) and wish.quitting else Step.QUIT
+        return DrainStep.FORCE if step is DrainStep.WAIT and wish.is_late(scene.now) else step
+    return DrainStep.FORCE if wish.is_late(scene.now) and wish.quitting else DrainStep.QUIT
 
 
-def met(wish: Wish, process: ProcessIdentity | None, started: float) -> Wish:
+def met(wish: DesiredState, process: ProcessIdentity | None, started: float) -> DesiredState:
     """Return a wish as it stands now that it is known which process there is, `started` so many seconds after boot.
 
     A restart may be wanted of an mpsd that has just started and not found the control daemon yet: one that ran by then
@@ -159,19 +159,19 @@ def met(wish: Wish, process: ProcessIdentity | None, started: float) -> Wish:
     return wish
 
 
-def _empty(wish: Wish, scene: Scene) -> Step:
+def _empty(wish: DesiredState, scene: ObservedState) -> DrainStep:
     """Wait for those who are there, or end them when they are late and not everything was tried."""
-    return Step.END if scene.occupants and not scene.tried and wish.is_late(scene.now) else Step.WAIT
+    return DrainStep.END if scene.blockers and not scene.tried and wish.is_late(scene.now) else DrainStep.WAIT
 
 
-def take_up(wish: Wish, boot: str) -> Wish:
+def take_up(wish: DesiredState, boot: str) -> DesiredState:
     """Return a wish as it stands in this boot: of an earlier one no process is left, and no deadline matters."""
     if wish.boot == boot:
         return wish
     return replace(wish, boot=boot, at=0.0, deadline=None, replaced=None, quitting=False)
 
 
-def revise(before: Wish, after: Wish, *, silent: bool = False) -> Wish:
+def revise(before: DesiredState, after: DesiredState, *, silent: bool = False) -> DesiredState:
     """Return what is wanted when one thing is wanted after the other, of a daemon that is `silent` or not.
 
     The same again is the same operation, with the latest deadline; a successor that answers nobody is what it is to
@@ -210,4 +210,4 @@ class Operation:
     because: str
     started: datetime
     ended: datetime | None
-    waits_for: tuple[Occupant, ...] = ()
+    waits_for: tuple[Blocker, ...] = ()

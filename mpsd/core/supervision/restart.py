@@ -31,7 +31,7 @@ class RestartPolicy:
     """Seconds at most before any start."""
 
 
-class Verdict(StrEnum):
+class RestartVerdict(StrEnum):
     """What to do about a death."""
 
     AT_ONCE = "at_once"
@@ -43,7 +43,7 @@ class Verdict(StrEnum):
 class Decision:
     """What to do about a death, after how many seconds, and why in one sentence."""
 
-    verdict: Verdict
+    verdict: RestartVerdict
     delay: float
     because: str
 
@@ -64,9 +64,9 @@ def decide(deaths: Sequence[Death], policy: RestartPolicy, now: float, jitter: f
     last = counting[-1].how if counting else "unknown"
     tally = f"{count} death{'s' if count != 1 else ''} within {policy.window:g} s, the last one: {last}"
     if count >= policy.deaths:
-        return Decision(Verdict.GIVE_UP, 0.0, f"{tally}; giving up")
+        return Decision(RestartVerdict.GIVE_UP, 0.0, f"{tally}; giving up")
     if count <= 1:
-        return Decision(Verdict.AT_ONCE, 0.0, f"{tally}; starting again at once")
+        return Decision(RestartVerdict.AT_ONCE, 0.0, f"{tally}; starting again at once")
     full = min(policy.longest_delay, policy.first_delay * 2.0 ** min(count - 2, _DOUBLINGS))
     delay = full * (1 + jitter) / 2
-    return Decision(Verdict.LATER, delay, f"{tally}; starting again in {delay:.1f} s")
+    return Decision(RestartVerdict.LATER, delay, f"{tally}; starting again in {delay:.1f} s")

@@ -10,8 +10,8 @@ from mpsd import __version__
 from mpsd.core import model, mps_facts, settings
 from mpsd.core.admission import quota
 from mpsd.core.admission.admission import Amount
-from mpsd.core.admission.ledger import Place
-from mpsd.core.errors import CallerUnknownError, InvalidRequestError, NotPermittedError
+from mpsd.core.admission.ledger import QueuePlace
+from mpsd.core.errors import InvalidRequestError, NotPermittedError, PeerUnknownError
 from mpsd.core.gpus import driver_branch
 from mpsd.core.lifecycle import State
 from mpsd.core.model import Drift, Health, Known, Lease, LeaseState, Owner
@@ -49,7 +49,7 @@ class Handlers:
     async def status(self, _: Request) -> schema.StatusOut:
         """Return the node in one answer."""
         node, reasons, daemons = self._node, self._reasons(), self._node.daemons()
-        gpus = [schema.Part(f"GPU {view.index}", view.health, view.because) for view in node.gpus.views()]
+        gpus = [schema.ComponentOut(f"GPU {view.index}", view.health, view.because) for view in node.gpus.views()]
         drift = [
             _drifted(daemon.name, each)
             for daemon in daemons
@@ -63,7 +63,7 @@ class Handlers:
             simulated=node.simulated,
             since=node.since,
             gpus=gpus,
-            daemons=[schema.Part(daemon.name, daemon.state, daemon.because) for daemon in daemons],
+            daemons=[schema.ComponentOut(daemon.name, daemon.state, daemon.because) for daemon in daemons],
             drift=drift,
             leases=len(node.leases.ledger.leases),
             waiting=len(node.leases.ledger.waiting),
@@ -138,7 +138,7 @@ class Handlers:
 
     async def clients(self, _: Request) -> schema.ClientsOut:
         """Return the clients of every server."""
-        attached = (each for each in self._node.inspector.attached() if each.lease is not None and each.counted)
+        attached = (each for each in self._node.violation_monitor.attached() if each.lease is not None and each.counted)
         leases = {(each.client.daemon, each.client.identity.pid): each.lease.id for each in attached if each.lease}
         return schema.ClientsOut(
             [
@@ -177,12 +177,12 @@ class Handlers:
         return answer
 
     def _may_see(self, request: Request, lease: Lease) -> bool:
-        return request.admin or self._node.settings.api.open or lease.owner.uid == request.caller.uid
+        return request.admin or self._node.settings.api.open or lease.owner.uid == request.credentials.uid
 
     def _theirs(self, request: Request, *, act: bool) -> Lease:
         """Return the lease that the path names. Raises NotFoundError, NotPermittedError when it is another user's."""
         lease = self._node.leases.find(request.names["id"])
-        allowed = request.admin or lease.owner.uid == request.caller.uid if act else self._may_see(request, lease)
+        allowed = request.admin or lease.owner.uid == request.credentials.uid if act else self._may_see(request, lease)
         if not allowed:
             raise NotPermittedError(f"lease {lease.id} is another user's", hint="ask its owner, or an administrator")
         return lease
@@ -204,9 +204,9 @@ class Handlers:
         """Grant a lease, now or after waiting for it, or say why not."""
         assert isinstance(request.body, lease_schema.LeaseRequest)  # noqa: S101 - the route table says so
         body = request.body
-        if body.pid is None or body.pid == request.caller.pid:
-            caller = request.caller
-            lease = await self._admit(request, body, _connected(request), caller.uid, caller.gid)
+        if body.pid is None or body.pid == request.credentials.pid:
+            credentials = request.credentials
+            lease = await self._admit(request, body, _connected(request), credentials.uid, credentials.gid)
         else:
             with closing(_named(request, body.pid)) as holder:
                 lease = await self._admit(request, body, holder, *_user_of(request, holder))
@@ -218,20 +218,20 @@ class Handlers:
         owner = Owner(uid, gid, holder.pid, holder.started)
         asked = _lease_request(body)
         return self._node.admit(
-            asked, owner, holder, request.person, wait=body.wait, ttl=body.ttl, has_left=request.has_left
+            asked, owner, holder, request.user, wait=body.wait, ttl=body.ttl, has_left=request.has_left
         )
 
     async def release(self, request: Request) -> None:
         """End a lease; one that has ended already is fine."""
         lease = self._theirs(request, act=True)
-        verb = "released" if lease.owner.uid == request.caller.uid else "revoked"
-        await self._node.leases.release(lease.id, f"uid {request.caller.uid} {verb} it")
+        verb = "released" if lease.owner.uid == request.credentials.uid else "revoked"
+        await self._node.leases.release(lease.id, f"uid {request.credentials.uid} {verb} it")
 
     async def renew(self, request: Request) -> lease_schema.LeaseOut:
         """Give a lease more time."""
-        assert isinstance(request.body, lease_schema.Renewal)  # noqa: S101 - the route table says so
+        assert isinstance(request.body, lease_schema.RenewRequest)  # noqa: S101 - the route table says so
         lease = self._theirs(request, act=True)
-        ttl = quota.time_to_live(quota.quota_of(request.person, self._node.settings.quota), request.body.ttl)
+        ttl = quota.time_to_live(quota.quota_of(request.user, self._node.settings.quota), request.body.ttl)
         return _lease_out(await self._node.leases.renew(lease.id, ttl or request.body.ttl), None)
 
     async def attach(self, request: Request) -> lease_schema.LeaseOut:
@@ -246,7 +246,7 @@ class Handlers:
         if lease.shares and lease.state is not LeaseState.ENDED:
             late = await self._node.refresh(lease)
             lease = self._node.leases.find(lease.id)
-        verdict = self._node.inspector.verify(lease, late)
+        verdict = self._node.violation_monitor.verify(lease, late)
         return lease_schema.VerifyOut(
             lease=lease.id,
             ok=verdict.ok,
@@ -256,7 +256,7 @@ class Handlers:
             processes=[
                 lease_schema.ProcessOut.of(each, process_table.command_of(each.pid)) for each in verdict.processes
             ],
-            violations=[each.because for each in self._node.inspector.violations if each.lease == lease.id],
+            violations=[each.because for each in self._node.violation_monitor.violations if each.lease == lease.id],
         )
 
 
@@ -270,7 +270,7 @@ def _drifted(daemon: str, drift: Drift) -> str:
     return f"{daemon}: {whose} was {drift.found} instead of {drift.wanted}{culprit}; put back at {at}"
 
 
-def _lease_out(lease: Lease, place: Place | None) -> lease_schema.LeaseOut:
+def _lease_out(lease: Lease, place: QueuePlace | None) -> lease_schema.LeaseOut:
     """Return a lease as the wire has it, with the end of its time on the wall clock, where people look for it."""
     expires = None
     if lease.expires is not None and lease.state is not LeaseState.ENDED:
@@ -303,8 +303,8 @@ def _connected(request: Request) -> Process:
     """Return the process that called. Raises CallerUnknownError when the kernel does not show it."""
     connected = request.process()
     if connected is None:
-        unseen = request.caller.pid == 0
-        raise CallerUnknownError(
+        unseen = request.credentials.pid == 0
+        raise PeerUnknownError(
             "the calling process is outside mpsd's pid namespace: its pid is 0 here, so that neither it nor its"
             " clients can be told from others, and no lease can be tied to their life"
             if unseen
@@ -318,7 +318,7 @@ def _connected(request: Request) -> Process:
 
 def _named(request: Request, pid: int) -> Process:
     """Watch the process that a caller named by its pid. Raises InvalidRequestError when there is none."""
-    if request.caller.pid == 0 or process.is_nested(request.caller.pid):
+    if request.credentials.pid == 0 or process.is_nested(request.credentials.pid):
         raise InvalidRequestError(
             f"process {pid} was named from within another pid namespace, where that number means another process",
             hint="let the process that is to hold the lease ask for it itself: mpsctl run",
@@ -340,8 +340,8 @@ def _user_of(request: Request, named: Process) -> tuple[int, int]:
     # What was looked up by pid is about this process only if it is there still: its pid was its own all the while.
     if user is None or named.is_gone():
         raise _no_process(named.pid)
-    if user[0] != request.caller.uid and not request.admin:
-        because = f"process {named.pid} is not one of uid {request.caller.uid}"
+    if user[0] != request.credentials.uid and not request.admin:
+        because = f"process {named.pid} is not one of uid {request.credentials.uid}"
         raise NotPermittedError(because, hint="name one of your own")
     return user
 

@@ -9,8 +9,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from mpsd.core.admission.ledger import Place
-from mpsd.core.enforcement.verification import Verified
+from mpsd.core.admission.ledger import QueuePlace
+from mpsd.core.enforcement.verification import VerifiedProcess
 from mpsd.core.model import Lease, Owner, Share
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.daemon.api.schema import LimitsOut
@@ -55,7 +55,7 @@ class LeaseRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """Makes a retry return the same lease."""
 
 
-class Renewal(Struct, forbid_unknown_fields=True):
+class RenewRequest(Struct, forbid_unknown_fields=True):
     """How long a lease is to live from now on."""
 
     ttl: Annotated[float, Meta(gt=0, le=1e9)]
@@ -128,7 +128,7 @@ class LeaseOut(Struct):
     wait: WaitOut | None
 
     @classmethod
-    def of(cls, lease: Lease, *, expires: datetime | None, place: Place | None) -> "LeaseOut":
+    def of(cls, lease: Lease, *, expires: datetime | None, place: QueuePlace | None) -> "LeaseOut":
         """Make it from the value."""
         request, shares = lease.request, [ShareOut.of(share) for share in lease.shares]
         first = shares[0] if shares else None
@@ -201,7 +201,7 @@ class ProcessOut(Struct):
     because: str
 
     @classmethod
-    def of(cls, each: Verified, name: str) -> "ProcessOut":
+    def of(cls, each: VerifiedProcess, name: str) -> "ProcessOut":
         """Make it from the value."""
         return cls(
             pid=each.pid,

@@ -8,8 +8,10 @@ from typing import Any, Final
 import msgspec
 
 from mpsd import __version__
+from mpsd.core.roles import Role
 from mpsd.daemon.api import schema
-from mpsd.daemon.api.routes import EVENTS_PATH, OPENAPI_PATH, Role, Route
+from mpsd.daemon.api.routes import EVENTS_PATH, OPENAPI_PATH, Route
+from mpsd.daemon.http.problems import Problem
 
 _REF: Final = "#/components/schemas/{name}"
 
@@ -34,7 +36,7 @@ written without a fraction: 1, and not 1.0.
 def document(routes: Sequence[Route]) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of these routes, and of the two that answer with no value of the wire."""
     types: set[type[msgspec.Struct]] = {
-        schema.Problem,
+        Problem,
         schema.HealthOut,
         *(each for route in routes for each in (route.answer, route.body) if each is not None),
     }
@@ -131,12 +133,12 @@ def _asked(name: str, description: str, kind: dict[str, Any]) -> dict[str, Any]:
 
 def _errors(*statuses: int) -> dict[str, Any]:
     """Return these errors and those of every route, by status."""
-    return {str(status): _answer(status, schema.Problem) for status in sorted({*statuses, *_ALWAYS})}
+    return {str(status): _answer(status, Problem) for status in sorted({*statuses, *_ALWAYS})}
 
 
 def _answer(status: int, answer: type[msgspec.Struct] | None) -> dict[str, Any]:
     description = http.HTTPStatus(status).phrase
     if answer is None:
         return {"description": description}
-    kind = "application/problem+json" if answer is schema.Problem else "application/json"
+    kind = "application/problem+json" if answer is Problem else "application/json"
     return {"description": description, "content": {kind: {"schema": {"$ref": _REF.format(name=answer.__name__)}}}}

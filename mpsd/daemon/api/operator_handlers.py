@@ -5,7 +5,7 @@ from collections import OrderedDict
 from typing import Final
 
 from mpsd.core.errors import NotFoundError
-from mpsd.core.supervision.drain import Asked, Intent, Outcome
+from mpsd.core.supervision.drain import Intent, OperatorCommand, Outcome
 from mpsd.daemon.api import schema
 from mpsd.daemon.api.request import Request
 from mpsd.daemon.control.supervisor import Supervisor
@@ -33,13 +33,13 @@ class Operating:
     async def hold(self, request: Request) -> schema.OperationOut:
         """Let nobody in on a control daemon until it is resumed; stored before it is answered."""
         supervisor = self._node.supervisor(request.names["name"])
-        supervisor.intend(Asked(Intent.HOLD, f"uid {request.caller.uid} holds it"))
+        supervisor.intend(OperatorCommand(Intent.HOLD, f"uid {request.credentials.uid} holds it"))
         return self._done(request, supervisor, "hold", "holds")
 
     async def resume(self, request: Request) -> schema.OperationOut:
         """Let people in again; stored before it is answered."""
         supervisor = self._node.supervisor(request.names["name"])
-        supervisor.intend(Asked(Intent.RUN, f"uid {request.caller.uid} resumed it"))
+        supervisor.intend(OperatorCommand(Intent.RUN, f"uid {request.credentials.uid} resumed it"))
         return self._done(request, supervisor, "resume", "resumed")
 
     async def drain(self, request: Request) -> schema.OperationOut:
@@ -52,19 +52,19 @@ class Operating:
 
     def _begun(self, request: Request, intent: Intent, does: str) -> schema.OperationOut:
         """Begin what takes its time, or join what is begun already, and return it."""
-        assert isinstance(request.body, schema.Patience)  # noqa: S101 - the route table says so
+        assert isinstance(request.body, schema.DrainRequest)  # noqa: S101 - the route table says so
         supervisor, timeout = self._node.supervisor(request.names["name"]), request.body.timeout
-        because = f"uid {request.caller.uid} {does}"
+        because = f"uid {request.credentials.uid} {does}"
         if timeout is not None:
             because += f", and ends who is there after {timeout:g} s"
-        operation = supervisor.operation(supervisor.intend(Asked(intent, because, _operation_id(), timeout)))
+        operation = supervisor.operation(supervisor.intend(OperatorCommand(intent, because, _operation_id(), timeout)))
         assert operation is not None  # noqa: S101 - it was kept just now
         return schema.OperationOut.of(operation)
 
     def _done(self, request: Request, supervisor: Supervisor, verb: str, did: str) -> schema.OperationOut:
         """Keep an operation that is done, and return it."""
         name, now, state = supervisor.name, clock.now(), supervisor.snapshot().state
-        because = f"uid {request.caller.uid} {did} {name}; it is {state}"
+        because = f"uid {request.credentials.uid} {did} {name}; it is {state}"
         done = schema.OperationOut(_operation_id(), name, verb, Outcome.DONE, because, now, now, [])
         self._operations[done.id] = done
         while len(self._operations) > _KEPT:

@@ -3,11 +3,11 @@
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Final, Generic, TypeAlias, TypeVar
 
 import msgspec
 
+from mpsd.core.roles import Role
 from mpsd.daemon.api import lease_schema, schema
 from mpsd.daemon.api.handlers import Handlers
 from mpsd.daemon.api.request import Request
@@ -19,17 +19,6 @@ OPENAPI_PATH: Final = "/v1/openapi.json"
 
 EVENTS_PATH: Final = "/v1/events"
 """Where events are streamed, one JSON object a line; whoever may read may read them."""
-
-
-class Role(IntEnum):
-    """What a caller may do; each includes those before it."""
-
-    OBSERVER = 1
-    """Read."""
-    USER = 2
-    """Hold leases, and end its own."""
-    ADMIN = 3
-    """Operate the node, and end anybody's."""
 
 
 _Handler: TypeAlias = Callable[[Handlers], Callable[[Request], Awaitable[msgspec.Struct | None]]]
@@ -45,12 +34,12 @@ class Route:
     handler: _Handler
     answer: type[msgspec.Struct] | None
     status: int = 200
-    body: type[lease_schema.LeaseRequest] | type[lease_schema.Renewal] | type[schema.Patience] | None = None
+    body: type[lease_schema.LeaseRequest] | type[lease_schema.RenewRequest] | type[schema.DrainRequest] | None = None
     errors: tuple[int, ...] = ()
     """Statuses of errors beyond those that every route can answer."""
 
 
-def _operation(verb: str, handler: _Handler, *errors: int, body: type[schema.Patience] | None = None) -> Route:
+def _operation(verb: str, handler: _Handler, *errors: int, body: type[schema.DrainRequest] | None = None) -> Route:
     """Return the row of what an operator can have done to a control daemon."""
     path = f"/v1/daemons/{{name}}/{verb}"
     return Route("POST", path, Role.ADMIN, handler, schema.OperationOut, 202, body, errors=(404, *errors))
@@ -86,7 +75,7 @@ ROUTES: Final = (
         lambda h: h.renew,
         lease_schema.LeaseOut,
         200,
-        lease_schema.Renewal,
+        lease_schema.RenewRequest,
         errors=(404, 413, 422, 507),
     ),
     Route(
@@ -102,8 +91,8 @@ ROUTES: Final = (
     _operation("reset", lambda h: h.operating.reset),
     _operation("hold", lambda h: h.operating.hold, 507),
     _operation("resume", lambda h: h.operating.resume, 507),
-    _operation("drain", lambda h: h.operating.drain, 413, 422, 507, body=schema.Patience),
-    _operation("restart", lambda h: h.operating.restart, 413, 422, 507, body=schema.Patience),
+    _operation("drain", lambda h: h.operating.drain, 413, 422, 507, body=schema.DrainRequest),
+    _operation("restart", lambda h: h.operating.restart, 413, 422, 507, body=schema.DrainRequest),
 )
 
 

@@ -175,7 +175,7 @@ class ClientsOut(Struct):
     clients: list[ClientOut]
 
 
-class Part(Struct):
+class ComponentOut(Struct):
     """One part of the node in the summary."""
 
     name: str
@@ -191,8 +191,8 @@ class StatusOut(Struct):
     version: str
     simulated: bool
     since: datetime
-    gpus: list[Part]
-    daemons: list[Part]
+    gpus: list[ComponentOut]
+    daemons: list[ComponentOut]
     drift: list[str]
     leases: int
     waiting: int
@@ -207,14 +207,14 @@ class ConfigOut(Struct):
     config: dict[str, dict[str, str | bool | int | float | list[str] | None]]
 
 
-class Patience(Struct, forbid_unknown_fields=True):
+class DrainRequest(Struct, forbid_unknown_fields=True):
     """How long those who are there have."""
 
     timeout: Annotated[float, Meta(ge=0, le=1e9)] | None = None
     """Seconds, after which they are ended; null: as long as they like."""
 
 
-class OccupantOut(Struct):
+class BlockerOut(Struct):
     """Somebody who is waited for: a lease, a client, or a server that outlived its control daemon."""
 
     what: str
@@ -234,7 +234,7 @@ class OperationOut(Struct):
     because: str
     started: datetime
     ended: datetime | None
-    waits_for: list[OccupantOut]
+    waits_for: list[BlockerOut]
     """Those who are there, while it goes on."""
 
     @classmethod
@@ -248,7 +248,7 @@ class OperationOut(Struct):
             because=operation.because,
             started=operation.started,
             ended=operation.ended,
-            waits_for=[OccupantOut(each.what, each.lease, each.pid, each.since) for each in operation.waits_for],
+            waits_for=[BlockerOut(each.what, each.lease, each.pid, each.since) for each in operation.waits_for],
         )
 
 
@@ -257,15 +257,3 @@ class HealthOut(Struct):
 
     ok: bool
     because: str
-
-
-class Problem(Struct):
-    """An error, after RFC 9457: `code` for programs, `hint` for people, `limit` where one was hit."""
-
-    type: str
-    title: str
-    status: int
-    detail: str
-    code: str
-    hint: str
-    limit: str | None = None

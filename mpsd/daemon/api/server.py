@@ -6,7 +6,6 @@ document, also where a request could not even be read.
 """
 
 import asyncio
-import http
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -25,19 +24,21 @@ from mpsd.core.errors import (
     NotFoundError,
     NotPermittedError,
 )
+from mpsd.core.roles import Role, require
 from mpsd.daemon.api import lease_schema, schema
 from mpsd.daemon.api.handlers import Handlers
 from mpsd.daemon.api.openapi import document
 from mpsd.daemon.api.request import Request
-from mpsd.daemon.api.routes import EVENTS_PATH, OPENAPI_PATH, ROUTES, Role, Route, Table
+from mpsd.daemon.api.routes import EVENTS_PATH, OPENAPI_PATH, ROUTES, Route, Table
 from mpsd.daemon.http.connection import MAXIMUM_BODY, Answer, Message
-from mpsd.daemon.http.listener import Door
-from mpsd.daemon.http.peer import Callers, Known, Refusals, require
+from mpsd.daemon.http.listener import Listener
+from mpsd.daemon.http.peer import Principal, RefusalLog, RequestsInFlight
+from mpsd.daemon.http.problems import problem_answer, unreadable
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record.events import Events
-from mpsd.daemon.record.log import Happened, Logger
+from mpsd.daemon.record.log import EventName, Logger
 
-Body: TypeAlias = lease_schema.LeaseRequest | lease_schema.Renewal
+Body: TypeAlias = lease_schema.LeaseRequest | lease_schema.RenewRequest
 
 _SHUTDOWN: Final = 1.0
 """Seconds that answers may take that are on their way when mpsd ends."""
@@ -48,8 +49,6 @@ _LAST_WORDS: Final = 1.0
 _PAUSE: Final = 0.1
 """Seconds after which a connection is idle, and not just between two requests."""
 
-_PROBLEM: Final = "application/problem+json"
-
 
 class _Row(NamedTuple):
     """What answers a route, and the role that it takes."""
@@ -58,26 +57,11 @@ class _Row(NamedTuple):
     answer: "_Handler"
 
 
-_Handler: TypeAlias = Callable[[Message, Known, Mapping[str, str]], Awaitable[Answer | None]]
+_Handler: TypeAlias = Callable[[Message, Principal, Mapping[str, str]], Awaitable[Answer | None]]
 """Answers a request, given who sent it, and what stands in the place of the names in the route's path.
 
 It returns None where it has sent its answer itself.
 """
-
-
-def problem(error: MpsdError, status: int | None = None, allow: str = "") -> Answer:
-    """Return the answer that an error is, by default with the status of its kind."""
-    status = status or error.status
-    document = schema.Problem(
-        type=f"urn:mpsd:error:{error.code}",
-        title=http.HTTPStatus(status).phrase,
-        status=status,
-        detail=error.detail,
-        code=error.code,
-        hint=error.hint,
-        limit=error.limit,
-    )
-    return Answer(status, msgspec.json.encode(document), _PROBLEM, allow)
 
 
 class Api:
@@ -87,8 +71,8 @@ class Api:
         self._node = node
         self._events = events
         self._log = log
-        self._callers = Callers()
-        self._refusals = Refusals(log)
+        self._in_flight = RequestsInFlight()
+        self._refusal_log = RefusalLog(log)
         self._handlers = Handlers(node)
         self._document = msgspec.json.encode(document(ROUTES))
         self._table = Table[_Row]()
@@ -96,45 +80,45 @@ class Api:
             self._table.add(route.method, route.path, _Row(route.role, self._serve(route)))
         self._table.add("GET", OPENAPI_PATH, _Row(Role.OBSERVER, self._describe))
         self._table.add("GET", EVENTS_PATH, _Row(Role.OBSERVER, self._stream))
-        self._door: Door | None = None
+        self._listener: Listener | None = None
 
     async def serve(self, listener: socket.socket) -> None:
         """Answer on this socket until cancelled."""
-        self._door = Door(self._receive, listener, self._log)
+        self._listener = Listener(self._receive, listener, self._log)
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._door.keep(lambda: self._node.settings))
-            group.create_task(self._door.sweep())
+            group.create_task(self._listener.keep(lambda: self._node.settings))
+            group.create_task(self._listener.sweep())
 
     async def leave(self) -> None:
         """Let nobody else in, and answer those who are: whoever comes now waits for the next mpsd, and misses nothing.
 
         It is for a socket that outlives mpsd.
         """
-        if self._door is not None:
-            self._door.shut()
+        if self._listener is not None:
+            self._listener.shut()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_WORDS):
                     await asyncio.sleep(_PAUSE)
-                    await self._door.all_heard()
+                    await self._listener.all_heard()
 
     async def close(self) -> None:
         """Finish what is being answered, and stop; once is enough."""
-        door, self._door = self._door, None
+        door, self._listener = self._listener, None
         if door is not None:
             await door.empty(_SHUTDOWN)
 
     async def _receive(self, message: Message) -> None:
         """Answer a request."""
         connection = message.connection
-        uid, counted = connection.visitor.uid, False
+        uid, counted = connection.peer.uid, False
         try:
             row, names = self._find(message)
-            known = connection.visitor.known(self._node.settings)
+            principal = connection.peer.principal(self._node.settings)
             # What matches no route needs a role too: a stranger learns nothing, not even what exists.
-            require(known.role, row.role)
-            self._callers.came(uid, self._node.settings.api.requests_per_uid)
+            require(principal.role, row.role)
+            self._in_flight.came(uid, self._node.settings.api.requests_per_uid)
             counted = True
-            answer = await row.answer(message, known, names)
+            answer = await row.answer(message, principal, names)
             if answer is not None:
                 await connection.send(message, answer)
         except MpsdError as error:
@@ -145,7 +129,7 @@ class Api:
             await connection.send(message, self._defect(error, message.path))
         finally:
             if counted:
-                self._callers.went(uid)
+                self._in_flight.went(uid)
 
     def _find(self, message: Message) -> tuple[_Row, Mapping[str, str]]:
         """Return what answers a request, and what stands in the place of the names in its path."""
@@ -158,13 +142,15 @@ class Api:
     def _problem(self, error: MpsdError, message: Message) -> Answer:
         """Return the answer that an error is; whoever asked for what it may not have is told of in the log."""
         if isinstance(error, NotPermittedError):
-            caller = message.connection.visitor.known(self._node.settings).caller
-            self._refusals.tell(caller, f"{message.method} {message.path}".strip(), error.detail)
-        return problem(error)
+            credentials = message.connection.peer.principal(self._node.settings).credentials
+            self._refusal_log.tell(credentials, f"{message.method} {message.path}".strip(), error.detail)
+        return problem_answer(error)
 
     def _defect(self, error: BaseException, path: str) -> Answer:
-        self._log.defect(Happened.API_DEFECT, error, path=path)
-        return problem(InternalError("mpsd has a defect here", hint="its log has the details; please report them"))
+        self._log.defect(EventName.API_DEFECT, error, path=path)
+        return problem_answer(
+            InternalError("mpsd has a defect here", hint="its log has the details; please report them")
+        )
 
     async def _read(self, message: Message) -> bytes | bytearray:
         """Return a request's body. Raises InvalidRequestError when it does not come in time, and BodyTooLargeError."""
@@ -185,10 +171,10 @@ class Api:
             )
         return message.body
 
-    async def _describe(self, _: Message, __: Known, ___: Mapping[str, str]) -> Answer:
+    async def _describe(self, _: Message, __: Principal, ___: Mapping[str, str]) -> Answer:
         return Answer(200, self._document)
 
-    async def _stream(self, message: Message, _: Known, __: Mapping[str, str]) -> None:
+    async def _stream(self, message: Message, _: Principal, __: Mapping[str, str]) -> None:
         """Answer with the kept events after a number, one a line, and with those that come where `follow` is true.
 
         A follower that cannot keep up is dropped; it comes back with the last number that it has. One that asks for
@@ -218,19 +204,19 @@ class Api:
             msgspec.json.Decoder(route.body) if route.body is not None else None
         )
 
-        async def serve(message: Message, known: Known, names: Mapping[str, str]) -> Answer:
+        async def serve(message: Message, principal: Principal, names: Mapping[str, str]) -> Answer:
             body = None
             if decoder is not None:
                 raw = await self._read(message)
                 if message.trouble:
-                    return _unreadable(message)
+                    return unreadable(message)
                 body = _decode(decoder, raw)
             request = Request(
-                caller=known.caller,
-                person=known.person,
-                admin=known.role is Role.ADMIN,
-                process=message.connection.visitor.process,
-                has_left=message.connection.visitor.has_left,
+                credentials=principal.credentials,
+                user=principal.user,
+                admin=principal.role is Role.ADMIN,
+                process=message.connection.peer.process,
+                has_left=message.connection.peer.has_left,
                 names=names,
                 body=body,
             )
@@ -267,17 +253,14 @@ def _decode(decoder: "msgspec.json.Decoder[Body]", body: bytes | bytearray) -> B
         raise InvalidRequestError(f"the request's body is not valid: {error}", hint="see /v1/openapi.json") from error
 
 
-def _unreadable(message: Message) -> Answer:
-    hint = "send plain HTTP/1.1, as curl --unix-socket does"
-    return problem(InvalidRequestError(f"this cannot be read as HTTP/1.1: {message.trouble}", hint=hint), status=400)
-
-
-async def _refuse(methods: Mapping[str, _Row], message: Message, _: Known, __: Mapping[str, str]) -> Answer:
+async def _refuse(methods: Mapping[str, _Row], message: Message, _: Principal, __: Mapping[str, str]) -> Answer:
     """Answer what cannot be read, and what no route is for."""
     if message.trouble:
-        return _unreadable(message)
+        return unreadable(message)
     if not methods:
-        return problem(NotFoundError(f"there is no route {message.path}", hint="the routes are in /v1/openapi.json"))
+        return problem_answer(
+            NotFoundError(f"there is no route {message.path}", hint="the routes are in /v1/openapi.json")
+        )
     allowed = sorted(methods)
     error = MethodNotAllowedError(f"{message.method} is not for {message.path}", hint=f"it takes {', '.join(allowed)}")
-    return problem(error, allow=",".join(allowed))
+    return problem_answer(error, allow=",".join(allowed))

@@ -8,11 +8,11 @@ from typing import Final
 
 import msgspec
 
-from mpsd.core.enforcement.server_health import Serving
+from mpsd.core.enforcement.server_health import ServerHealth
 from mpsd.core.model import UnknownLines
 from mpsd.core.mps.log_events import NEWS, ForeignCommand, LogEvent, ServerExited, ServerFailed, ServerFaulted
-from mpsd.core.mps.log_parser import LogReader, Whose, parse
-from mpsd.daemon.record.log import Happened, Logger
+from mpsd.core.mps.log_parser import CommandOrigin, LogReader, parse
+from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import atomic_file, clock
 from mpsd.system.inotify import DirectoryWatch
 from mpsd.system.log_file import LogFollower, Position
@@ -35,10 +35,10 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     """What the next mpsd needs in order to go on with the reading. The key in it is for nobody else."""
 
     key: str
-    whose: Whose
+    whose: CommandOrigin
     control: Position
     server: Position
-    serving: Serving
+    serving: ServerHealth
 
 
 class ControlLog:
@@ -76,14 +76,14 @@ class ControlLog:
         self._control = LogFollower(paths.control_log, kept.control if kept else None)
         # How a server opens its log is not known, and one that does not append to it must not have it cut.
         self._server = LogFollower(paths.server_log, kept.server if kept else None, collapses=False)
-        self._reader = LogReader(self.key, kept.whose if kept else Whose.NOBODYS)
+        self._reader = LogReader(self.key, kept.whose if kept else CommandOrigin.NOBODYS)
         self._server_reader = LogReader()
         self._again: asyncio.TimerHandle | None = None
         self._news = False
         """Whether there was anything since the last glance for which the daemon is to be asked."""
         self._last_line = ""
-        self._complaints: dict[Happened, str] = {}
-        self.serving = kept.serving if kept else Serving()
+        self._complaints: dict[EventName, str] = {}
+        self.serving = kept.serving if kept else ServerHealth()
         """Whether the servers serve."""
 
     # -- what was seen ------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class ControlLog:
         latest = tuple(line for reader in readers for line in reader.latest)
         return UnknownLines(sum(reader.unknown for reader in readers), latest)
 
-    def glance(self) -> bool:
+    def check(self) -> bool:
         """Look, and tell whether a stranger, a server or a client did something since the last glance."""
         self.look()
         news, self._news = self._news, False
@@ -122,7 +122,7 @@ class ControlLog:
         """The daemon is gone, and what it said last are not the words of the next one."""
         self._last_line = ""
 
-    def sweep(self, clear: Callable[[Iterable[str]], None]) -> None:
+    def remove_leftovers(self, clear: Callable[[Iterable[str]], None]) -> None:
         """Have that cleared which servers left, all of which are gone."""
         clear(self.serving.shared_memory)
         self.serving.shared_memory.clear()
@@ -144,9 +144,9 @@ class ControlLog:
         try:
             self._watch.renew()
         except OSError as error:
-            self._complain(Happened.LOG_NOT_WATCHED, error)
+            self._complain(EventName.LOG_NOT_WATCHED, error)
         else:
-            self._complaints.pop(Happened.LOG_NOT_WATCHED, None)
+            self._complaints.pop(EventName.LOG_NOT_WATCHED, None)
 
     def close(self) -> None:
         """Stop watching; the next mpsd goes on from here."""
@@ -167,7 +167,7 @@ class ControlLog:
             self._last_line = next((line for line in reversed(lines) if line.strip()), self._last_line)
             # A server's log has nobody's commands: whatever looks like one there is not.
             said = [event for event in self._server_reader.read(servers) if not isinstance(event, ForeignCommand)]
-            self._take([*self._reader.read(lines), *said])
+            self._note_events([*self._reader.read(lines), *said])
             self._keep()
             if self._again is None and (self._control.behind or self._server.behind):
                 self._again = asyncio.get_running_loop().call_later(_BREATH, self._look_now)
@@ -186,27 +186,27 @@ class ControlLog:
         if self._news:
             self._woken()
 
-    def _take(self, events: Sequence[LogEvent]) -> None:
+    def _note_events(self, events: Sequence[LogEvent]) -> None:
         foreign = [event.text for event in events if isinstance(event, ForeignCommand)]
         self.foreign += len(foreign)
         self.unexplained = (*self.unexplained, *foreign)[-_MOST_COMMANDS:]
-        self._tell(Happened.FOREIGN_COMMAND, [{"command": command} for command in foreign])
+        self._tell(EventName.FOREIGN_COMMAND, [{"command": command} for command in foreign])
         exits = [event for event in events if isinstance(event, ServerExited) and event.status]
-        self._tell(Happened.SERVER_EXITED, [{"server": each.server, "status": each.status} for each in exits])
+        self._tell(EventName.SERVER_EXITED, [{"server": each.server, "status": each.status} for each in exits])
         failed = [event for event in events if isinstance(event, ServerFailed)]
-        self._tell(Happened.SERVER_FAILED, [{"server": each.server, "words": each.words} for each in failed])
+        self._tell(EventName.SERVER_FAILED, [{"server": each.server, "words": each.words} for each in failed])
         faults = [event for event in events if isinstance(event, ServerFaulted)]
-        self._tell(Happened.SERVER_FAULTED, [{"server": each.server} for each in faults])
+        self._tell(EventName.SERVER_FAULTED, [{"server": each.server} for each in faults])
         before = self.serving.state
         self.serving.note(events, clock.now())
         self._compare(before)
         self._news = self._news or bool(foreign) or any(isinstance(event, NEWS) for event in events)
 
-    def _tell(self, happened: Happened, each: Sequence[dict[str, object]]) -> None:
+    def _tell(self, event: EventName, each: Sequence[dict[str, object]]) -> None:
         for facts in each[:_MOST_TOLD]:
-            self._log.warning(happened, **facts)
+            self._log.warning(event, **facts)
         if len(each) > _MOST_TOLD:
-            self._log.warning(happened, **each[-1], left_out=len(each) - _MOST_TOLD - 1)
+            self._log.warning(event, **each[-1], left_out=len(each) - _MOST_TOLD - 1)
 
     # -- keeping ------------------------------------------------------------------------------------------------------
 
@@ -216,28 +216,28 @@ class ControlLog:
         try:
             atomic_file.write(self._paths.reading, msgspec.json.encode(file))
         except OSError as error:
-            self._complain(Happened.READING_NOT_KEPT, error)
+            self._complain(EventName.LOG_POSITION_NOT_STORED, error)
         else:
-            self._complaints.pop(Happened.READING_NOT_KEPT, None)
+            self._complaints.pop(EventName.LOG_POSITION_NOT_STORED, None)
 
     def _shorten(self) -> None:
         """Keep both files within their size; lines that were not read yet are never given up."""
         try:
             given_up = self._control.keep_within(self.size) + self._server.keep_within(self.size)
         except OSError as error:
-            self._complain(Happened.LOG_NOT_SHORTENED, error)
+            self._complain(EventName.LOG_NOT_SHORTENED, error)
             return
-        self._complaints.pop(Happened.LOG_NOT_SHORTENED, None)
+        self._complaints.pop(EventName.LOG_NOT_SHORTENED, None)
         if given_up:
             self._keep()
-            self._log.info(Happened.LOG_SHORTENED, bytes=given_up)
+            self._log.info(EventName.LOG_SHORTENED, bytes=given_up)
 
-    def _complain(self, happened: Happened, error: OSError) -> None:
+    def _complain(self, event: EventName, error: OSError) -> None:
         """Tell what does not work, once: it is tried again all the time."""
         because = str(error)
-        if self._complaints.get(happened) != because:
-            self._complaints[happened] = because
-            self._log.warning(happened, because=because)
+        if self._complaints.get(event) != because:
+            self._complaints[event] = because
+            self._log.warning(event, because=because)
 
 
 def _kept(paths: DaemonPaths) -> _File | None:

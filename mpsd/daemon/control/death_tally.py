@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 
 from mpsd.core.settings import ControlDaemon
-from mpsd.core.supervision.restart import Death, Decision, RestartPolicy, Verdict, decide, recent
-from mpsd.daemon.record.log import Happened, Logger
+from mpsd.core.supervision.restart import Death, Decision, RestartPolicy, RestartVerdict, decide, recent
+from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import atomic_file, clock
 
 
@@ -18,7 +18,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     failed: str | None
 
 
-class Tally:
+class DeathTally:
     """The deaths that count, and the reason for giving up where that was decided."""
 
     def __init__(self, path: Path, log: Logger) -> None:
@@ -48,8 +48,8 @@ class Tally:
         now, policy = clock.monotonic(), RestartPolicy(deaths=settings.deaths, window=settings.death_window)
         deaths = (*recent(self._deaths, policy, now), Death(now, how))
         decision = decide(deaths, policy, now, random.random())  # noqa: S311 - jitter is no secret
-        self._log.warning(Happened.DAEMON_DEATH, how=how, verdict=decision.verdict, delay=decision.delay)
-        self._note(deaths, decision.because if decision.verdict is Verdict.GIVE_UP else None)
+        self._log.warning(EventName.DAEMON_DEATH, how=how, verdict=decision.verdict, delay=decision.delay)
+        self._note(deaths, decision.because if decision.verdict is RestartVerdict.GIVE_UP else None)
         return decision
 
     def forget(self) -> None:
@@ -63,4 +63,4 @@ class Tally:
         try:
             atomic_file.write(self._path, msgspec.json.encode(plain))
         except OSError as error:
-            self._log.error(Happened.TALLY_NOT_KEPT, because=str(error))
+            self._log.error(EventName.DEATH_TALLY_NOT_STORED, because=str(error))

@@ -7,7 +7,7 @@ from mpsd.core.errors import ForeignDaemonError
 from mpsd.core.model import DaemonProcess, ProcessIdentity
 from mpsd.system import process_table
 from mpsd.system.control_pipe import ControlProgram
-from mpsd.system.process_table import MpsProcess, Part
+from mpsd.system.process_table import MpsProcess, ProgramKind
 from mpsd.system.rundir import DaemonPaths
 
 FOREGROUND: Final = "-f"
@@ -16,14 +16,14 @@ MANY_USERS: Final = "-multiuser-server"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class DiscoveredProcesses:
     """What was found on a pipe directory: our control daemon if it runs, and servers whose control daemon is dead."""
 
     daemon: DaemonProcess | None
     orphans: tuple[ProcessIdentity, ...]
 
 
-def look(paths: DaemonPaths, program: ControlProgram, environment: dict[str, str]) -> Found:
+def look(paths: DaemonPaths, program: ControlProgram, environment: dict[str, str]) -> DiscoveredProcesses:
     """Look for processes of MPS on a pipe directory.
 
     Ours is a control daemon that runs under mpsd's own uid, in the foreground, with just the CUDA environment that mpsd
@@ -31,7 +31,7 @@ def look(paths: DaemonPaths, program: ControlProgram, environment: dict[str, str
     for any other: mpsd would fight it for the directory, and lose.
     """
     processes = process_table.on_pipe_directory(paths.pipe_directory, program.argv)
-    daemons = [each for each in processes if each.part is Part.DAEMON]
+    daemons = [each for each in processes if each.part is ProgramKind.DAEMON]
     foreign = [each for each in daemons if not _ours(each, environment)]
     if foreign:
         stranger = foreign[0]
@@ -41,13 +41,13 @@ def look(paths: DaemonPaths, program: ControlProgram, environment: dict[str, str
             hint=f"when its clients are done: echo quit | CUDA_MPS_PIPE_DIRECTORY={paths.pipe_directory}"
             f" {program.argv[0]}; mpsctl reset {paths.pipe_directory.name}",
         )
-    servers = [each for each in processes if each.part is Part.SERVER]
+    servers = [each for each in processes if each.part is ProgramKind.SERVER]
     if not daemons:
-        return Found(None, tuple(each.identity for each in servers))
+        return DiscoveredProcesses(None, tuple(each.identity for each in servers))
     ours = daemons[0]
     many_users = MANY_USERS in ours.arguments
     found = DaemonProcess(ours.identity, ours.executable, str(paths.pipe_directory), ours.started, many_users)
-    return Found(found, tuple(each.identity for each in servers if each.parent != ours.identity.pid))
+    return DiscoveredProcesses(found, tuple(each.identity for each in servers if each.parent != ours.identity.pid))
 
 
 def _ours(each: MpsProcess, environment: dict[str, str]) -> bool:

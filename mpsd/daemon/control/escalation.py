@@ -7,7 +7,7 @@ from typing import Final, TypeAlias
 
 from mpsd.core.errors import ControlError
 from mpsd.core.mps import commands
-from mpsd.daemon.record.log import Happened, Logger
+from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system.control_pipe import ControlPipe
 from mpsd.system.process import Process
 
@@ -18,7 +18,7 @@ _RUNG: Final = 5
 """Seconds for each rung of a control daemon's ladder."""
 
 
-def contexts_of(pipe: ControlPipe, server: int, client: int) -> Terminate:
+def terminate_contexts_of(pipe: ControlPipe, server: int, client: int) -> Terminate:
     """Return what has a server end the contexts of a client."""
     return partial(pipe.ask, commands.terminate_client(server, client))
 
@@ -30,9 +30,9 @@ async def end_daemon(daemon: Process, pipe: ControlPipe, log: Logger) -> None:
         if await daemon.gone_within(_RUNG):
             return
     except ControlError as error:
-        log.warning(Happened.DAEMON_FORCED, rung="quit", because=error.detail)
+        log.warning(EventName.DAEMON_FORCED, rung="quit", because=error.detail)
     for number in (signal.SIGTERM, signal.SIGKILL):
-        log.warning(Happened.DAEMON_FORCED, rung=number.name, pid=daemon.pid)
+        log.warning(EventName.DAEMON_FORCED, rung=number.name, pid=daemon.pid)
         daemon.signal(number)
         if await daemon.gone_within(_RUNG):
             return
@@ -47,7 +47,7 @@ async def end_client(client: Process, terminate: Terminate | None, grace: float,
     """
 
     def forced(rung: str, **facts: object) -> None:
-        log.warning(Happened.CLIENT_FORCED, rung=rung, pid=client.pid, because=because, **facts)
+        log.warning(EventName.CLIENT_FORCED, rung=rung, pid=client.pid, because=because, **facts)
 
     try:
         forced(signal.SIGTERM.name)

@@ -9,7 +9,7 @@ from typing import Final
 from mpsd.core.errors import ForeignDaemonError
 from mpsd.core.model import DaemonProcess, ProcessIdentity
 from mpsd.core.settings import Settings, Users
-from mpsd.daemon.control.discovery import Found
+from mpsd.daemon.control.discovery import DiscoveredProcesses
 from mpsd.daemon.control.escalation import end_daemon
 from mpsd.daemon.control.launcher import Launcher
 from mpsd.daemon.control.observer import Observer
@@ -40,7 +40,7 @@ class Instance:
         self._watching: asyncio.Task[None] | None = None
         self._returncode: tuple[int | None] | None = None
         """What was noted when the process ended: its return code, or None in it for one that was adopted."""
-        self._told: float | None = None
+        self._quit_at: float | None = None
         """When it was told to quit last."""
         self._looked = False
         """Whether servers of dead daemons were looked for since the last death."""
@@ -69,7 +69,7 @@ class Instance:
         """Whether it has ended, and is not buried yet."""
         return self._returncode is not None
 
-    async def adopt(self) -> Found:
+    async def adopt(self) -> DiscoveredProcesses:
         """Look for one of ours that runs, and adopt it; return what was found.
 
         Raises ConfigurationError, and ForeignDaemonError when somebody else's daemon has the pipe directory.
@@ -79,12 +79,12 @@ class Instance:
         self._looked = True
         adopted = process.adopt(found.daemon.identity) if found.daemon is not None else None
         if adopted is not None and found.daemon is not None:
-            self._take(adopted, found.daemon, fresh=False)
+            self._watch(adopted, found.daemon, fresh=False)
         return found
 
     def start(self, users: Users) -> None:
         """Start one. Raises ConfigurationError, ReachError and OSError."""
-        self._take(*self._launcher.start(users), fresh=True)
+        self._watch(*self._launcher.start(users), fresh=True)
 
     async def find_orphans(self) -> None:
         """Look for servers that a dead daemon left, unless that was done: it may have started one in its last second.
@@ -114,15 +114,15 @@ class Instance:
         assert self.process is not None  # noqa: S101 - there is one that is to quit
         if force:
             await end_daemon(self.process, pipe, self._log)
-        elif self._told is None or clock.monotonic() >= self._told + _TELL_AGAIN:
+        elif self._quit_at is None or clock.monotonic() >= self._quit_at + _TELL_AGAIN:
             await pipe.quit(None)
-            self._told = clock.monotonic()
+            self._quit_at = clock.monotonic()
 
     def give_up(self) -> bool:
         """Kill one that was started and never listened: it can have no clients. False when it is dead already."""
         return not self.is_dead and self.process is not None and self.process.signal(signal.SIGKILL)
 
-    def bury(self) -> str | None:
+    def take_exit(self) -> str | None:
         """Settle what a process leaves behind that has ended, and say how it ended; None when none has."""
         if self.process is None or self._returncode is None:
             return None
@@ -131,7 +131,7 @@ class Instance:
         if words and self.is_fresh:
             how += f", and its last words were {words!r}"
         self.process.close()
-        self.process = self.evidence = self._returncode = self._watching = self._told = None
+        self.process = self.evidence = self._returncode = self._watching = self._quit_at = None
         self._observer.orphaned()
         self._looked = False
         return how
@@ -143,7 +143,7 @@ class Instance:
         if self.process is not None:
             self.process.close()
 
-    def _take(self, taken: Process, proof: DaemonProcess, *, fresh: bool) -> None:
+    def _watch(self, taken: Process, proof: DaemonProcess, *, fresh: bool) -> None:
         self.process, self.evidence, self.is_fresh = taken, proof, fresh
         self._watching = asyncio.get_running_loop().create_task(self._note_end(taken))
 

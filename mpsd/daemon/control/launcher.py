@@ -7,8 +7,8 @@ from mpsd.core.errors import ControlUnreachableError
 from mpsd.core.model import DaemonProcess, Gpu, ProcessIdentity
 from mpsd.core.settings import Users
 from mpsd.daemon.control import discovery
-from mpsd.daemon.control.discovery import FOREGROUND, MANY_USERS, Found
-from mpsd.daemon.control.pipe_access import Way
+from mpsd.daemon.control.discovery import FOREGROUND, MANY_USERS, DiscoveredProcesses
+from mpsd.daemon.control.pipe_access import PipeAccess
 from mpsd.system import clock, log_file, process, rundir
 from mpsd.system.control_pipe import ControlProgram, variables
 from mpsd.system.process import Process
@@ -17,18 +17,18 @@ from mpsd.system.process import Process
 class Launcher:
     """Starts the control daemon of one GPU, finds one that runs, and tells whether it listens."""
 
-    def __init__(self, gpu: Gpu, program: ControlProgram, way: Way) -> None:
+    def __init__(self, gpu: Gpu, program: ControlProgram, pipe_access: PipeAccess) -> None:
         self._gpu = gpu
         self._program = program
-        self._way = way
-        self._paths = way.paths
+        self._pipe_access = pipe_access
+        self._paths = pipe_access.paths
         self._socket_before: tuple[int, int] | None = None
         self._its_socket: tuple[ProcessIdentity, int] | None = None
         """The inode of the socket of the daemon that runs, as it was seen first."""
         self._blocked: tuple[int, int] | None = None
         """What its FIFO and its log held when they were looked at last, if there was no room."""
 
-    def look(self) -> Found:
+    def look(self) -> DiscoveredProcesses:
         """Look for a control daemon of ours, and for servers that a dead one left, in all of /proc: it takes its time.
 
         Raises ForeignDaemonError when somebody else's daemon has the pipe directory.
@@ -39,7 +39,7 @@ class Launcher:
         """Start a control daemon in a session of its own. Raises ConfigurationError, ReachError and OSError."""
         # Also after a death: somebody may have removed them, and MPS would make one that everybody may write to.
         self._paths.create()
-        self._way.shut()
+        self._pipe_access.shut()
         self._socket_before = self._socket()
         log = log_file.open_for_daemon(self._paths.control_log)
         try:
@@ -53,7 +53,7 @@ class Launcher:
         proof = DaemonProcess(started.identity, self._program.argv[0], directory, clock.now(), many_users)
         return started, proof
 
-    def sweep(self, shared_memory: Iterable[str]) -> None:
+    def remove_leftovers(self, shared_memory: Iterable[str]) -> None:
         """Clear what a control daemon leaves that is gone, with all its servers: sockets, lock, FIFO, shared memory.
 
         The next one takes stale ones over (measured, all versions): until then there is nothing that looks like one.
@@ -88,7 +88,7 @@ class Launcher:
                 hint=f"when its clients are done, end it (kill {daemon.pid}): a new one is started at once",
             )
 
-    def relieve(self) -> int:
+    def unblock_log(self) -> int:
         """Make room in the FIFO, where it was as full when this was asked last; return how many bytes that was.
 
         Raises OSError.
@@ -96,7 +96,7 @@ class Launcher:
         fifo, log = self._paths.pipe_directory / "log", self._paths.control_log
         before, self._blocked = self._blocked, log_file.blocked(fifo, log)
         # Of a daemon that goes on by itself, lines would get out of order.
-        return log_file.relieve(fifo, log) if self._blocked is not None and self._blocked == before else 0
+        return log_file.unblock(fifo, log) if self._blocked is not None and self._blocked == before else 0
 
     def _environment(self) -> dict[str, str]:
         """Return the environment that the daemon gets: an allow-list, its directories, and its one GPU by UUID."""

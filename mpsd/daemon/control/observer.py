@@ -13,10 +13,10 @@ from mpsd.core.model import Drift, Limits, ProcessIdentity, ReadBack, Server
 from mpsd.core.mps import commands, setters
 from mpsd.core.settings import ControlDaemon
 from mpsd.daemon.control.control_log import ControlLog
-from mpsd.daemon.record.log import Happened, Logger
+from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock, process, process_table
 from mpsd.system.control_pipe import ControlPipe, ControlProgram, Conversation, Pending
-from mpsd.system.process_table import Part
+from mpsd.system.process_table import ProgramKind
 from mpsd.system.rundir import DaemonPaths
 
 _DEVICE: Final = 0
@@ -204,8 +204,8 @@ class Observer:
         before, self.read_back = self.read_back, found
         if before != found or not self._held_since:
             self._held_since = clock.since_boot()
-        met = await self._meet(pids.answer, known, limits)
-        if any(not self._has_met(identity, server) for identity, server in met.items()):
+        met = await self._register(pids.answer, known, limits)
+        if any(not self._lists_only_known_clients(identity, server) for identity, server in met.items()):
             self.control_log.look()  # what others did to limits while somebody connected counts for that client
         self._servers = {identity: self._with_ceilings(identity, met[identity], before, found) for identity in met}
         for identity in self._ceilings.keys() - met.keys():
@@ -233,11 +233,13 @@ class Observer:
             found = await asyncio.to_thread(
                 process_table.on_pipe_directory, self._paths.pipe_directory, self._program.argv
             )
-            holders = [f"pid {each.identity.pid} (uid {each.uid})" for each in found if each.part is Part.FRONT_END]
+            holders = [
+                f"pid {each.identity.pid} (uid {each.uid})" for each in found if each.part is ProgramKind.FRONT_END
+            ]
             error.detail += f"; there is a front-end in {', '.join(holders) or 'another pid namespace'}"
             raise
 
-    async def _meet(
+    async def _register(
         self, pids: tuple[int, ...], known: "list[_Questions]", limits: Limits | None
     ) -> dict[ProcessIdentity, Server]:
         """Take in what the servers said of themselves; those that nobody knew of yet are asked now."""
@@ -252,7 +254,7 @@ class Observer:
         servers = ((each.identity, each.server()) for each in known if each.identity.pid in pids)
         return {identity: server for identity, server in servers if server is not None}
 
-    def _has_met(self, server: ProcessIdentity, found: Server) -> bool:
+    def _lists_only_known_clients(self, server: ProcessIdentity, found: Server) -> bool:
         """Tell whether a server lists nobody but clients that it listed before."""
         return {*found.clients} <= {each.pid for each in self._ceilings.get(server, ())}
 
@@ -265,14 +267,14 @@ class Observer:
         """
         earlier = self._servers.get(identity)
         last = earlier.limits if earlier is not None and earlier.limits is not None else before
-        ceiling = None if last is None else drift.widest(last, server.limits or found)
+        ceiling = None if last is None else drift.widest_read_back(last, server.limits or found)
         if ceiling is not None:
-            ceiling = drift.widest(ceiling, self._opened(server, fresh=earlier is None))
+            ceiling = drift.widest_read_back(ceiling, self._opened(server, fresh=earlier is None))
         given = self.control_log.serving.given.pop(server.pid, None)
-        if given is not None and ceiling is not None and (wider := drift.widest(ceiling, given)) != ceiling:
+        if given is not None and ceiling is not None and (wider := drift.widest_read_back(ceiling, given)) != ceiling:
             # Its log is the proof of what is applied, so that counts for its clients.
-            asked, ceiling = ceiling, wider
-            self._log.error(Happened.LIMITS_NOT_GIVEN, server=server.pid, asked=_plain(asked), given=_plain(given))
+            command, ceiling = ceiling, wider
+            self._log.error(EventName.LIMITS_NOT_GIVEN, server=server.pid, command=_plain(command), given=_plain(given))
         known = self._ceilings.get(identity, {})
         started = ((pid, process.start_ticks(pid)) for pid in server.clients)
         clients = (ProcessIdentity(pid, ticks) for pid, ticks in started if ticks is not None)
@@ -296,10 +298,10 @@ class Observer:
         for each in self.drift:
             if each not in before:
                 self._log.warning(
-                    Happened.LIMIT_DRIFT, limit=each.limit, wanted=each.wanted, found=each.found, command=each.command
+                    EventName.LIMIT_DRIFT, limit=each.limit, wanted=each.wanted, found=each.found, command=each.command
                 )
         if before and not self.drift:
-            self._log.info(Happened.LIMIT_DRIFT_OVER, because="somebody set it back")
+            self._log.info(EventName.LIMIT_DRIFT_ENDED, because="somebody set it back")
 
     def _undo(self) -> None:
         """Note that what others had changed is as wanted again."""
@@ -307,15 +309,15 @@ class Observer:
         self.undone = (*self.undone, *(replace(each, undone=now) for each in self.drift))[-_MOST_UNDONE:]
         if self.drift:
             limits = ", ".join(each.limit for each in self.drift)
-            self._log.info(Happened.LIMIT_DRIFT_OVER, because=f"mpsd put it back: {limits}")
+            self._log.info(EventName.LIMIT_DRIFT_ENDED, because=f"mpsd put it back: {limits}")
         self.drift = ()
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
-    def glance(self) -> bool:
+    def check(self) -> bool:
         """Look at the log, and which orphans are left; tell whether there is reason to ask the daemon at once."""
-        self.see_orphans_off()
-        return self.control_log.glance()
+        self.forget_dead_orphans()
+        return self.control_log.check()
 
     def orphaned(self, found: tuple[ProcessIdentity, ...] = ()) -> None:
         """The daemon is gone: nothing that it said holds any more, and those of its servers that live are orphans."""
@@ -329,9 +331,9 @@ class Observer:
         for each in {*found} - {*self._orphans}:
             if process.start_ticks(each.pid) == each.start_ticks:
                 self._orphans += (each,)
-                self._log.warning(Happened.SERVER_ORPHANED, server=each.pid)
+                self._log.warning(EventName.SERVER_ORPHANED, server=each.pid)
 
-    def see_orphans_off(self) -> bool:
+    def forget_dead_orphans(self) -> bool:
         """Forget the orphans that are gone; tell whether any is left."""
         self._orphans = tuple(each for each in self._orphans if process.start_ticks(each.pid) == each.start_ticks)
         return bool(self._orphans)

@@ -6,31 +6,31 @@ from typing import Final
 import msgspec
 
 from mpsd.core.errors import StorageError
-from mpsd.core.supervision.drain import Intent, Operation, Wish, take_up
+from mpsd.core.supervision.drain import DesiredState, Intent, Operation, take_up
 from mpsd.system import atomic_file, clock
 
 _MOST_ENDED: Final = 16
 """Operations that are over, and can still be asked for."""
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True):
-    wish: Wish
+class _File(msgspec.Struct, forbid_unknown_fields=True, rename={"desired": "wish"}):
+    desired: DesiredState
     ended: tuple[Operation, ...] = ()
 
 
-class Intention:
+class OperatorIntent:
     """The wish of the last operator who had one; without any, it is to run."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._kept = _File(Wish(Intent.RUN, "nobody holds it", clock.now(), boot=clock.boot_id()))
+        self._kept = _File(DesiredState(Intent.RUN, "nobody holds it", clock.now(), boot=clock.boot_id()))
         self.damaged = ""
         """Why what an earlier mpsd kept could not be understood, if so."""
 
     @property
-    def wish(self) -> Wish:
+    def desired(self) -> DesiredState:
         """What is wanted."""
-        return self._kept.wish
+        return self._kept.desired
 
     @property
     def ended(self) -> tuple[Operation, ...]:
@@ -46,14 +46,14 @@ class Intention:
             kept = msgspec.json.decode(raw, type=_File)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             self.damaged = f"{self._path} cannot be understood: {error}"
-            wish = Wish(Intent.HOLD, f"held, because {self.damaged}", clock.now(), boot=clock.boot_id())
-            self._kept = _File(wish)
+            desired = DesiredState(Intent.HOLD, f"held, because {self.damaged}", clock.now(), boot=clock.boot_id())
+            self._kept = _File(desired)
         else:
-            self._kept = _File(take_up(kept.wish, clock.boot_id()), kept.ended)
+            self._kept = _File(take_up(kept.desired, clock.boot_id()), kept.ended)
 
-    def keep(self, wish: Wish, *ended: Operation) -> None:
+    def keep(self, desired: DesiredState, *ended: Operation) -> None:
         """Want this from now on, and note what has ended by that. Raises StorageError: nothing has changed, then."""
-        kept = _File(wish, (*self._kept.ended, *ended)[-_MOST_ENDED:])
+        kept = _File(desired, (*self._kept.ended, *ended)[-_MOST_ENDED:])
         try:
             atomic_file.write(self._path, msgspec.json.encode(kept), lasting=True)
         except OSError as error:

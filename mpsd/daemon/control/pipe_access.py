@@ -10,16 +10,16 @@ from functools import partial
 from pathlib import Path
 
 from mpsd.core.enforcement import access
-from mpsd.core.errors import ReachError
+from mpsd.core.errors import PipeAccessError
 from mpsd.core.model import Lease
 from mpsd.core.settings import Unadmitted
-from mpsd.daemon.record.log import Happened, Logger
+from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import acl, process_table
 from mpsd.system.acl import EXECUTE, READ, WRITE, Acl
 from mpsd.system.rundir import DaemonPaths
 
 
-class Way:
+class PipeAccess:
     """The way to one control daemon: who is let in there is decided by `wanted`, and written here and nowhere else."""
 
     def __init__(self, paths: DaemonPaths, wanted: Callable[[], frozenset[int] | None], log: Logger) -> None:
@@ -71,7 +71,7 @@ class Way:
         if self._sure and (self._held is None or uid in self._held):
             return
         if not self.hold():
-            raise ReachError(
+            raise PipeAccessError(
                 f"{self.paths.control_socket} is gone, so that uid {uid} cannot reach the control daemon",
                 hint="try again in a moment; see mpsctl daemons",
                 limit="enforcement.unadmitted",
@@ -83,8 +83,8 @@ class Way:
             return
         try:
             self.hold()
-        except ReachError as error:
-            self._log.error(Happened.REACH_NOT_HELD, because=error.detail)
+        except PipeAccessError as error:
+            self._log.error(EventName.PIPE_ACCESS_NOT_HELD, because=error.detail)
 
     def hold(self) -> bool:
         """Let in just those who are wanted, and read it back; False where there is nothing yet to be let in to.
@@ -118,9 +118,9 @@ class Way:
                     found = acl.read(path)
                     if found != meant:
                         facts = {"wanted": acl.text(meant), "found": acl.text(found)}
-                        self._log.warning(Happened.REACH_DRIFT, path=str(path), **facts)
+                        self._log.warning(EventName.PIPE_ACCESS_DRIFT, path=str(path), **facts)
             self.hold()
-        except (OSError, ReachError) as error:
+        except (OSError, PipeAccessError) as error:
             return isinstance(error, FileNotFoundError)  # nobody can go there; the supervisor sees that by itself
         return True
 
@@ -130,15 +130,15 @@ class Way:
             yield path, acl.public(owner, others) if uids is None else acl.private(owner, uids, others)
 
     @staticmethod
-    def _failed(path: Path, meant: Acl, because: str) -> ReachError:
-        return ReachError(
+    def _failed(path: Path, meant: Acl, because: str) -> PipeAccessError:
+        return PipeAccessError(
             f"who may use {path} cannot be set to {acl.text(meant)}: {because}",
             hint="see that its file system keeps POSIX ACLs, and that mpsd's user namespace has each uid in it",
             limit="enforcement.unadmitted",
         )
 
 
-class Reach:
+class NodePipeAccess:
     """The ways to all control daemons."""
 
     def __init__(
@@ -153,12 +153,12 @@ class Reach:
         self._holders = holders
         self._unadmitted = unadmitted
         self._log = log
-        self._ways: dict[str, Way] = {}
+        self._accesses: dict[str, PipeAccess] = {}
 
-    def way(self, name: str, gpu: str) -> Way:
+    def pipe_access(self, name: str, gpu: str) -> PipeAccess:
         """Return the way to a GPU's control daemon, which follows the leases from now on."""
         wanted = partial(self._wanted, gpu)
-        return self._ways.setdefault(name, Way(self._paths(name), wanted, self._log.bind(daemon=name)))
+        return self._accesses.setdefault(name, PipeAccess(self._paths(name), wanted, self._log.bind(daemon=name)))
 
     def _wanted(self, gpu: str) -> frozenset[int] | None:
         return access.admitted(self._unadmitted, self._holders(gpu), process_table.own_uid())
@@ -168,21 +168,21 @@ class Reach:
         if _is_let_in(lease.owner.uid):
             return
         for share in lease.shares:
-            self._ways[share.daemon].open(lease.owner.uid)
+            self._accesses[share.daemon].open(lease.owner.uid)
 
     def close(self, lease: Lease) -> None:
         """Let the uid of a lease that has ended in no more, unless it has another lease there."""
         if _is_let_in(lease.owner.uid):
             return
         for share in lease.shares:
-            if share.daemon in self._ways:  # the GPU of a lease of an earlier mpsd may be gone
-                self._ways[share.daemon].close()
+            if share.daemon in self._accesses:  # the GPU of a lease of an earlier mpsd may be gone
+                self._accesses[share.daemon].close()
 
     def follow(self, unadmitted: Unadmitted) -> None:
         """Let in on every way just those who are wanted there, from now on by this setting."""
         self._unadmitted = unadmitted
-        for way in self._ways.values():
-            way.close()
+        for pipe_access in self._accesses.values():
+            pipe_access.close()
 
 
 def _is_let_in(uid: int) -> bool:

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from datetime import datetime
 
 from mpsd.core.lifecycle import ANSWERED, Event, State, step
-from mpsd.daemon.record.log import Happened, Logger
+from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock
 
 
-class Standing:
+class Lifecycle:
     """The state of one control daemon, since when, and why."""
 
     def __init__(self, log: Logger, changed: Callable[[], None]) -> None:
@@ -22,7 +22,7 @@ class Standing:
         """How often somebody asked that the daemon be talked to."""
         self._answered = 0
         self._log = log
-        self.touch = changed
+        self.notify_changed = changed
         """Notes that something about the daemon may be otherwise than before."""
 
     @property
@@ -44,7 +44,7 @@ class Standing:
     def answer(self, questions: int) -> None:
         """Note that the daemon was talked to, and that so many had asked for it when that began."""
         self._answered = questions
-        self.touch()
+        self.notify_changed()
 
     def explain(self, because: str, hint: str | None) -> None:
         """Say why it is still in this state."""
@@ -56,7 +56,7 @@ class Standing:
         if target is None:
             return
         before, self._state = self._state, target
-        self.touch()
+        self.notify_changed()
         self.since = clock.now()
         self.explain(because, hint)
         if target not in ANSWERED:
@@ -65,4 +65,4 @@ class Standing:
             self.ready_since = self.since
         # As the journal's priorities have it: what an operator has to mend, and what he may have to.
         tell = {State.FAILED: self._log.error, State.UNRESPONSIVE: self._log.warning}.get(target, self._log.info)
-        tell(Happened.DAEMON_STATE, state=target, before=before, because=because, pid=pid)
+        tell(EventName.DAEMON_STATE, state=target, before=before, because=because, pid=pid)

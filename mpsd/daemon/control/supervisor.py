@@ -9,23 +9,23 @@ import contextlib
 from collections.abc import Callable
 from typing import Final
 
-from mpsd.core.errors import ConfigurationError, ControlError, ForeignDaemonError, ReachError, StorageError
+from mpsd.core.errors import ConfigurationError, ControlError, ForeignDaemonError, PipeAccessError, StorageError
 from mpsd.core.lifecycle import ANSWERED, RUNNING, Event, State
 from mpsd.core.model import Daemon, Gpu, Limits
 from mpsd.core.settings import Settings
-from mpsd.core.supervision.drain import Asked, Intent, Operation
-from mpsd.core.supervision.restart import Verdict
-from mpsd.daemon.control.death_tally import Tally
-from mpsd.daemon.control.drainer import Drainer, Tenants
+from mpsd.core.supervision.drain import Intent, Operation, OperatorCommand
+from mpsd.core.supervision.restart import RestartVerdict
+from mpsd.daemon.control.death_tally import DeathTally
+from mpsd.daemon.control.drainer import DaemonLeases, Drainer
+from mpsd.daemon.control.heartbeat import Heartbeat, longest_round
 from mpsd.daemon.control.instance import LISTEN_POLL, Instance
 from mpsd.daemon.control.launcher import Launcher
 from mpsd.daemon.control.observer import Observer
-from mpsd.daemon.control.pipe_access import Way
+from mpsd.daemon.control.pipe_access import PipeAccess
 from mpsd.daemon.control.prober import Prober
-from mpsd.daemon.control.state import Standing
-from mpsd.daemon.control.wanted_limits import Holding
+from mpsd.daemon.control.state import Lifecycle
+from mpsd.daemon.control.wanted_limits import WantedLimits
 from mpsd.daemon.record.log import Logger
-from mpsd.daemon.service_manager import Beat, longest_round
 from mpsd.system import clock, process
 from mpsd.system.control_pipe import ControlProgram
 
@@ -50,8 +50,8 @@ class Supervisor:
         gpu: Gpu,
         *,
         program: ControlProgram,
-        way: Way,
-        tenants: Tenants,
+        pipe_access: PipeAccess,
+        leases: DaemonLeases,
         settings: Settings,
         log: Logger,
         changed: Callable[[], None],
@@ -59,25 +59,27 @@ class Supervisor:
         """`changed` is called whenever a snapshot might come out different."""
         self.name = name
         self.gpu = gpu
-        self._way = way
+        self._pipe_access = pipe_access
         self._settings = settings
         self._log = log.bind(daemon=name)
-        self._tally = Tally(way.paths.tally, self._log)
-        self._launcher = Launcher(gpu, program, way)
+        self._death_tally = DeathTally(pipe_access.paths.death_tally, self._log)
+        self._launcher = Launcher(gpu, program, pipe_access)
         self._reset_hint = f"mend the cause, then: mpsctl reset {name}"
         self._wake = asyncio.Event()
-        self._observer = Observer(program, way.paths, settings.daemon, self._log, woken=self._wake.set, changed=changed)
+        self._observer = Observer(
+            program, pipe_access.paths, settings.daemon, self._log, woken=self._wake.set, changed=changed
+        )
         self.pipe = self._observer.pipe
         self._instance = Instance(self._launcher, self._observer, self._log, self._wake.set)
-        self._holding = Holding(self._observer, settings, self._log)
-        self._prober = Prober(self._launcher, self._holding, self._observer, way, self._log)
-        self._standing = Standing(self._log, changed)
+        self._wanted_limits = WantedLimits(self._observer, settings, self._log)
+        self._prober = Prober(self._launcher, self._wanted_limits, self._observer, pipe_access, self._log)
+        self._lifecycle = Lifecycle(self._log, changed)
         self._drainer = Drainer(
-            name, way.paths.intention, tenants=tenants, pipe=self.pipe, settings=settings, log=self._log
+            name, pipe_access.paths.operator_intent, leases=leases, pipe=self.pipe, settings=settings, log=self._log
         )
         self._wanted = True  # whether it should run at all
         self._down = asyncio.Event()
-        self.beat = Beat()
+        self.heartbeat = Heartbeat()
         self._due = 0.0
         """When the next thing is due: the end of a delay, the deadline of a start, or the next proof of life."""
 
@@ -85,18 +87,18 @@ class Supervisor:
 
     def snapshot(self) -> Daemon:
         """Return everything there is to say about this control daemon at this moment."""
-        evidence, wish = self._instance.evidence, self._drainer.wish
+        evidence, desired = self._instance.evidence, self._drainer.desired
         return Daemon(
             name=self.name,
             gpu=self.gpu.uuid,
-            state=self._standing.state,
-            because=self._standing.because,
-            hint=self._standing.hint,
-            since=self._standing.since,
+            state=self._lifecycle.state,
+            because=self._lifecycle.because,
+            hint=self._lifecycle.hint,
+            since=self._lifecycle.since,
             process=evidence,
-            ready_since=self._standing.ready_since,
-            pipe_directory=str(self._way.paths.pipe_directory),
-            wanted=self._holding.limits,
+            ready_since=self._lifecycle.ready_since,
+            pipe_directory=str(self._pipe_access.paths.pipe_directory),
+            wanted=self._wanted_limits.limits,
             limits=self._observer.read_back,
             verified=not self.trouble,
             drift=self._observer.drift,
@@ -106,59 +108,59 @@ class Supervisor:
             cannot_start=self._observer.cannot_start,
             has_mem_limit=self._observer.has_mem_limit,
             unknown_lines=self._observer.control_log.unknown,
-            operation=self._drainer.told if wish.waits and wish.operation else None,
+            operation=self._drainer.summary if desired.waits and desired.operation else None,
             restart_for=self._instance.outdated(self._settings),
         )
 
     def reset(self) -> None:
         """Forget the deaths and try again, at an operator's word; a daemon that runs is not touched."""
         self._wanted = True
-        self._tally.forget()
+        self._death_tally.forget()
         self._move(Event.RESET, "an operator reset it")
         self._wake.set()
 
     def reload(self, settings: Settings) -> None:
         """Take new settings; limits that differ are set and verified at the next look, for servers that start later."""
         self._settings = self._drainer.settings = settings
-        if self._holding.configure(settings):
+        if self._wanted_limits.configure(settings):
             self.ask()
-        self._standing.touch()
+        self._lifecycle.notify_changed()
         self._observer.configure(settings.daemon)
         self._wake.set()
 
     def limit(self, limits: Limits) -> None:
         """Have these limits hold from now on for whoever becomes a client: set, read back, and kept."""
-        if self._holding.want(limits):
+        if self._wanted_limits.want(limits):
             self.ask()
 
     def ask(self) -> Callable[[], bool]:
         """Talk to the daemon soon; return what tells whether that was done, from the first word on."""
-        if self._standing.state not in {State.STARTING, State.COOLING}:  # there it bounds a start, or a delay
+        if self._lifecycle.state not in {State.STARTING, State.COOLING}:  # there it bounds a start, or a delay
             self._due = 0.0
         self._wake.set()
-        return self._standing.ask()
+        return self._lifecycle.ask()
 
     @property
     def trouble(self) -> str:
         """Why it is not certain that the limits that are wanted hold for its next client; empty when it is."""
-        if self._standing.state not in ANSWERED:
-            return f"it is {self._standing.state}: {self._standing.because}"
-        if not self._holding.proved:
+        if self._lifecycle.state not in ANSWERED:
+            return f"it is {self._lifecycle.state}: {self._lifecycle.because}"
+        if not self._wanted_limits.proved:
             return "they were not read back in time"
         if starting := self._observer.starting:
             pids = ", ".join(map(str, starting))
             return f"server {pids} is starting, and does not say yet what its clients get"
         return ""
 
-    def intend(self, asked: Asked) -> str:
+    def intend(self, command: OperatorCommand) -> str:
         """Do what an operator wants, from now on; return the operation that it is part of now, if it is one.
 
         Raises StorageError, and then nothing has changed.
         """
-        operation = self._drainer.want(asked, self._instance.identity, silent=self._standing.is_silent)
-        if asked.intent is Intent.RESTART and self._instance.process is None:
+        operation = self._drainer.want(command, self._instance.identity, silent=self._lifecycle.is_silent)
+        if command.intent is Intent.RESTART and self._instance.process is None:
             self.reset()
-        self._obey()
+        self._apply_desired_state()
         self.ask()
         return operation
 
@@ -173,29 +175,29 @@ class Supervisor:
         if force:
             self._move(Event.STOP, "it is stopped with mpsd")
         else:
-            self._obey()
+            self._apply_desired_state()
         self.ask()
         if self._instance.process is not None:
             self._down.clear()
             await self._down.wait()
-            self._launcher.sweep(())
+            self._launcher.remove_leftovers(())
 
     async def run(self) -> None:
         """Supervise until cancelled, and then leave the daemon running: its clients must not notice."""
-        self._tally.load()
+        self._death_tally.load()
         self._drainer.load()
         try:
             while True:
                 self._wake.clear()
-                self.beat.back_in(longest_round(self._settings.daemon))
+                self.heartbeat.back_in(longest_round(self._settings.daemon))
                 try:
-                    self._bury()
+                    self._handle_exit()
                     await self._one_round()
                 except OSError as error:
-                    await self._stumble(error)
+                    await self._wait_for_resources(error)
                 except StorageError as error:
                     # What must be on disk before the next step is not: nothing is lost, and nothing goes on.
-                    self._standing.explain(error.detail, error.hint)
+                    self._lifecycle.explain(error.detail, error.hint)
                     await self._sleep(_TICK)
         finally:
             self._drainer.close()
@@ -203,60 +205,60 @@ class Supervisor:
             self._instance.close()
 
     async def _one_round(self) -> None:
-        match self._standing.state:
-            case State.DOWN if self._tally.failed is not None:
-                self._move(Event.REFUSED, self._tally.failed, self._reset_hint)
+        match self._lifecycle.state:
+            case State.DOWN if self._death_tally.failed is not None:
+                self._move(Event.REFUSED, self._death_tally.failed, self._reset_hint)
             case State.DOWN if self._wanted:
-                await self._arrive()
+                await self._adopt_or_start()
             case State.DOWN | State.FAILED:
                 await self._instance.find_orphans()
-                if self._wanted and self._standing.state is State.FAILED:
-                    self._drainer.fail(self._standing.because)
+                if self._wanted and self._lifecycle.state is State.FAILED:
+                    self._drainer.fail(self._lifecycle.because)
                 # Nothing happens here by itself, but that orphans go.
-                await self._sleep(_TICK if self._observer.see_orphans_off() else None)
+                await self._sleep(_TICK if self._observer.forget_dead_orphans() else None)
             case State.STARTING:
                 await self._prove()
             case State.READY | State.HELD | State.DRAINING | State.UNRESPONSIVE:
                 await self._watch()
             case State.STOPPING:
-                await self._see_off()
+                await self._quit_or_force()
             case State.COOLING if clock.monotonic() < self._due:
                 await self._sleep(self._due - clock.monotonic())
             case State.COOLING:
                 self._move(Event.COOLED, "the delay after its death is over")
 
-    async def _stumble(self, error: OSError) -> None:
+    async def _wait_for_resources(self, error: OSError) -> None:
         """The machine had no descriptor, memory or process left: what cannot be looked at is not known to be well."""
         hint = "see what the machine has run out of; mpsd tries again by itself"
-        if self._standing.state in RUNNING:
+        if self._lifecycle.state in RUNNING:
             self._move(Event.SILENT, f"mpsd could not look at it: {error.strerror}", hint)
         else:
-            self._standing.explain(f"it cannot be started now: {error.strerror}", hint)
-            self._standing.touch()
+            self._lifecycle.explain(f"it cannot be started now: {error.strerror}", hint)
+            self._lifecycle.notify_changed()
         self._due = 0.0
         await asyncio.sleep(_TICK)
 
     async def _sleep(self, seconds: float | None) -> None:
         """Wait until something happens, for this long at most."""
-        self.beat.back_in(seconds)
+        self.heartbeat.back_in(seconds)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._wake.wait()
 
     def _move(self, event: Event, because: str, hint: str | None = None) -> None:
         """Apply an event."""
-        self._standing.move(event, because, hint, self._instance.pid)
-        if self._standing.state is State.DOWN:
+        self._lifecycle.move(event, because, hint, self._instance.pid)
+        if self._lifecycle.state is State.DOWN:
             self._down.set()
 
-    def _obey(self) -> None:
+    def _apply_desired_state(self) -> None:
         """Let nobody in where an operator wants that, and everybody where he does no more."""
-        if self._standing.state in ANSWERED:
-            self._move(_EVENTS[self._drainer.wish.intent], self._drainer.told, self._drainer.way_out)
+        if self._lifecycle.state in ANSWERED:
+            self._move(_EVENTS[self._drainer.desired.intent], self._drainer.summary, self._drainer.hint)
 
     # -- arriving: adopt what is there, or start ----------------------------------------------------------------------
 
-    async def _arrive(self) -> None:
+    async def _adopt_or_start(self) -> None:
         try:
             found = await self._instance.adopt()
         except (ConfigurationError, ForeignDaemonError) as error:
@@ -264,42 +266,43 @@ class Supervisor:
             return
         if self._instance.process is not None:
             self._due = clock.monotonic() + self._settings.daemon.start_deadline
-            self._holding.forget()
+            self._wanted_limits.forget()
             self._move(Event.ADOPTED, f"pid {self._instance.pid} was found running, and adopted")
         elif self._drainer.is_clear(found.orphans):
-            if self._drainer.wish.intent is Intent.RESTART:
-                self._observer.control_log.sweep(self._launcher.sweep)
+            if self._drainer.desired.intent is Intent.RESTART:
+                self._observer.control_log.remove_leftovers(self._launcher.remove_leftovers)
             self._start()
         else:
-            self._standing.explain(self._drainer.told, f"end them at once: mpsctl restart {self.name} --timeout 0")
-            self._standing.touch()
+            self._lifecycle.explain(self._drainer.summary, f"end them at once: mpsctl restart {self.name} --timeout 0")
+            self._lifecycle.notify_changed()
             await self._sleep(_TICK)
 
     def _start(self) -> None:
         try:
             self._instance.start(self._settings.daemon.users)
-        except (ConfigurationError, ReachError) as error:
+        except (ConfigurationError, PipeAccessError) as error:
             self._move(Event.REFUSED, error.detail, error.hint)
             return
         except OSError as error:
             if error.errno in process.SHORTAGES:
                 raise  # that is nobody's death: it is tried until the machine has what it takes
-            self._die(f"it could not be started: {error}")
+            self._record_death(f"it could not be started: {error}")
             return
         self._due = clock.monotonic() + self._settings.daemon.start_deadline
-        self._holding.forget()
+        self._wanted_limits.forget()
         self._move(Event.STARTED, f"pid {self._instance.pid} was started")
 
     # -- proving and watching: it listens, it answers, and every limit reads back --------------------------------------
 
     async def _prove(self) -> None:
-        if self._instance.is_fresh and not self._holding.proved and not await self._instance.listens_by(self._due):
+        is_new = self._instance.is_fresh and not self._wanted_limits.proved
+        if is_new and not await self._instance.listens_by(self._due):
             if self._instance.give_up():
                 late = f"it did not listen within {self._settings.daemon.start_deadline:g} s, and so is ended"
-                self._move(Event.SILENT, late, f"read {self._way.paths.control_log}")
+                self._move(Event.SILENT, late, f"read {self._pipe_access.paths.control_log}")
             return
         reached = await self._probe()
-        if self._standing.state is State.STARTING:
+        if self._lifecycle.state is State.STARTING:
             # It may have bound its socket and not listen yet, a moment that a busy machine makes long.
             await self._sleep(self._settings.daemon.probe_interval if reached else LISTEN_POLL)
 
@@ -307,28 +310,29 @@ class Supervisor:
         """Look once a second, and at news in the log; talk to the daemon where there is reason to, or it is time."""
         assert self._instance.process is not None  # noqa: S101 - there is one in every state that is watched
         await self._instance.find_orphans()
-        wish = self._drainer.wish
+        desired = self._drainer.desired
         stopped = process.is_stopped(self._instance.process.pid)
-        if any((self._observer.glance(), not self._way.look(), stopped and self._standing.state is State.UNRESPONSIVE)):
+        is_stuck = stopped and self._lifecycle.state is State.UNRESPONSIVE
+        if any((self._observer.check(), not self._pipe_access.look(), is_stuck)):
             # There is reason to ask at once; one that is known to be stopped cannot answer before it goes on.
             self._due = 0.0
         if stopped:
-            due = self._standing.state is not State.UNRESPONSIVE
+            due = self._lifecycle.state is not State.UNRESPONSIVE
         else:
             # Whoever waits for people to leave asks every time who is left.
-            waits = self._standing.state is State.DRAINING
+            waits = self._lifecycle.state is State.DRAINING
             due = waits or clock.monotonic() >= self._due or self._launcher.socket_is_gone
         if due:
             await self._probe()
         # Who is there was asked since it was wanted, or it is asked now.
-        if wish is self._drainer.wish and not self._drain():
+        if desired is self._drainer.desired and not self._drain():
             await self._sleep(clock.until_next(_TICK))
 
     async def _probe(self) -> bool:
         """Talk to the daemon, and let the state be what comes of it; tell whether it could be reached at all."""
         assert self._instance.process is not None  # noqa: S101 - there is one in every state that is probed
-        starting = self._standing.state is State.STARTING and clock.monotonic() < self._due
-        questions = self._standing.questions
+        starting = self._lifecycle.state is State.STARTING and clock.monotonic() < self._due
+        questions = self._lifecycle.questions
         found = await self._prober.probe(self._instance.process, fresh=self._instance.is_fresh)
         if found.event is Event.SILENT and not found.reached and self._instance.is_fresh and starting:
             return False  # one that was just started has its time to be
@@ -336,60 +340,60 @@ class Supervisor:
             self._instance.is_fresh = False
         if not (found.event is Event.SILENT and self._instance.is_dead):
             self._move(found.event, found.because, found.hint)
-        if found.event is Event.UNPROVEN or self._standing.state is State.READY:
-            self._standing.explain(found.because, found.hint)
-        self._obey()
+        if found.event is Event.UNPROVEN or self._lifecycle.state is State.READY:
+            self._lifecycle.explain(found.because, found.hint)
+        self._apply_desired_state()
         # A socket that is gone is looked for all the time, and asked as soon as it is back.
         gone = self._launcher.socket_is_gone
         pause = _TICK if self._observer.starting else self._settings.daemon.probe_interval
         # Who asked while it was talked to may want to know of what came later.
-        self._due = 0.0 if gone or questions < self._standing.questions else clock.monotonic() + pause
-        self._standing.answer(questions)
+        self._due = 0.0 if gone or questions < self._lifecycle.questions else clock.monotonic() + pause
+        self._lifecycle.answer(questions)
         return not gone
 
     # -- draining and ending ------------------------------------------------------------------------------------------
 
     def _drain(self) -> bool:
         """Do what is next of what an operator wants; tell whether there is more to do at once."""
-        state, wish = self._standing.state, self._drainer.wish
-        if not wish.waits:
+        state, desired = self._lifecycle.state, self._drainer.desired
+        if not desired.waits:
             return False
-        answers = state in ANSWERED and self._holding.proved
-        is_to_quit = self._drainer.advance(self._observer.present, self._instance.identity, answers=answers)
-        if is_to_quit:
-            self._move(Event.STOP, self._drainer.told, f"stop it at once: mpsctl restart {self.name} --timeout 0")
-        elif wish is not self._drainer.wish:
-            self._obey()
-            self._standing.touch()
-        if self._standing.state is State.DRAINING:
-            self._standing.explain(self._drainer.told, self._drainer.way_out)
-        return is_to_quit
+        answers = state in ANSWERED and self._wanted_limits.proved
+        quits = self._drainer.advance(self._observer.present, self._instance.identity, answers=answers)
+        if quits:
+            self._move(Event.STOP, self._drainer.summary, f"stop it at once: mpsctl restart {self.name} --timeout 0")
+        elif desired is not self._drainer.desired:
+            self._apply_desired_state()
+            self._lifecycle.notify_changed()
+        if self._lifecycle.state is State.DRAINING:
+            self._lifecycle.explain(self._drainer.summary, self._drainer.hint)
+        return quits
 
-    async def _see_off(self) -> None:
+    async def _quit_or_force(self) -> None:
         """Have the daemon quit, and wait for whoever it waits for; or, when that has to be, by force."""
         try:
             await self._instance.quit(self.pipe, force=self._drainer.has_to_force(self._instance.identity))
         except ControlError as error:
-            self._standing.explain(error.detail, error.hint)
+            self._lifecycle.explain(error.detail, error.hint)
         await self._sleep(_TICK)
 
-    def _bury(self) -> None:
+    def _handle_exit(self) -> None:
         """Settle what a process leaves behind that is gone, as the kernel said."""
-        if (how := self._instance.bury()) is None:
+        if (how := self._instance.take_exit()) is None:
             return
-        if self._standing.state is State.STOPPING:
+        if self._lifecycle.state is State.STOPPING:
             self._move(Event.DIED, how)
         else:
-            self._die(how)
+            self._record_death(how)
 
-    def _die(self, how: str) -> None:
+    def _record_death(self, how: str) -> None:
         """Note a death, and do what the tally says."""
-        decision = self._tally.count(how, self._settings.daemon)
+        decision = self._death_tally.count(how, self._settings.daemon)
         self._due = clock.monotonic() + decision.delay
         self._move(Event.DIED, decision.because)
-        if decision.verdict is Verdict.GIVE_UP:
+        if decision.verdict is RestartVerdict.GIVE_UP:
             self._move(Event.GAVE_UP, decision.because, self._reset_hint)
-        elif decision.verdict is Verdict.AT_ONCE and self._wanted:
+        elif decision.verdict is RestartVerdict.AT_ONCE and self._wanted:
             # The kernel has just proved that ours is gone, so nobody needs to be looked for: clients wait for nothing.
             self._move(Event.COOLED, decision.because)
             self._start()

@@ -6,10 +6,10 @@ from mpsd.core.errors import ControlUnknownCommandError
 from mpsd.core.model import Limits
 from mpsd.core.settings import Settings
 from mpsd.daemon.control.observer import Observer
-from mpsd.daemon.record.log import Happened, Logger
+from mpsd.daemon.record.log import EventName, Logger
 
 
-class Holding:
+class WantedLimits:
     """The limits that the next clients of one control daemon are to get at most."""
 
     def __init__(self, observer: Observer, settings: Settings, log: Logger) -> None:
@@ -59,8 +59,8 @@ class Holding:
         while True:
             wanted = self.limits
             try:
-                asked = not self._others and (self.proved or not fresh)
-                if not (asked and await self._observer.read(wanted)):
+                command = not self._others and (self.proved or not fresh)
+                if not (command and await self._observer.read(wanted)):
                     await self._observer.set(wanted)
                     self._others = self.limits != wanted
             except ControlUnknownCommandError:
@@ -72,7 +72,7 @@ class Holding:
         if not self.proved:
             self.proved, memory = True, wanted.pinned_device_mem_limit
             self._log.info(
-                Happened.LIMITS_VERIFIED,
+                EventName.LIMITS_VERIFIED,
                 active_thread_percentage=float(wanted.active_thread_percentage),
                 pinned_device_mem_limit=memory.bytes if memory else None,
             )

@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import Final
 
 from mpsd.core import compute_mode, gpus
-from mpsd.core.compute_mode import ComputeMode, Step, step
+from mpsd.core.compute_mode import ComputeMode, ComputeModeStep, step
 from mpsd.core.errors import ComputeModeError
 from mpsd.core.model import Gpu, GpuUsage, Known, Reading, Unknown
 from mpsd.core.settings import WantedComputeMode
-from mpsd.daemon.record.log import Happened, Logger
+from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system.gpu import GpuSource, change_compute_mode
-from mpsd.system.saved_compute_modes import FoundModes
+from mpsd.system.saved_compute_modes import SavedComputeModes
 
 _EXCLUSIVE: Final = ComputeMode.EXCLUSIVE_PROCESS
 _FAILS_OPEN: Final = (
@@ -24,7 +24,7 @@ _NO_ROOM: Final = "make room on the file system of paths.state_dir, then: mpsctl
 class ComputeModes:
     """What becomes of each GPU's compute mode. Its `settle` is called with each reading, one at a time."""
 
-    def __init__(self, source: GpuSource, found: FoundModes, log: Logger) -> None:
+    def __init__(self, source: GpuSource, found: SavedComputeModes, log: Logger) -> None:
         self._source = source
         self._found = found
         self._log = log
@@ -105,13 +105,13 @@ class ComputeModes:
         reading: Reading[ComputeMode | None] = Known(now)
         try:
             match step(wanted=self._wanted_on(gpu), found=found, now=now, held=gpu.uuid in self._held):
-                case Step.TAKE if now is not None and gpu.uuid not in self._refused:
+                case ComputeModeStep.TAKE if now is not None and gpu.uuid not in self._refused:
                     reading = await self._take(gpu, now)
-                case Step.GIVE_BACK if found is not None and gpu.uuid not in self._refused:
+                case ComputeModeStep.GIVE_BACK if found is not None and gpu.uuid not in self._refused:
                     reading = await self._give_back(gpu, found)
-                case Step.FORGET:
+                case ComputeModeStep.FORGET:
                     because = f"it is {now}, and not what mpsd set"
-                    self._log.info(Happened.GPU_MODE_LEFT, **_of(gpu), mode=now, found=found, because=because)
+                    self._log.info(EventName.COMPUTE_MODE_LEFT, **_of(gpu), mode=now, found=found, because=because)
                     self._forget(gpu)
                 case _:
                     pass
@@ -140,7 +140,7 @@ class ComputeModes:
         if isinstance(reading, Known):
             self._held.add(gpu.uuid)
             facts = {**_of(gpu), "mode": _EXCLUSIVE, "found": self._found.by_gpu[gpu.uuid], "because": self._because}
-            self._log.info(Happened.GPU_MODE_SET, **facts)
+            self._log.info(EventName.COMPUTE_MODE_SET, **facts)
         return reading
 
     async def _give_back(self, gpu: Gpu, found: ComputeMode) -> Reading[ComputeMode | None]:
@@ -148,7 +148,7 @@ class ComputeModes:
         reading = await change_compute_mode(self._source, gpu, found)
         if isinstance(reading, Known):
             self._held.discard(gpu.uuid)
-            self._log.info(Happened.GPU_MODE_RETURNED, **_of(gpu), mode=found, because=self._because)
+            self._log.info(EventName.COMPUTE_MODE_RESTORED, **_of(gpu), mode=found, because=self._because)
             self._forget(gpu)
         return reading
 
@@ -163,11 +163,11 @@ class ComputeModes:
         """Log what is wrong with a GPU's mode, once."""
         because, _ = self.trouble(gpu, now) or self.left_behind(gpu) or ("", "")
         if because and because != self._told.get(gpu.uuid):
-            self._log.error(Happened.GPU_MODE_TROUBLE, **_of(gpu), mode=now, because=because)
+            self._log.error(EventName.COMPUTE_MODE_TROUBLE, **_of(gpu), mode=now, because=because)
         self._told[gpu.uuid] = because
 
     def _tell_not_kept(self, because: str) -> None:
-        self._log.error(Happened.GPU_MODE_NOT_KEPT, because=because)
+        self._log.error(EventName.COMPUTE_MODE_NOT_STORED, because=because)
 
 
 def _of(gpu: Gpu) -> dict[str, object]:

@@ -12,7 +12,7 @@ from mpsd.core.errors import GpuError
 from mpsd.core.model import Gpu, GpuFault, GpuUsage, Health, Inventory, Known, Reading, Unknown
 from mpsd.core.settings import WantedComputeMode
 from mpsd.daemon.gpu.compute_modes import ComputeModes
-from mpsd.daemon.record.log import Happened, Logger
+from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock
 from mpsd.system.gpu import GpuSource
 
@@ -83,7 +83,7 @@ class Gpus:
         """Take in the GPUs that were found."""
         for gpu in inventory.gpus:
             if gpu.index not in self.by_index:
-                self._log.info(Happened.GPU_FOUND, index=gpu.index, uuid=gpu.uuid, name=gpu.name)
+                self._log.info(EventName.GPU_FOUND, index=gpu.index, uuid=gpu.uuid, name=gpu.name)
             self.by_index[gpu.index] = gpu
         self._unread = inventory.unknown
         await self.read()
@@ -95,16 +95,16 @@ class Gpus:
                 before, now = self._usage.get(index), await self.modes.settle(gpu, await self._source.usage(gpu))
             if isinstance(now, Unknown) and not isinstance(before, Unknown):
                 facts = {"index": index, "uuid": gpu.uuid, "health": Health.UNKNOWN, "because": now.reason}
-                self._log.error(Happened.GPU_HEALTH, **facts)
+                self._log.error(EventName.GPU_HEALTH, **facts)
             if isinstance(now, Known) and isinstance(before, Unknown):
-                self._log.info(Happened.GPU_HEALTH, index=index, uuid=gpu.uuid, health=Health.OK)
+                self._log.info(EventName.GPU_HEALTH, index=index, uuid=gpu.uuid, health=Health.OK)
             self._usage[index] = now
             if now != before:
                 self._changed()
 
     def _note(self, fault: GpuFault) -> None:
         """Take in what a GPU reported: what condemns it is not covered by what a program did later."""
-        self._log.error(Happened.GPU_XID, uuid=fault.gpu, xid=fault.xid, because=xid.describe(fault.xid))
+        self._log.error(EventName.GPU_XID, uuid=fault.gpu, xid=fault.xid, because=xid.describe(fault.xid))
         before = self._reported.get(fault.gpu)
         if before is None or xid.condemns(fault.xid) or not xid.condemns(before[0]):
             self._reported[fault.gpu] = (fault.xid, clock.now())

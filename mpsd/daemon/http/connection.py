@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 import httptools
 
-from mpsd.daemon.http.peer import Visitor
+from mpsd.daemon.http.peer import Peer
 from mpsd.system import clock
 
 MAXIMUM_BODY: Final = 64 * 1024
@@ -111,7 +111,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def __init__(
         self,
-        visitor: Visitor,
+        peer: Peer,
         serve: Callable[[Message], Awaitable[None]],
         inside: "set[Connection]",
         patience: float,
@@ -121,7 +121,7 @@ class Connection(asyncio.BufferedProtocol):
         `serve` answers a request, through `send` or `stream`, and is cancelled when nobody waits for the answer any
         more. While it lasts, the connection is `inside`.
         """
-        self.visitor = visitor
+        self.peer = peer
         self.deadline = clock.monotonic() + patience
         """When to hang up, for want of a request."""
         self.spoken = asyncio.get_running_loop().create_future()
@@ -170,7 +170,7 @@ class Connection(asyncio.BufferedProtocol):
             self.task.cancel()
         self._note_spoken()
         self._inside.discard(self)
-        self.visitor.close()
+        self.peer.close()
 
     def get_buffer(self, _: int) -> memoryview:
         """Say where to put what comes in."""
@@ -306,7 +306,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def was_left(self) -> bool:
         """Tell whether its caller has hung up where the loop does not notice, since nothing is read at the moment."""
-        return self._transport is not None and not self._transport.is_reading() and self.visitor.has_left()
+        return self._transport is not None and not self._transport.is_reading() and self.peer.has_left()
 
     def abort(self) -> None:
         """Hang up."""

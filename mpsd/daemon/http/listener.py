@@ -7,10 +7,12 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final
 
+from mpsd.core.errors import TooManyRequestsError
 from mpsd.core.settings import Settings
 from mpsd.daemon.http.connection import Connection, Message
-from mpsd.daemon.http.peer import Visitor
-from mpsd.daemon.record.log import Happened, Logger
+from mpsd.daemon.http.peer import Peer
+from mpsd.daemon.http.problems import closing_response
+from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock
 
 _BREATH: Final = 0.1
@@ -23,7 +25,7 @@ _SWEEP: Final = 1.0
 """Seconds between two looks for connections that said nothing."""
 
 
-class Door:
+class Listener:
     """Accepts connections, and knows which there are."""
 
     def __init__(self, serve: Callable[[Message], Awaitable[None]], listener: socket.socket, log: Logger) -> None:
@@ -51,20 +53,24 @@ class Door:
                 self._note_stuck(str(error))
                 await asyncio.sleep(_BREATH)
                 continue
-            visitor = Visitor(accepted)
+            peer = Peer(accepted)
             most = settings().api.connections_per_uid
             refused = None
-            if sum(each.visitor.uid == visitor.uid for each in self._inside) >= most:
-                refused = f"uid {visitor.uid} has {most} connections, as many as it may", "api.connections_per_uid"
+            if sum(each.peer.uid == peer.uid for each in self._inside) >= most:
+                refused = _too_many(
+                    f"uid {peer.uid} has {most} connections, as many as it may", "api.connections_per_uid"
+                )
             elif _is_spare(accepted.fileno()):
-                refused = "mpsd has as many connections, of all users, as it has descriptors for", "descriptors"
-                self._note_stuck(refused[0])
+                refused = _too_many(
+                    "mpsd has as many connections, of all users, as it has descriptors for", "descriptors"
+                )
+                self._note_stuck(refused.detail)
             if refused is not None:
-                _turn_away(accepted, *refused)
+                _turn_away(accepted, refused)
                 await asyncio.sleep(0)  # those who are in come first, however many are turned away
                 continue
             self._stuck = False
-            make = partial(Connection, visitor, self._serve, self._inside, settings().api.header_deadline)
+            make = partial(Connection, peer, self._serve, self._inside, settings().api.header_deadline)
             await loop.connect_accepted_socket(make, accepted)
 
     async def _wait(self) -> None:
@@ -107,7 +113,7 @@ class Door:
 
     def _note_stuck(self, because: str) -> None:
         if not self._stuck:
-            self._log.error(Happened.DOOR_STUCK, because=because)
+            self._log.error(EventName.LISTENER_STUCK, because=because)
         self._stuck = True
 
     async def sweep(self) -> None:
@@ -125,24 +131,20 @@ def _settle(knock: "asyncio.Future[None]") -> None:
         knock.set_result(None)
 
 
+def _too_many(because: str, limit: str) -> TooManyRequestsError:
+    return TooManyRequestsError(because, hint="close some, or try again later", limit=limit)
+
+
 def _is_spare(descriptor: int) -> bool:
     """Tell whether a descriptor is among the last ones: the kernel gives the lowest that is free, so few are left."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return descriptor >= most - min(_SPARE, most // 4)
 
 
-def _turn_away(connection: socket.socket, because: str, limit: str) -> None:
-    """Answer without reading anything, and close; a caller that does not take the answer misses it."""
-    body = (
-        '{"type":"urn:mpsd:error:too_many_requests","title":"Too Many Requests","status":429,'
-        f'"code":"too_many_requests","detail":"{because}","hint":"close some, or try again later","limit":"{limit}"}}'
-    ).encode()
-    head = (
-        "HTTP/1.1 429 Too Many Requests\r\nContent-Type: application/problem+json\r\nConnection: close\r\n"
-        f"Content-Length: {len(body)}\r\n\r\n"
-    ).encode()
+def _turn_away(connection: socket.socket, refusal: TooManyRequestsError) -> None:
+    """Answer without reading anything, and close; a peer that does not take the answer misses it."""
     with connection:
         try:
-            connection.send(head + body, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            connection.send(closing_response(refusal), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except OSError:
             return

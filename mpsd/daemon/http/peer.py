@@ -1,4 +1,4 @@
-"""Who calls: the role of a uid, and how much of mpsd one uid may have at a time."""
+"""Who is connected to the API, as the kernel says, and how many requests one uid may have in flight."""
 
 import select
 import socket
@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final
 
-from mpsd.core.admission.quota import Person
-from mpsd.core.errors import NotPermittedError, TooManyRequestsError
+from mpsd.core.errors import TooManyRequestsError
+from mpsd.core.roles import Role, UserIdentity, role_of
 from mpsd.core.settings import Settings
-from mpsd.daemon.api.routes import Role
-from mpsd.daemon.record.log import Happened, Logger
-from mpsd.system import clock, credentials, process_table
-from mpsd.system.credentials import Caller
+from mpsd.daemon.record.log import EventName, Logger
+from mpsd.system import clock, process_table
+from mpsd.system.credentials import PeerCredentials, groups, peer_credentials, process_of, user_name
 from mpsd.system.process import Process
 
 _MINUTE: Final = 60.0
@@ -24,38 +23,39 @@ _MOST_WORDS: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """A caller, as the kernel and the user database know it, and what it may do; None: nothing at all."""
+class Principal:
+    """A peer with the user that it is and its role; a role of None allows nothing."""
 
-    caller: Caller
-    person: Person
+    credentials: PeerCredentials
+    user: UserIdentity
     role: Role | None
 
 
-class Visitor:
-    """Whoever is at the other end of one connection: the kernel noted it as it connected, so one look is enough."""
+class Peer:
+    """The process at the other end of one connection. The kernel recorded its credentials when it connected."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.uid = credentials.caller(connection).uid
+        self.uid = peer_credentials(connection).uid
         self._connection = connection
         self._process: Process | None = None
-        self._known: Known | None = None
+        self._principal: Principal | None = None
         self._settings: Settings | None = None
         self._hang_up = select.poll()
         self._hang_up.register(connection, 0)  # which leaves that it was hung up, and nothing else
 
-    def known(self, settings: Settings) -> Known:
+    def principal(self, settings: Settings) -> Principal:
         """Return who it is, and which role that is, by uid and groups alone; other settings may give it another."""
-        if self._known is None or self._settings is not settings:
-            caller = credentials.caller(self._connection)
-            person = Person(credentials.user_name(caller.uid), credentials.groups(self._connection, caller))
-            self._known, self._settings = Known(caller, person, _role(caller.uid, person, settings)), settings
-        return self._known
+        if self._principal is None or self._settings is not settings:
+            credentials = peer_credentials(self._connection)
+            user = UserIdentity(user_name(credentials.uid), groups(self._connection, credentials))
+            role = role_of(user, settings.roles, owns_mpsd=credentials.uid in {0, process_table.own_uid()})
+            self._principal, self._settings = Principal(credentials, user, role), settings
+        return self._principal
 
     def process(self) -> Process | None:
         """Watch the process that connected; None when it is gone, or not visible. It stays the visitor's."""
         if self._process is None:
-            self._process = credentials.process_of(self._connection, credentials.caller(self._connection))
+            self._process = process_of(self._connection, peer_credentials(self._connection))
         return None if self._process is None or self._process.is_gone() else self._process
 
     def has_left(self) -> bool:
@@ -68,7 +68,7 @@ class Visitor:
             self._process.close()
 
 
-class Callers:
+class RequestsInFlight:
     """The requests that are in flight, by the uid whose they are."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Callers:
             self._requests[uid] = left
 
 
-class Refusals:
+class RefusalLog:
     """Tells who asked for what it may not have, so many times a minute: anybody can go on asking."""
 
     def __init__(self, log: Logger) -> None:
@@ -101,7 +101,7 @@ class Refusals:
         self._told = 0
         self._left_out = 0
 
-    def tell(self, caller: Caller, asked: str, because: str) -> None:
+    def tell(self, credentials: PeerCredentials, asked: str, because: str) -> None:
         """Tell it in one line of the log; the next line that is told says how many were left out."""
         now = clock.monotonic()
         if now - self._since >= _MINUTE:
@@ -111,25 +111,5 @@ class Refusals:
             return
         more = {"left_out": self._left_out} if self._left_out else {}
         self._told, self._left_out = self._told + 1, 0
-        facts = {"uid": caller.uid, "pid": caller.pid, "asked": asked[:_MOST_WORDS], "because": because}
-        self._log.warning(Happened.CALLER_REFUSED, **facts, **more)
-
-
-def _role(uid: int, person: Person, settings: Settings) -> Role | None:
-    roles = settings.roles
-    if uid in {0, process_table.own_uid()} or person.is_among(roles.admins):
-        return Role.ADMIN
-    if person.is_among(roles.users):
-        return Role.USER
-    return Role.OBSERVER if person.is_among(roles.observers) else None
-
-
-def require(role: Role | None, needed: Role) -> None:
-    """Let a caller pass whose role is enough. Raises NotPermittedError."""
-    if role is None:
-        raise NotPermittedError("your uid has no role here", hint="ask an administrator to add you to [roles]")
-    if role < needed:
-        raise NotPermittedError(
-            f"this needs the role {needed.name.lower()}, and yours is {role.name.lower()}",
-            hint="ask root, or run it with sudo",
-        )
+        facts = {"uid": credentials.uid, "pid": credentials.pid, "asked": asked[:_MOST_WORDS], "because": because}
+        self._log.warning(EventName.PEER_REFUSED, **facts, **more)

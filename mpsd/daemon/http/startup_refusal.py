@@ -12,10 +12,8 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
-import msgspec
-
 from mpsd.core.errors import MpsdError, UnreachableError
-from mpsd.daemon.api import schema
+from mpsd.daemon.http.problems import closing_response
 from mpsd.system import clock, credentials
 
 _SECONDS: Final = 2.5
@@ -32,15 +30,16 @@ _LONGEST: Final = 64 * 1024
 _STATUS: Final = 503
 
 
-def excuse(listener: socket.socket, error: MpsdError, wanted: Callable[[], object]) -> bool:
+def answer_refused_start(listener: socket.socket, error: MpsdError, wanted: Callable[[], object]) -> bool:
     """Tell whoever waits that mpsd cannot start; return whether something else is wanted of it by now.
 
     Only root is told why it cannot: that may be nobody else's business. Where nobody waits, that is all.
     """
     before = wanted()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # who has mended the file may say so: it is looked at anyway
-    root = _answer(UnreachableError(f"mpsd cannot start: {error.detail}", hint=error.hint))
-    others = _answer(UnreachableError("mpsd cannot start", hint="an operator sees why: systemctl status mpsd"))
+    root = closing_response(UnreachableError(f"mpsd cannot start: {error.detail}", hint=error.hint), _STATUS)
+    hint = "an operator sees why: systemctl status mpsd"
+    others = closing_response(UnreachableError("mpsd cannot start", hint=hint), _STATUS)
     wait, end = 0.0, clock.monotonic() + _SECONDS
     while clock.monotonic() < end:
         came = select.select([listener], [], [], wait)[0]
@@ -60,23 +59,4 @@ def _tell(listener: socket.socket, root: bytes, others: bytes) -> None:
         with connection:
             connection.settimeout(_REQUEST)
             connection.recv(_LONGEST)  # what is left unread would break the connection
-            connection.sendall(root if credentials.caller(connection).uid == 0 else others)
-
-
-def _answer(error: MpsdError) -> bytes:
-    document = schema.Problem(
-        type=f"urn:mpsd:error:{error.code}",
-        title="Service Unavailable",
-        status=_STATUS,
-        detail=error.detail,
-        code=error.code,
-        hint=error.hint,
-    )
-    body = msgspec.json.encode(document)
-    head = (
-        f"HTTP/1.1 {_STATUS} {document.title}",
-        "Content-Type: application/problem+json",
-        f"Content-Length: {len(body)}",
-        "Connection: close",
-    )
-    return "\r\n".join((*head, "", "")).encode() + body
+            connection.sendall(root if credentials.peer_credentials(connection).uid == 0 else others)

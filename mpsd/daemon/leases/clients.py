@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 from mpsd.core.admission.ledger import Ledger
 from mpsd.core.enforcement import attribution
-from mpsd.core.enforcement.violations import Attached
+from mpsd.core.enforcement.violations import AttributedClient
 from mpsd.core.model import Client, Lease, ProcessIdentity
-from mpsd.daemon.leases.group_commit import Turn
-from mpsd.daemon.leases.limit_gates import Reconciler
-from mpsd.daemon.leases.process_watch import Ties
-from mpsd.daemon.record.log import Happened
+from mpsd.daemon.leases.group_commit import GroupCommit
+from mpsd.daemon.leases.limit_gates import LimitGates
+from mpsd.daemon.leases.process_watch import ProcessWatch
+from mpsd.daemon.record.log import EventName
 from mpsd.system import process
 from mpsd.system.process import Process
 
@@ -17,43 +17,45 @@ from mpsd.system.process import Process
 class Clients:
     """Which processes belong to which lease, from their coming to their end."""
 
-    def __init__(self, ledger: Ledger, turn: Turn, reconciler: Reconciler, end: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, ledger: Ledger, turn: GroupCommit, limit_gates: LimitGates, end: Callable[[str, str], None]
+    ) -> None:
         """`end` is called with a lease that nothing keeps alive any more, and why."""
         self._ledger = ledger
-        self._turn = turn
-        self._reconciler = reconciler
+        self._group_commit = turn
+        self._limit_gates = limit_gates
         self._end = end
-        self._ties = Ties(self._bereave)
+        self._watch = ProcessWatch(self._process_ended)
 
     def restore(self, lease: Lease) -> None:
         """Take up the processes of a lease of an earlier mpsd, those that live."""
         for identity in (lease.holder, *lease.clients):
-            self._ties.tie_to(lease.id, identity)
+            self._watch.watch_identity(lease.id, identity)
 
-    def see_off(self, lease: Lease) -> None:
+    def drop_dead_clients(self, lease: Lease) -> None:
         """Note which clients of a restored lease are gone."""
-        living = self._ties.of(lease.id)
+        living = self._watch.of(lease.id)
         self._detach(lease, tuple(each for each in lease.clients if each in living))
 
     def has_living(self, lease_id: str) -> bool:
         """Tell whether any process keeps a lease alive."""
-        return bool(self._ties.of(lease_id))
+        return bool(self._watch.of(lease_id))
 
-    def tie(self, lease_id: str, holder: Process) -> None:
+    def watch(self, lease_id: str, holder: Process) -> None:
         """Have a lease live as long as its holder."""
-        self._ties.tie(lease_id, holder)
+        self._watch.watch(lease_id, holder)
 
-    def untie(self, lease_id: str) -> None:
+    def unwatch(self, lease_id: str) -> None:
         """Forget the processes of a lease that has ended."""
-        self._ties.untie(lease_id)
+        self._watch.unwatch(lease_id)
 
     def let_go(self) -> None:
         """Watch no more those processes that have had no lease since the last time."""
-        self._ties.let_go()
+        self._watch.let_go()
 
     def close(self) -> None:
         """Watch nobody any more; that does nothing to the processes."""
-        self._ties.close()
+        self._watch.close()
 
     def attribute(self, clients: Iterable[Client]) -> None:
         """Attribute clients to the leases whose processes they are or descend from, while those have room."""
@@ -61,16 +63,16 @@ class Clients:
             found = self.lease_of(client)
             if found.lease is None or not found.counted or client.identity in found.lease.clients:
                 continue
-            if self._ties.tie_to(found.lease.id, client.identity):
+            if self._watch.watch_identity(found.lease.id, client.identity):
                 lease = self._ledger.attach(found.lease.id, (*found.lease.clients, client.identity))
-                self._reconciler.follow(lease)
-                self._turn.change(lease, Happened.CLIENT_ATTRIBUTED, client=client.identity.pid)
+                self._limit_gates.follow(lease)
+                self._group_commit.change(lease, EventName.CLIENT_ATTRIBUTED, client=client.identity.pid)
 
-    def lease_of(self, client: Client) -> Attached:
+    def lease_of(self, client: Client) -> AttributedClient:
         """Return a client with its lease, by its family, or by its control group where it has no family that counts."""
         own = next((each for each in self._leases_of(client.identity) if client.identity in each.clients), None)
         if own is not None:
-            return Attached(client, own, counted=True)
+            return AttributedClient(client, own, counted=True)
         found = attribution.by_family(client, process.ancestors(client.identity.pid), self._leases_of)
         if found.lease is not None:
             return found
@@ -83,7 +85,7 @@ class Clients:
             yield from self._leases_of(ancestor)
 
     def _leases_of(self, identity: ProcessIdentity) -> list[Lease]:
-        found = (self._ledger.leases.get(lease_id) for lease_id in self._ties.leases_of(identity))
+        found = (self._ledger.leases.get(lease_id) for lease_id in self._watch.leases_of(identity))
         return [lease for lease in found if lease is not None]
 
     def _in_cgroup(self, cgroup: str, daemon: str) -> list[Lease]:
@@ -94,15 +96,15 @@ class Clients:
             lease
             for lease in self._ledger.leases.values()
             if any(share.daemon == daemon for share in lease.shares)
-            and any(process.cgroup(each.pid) == cgroup for each in self._ties.of(lease.id))
+            and any(process.cgroup(each.pid) == cgroup for each in self._watch.of(lease.id))
         ]
 
-    def _bereave(self, lease_id: str, gone: ProcessIdentity) -> None:
+    def _process_ended(self, lease_id: str, gone: ProcessIdentity) -> None:
         """Note that a process of a lease is gone, however it went; a lease that it alone kept alive ends."""
         lease = self._ledger.find(lease_id)
         if lease is None:
             return
-        if self._ties.of(lease_id):
+        if self._watch.of(lease_id):
             self._detach(lease, tuple(each for each in lease.clients if each != gone))
         elif gone == lease.holder:
             self._end(lease_id, f"its holder, pid {gone.pid}, is gone")
@@ -113,5 +115,5 @@ class Clients:
     def _detach(self, lease: Lease, left: tuple[ProcessIdentity, ...]) -> None:
         if left != lease.clients:
             lease = self._ledger.attach(lease.id, left)
-            self._reconciler.follow(lease)
-            self._turn.change(lease)
+            self._limit_gates.follow(lease)
+            self._group_commit.change(lease)

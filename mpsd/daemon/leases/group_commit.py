@@ -14,8 +14,8 @@ from typing import Final
 
 from mpsd.core.errors import StorageError
 from mpsd.core.model import Lease, LeaseState
-from mpsd.daemon.leases.lease_store import Keeping, Kept, News
-from mpsd.daemon.record.log import Happened, Line, Logger
+from mpsd.daemon.leases.lease_store import CommitResult, LeaseEvent, LeaseStore
+from mpsd.daemon.record.log import EventName, Logger, LogRecord
 from mpsd.system import clock
 
 _DELAY: Final = 0.01
@@ -24,12 +24,12 @@ _DELAY: Final = 0.01
 _MAKE_ROOM: Final = "make room on the file system of the runtime directory"
 
 
-class Turn:
+class GroupCommit:
     """The changes to leases that are not stored yet, and those that wait for that."""
 
     def __init__(
         self,
-        keeping: Keeping,
+        store: LeaseStore,
         log: Logger,
         *,
         tell: Callable[[int], int],
@@ -43,7 +43,7 @@ class Turn:
         """
         self.trouble = ""
         """Why nothing can be stored at the moment, if so."""
-        self._keeping = keeping
+        self._store = store
         self._log = log
         self._tell = tell
         self._finish = finish
@@ -55,30 +55,30 @@ class Turn:
         self._fresh = True
         """Whether nothing was stored in this turn yet."""
         self._changed: dict[str, Lease] = {}
-        self._news: list[News] = []
-        self._untold: list[tuple[datetime, Sequence[News]]] = []
+        self._news: list[LeaseEvent] = []
+        self._untold: list[tuple[datetime, Sequence[LeaseEvent]]] = []
         """What is stored, since when, and has to be told."""
         self._reached = 0
         """The latest turn of which the news are among that, or were told."""
         self._telling: asyncio.TimerHandle | None = None
         log.before(self.catch_up)
 
-    def change(self, lease: Lease, happened: Happened | None = None, **facts: object) -> None:
+    def change(self, lease: Lease, event: EventName | None = None, **facts: object) -> None:
         """Have a lease stored, as it is now, at the end of this turn of the loop, and then tell what happened to it."""
         self._schedule()
         self._changed[lease.id] = lease
-        if happened is not None:
+        if event is not None:
             owner = lease.owner
-            self._news.append(News(lease.id, happened, {"uid": owner.uid, "pid": owner.pid, **facts}))
+            self._news.append(LeaseEvent(lease.id, event, {"uid": owner.uid, "pid": owner.pid, **facts}))
 
     def decided(self, lease: Lease) -> None:
         """Have a request stored that was decided, and tell what was decided."""
         if lease.state is LeaseState.WAITING:
-            self.change(lease, Happened.LEASE_WAITS, because=lease.because)
+            self.change(lease, EventName.LEASE_WAITS, because=lease.because)
             return
         self.change(
             lease,
-            Happened.LEASE_GRANTED,
+            EventName.LEASE_GRANTED,
             gpus=[share.gpu for share in lease.shares],
             active_thread_percentage=float(lease.shares[0].threads),
             pinned_device_mem_limit=lease.shares[0].memory.bytes,
@@ -111,20 +111,20 @@ class Turn:
 
     async def stored(self, lease_id: str) -> None:
         """Wait until a lease is stored as it is. Raises StorageError when that failed; it is tried again and again."""
-        if self._keeping.is_late(lease_id):
+        if self._store.is_late(lease_id):
             self._schedule()
         await self.over()
-        if self._keeping.is_late(lease_id):
+        if self._store.is_late(lease_id):
             raise StorageError(f"lease {lease_id} could not be stored as it is now: {self.trouble}", hint=_MAKE_ROOM)
 
     def look_for_room(self) -> None:
         """Try again what failed, and grant again when there is room where there was none."""
-        if self._keeping.is_late():
+        if self._store.is_late():
             self._schedule()
-        if not self.trouble or not self._keeping.has_room():
+        if not self.trouble or not self._store.has_room():
             return
         self.trouble = ""
-        self._log.info(Happened.STORE_HAS_ROOM)
+        self._log.info(EventName.STORE_WRITABLE)
 
     def end(self) -> None:
         """Store what this turn decided, and have it told soon."""
@@ -132,7 +132,7 @@ class Turn:
         self._due = self._fresh = False
         changed, self._changed = self._changed, {}
         news, self._news = self._news, []
-        kept = self._keeping.keep(changed, news)
+        kept = self._store.keep(changed, news)
         if kept.because:
             news = self._without(kept, news)
         if news:
@@ -145,19 +145,19 @@ class Turn:
         self.end()
         self._tell_untold()
 
-    def _without(self, kept: Kept, news: list[News]) -> list[News]:
+    def _without(self, kept: CommitResult, news: list[LeaseEvent]) -> list[LeaseEvent]:
         """Return the news of what is stored; what is not stored is not told: it comes with the next turn, or never."""
         if not self.trouble:
-            self._log.error(Happened.STORE_FULL, because=kept.because)
+            self._log.error(EventName.STORE_FULL, because=kept.because)
         self.trouble = kept.because
         for lease in kept.refused:
             because = f"it was not granted, since it could not be stored: {kept.because}"
             self._refuse(lease, StorageError(because, hint=_MAKE_ROOM))
         refused = {lease.id for lease in kept.refused}
-        self._news += [each for each in news if self._keeping.is_late(each.lease)]
-        return [each for each in news if each.lease not in refused and not self._keeping.is_late(each.lease)]
+        self._news += [each for each in news if self._store.is_late(each.lease)]
+        return [each for each in news if each.lease not in refused and not self._store.is_late(each.lease)]
 
-    def tell_again(self, news: Sequence[News]) -> None:
+    def tell_again(self, news: Sequence[LeaseEvent]) -> None:
         """Tell what an earlier mpsd has stored, and had not told when it died."""
         self._add(news)
         self._tell_untold()
@@ -167,9 +167,9 @@ class Turn:
         if self._untold:
             self._tell_untold()
 
-    def _add(self, news: Sequence[News]) -> None:
+    def _add(self, news: Sequence[LeaseEvent]) -> None:
         self._untold.append((clock.now(), news))
-        self._reached = self._keeping.turn
+        self._reached = self._store.turn
 
     def _tell_untold(self) -> None:
         """Log what is stored, and note what of that is in the history, and need not be told again."""
@@ -179,9 +179,9 @@ class Turn:
         untold, self._untold = self._untold, []
         self._log.waited(
             [
-                Line(at, "info", each.happened, {"lease": each.lease, **each.facts})
+                LogRecord(at, "info", each.event, {"lease": each.lease, **each.facts})
                 for at, news in untold
                 for each in news
             ]
         )
-        self._keeping.note_told(self._tell(self._reached))
+        self._store.note_told(self._tell(self._reached))

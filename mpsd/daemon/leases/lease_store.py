@@ -11,7 +11,7 @@ import msgspec
 
 from mpsd.core.errors import StorageError
 from mpsd.core.model import Lease, LeaseState
-from mpsd.daemon.record.log import Happened
+from mpsd.daemon.record.log import EventName
 from mpsd.system import clock
 from mpsd.system.database import Database, summed
 
@@ -53,20 +53,20 @@ PUT_LEASE: Final = "INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?, ?)"
 _JSON: Final = msgspec.json.Encoder()
 
 
-class News(msgspec.Struct, frozen=True, array_like=True):
+class LeaseEvent(msgspec.Struct, frozen=True, array_like=True):
     """What happened to a lease."""
 
     lease: str
-    happened: Happened
+    event: EventName
     facts: dict[str, object]
 
 
-_Said: TypeAlias = tuple[tuple[int, Sequence[News]], ...]
+_Said: TypeAlias = tuple[tuple[int, Sequence[LeaseEvent]], ...]
 """News, by turn."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CommitResult:
     """What came of having leases stored; `because` is empty when all of them were."""
 
     because: str = ""
@@ -74,16 +74,16 @@ class Kept:
     """Those that are not on disk, or only as a place in the queue: nobody may be told that they were granted."""
 
 
-_ALL_KEPT: Final = Kept()
+_ALL_KEPT: Final = CommitResult()
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class StoredLeases:
     """What an earlier mpsd left."""
 
     leases: Sequence[Lease] = ()
     """The leases of this boot, the oldest first. Those of other boots are over."""
-    untold: Sequence[News] = ()
+    untold: Sequence[LeaseEvent] = ()
     """What was decided and is not in the history, since mpsd died between."""
     because: str = ""
     """Why there is nothing, where the store made no sense."""
@@ -99,7 +99,7 @@ class _Row(msgspec.Struct):
     """What is in the row and may have to be told yet."""
 
 
-class Keeping:
+class LeaseStore:
     """The lease store: each lease has a row, which is free for another once it has ended and its news are told."""
 
     def __init__(self, database: Database) -> None:
@@ -143,7 +143,7 @@ class Keeping:
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    def read(self, told: int = 0) -> Found:
+    def read(self, told: int = 0) -> StoredLeases:
         """Return what is there; `told` is the latest turn of which the news are in the history.
 
         Raises StorageError when a store that made no sense cannot be replaced.
@@ -151,7 +151,7 @@ class Keeping:
         ((noted, last),) = self._database.rows("SELECT ifnull(max(told), 0), ifnull(max(number), 0) FROM leases")
         self._told = max(told, _whole(noted))  # a history that was lost knows of nothing that was told
         self._new = itertools.count(_whole(last) + 1)
-        leases, untold = list[Lease](), list[tuple[int, Sequence[News]]]()
+        leases, untold = list[Lease](), list[tuple[int, Sequence[LeaseEvent]]]()
         try:
             for number, boot, data, said in self._database.rows("SELECT number, boot, data, news FROM leases"):
                 news = self._untold(msgspec.json.decode(str(said), type=_Said))
@@ -166,14 +166,16 @@ class Keeping:
             because = f"a lease in it cannot be understood: {error}"
             self._database.start_anew(because)
             self._rows.clear()
-            return Found(because=because)
+            return StoredLeases(because=because)
         untold.sort(key=itemgetter(0))
         self.turn = max([self._told, *(turn for turn, _ in untold)])
-        return Found(sorted(leases, key=lambda lease: lease.arrival), [each for _, news in untold for each in news])
+        return StoredLeases(
+            sorted(leases, key=lambda lease: lease.arrival), [each for _, news in untold for each in news]
+        )
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def keep(self, changed: Mapping[str, Lease], news: Sequence[News]) -> Kept:
+    def keep(self, changed: Mapping[str, Lease], news: Sequence[LeaseEvent]) -> CommitResult:
         """Store leases as they are now in one commit, with those that are late; those that have ended go.
 
         What there is to tell about them is stored with them, so that it is told even if mpsd dies before it has told
@@ -190,7 +192,7 @@ class Keeping:
             return self._keep_apart(changed.values(), news, error.detail)
         return _ALL_KEPT
 
-    def _keep_apart(self, changed: Collection[Lease], news: Sequence[News], because: str) -> Kept:
+    def _keep_apart(self, changed: Collection[Lease], news: Sequence[LeaseEvent], because: str) -> CommitResult:
         ended = {lease.id: lease for lease in changed if lease.state is LeaseState.ENDED}
         alive = [lease for lease in changed if lease.id not in ended]
         try:
@@ -200,14 +202,14 @@ class Keeping:
             because = error.detail
         refused = tuple(lease for lease in alive if not self._is_promised(lease))
         self._late.update({lease.id: lease for lease in alive if lease not in refused})
-        return Kept(because, refused)
+        return CommitResult(because, refused)
 
     def _is_promised(self, lease: Lease) -> bool:
         """Tell whether a lease, or a place in the queue, survives mpsd even if this change of it does not."""
         state = self._rows[lease.id].state
         return state is not None and (state is not LeaseState.WAITING or lease.state is LeaseState.WAITING)
 
-    def _commit(self, leases: Collection[Lease], news: Sequence[News]) -> None:
+    def _commit(self, leases: Collection[Lease], news: Sequence[LeaseEvent]) -> None:
         turn = self.turn + bool(news)
         said = ((turn, news),) if news else ()
         statements, written, needed = [], [], True

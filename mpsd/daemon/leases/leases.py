@@ -17,10 +17,10 @@ from mpsd.core.enforcement import attribution
 from mpsd.core.errors import CapacityError, DoesNotFitError, MpsdError, NotFoundError, StoppingError, StorageError
 from mpsd.core.model import Lease, LeaseRequest, LeaseState, Owner
 from mpsd.daemon.leases.clients import Clients
-from mpsd.daemon.leases.group_commit import Turn
-from mpsd.daemon.leases.lease_store import Keeping
-from mpsd.daemon.leases.limit_gates import Reconciler
-from mpsd.daemon.record.log import Happened, Logger
+from mpsd.daemon.leases.group_commit import GroupCommit
+from mpsd.daemon.leases.lease_store import LeaseStore
+from mpsd.daemon.leases.limit_gates import LimitGates
+from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock
 from mpsd.system.process import Process
 
@@ -53,8 +53,8 @@ class Leases:
     def __init__(
         self,
         ledger: Ledger,
-        keeping: Keeping,
-        reconciler: Reconciler,
+        store: LeaseStore,
+        limit_gates: LimitGates,
         log: Logger,
         *,
         grace: float,
@@ -69,13 +69,13 @@ class Leases:
         """
         self.ledger = ledger
         self.grace = grace
-        self._keeping = keeping
-        self._reconciler = reconciler
+        self._store = store
+        self._limit_gates = limit_gates
         self._log = log
-        self._turn = Turn(keeping, log, tell=tell, finish=self._finish, refuse=self._refuse)
+        self._group_commit = GroupCommit(store, log, tell=tell, finish=self._finish, refuse=self._refuse)
         self._note_usage = note_usage
         self._told = told
-        self.clients = Clients(ledger, self._turn, reconciler, self._end)
+        self.clients = Clients(ledger, self._group_commit, limit_gates, self._end)
         self._asked: dict[tuple[int, str], str] = {}
         """By uid and request_id, the lease that it was given."""
         self._lines: dict[str, _Line] = {}
@@ -95,13 +95,13 @@ class Leases:
                 await asyncio.sleep(clock.until_next(_TICK))
                 self._end_overdue()
                 self.clients.let_go()
-                self._turn.look_for_room()
+                self._group_commit.look_for_room()
                 self.settle()  # the order changes with time alone
                 if clock.monotonic() - noted >= _USAGE_INTERVAL:
                     noted = clock.monotonic()
                     self._note_usage(self.ledger.usage)
         finally:
-            self._turn.close()
+            self._group_commit.close()
             self._note_usage(self.ledger.usage)
             self.clients.close()
 
@@ -110,10 +110,10 @@ class Leases:
 
         Those whose processes died meanwhile end now, and places in the queue that nobody can come back to.
         """
-        found = self._keeping.read(self._told)
+        found = self._store.read(self._told)
         if found.because:
-            self._log.error(Happened.STORE_SET_ASIDE, because=found.because)
-        self._turn.tell_again(found.untold)
+            self._log.error(EventName.STORE_SET_ASIDE, because=found.because)
+        self._group_commit.tell_again(found.untold)
         now = clock.monotonic()
         for lease in found.leases:
             self.ledger.restore(lease, now)
@@ -124,14 +124,14 @@ class Leases:
             self._take_up(lease, now)
         if found.leases:
             left = sum(1 for _ in self.ledger.all())
-            self._log.info(Happened.LEASES_RESTORED, leases=left, ended=len(found.leases) - left)
+            self._log.info(EventName.LEASES_RESTORED, leases=left, ended=len(found.leases) - left)
 
     def _take_up(self, lease: Lease, now: float) -> None:
         if not self.clients.has_living(lease.id):
             self._end(lease.id, f"its holder, pid {lease.holder.pid}, died while mpsd was away")
         elif lease.state is not LeaseState.WAITING:
-            self._reconciler.follow(lease)
-            self.clients.see_off(lease)
+            self._limit_gates.follow(lease)
+            self.clients.drop_dead_clients(lease)
         elif lease.request.request_id is None:
             self._end(lease.id, "mpsd was restarted, and its caller had no request_id to come back with")
         else:
@@ -169,7 +169,7 @@ class Leases:
         """
         known = self._same_request(request, owner)
         if known is not None:
-            return await self._hear(known, has_left)
+            return await self._answer_when_stored(known, has_left)
         now = self._now()
         asked = Lease(
             id=f"lease-{os.urandom(5).hex()}",  # as secrets.token_hex has it, in four calls less
@@ -183,19 +183,19 @@ class Leases:
             until=None if wait is None else now.seconds + wait,
             ttl=ttl,
         )
-        self.clients.tie(asked.id, holder)  # first, since it fails where mpsd has no descriptor left
+        self.clients.watch(asked.id, holder)  # first, since it fails where mpsd has no descriptor left
         try:
             lease = self.ledger.submit(asked, now)
         except MpsdError as refusal:
-            self.clients.untie(asked.id)
+            self.clients.unwatch(asked.id)
             facts = {"code": refusal.code, "limit": refusal.limit, "because": refusal.detail}
-            self._log.info(Happened.LEASE_REFUSED, uid=owner.uid, pid=owner.pid, **facts)
+            self._log.info(EventName.LEASE_REFUSED, uid=owner.uid, pid=owner.pid, **facts)
             raise
         self._note_request(lease)
         waits = lease.state is LeaseState.WAITING
         self._lines[lease.id] = _Line(asyncio.get_running_loop().create_future() if waits else None)
         self._decided(lease)
-        return await self._hear(lease, has_left)
+        return await self._answer_when_stored(lease, has_left)
 
     def knows(self, request: LeaseRequest, owner: Owner) -> bool:
         """Tell whether this request was made before, and has a lease or a place in the queue."""
@@ -210,7 +210,7 @@ class Leases:
         if lease.request.request_id is not None:
             self._asked[lease.owner.uid, lease.request.request_id] = lease.id
 
-    async def _hear(self, lease: Lease, has_left: Callable[[], bool]) -> Lease:
+    async def _answer_when_stored(self, lease: Lease, has_left: Callable[[], bool]) -> Lease:
         """Return the lease once it is granted, stored and open, or raise why it has ended, once that is stored.
 
         Whoever left, or is cancelled, before that has hung up, and may come back to hear of it only with a request_id.
@@ -223,7 +223,7 @@ class Leases:
         try:
             if line.decided is not None:
                 await asyncio.shield(line.decided)
-            await self._turn.over()
+            await self._group_commit.over()
             if line.refusal is None:
                 await self._open(lease.id)
         except asyncio.CancelledError:
@@ -240,10 +240,10 @@ class Leases:
     async def _open(self, lease_id: str) -> None:
         """Return when the clients of a lease can attach, or it has ended because they cannot."""
         try:
-            await self._reconciler.open(self.ledger.leases[lease_id])
+            await self._limit_gates.open(self.ledger.leases[lease_id])
         except CapacityError as refusal:
             self._end(lease_id, refusal.detail, refusal=refusal)
-            await self._turn.over()
+            await self._group_commit.over()
 
     def _hang_up(self, lease_id: str, line: _Line) -> None:
         line.listeners -= 1
@@ -258,7 +258,7 @@ class Leases:
     async def release(self, lease_id: str, because: str) -> None:
         """End a lease, and return when that is stored; one that has ended already is fine. Raises StorageError."""
         self._end(lease_id, because)
-        await self._turn.stored(lease_id)
+        await self._group_commit.stored(lease_id)
 
     async def renew(self, lease_id: str, ttl: float) -> Lease:
         """Give a granted lease this many seconds from now, stored before it is returned.
@@ -269,15 +269,15 @@ class Leases:
         if lease_id not in self.ledger.leases:
             raise NotFoundError(f"lease {lease_id} holds nothing that could be renewed", hint="ask for a new one")
         lease = self.ledger.renew(lease_id, ttl, clock.monotonic())
-        self._turn.change(lease, Happened.LEASE_RENEWED, ttl=ttl)
-        await self._turn.stored(lease_id)
+        self._group_commit.change(lease, EventName.LEASE_RENEWED, ttl=ttl)
+        await self._group_commit.stored(lease_id)
         return lease
 
     async def attach(self, lease_id: str) -> Lease:
         """Wait anew for those processes of a lease that are still to come, and return when they can attach.
 
         Raises NotFoundError when it has ended, or only waits, DoesNotFitError when all its processes are there, and as
-        `Reconciler.open` does.
+        `LimitGates.open` does.
         """
         lease = self.ledger.leases.get(lease_id)
         if lease is None:
@@ -288,8 +288,8 @@ class Leases:
                 hint="end one of them, or ask for a lease of more (processes)",
                 limit="processes",
             )
-        self._reconciler.follow(lease)
-        await self._reconciler.open(lease)
+        self._limit_gates.follow(lease)
+        await self._limit_gates.open(lease)
         return self.ledger.leases.get(lease_id, lease)
 
     def offer(self, offers: Iterable[Offer]) -> None:
@@ -318,7 +318,7 @@ class Leases:
     def settle(self) -> None:
         """Grant what can be granted to those who wait; while nothing can be stored, nothing can."""
         self._unsettled = False
-        if not self.ledger.waiting or self._turn.trouble:
+        if not self.ledger.waiting or self._group_commit.trouble:
             return
         for lease in self.ledger.settle(self._now()):
             self._decided(lease)
@@ -326,11 +326,11 @@ class Leases:
 
     def tell(self) -> None:
         """Tell what was decided so far, and waits to be told: somebody is about to look."""
-        self._turn.catch_up()
+        self._group_commit.catch_up()
 
     async def as_stored(self) -> None:
         """Wait until what can be seen here now is stored, and told: who reads it finds in the log how it came to be."""
-        await self._turn.over()
+        await self._group_commit.over()
         self.tell()
 
     def _finish(self) -> None:
@@ -343,13 +343,13 @@ class Leases:
     def _decided(self, lease: Lease) -> None:
         """Take note of what was decided about a request: its clients are let in before its caller hears of it."""
         if lease.state is not LeaseState.WAITING:
-            self._reconciler.follow(lease)
-        self._turn.decided(lease)
+            self._limit_gates.follow(lease)
+        self._group_commit.decided(lease)
 
     @property
     def trouble(self) -> str:
         """Why nothing can be granted at the moment, on any GPU: nothing can be stored. Empty when all is well."""
-        return self._turn.trouble
+        return self._group_commit.trouble
 
     def find(self, lease_id: str) -> Lease:
         """Return a lease, also when it ended not long ago. Raises NotFoundError."""
@@ -367,20 +367,20 @@ class Leases:
         if ended is None:
             return
         self._unsettled = True
-        self._reconciler.follow(ended)
+        self._limit_gates.follow(ended)
         self._ended[lease_id] = ended
         while len(self._ended) > _ENDED_KEPT:
             del self._ended[next(iter(self._ended))]
-        self.clients.untie(lease_id)
+        self.clients.unwatch(lease_id)
         if ended.request.request_id is not None:
             self._asked.pop((ended.owner.uid, ended.request.request_id), None)
         line = self._lines.pop(lease_id, None)
         if line is not None:
             _decide(line, refusal or DoesNotFitError(f"the request has ended: {because}", hint="ask again"))
         if isinstance(refusal, StorageError):
-            self._turn.change(ended, Happened.LEASE_REFUSED, code=refusal.code, because=because)
+            self._group_commit.change(ended, EventName.LEASE_REFUSED, code=refusal.code, because=because)
         else:
-            self._turn.change(ended, Happened.LEASE_ENDED, because=because)
+            self._group_commit.change(ended, EventName.LEASE_ENDED, because=because)
 
     @staticmethod
     def _now() -> Now:

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from mpsd.core.enforcement import ceiling
-from mpsd.core.enforcement.ceiling import NEVER, Attaching, Rules
+from mpsd.core.enforcement.ceiling import NEVER, CeilingRules, ExpectedClients
 from mpsd.core.errors import DaemonNotReadyError
 from mpsd.core.model import Lease, LeaseState, Limits
 from mpsd.core.settings import Attach, Settings, Unadmitted
-from mpsd.daemon.control.pipe_access import Reach, Way
+from mpsd.daemon.control.pipe_access import NodePipeAccess, PipeAccess
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.system import clock
 
@@ -28,17 +28,17 @@ class _Gate:
 
     supervisor: Supervisor
     limits: Limits
-    attaching: Attaching = field(default_factory=Attaching)
+    expected: ExpectedClients = field(default_factory=ExpectedClients)
     lower_at: float = NEVER
     """When limits that are wider than is needed are to be lowered."""
     until: float = NEVER
     """When what is needed changes by itself."""
 
 
-class Reconciler:
+class LimitGates:
     """The gates of all control daemons."""
 
-    def __init__(self, settings: Settings, reach: Reach) -> None:
+    def __init__(self, settings: Settings, reach: NodePipeAccess) -> None:
         self._reach = reach
         self._gates: dict[str, _Gate] = {}
         self._news = asyncio.Event()
@@ -56,9 +56,9 @@ class Reconciler:
         self._reach.follow(settings.unadmitted)
         self._settle_all()
 
-    def way(self, name: str, gpu: str) -> Way:
+    def pipe_access(self, name: str, gpu: str) -> PipeAccess:
         """Return the way to a GPU's control daemon, which is open to those who hold leases there."""
-        return self._reach.way(name, gpu)
+        return self._reach.pipe_access(name, gpu)
 
     def add(self, supervisor: Supervisor) -> None:
         """Take over what a control daemon is to give its clients."""
@@ -90,9 +90,9 @@ class Reconciler:
                 continue
             if left > 0:
                 limits = ceiling.each_process(lease, share)
-                is_other = gate.attaching.expect(lease.id, limits, some=bool(lease.clients), now=clock.monotonic())
+                is_other = gate.expected.expect(lease.id, limits, some=bool(lease.clients), now=clock.monotonic())
             else:
-                is_other = gate.attaching.forget(lease.id)
+                is_other = gate.expected.forget(lease.id)
             if lease.clients or self._rules.strict or (is_other and left > 0):
                 self._settle(gate, linger=lease.state is not LeaseState.ACTIVE)  # behind a client, the door is shut
             elif is_other:  # whoever asks next may well need what this one leaves
@@ -126,25 +126,25 @@ class Reconciler:
         gates = [self._gates[share.daemon] for share in lease.shares if share.daemon in self._gates]
         gates.sort(key=lambda gate: gate.supervisor.name)
         for gate in gates:
-            gate.attaching.ask(lease.id)
+            gate.expected.ask(lease.id)
         try:
             while True:
                 for gate in gates:
                     await self._open(gate, lease.id)
-                    gate.attaching.hold(lease.id)
+                    gate.expected.hold(lease.id)
                     self._settle(gate)
-                if all(gate.attaching.is_open_to(lease.id) or not gate.attaching.expects(lease.id) for gate in gates):
+                if all(gate.expected.is_open_to(lease.id) or not gate.expected.expects(lease.id) for gate in gates):
                     return
         finally:
             for gate in gates:
-                gate.attaching.tell(lease.id, some=bool(lease.clients), now=clock.monotonic())
+                gate.expected.tell(lease.id, some=bool(lease.clients), now=clock.monotonic())
                 self._settle(gate)
                 self._tell(gate)
 
     async def _open(self, gate: _Gate, lease_id: str) -> None:
         supervisor, patience = gate.supervisor, None
-        while gate.attaching.expects(lease_id):
-            is_open = gate.attaching.is_open_to(lease_id)
+        while gate.expected.expects(lease_id):
+            is_open = gate.expected.is_open_to(lease_id)
             if not supervisor.trouble:
                 if is_open:
                     return
@@ -177,25 +177,27 @@ class Reconciler:
     def _settle(self, gate: _Gate, *, linger: bool = True) -> None:
         """Have a control daemon hold what is needed: wider limits at once, narrower ones when they have lingered."""
         now = clock.monotonic()
-        needed = gate.attaching.settle(self._rules, now)
+        needed = gate.expected.settle(self._rules, now)
         gate.until = needed.until
         if needed.limits == gate.limits:
             gate.lower_at = NEVER
             return
         limits = needed.limits
         if linger and not self._rules.strict and now < gate.lower_at:
-            limits = ceiling.widest(gate.limits, limits)
+            limits = ceiling.widest_limits(gate.limits, limits)
         gate.lower_at = NEVER if limits == needed.limits else min(gate.lower_at, now + _LINGER)
         if limits != gate.limits:
             gate.limits = limits
             gate.supervisor.limit(limits)
 
 
-def rules(settings: Settings) -> Rules:
+def rules(settings: Settings) -> CeilingRules:
     """Return what the settings say of attaching."""
     closed = {
         Unadmitted.DENY: ceiling.SMALLEST,
         Unadmitted.DEFAULTS: settings.default_limits,
         Unadmitted.ALLOW: ceiling.UNLIMITED,
     }[settings.unadmitted]
-    return Rules(closed, strict=settings.enforcement.attach is Attach.STRICT, window=settings.enforcement.attach_window)
+    return CeilingRules(
+        closed, strict=settings.enforcement.attach is Attach.STRICT, window=settings.enforcement.attach_window
+    )

@@ -8,7 +8,7 @@ from msgspec import structs
 from mpsd.core.admission.admission import Offer
 from mpsd.core.errors import NotPermittedError
 from mpsd.core.model import LeaseRequest
-from mpsd.daemon.record.log import Happened, Logger
+from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import host_environment
 from mpsd.system.process import Process
 
@@ -39,7 +39,7 @@ def narrowed(request: LeaseRequest, holder: Process, offers: Sequence[Offer], lo
             )
     if host_environment.SHARED_MEMORY in hidden:
         log.warning(
-            Happened.SHARED_MEMORY_APART,
+            EventName.SHARED_MEMORY_DIFFERS,
             pid=pid,
             because=f"process {pid} has a /dev/shm of its own, and MPS may need one that it shares with its server",
             hint="hostIPC: true, --ipc=host, or mount the host's /dev/shm there",

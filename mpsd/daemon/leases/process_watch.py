@@ -17,7 +17,7 @@ class _Watched:
     leases: set[str] = field(default_factory=set)
 
 
-class Ties:
+class ProcessWatch:
     """The ties between leases and processes; one descriptor is enough for all leases of a process."""
 
     def __init__(self, gone: Callable[[str, ProcessIdentity], None]) -> None:
@@ -37,12 +37,12 @@ class Ties:
         watched = self._watched.get(identity)
         return watched.leases if watched is not None else ()
 
-    def tie(self, lease_id: str, living: Process) -> None:
+    def watch(self, lease_id: str, living: Process) -> None:
         """Tie a lease to a process that somebody else watches, too."""
         watched = self._watched.get(living.identity)
         self._add(lease_id, watched if watched is not None else self._watch(living.duplicate()))
 
-    def tie_to(self, lease_id: str, identity: ProcessIdentity) -> bool:
+    def watch_identity(self, lease_id: str, identity: ProcessIdentity) -> bool:
         """Tie a lease to the process that this was; False when it is gone, or its pid belongs to another by now."""
         watched = self._watched.get(identity)
         if watched is not None:
@@ -57,7 +57,7 @@ class Ties:
     def _watch(self, living: Process) -> _Watched:
         """Watch a process, which is taken over."""
         watched = self._watched[living.identity] = _Watched(living)
-        living.when_gone(partial(self._bereave, watched))
+        living.when_gone(partial(self._process_ended, watched))
         return watched
 
     def _add(self, lease_id: str, watched: _Watched) -> None:
@@ -68,7 +68,7 @@ class Ties:
         if identity not in others:
             self._of[lease_id] = (*others, identity)
 
-    def untie(self, lease_id: str) -> None:
+    def unwatch(self, lease_id: str) -> None:
         """Cut every tie of a lease."""
         for identity in self._of.pop(lease_id, ()):
             watched = self._watched[identity]
@@ -87,7 +87,7 @@ class Ties:
         for watched in self._watched.values():
             watched.process.close()
 
-    def _bereave(self, watched: _Watched) -> None:
+    def _process_ended(self, watched: _Watched) -> None:
         identity = watched.process.identity
         del self._watched[identity]
         self._loose.discard(identity)

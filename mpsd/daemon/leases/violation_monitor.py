@@ -6,8 +6,8 @@ from datetime import datetime
 from typing import Final
 
 from mpsd.core.enforcement import verification, violations
-from mpsd.core.enforcement.verification import Verdict
-from mpsd.core.enforcement.violations import Attached, Kind, Violation
+from mpsd.core.enforcement.verification import Verification
+from mpsd.core.enforcement.violations import AttributedClient, Violation
 from mpsd.core.lifecycle import ANSWERED
 from mpsd.core.model import (
     Client,
@@ -20,18 +20,19 @@ from mpsd.core.model import (
     Reading,
     Server,
     Share,
+    ViolationKind,
 )
 from mpsd.core.settings import OnViolation, Settings, Unadmitted
 from mpsd.daemon.control.escalation import Terminate, end_client
 from mpsd.daemon.leases.clients import Clients
-from mpsd.daemon.record.log import Happened, Logger
+from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock, process
 
-_UNCERTAIN: Final = frozenset({Kind.MEMORY, Kind.OUTSIDE})
+_UNCERTAIN: Final = frozenset({ViolationKind.MEMORY, ViolationKind.OUTSIDE})
 """NVML lists a process a moment before a control daemon does, and after: these have to be found twice."""
 
 
-class Inspector:
+class ViolationMonitor:
     """What is known of the processes on the node's GPUs, and of the violations among them."""
 
     def __init__(
@@ -72,11 +73,11 @@ class Inspector:
     def inspect(self, daemons: Iterable[Daemon], usages: Mapping[str, Reading[GpuUsage]], *, read: bool) -> None:
         """Look at what the control daemons say, and the GPUs (by UUID) if they were `read` since the last time."""
         self._daemons = {daemon.name: daemon for daemon in daemons}
-        self._see()
+        self._list_clients()
         self._clients.attribute(self._seen.values())
         if read:
             self._usages = usages
-            self._weigh()
+            self._attribute_memory()
         self._follow_faults()
         found = set(self._find())
         # What NVML says is believed when it says so twice, and holds until it says otherwise.
@@ -99,7 +100,7 @@ class Inspector:
         for task in self._endings.values():
             task.cancel()
 
-    def _see(self) -> None:
+    def _list_clients(self) -> None:
         """Take in which clients the servers list, as far as they live: a pid that another has by now is nobody's."""
         seen: dict[tuple[str, ProcessIdentity], Client] = {}
         for daemon in self._daemons.values():
@@ -124,7 +125,7 @@ class Inspector:
             there = [each for each in self.attached() if (each.client.daemon, each.client.server) == (name, pid)]
             clients = [each.client.identity.pid for each in there]
             self._log.error(
-                Happened.LEASES_HIT,
+                EventName.LEASES_FAULTED,
                 daemon=name,
                 server=pid,
                 leases=sorted({each.lease.id for each in there if each.lease is not None}),
@@ -132,12 +133,12 @@ class Inspector:
                 because="a fatal fault of one client ends the work of all clients of its server",
             )
         for name, pid in self._faults.keys() - faults.keys():
-            self._log.info(Happened.SERVER_RECOVERED, daemon=name, server=pid)
+            self._log.info(EventName.SERVER_RECOVERED, daemon=name, server=pid)
         self._faults = faults
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
-    def attached(self) -> Iterator[Attached]:
+    def attached(self) -> Iterator[AttributedClient]:
         """Yield the clients of all servers, each with its lease if it has one."""
         for client in self._seen.values():
             yield self._clients.lease_of(client)
@@ -146,7 +147,7 @@ class Inspector:
         """Return what the processes of a lease held on a GPU when it was read last."""
         return self._held.get((lease_id, gpu), {})
 
-    def verify(self, lease: Lease, late: Collection[str] = ()) -> Verdict:
+    def verify(self, lease: Lease, late: Collection[str] = ()) -> Verification:
         """Judge a lease by what was seen last; `late` are the control daemons that did not answer just now."""
         clients = [each.client for each in self.attached() if each.lease is not None and each.lease.id == lease.id]
         held = {share.gpu: self.held(lease.id, share.gpu) for share in lease.shares}
@@ -167,7 +168,7 @@ class Inspector:
             because = usage.reason if usage is not None else "it was not read yet"
             yield f"who runs on the GPU of {share.daemon} is not known: {because}"
 
-    def _weigh(self) -> None:
+    def _attribute_memory(self) -> None:
         """Find whose is what is held on the GPUs; of one that cannot be read nothing is known."""
         self._held = {}
         servers = {server.pid for daemon in self._daemons.values() for server in daemon.servers}
@@ -207,7 +208,7 @@ class Inspector:
     def _begin(self, violation: Violation) -> None:
         policy = self.settings.on_violation(violation.kind)
         self._log.warning(
-            Happened.VIOLATION,
+            EventName.VIOLATION,
             kind=violation.kind,
             pid=violation.process.pid,
             lease=violation.lease,
@@ -242,7 +243,7 @@ class Inspector:
 
     def _end(self, violation: Violation) -> None:
         self._log.info(
-            Happened.VIOLATION_OVER,
+            EventName.VIOLATION_ENDED,
             kind=violation.kind,
             pid=violation.process.pid,
             lease=violation.lease,

@@ -11,8 +11,7 @@ from msgspec import structs
 from mpsd.core import gpus, mps_facts
 from mpsd.core.admission import admission, quota
 from mpsd.core.admission.admission import Amount, Offer, Refusal
-from mpsd.core.admission.ledger import Rules
-from mpsd.core.admission.quota import Person
+from mpsd.core.admission.ledger import AdmissionRules
 from mpsd.core.enforcement import violations
 from mpsd.core.errors import DaemonNotReadyError, MpsdError, NotFoundError, NotPermittedError
 from mpsd.core.lifecycle import State
@@ -26,25 +25,27 @@ from mpsd.core.model import (
     Owner,
     Server,
 )
+from mpsd.core.roles import UserIdentity
 from mpsd.core.settings import Settings, Users
 from mpsd.core.supervision.drain import Operation
-from mpsd.daemon.control.drainer import Tenants
-from mpsd.daemon.control.escalation import Terminate, contexts_of
+from mpsd.daemon.control.drainer import DaemonLeases
+from mpsd.daemon.control.escalation import Terminate, terminate_contexts_of
+from mpsd.daemon.control.heartbeat import Heartbeat
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.gpu.compute_modes import ComputeModes
 from mpsd.daemon.gpu.gpus import Gpus, GpuView
 from mpsd.daemon.leases import mount_visibility
 from mpsd.daemon.leases.leases import Leases, stopping
-from mpsd.daemon.leases.limit_gates import Reconciler
-from mpsd.daemon.leases.violation_monitor import Inspector
-from mpsd.daemon.record.log import Happened, Logger
-from mpsd.daemon.service_manager import Beat, status
+from mpsd.daemon.leases.limit_gates import LimitGates
+from mpsd.daemon.leases.violation_monitor import ViolationMonitor
+from mpsd.daemon.node.status_line import status_line
+from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock, host_environment, process_table, rundir
 from mpsd.system.control_pipe import ControlProgram
 from mpsd.system.gpu import GpuSource
 from mpsd.system.process import Process
 from mpsd.system.rundir import RunDir
-from mpsd.system.saved_compute_modes import FoundModes
+from mpsd.system.saved_compute_modes import SavedComputeModes
 
 CANNOT_START: Final = (
     "see server.log and nvidia-smi; /dev/shm may be full, the GPU lost or in another compute mode, or nofile too low"
@@ -60,10 +61,10 @@ def faulted(daemon: str, server: Server) -> str:
     )
 
 
-def rules(settings: Settings) -> Rules:
+def rules(settings: Settings) -> AdmissionRules:
     """Return what the settings say of admission as a whole."""
     admission = settings.admission
-    return Rules(
+    return AdmissionRules(
         placement=admission.placement,
         queue_length=admission.queue_length,
         leases=admission.leases,
@@ -87,7 +88,7 @@ class Node:
         run_dir: RunDir,
         settings: Settings,
         leases: Leases,
-        reconciler: Reconciler,
+        limit_gates: LimitGates,
         log: Logger,
         simulated: bool,
     ) -> None:
@@ -101,7 +102,7 @@ class Node:
         self._log = log
         self._stopping = False
         self._group: asyncio.TaskGroup | None = None
-        modes = ComputeModes(source, FoundModes(run_dir.found_modes), log)
+        modes = ComputeModes(source, SavedComputeModes(run_dir.found_modes), log)
         self.gpus = Gpus(source, modes, log, self._look)
         self._supervisors: dict[str, Supervisor] = {}
         self._offers: list[Offer] = []
@@ -111,16 +112,18 @@ class Node:
         self._touched = asyncio.Event()
         """Set, and replaced, whenever something has changed."""
         self.leases = leases
-        self._reconciler = reconciler
-        self._tenants = Tenants(leases.ledger.on, leases.release)
-        self.inspector = Inspector(leases.clients, leases.ledger.find, settings, self._terminate, log)
+        self._limit_gates = limit_gates
+        self._daemon_leases = DaemonLeases(leases.ledger.on, leases.release)
+        self.violation_monitor = ViolationMonitor(leases.clients, leases.ledger.find, settings, self._terminate, log)
 
     # -- running ------------------------------------------------------------------------------------------------------
 
     async def open(self, inventory: Inventory) -> None:
         """Say what is missing, and take in the GPUs that were found at the start."""
         for each in self.missing:
-            self._log.warning(Happened.SURROUNDINGS_LACKING, missing=each.name, because=each.because, hint=each.remedy)
+            self._log.warning(
+                EventName.HOST_REQUIREMENT_MISSING, missing=each.name, because=each.because, hint=each.remedy
+            )
         self.gpus.modes.load()
         self._want_mode(self.settings)
         await self.gpus.take(inventory)
@@ -132,17 +135,17 @@ class Node:
             self.leases.offer(self.offers())
             # Nobody was served yet: this task has not let go of the loop since mpsd began to listen.
             self.leases.restore()
-            self._reconciler.configure(self.settings)
+            self._limit_gates.configure(self.settings)
             # What is here now is here to stay: the collector need not look at it again, some thousand times a day.
             gc.freeze()
             self._group.create_task(self.leases.run())
-            self._group.create_task(self._reconciler.run())
+            self._group.create_task(self._limit_gates.run())
             self._group.create_task(self._follow_offers())
             self._group.create_task(self.gpus.listen())
             try:
                 await self.gpus.follow(self._read)
             finally:
-                self.inspector.close()
+                self.violation_monitor.close()
 
     def _read(self) -> None:
         """The GPUs were read."""
@@ -161,10 +164,10 @@ class Node:
 
     def _inspect(self, *, read: bool) -> None:
         """See what the processes on the GPUs do; `read` tells whether the GPUs were read since the last time."""
-        self.inspector.inspect(self.daemons(), self.gpus.usages, read=read)
+        self.violation_monitor.inspect(self.daemons(), self.gpus.usages, read=read)
 
     def _terminate(self, daemon: str, server: int, client: int) -> Terminate:
-        return contexts_of(self._supervisors[daemon].pipe, server, client)
+        return terminate_contexts_of(self._supervisors[daemon].pipe, server, client)
 
     async def refresh(self, lease: Lease) -> list[str]:
         """Ask the control daemons and the GPUs of a lease anew; return which daemons have not answered in time."""
@@ -185,7 +188,7 @@ class Node:
         self._news.set()
         self._touched.set()
         self._touched = asyncio.Event()
-        self._reconciler.look()
+        self._limit_gates.look()
 
     def leave(self) -> None:
         """Admit nobody any more: mpsd is on its way out."""
@@ -207,8 +210,8 @@ class Node:
         self.leases.grace = settings.admission.hang_up_grace
         for supervisor in self._supervisors.values():
             supervisor.reload(settings)
-        self._reconciler.configure(settings)
-        self.inspector.settings = settings
+        self._limit_gates.configure(settings)
+        self.violation_monitor.settings = settings
         self._look()
 
     def _want_mode(self, settings: Settings) -> None:
@@ -225,14 +228,14 @@ class Node:
                     name,
                     gpu,
                     program=self._program,
-                    way=self._reconciler.way(name, gpu.uuid),
-                    tenants=self._tenants,
+                    pipe_access=self._limit_gates.pipe_access(name, gpu.uuid),
+                    leases=self._daemon_leases,
                     settings=self.settings,
                     log=self._log,
                     changed=self._look,
                 )
                 self._supervisors[name] = supervisor
-                self._reconciler.add(supervisor)
+                self._limit_gates.add(supervisor)
                 self._group.create_task(supervisor.run())
                 self._is_offered = False
 
@@ -242,14 +245,14 @@ class Node:
         """Return the control daemons in the order of their GPUs."""
         return [supervisor.snapshot() for supervisor in self._supervisors.values()]
 
-    def beats(self) -> dict[str, Beat]:
+    def heartbeats(self) -> dict[str, Heartbeat]:
         """Return the sign of life of each supervisor, by the name of its control daemon."""
-        return {name: supervisor.beat for name, supervisor in self._supervisors.items()}
+        return {name: supervisor.heartbeat for name, supervisor in self._supervisors.items()}
 
     def status(self, reload: str) -> str:
         """Say in a line how the node is; `reload` is why the last one was refused."""
         ledger = self.leases.ledger
-        return status(
+        return status_line(
             self.daemons(),
             list(self.gpus.views()),
             leases=len(ledger.leases),
@@ -271,7 +274,7 @@ class Node:
         request: LeaseRequest,
         owner: Owner,
         holder: Process,
-        person: Person,
+        user: UserIdentity,
         *,
         wait: float | None,
         ttl: float | None,
@@ -288,7 +291,7 @@ class Node:
             admission.check(request)
             offers = self.offers()
             self.leases.offer(offers)
-            limits_of = quota.quota_of(person, self.settings.quota)
+            limits_of = quota.quota_of(user, self.settings.quota)
             if request.gpu != "any" or limits_of.gpus is not None:
                 request = structs.replace(request, gpu=self._named(request.gpu), among=limits_of.gpus)
             ttl = quota.time_to_live(limits_of, ttl)
@@ -296,11 +299,11 @@ class Node:
             if not self.leases.knows(request, owner):  # who comes back for its lease, or its place, takes nothing more
                 worth = ledger.worth(request) if quota.weighs(limits_of) else Amount()
                 quota.check(limits_of, ledger.user(owner.uid), request.priority, worth)
-            self._check_reach(owner.uid)
+            self._check_pipe_access(owner.uid)
             request = mount_visibility.narrowed(request, holder, offers, self._log)
         except MpsdError as refusal:
             self._log.info(
-                Happened.LEASE_REFUSED,
+                EventName.LEASE_REFUSED,
                 uid=owner.uid,
                 pid=owner.pid,
                 code=refusal.code,
@@ -320,7 +323,7 @@ class Node:
             raise DaemonNotReadyError(f"GPU {named.index} cannot be shared: {refused[0]}", hint=refused[1], limit="gpu")
         return named.uuid
 
-    def _check_reach(self, uid: int) -> None:
+    def _check_pipe_access(self, uid: int) -> None:
         """Refuse a holder whose uid cannot reach the control sockets: it would run without MPS, and without limits."""
         if uid in {0, process_table.own_uid()}:
             return

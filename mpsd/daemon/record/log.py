@@ -20,24 +20,24 @@ from mpsd.system.journal import Journal
 _JSON: Final = msgspec.json.Encoder(enc_hook=str)
 
 
-class Happened(StrEnum):
+class EventName(StrEnum):
     """The catalogue of what mpsd logs; a log line's event is one of these and nothing else."""
 
     NODE_STARTED = "node_started"
     NODE_STOPPING = "node_stopping"
     API_LISTENING = "api_listening"
-    SURROUNDINGS_LACKING = "surroundings_lacking"
+    HOST_REQUIREMENT_MISSING = "host_requirement_missing"
     SOCKET_REPLACED = "socket_replaced"
-    CALLER_REFUSED = "caller_refused"
+    PEER_REFUSED = "peer_refused"
     API_DEFECT = "api_defect"
     GPU_FOUND = "gpu_found"
     GPU_XID = "gpu_xid"
     GPU_HEALTH = "gpu_health"
-    GPU_MODE_SET = "gpu_mode_set"
-    GPU_MODE_RETURNED = "gpu_mode_returned"
-    GPU_MODE_LEFT = "gpu_mode_left"
-    GPU_MODE_TROUBLE = "gpu_mode_trouble"
-    GPU_MODE_NOT_KEPT = "gpu_mode_not_kept"
+    COMPUTE_MODE_SET = "compute_mode_set"
+    COMPUTE_MODE_RESTORED = "compute_mode_restored"
+    COMPUTE_MODE_LEFT = "compute_mode_left"
+    COMPUTE_MODE_TROUBLE = "compute_mode_trouble"
+    COMPUTE_MODE_NOT_STORED = "compute_mode_not_stored"
     DAEMON_STATE = "daemon_state"
     DAEMON_DEATH = "daemon_death"
     OPERATION_BEGUN = "operation_begun"
@@ -48,23 +48,23 @@ class Happened(StrEnum):
     LIMITS_NOT_HELD = "limits_not_held"
     LIMITS_NOT_GIVEN = "limits_not_given"
     LIMIT_DRIFT = "limit_drift"
-    LIMIT_DRIFT_OVER = "limit_drift_over"
-    REACH_DRIFT = "reach_drift"
-    REACH_NOT_HELD = "reach_not_held"
+    LIMIT_DRIFT_ENDED = "limit_drift_ended"
+    PIPE_ACCESS_DRIFT = "pipe_access_drift"
+    PIPE_ACCESS_NOT_HELD = "pipe_access_not_held"
     SERVER_ORPHANED = "server_orphaned"
     SERVER_EXITED = "server_exited"
     SERVER_FAILED = "server_failed"
     SERVER_FAULTED = "server_faulted"
-    LEASES_HIT = "leases_hit"
+    LEASES_FAULTED = "leases_faulted"
     SERVER_RECOVERED = "server_recovered"
     FOREIGN_COMMAND = "foreign_command"
     LOG_SHORTENED = "log_shortened"
     LOG_NOT_SHORTENED = "log_not_shortened"
     LOG_FIFO_FULL = "log_fifo_full"
     LOG_NOT_WATCHED = "log_not_watched"
-    READING_NOT_KEPT = "reading_not_kept"
-    TALLY_NOT_KEPT = "tally_not_kept"
-    SHARED_MEMORY_APART = "shared_memory_apart"
+    LOG_POSITION_NOT_STORED = "log_position_not_stored"
+    DEATH_TALLY_NOT_STORED = "death_tally_not_stored"
+    SHARED_MEMORY_DIFFERS = "shared_memory_differs"
     LEASE_GRANTED = "lease_granted"
     LEASE_REFUSED = "lease_refused"
     LEASE_WAITS = "lease_waits"
@@ -72,12 +72,12 @@ class Happened(StrEnum):
     LEASES_RESTORED = "leases_restored"
     CLIENT_ATTRIBUTED = "client_attributed"
     VIOLATION = "violation"
-    VIOLATION_OVER = "violation_over"
+    VIOLATION_ENDED = "violation_ended"
     CLIENT_FORCED = "client_forced"
     LEASE_ENDED = "lease_ended"
-    DOOR_STUCK = "door_stuck"
+    LISTENER_STUCK = "listener_stuck"
     STORE_FULL = "store_full"
-    STORE_HAS_ROOM = "store_has_room"
+    STORE_WRITABLE = "store_writable"
     STORE_SET_ASIDE = "store_set_aside"
     EVENTS_LOST = "events_lost"
     SETTINGS_RELOADED = "settings_reloaded"
@@ -87,7 +87,7 @@ class Happened(StrEnum):
 
 _NAMESPACE: Final = uuid.UUID("6e9c2f64-0d5b-4f0e-9a55-b1c1a1d7f2c3")
 
-MESSAGE_IDS: Final = {each: uuid.uuid5(_NAMESPACE, each).hex for each in Happened}
+MESSAGE_IDS: Final = {each: uuid.uuid5(_NAMESPACE, each).hex for each in EventName}
 """What the journal knows each kind of event by: `journalctl MESSAGE_ID=...`. It stays as long as the event's name."""
 
 _SPECIAL: Final = set(' "=')
@@ -97,12 +97,12 @@ _PRIORITIES: Final = {"info": "6", "warning": "4", "error": "3"}
 """Levels as syslog(3) has them."""
 
 
-class Line(NamedTuple):
+class LogRecord(NamedTuple):
     """What happened, when and how bad it is, and the facts."""
 
     at: datetime
     level: str
-    happened: Happened
+    event: EventName
     facts: Mapping[str, object]
 
 
@@ -114,7 +114,7 @@ class Logger:
     """
 
     def __init__(
-        self, tell: Callable[[Sequence[Line]], None], before: list[Callable[[], None]], **bound: object
+        self, tell: Callable[[Sequence[LogRecord]], None], before: list[Callable[[], None]], **bound: object
     ) -> None:
         """`tell` is called with lines, and each of `before` before that; `bound` are facts of all that it tells."""
         self._tell = tell
@@ -125,34 +125,34 @@ class Logger:
         """Return one that tells these facts with all that it tells."""
         return Logger(self._tell, self._before, **self._bound, **bound)
 
-    def info(self, happened: Happened, **facts: object) -> None:
+    def info(self, event: EventName, **facts: object) -> None:
         """Tell what is as it should be."""
-        self._say("info", happened, facts)
+        self._say("info", event, facts)
 
-    def warning(self, happened: Happened, **facts: object) -> None:
+    def warning(self, event: EventName, **facts: object) -> None:
         """Tell what is not, and what mpsd deals with."""
-        self._say("warning", happened, facts)
+        self._say("warning", event, facts)
 
-    def error(self, happened: Happened, **facts: object) -> None:
+    def error(self, event: EventName, **facts: object) -> None:
         """Tell what somebody has to look into."""
-        self._say("error", happened, facts)
+        self._say("error", event, facts)
 
-    def _say(self, level: str, happened: Happened, facts: Mapping[str, object]) -> None:
+    def _say(self, level: str, event: EventName, facts: Mapping[str, object]) -> None:
         for each in self._before:
             each()
-        self._tell((Line(clock.now(), level, happened, {**self._bound, **facts}),))
+        self._tell((LogRecord(clock.now(), level, event, {**self._bound, **facts}),))
 
     def before(self, call: Callable[[], None]) -> None:
         """Have this called before anything else is told, also through others: it tells what has waited until then."""
         self._before.append(call)
 
-    def waited(self, lines: Sequence[Line]) -> None:
+    def waited(self, lines: Sequence[LogRecord]) -> None:
         """Tell lines that have waited, so that they cost less together; see `before`."""
         self._tell(lines)
 
-    def defect(self, happened: Happened, error: BaseException, **facts: object) -> None:
+    def defect(self, event: EventName, error: BaseException, **facts: object) -> None:
         """Tell a defect of mpsd's own, with its traceback."""
-        self.error(happened, **facts, exception="".join(traceback.format_exception(error)).rstrip("\n"))
+        self.error(event, **facts, exception="".join(traceback.format_exception(error)).rstrip("\n"))
 
 
 def _entry(level: str, facts: Mapping[str, object], trace: str) -> dict[str, str]:
@@ -165,7 +165,7 @@ def _entry(level: str, facts: Mapping[str, object], trace: str) -> dict[str, str
     return {
         "MESSAGE": "\n".join(filter(None, (f"{event} {said}".rstrip(), trace))),
         "PRIORITY": _PRIORITIES[level],
-        "MESSAGE_ID": MESSAGE_IDS[Happened(event)],
+        "MESSAGE_ID": MESSAGE_IDS[EventName(event)],
         "SYSLOG_IDENTIFIER": "mpsd",
         "MPSD_EVENT": event,
         **{f"MPSD_{name.upper()}": value for name, value in texts.items()},
@@ -177,7 +177,7 @@ def _harmless(line: bytes) -> bytes:
     return line if line.isascii() and b"\x7f" not in line else harmless_json(line.decode()).encode()
 
 
-def _one_by_one(tell: Callable[[Line], None], lines: Sequence[Line]) -> None:
+def _one_by_one(tell: Callable[[LogRecord], None], lines: Sequence[LogRecord]) -> None:
     for line in lines:
         tell(line)
 
@@ -198,33 +198,33 @@ def configure(
     once.
     """
 
-    def rendered(line: Line) -> bytes:
+    def rendered(line: LogRecord) -> bytes:
         # What a reader looks for first stands first: when, how bad, and what.
-        at, level, happened, facts = line
-        text = _harmless(_JSON.encode({"at": at, "level": level, "event": happened, **facts}))
+        at, level, event, facts = line
+        text = _harmless(_JSON.encode({"at": at, "level": level, "event": event, **facts}))
         if record is not None and "exception" not in facts:
             record(at.timestamp(), text)
         return text
 
-    def parts(line: Line) -> tuple[dict[str, object], dict[str, str]]:
+    def parts(line: LogRecord) -> tuple[dict[str, object], dict[str, str]]:
         known = msgspec.json.decode(rendered(line))
         trace = {name: "\n".join(map(plain, known.pop(name).split("\n"))) for name in ("exception",) if name in known}
         return plain(known), trace
 
     # The stream may be a file on a full disk, or a pipe that nobody reads any more: a line is lost, and mpsd lives on.
 
-    def tell_lines(lines: Sequence[Line]) -> None:
+    def tell_lines(lines: Sequence[LogRecord]) -> None:
         text = b"".join([rendered(line) + b"\n" for line in lines])
         with suppress(OSError):
             stream.buffer.write(text)
             stream.buffer.flush()
 
-    def tell_text(console: Callable[[object, str, dict[str, object]], str], line: Line) -> None:
+    def tell_text(console: Callable[[object, str, dict[str, object]], str], line: LogRecord) -> None:
         known, trace = parts(line)
         with suppress(OSError):
             print(console(None, line.level, {**known, **trace}), file=stream, flush=True)
 
-    def tell_journal(to: Journal, line: Line) -> None:
+    def tell_journal(to: Journal, line: LogRecord) -> None:
         known, trace = parts(line)
         del known["at"], known["level"]  # the journal has its own
         to.send(_entry(line.level, known, trace.get("exception", "")))

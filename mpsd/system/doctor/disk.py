@@ -91,7 +91,7 @@ def _directory(setting: str, path: Path) -> DirectorySeen:
 def _strange(path: Path) -> tuple[str, str] | None:
     """Say why mpsd would not use a directory."""
     try:
-        path_safety.check_way(path)
+        path_safety.check_path(path)
         own = not path.exists() or path_safety.is_own(path)
     except ConfigurationError as error:
         return error.detail, error.hint

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from mpsd.core.compute_mode import Step, step
+from mpsd.core.compute_mode import ComputeModeStep, step
 from mpsd.core.doctor.finding import Means, Mend
 from mpsd.core.errors import ComputeModeError, GpuUnknownError
 from mpsd.core.model import Known
@@ -17,7 +17,7 @@ from mpsd.system.doctor import disk, gpus, proc
 from mpsd.system.gpu import NvmlGpus, change_compute_mode
 from mpsd.system.journal import Journal
 from mpsd.system.rundir import RunDir
-from mpsd.system.saved_compute_modes import FoundModes
+from mpsd.system.saved_compute_modes import SavedComputeModes
 
 _FIXED: Final = "doctor_fixed"
 
@@ -83,7 +83,7 @@ def _open(path: Path) -> bool:
 
 async def _give_back(settings: Settings, uuids: Sequence[str]) -> list[str]:
     """Give GPUs the compute mode back that mpsd found on them. Raises GpuError, and what is not done stays written."""
-    found = FoundModes(rundir.found_modes(settings))
+    found = SavedComputeModes(rundir.found_modes(settings))
     found.load()
     done: list[str] = []
     there = gpus.find(settings)
@@ -98,7 +98,7 @@ async def _give_back(settings: Settings, uuids: Sequence[str]) -> list[str]:
             if not isinstance(usage, Known):
                 raise GpuUnknownError(f"GPU {gpu.index}: {usage.reason}", hint="see nvidia-smi, and look again")
             now = usage.value.compute_mode
-            if step(wanted=False, found=before, now=now, held=False) is Step.FORGET:
+            if step(wanted=False, found=before, now=now, held=False) is ComputeModeStep.FORGET:
                 found.forget(uuid)
                 done.append(f"struck GPU {gpu.index} out of {found.path}: it is {now}, and not what mpsd set")
                 continue

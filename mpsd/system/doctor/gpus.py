@@ -12,7 +12,7 @@ from mpsd.core.settings import Settings
 from mpsd.system import driver, rundir, saved_compute_modes
 from mpsd.system.driver import Driver
 from mpsd.system.gpu import NvmlGpus
-from mpsd.system.saved_compute_modes import FoundModes
+from mpsd.system.saved_compute_modes import SavedComputeModes
 
 _DPKG: Final = Path("/var/lib/dpkg")
 
@@ -73,7 +73,7 @@ def library(root: Path | None, places: Sequence[Path] = _LIBRARIES) -> Library |
 
 def left(settings: Settings) -> Left:
     """Read the record of the compute modes that GPUs are to get back."""
-    modes = FoundModes(rundir.found_modes(settings))
+    modes = SavedComputeModes(rundir.found_modes(settings))
     aside = saved_compute_modes.aside(modes.path)
     seen = Left(modes.path, Known({}), aside=aside if _is_there(aside) else None)
     try:

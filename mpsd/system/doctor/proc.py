@@ -48,7 +48,7 @@ def _process(pid: int, program: tuple[str, ...]) -> Iterator[ProcessSeen]:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         arguments = _arguments(pid)
         if arguments:
-            part = MPSD if is_mpsd(arguments) else process_table.part_of(arguments, program)
+            part = MPSD if is_mpsd(arguments) else process_table.kind_of(arguments, program)
         else:
             part = "process of MPS" if (_PROC / f"{pid}/comm").read_text().strip() == _COMM else None
         if part is not None:

@@ -11,7 +11,7 @@ from fractions import Fraction
 from msgspec import structs
 
 from mpsd.core.admission.admission import Amount, Offer
-from mpsd.core.admission.ledger import Rules
+from mpsd.core.admission.ledger import AdmissionRules
 from mpsd.core.model import Lease, LeaseRequest, LeaseState, Share
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import Placement
@@ -20,7 +20,7 @@ from tests.core.admission.scenarios import granted_on
 
 
 @dataclass
-class Kept:
+class Reservation:
     """What is kept on a GPU for the first who waits for it."""
 
     amount: Amount
@@ -31,7 +31,7 @@ class Kept:
 class Books:
     """Everything that bears on a decision: what is offered, by which rules, who holds what, who waits, who had what."""
 
-    rules: Rules
+    rules: AdmissionRules
     had: Callable[[int], float]
     """What a user had, as the ledger has it, so that floats fall alike; it is compared with `used`."""
     half_life: float
@@ -82,7 +82,7 @@ class Books:
         """Return the GPUs that could grant it were they empty."""
         return [offer for offer in self.named(request) if self.can_ever(request, offer)]
 
-    def lacking(self, lease: Lease, offer: Offer, held: Collection[Lease], kept: Kept | None = None) -> set[str]:
+    def lacking(self, lease: Lease, offer: Offer, held: Collection[Lease], kept: Reservation | None = None) -> set[str]:
         """Name everything that is in the way of a lease on a GPU, beside these leases and what is kept."""
         if offer.refusal is not None:
             return {offer.refusal.limit}
@@ -132,7 +132,7 @@ class Books:
 
     # -- deciding ------------------------------------------------------------------------------------------------------
 
-    def places(self, lease: Lease, kept: dict[str, Kept], held: Collection[Lease] | None = None) -> list[str]:
+    def places(self, lease: Lease, kept: dict[str, Reservation], held: Collection[Lease] | None = None) -> list[str]:
         """Return the GPUs that a lease gets now; none if it gets none."""
         held = self.leases.values() if held is None else held
         fitting = [
@@ -150,18 +150,18 @@ class Books:
 
         return [offer.gpu for offer in sorted(fitting, key=left)[: lease.request.gpus]]
 
-    def keeps(self, lease: Lease, kept: dict[str, Kept]) -> bool:
+    def keeps(self, lease: Lease, kept: dict[str, Reservation]) -> bool:
         """Keep for a lease what it waits for, where that is not kept for another, and tell whether it is the first."""
         free = [offer for offer in self.candidates(lease.request) if offer.refusal is None and offer.gpu not in kept]
         if len(free) < lease.request.gpus:
             return False
         for offer in free:
-            kept[offer.gpu] = Kept(self.need(lease.request, offer), lease.owner.uid)
+            kept[offer.gpu] = Reservation(self.need(lease.request, offer), lease.owner.uid)
         return True
 
     def places_of_new(self, lease: Lease) -> list[str]:
         """Return the GPUs that a new request gets when all who come before it have got theirs."""
-        kept: dict[str, Kept] = {}
+        kept: dict[str, Reservation] = {}
         held = list(self.leases.values())
         for each in self.in_order():
             if self.order(each) < self.order(lease):
@@ -190,7 +190,7 @@ class Books:
 
     def _settle_once(self, decided: list[Lease]) -> bool:
         """Go through them once; tell whether anything was granted."""
-        kept: dict[str, Kept] = {}
+        kept: dict[str, Reservation] = {}
         remaining, before = self.in_order(), len(decided)
         in_turn = all(offer.many_users for offer in self.offers.values())
         while remaining:

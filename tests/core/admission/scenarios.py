@@ -6,7 +6,7 @@ from itertools import count
 from typing import Any, Final
 
 from mpsd.core.admission.admission import Amount, Offer, Refusal
-from mpsd.core.admission.ledger import Ledger, Now, Rules
+from mpsd.core.admission.ledger import AdmissionRules, Ledger, Now
 from mpsd.core.admission.usage import Usage
 from mpsd.core.model import Lease, LeaseRequest, LeaseState, Limits, Owner, ProcessIdentity
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
@@ -77,7 +77,7 @@ class Desk:
     """A ledger, and somebody who asks it at a time that passes as it is told."""
 
     def __init__(self, *offers: Offer, half_life: float = HALF_LIFE, **rules: Any) -> None:
-        self.ledger = Ledger(Rules(**rules), Usage(half_life))
+        self.ledger = Ledger(AdmissionRules(**rules), Usage(half_life))
         self.at = 0.0
         self.ledger.offer(offers, self.at)
 

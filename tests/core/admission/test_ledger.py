@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from mpsd.core.admission.admission import Amount, Offer
-from mpsd.core.admission.ledger import Ledger, Rules, User
+from mpsd.core.admission.ledger import AdmissionRules, Ledger, UserTotals
 from mpsd.core.admission.usage import Account, Usage
 from mpsd.core.errors import (
     DaemonNotReadyError,
@@ -770,7 +770,7 @@ class TestRestore:
         other = self.again(desk)
         assert list(other.ledger.all()) == [held[0], active, *waiting]
         assert [other.ledger.taken(gpu(index)) for index in (0, 1)] == [Amount(1000, GIB, 1), Amount(600, GIB, 1)]
-        assert other.ledger.user(BOB) == User(2, awaits=Amount(1000, 2 * GIB, 2))
+        assert other.ledger.user(BOB) == UserTotals(2, awaits=Amount(1000, 2 * GIB, 2))
         assert other.queue() == [lease.id for lease in waiting]
         assert other.waits(50, uid=BOB).arrival == waiting[-1].arrival + 1
         assert {lease.id for lease in other.ledger.overdue(60)} == {held[0].id, waiting[1].id}
@@ -786,7 +786,7 @@ class TestRestore:
             desk.ledger.restore(lease, 0)
         assert list(desk.ledger.all()) == [renewed, waiting]
         assert desk.ledger.taken(gpu(0)) == Amount(600, GIB, 1)
-        assert desk.ledger.user(1000) == User(2, Amount(600, GIB, 1), Amount(600, GIB, 1))
+        assert desk.ledger.user(1000) == UserTotals(2, Amount(600, GIB, 1), Amount(600, GIB, 1))
         assert desk.ledger.user(1000).amount == Amount(1200, 2 * GIB, 2)
 
     def test_before_the_offers(self) -> None:
@@ -796,16 +796,16 @@ class TestRestore:
         desk.ask(100, uid=ANN, gpus=1, gpu=gpu(1))
         waiting = desk.waits(fraction=0.75, uid=BOB)
         other = self.again(desk, offers=False)
-        assert other.ledger.user(BOB) == User(1, Amount())
+        assert other.ledger.user(BOB) == UserTotals(1, Amount())
         assert other.waits_for(other.ledger.waiting[waiting.id]) == ("gpu", None)
         assert other.offers(offer(0), offer(1)) == []
-        assert other.ledger.user(BOB) == User(1, awaits=Amount(750, 60 * GIB, 1))
+        assert other.ledger.user(BOB) == UserTotals(1, awaits=Amount(750, 60 * GIB, 1))
         other.at = 10
         assert other.ledger.usage.of(ANN, 10) == pytest.approx(7.5, rel=0.01)
 
     def test_usage_goes_on(self) -> None:
         """What everybody had before counts on beside what is held now."""
-        ledger = Ledger(Rules(), Usage(HALF_LIFE, {ANN: Account(100.0, 0.0, 0.0)}))
+        ledger = Ledger(AdmissionRules(), Usage(HALF_LIFE, {ANN: Account(100.0, 0.0, 0.0)}))
         ledger.offer([offer(0)], 0)
         ledger.restore(Desk(offer(0)).ask(100, uid=ANN), 0)
         assert ledger.usage.of(ANN, HALF_LIFE) == pytest.approx(50 + 0.5 * HALF_LIFE / 0.6931, rel=0.01)
@@ -836,12 +836,12 @@ class TestUsers:
         desk = Desk(offer(0, memory=20 * GIB), offer(1))
         held = desk.ask(100, 1, gpus=2, uid=BOB)
         waiting = desk.waits(fraction=0.5, uid=ANN)
-        assert desk.ledger.user(ANN) == User(1, awaits=Amount(500, 40 * GIB, 1))
+        assert desk.ledger.user(ANN) == UserTotals(1, awaits=Amount(500, 40 * GIB, 1))
         desk.end(held)
-        assert desk.ledger.user(ANN) == User(1, Amount(500, 10 * GIB, 1))
-        assert desk.ledger.user(BOB) == User()
+        assert desk.ledger.user(ANN) == UserTotals(1, Amount(500, 10 * GIB, 1))
+        assert desk.ledger.user(BOB) == UserTotals()
         desk.end(desk.ledger.leases[waiting.id])
-        assert desk.ledger.user(ANN) == User()
+        assert desk.ledger.user(ANN) == UserTotals()
 
     def test_nothing_stays_behind(self) -> None:
         """When all leases have ended there is nothing left of them but what their users had."""

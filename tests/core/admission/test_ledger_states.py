@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec import structs
 
 from mpsd.core.admission.admission import Amount, Offer
-from mpsd.core.admission.ledger import Ledger, Rules
+from mpsd.core.admission.ledger import AdmissionRules, Ledger
 from mpsd.core.admission.usage import Account, Usage
 from mpsd.core.errors import (
     CapacityError,
@@ -80,7 +80,7 @@ class Node(RuleBasedStateMachine):
     gpus = 2
     many_users = True
     users: tuple[int, ...] = UIDS
-    first_rules = Rules(queue_length=8, leases=16, patience=50.0)
+    first_rules = AdmissionRules(queue_length=8, leases=16, patience=50.0)
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class Node(RuleBasedStateMachine):
     )
     def reload(self, placement: Placement, queue_length: int, leases: int, patience: float) -> None:
         """Change the rules."""
-        self.change_rules(Rules(placement, queue_length, leases, patience))
+        self.change_rules(AdmissionRules(placement, queue_length, leases, patience))
         self.settle()
 
     @rule(order=st.randoms(use_true_random=False), offers_first=st.booleans(), settles=st.booleans())
@@ -451,7 +451,7 @@ class Node(RuleBasedStateMachine):
             self.offer()
             self.settle()
 
-    def change_rules(self, rules: Rules) -> None:
+    def change_rules(self, rules: AdmissionRules) -> None:
         """Change the rules, here and there."""
         self.ledger.rules = self.books.rules = rules
 
@@ -485,7 +485,7 @@ class Crowded(Node):
 
     gpus = 1
     users = UIDS[:2]
-    first_rules = Rules(queue_length=20, leases=40, patience=5.0)
+    first_rules = AdmissionRules(queue_length=20, leases=40, patience=5.0)
 
 
 class Three(Node):

@@ -7,13 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpsd.core.admission.admission import Amount
-from mpsd.core.admission.ledger import User
-from mpsd.core.admission.quota import Person, check, quota_of, time_to_live
+from mpsd.core.admission.ledger import UserTotals
+from mpsd.core.admission.quota import check, quota_of, time_to_live
 from mpsd.core.errors import QuotaError
+from mpsd.core.roles import UserIdentity
 from mpsd.core.settings import Quota
 from mpsd.core.units import GIB, MIB
 
-ANN: Final = Person("ann", ("staff", "physics"))
+ANN: Final = UserIdentity("ann", ("staff", "physics"))
 QUARTER: Final = Amount(250, 8 * GIB, 1)
 
 
@@ -60,28 +61,28 @@ class TestWhose:
 @pytest.mark.parametrize(
     ("quota", "has", "priority", "limit", "words"),
     [
-        (Quota(), User(), 1, "quota.priority", "priority 1 was asked for, and yours is 0 at most"),
-        (Quota(priority=5), User(), 6, "quota.priority", "priority 6 was asked for, and yours is 5 at most"),
-        (Quota(priority=-5), User(), -4, "quota.priority", "priority -4 was asked for, and yours is -5 at most"),
-        (Quota(leases=2), User(2), 0, "quota.leases", "you have 2 leases, as many as you may"),
-        (Quota(leases=2), User(3), 0, "quota.leases", "you have 3 leases, as many as you may"),
+        (Quota(), UserTotals(), 1, "quota.priority", "priority 1 was asked for, and yours is 0 at most"),
+        (Quota(priority=5), UserTotals(), 6, "quota.priority", "priority 6 was asked for, and yours is 5 at most"),
+        (Quota(priority=-5), UserTotals(), -4, "quota.priority", "priority -4 was asked for, and yours is -5 at most"),
+        (Quota(leases=2), UserTotals(2), 0, "quota.leases", "you have 2 leases, as many as you may"),
+        (Quota(leases=2), UserTotals(3), 0, "quota.leases", "you have 3 leases, as many as you may"),
         (
             Quota(threads=100),
-            User(3, Amount(751, 0, 3)),
+            UserTotals(3, Amount(751, 0, 3)),
             0,
             "quota.threads",
             "25 % of threads were asked for, and you have 75.1 % of the 100 % that you may",
         ),
         (
             Quota(memory=32 * GIB),
-            User(3, Amount(3, 24 * GIB + MIB, 3)),
+            UserTotals(3, Amount(3, 24 * GIB + MIB, 3)),
             0,
             "quota.memory",
             "8GiB of memory were asked for, and you have 24577MiB of the 32GiB that you may",
         ),
     ],
 )
-def test_refused(quota: Quota, has: User, priority: int, limit: str, words: str) -> None:
+def test_refused(quota: Quota, has: UserTotals, priority: int, limit: str, words: str) -> None:
     """What exceeds a quota is refused with its name, with what was asked, and with what there is of it."""
     with pytest.raises(QuotaError) as refusal:
         check(quota, has, priority, QUARTER)
@@ -93,17 +94,17 @@ def test_refused(quota: Quota, has: User, priority: int, limit: str, words: str)
 @pytest.mark.parametrize(
     ("quota", "has", "priority"),
     [
-        (Quota(), User(10_000, Amount(10**9, 2**60, 10**6)), 0),
-        (Quota(), User(), -100),
-        (Quota(priority=5), User(), 5),
-        (Quota(priority=-5), User(), -5),
-        (Quota(leases=3), User(2), 0),
-        (Quota(threads=100), User(3, Amount(750, 0, 3)), 0),
-        (Quota(threads=25), User(), 0),
-        (Quota(memory=32 * GIB), User(3, Amount(3, 24 * GIB, 3)), 0),
+        (Quota(), UserTotals(10_000, Amount(10**9, 2**60, 10**6)), 0),
+        (Quota(), UserTotals(), -100),
+        (Quota(priority=5), UserTotals(), 5),
+        (Quota(priority=-5), UserTotals(), -5),
+        (Quota(leases=3), UserTotals(2), 0),
+        (Quota(threads=100), UserTotals(3, Amount(750, 0, 3)), 0),
+        (Quota(threads=25), UserTotals(), 0),
+        (Quota(memory=32 * GIB), UserTotals(3, Amount(3, 24 * GIB, 3)), 0),
     ],
 )
-def test_within(quota: Quota, has: User, priority: int) -> None:
+def test_within(quota: Quota, has: UserTotals, priority: int) -> None:
     """A quota may be used up to its last bit, and where nothing is said there is no limit but that of priority."""
     check(quota, has, priority, QUARTER)
 
@@ -112,9 +113,9 @@ def test_within(quota: Quota, has: User, priority: int) -> None:
 def test_tenths_are_exact(tenths: int, has: int) -> None:
     """A quota in percent is as many tenths as it says, however the float falls: 16.1 * 10 is not 161.00000000000003."""
     quota = Quota(threads=float(f"{(has + tenths) / 10:.1f}"))
-    check(quota, User(1, Amount(has, 1, 1)), 0, Amount(tenths, 1, 1))
+    check(quota, UserTotals(1, Amount(has, 1, 1)), 0, Amount(tenths, 1, 1))
     with pytest.raises(QuotaError):
-        check(quota, User(1, Amount(has, 1, 1)), 0, Amount(tenths + 1, 1, 1))
+        check(quota, UserTotals(1, Amount(has, 1, 1)), 0, Amount(tenths + 1, 1, 1))
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mpsd.core.enforcement.ceiling import SMALLEST, UNLIMITED, Attaching, Ceiling, Rules, widest
+from mpsd.core.enforcement.ceiling import SMALLEST, UNLIMITED, Ceiling, CeilingRules, ExpectedClients, widest_limits
 from mpsd.core.model import Limits
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 
 WINDOW: Final = 30.0
-SHARED: Final = Rules(SMALLEST, strict=False, window=WINDOW)
-STRICT: Final = Rules(SMALLEST, strict=True, window=WINDOW)
+SHARED: Final = CeilingRules(SMALLEST, strict=False, window=WINDOW)
+STRICT: Final = CeilingRules(SMALLEST, strict=True, window=WINDOW)
 
 
 def limits(percent: int, mebibytes: int | None) -> Limits:
@@ -24,14 +24,14 @@ def limits(percent: int, mebibytes: int | None) -> Limits:
 QUARTER, HALF = limits(25, 1024), limits(50, 512)
 
 
-def open_to(attaching: Attaching) -> set[str]:
+def open_to(expected: ExpectedClients) -> set[str]:
     """Return the leases that it is open to, as it was settled last."""
-    return {each for each in (*"ab", *map(str, range(1000))) if attaching.is_open_to(each)}
+    return {each for each in (*"ab", *map(str, range(1000))) if expected.is_open_to(each)}
 
 
 def fits(one: Limits, other: Limits) -> bool:
     """Tell whether nothing of the one is more than the other's."""
-    return widest(one, other) == other
+    return widest_limits(one, other) == other
 
 
 class TestTogether:
@@ -39,45 +39,45 @@ class TestTogether:
 
     def test_closed(self) -> None:
         """With nobody to come, a process gets what it gets that nobody let in."""
-        assert Attaching().settle(SHARED, 0.0) == Ceiling(SMALLEST)
-        defaults = Rules(QUARTER, strict=False, window=WINDOW)
-        assert Attaching().settle(defaults, 0.0).limits == QUARTER
+        assert ExpectedClients().settle(SHARED, 0.0) == Ceiling(SMALLEST)
+        defaults = CeilingRules(QUARTER, strict=False, window=WINDOW)
+        assert ExpectedClients().settle(defaults, 0.0).limits == QUARTER
 
     def test_largest(self) -> None:
         """It is as far open as the largest of those who are to come needs, each limit by itself."""
-        attaching = Attaching()
-        attaching.expect("a", QUARTER, some=False, now=0.0)
-        attaching.expect("b", HALF, some=False, now=1.0)
-        assert attaching.settle(SHARED, 2.0) == Ceiling(limits(50, 1024))
-        assert open_to(attaching) == {"a", "b"}
-        attaching.forget("a")
-        assert attaching.settle(SHARED, 2.0).limits == HALF
-        attaching.forget("b")
-        assert attaching.settle(SHARED, 2.0).limits == SMALLEST
+        expected = ExpectedClients()
+        expected.expect("a", QUARTER, some=False, now=0.0)
+        expected.expect("b", HALF, some=False, now=1.0)
+        assert expected.settle(SHARED, 2.0) == Ceiling(limits(50, 1024))
+        assert open_to(expected) == {"a", "b"}
+        expected.forget("a")
+        assert expected.settle(SHARED, 2.0).limits == HALF
+        expected.forget("b")
+        assert expected.settle(SHARED, 2.0).limits == SMALLEST
 
     def test_never_below_what_anybody_gets(self) -> None:
         """Where an operator gives something to everybody, a small lease takes nothing of it."""
-        attaching = Attaching()
-        attaching.expect("a", QUARTER, some=False, now=0.0)
-        assert attaching.settle(Rules(UNLIMITED, strict=False, window=WINDOW), 0.0).limits == UNLIMITED
+        expected = ExpectedClients()
+        expected.expect("a", QUARTER, some=False, now=0.0)
+        assert expected.settle(CeilingRules(UNLIMITED, strict=False, window=WINDOW), 0.0).limits == UNLIMITED
 
     def test_no_process_is_there_yet(self) -> None:
         """Its first process is waited for as long as the lease lives."""
-        attaching = Attaching()
-        attaching.expect("a", QUARTER, some=False, now=0.0)
-        assert attaching.settle(SHARED, 1e9) == Ceiling(QUARTER)
-        assert open_to(attaching) == {"a"}
+        expected = ExpectedClients()
+        expected.expect("a", QUARTER, some=False, now=0.0)
+        assert expected.settle(SHARED, 1e9) == Ceiling(QUARTER)
+        assert open_to(expected) == {"a"}
 
     def test_the_others_have_a_window(self) -> None:
         """Those that do not come with the first are waited for, from the last that came, and can be asked for again."""
-        attaching = Attaching()
-        attaching.expect("a", QUARTER, some=True, now=0.0)
-        attaching.expect("a", QUARTER, some=True, now=20.0)
-        assert attaching.settle(SHARED, 49.9) == Ceiling(QUARTER, 50.0)
-        assert attaching.settle(SHARED, 50.0) == Ceiling(SMALLEST)
-        attaching.expect("a", QUARTER, some=True, now=60.0)
-        assert attaching.settle(SHARED, 60.0) == Ceiling(QUARTER, 90.0)
-        assert open_to(attaching) == {"a"}
+        expected = ExpectedClients()
+        expected.expect("a", QUARTER, some=True, now=0.0)
+        expected.expect("a", QUARTER, some=True, now=20.0)
+        assert expected.settle(SHARED, 49.9) == Ceiling(QUARTER, 50.0)
+        assert expected.settle(SHARED, 50.0) == Ceiling(SMALLEST)
+        expected.expect("a", QUARTER, some=True, now=60.0)
+        assert expected.settle(SHARED, 60.0) == Ceiling(QUARTER, 90.0)
+        assert open_to(expected) == {"a"}
 
 
 class TestStrictly:
@@ -85,78 +85,78 @@ class TestStrictly:
 
     def test_one_at_a_time(self) -> None:
         """Each has its turn, in the order in which they came, under exactly its own limits."""
-        attaching = Attaching()
-        attaching.expect("a", QUARTER, some=False, now=0.0)
-        attaching.expect("b", HALF, some=False, now=1.0)
-        assert attaching.settle(STRICT, 2.0) == Ceiling(QUARTER, 32.0)
-        assert open_to(attaching) == {"a"}
-        attaching.forget("a")
-        assert attaching.settle(STRICT, 10.0) == Ceiling(HALF, 40.0)
-        assert open_to(attaching) == {"b"}
-        attaching.forget("b")
-        assert attaching.settle(STRICT, 11.0) == Ceiling(SMALLEST)
+        expected = ExpectedClients()
+        expected.expect("a", QUARTER, some=False, now=0.0)
+        expected.expect("b", HALF, some=False, now=1.0)
+        assert expected.settle(STRICT, 2.0) == Ceiling(QUARTER, 32.0)
+        assert open_to(expected) == {"a"}
+        expected.forget("a")
+        assert expected.settle(STRICT, 10.0) == Ceiling(HALF, 40.0)
+        assert open_to(expected) == {"b"}
+        expected.forget("b")
+        assert expected.settle(STRICT, 11.0) == Ceiling(SMALLEST)
 
     def test_exactly(self) -> None:
         """Also where everybody gets more."""
-        attaching = Attaching()
-        attaching.expect("a", QUARTER, some=False, now=0.0)
-        assert attaching.settle(Rules(UNLIMITED, strict=True, window=WINDOW), 0.0).limits == QUARTER
+        expected = ExpectedClients()
+        expected.expect("a", QUARTER, some=False, now=0.0)
+        assert expected.settle(CeilingRules(UNLIMITED, strict=True, window=WINDOW), 0.0).limits == QUARTER
 
     def test_who_does_not_come_has_another_turn(self) -> None:
         """It goes behind all others, and comes again; one that has some of its processes has to ask."""
-        attaching = Attaching()
-        attaching.expect("a", QUARTER, some=False, now=0.0)
-        attaching.expect("b", HALF, some=True, now=0.0)
+        expected = ExpectedClients()
+        expected.expect("a", QUARTER, some=False, now=0.0)
+        expected.expect("b", HALF, some=True, now=0.0)
         for now, ceiling in (
             (0.0, Ceiling(QUARTER, 30.0)),
             (29.9, Ceiling(QUARTER, 30.0)),
             (30.0, Ceiling(HALF, 60.0)),
             (60.0, Ceiling(QUARTER, 90.0)),
         ):
-            assert attaching.settle(STRICT, now) == ceiling
-        assert not attaching.expects("b")
-        attaching.forget("a")
-        assert attaching.settle(STRICT, 61.0) == Ceiling(SMALLEST)
+            assert expected.settle(STRICT, now) == ceiling
+        assert not expected.expects("b")
+        expected.forget("a")
+        assert expected.settle(STRICT, 61.0) == Ceiling(SMALLEST)
 
     def test_a_turn_is_held(self) -> None:
         """It passes no more while its lease waits for another GPU, and begins when that was told, once."""
-        attaching = Attaching()
-        attaching.expect("a", QUARTER, some=False, now=0.0)
-        attaching.expect("b", HALF, some=False, now=0.0)
-        attaching.settle(STRICT, 0.0)
-        attaching.hold("b")  # not its turn: there is nothing to be held
-        attaching.hold("a")
-        assert attaching.settle(STRICT, 1000.0) == Ceiling(QUARTER)
-        attaching.tell("a", some=False, now=1000.0)
-        assert attaching.settle(STRICT, 1000.0) == Ceiling(QUARTER, 1030.0)
-        attaching.hold("a")
-        attaching.tell("a", some=False, now=1010.0)
-        assert attaching.settle(STRICT, 1010.0) == Ceiling(QUARTER, 1030.0)
-        assert attaching.settle(STRICT, 1030.0) == Ceiling(HALF, 1060.0)
+        expected = ExpectedClients()
+        expected.expect("a", QUARTER, some=False, now=0.0)
+        expected.expect("b", HALF, some=False, now=0.0)
+        expected.settle(STRICT, 0.0)
+        expected.hold("b")  # not its turn: there is nothing to be held
+        expected.hold("a")
+        assert expected.settle(STRICT, 1000.0) == Ceiling(QUARTER)
+        expected.tell("a", some=False, now=1000.0)
+        assert expected.settle(STRICT, 1000.0) == Ceiling(QUARTER, 1030.0)
+        expected.hold("a")
+        expected.tell("a", some=False, now=1010.0)
+        assert expected.settle(STRICT, 1010.0) == Ceiling(QUARTER, 1030.0)
+        assert expected.settle(STRICT, 1030.0) == Ceiling(HALF, 1060.0)
 
     def test_a_turn_that_is_held_ends_with_its_lease(self) -> None:
         """Whoever is next has the next."""
-        attaching = Attaching()
-        attaching.expect("a", QUARTER, some=False, now=0.0)
-        attaching.expect("b", HALF, some=False, now=0.0)
-        attaching.settle(STRICT, 0.0)
-        attaching.hold("a")
-        attaching.forget("a")
-        assert attaching.settle(STRICT, 1.0) == Ceiling(HALF, 31.0)
+        expected = ExpectedClients()
+        expected.expect("a", QUARTER, some=False, now=0.0)
+        expected.expect("b", HALF, some=False, now=0.0)
+        expected.settle(STRICT, 0.0)
+        expected.hold("a")
+        expected.forget("a")
+        assert expected.settle(STRICT, 1.0) == Ceiling(HALF, 31.0)
 
     def test_who_asks_is_not_forgotten(self) -> None:
         """While somebody waits to be told, neither mode forgets the lease; its window begins when it is told."""
         for rules in (SHARED, STRICT):
-            attaching = Attaching()
-            attaching.expect("a", QUARTER, some=True, now=0.0)
-            attaching.settle(rules, 0.0)
-            attaching.ask("a")
-            attaching.settle(rules, 31.0)
-            assert open_to(attaching) == {"a"}
-            attaching.tell("a", some=True, now=40.0)
-            assert attaching.settle(rules, 69.9) == Ceiling(QUARTER, 70.0)
-            attaching.settle(rules, 70.0)
-            assert not attaching.expects("a")
+            expected = ExpectedClients()
+            expected.expect("a", QUARTER, some=True, now=0.0)
+            expected.settle(rules, 0.0)
+            expected.ask("a")
+            expected.settle(rules, 31.0)
+            assert open_to(expected) == {"a"}
+            expected.tell("a", some=True, now=40.0)
+            assert expected.settle(rules, 69.9) == Ceiling(QUARTER, 70.0)
+            expected.settle(rules, 70.0)
+            assert not expected.expects("a")
 
 
 COMINGS: Final = st.lists(st.tuples(st.integers(0, 4), st.sampled_from([QUARTER, HALF, SMALLEST]), st.booleans()))
@@ -165,12 +165,12 @@ COMINGS: Final = st.lists(st.tuples(st.integers(0, 4), st.sampled_from([QUARTER,
 @given(COMINGS)
 def test_what_needs_nothing_else(comings: list[tuple[int, Limits, bool]]) -> None:
     """Who comes or goes and is said to need no other limits than are needed already leaves them as they are."""
-    attaching = Attaching()
+    expected = ExpectedClients()
     for number, size, comes in comings:
-        before = attaching.settle(SHARED, 0.0)
+        before = expected.settle(SHARED, 0.0)
         name = str(number)
-        is_other = attaching.expect(name, size, some=False, now=0.0) if comes else attaching.forget(name)
-        assert is_other or attaching.settle(SHARED, 0.0) == before
+        is_other = expected.expect(name, size, some=False, now=0.0) if comes else expected.forget(name)
+        assert is_other or expected.settle(SHARED, 0.0) == before
 
 
 @given(
@@ -179,10 +179,10 @@ def test_what_needs_nothing_else(comings: list[tuple[int, Limits, bool]]) -> Non
 )
 def test_widest_is_an_upper_bound(asked: list[Limits], closed: Limits) -> None:
     """In shared mode nobody gets more than somebody needs or anybody gets, in either limit, and nobody less."""
-    attaching = Attaching()
+    expected = ExpectedClients()
     for number, each in enumerate(asked):
-        attaching.expect(str(number), each, some=False, now=0.0)
-    found = attaching.settle(Rules(closed, strict=False, window=WINDOW), 0.0).limits
+        expected.expect(str(number), each, some=False, now=0.0)
+    found = expected.settle(CeilingRules(closed, strict=False, window=WINDOW), 0.0).limits
     every = [closed, *asked]
     assert all(fits(each, found) for each in every)
     assert found.active_thread_percentage in {each.active_thread_percentage for each in every}
@@ -194,7 +194,7 @@ class Attachment(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attaching = Attaching()
+        self.expected = ExpectedClients()
         self.now = 0.0
         self.waiting: dict[str, Limits] = {}
         """Leases of which no process is there yet."""
@@ -205,7 +205,7 @@ class Attachment(RuleBasedStateMachine):
         """A lease is granted."""
         self.number += 1
         self.waiting[str(self.number)] = limits(percent, mebibytes)
-        self.attaching.expect(str(self.number), limits(percent, mebibytes), some=False, now=self.now)
+        self.expected.expect(str(self.number), limits(percent, mebibytes), some=False, now=self.now)
 
     @precondition(lambda self: self.waiting)
     @rule(pick=st.integers(0, 100))
@@ -213,7 +213,7 @@ class Attachment(RuleBasedStateMachine):
         """One attaches, or ends."""
         lease_id = list(self.waiting)[pick % len(self.waiting)]
         del self.waiting[lease_id]
-        self.attaching.forget(lease_id)
+        self.expected.forget(lease_id)
 
     @rule(seconds=st.floats(0.0, 100.0))
     def wait(self, seconds: float) -> None:
@@ -226,19 +226,19 @@ class Attachment(RuleBasedStateMachine):
         """Within as many windows as there are leases, each has been let in."""
         seen: set[str] = set()
         for _ in range(len(self.waiting) + 1):
-            self.attaching.settle(STRICT, self.now)
-            seen |= open_to(self.attaching)
+            self.expected.settle(STRICT, self.now)
+            seen |= open_to(self.expected)
             self.now += WINDOW
         assert seen == self.waiting.keys()
 
     @invariant()
     def exactly_one(self) -> None:
         """It is open to one of them, under its limits; and closed when nobody is to come."""
-        ceiling = self.attaching.settle(STRICT, self.now)
+        ceiling = self.expected.settle(STRICT, self.now)
         if not self.waiting:
             assert ceiling == Ceiling(SMALLEST)
             return
-        (whose,) = open_to(self.attaching)
+        (whose,) = open_to(self.expected)
         assert ceiling.limits == self.waiting[whose]
 
 

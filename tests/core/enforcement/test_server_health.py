@@ -6,7 +6,7 @@ from typing import Final
 import pytest
 
 from mpsd.core import xid
-from mpsd.core.enforcement.server_health import Serving
+from mpsd.core.enforcement.server_health import ServerHealth
 from mpsd.core.model import ReadBack
 from mpsd.core.mps.log_events import (
     ContextsMade,
@@ -29,7 +29,7 @@ def after(seconds: float) -> datetime:
 
 def test_fault_by_its_log() -> None:
     """A fault begins with its line, and is over when the server has new contexts."""
-    serving = Serving()
+    serving = ServerHealth()
     serving.note([ServerFaulted(7)], T)
     assert serving.faults == {7: T}
     # A driver without a state word says nothing against it, and neither does a server that is busy with it.
@@ -42,7 +42,7 @@ def test_fault_by_its_log() -> None:
 
 def test_fault_by_its_word() -> None:
     """The state word counts for more than a log that says nothing, or cannot be read."""
-    serving = Serving()
+    serving = ServerHealth()
     serving.statuses({7: "FAULT", 8: "ACTIVE"}, (), T)
     serving.statuses({7: "FAULT", 8: "ACTIVE"}, (), after(5))
     assert serving.faults == {7: T}
@@ -53,7 +53,7 @@ def test_fault_by_its_word() -> None:
 @pytest.mark.parametrize("gone_by", ["its exit", "the kernel"])
 def test_server_that_is_gone(gone_by: str) -> None:
     """A server that is gone has no fault any more."""
-    serving = Serving()
+    serving = ServerHealth()
     serving.note([ServerFaulted(7)], T)
     if gone_by == "its exit":
         serving.note([ServerExited(7, 0)], after(1))
@@ -64,7 +64,7 @@ def test_server_that_is_gone(gone_by: str) -> None:
 
 def test_servers_that_cannot_start() -> None:
     """As many failures in a row as NVIDIA has for one client are a reason, for a minute, with the last words."""
-    serving = Serving()
+    serving = ServerHealth()
     for second in range(5):
         serving.note([ServerExited(second + 1, 1)], after(second))
     assert serving.cannot_start(after(5)) is None
@@ -85,7 +85,7 @@ def test_servers_that_cannot_start() -> None:
 
 def test_what_servers_give() -> None:
     """What a server says that it gives is kept as a control daemon would read it back."""
-    serving = Serving()
+    serving = ServerHealth()
     serving.note([ThreadsGiven(7, 33.3), MemoryGiven(7, 0, 5 * GIB + MIB), MemoryGiven(7, 1, 80 * GIB)], T)
     serving.note([ThreadsGiven(8, 0.1), MemoryGiven(8, 0, MIB)], T)
     assert serving.given == {7: ReadBack(333, 5 * GIB), 8: ReadBack(1, MIB)}

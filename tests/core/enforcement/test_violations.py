@@ -12,7 +12,14 @@ from mpsd.core.admission.admission import Amount, Offer, share
 from mpsd.core.enforcement import attribution, violations
 from mpsd.core.enforcement.drift import EVERYTHING
 from mpsd.core.enforcement.verification import verify
-from mpsd.core.enforcement.violations import Attached, Kind, Violation, in_force, of_client, of_memory, of_outside
+from mpsd.core.enforcement.violations import (
+    AttributedClient,
+    Violation,
+    in_force,
+    of_client,
+    of_memory,
+    of_outside,
+)
 from mpsd.core.model import (
     Client,
     GpuProcess,
@@ -24,6 +31,7 @@ from mpsd.core.model import (
     ProcessIdentity,
     ReadBack,
     Unknown,
+    ViolationKind,
 )
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import Settings
@@ -152,7 +160,7 @@ def test_only_one_in_the_control_group() -> None:
 # -- what is a violation -----------------------------------------------------------------------------------------------
 
 
-def kind(attached: Attached, *, denied: bool = True, memory: bool = True) -> Kind | None:
+def kind(attached: AttributedClient, *, denied: bool = True, memory: bool = True) -> ViolationKind | None:
     """Return which violation a client is, if any."""
     found = of_client(attached, denied=denied, memory=memory)
     return found.kind if found is not None else None
@@ -161,18 +169,18 @@ def kind(attached: Attached, *, denied: bool = True, memory: bool = True) -> Kin
 def test_clients() -> None:
     """A client is a violation without a lease, beyond its number, and when it can use more than its part."""
     granted, wide = lease(), ReadBack(1000, None)
-    assert kind(Attached(client(of=granted, ceiling=wide), granted, counted=True)) is None
-    assert kind(Attached(client(ceiling=wide), granted, counted=True)) is Kind.LIMITS
+    assert kind(AttributedClient(client(of=granted, ceiling=wide), granted, counted=True)) is None
+    assert kind(AttributedClient(client(ceiling=wide), granted, counted=True)) is ViolationKind.LIMITS
     # Without an environment of its own it is held all the same where no more than its part was open.
-    assert kind(Attached(client(ceiling=ReadBack(250, 2 * GIB)), granted, counted=True)) is None
-    assert kind(Attached(client(ceiling=ReadBack(250, 3 * GIB)), granted, counted=True)) is Kind.LIMITS
+    assert kind(AttributedClient(client(ceiling=ReadBack(250, 2 * GIB)), granted, counted=True)) is None
+    assert kind(AttributedClient(client(ceiling=ReadBack(250, 3 * GIB)), granted, counted=True)) is ViolationKind.LIMITS
     # A driver without memory limits cannot hold anybody to one, and mpsd says so elsewhere.
-    assert kind(Attached(client(ceiling=ReadBack(250, None)), granted, counted=True), memory=False) is None
+    assert kind(AttributedClient(client(ceiling=ReadBack(250, None)), granted, counted=True), memory=False) is None
     # What nobody saw is not held against anybody.
-    assert kind(Attached(client(ceiling=None), granted, counted=True)) is None
-    assert kind(Attached(client(of=granted), granted, counted=False)) is Kind.PROCESSES
-    assert kind(Attached(client(), None, counted=False)) is Kind.NO_LEASE
-    assert kind(Attached(client(), None, counted=False), denied=False) is None
+    assert kind(AttributedClient(client(ceiling=None), granted, counted=True)) is None
+    assert kind(AttributedClient(client(of=granted), granted, counted=False)) is ViolationKind.PROCESSES
+    assert kind(AttributedClient(client(), None, counted=False)) is ViolationKind.NO_LEASE
+    assert kind(AttributedClient(client(), None, counted=False), denied=False) is None
 
 
 def test_memory() -> None:
@@ -185,7 +193,7 @@ def test_memory() -> None:
     held[THIRD] = GpuProcess(Known(2 * GIB), mps=True)
     found = of_memory(granted, held, granted.shares[0], {THIRD: 7})
     assert found is not None
-    assert (found.kind, found.process, found.server) == (Kind.MEMORY, THIRD, 7)
+    assert (found.kind, found.process, found.server) == (ViolationKind.MEMORY, THIRD, 7)
     assert "4GiB" in found.because
 
 
@@ -193,7 +201,7 @@ def test_outside() -> None:
     """Whoever has a lease and runs outside MPS is a violation."""
     granted = lease()
     (found,) = of_outside(granted, granted.shares[0], [OTHER])
-    assert (found.kind, found.process, found.lease) == (Kind.OUTSIDE, OTHER, granted.id)
+    assert (found.kind, found.process, found.lease) == (ViolationKind.OUTSIDE, OTHER, granted.id)
 
 
 # -- whether a lease is well -------------------------------------------------------------------------------------------
@@ -215,7 +223,7 @@ def test_verify() -> None:
     outside = {GPU: {OTHER: GpuProcess(Known(GIB))}}
     assert "outside MPS" in verify(granted, [], outside, (), memory=True).because
     assert not verify(granted, [client(of=granted)], {GPU: {**held[GPU], **outside[GPU]}}, (), memory=True).ok
-    found = Violation(Kind.MEMORY, HOLDER, granted.id, "gpu0", "too much")
+    found = Violation(ViolationKind.MEMORY, HOLDER, granted.id, "gpu0", "too much")
     assert verify(granted, [client(of=granted)], held, (found,), memory=True).because == "too much"
 
 

@@ -27,7 +27,7 @@ from mpsd.core.mps.log_events import (
     SharedMemoryMade,
     ThreadsGiven,
 )
-from mpsd.core.mps.log_parser import LogLine, LogReader, Whose, parse
+from mpsd.core.mps.log_parser import CommandOrigin, LogLine, LogReader, parse
 
 SET: Final = "set_default_active_thread_percentage 10"
 
@@ -255,7 +255,7 @@ _DAEMONS: Final[list[tuple[str, list[LogEvent]]]] = [
 )
 def test_known_lines(line: str, events: list[LogEvent]) -> None:
     """Each line that is known says what it says, by itself and within somebody's conversation."""
-    for whose in Whose:
+    for whose in CommandOrigin:
         reader = LogReader(whose=whose)
         assert reader.read([line]) == events
         assert reader.unknown == 0
@@ -320,7 +320,7 @@ def test_goes_on_where_another_stopped() -> None:
     log = conversation(mark("k", 0), SET, SET)
     for size in range(len(log)):
         first = LogReader("k")
-        second = LogReader("k", Whose.NOBODYS)
+        second = LogReader("k", CommandOrigin.NOBODYS)
         assert foreign(log[:size], first) == ()
         second.whose = first.whose
         assert foreign(log[size:], second) == ()

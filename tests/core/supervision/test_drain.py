@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from mpsd.core.model import ProcessIdentity
 from mpsd.core.supervision import drain
-from mpsd.core.supervision.drain import Intent, Occupant, Scene, Step, Wish
+from mpsd.core.supervision.drain import Blocker, DesiredState, DrainStep, Intent, ObservedState
 
 THEN = datetime(2026, 1, 1, tzinfo=UTC)
 OLD, NEW = ProcessIdentity(10, 100), ProcessIdentity(11, 200)
-SOMEBODY = (Occupant("client", None, 77, THEN),)
+SOMEBODY = (Blocker("client", None, 77, THEN),)
 EARLY, LATE = 5.0, 15.0
 
 
-def wish(intent: Intent = Intent.RESTART, **other: Any) -> Wish:
+def wish(intent: Intent = Intent.RESTART, **other: Any) -> DesiredState:
     """Return the wish of an operator, with a deadline at 10."""
     defaults = {
         "operation": "op-1",
@@ -26,54 +26,54 @@ def wish(intent: Intent = Intent.RESTART, **other: Any) -> Wish:
         "deadline": 10.0,
         "replaced": OLD if intent is Intent.RESTART else None,
     }
-    return Wish(intent, "uid 0 wants it", THEN, **{**defaults, **other})
+    return DesiredState(intent, "uid 0 wants it", THEN, **{**defaults, **other})
 
 
-def scene(**other: Any) -> Scene:
+def scene(**other: Any) -> ObservedState:
     """Return how it stands: nobody is there, and the daemon answers."""
-    return Scene(**{"process": OLD, "answers": True, "occupants": (), "tried": False, "now": EARLY, **other})
+    return ObservedState(**{"process": OLD, "answers": True, "blockers": (), "tried": False, "now": EARLY, **other})
 
 
 @pytest.mark.parametrize(
     ("wanted", "stands", "step"),
     [
-        (wish(Intent.RUN), scene(), Step.NOTHING),
-        (wish(Intent.HOLD), scene(occupants=SOMEBODY, now=LATE), Step.NOTHING),
-        (wish(Intent.DRAIN), scene(), Step.DONE),
-        (wish(Intent.DRAIN), scene(answers=False), Step.WAIT),
-        (wish(Intent.DRAIN), scene(answers=False, now=LATE), Step.WAIT),
-        (wish(Intent.DRAIN), scene(occupants=SOMEBODY), Step.WAIT),
-        (wish(Intent.DRAIN), scene(occupants=SOMEBODY, now=LATE), Step.END),
-        (wish(Intent.DRAIN), scene(occupants=SOMEBODY, now=LATE, tried=True), Step.WAIT),
-        (wish(), scene(), Step.QUIT),
-        (wish(), scene(answers=False), Step.WAIT),
-        (wish(), scene(answers=False, now=LATE), Step.FORCE),
-        (wish(), scene(occupants=SOMEBODY), Step.WAIT),
-        (wish(deadline=None), scene(occupants=SOMEBODY, now=LATE), Step.WAIT),
-        (wish(), scene(occupants=SOMEBODY, now=LATE), Step.END),
-        (wish(), scene(occupants=SOMEBODY, answers=False, now=LATE), Step.END),
-        (wish(), scene(occupants=SOMEBODY, now=LATE, tried=True), Step.FORCE),
-        (wish(quitting=True), scene(answers=False), Step.QUIT),
-        (wish(quitting=True), scene(occupants=SOMEBODY), Step.QUIT),
-        (wish(quitting=True), scene(now=LATE), Step.FORCE),
-        (wish(quitting=True), scene(process=None, answers=False), Step.WAIT),
-        (wish(quitting=True), scene(process=NEW, answers=False), Step.WAIT),
-        (wish(quitting=True), scene(process=NEW), Step.DONE),
-        (wish(), scene(process=NEW, occupants=SOMEBODY, now=LATE), Step.DONE),
-        (wish(replaced=None), scene(process=None, answers=False, now=LATE), Step.WAIT),
-        (wish(replaced=None), scene(process=NEW), Step.DONE),
+        (wish(Intent.RUN), scene(), DrainStep.NOTHING),
+        (wish(Intent.HOLD), scene(blockers=SOMEBODY, now=LATE), DrainStep.NOTHING),
+        (wish(Intent.DRAIN), scene(), DrainStep.DONE),
+        (wish(Intent.DRAIN), scene(answers=False), DrainStep.WAIT),
+        (wish(Intent.DRAIN), scene(answers=False, now=LATE), DrainStep.WAIT),
+        (wish(Intent.DRAIN), scene(blockers=SOMEBODY), DrainStep.WAIT),
+        (wish(Intent.DRAIN), scene(blockers=SOMEBODY, now=LATE), DrainStep.END),
+        (wish(Intent.DRAIN), scene(blockers=SOMEBODY, now=LATE, tried=True), DrainStep.WAIT),
+        (wish(), scene(), DrainStep.QUIT),
+        (wish(), scene(answers=False), DrainStep.WAIT),
+        (wish(), scene(answers=False, now=LATE), DrainStep.FORCE),
+        (wish(), scene(blockers=SOMEBODY), DrainStep.WAIT),
+        (wish(deadline=None), scene(blockers=SOMEBODY, now=LATE), DrainStep.WAIT),
+        (wish(), scene(blockers=SOMEBODY, now=LATE), DrainStep.END),
+        (wish(), scene(blockers=SOMEBODY, answers=False, now=LATE), DrainStep.END),
+        (wish(), scene(blockers=SOMEBODY, now=LATE, tried=True), DrainStep.FORCE),
+        (wish(quitting=True), scene(answers=False), DrainStep.QUIT),
+        (wish(quitting=True), scene(blockers=SOMEBODY), DrainStep.QUIT),
+        (wish(quitting=True), scene(now=LATE), DrainStep.FORCE),
+        (wish(quitting=True), scene(process=None, answers=False), DrainStep.WAIT),
+        (wish(quitting=True), scene(process=NEW, answers=False), DrainStep.WAIT),
+        (wish(quitting=True), scene(process=NEW), DrainStep.DONE),
+        (wish(), scene(process=NEW, blockers=SOMEBODY, now=LATE), DrainStep.DONE),
+        (wish(replaced=None), scene(process=None, answers=False, now=LATE), DrainStep.WAIT),
+        (wish(replaced=None), scene(process=NEW), DrainStep.DONE),
     ],
 )
-def test_next_step(wanted: Wish, stands: Scene, step: Step) -> None:
+def test_next_step(wanted: DesiredState, stands: ObservedState, step: DrainStep) -> None:
     """Each step follows from what is wanted and from what is so."""
     assert drain.next_step(wanted, stands) is step
 
 
 SCENES = st.builds(
-    Scene,
+    ObservedState,
     process=st.sampled_from([OLD, NEW, None]),
     answers=st.booleans(),
-    occupants=st.sampled_from([(), SOMEBODY]),
+    blockers=st.sampled_from([(), SOMEBODY]),
     tried=st.booleans(),
     now=st.sampled_from([EARLY, LATE]),
 )
@@ -87,20 +87,23 @@ WISHES = st.builds(
 
 
 @given(WISHES, SCENES)
-def test_nobody_is_harmed_before_time(wanted: Wish, stands: Scene) -> None:
+def test_nobody_is_harmed_before_time(wanted: DesiredState, stands: ObservedState) -> None:
     """Without a deadline, or before it, nobody is ended and nothing forced; only a restart stops a daemon at all."""
     step = drain.next_step(wanted, stands)
     if not wanted.is_late(stands.now):
-        assert step not in {Step.END, Step.FORCE}
+        assert step not in {DrainStep.END, DrainStep.FORCE}
     if wanted.intent is not Intent.RESTART:
-        assert step not in {Step.QUIT, Step.FORCE}
+        assert step not in {DrainStep.QUIT, DrainStep.FORCE}
 
 
 @given(WISHES, SCENES)
-def test_a_successor_is_left_alone(wanted: Wish, stands: Scene) -> None:
+def test_a_successor_is_left_alone(wanted: DesiredState, stands: ObservedState) -> None:
     """What came in the place of the daemon that was to be replaced is not stopped, however often it is asked."""
     if stands.process != wanted.replaced:
-        assert drain.next_step(wanted, stands) not in {Step.QUIT, Step.FORCE, Step.END} or wanted.intent is Intent.DRAIN
+        assert (
+            drain.next_step(wanted, stands) not in {DrainStep.QUIT, DrainStep.FORCE, DrainStep.END}
+            or wanted.intent is Intent.DRAIN
+        )
 
 
 @pytest.mark.parametrize(
@@ -114,7 +117,9 @@ def test_a_successor_is_left_alone(wanted: Wish, stands: Scene) -> None:
         (wish(Intent.DRAIN, at=5.0), OLD, 4.0, None),
     ],
 )
-def test_met(wanted: Wish, process: ProcessIdentity | None, started: float, replaced: ProcessIdentity | None) -> None:
+def test_met(
+    wanted: DesiredState, process: ProcessIdentity | None, started: float, replaced: ProcessIdentity | None
+) -> None:
     """A restart is of the process that ran when it was wanted, also where that was found only later."""
     assert drain.met(wanted, process, started) == replace(wanted, replaced=replaced)
 
@@ -127,7 +132,7 @@ class TestAnotherBoot:
         found = drain.take_up(wish(quitting=True, at=5.0), "another")
         assert (found.deadline, found.replaced, found.quitting, found.boot) == (None, None, False, "another")
         assert drain.met(found, OLD, 4.0) == found
-        assert drain.next_step(found, scene(process=OLD)) is Step.DONE
+        assert drain.next_step(found, scene(process=OLD)) is DrainStep.DONE
 
     @pytest.mark.parametrize("intent", Intent)
     def test_what_is_wanted(self, intent: Intent) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpsd.core.supervision.restart import Death, RestartPolicy, Verdict, decide, recent
+from mpsd.core.supervision.restart import Death, RestartPolicy, RestartVerdict, decide, recent
 
 POLICY: Final = RestartPolicy(deaths=5, window=60.0, first_delay=0.5, longest_delay=15.0)
 
@@ -19,18 +19,18 @@ def deaths(*times: float) -> list[Death]:
 @pytest.mark.parametrize(
     ("times", "now", "verdict", "least", "most"),
     [
-        ([100], 100, Verdict.AT_ONCE, 0, 0),
-        ([30, 100], 100, Verdict.AT_ONCE, 0, 0),  # the first one is forgiven by now
-        ([40, 100], 100, Verdict.LATER, 0.25, 0.5),  # exactly at the end of the window it still counts
-        ([99, 100], 100, Verdict.LATER, 0.25, 0.5),
-        ([98, 99, 100], 100, Verdict.LATER, 0.5, 1),
-        ([97, 98, 99, 100], 100, Verdict.LATER, 1, 2),
-        ([96, 97, 98, 99, 100], 100, Verdict.GIVE_UP, 0, 0),
-        ([39, 97, 98, 99, 100], 100, Verdict.LATER, 1, 2),
-        ([], 100, Verdict.AT_ONCE, 0, 0),
+        ([100], 100, RestartVerdict.AT_ONCE, 0, 0),
+        ([30, 100], 100, RestartVerdict.AT_ONCE, 0, 0),  # the first one is forgiven by now
+        ([40, 100], 100, RestartVerdict.LATER, 0.25, 0.5),  # exactly at the end of the window it still counts
+        ([99, 100], 100, RestartVerdict.LATER, 0.25, 0.5),
+        ([98, 99, 100], 100, RestartVerdict.LATER, 0.5, 1),
+        ([97, 98, 99, 100], 100, RestartVerdict.LATER, 1, 2),
+        ([96, 97, 98, 99, 100], 100, RestartVerdict.GIVE_UP, 0, 0),
+        ([39, 97, 98, 99, 100], 100, RestartVerdict.LATER, 1, 2),
+        ([], 100, RestartVerdict.AT_ONCE, 0, 0),
     ],
 )
-def test_table(times: list[float], now: float, verdict: Verdict, least: float, most: float) -> None:
+def test_table(times: list[float], now: float, verdict: RestartVerdict, least: float, most: float) -> None:
     """The first death in the window is answered at once, further ones later and later, the last one not at all."""
     for jitter in (0.0, 0.5, 0.999):
         decision = decide(deaths(*times), POLICY, now, jitter)
@@ -54,14 +54,14 @@ def test_because_tells_the_tally() -> None:
 
 def test_one_death_can_be_too_many() -> None:
     """A policy may forgive nothing."""
-    assert decide(deaths(1), RestartPolicy(deaths=1), 1, 0).verdict is Verdict.GIVE_UP
+    assert decide(deaths(1), RestartPolicy(deaths=1), 1, 0).verdict is RestartVerdict.GIVE_UP
 
 
 def test_delay_has_a_bound() -> None:
     """However many deaths a policy allows, no delay is longer than it says, and none overflows."""
     policy = RestartPolicy(deaths=10_000, window=1e9)
     decision = decide(deaths(*range(5000)), policy, 5000, 0.999)
-    assert decision.verdict is Verdict.LATER
+    assert decision.verdict is RestartVerdict.LATER
     assert policy.longest_delay / 2 <= decision.delay <= policy.longest_delay
 
 
@@ -79,10 +79,10 @@ def test_any_tally(times: list[float], window: float, count: int, jitter: float)
     counting = recent(tally, policy, now)
     decision = decide(tally, policy, now, jitter)
     assert all(now - death.at <= window for death in counting)
-    assert (decision.verdict is Verdict.GIVE_UP) == (len(counting) >= count)
+    assert (decision.verdict is RestartVerdict.GIVE_UP) == (len(counting) >= count)
     assert decision == decide(counting, policy, now, jitter)
     assert 0 <= decision.delay <= policy.longest_delay
-    assert (decision.delay > 0) == (decision.verdict is Verdict.LATER)
+    assert (decision.delay > 0) == (decision.verdict is RestartVerdict.LATER)
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=6), st.floats(0, 1, exclude_max=True))

@@ -14,8 +14,9 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from mpsd.daemon.api import schema
-from mpsd.daemon.api.routes import EVENTS_PATH, OPENAPI_PATH, ROUTES, Role
+from mpsd.core.roles import Role
+from mpsd.daemon.api.routes import EVENTS_PATH, OPENAPI_PATH, ROUTES
+from mpsd.daemon.http.problems import Problem
 from tests.daemon.caller import NOBODY, Caller, calling, needs_root
 from tests.daemon.conftest import Start
 from tests.node import Answer, Node
@@ -283,9 +284,7 @@ class TestDocument:
     def test_problem_is_documented(self, document: Any) -> None:
         """Errors have their schema, too."""
         documented = document["components"]["schemas"]["Problem"]
-        assert documented["properties"].keys() == {
-            field.encode_name for field in msgspec.structs.fields(schema.Problem)
-        }
+        assert documented["properties"].keys() == {field.encode_name for field in msgspec.structs.fields(Problem)}
 
 
 class TestSocket:

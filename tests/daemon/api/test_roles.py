@@ -4,7 +4,8 @@ from typing import Any, Final
 
 import pytest
 
-from mpsd.daemon.api.routes import EVENTS_PATH, OPENAPI_PATH, ROUTES, Role
+from mpsd.core.roles import Role
+from mpsd.daemon.api.routes import EVENTS_PATH, OPENAPI_PATH, ROUTES
 from tests.daemon.api.conftest import MakeLine
 from tests.daemon.caller import NOBODY, Caller, calling, needs_root
 from tests.daemon.conftest import Start

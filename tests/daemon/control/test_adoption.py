@@ -60,7 +60,7 @@ class TestAway:
             "active_thread_percentage": (50.0, 10.0),
             "pinned_device_mem_limit": (8 << 30, 1 << 30),
         }
-        assert len(node.events("limit_drift_over", daemon="gpu1")) == 1
+        assert len(node.events("limit_drift_ended", daemon="gpu1")) == 1
         assert node.events("limit_drift", daemon="gpu0") == []
 
     def test_death(self, node: Node) -> None:

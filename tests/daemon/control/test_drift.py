@@ -60,7 +60,7 @@ def test_percentage(node: Node, name: str) -> None:
     assert untouched(node.daemons()["gpu9"]) == untouched(other)
     (told,) = node.events("limit_drift", daemon=name)
     assert (told["wanted"], told["found"], told["command"]) == (50.0, 10.0, command)
-    assert len(node.events("limit_drift_over", daemon=name)) == 1
+    assert len(node.events("limit_drift_ended", daemon=name)) == 1
 
     status = node.get("/v1/status").json
     assert status["healthy"] is True

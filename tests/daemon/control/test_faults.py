@@ -32,7 +32,7 @@ def test_fatal_fault(node: Node) -> None:
         for client in (one, other):
             event(node, "client_attributed", client=client.pid)
         assert not one.fault()["ok"]
-        told = event(node, "leases_hit")
+        told = event(node, "leases_faulted")
         assert set(told["clients"]) == clients
         assert set(told["leases"]) == {each["id"] for each in node.get("/v1/leases").json["leases"]}
         assert told["server"] == one.hello["server"]

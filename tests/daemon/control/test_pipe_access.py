@@ -133,7 +133,7 @@ class TestEveryDriver:
             ann.kill()
             is_shut(node, ANN)
         assert reaches(node, 0)
-        assert node.events("reach_drift") == []
+        assert node.events("pipe_access_drift") == []
 
     def test_new_daemon(self, make_node: Start, real: RealDaemon) -> None:
         """A control daemon that takes a dead one's place makes a socket for everybody; the leases still decide."""
@@ -217,7 +217,7 @@ class TestEveryDriver:
             node.reload(DENY)
             assert not reaches(node, BOB)
             assert reaches(node, ANN)
-        assert node.events("reach_drift") == []
+        assert node.events("pipe_access_drift") == []
 
 
 @pytest.mark.parametrize("real", branches(555))
@@ -330,10 +330,12 @@ class TestOneDriver:
             kept = facl(directory)
             directory.chmod(0o755)
             wait_until(lambda: facl(directory) == kept, what="the directory to be closed again")
-            told = node.events("reach_drift", path=str(directory))
+            told = node.events("pipe_access_drift", path=str(directory))
             assert [line["found"] for line in told] == ["user::rwx,user:61001:r-x,group::---,mask::r-x,other::r-x"]
             (directory / "control").chmod(0o666)
-            wait_until(lambda: node.events("reach_drift", path=str(directory / "control")), what="that to be told too")
+            wait_until(
+                lambda: node.events("pipe_access_drift", path=str(directory / "control")), what="that to be told too"
+            )
             wait_until(lambda: reaches(node, ANN) and not reaches(node, BOB), what="all to be as before")
 
     def test_grant_that_cannot_be_opened(self, make_node: Start) -> None:
@@ -344,7 +346,7 @@ class TestOneDriver:
             answer = ann.admit(**SMALL)
             assert (answer.status, answer.json["code"], answer.json["limit"]) == (
                 409,
-                "reach",
+                "pipe_access",
                 "enforcement.unadmitted",
             )
             assert str(directory) in answer.json["detail"]
@@ -361,7 +363,7 @@ class TestOneDriver:
             wait_until(lambda: node.events("lease_waits", uid=ANN), what="a request to wait")
             assert node.request("DELETE", f"/v1/leases/{first}").status == 204
             answer = asked.result(timeout=20)
-            assert (answer.status, answer.json["code"]) == (409, "reach")
+            assert (answer.status, answer.json["code"]) == (409, "pipe_access")
             assert node.get("/v1/leases").json["leases"] == []
         ended = wait_until(lambda: node.events("lease_ended", uid=ANN), what="that to be told")
         assert [line["because"] for line in ended] == [answer.json["detail"]]
@@ -373,7 +375,7 @@ class TestOneDriver:
             lease = granted(ann)
             with unchangeable(node.pipe_directory("gpu0")):
                 end(ann, lease)
-                wait_until(lambda: node.events("reach_not_held"), what="that to be told")
+                wait_until(lambda: node.events("pipe_access_not_held"), what="that to be told")
                 wait_until(lambda: not node.get("/v1/status").json["healthy"], what="the node to be unhealthy")
                 refused = node.request("POST", "/v1/leases", SMALL)
                 assert refused.json["code"] == "daemon_not_ready"

@@ -86,7 +86,7 @@ class TestWanted:
         node.start()
         assert (nvml.compute_mode(FIRST), written(node)) == (EXCLUSIVE, {FIRST: name})
         assert (gpu(node)["compute_mode"], gpu(node)["health"]) == ("exclusive-process", "ok")
-        (was_set,) = node.events("gpu_mode_set")
+        (was_set,) = node.events("compute_mode_set")
         assert (was_set["uuid"], was_set["found"], was_set["mode"]) == (FIRST, name, "exclusive-process")
         assert was_set["because"] == 'daemon.compute_mode = "exclusive-process"'
         assert node.get("/v1/status").json["notes"] == []
@@ -94,13 +94,13 @@ class TestWanted:
         node.end()
         assert (nvml.compute_mode(FIRST), written(node)) == (EXCLUSIVE, {FIRST: name})
         node.start()
-        assert len(node.events("gpu_mode_set")) == 1
+        assert len(node.events("compute_mode_set")) == 1
 
         answer = node.reload(LEAVE)
         assert answer["applied"] == ["daemon.compute_mode"]
         wait_until(lambda: not written(node), what="the mode to be given back")
         assert nvml.compute_mode(FIRST) == found
-        (given_back,) = node.events("gpu_mode_returned")
+        (given_back,) = node.events("compute_mode_restored")
         assert (given_back["mode"], given_back["because"]) == (name, 'daemon.compute_mode = "leave"')
         assert gpu(node)["compute_mode"] == name
 
@@ -120,7 +120,7 @@ class TestWanted:
         assert (nvml.compute_mode(FIRST), written(node)) == (EXCLUSIVE, {FIRST: "default"})
         assert node.end() == 0
         assert (nvml.compute_mode(FIRST), written(node)) == (DEFAULT, {})
-        (given_back,) = node.events("gpu_mode_returned")
+        (given_back,) = node.events("compute_mode_restored")
         assert given_back["because"] == "an operator stopped the control daemons"
         (down,) = node.events("daemon_state", state="down", before="stopping")
         assert down["at"] < given_back["at"]
@@ -146,8 +146,8 @@ class TestWanted:
         node.end()
         node.start()
         assert (nvml.compute_mode(FIRST), written(node)) == (EXCLUSIVE, {})
-        assert not node.events("gpu_mode_set")
-        assert not node.events("gpu_mode_returned")
+        assert not node.events("compute_mode_set")
+        assert not node.events("compute_mode_restored")
 
     def test_gpus_that_cannot_run_mps_are_left(self, node: Node, nvml: FakeNvml) -> None:
         """A GPU with MIG on has no control daemon, and keeps its mode."""
@@ -166,7 +166,7 @@ class TestWanted:
         node.config = LEAVE
         node.start()
         assert nvml.compute_mode(FIRST) == EXCLUSIVE
-        assert not node.events("gpu_mode_returned")
+        assert not node.events("compute_mode_restored")
 
     @pytest.mark.parametrize("text", ["", "{", "[]", '{"boot_id": "x", "found": {}, "more": 1}'])
     def test_record_that_is_damaged(self, node: Node, nvml: FakeNvml, text: str) -> None:
@@ -178,7 +178,7 @@ class TestWanted:
         node.config = LEAVE
         node.start()
         assert nvml.compute_mode(FIRST) == EXCLUSIVE
-        (told,) = node.events("gpu_mode_not_kept")
+        (told,) = node.events("compute_mode_not_stored")
         assert "compute-modes.damaged" in told["because"]
         assert path.with_suffix(".damaged").read_text() == text
 
@@ -242,7 +242,7 @@ class TestDeath:
         node.config = LEAVE
         node.start()
         assert (nvml.compute_mode(FIRST), written(node)) == (DEFAULT, {})
-        assert len(node.events("gpu_mode_returned" if after else "gpu_mode_left")) == 1
+        assert len(node.events("compute_mode_restored" if after else "compute_mode_left")) == 1
 
     @pytest.mark.parametrize("after", [False, True])
     def test_while_it_is_set_and_still_wanted(self, node: Node, nvml: FakeNvml, after: bool) -> None:  # noqa: FBT001
@@ -313,7 +313,7 @@ class TestTrouble:
         refused = node.request("POST", "/v1/leases", {**SMALL, "gpu": "0"})
         assert (refused.status, refused.json["code"]) == (409, "daemon_not_ready")
         assert "Insufficient Permissions" in refused.json["detail"]
-        assert len(node.events("gpu_mode_trouble")) == 1
+        assert len(node.events("compute_mode_trouble")) == 1
 
         read = look(node)
         assert read()["health"] == "misconfigured"
@@ -336,7 +336,7 @@ class TestTrouble:
         assert "somebody changed it" in wrong["because"]
         assert node.request("POST", "/v1/leases", {**SMALL, "gpu": "0"}).status == 409
         assert read() == wrong
-        (told,) = node.events("gpu_mode_trouble")
+        (told,) = node.events("compute_mode_trouble")
         assert (told["uuid"], told["mode"]) == (FIRST, "default")
         assert node.request("POST", "/v1/daemons/gpu0/reset").status == 202
         wait_until(lambda: gpu(node)["health"] == "ok", what="it to be set again")
@@ -346,7 +346,7 @@ class TestTrouble:
         node.reload(LEAVE)
         wait_until(lambda: not written(node), what="mpsd to let go of both")
         assert (nvml.compute_mode(FIRST), nvml.compute_mode(SECOND)) == (PROHIBITED, DEFAULT)
-        (left,) = node.events("gpu_mode_left")
+        (left,) = node.events("compute_mode_left")
         assert (left["mode"], left["found"]) == ("prohibited", "default")
 
     def test_gpu_that_was_lost(self, node: Node, nvml: FakeNvml) -> None:
@@ -360,7 +360,7 @@ class TestTrouble:
         nvml.show(*TWO_GPUS)
         assert read()["health"] == "ok"
         assert nvml.compute_mode(FIRST) == EXCLUSIVE
-        assert not node.events("gpu_mode_trouble")
+        assert not node.events("compute_mode_trouble")
 
     def test_gpu_that_is_gone(self, node: Node, nvml: FakeNvml) -> None:
         """What is written down of a GPU that is not there waits until it is, and is told."""

@@ -81,7 +81,7 @@ def unharmed(node: Node) -> Iterator[None]:
     assert node.unharmed() == daemons
     assert memory(node) - size < 10 * MIB
     said = node.stderr.read_bytes()[before:].decode()
-    decisions = {"lease_granted", "lease_waits", "lease_refused", "lease_ended", "limits_verified", "caller_refused"}
+    decisions = {"lease_granted", "lease_waits", "lease_refused", "lease_ended", "limits_verified", "peer_refused"}
     assert all(re.search(r'"event": ?"(\w+)"', each)[1] in decisions for each in said.splitlines()), said  # type: ignore[index]
     for lease in node.get("/v1/leases").json["leases"]:
         node.request("DELETE", f"/v1/leases/{lease['id']}")

@@ -16,7 +16,7 @@ from typing import Final
 import pytest
 
 from mpsd.daemon.http.connection import Connection, Message
-from mpsd.daemon.http.peer import Visitor
+from mpsd.daemon.http.peer import Peer
 from tests.daemon.conftest import Start
 from tests.daemon.leases.asking import Talk, message
 from tests.harness import wait_until
@@ -315,7 +315,7 @@ async def _asked() -> list[str]:
         for name in ("many", "one"):
             ours, theirs = socket.socketpair()
             callers.append(stack.enter_context(ours))
-            make = partial(Connection, Visitor(theirs), serve_to(name), inside, 60)
+            make = partial(Connection, Peer(theirs), serve_to(name), inside, 60)
             await loop.connect_accepted_socket(make, theirs)
         for caller, requests in zip(callers, (3, 1), strict=True):
             caller.send(b"GET / HTTP/1.1\r\n\r\n" * requests)

@@ -342,7 +342,7 @@ class TestDescriptors:
         wait_until(lambda: descriptors(line.node) <= before + 2, what="the descriptors to be given back")
         assert line.node.daemons()["gpu0"]["pid"] == pid
         assert line.node.events("daemon_state", state="unresponsive") == []
-        assert 0 < len(line.node.events("door_stuck")) < 5
+        assert 0 < len(line.node.events("listener_stuck")) < 5
 
 
 class TestMemory:

@@ -315,7 +315,7 @@ class TestEnd:
             )
             answer = connection.makefile("rb").read().decode()
         assert answer.startswith("HTTP/1.1 403 ")
-        assert '"caller_unknown"' in answer
+        assert '"peer_unknown"' in answer
         assert node.get("/v1/leases").json["leases"] == []
 
 

@@ -74,5 +74,5 @@ def test_other_shared_memory(node: Node, container: Container) -> None:
     """Who has a /dev/shm of its own is let in, and told of in the log: CUDA may need one that is shared."""
     caller = container("mount('none', '/dev/shm', b'tmpfs', 0)")
     assert caller.admit(**SMALL).status == 201
-    (told,) = node.events("shared_memory_apart", pid=caller.pid)
+    (told,) = node.events("shared_memory_differs", pid=caller.pid)
     assert "hostIPC: true" in told["hint"]

@@ -53,7 +53,7 @@ def rungs(node: Node, pid: int) -> list[str]:
 
 def over(node: Node, **facts: object) -> None:
     """Wait until a violation is over."""
-    event(node, "violation_over", **facts)
+    event(node, "violation_ended", **facts)
 
 
 def stands_in(path: Path, node: Node, branch: int, before: str = "") -> Path:
@@ -259,7 +259,7 @@ def test_no_zero(make_node: Start, short_tmp: Path, branch: int, instead: str | 
             over(node, pid=other.pid)
         assert stubborn.sync()["ok"]
         assert rungs(node, stubborn.pid) == ["SIGTERM", "terminate_client"]
-        assert node.events("violation_over", pid=stubborn.pid) == []
+        assert node.events("violation_ended", pid=stubborn.pid) == []
 
 
 def test_grace(node: Node) -> None:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from mpsd.core.settings import Row, Settings, parse, render, rows
+from mpsd.core.settings import SettingRow, Settings, parse, render, rows
 from tests.gate.generate import assert_written
 
 CONTRACT = {
@@ -30,11 +30,11 @@ CONTRACT = {
 class TestEachSetting:
     """What holds for every row."""
 
-    def test_is_documented(self, row: Row) -> None:
+    def test_is_documented(self, row: SettingRow) -> None:
         """Its help is one line that fits into a table, and no sentence of its own."""
         assert re.fullmatch(r"[^\n|]+[^\n.]", row.help)
 
-    def test_default_reads_back(self, row: Row) -> None:
+    def test_default_reads_back(self, row: SettingRow) -> None:
         """Its default, written as the table shows it, is read from a file as the same value."""
         if row.default is None:
             return

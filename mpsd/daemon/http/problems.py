@@ -1,0 +1,67 @@
+"""Errors as answers: the one module that renders an error for the API, as a problem document of RFC 9457.
+
+An error is answered on a connection (`problem_answer`), or as the only bytes of one that is closed behind them
+(`closing_response`): where too many are connected, and where mpsd cannot start.
+"""
+
+import http
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from mpsd.core.errors import InvalidRequestError, MpsdError
+from mpsd.daemon.http.connection import Answer, Message
+
+_MEDIA_TYPE: Final = "application/problem+json"
+
+
+class Problem(Struct):
+    """An error, after RFC 9457: `code` for programs, `hint` for people, `limit` where one was hit."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+    hint: str
+    limit: str | None = None
+
+
+def problem(error: MpsdError, status: int | None = None) -> Problem:
+    """Return the document for an error, by default with the status of its class."""
+    status = status or error.status
+    return Problem(
+        type=f"urn:mpsd:error:{error.code}",
+        title=http.HTTPStatus(status).phrase,
+        status=status,
+        detail=error.detail,
+        code=error.code,
+        hint=error.hint,
+        limit=error.limit,
+    )
+
+
+def problem_answer(error: MpsdError, status: int | None = None, *, allow: str = "") -> Answer:
+    """Return the answer for an error; `allow` names the methods that the path takes."""
+    document = problem(error, status)
+    return Answer(document.status, msgspec.json.encode(document), _MEDIA_TYPE, allow)
+
+
+def unreadable(message: Message) -> Answer:
+    """Return the answer to a request that is not HTTP/1.1."""
+    hint = "send plain HTTP/1.1, as curl --unix-socket does"
+    return problem_answer(InvalidRequestError(f"this cannot be read as HTTP/1.1: {message.trouble}", hint=hint), 400)
+
+
+def closing_response(error: MpsdError, status: int | None = None) -> bytes:
+    """Return a whole HTTP/1.1 response for an error, after which the connection is closed."""
+    document = problem(error, status)
+    body = msgspec.json.encode(document)
+    head = (
+        f"HTTP/1.1 {document.status} {document.title}",
+        f"Content-Type: {_MEDIA_TYPE}",
+        f"Content-Length: {len(body)}",
+        "Connection: close",
+    )
+    return "\r\n".join((*head, "", "")).encode() + body

@@ -10,7 +10,7 @@ import pytest
 
 from tests import real
 from tests.durability.forked import ForkedNode
-from tests.fork_server import ForkServer
+from tests.fork_server import ForkServer, running_fork_server
 from tests.node import Node
 
 Start = Callable[..., Node]
@@ -24,7 +24,7 @@ Fork = Callable[..., ForkedNode]
 
 
 @pytest.fixture(scope="module")
-def running_fork_server(private_root: Path) -> Iterator[ForkServer]:
+def fork_server(private_root: Path) -> Iterator[ForkServer]:
     """Give a process that forks mpsd, with the library that ends it at a store operation."""
     library = private_root / "kill_at.so"
     subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-o", library, _HERE / "kill_at.c", "-ldl"], check=True)

@@ -215,7 +215,7 @@ class Verify(TypedDict):
     violations: list[str]
 
 
-class ProgramKind(TypedDict):
+class Component(TypedDict):
     """One part of the node in the summary."""
 
     name: str
@@ -231,8 +231,8 @@ class Status(TypedDict):
     version: str
     simulated: bool
     since: str
-    gpus: list[ProgramKind]
-    daemons: list[ProgramKind]
+    gpus: list[Component]
+    daemons: list[Component]
     drift: list[str]
     leases: int
     waiting: int

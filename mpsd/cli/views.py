@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _UNKNOWN = "unknown"
 _SEVERAL = 2
-_LONGEST_EVENT = 20
+_LONGEST_EVENT = 24
 
 
 # -- the node ----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,10 @@
-"""What becomes of settings that changed while mpsd runs: some apply at once, others wait for a restart. Pure."""
+"""Settings that change while mpsd runs: some apply at once, others wait for a restart.
 
+`LiveSettings` is the one door to the settings in force. A part of mpsd that uses a setting reads `current` each time;
+one that has to act on a change registers with `follow`. So a reload is handed on by nobody. The functions are pure.
+"""
+
+from collections.abc import Callable
 from dataclasses import replace
 
 from mpsd.core.settings import Settings, rows
@@ -30,3 +35,25 @@ def reloaded(old: Settings, new: Settings) -> Settings:
         part = replace(getattr(result, section), **{name: getattr(getattr(new, section), name)})
         result = replace(result, **{section: part})
     return result
+
+
+class LiveSettings:
+    """The settings in force, and who acts when a reload replaces them."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.current = settings
+        """The settings in force. Only `reload` replaces them."""
+        self._followers: list[Callable[[Settings], None]] = []
+
+    def follow(self, apply: Callable[[Settings], None]) -> None:
+        """Have `apply` called with the settings now, and after each reload. Followers are called in this order."""
+        self._followers.append(apply)
+        apply(self.current)
+
+    def reload(self, wanted: Settings) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Apply what a reload may apply; return the settings that were applied, and those that need a restart."""
+        applied, waiting = changed(self.current, wanted)
+        self.current = reloaded(self.current, wanted)
+        for apply in self._followers:
+            apply(self.current)
+        return applied, waiting

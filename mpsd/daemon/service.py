@@ -9,17 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from mpsd.core import reload
-from mpsd.core.admission.ledger import Ledger
+from mpsd.core.admission.ledger import AdmissionRules, Ledger
 from mpsd.core.admission.usage import Usage
 from mpsd.core.errors import ConfigurationError
+from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import Settings
 from mpsd.daemon.api.server import Api
 from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.leases.lease_store import LEASES_BALLAST, LEASES_SCHEMA, LeaseStore
 from mpsd.daemon.leases.leases import Leases
 from mpsd.daemon.leases.limit_gates import LimitGates
-from mpsd.daemon.node.node import Node, rules
+from mpsd.daemon.node.node import Node
 from mpsd.daemon.record import log as logs
 from mpsd.daemon.record.events import Events
 from mpsd.daemon.record.history import HISTORY_SCHEMA, known_usage, note_usage
@@ -100,14 +100,16 @@ async def serve(plan: Plan) -> None:
             _report(log, events, store, history)
             half_life = settings.admission.usage_half_life
             lease_store = LeaseStore(store)
-            ledger = Ledger(rules(settings), Usage(half_life, known_usage(history, half_life)))
-            limit_gates = LimitGates(settings, NodePipeAccess(run_dir.daemon, ledger.holders, settings.unadmitted, log))
+            ledger = Ledger(AdmissionRules(), Usage(half_life, known_usage(history, half_life)))
+            live = LiveSettings(settings)
+            pipe_access = NodePipeAccess(run_dir.daemon, ledger.holders, live, log)
+            limit_gates = LimitGates(live, pipe_access)
             leases = Leases(
                 ledger,
                 lease_store,
                 limit_gates,
                 log,
-                grace=settings.admission.hang_up_grace,
+                settings=live,
                 tell=events.tell,
                 told=events.turn,
                 note_usage=lambda usage: note_usage(history, usage, events.trouble),
@@ -116,9 +118,10 @@ async def serve(plan: Plan) -> None:
                 source,
                 plan.program,
                 run_dir=run_dir,
-                settings=settings,
+                settings=live,
                 leases=leases,
                 limit_gates=limit_gates,
+                pipe_access=pipe_access,
                 log=log,
                 simulated=plan.simulated,
             )
@@ -228,8 +231,7 @@ def _reload(plan: Plan, node: Node, notifier: ServiceNotifier, log: Logger) -> N
         log.error(EventName.SETTINGS_REFUSED, because=error.detail, hint=error.hint)
         notifier.reloaded(refused=error.detail)
         return
-    applied, waiting = reload.changed(node.settings, wanted)
-    node.reload(reload.reloaded(node.settings, wanted))
+    applied, waiting = node.settings.reload(wanted)
     daemons = {each.name: list(each.restart_for) for each in node.daemons() if each.restart_for}
     log.info(EventName.SETTINGS_RELOADED, applied=list(applied), needs_restart=list(waiting), daemons=daemons)
     notifier.reloaded()

@@ -310,7 +310,7 @@ def test_an_event() -> None:
     facts = {"lease": "lease-1", "gpus": ["GPU-1", "GPU-2"], "clients": [], "pid": 9, "left": 0.5, "limit": None}
     event = {"seq": 7, "at": THEN, "level": "info", "event": "lease_ended", **facts, "because": "uid 0 released it"}
     assert views.event(event) == (
-        f"{THEN}  lease_ended           seq=7 lease=lease-1 gpus=GPU-1,GPU-2 clients=[] pid=9 left=0.5 limit=null"
+        f"{THEN}  lease_ended               seq=7 lease=lease-1 gpus=GPU-1,GPU-2 clients=[] pid=9 left=0.5 limit=null"
         ' because="uid 0 released it"'
     )
     assert " level=error " in views.event({**event, "level": "error"})

@@ -44,12 +44,12 @@ main()
 BLOCKED: Final = """
 import asyncio, signal
 from mpsd.__main__ import main
-from mpsd.daemon.service_manager import Pulse
-run = Pulse.run
+from mpsd.daemon.service_manager import ServiceNotifier
+run = ServiceNotifier.run
 async def blocked(self):
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, signal.sigwait, [signal.SIGUSR2])
     await run(self)
-Pulse.run = blocked
+ServiceNotifier.run = blocked
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
 main()
 """

@@ -19,7 +19,8 @@ from mpsd.core.admission.ledger import AdmissionRules, Ledger
 from mpsd.core.admission.usage import Usage
 from mpsd.core.model import Client, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
-from mpsd.core.settings import LogFormat, Settings, Unadmitted
+from mpsd.core.reload import LiveSettings
+from mpsd.core.settings import LogFormat, Settings
 from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.leases.lease_store import LEASES_SCHEMA, LeaseStore
 from mpsd.daemon.leases.leases import Leases
@@ -214,16 +215,15 @@ async def mpsd(directory: Path) -> AsyncIterator[Leases]:
         (directory / "log").open("a") as stream,
     ):
         ledger, log = Ledger(AdmissionRules(), Usage(3600)), configure(LogFormat.JSON, stream=stream)
-        pipe_access = NodePipeAccess(
-            RunDir(Settings().under(directory), 0).daemon, ledger.holders, Unadmitted.DENY, log
-        )
-        pipe_access.pipe_access(OFFER.daemon, OFFER.gpu)
+        settings = LiveSettings(Settings().under(directory))
+        pipe_access = NodePipeAccess(RunDir(settings.current, 0).daemon, ledger.holders, settings, log)
+        pipe_access.of(OFFER.daemon, OFFER.gpu)
         leases = Leases(
             ledger,
             LeaseStore(store),
-            LimitGates(Settings(), pipe_access),
+            LimitGates(settings, pipe_access),
             log,
-            grace=30,
+            settings=settings,
             tell=lambda turn: turn,
             told=0,
             note_usage=lambda _: None,

@@ -23,7 +23,7 @@ from mpsd.core.admission.usage import Usage
 from mpsd.core.errors import QueueFullError, TooManyLeasesError
 from mpsd.core.model import Lease, LeaseRequest, LeaseState, ProcessIdentity
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
-from mpsd.core.settings import Placement
+from mpsd.core.settings import Admission, Placement
 
 
 class Now(Struct, frozen=True):
@@ -42,6 +42,11 @@ class AdmissionRules:
     leases: int = 10_000
     patience: float = 300.0
     """Seconds for which a request that stands first can be overtaken by those of users who had less."""
+
+    @classmethod
+    def of(cls, settings: Admission) -> "AdmissionRules":
+        """Return what the settings say of it."""
+        return cls(settings.placement, settings.queue_length, settings.leases, settings.patience)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +122,8 @@ class Ledger:
         return self._users.get(uid, _NEWCOMER)
 
     def worth(self, request: LeaseRequest) -> Amount:
-        """Return what a request comes to at most, wherever it goes: what counts against its user's quota."""
+        """Return what a request comes to at most, wherever it goes: its quota counts it. Raises InvalidRequestError."""
+        admission.check(request)
         return self._offers.worth(request)
 
     def places(self, now: float) -> dict[str, QueuePlace]:

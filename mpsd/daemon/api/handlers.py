@@ -120,7 +120,7 @@ class Handlers:
             index=view.index,
             name=gpu.name if gpu else None,
             memory_total=gpu.memory_total if gpu else None,
-            memory_reserved=self._node.settings.admission.memory_reserve + (gpu.memory_reserved if gpu else 0),
+            memory_reserved=self._node.settings.current.admission.memory_reserve + (gpu.memory_reserved if gpu else 0),
             threads_granted=given.threads / 10,
             memory_granted=given.memory,
             memory_held=view.usage.value.memory_used if isinstance(view.usage, Known) else None,
@@ -177,7 +177,7 @@ class Handlers:
         return answer
 
     def _may_see(self, request: Request, lease: Lease) -> bool:
-        return request.admin or self._node.settings.api.open or lease.owner.uid == request.credentials.uid
+        return request.admin or self._node.settings.current.api.open or lease.owner.uid == request.credentials.uid
 
     def _theirs(self, request: Request, *, act: bool) -> Lease:
         """Return the lease that the path names. Raises NotFoundError, NotPermittedError when it is another user's."""
@@ -196,7 +196,7 @@ class Handlers:
 
     async def config(self, _: Request) -> schema.ConfigOut:
         """Return the settings in force."""
-        return schema.ConfigOut(settings.effective(self._node.settings))
+        return schema.ConfigOut(settings.effective(self._node.settings.current))
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
@@ -231,7 +231,7 @@ class Handlers:
         """Give a lease more time."""
         assert isinstance(request.body, lease_schema.RenewRequest)  # noqa: S101 - the route table says so
         lease = self._theirs(request, act=True)
-        ttl = quota.time_to_live(quota.quota_of(request.user, self._node.settings.quota), request.body.ttl)
+        ttl = quota.time_to_live(quota.quota_of(request.user, self._node.settings.current.quota), request.body.ttl)
         return _lease_out(await self._node.leases.renew(lease.id, ttl or request.body.ttl), None)
 
     async def attach(self, request: Request) -> lease_schema.LeaseOut:

@@ -57,7 +57,9 @@ class Operating:
         because = f"uid {request.credentials.uid} {does}"
         if timeout is not None:
             because += f", and ends who is there after {timeout:g} s"
-        operation = supervisor.operation(supervisor.intend(OperatorCommand(intent, because, _operation_id(), timeout)))
+        operation = supervisor.drainer.operation(
+            supervisor.intend(OperatorCommand(intent, because, _operation_id(), timeout))
+        )
         assert operation is not None  # noqa: S101 - it was kept just now
         return schema.OperationOut.of(operation)
 

@@ -86,7 +86,7 @@ class Api:
         """Answer on this socket until cancelled."""
         self._listener = Listener(self._receive, listener, self._log)
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._listener.keep(lambda: self._node.settings))
+            group.create_task(self._listener.keep(lambda: self._node.settings.current))
             group.create_task(self._listener.sweep())
 
     async def leave(self) -> None:
@@ -113,10 +113,10 @@ class Api:
         uid, counted = connection.peer.uid, False
         try:
             row, names = self._find(message)
-            principal = connection.peer.principal(self._node.settings)
+            principal = connection.peer.principal(self._node.settings.current)
             # What matches no route needs a role too: a stranger learns nothing, not even what exists.
             require(principal.role, row.role)
-            self._in_flight.came(uid, self._node.settings.api.requests_per_uid)
+            self._in_flight.came(uid, self._node.settings.current.api.requests_per_uid)
             counted = True
             answer = await row.answer(message, principal, names)
             if answer is not None:
@@ -142,7 +142,7 @@ class Api:
     def _problem(self, error: MpsdError, message: Message) -> Answer:
         """Return the answer that an error is; whoever asked for what it may not have is told of in the log."""
         if isinstance(error, NotPermittedError):
-            credentials = message.connection.peer.principal(self._node.settings).credentials
+            credentials = message.connection.peer.principal(self._node.settings.current).credentials
             self._refusal_log.tell(credentials, f"{message.method} {message.path}".strip(), error.detail)
         return problem_answer(error)
 
@@ -154,7 +154,7 @@ class Api:
 
     async def _read(self, message: Message) -> bytes | bytearray:
         """Return a request's body. Raises InvalidRequestError when it does not come in time, and BodyTooLargeError."""
-        seconds = self._node.settings.api.header_deadline
+        seconds = self._node.settings.current.api.header_deadline
         if not message.complete:  # as most are: there is nothing to wait for
             try:
                 async with asyncio.timeout(seconds):

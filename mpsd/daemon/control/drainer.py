@@ -12,7 +12,7 @@ from typing import Final
 
 from mpsd.core.errors import StorageError
 from mpsd.core.model import Lease, ProcessIdentity
-from mpsd.core.settings import Settings
+from mpsd.core.reload import LiveSettings
 from mpsd.core.supervision import drain
 from mpsd.core.supervision.drain import (
     Blocker,
@@ -48,9 +48,9 @@ class Drainer:
     """What is wanted of one control daemon, and how far it is."""
 
     def __init__(
-        self, name: str, path: Path, *, leases: DaemonLeases, pipe: ControlPipe, settings: Settings, log: Logger
+        self, name: str, path: Path, *, leases: DaemonLeases, pipe: ControlPipe, settings: LiveSettings, log: Logger
     ) -> None:
-        self.settings = settings
+        self._settings = settings
         self._name = name
         self._stored = OperatorIntent(path)
         self._leases = leases
@@ -309,7 +309,7 @@ class Drainer:
         living = process.adopt(identity)
         if living is not None:
             terminate = terminate_contexts_of(self._pipe, server, identity.pid) if server is not None else None
-            await end_client(living, terminate, self.settings.enforcement.grace, self._log, because)
+            await end_client(living, terminate, self._settings.current.enforcement.grace, self._log, because)
         self._tried.add(identity)
 
 

@@ -10,7 +10,7 @@ from mpsd.daemon.control import discovery
 from mpsd.daemon.control.discovery import FOREGROUND, MANY_USERS, DiscoveredProcesses
 from mpsd.daemon.control.pipe_access import PipeAccess
 from mpsd.system import clock, log_file, process, rundir
-from mpsd.system.control_pipe import ControlProgram, variables
+from mpsd.system.control_pipe import ControlPipe, ControlProgram, variables
 from mpsd.system.process import Process
 
 
@@ -27,6 +27,11 @@ class Launcher:
         """The inode of the socket of the daemon that runs, as it was seen first."""
         self._blocked: tuple[int, int] | None = None
         """What its FIFO and its log held when they were looked at last, if there was no room."""
+
+    def pipe(self, deadline: float, key: str) -> ControlPipe:
+        """Return the control pipe to the daemon; the log shows each of its conversations with this key."""
+        paths = self._paths
+        return ControlPipe(self._program, paths.pipe_directory, paths.log_directory, deadline=deadline, key=key)
 
     def look(self) -> DiscoveredProcesses:
         """Look for a control daemon of ours, and for servers that a dead one left, in all of /proc: it takes its time.

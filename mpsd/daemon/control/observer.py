@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -11,7 +11,6 @@ from mpsd.core.enforcement import drift
 from mpsd.core.errors import ControlBusyError, ControlError, ControlUnknownCommandError, LimitNotHeldError
 from mpsd.core.model import Drift, Limits, ProcessIdentity, ReadBack, Server
 from mpsd.core.mps import commands, setters
-from mpsd.core.settings import ControlDaemon
 from mpsd.daemon.control.control_log import ControlLog
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock, process, process_table
@@ -62,27 +61,10 @@ class Observer:
     """The knowledge about one control daemon, and the ways to renew it."""
 
     def __init__(
-        self,
-        program: ControlProgram,
-        paths: DaemonPaths,
-        settings: ControlDaemon,
-        log: Logger,
-        *,
-        woken: Callable[[], None],
-        changed: Callable[[], None],
+        self, program: ControlProgram, paths: DaemonPaths, control_log: ControlLog, pipe: ControlPipe, log: Logger
     ) -> None:
-        """`woken` is called when the log has something for which the daemon is to be asked at once.
-
-        `changed` is called when, by the log or by their own word, its servers serve otherwise than before.
-        """
-        self.control_log = ControlLog(paths, settings.log_size, log, woken=woken, changed=changed)
-        self.pipe = ControlPipe(
-            program,
-            paths.pipe_directory,
-            paths.log_directory,
-            deadline=settings.answer_deadline,
-            key=self.control_log.key,
-        )
+        self.control_log = control_log
+        self.pipe = pipe
         self.read_back: ReadBack | None = None
         self.drift: tuple[Drift, ...] = ()
         """What others changed and is not put back yet."""
@@ -135,10 +117,6 @@ class Observer:
         front_end = f"CUDA_MPS_PIPE_DIRECTORY={self._paths.pipe_directory} {shlex.join(self._program.argv)}"
         found = ", ".join(f"{each.limit} is {each.found} instead of {each.wanted}" for each in self.drift)
         return f"it answers, and {found}", f"set it back: printf '{script}' | {front_end}"
-
-    def configure(self, settings: ControlDaemon) -> None:
-        """Take new settings."""
-        self.pipe.deadline, self.control_log.size = settings.answer_deadline, settings.log_size
 
     # -- talking ------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from mpsd.core.enforcement import access
 from mpsd.core.errors import PipeAccessError
 from mpsd.core.model import Lease
-from mpsd.core.settings import Unadmitted
+from mpsd.core.reload import LiveSettings
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import acl, process_table
 from mpsd.system.acl import EXECUTE, READ, WRITE, Acl
@@ -139,29 +139,30 @@ class PipeAccess:
 
 
 class NodePipeAccess:
-    """The ways to all control daemons."""
+    """Who may reach each control daemon of the node."""
 
     def __init__(
         self,
         paths: Callable[[str], DaemonPaths],
         holders: Callable[[str], Collection[int]],
-        unadmitted: Unadmitted,
+        settings: LiveSettings,
         log: Logger,
     ) -> None:
-        """`paths` says where a daemon has its things, `holders` which uids hold a lease on a GPU now."""
+        """`paths` returns where a daemon's files are, `holders` the uids that hold a lease on a GPU now."""
         self._paths = paths
         self._holders = holders
-        self._unadmitted = unadmitted
+        self._settings = settings
         self._log = log
         self._accesses: dict[str, PipeAccess] = {}
+        settings.follow(lambda _: self.apply())
 
-    def pipe_access(self, name: str, gpu: str) -> PipeAccess:
-        """Return the way to a GPU's control daemon, which follows the leases from now on."""
+    def of(self, name: str, gpu: str) -> PipeAccess:
+        """Return the access to a GPU's control daemon, which follows the leases from now on."""
         wanted = partial(self._wanted, gpu)
         return self._accesses.setdefault(name, PipeAccess(self._paths(name), wanted, self._log.bind(daemon=name)))
 
     def _wanted(self, gpu: str) -> frozenset[int] | None:
-        return access.admitted(self._unadmitted, self._holders(gpu), process_table.own_uid())
+        return access.admitted(self._settings.current.unadmitted, self._holders(gpu), process_table.own_uid())
 
     def open(self, lease: Lease) -> None:
         """Let a lease's uid in wherever it was granted something. Raises ReachError."""
@@ -178,11 +179,10 @@ class NodePipeAccess:
             if share.daemon in self._accesses:  # the GPU of a lease of an earlier mpsd may be gone
                 self._accesses[share.daemon].close()
 
-    def follow(self, unadmitted: Unadmitted) -> None:
-        """Let in on every way just those who are wanted there, from now on by this setting."""
-        self._unadmitted = unadmitted
-        for pipe_access in self._accesses.values():
-            pipe_access.close()
+    def apply(self) -> None:
+        """Admit to each control daemon the uids that the leases and the settings name, and no others."""
+        for each in self._accesses.values():
+            each.close()
 
 
 def _is_let_in(uid: int) -> bool:

@@ -12,9 +12,11 @@ from typing import Final
 from mpsd.core.errors import ConfigurationError, ControlError, ForeignDaemonError, PipeAccessError, StorageError
 from mpsd.core.lifecycle import ANSWERED, RUNNING, Event, State
 from mpsd.core.model import Daemon, Gpu, Limits
+from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import Settings
-from mpsd.core.supervision.drain import Intent, Operation, OperatorCommand
+from mpsd.core.supervision.drain import Intent, OperatorCommand
 from mpsd.core.supervision.restart import RestartVerdict
+from mpsd.daemon.control.control_log import ControlLog
 from mpsd.daemon.control.death_tally import DeathTally
 from mpsd.daemon.control.drainer import DaemonLeases, Drainer
 from mpsd.daemon.control.heartbeat import Heartbeat, longest_round
@@ -52,7 +54,7 @@ class Supervisor:
         program: ControlProgram,
         pipe_access: PipeAccess,
         leases: DaemonLeases,
-        settings: Settings,
+        settings: LiveSettings,
         log: Logger,
         changed: Callable[[], None],
     ) -> None:
@@ -66,28 +68,29 @@ class Supervisor:
         self._launcher = Launcher(gpu, program, pipe_access)
         self._reset_hint = f"mend the cause, then: mpsctl reset {name}"
         self._wake = asyncio.Event()
-        self._observer = Observer(
-            program, pipe_access.paths, settings.daemon, self._log, woken=self._wake.set, changed=changed
-        )
-        self.pipe = self._observer.pipe
+        paths, daemon = pipe_access.paths, settings.current.daemon
+        self._control_log = ControlLog(paths, daemon.log_size, self._log, woken=self._wake.set, changed=changed)
+        self.pipe = self._launcher.pipe(daemon.answer_deadline, self._control_log.key)
+        self._observer = Observer(program, paths, self._control_log, self.pipe, self._log)
         self._instance = Instance(self._launcher, self._observer, self._log, self._wake.set)
-        self._wanted_limits = WantedLimits(self._observer, settings, self._log)
+        self._wanted_limits = WantedLimits(self._observer, settings.current, self._log)
         self._prober = Prober(self._launcher, self._wanted_limits, self._observer, pipe_access, self._log)
         self._lifecycle = Lifecycle(self._log, changed)
-        self._drainer = Drainer(
-            name, pipe_access.paths.operator_intent, leases=leases, pipe=self.pipe, settings=settings, log=self._log
+        self.drainer = Drainer(
+            name, paths.operator_intent, leases=leases, pipe=self.pipe, settings=settings, log=self._log
         )
         self._wanted = True  # whether it should run at all
         self._down = asyncio.Event()
         self.heartbeat = Heartbeat()
         self._due = 0.0
         """When the next thing is due: the end of a delay, the deadline of a start, or the next proof of life."""
+        settings.follow(self._apply)
 
     # -- what others may ask and say ----------------------------------------------------------------------------------
 
     def snapshot(self) -> Daemon:
         """Return everything there is to say about this control daemon at this moment."""
-        evidence, desired = self._instance.evidence, self._drainer.desired
+        evidence, desired = self._instance.evidence, self.drainer.desired
         return Daemon(
             name=self.name,
             gpu=self.gpu.uuid,
@@ -107,9 +110,9 @@ class Supervisor:
             version=self.gpu.driver_version,
             cannot_start=self._observer.cannot_start,
             has_mem_limit=self._observer.has_mem_limit,
-            unknown_lines=self._observer.control_log.unknown,
-            operation=self._drainer.summary if desired.waits and desired.operation else None,
-            restart_for=self._instance.outdated(self._settings),
+            unknown_lines=self._control_log.unknown,
+            operation=self.drainer.summary if desired.waits and desired.operation else None,
+            restart_for=self._instance.outdated(self._settings.current),
         )
 
     def reset(self) -> None:
@@ -119,13 +122,12 @@ class Supervisor:
         self._move(Event.RESET, "an operator reset it")
         self._wake.set()
 
-    def reload(self, settings: Settings) -> None:
-        """Take new settings; limits that differ are set and verified at the next look, for servers that start later."""
-        self._settings = self._drainer.settings = settings
+    def _apply(self, settings: Settings) -> None:
+        """Apply settings. Limits that differ are set and verified at the next look, for servers that start later."""
+        self.pipe.deadline, self._control_log.size = settings.daemon.answer_deadline, settings.daemon.log_size
         if self._wanted_limits.configure(settings):
             self.ask()
         self._lifecycle.notify_changed()
-        self._observer.configure(settings.daemon)
         self._wake.set()
 
     def limit(self, limits: Limits) -> None:
@@ -157,21 +159,17 @@ class Supervisor:
 
         Raises StorageError, and then nothing has changed.
         """
-        operation = self._drainer.want(command, self._instance.identity, silent=self._lifecycle.is_silent)
+        operation = self.drainer.want(command, self._instance.identity, silent=self._lifecycle.is_silent)
         if command.intent is Intent.RESTART and self._instance.process is None:
             self.reset()
         self._apply_desired_state()
         self.ask()
         return operation
 
-    def operation(self, operation: str) -> Operation | None:
-        """Return an operation on this daemon, if it goes on, or is one of those that ended last."""
-        return self._drainer.operation(operation)
-
     async def stop(self, *, force: bool) -> None:
         """Stop the daemon when nobody is left, or by force and its clients with it; return when it is gone."""
         self._wanted = False
-        self._drainer.leave(self._instance.identity)
+        self.drainer.leave(self._instance.identity)
         if force:
             self._move(Event.STOP, "it is stopped with mpsd")
         else:
@@ -185,11 +183,11 @@ class Supervisor:
     async def run(self) -> None:
         """Supervise until cancelled, and then leave the daemon running: its clients must not notice."""
         self._death_tally.load()
-        self._drainer.load()
+        self.drainer.load()
         try:
             while True:
                 self._wake.clear()
-                self.heartbeat.back_in(longest_round(self._settings.daemon))
+                self.heartbeat.back_in(longest_round(self._settings.current.daemon))
                 try:
                     self._handle_exit()
                     await self._one_round()
@@ -200,8 +198,8 @@ class Supervisor:
                     self._lifecycle.explain(error.detail, error.hint)
                     await self._sleep(_TICK)
         finally:
-            self._drainer.close()
-            self._observer.control_log.close()
+            self.drainer.close()
+            self._control_log.close()
             self._instance.close()
 
     async def _one_round(self) -> None:
@@ -213,7 +211,7 @@ class Supervisor:
             case State.DOWN | State.FAILED:
                 await self._instance.find_orphans()
                 if self._wanted and self._lifecycle.state is State.FAILED:
-                    self._drainer.fail(self._lifecycle.because)
+                    self.drainer.fail(self._lifecycle.because)
                 # Nothing happens here by itself, but that orphans go.
                 await self._sleep(_TICK if self._observer.forget_dead_orphans() else None)
             case State.STARTING:
@@ -254,7 +252,7 @@ class Supervisor:
     def _apply_desired_state(self) -> None:
         """Let nobody in where an operator wants that, and everybody where he does no more."""
         if self._lifecycle.state in ANSWERED:
-            self._move(_EVENTS[self._drainer.desired.intent], self._drainer.summary, self._drainer.hint)
+            self._move(_EVENTS[self.drainer.desired.intent], self.drainer.summary, self.drainer.hint)
 
     # -- arriving: adopt what is there, or start ----------------------------------------------------------------------
 
@@ -265,21 +263,21 @@ class Supervisor:
             self._move(Event.REFUSED, error.detail, error.hint)
             return
         if self._instance.process is not None:
-            self._due = clock.monotonic() + self._settings.daemon.start_deadline
+            self._due = clock.monotonic() + self._settings.current.daemon.start_deadline
             self._wanted_limits.forget()
             self._move(Event.ADOPTED, f"pid {self._instance.pid} was found running, and adopted")
-        elif self._drainer.is_clear(found.orphans):
-            if self._drainer.desired.intent is Intent.RESTART:
-                self._observer.control_log.remove_leftovers(self._launcher.remove_leftovers)
+        elif self.drainer.is_clear(found.orphans):
+            if self.drainer.desired.intent is Intent.RESTART:
+                self._control_log.remove_leftovers(self._launcher.remove_leftovers)
             self._start()
         else:
-            self._lifecycle.explain(self._drainer.summary, f"end them at once: mpsctl restart {self.name} --timeout 0")
+            self._lifecycle.explain(self.drainer.summary, f"end them at once: mpsctl restart {self.name} --timeout 0")
             self._lifecycle.notify_changed()
             await self._sleep(_TICK)
 
     def _start(self) -> None:
         try:
-            self._instance.start(self._settings.daemon.users)
+            self._instance.start(self._settings.current.daemon.users)
         except (ConfigurationError, PipeAccessError) as error:
             self._move(Event.REFUSED, error.detail, error.hint)
             return
@@ -288,7 +286,7 @@ class Supervisor:
                 raise  # that is nobody's death: it is tried until the machine has what it takes
             self._record_death(f"it could not be started: {error}")
             return
-        self._due = clock.monotonic() + self._settings.daemon.start_deadline
+        self._due = clock.monotonic() + self._settings.current.daemon.start_deadline
         self._wanted_limits.forget()
         self._move(Event.STARTED, f"pid {self._instance.pid} was started")
 
@@ -298,19 +296,19 @@ class Supervisor:
         is_new = self._instance.is_fresh and not self._wanted_limits.proved
         if is_new and not await self._instance.listens_by(self._due):
             if self._instance.give_up():
-                late = f"it did not listen within {self._settings.daemon.start_deadline:g} s, and so is ended"
+                late = f"it did not listen within {self._settings.current.daemon.start_deadline:g} s, and so is ended"
                 self._move(Event.SILENT, late, f"read {self._pipe_access.paths.control_log}")
             return
         reached = await self._probe()
         if self._lifecycle.state is State.STARTING:
             # It may have bound its socket and not listen yet, a moment that a busy machine makes long.
-            await self._sleep(self._settings.daemon.probe_interval if reached else LISTEN_POLL)
+            await self._sleep(self._settings.current.daemon.probe_interval if reached else LISTEN_POLL)
 
     async def _watch(self) -> None:
         """Look once a second, and at news in the log; talk to the daemon where there is reason to, or it is time."""
         assert self._instance.process is not None  # noqa: S101 - there is one in every state that is watched
         await self._instance.find_orphans()
-        desired = self._drainer.desired
+        desired = self.drainer.desired
         stopped = process.is_stopped(self._instance.process.pid)
         is_stuck = stopped and self._lifecycle.state is State.UNRESPONSIVE
         if any((self._observer.check(), not self._pipe_access.look(), is_stuck)):
@@ -325,7 +323,7 @@ class Supervisor:
         if due:
             await self._probe()
         # Who is there was asked since it was wanted, or it is asked now.
-        if desired is self._drainer.desired and not self._drain():
+        if desired is self.drainer.desired and not self._drain():
             await self._sleep(clock.until_next(_TICK))
 
     async def _probe(self) -> bool:
@@ -345,7 +343,7 @@ class Supervisor:
         self._apply_desired_state()
         # A socket that is gone is looked for all the time, and asked as soon as it is back.
         gone = self._launcher.socket_is_gone
-        pause = _TICK if self._observer.starting else self._settings.daemon.probe_interval
+        pause = _TICK if self._observer.starting else self._settings.current.daemon.probe_interval
         # Who asked while it was talked to may want to know of what came later.
         self._due = 0.0 if gone or questions < self._lifecycle.questions else clock.monotonic() + pause
         self._lifecycle.answer(questions)
@@ -355,24 +353,24 @@ class Supervisor:
 
     def _drain(self) -> bool:
         """Do what is next of what an operator wants; tell whether there is more to do at once."""
-        state, desired = self._lifecycle.state, self._drainer.desired
+        state, desired = self._lifecycle.state, self.drainer.desired
         if not desired.waits:
             return False
         answers = state in ANSWERED and self._wanted_limits.proved
-        quits = self._drainer.advance(self._observer.present, self._instance.identity, answers=answers)
+        quits = self.drainer.advance(self._observer.present, self._instance.identity, answers=answers)
         if quits:
-            self._move(Event.STOP, self._drainer.summary, f"stop it at once: mpsctl restart {self.name} --timeout 0")
-        elif desired is not self._drainer.desired:
+            self._move(Event.STOP, self.drainer.summary, f"stop it at once: mpsctl restart {self.name} --timeout 0")
+        elif desired is not self.drainer.desired:
             self._apply_desired_state()
             self._lifecycle.notify_changed()
         if self._lifecycle.state is State.DRAINING:
-            self._lifecycle.explain(self._drainer.summary, self._drainer.hint)
+            self._lifecycle.explain(self.drainer.summary, self.drainer.hint)
         return quits
 
     async def _quit_or_force(self) -> None:
         """Have the daemon quit, and wait for whoever it waits for; or, when that has to be, by force."""
         try:
-            await self._instance.quit(self.pipe, force=self._drainer.has_to_force(self._instance.identity))
+            await self._instance.quit(self.pipe, force=self.drainer.has_to_force(self._instance.identity))
         except ControlError as error:
             self._lifecycle.explain(error.detail, error.hint)
         await self._sleep(_TICK)
@@ -388,7 +386,7 @@ class Supervisor:
 
     def _record_death(self, how: str) -> None:
         """Note a death, and do what the tally says."""
-        decision = self._death_tally.count(how, self._settings.daemon)
+        decision = self._death_tally.count(how, self._settings.current.daemon)
         self._due = clock.monotonic() + decision.delay
         self._move(Event.DIED, decision.because)
         if decision.verdict is RestartVerdict.GIVE_UP:

@@ -1,6 +1,6 @@
-"""The processes of leases: holders and clients, which keep a lease alive, and whose client is whose."""
+"""The clients of MPS, and the lease that each belongs to."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from mpsd.core.admission.ledger import Ledger
 from mpsd.core.enforcement import attribution
@@ -11,51 +11,30 @@ from mpsd.daemon.leases.limit_gates import LimitGates
 from mpsd.daemon.leases.process_watch import ProcessWatch
 from mpsd.daemon.record.log import EventName
 from mpsd.system import process
-from mpsd.system.process import Process
 
 
 class Clients:
-    """Which processes belong to which lease, from their coming to their end."""
+    """Attributes the clients that control daemons list to leases, and removes those that exit."""
 
-    def __init__(
-        self, ledger: Ledger, turn: GroupCommit, limit_gates: LimitGates, end: Callable[[str, str], None]
-    ) -> None:
-        """`end` is called with a lease that nothing keeps alive any more, and why."""
+    def __init__(self, ledger: Ledger, watch: ProcessWatch, group_commit: GroupCommit, limit_gates: LimitGates) -> None:
         self._ledger = ledger
-        self._group_commit = turn
+        self._group_commit = group_commit
         self._limit_gates = limit_gates
-        self._end = end
-        self._watch = ProcessWatch(self._process_ended)
+        self._watch = watch
 
     def restore(self, lease: Lease) -> None:
-        """Take up the processes of a lease of an earlier mpsd, those that live."""
+        """Watch the processes of a lease of an earlier mpsd, those that live."""
         for identity in (lease.holder, *lease.clients):
             self._watch.watch_identity(lease.id, identity)
 
     def drop_dead_clients(self, lease: Lease) -> None:
-        """Note which clients of a restored lease are gone."""
+        """Remove the clients of a restored lease that have exited."""
         living = self._watch.of(lease.id)
         self._detach(lease, tuple(each for each in lease.clients if each in living))
 
-    def has_living(self, lease_id: str) -> bool:
-        """Tell whether any process keeps a lease alive."""
-        return bool(self._watch.of(lease_id))
-
-    def watch(self, lease_id: str, holder: Process) -> None:
-        """Have a lease live as long as its holder."""
-        self._watch.watch(lease_id, holder)
-
-    def unwatch(self, lease_id: str) -> None:
-        """Forget the processes of a lease that has ended."""
-        self._watch.unwatch(lease_id)
-
-    def let_go(self) -> None:
-        """Watch no more those processes that have had no lease since the last time."""
-        self._watch.let_go()
-
-    def close(self) -> None:
-        """Watch nobody any more; that does nothing to the processes."""
-        self._watch.close()
+    def remove(self, lease: Lease, gone: ProcessIdentity) -> None:
+        """Remove a client that has exited, if it was one."""
+        self._detach(lease, tuple(each for each in lease.clients if each != gone))
 
     def attribute(self, clients: Iterable[Client]) -> None:
         """Attribute clients to the leases whose processes they are or descend from, while those have room."""
@@ -98,19 +77,6 @@ class Clients:
             if any(share.daemon == daemon for share in lease.shares)
             and any(process.cgroup(each.pid) == cgroup for each in self._watch.of(lease.id))
         ]
-
-    def _process_ended(self, lease_id: str, gone: ProcessIdentity) -> None:
-        """Note that a process of a lease is gone, however it went; a lease that it alone kept alive ends."""
-        lease = self._ledger.find(lease_id)
-        if lease is None:
-            return
-        if self._watch.of(lease_id):
-            self._detach(lease, tuple(each for each in lease.clients if each != gone))
-        elif gone == lease.holder:
-            self._end(lease_id, f"its holder, pid {gone.pid}, is gone")
-        else:
-            because = f"its holder, pid {lease.holder.pid}, is gone, and so is its last client, pid {gone.pid}"
-            self._end(lease_id, because)
 
     def _detach(self, lease: Lease, left: tuple[ProcessIdentity, ...]) -> None:
         if left != lease.clients:

@@ -7,19 +7,22 @@ stored in one commit; only then is it told, as an event and to the callers.
 import asyncio
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Final
 
 from mpsd.core.admission.admission import Offer
-from mpsd.core.admission.ledger import Ledger, Now
+from mpsd.core.admission.ledger import AdmissionRules, Ledger, Now
 from mpsd.core.admission.usage import Usage
 from mpsd.core.enforcement import attribution
 from mpsd.core.errors import CapacityError, DoesNotFitError, MpsdError, NotFoundError, StoppingError, StorageError
-from mpsd.core.model import Lease, LeaseRequest, LeaseState, Owner
+from mpsd.core.model import Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
+from mpsd.core.reload import LiveSettings
+from mpsd.core.settings import Settings
 from mpsd.daemon.leases.clients import Clients
 from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.lease_store import LeaseStore
 from mpsd.daemon.leases.limit_gates import LimitGates
+from mpsd.daemon.leases.pending_request import PendingRequest
+from mpsd.daemon.leases.process_watch import ProcessWatch
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock
 from mpsd.system.process import Process
@@ -34,19 +37,6 @@ _USAGE_INTERVAL: Final = 30.0
 """Seconds between two notes of who used how much; so much of it a crash may forget."""
 
 
-@dataclass(slots=True)
-class _Line:
-    """Those who asked for a lease that nobody has heard of yet."""
-
-    decided: asyncio.Future[None] | None = None
-    """For one that waits: done when it is granted, or has ended without."""
-    refusal: MpsdError | None = None
-    """Why it has ended, if so."""
-    listeners: int = 0
-    kept_until: float | None = None
-    """Where nobody listens: until when it is kept for a caller that may come back."""
-
-
 class Leases:
     """Every lease from its request to its end."""
 
@@ -57,33 +47,42 @@ class Leases:
         limit_gates: LimitGates,
         log: Logger,
         *,
-        grace: float,
+        settings: LiveSettings,
         tell: Callable[[int], int],
         note_usage: Callable[[Usage], None],
         told: int,
     ) -> None:
-        """`grace` is for how many seconds a caller that hung up can come back with its request_id.
+        """`tell` stores, as events, what was logged up to a turn, and `told` is the latest turn for which it has.
 
-        `tell` has stored and told, as events, what was logged up to a turn, `told` is the latest turn for which an
-        earlier mpsd had that done, and `note_usage` is called every now and then.
+        `note_usage` is called every now and then with what each user has had.
         """
         self.ledger = ledger
-        self.grace = grace
+        self._settings = settings
         self._store = store
         self._limit_gates = limit_gates
         self._log = log
         self._group_commit = GroupCommit(store, log, tell=tell, finish=self._finish, refuse=self._refuse)
         self._note_usage = note_usage
         self._told = told
-        self.clients = Clients(ledger, self._group_commit, limit_gates, self._end)
+        self._watch = ProcessWatch(self._process_gone)
+        self.clients = Clients(ledger, self._watch, self._group_commit, limit_gates)
         self._asked: dict[tuple[int, str], str] = {}
         """By uid and request_id, the lease that it was given."""
-        self._lines: dict[str, _Line] = {}
-        """By lease that nobody has heard of yet."""
+        self._pending: dict[str, PendingRequest] = {}
+        """By lease whose outcome nobody has heard yet."""
         self._ended: dict[str, Lease] = {}
         self._unsettled = False
         """Whether something ended in this turn, so that others may be granted what it had."""
         self._offered: Iterable[Offer] | None = None
+        settings.follow(self._configure)
+
+    @property
+    def _grace(self) -> float:
+        """Seconds for which a peer that hung up can come back with its request_id."""
+        return self._settings.current.admission.hang_up_grace
+
+    def _configure(self, settings: Settings) -> None:
+        self.ledger.rules = AdmissionRules.of(settings.admission)
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -94,7 +93,7 @@ class Leases:
             while True:
                 await asyncio.sleep(clock.until_next(_TICK))
                 self._end_overdue()
-                self.clients.let_go()
+                self._watch.let_go()
                 self._group_commit.look_for_room()
                 self.settle()  # the order changes with time alone
                 if clock.monotonic() - noted >= _USAGE_INTERVAL:
@@ -103,7 +102,7 @@ class Leases:
         finally:
             self._group_commit.close()
             self._note_usage(self.ledger.usage)
-            self.clients.close()
+            self._watch.close()
 
     def restore(self) -> None:
         """Take up the leases of an earlier mpsd of this boot; call it before anybody can ask for one.
@@ -127,7 +126,7 @@ class Leases:
             self._log.info(EventName.LEASES_RESTORED, leases=left, ended=len(found.leases) - left)
 
     def _take_up(self, lease: Lease, now: float) -> None:
-        if not self.clients.has_living(lease.id):
+        if not self._watch.of(lease.id):
             self._end(lease.id, f"its holder, pid {lease.holder.pid}, died while mpsd was away")
         elif lease.state is not LeaseState.WAITING:
             self._limit_gates.follow(lease)
@@ -135,7 +134,20 @@ class Leases:
         elif lease.request.request_id is None:
             self._end(lease.id, "mpsd was restarted, and its caller had no request_id to come back with")
         else:
-            self._lines[lease.id] = _Line(asyncio.get_running_loop().create_future(), kept_until=now + self.grace)
+            self._pending[lease.id] = PendingRequest.waiting(kept_until=now + self._grace)
+
+    def _process_gone(self, lease_id: str, gone: ProcessIdentity) -> None:
+        """End a lease whose last process is gone, however it went; otherwise remove that process from its clients."""
+        lease = self.ledger.find(lease_id)
+        if lease is None:
+            return
+        if self._watch.of(lease_id):
+            self.clients.remove(lease, gone)
+        elif gone == lease.holder:
+            self._end(lease_id, f"its holder, pid {gone.pid}, is gone")
+        else:
+            because = f"its holder, pid {lease.holder.pid}, is gone, and so is its last client, pid {gone.pid}"
+            self._end(lease_id, because)
 
     def _end_overdue(self) -> None:
         now = clock.monotonic()
@@ -147,7 +159,7 @@ class Leases:
                 self._end(lease.id, because, refusal=DoesNotFitError(because, hint=lacks.hint, limit=lacks.limit))
             else:
                 self._end(lease.id, f"its time to live of {lease.ttl:g} s is over")
-        for lease_id in [each for each, line in self._lines.items() if (line.kept_until or now) < now]:
+        for lease_id in [each for each, pending in self._pending.items() if (pending.kept_until or now) < now]:
             self._end(lease_id, "its caller hung up and did not come back")
 
     # -- asking for a lease, and ending one ---------------------------------------------------------------------------
@@ -167,9 +179,6 @@ class Leases:
         Raises what `Ledger.submit` does, StorageError, and ConnectionResetError where the caller `has_left`. Before it
         has heard, one that left, or is cancelled, loses its place, unless it has a request_id to come back with.
         """
-        known = self._same_request(request, owner)
-        if known is not None:
-            return await self._answer_when_stored(known, has_left)
         now = self._now()
         asked = Lease(
             id=f"lease-{os.urandom(5).hex()}",  # as secrets.token_hex has it, in four calls less
@@ -183,25 +192,22 @@ class Leases:
             until=None if wait is None else now.seconds + wait,
             ttl=ttl,
         )
-        self.clients.watch(asked.id, holder)  # first, since it fails where mpsd has no descriptor left
+        self._watch.watch(asked.id, holder)  # first, since it fails where mpsd has no descriptor left
         try:
             lease = self.ledger.submit(asked, now)
         except MpsdError as refusal:
-            self.clients.unwatch(asked.id)
+            self._watch.unwatch(asked.id)
             facts = {"code": refusal.code, "limit": refusal.limit, "because": refusal.detail}
             self._log.info(EventName.LEASE_REFUSED, uid=owner.uid, pid=owner.pid, **facts)
             raise
         self._note_request(lease)
         waits = lease.state is LeaseState.WAITING
-        self._lines[lease.id] = _Line(asyncio.get_running_loop().create_future() if waits else None)
+        self._pending[lease.id] = PendingRequest.waiting() if waits else PendingRequest()
         self._decided(lease)
-        return await self._answer_when_stored(lease, has_left)
+        return await self.answer(lease, has_left)
 
-    def knows(self, request: LeaseRequest, owner: Owner) -> bool:
-        """Tell whether this request was made before, and has a lease or a place in the queue."""
-        return self._same_request(request, owner) is not None
-
-    def _same_request(self, request: LeaseRequest, owner: Owner) -> Lease | None:
+    def of_request(self, request: LeaseRequest, owner: Owner) -> Lease | None:
+        """Return the lease, or the place in the queue, that this request was given when it was made before."""
         if request.request_id is None:
             return None
         return self.ledger.find(self._asked.get((owner.uid, request.request_id), ""))
@@ -210,31 +216,31 @@ class Leases:
         if lease.request.request_id is not None:
             self._asked[lease.owner.uid, lease.request.request_id] = lease.id
 
-    async def _answer_when_stored(self, lease: Lease, has_left: Callable[[], bool]) -> Lease:
+    async def answer(self, lease: Lease, has_left: Callable[[], bool]) -> Lease:
         """Return the lease once it is granted, stored and open, or raise why it has ended, once that is stored.
 
         Whoever left, or is cancelled, before that has hung up, and may come back to hear of it only with a request_id.
         """
-        line = self._lines.get(lease.id)
-        if line is None:
+        pending = self._pending.get(lease.id)
+        if pending is None:
             return lease  # somebody has heard of it before, so it is stored
-        line.listeners += 1
-        line.kept_until = None
+        pending.listeners += 1
+        pending.kept_until = None
         try:
-            if line.decided is not None:
-                await asyncio.shield(line.decided)
+            if pending.decided is not None:
+                await asyncio.shield(pending.decided)
             await self._group_commit.over()
-            if line.refusal is None:
+            if pending.refusal is None:
                 await self._open(lease.id)
         except asyncio.CancelledError:
-            self._hang_up(lease.id, line)
+            self._hang_up(lease.id, pending)
             raise
-        if line.refusal is not None:
-            raise line.refusal
+        if pending.refusal is not None:
+            raise pending.refusal
         if has_left():
-            self._hang_up(lease.id, line)
+            self._hang_up(lease.id, pending)
             raise ConnectionResetError("its caller has hung up, and the loop has not noticed yet")
-        self._lines.pop(lease.id, None)
+        self._pending.pop(lease.id, None)
         return self.ledger.leases[lease.id]
 
     async def _open(self, lease_id: str) -> None:
@@ -245,15 +251,15 @@ class Leases:
             self._end(lease_id, refusal.detail, refusal=refusal)
             await self._group_commit.over()
 
-    def _hang_up(self, lease_id: str, line: _Line) -> None:
-        line.listeners -= 1
+    def _hang_up(self, lease_id: str, pending: PendingRequest) -> None:
+        pending.listeners -= 1
         lease = self.ledger.find(lease_id)
-        if line.listeners or lease is None or self._lines.get(lease_id) is not line:
+        if pending.listeners or lease is None or self._pending.get(lease_id) is not pending:
             return  # others listen, or it has ended, or somebody has heard of it
         if lease.request.request_id is None:
             self._end(lease_id, "its caller hung up before it heard of it")
         else:
-            line.kept_until = clock.monotonic() + self.grace
+            pending.kept_until = clock.monotonic() + self._grace
 
     async def release(self, lease_id: str, because: str) -> None:
         """End a lease, and return when that is stored; one that has ended already is fine. Raises StorageError."""
@@ -305,7 +311,7 @@ class Leases:
 
     def leave(self) -> None:
         """Tell those who wait that mpsd is stopping; places are kept for those who have a request_id to return with."""
-        for lease_id, line in tuple(self._lines.items()):
+        for lease_id, pending in tuple(self._pending.items()):
             lease = self.ledger.waiting.get(lease_id)
             if lease is None:
                 continue
@@ -313,7 +319,7 @@ class Leases:
             if lease.request.request_id is None:
                 self._end(lease_id, refusal.detail, refusal=refusal)
             else:
-                _decide(line, refusal)
+                pending.decide(refusal)
 
     def settle(self) -> None:
         """Grant what can be granted to those who wait; while nothing can be stored, nothing can."""
@@ -322,7 +328,7 @@ class Leases:
             return
         for lease in self.ledger.settle(self._now()):
             self._decided(lease)
-            _decide(self._lines[lease.id], None)
+            self._pending[lease.id].decide(None)
 
     def tell(self) -> None:
         """Tell what was decided so far, and waits to be told: somebody is about to look."""
@@ -371,12 +377,12 @@ class Leases:
         self._ended[lease_id] = ended
         while len(self._ended) > _ENDED_KEPT:
             del self._ended[next(iter(self._ended))]
-        self.clients.unwatch(lease_id)
+        self._watch.unwatch(lease_id)
         if ended.request.request_id is not None:
             self._asked.pop((ended.owner.uid, ended.request.request_id), None)
-        line = self._lines.pop(lease_id, None)
-        if line is not None:
-            _decide(line, refusal or DoesNotFitError(f"the request has ended: {because}", hint="ask again"))
+        pending = self._pending.pop(lease_id, None)
+        if pending is not None:
+            pending.decide(refusal or DoesNotFitError(f"the request has ended: {because}", hint="ask again"))
         if isinstance(refusal, StorageError):
             self._group_commit.change(ended, EventName.LEASE_REFUSED, code=refusal.code, because=because)
         else:
@@ -391,10 +397,3 @@ def stopping() -> StoppingError:
     """Return that mpsd is on its way out."""
     hint = "ask again in a moment: the next mpsd takes over, unless this one stops the control daemons (mpsctl status)"
     return StoppingError("mpsd is stopping", hint=hint)
-
-
-def _decide(line: _Line, refusal: MpsdError | None) -> None:
-    """Let those go on who wait for a lease."""
-    line.refusal = refusal
-    if line.decided is not None and not line.decided.done():
-        line.decided.set_result(None)

@@ -13,8 +13,9 @@ from mpsd.core.enforcement import ceiling
 from mpsd.core.enforcement.ceiling import NEVER, CeilingRules, ExpectedClients
 from mpsd.core.errors import DaemonNotReadyError
 from mpsd.core.model import Lease, LeaseState, Limits
+from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import Attach, Settings, Unadmitted
-from mpsd.daemon.control.pipe_access import NodePipeAccess, PipeAccess
+from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.system import clock
 
@@ -38,8 +39,8 @@ class _Gate:
 class LimitGates:
     """The gates of all control daemons."""
 
-    def __init__(self, settings: Settings, reach: NodePipeAccess) -> None:
-        self._reach = reach
+    def __init__(self, settings: LiveSettings, pipe_access: NodePipeAccess) -> None:
+        self._pipe_access = pipe_access
         self._gates: dict[str, _Gate] = {}
         self._news = asyncio.Event()
         self._wakes = NEVER
@@ -48,17 +49,11 @@ class LimitGates:
         """Set, and replaced, whenever something was settled: whoever waits for a gate looks again."""
         self._waiting = 0
         """How many wait for that."""
-        self.configure(settings)
+        settings.follow(self._configure)
 
-    def configure(self, settings: Settings) -> None:
-        """Take what an operator says of enforcement, and let it hold."""
+    def _configure(self, settings: Settings) -> None:
         self._rules, self._patience = rules(settings), 2 * settings.daemon.answer_deadline
-        self._reach.follow(settings.unadmitted)
         self._settle_all()
-
-    def pipe_access(self, name: str, gpu: str) -> PipeAccess:
-        """Return the way to a GPU's control daemon, which is open to those who hold leases there."""
-        return self._reach.pipe_access(name, gpu)
 
     def add(self, supervisor: Supervisor) -> None:
         """Take over what a control daemon is to give its clients."""
@@ -99,7 +94,7 @@ class LimitGates:
                 gate.lower_at = min(gate.lower_at, clock.monotonic() + _LINGER)
             self._tell(gate)
         if lease.state is LeaseState.ENDED:
-            self._reach.close(lease)
+            self._pipe_access.close(lease)
 
     def _tell(self, gate: _Gate) -> None:
         """It is settled already: those who wait look again, and the clock is followed anew where it has to be."""
@@ -120,7 +115,7 @@ class LimitGates:
 
         Raises ReachError, and DaemonNotReadyError when a control daemon does not get that far.
         """
-        self._reach.open(lease)
+        self._pipe_access.open(lease)
         if self._is_open(lease):
             return  # as mostly
         gates = [self._gates[share.daemon] for share in lease.shares if share.daemon in self._gates]

@@ -22,7 +22,8 @@ from mpsd.core.model import (
     Share,
     ViolationKind,
 )
-from mpsd.core.settings import OnViolation, Settings, Unadmitted
+from mpsd.core.reload import LiveSettings
+from mpsd.core.settings import OnViolation, Unadmitted
 from mpsd.daemon.control.escalation import Terminate, end_client
 from mpsd.daemon.leases.clients import Clients
 from mpsd.daemon.record.log import EventName, Logger
@@ -39,12 +40,12 @@ class ViolationMonitor:
         self,
         clients: Clients,
         find: Callable[[str], Lease | None],
-        settings: Settings,
+        settings: LiveSettings,
         terminate: Callable[[str, int, int], Terminate],
         log: Logger,
     ) -> None:
         """`find` returns a lease that has not ended; `terminate` what ends the contexts of a client of a daemon."""
-        self.settings = settings
+        self._settings = settings
         self._clients = clients
         self._find_lease = find
         self._terminate = terminate
@@ -180,7 +181,7 @@ class ViolationMonitor:
                     self._held.setdefault((lease.id, gpu), {})[ProcessIdentity(pid, ticks)] = each
 
     def _find(self) -> Iterator[Violation]:
-        denied = self.settings.unadmitted is Unadmitted.DENY
+        denied = self._settings.current.unadmitted is Unadmitted.DENY
         servers = {}
         for attached in self.attached():
             client = attached.client
@@ -190,7 +191,7 @@ class ViolationMonitor:
                 yield found
             since = self._faults.get((client.daemon, client.server))
             seconds = (clock.now() - since).total_seconds() if since is not None else 0.0
-            if seconds > self.settings.enforcement.grace:
+            if seconds > self._settings.current.enforcement.grace:
                 yield violations.of_lingering(attached, seconds)
         for (lease_id, gpu), held in self._held.items():
             lease = self._find_lease(lease_id)
@@ -206,7 +207,7 @@ class ViolationMonitor:
     # -- acting -------------------------------------------------------------------------------------------------------
 
     def _begin(self, violation: Violation) -> None:
-        policy = self.settings.on_violation(violation.kind)
+        policy = self._settings.current.on_violation(violation.kind)
         self._log.warning(
             EventName.VIOLATION,
             kind=violation.kind,
@@ -220,14 +221,14 @@ class ViolationMonitor:
 
     def _act(self, violation: Violation) -> None:
         """Do what policy says, once for a process."""
-        policy = self.settings.on_violation(violation.kind)
+        policy = self._settings.current.on_violation(violation.kind)
         if policy is OnViolation.REPORT or violation.process in self._endings:
             return
         living = process.adopt(violation.process)
         if living is None:
             return
         terminate = self._end_contexts(violation) if violation.server is not None else None
-        ending = end_client(living, terminate, self.settings.enforcement.grace, self._log, violation.because)
+        ending = end_client(living, terminate, self._settings.current.enforcement.grace, self._log, violation.because)
         self._endings[violation.process] = asyncio.get_running_loop().create_task(ending)
 
     def _end_contexts(self, violation: Violation) -> Terminate:
@@ -252,7 +253,8 @@ class ViolationMonitor:
         del self._found[violation]
         # Whoever is on the ladder for a reason that is over is let go.
         if violation.process not in self._ended and not any(
-            each.process == violation.process and self.settings.on_violation(each.kind) is OnViolation.TERMINATE
+            each.process == violation.process
+            and self._settings.current.on_violation(each.kind) is OnViolation.TERMINATE
             for each in self._found
         ):
             task = self._endings.get(violation.process)

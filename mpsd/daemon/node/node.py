@@ -9,9 +9,8 @@ from typing import Final
 from msgspec import structs
 
 from mpsd.core import gpus, mps_facts
-from mpsd.core.admission import admission, quota
+from mpsd.core.admission import quota
 from mpsd.core.admission.admission import Amount, Offer, Refusal
-from mpsd.core.admission.ledger import AdmissionRules
 from mpsd.core.enforcement import violations
 from mpsd.core.errors import DaemonNotReadyError, MpsdError, NotFoundError, NotPermittedError
 from mpsd.core.lifecycle import State
@@ -25,12 +24,14 @@ from mpsd.core.model import (
     Owner,
     Server,
 )
+from mpsd.core.reload import LiveSettings
 from mpsd.core.roles import UserIdentity
 from mpsd.core.settings import Settings, Users
 from mpsd.core.supervision.drain import Operation
 from mpsd.daemon.control.drainer import DaemonLeases
 from mpsd.daemon.control.escalation import Terminate, terminate_contexts_of
 from mpsd.daemon.control.heartbeat import Heartbeat
+from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.gpu.compute_modes import ComputeModes
 from mpsd.daemon.gpu.gpus import Gpus, GpuView
@@ -61,17 +62,6 @@ def faulted(daemon: str, server: Server) -> str:
     )
 
 
-def rules(settings: Settings) -> AdmissionRules:
-    """Return what the settings say of admission as a whole."""
-    admission = settings.admission
-    return AdmissionRules(
-        placement=admission.placement,
-        queue_length=admission.queue_length,
-        leases=admission.leases,
-        patience=admission.patience,
-    )
-
-
 def daemon_name(gpu: Gpu) -> str:
     """Name a GPU's control daemon, by the GPU's index."""
     return f"gpu{gpu.index}"
@@ -86,16 +76,17 @@ class Node:
         program: ControlProgram,
         *,
         run_dir: RunDir,
-        settings: Settings,
+        settings: LiveSettings,
         leases: Leases,
         limit_gates: LimitGates,
+        pipe_access: NodePipeAccess,
         log: Logger,
         simulated: bool,
     ) -> None:
         self.settings = settings
         self.simulated = simulated
         self.since = clock.now()
-        self.missing = host_environment.missing(settings)
+        self.missing = host_environment.missing(settings.current)
         """What mpsd needs of where it runs, and did not find when it started."""
         self._program = program
         self._run_dir = run_dir
@@ -113,6 +104,7 @@ class Node:
         """Set, and replaced, whenever something has changed."""
         self.leases = leases
         self._limit_gates = limit_gates
+        self._pipe_access = pipe_access
         self._daemon_leases = DaemonLeases(leases.ledger.on, leases.release)
         self.violation_monitor = ViolationMonitor(leases.clients, leases.ledger.find, settings, self._terminate, log)
 
@@ -125,7 +117,7 @@ class Node:
                 EventName.HOST_REQUIREMENT_MISSING, missing=each.name, because=each.because, hint=each.remedy
             )
         self.gpus.modes.load()
-        self._want_mode(self.settings)
+        self.settings.follow(self._apply)
         await self.gpus.take(inventory)
 
     async def run(self) -> None:
@@ -135,7 +127,7 @@ class Node:
             self.leases.offer(self.offers())
             # Nobody was served yet: this task has not let go of the loop since mpsd began to listen.
             self.leases.restore()
-            self._limit_gates.configure(self.settings)
+            self._pipe_access.apply()
             # What is here now is here to stay: the collector need not look at it again, some thousand times a day.
             gc.freeze()
             self._group.create_task(self.leases.run())
@@ -174,7 +166,7 @@ class Node:
         asked = [each for each in self._supervisors.values() if violations.share_on(lease, each.name) is not None]
         answered = {each.name: each.ask() for each in asked}
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.settings.daemon.answer_deadline):
+            async with asyncio.timeout(self.settings.current.daemon.answer_deadline):
                 while not all(done() for done in answered.values()):
                     await self._touched.wait()
         late = [name for name, done in answered.items() if not done()]
@@ -202,21 +194,10 @@ class Node:
                 group.create_task(supervisor.stop(force=force))
         await self.gpus.release("an operator stopped the control daemons")
 
-    def reload(self, settings: Settings) -> None:
-        """Take new settings, and hand them on."""
-        self._want_mode(settings)
-        self.settings = settings
-        self.leases.ledger.rules = rules(settings)
-        self.leases.grace = settings.admission.hang_up_grace
-        for supervisor in self._supervisors.values():
-            supervisor.reload(settings)
-        self._limit_gates.configure(settings)
-        self.violation_monitor.settings = settings
-        self._look()
-
-    def _want_mode(self, settings: Settings) -> None:
+    def _apply(self, settings: Settings) -> None:
         mode = settings.daemon.compute_mode
         self.gpus.want(mode, f'daemon.compute_mode = "{mode}"')
+        self._look()
 
     def _supervise(self) -> None:
         """Give each GPU that can run MPS a supervisor, once."""
@@ -228,7 +209,7 @@ class Node:
                     name,
                     gpu,
                     program=self._program,
-                    pipe_access=self._limit_gates.pipe_access(name, gpu.uuid),
+                    pipe_access=self._pipe_access.of(name, gpu.uuid),
                     leases=self._daemon_leases,
                     settings=self.settings,
                     log=self._log,
@@ -287,18 +268,18 @@ class Node:
         """
         if self._stopping:
             raise stopping()  # nothing of it goes into the log: whoever waits asks again and again
+        if (earlier := self.leases.of_request(request, owner)) is not None:
+            return await self.leases.answer(earlier, has_left)
         try:
-            admission.check(request)
             offers = self.offers()
             self.leases.offer(offers)
-            limits_of = quota.quota_of(user, self.settings.quota)
+            limits_of = quota.quota_of(user, self.settings.current.quota)
             if request.gpu != "any" or limits_of.gpus is not None:
                 request = structs.replace(request, gpu=self._named(request.gpu), among=limits_of.gpus)
             ttl = quota.time_to_live(limits_of, ttl)
             ledger = self.leases.ledger
-            if not self.leases.knows(request, owner):  # who comes back for its lease, or its place, takes nothing more
-                worth = ledger.worth(request) if quota.weighs(limits_of) else Amount()
-                quota.check(limits_of, ledger.user(owner.uid), request.priority, worth)
+            worth = ledger.worth(request) if quota.weighs(limits_of) else Amount()
+            quota.check(limits_of, ledger.user(owner.uid), request.priority, worth)
             self._check_pipe_access(owner.uid)
             request = mount_visibility.narrowed(request, holder, offers, self._log)
         except MpsdError as refusal:
@@ -342,7 +323,7 @@ class Node:
         return self._offers
 
     def _offer(self, view: GpuView, supervisor: Supervisor) -> Offer:
-        settings, daemon, gpu = self.settings, supervisor.snapshot(), supervisor.gpu
+        settings, daemon, gpu = self.settings.current, supervisor.snapshot(), supervisor.gpu
         return Offer(
             gpu=gpu.uuid,
             daemon=daemon.name,
@@ -359,7 +340,7 @@ class Node:
 
     def operation(self, operation: str) -> Operation | None:
         """Return an operation that goes on, or is one of those that ended last on their control daemon."""
-        found = (supervisor.operation(operation) for supervisor in self._supervisors.values())
+        found = (supervisor.drainer.operation(operation) for supervisor in self._supervisors.values())
         return next((each for each in found if each is not None), None)
 
     def supervisor(self, name: str) -> Supervisor:

@@ -1,0 +1,32 @@
+"""A request whose outcome nobody has heard yet."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Self
+
+from mpsd.core.errors import MpsdError
+
+
+@dataclass(slots=True)
+class PendingRequest:
+    """Who listens for the outcome of a request, and what it is."""
+
+    decided: "asyncio.Future[None] | None" = None
+    """For a request that waits in the queue: done when it is granted, or has ended without a grant."""
+    refusal: MpsdError | None = None
+    """Why it has ended, if it has."""
+    listeners: int = 0
+    """How many connections wait for the answer: a request may be repeated by its request_id."""
+    kept_until: float | None = None
+    """Where nobody listens: until when it is kept for a peer that may come back, in seconds of the monotonic clock."""
+
+    @classmethod
+    def waiting(cls, kept_until: float | None = None) -> Self:
+        """Return one that waits in the queue."""
+        return cls(asyncio.get_running_loop().create_future(), kept_until=kept_until)
+
+    def decide(self, refusal: MpsdError | None) -> None:
+        """Wake those who wait for the outcome: a grant, or a refusal."""
+        self.refusal = refusal
+        if self.decided is not None and not self.decided.done():
+            self.decided.set_result(None)

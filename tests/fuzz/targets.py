@@ -27,7 +27,7 @@ from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.sanitize import harmless_json, plain
 from mpsd.core.supervision.drain import Intent
 from mpsd.core.units import GIB, format_size, parse_duration, parse_size
-from mpsd.daemon.api import handlers, lease_schema, schema, server
+from mpsd.daemon.api import lease_handlers, lease_schema, schema, server
 from mpsd.daemon.control.operator_intent import OperatorIntent
 from mpsd.simulator.cuda import Pinned, pinned
 from mpsd.system.control_pipe import Conversation
@@ -210,7 +210,7 @@ def body(data: bytes) -> None:
     if not isinstance(found, lease_schema.LeaseRequest):
         return
     try:
-        request = handlers._lease_request(found)
+        request = lease_handlers._lease_request(found)
     except InvalidRequestError as error:
         assert error.hint
         return

@@ -9,8 +9,11 @@ import msgspec
 
 from mpsd.core.roles import Role
 from mpsd.daemon.api import lease_schema, schema
-from mpsd.daemon.api.handlers import Handlers
+from mpsd.daemon.api.handlers import NodeHandlers
+from mpsd.daemon.api.lease_handlers import LeaseHandlers
+from mpsd.daemon.api.operator_handlers import OperatorHandlers
 from mpsd.daemon.api.request import Request
+from mpsd.daemon.node.node import Node
 
 T = TypeVar("T")
 
@@ -19,6 +22,15 @@ OPENAPI_PATH: Final = "/v1/openapi.json"
 
 EVENTS_PATH: Final = "/v1/events"
 """Where events are streamed, one JSON object a line; whoever may read may read them."""
+
+
+class Handlers:
+    """The objects whose methods answer the routes."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = NodeHandlers(node)
+        self.leases = LeaseHandlers(node)
+        self.operators = OperatorHandlers(node)
 
 
 _Handler: TypeAlias = Callable[[Handlers], Callable[[Request], Awaitable[msgspec.Struct | None]]]
@@ -46,23 +58,23 @@ def _operation(verb: str, handler: _Handler, *errors: int, body: type[schema.Dra
 
 
 ROUTES: Final = (
-    Route("GET", "/healthz", Role.OBSERVER, lambda h: h.healthz, schema.HealthOut),
-    Route("GET", "/readyz", Role.OBSERVER, lambda h: h.readyz, schema.HealthOut, errors=(503,)),
-    Route("GET", "/v1/status", Role.OBSERVER, lambda h: h.status, schema.StatusOut),
-    Route("GET", "/v1/gpus", Role.OBSERVER, lambda h: h.gpus, schema.GpusOut),
-    Route("GET", "/v1/daemons", Role.OBSERVER, lambda h: h.daemons, schema.DaemonsOut),
-    Route("GET", "/v1/clients", Role.OBSERVER, lambda h: h.clients, schema.ClientsOut),
-    Route("GET", "/v1/leases", Role.OBSERVER, lambda h: h.leases, lease_schema.LeasesOut),
-    Route("GET", "/v1/leases/{id}", Role.OBSERVER, lambda h: h.lease, lease_schema.LeaseOut, errors=(404,)),
-    Route("GET", "/v1/config", Role.OBSERVER, lambda h: h.config, schema.ConfigOut),
+    Route("GET", "/healthz", Role.OBSERVER, lambda h: h.node.healthz, schema.HealthOut),
+    Route("GET", "/readyz", Role.OBSERVER, lambda h: h.node.readyz, schema.HealthOut, errors=(503,)),
+    Route("GET", "/v1/status", Role.OBSERVER, lambda h: h.node.status, schema.StatusOut),
+    Route("GET", "/v1/gpus", Role.OBSERVER, lambda h: h.node.gpus, schema.GpusOut),
+    Route("GET", "/v1/daemons", Role.OBSERVER, lambda h: h.node.daemons, schema.DaemonsOut),
+    Route("GET", "/v1/clients", Role.OBSERVER, lambda h: h.node.clients, schema.ClientsOut),
+    Route("GET", "/v1/leases", Role.OBSERVER, lambda h: h.leases.leases, lease_schema.LeasesOut),
+    Route("GET", "/v1/leases/{id}", Role.OBSERVER, lambda h: h.leases.lease, lease_schema.LeaseOut, errors=(404,)),
+    Route("GET", "/v1/config", Role.OBSERVER, lambda h: h.node.config, schema.ConfigOut),
     Route(
-        "GET", "/v1/operations/{id}", Role.OBSERVER, lambda h: h.operating.operation, schema.OperationOut, errors=(404,)
+        "GET", "/v1/operations/{id}", Role.OBSERVER, lambda h: h.operators.operation, schema.OperationOut, errors=(404,)
     ),
     Route(
         "POST",
         "/v1/leases",
         Role.USER,
-        lambda h: h.admit,
+        lambda h: h.leases.admit,
         lease_schema.LeaseOut,
         201,
         lease_schema.LeaseRequest,
@@ -72,7 +84,7 @@ ROUTES: Final = (
         "POST",
         "/v1/leases/{id}/renew",
         Role.USER,
-        lambda h: h.renew,
+        lambda h: h.leases.renew,
         lease_schema.LeaseOut,
         200,
         lease_schema.RenewRequest,
@@ -82,17 +94,19 @@ ROUTES: Final = (
         "POST",
         "/v1/leases/{id}/attach",
         Role.USER,
-        lambda h: h.attach,
+        lambda h: h.leases.attach,
         lease_schema.LeaseOut,
         errors=(404, 409),
     ),
-    Route("GET", "/v1/leases/{id}/verify", Role.OBSERVER, lambda h: h.verify, lease_schema.VerifyOut, errors=(404,)),
-    Route("DELETE", "/v1/leases/{id}", Role.USER, lambda h: h.release, None, 204, errors=(404, 507)),
-    _operation("reset", lambda h: h.operating.reset),
-    _operation("hold", lambda h: h.operating.hold, 507),
-    _operation("resume", lambda h: h.operating.resume, 507),
-    _operation("drain", lambda h: h.operating.drain, 413, 422, 507, body=schema.DrainRequest),
-    _operation("restart", lambda h: h.operating.restart, 413, 422, 507, body=schema.DrainRequest),
+    Route(
+        "GET", "/v1/leases/{id}/verify", Role.OBSERVER, lambda h: h.leases.verify, lease_schema.VerifyOut, errors=(404,)
+    ),
+    Route("DELETE", "/v1/leases/{id}", Role.USER, lambda h: h.leases.release, None, 204, errors=(404, 507)),
+    _operation("reset", lambda h: h.operators.reset),
+    _operation("hold", lambda h: h.operators.hold, 507),
+    _operation("resume", lambda h: h.operators.resume, 507),
+    _operation("drain", lambda h: h.operators.drain, 413, 422, 507, body=schema.DrainRequest),
+    _operation("restart", lambda h: h.operators.restart, 413, 422, 507, body=schema.DrainRequest),
 )
 
 

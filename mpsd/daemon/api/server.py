@@ -26,10 +26,9 @@ from mpsd.core.errors import (
 )
 from mpsd.core.roles import Role, require
 from mpsd.daemon.api import lease_schema, schema
-from mpsd.daemon.api.handlers import Handlers
 from mpsd.daemon.api.openapi import document
 from mpsd.daemon.api.request import Request
-from mpsd.daemon.api.routes import EVENTS_PATH, OPENAPI_PATH, ROUTES, Route, Table
+from mpsd.daemon.api.routes import EVENTS_PATH, OPENAPI_PATH, ROUTES, Handlers, Route, Table
 from mpsd.daemon.http.connection import MAXIMUM_BODY, Answer, Message
 from mpsd.daemon.http.listener import Listener
 from mpsd.daemon.http.peer import Principal, RefusalLog, RequestsInFlight

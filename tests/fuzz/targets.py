@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -27,7 +27,9 @@ from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.sanitize import harmless_json, plain
 from mpsd.core.supervision.drain import Intent
 from mpsd.core.units import GIB, format_size, parse_duration, parse_size
-from mpsd.daemon.api import handlers, lease_schema, schema, server
+from mpsd.daemon.api import lease_handlers, lease_schema
+from mpsd.daemon.api.decoding import body_decoder, query_decoder
+from mpsd.daemon.api.routes import ROUTES
 from mpsd.daemon.control.operator_intent import OperatorIntent
 from mpsd.simulator.cuda import Pinned, pinned
 from mpsd.system.control_pipe import Conversation
@@ -184,11 +186,8 @@ def configuration(data: bytes) -> None:
     msgspec.json.encode(settings.effective(asked))
 
 
-_BODIES: Final[tuple[msgspec.json.Decoder[Any], ...]] = (
-    msgspec.json.Decoder(lease_schema.LeaseRequest),
-    msgspec.json.Decoder(lease_schema.RenewRequest),
-    msgspec.json.Decoder(schema.DrainRequest),
-)
+_BODIES: Final = [body_decoder(kind) for kind in dict.fromkeys(each.body for each in ROUTES) if kind is not None]
+_QUERIES: Final = [query_decoder(kind) for kind in dict.fromkeys(each.query for each in ROUTES) if kind is not None]
 
 
 def connection(data: bytes) -> None:
@@ -200,17 +199,17 @@ def connection(data: bytes) -> None:
 
 def body(data: bytes) -> None:
     """A request's body is refused, or within its bounds and the same again when it is written and read."""
-    decoder = _BODIES[data[0] % len(_BODIES) if data else 0]
+    decode = _BODIES[data[0] % len(_BODIES) if data else 0]
     try:
-        found = server._decode(decoder, data[1:])
+        found = decode(data[1:])
     except InvalidRequestError as error:
         assert error.hint
         return
-    assert decoder.decode(msgspec.json.encode(found)) == found
+    assert decode(msgspec.json.encode(found)) == found
     if not isinstance(found, lease_schema.LeaseRequest):
         return
     try:
-        request = handlers._lease_request(found)
+        request = lease_handlers._lease_request(found)
     except InvalidRequestError as error:
         assert error.hint
         return
@@ -220,6 +219,17 @@ def body(data: bytes) -> None:
     assert request.threads is None or 1 <= request.threads.tenths <= 1000
     assert request.memory is None or 0 < request.memory.bytes <= 2**50
     assert all(plain(each) == each for each in request.labels)
+
+
+def query(data: bytes) -> None:
+    """A query string is refused, or within the bounds of each parameter."""
+    decode = _QUERIES[data[0] % len(_QUERIES) if data else 0]
+    try:
+        found = decode(text_of(data[1:]))
+    except InvalidRequestError as error:
+        assert error.hint
+        return
+    assert msgspec.convert(msgspec.to_builtins(found), type(found)) == found
 
 
 def units(data: bytes) -> None:
@@ -321,6 +331,7 @@ TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
         configuration,
         connection,
         body,
+        query,
         units,
         environment,
         intention,

@@ -10,7 +10,7 @@ HARNESS: Final = "tests/harness.py"
 """The one file of the tests that may sleep, between two looks at a condition."""
 
 BOUNDARIES: Final = {
-    "mpsd/daemon/api/server.py": "a defect answers one request with `internal`, and must not end mpsd",
+    "mpsd/daemon/api/dispatcher.py": "a defect answers one request with `internal`, and must not end mpsd",
     "mpsd/system/nvml_thread.py": "nothing is handled: what a call to NVML raised is raised where it is awaited",
 }
 """Files of mpsd that may catch every error, each with the reason why there is nobody further out who could."""

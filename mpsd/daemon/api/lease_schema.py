@@ -1,18 +1,19 @@
 """What goes over the API's wire about leases: the requests that are taken, and the answers that are given.
 
-These types are the API's document too, as those of `wire` are.
+These types are the API's document too, as those of `schema` are.
 """
 
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from mpsd.core.admission.ledger import QueuePlace
 from mpsd.core.enforcement.verification import VerifiedProcess
 from mpsd.core.model import Lease, Owner, Share
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.daemon.api.request import RequestBody
 from mpsd.daemon.api.schema import LimitsOut
 
 Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,62}\Z")]
@@ -26,7 +27,7 @@ SizeText = Annotated[str, Meta(extra_json_schema={"pattern": r"^[0-9]+(\.[0-9]+)
 SizeBytes = Annotated[int, Meta(extra_json_schema={"minimum": 1, "maximum": 2**50 - 2**20})]
 
 
-class LeaseRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+class LeaseRequest(RequestBody, kw_only=True):
     """What a caller asks for: threads and memory, or a fraction of one GPU."""
 
     threads: Percent | None = None
@@ -48,14 +49,14 @@ class LeaseRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     ttl: Annotated[float, Meta(gt=0, le=1e9)] | None = None
     """Seconds after which the lease ends unless it is renewed; null: no such time."""
     name: Text = ""
-    labels: Labels = {}
+    labels: Labels = field(default_factory=dict)
     pid: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     """The process that the lease is tied to; the caller's own by default."""
     request_id: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+\Z")] | None = None
     """Makes a retry return the same lease."""
 
 
-class RenewRequest(Struct, forbid_unknown_fields=True):
+class RenewRequest(RequestBody):
     """How long a lease is to live from now on."""
 
     ttl: Annotated[float, Meta(gt=0, le=1e9)]

@@ -1,17 +1,16 @@
-"""The API's own document, made from the route table and the wire's types, so that it cannot say anything else."""
+"""The API's own document, made from the route table and the schemas alone, so that it cannot say anything else."""
 
 import http
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
 
 from mpsd import __version__
-from mpsd.core.roles import Role
-from mpsd.daemon.api import schema
-from mpsd.daemon.api.routes import EVENTS_PATH, OPENAPI_PATH, Route
-from mpsd.daemon.http.problems import Problem
+from mpsd.daemon.api.request import Request, RequestQuery
+from mpsd.daemon.api.table import Route
+from mpsd.daemon.http.problems import MEDIA_TYPE, Problem
 
 _REF: Final = "#/components/schemas/{name}"
 
@@ -20,6 +19,9 @@ _ALWAYS: Final = (400, 403, 429, 500)
 
 _NAMED: Final = (404,)
 """Those of a route whose path names something."""
+
+_QUERY: Final = (422,)
+"""Those of a route that takes query parameters."""
 
 _BODY: Final = (413, 422)
 """Those of a route that takes a body."""
@@ -33,20 +35,25 @@ written without a fraction: 1, and not 1.0.
 """
 
 
-def document(routes: Sequence[Route]) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of these routes, and of the two that answer with no value of the wire."""
-    types: set[type[msgspec.Struct]] = {
-        Problem,
-        schema.HealthOut,
-        *(each for route in routes for each in (route.answer, route.body) if each is not None),
-    }
+class OpenApiHandlers:
+    """The handler of the document, which is made once."""
+
+    def __init__(self, routes: Sequence[Route[Any, Any]]) -> None:
+        self._document = msgspec.json.encode(document(routes))
+
+    async def document(self, _: Request) -> bytes:
+        """Return the document, encoded."""
+        return self._document
+
+
+def document(routes: Sequence[Route[Any, Any]]) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document of these routes."""
+    types: set[type[msgspec.Struct]] = {Problem, *(struct for route in routes for struct in _structs(route))}
     ordered = sorted(types, key=lambda each: each.__name__)
     _, components = msgspec.json.schema_components(ordered, ref_template=_REF)
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
-    paths[EVENTS_PATH] = {"get": _events()}
-    paths[OPENAPI_PATH] = {"get": _itself()}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -78,67 +85,73 @@ def _portable(value: object) -> object:
             return value
 
 
-def _operation(route: Route) -> dict[str, Any]:
-    names = re.findall(r"\{(\w+)\}", route.path)
-    statuses = {*route.errors, *(_NAMED if names else ()), *(_BODY if route.body is not None else ())}
-    operation = _described(route.method, route.path, route.role)
-    operation["responses"] = {str(route.status): _answer(route.status, route.answer), **_errors(*statuses)}
-    if route.path == "/readyz":
-        operation["responses"]["503"] = _answer(503, schema.HealthOut)
-    if names:
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-        ]
+def _structs(route: Route[Any, Any]) -> Iterable[type[msgspec.Struct]]:
+    """Give the structs that a route answers with and takes as its body."""
+    if isinstance(route.answer.schema, type):
+        yield route.answer.schema
     if route.body is not None:
-        body = {"$ref": _REF.format(name=route.body.__name__)}
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+        yield route.body
+
+
+def _operation(route: Route[Any, Any]) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "operationId": f"{route.method.lower()}{re.sub('[^a-z0-9]+', '_', route.path)}",
+        "description": f"Needs the role {route.role.name.lower()}.",
+    }
+    responses = {status: _problem(status) for status in _errors(route)}
+    responses |= {status: _answer(status, route) for status in route.answer.statuses}
+    operation["responses"] = {str(status): responses[status] for status in sorted(responses)}
+    parameters = [_in_path(name) for name in _names(route)]
+    if route.query is not None:
+        parameters += _in_query(route.query)
+    if parameters:
+        operation["parameters"] = parameters
+    if route.body is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(route.body)}}}
     return operation
 
 
-def _events() -> dict[str, Any]:
-    """Return the operation that streams events."""
-    operation = _described("GET", EVENTS_PATH, Role.OBSERVER)
-    operation["parameters"] = [
-        _asked("after", "The number of the last event that the caller has; 0 for all that are kept.", {
-            "type": "integer", "minimum": 0, "maximum": 10**18 - 1, "default": 0,
-        }),
-        _asked("follow", "Whether to go on with the events to come, until the caller hangs up.", {
-            "type": "boolean", "default": False,
-        }),
-    ]  # fmt: skip
-    lines = "One JSON object a line: `seq` grows by one from line to line, `at`, `level` and `event` say when and what."
-    stream = {"description": lines, "content": {"application/x-ndjson": {"schema": {"type": "string"}}}}
-    operation["responses"] = {"200": stream, **_errors(422)}
-    return operation
+def _names(route: Route[Any, Any]) -> list[str]:
+    """Return the names in a route's path."""
+    return re.findall(r"\{(\w+)\}", route.path)
 
 
-def _itself() -> dict[str, Any]:
-    """Return the operation that answers with this document."""
-    operation = _described("GET", OPENAPI_PATH, Role.OBSERVER)
-    answer = {"description": "This document.", "content": {"application/json": {"schema": {"type": "object"}}}}
-    operation["responses"] = {"200": answer, **_errors()}
-    return operation
-
-
-def _described(method: str, path: str, role: Role) -> dict[str, Any]:
+def _errors(route: Route[Any, Any]) -> set[int]:
+    """Return the statuses of every error that a route can answer."""
     return {
-        "operationId": f"{method.lower()}{re.sub('[^a-z0-9]+', '_', path)}",
-        "description": f"Needs the role {role.name.lower()}.",
+        *_ALWAYS,
+        *route.errors,
+        *(_NAMED if _names(route) else ()),
+        *(_QUERY if route.query is not None else ()),
+        *(_BODY if route.body is not None else ()),
     }
 
 
-def _asked(name: str, description: str, kind: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "in": "query", "required": False, "description": description, "schema": kind}
+def _in_path(name: str) -> dict[str, Any]:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
 
 
-def _errors(*statuses: int) -> dict[str, Any]:
-    """Return these errors and those of every route, by status."""
-    return {str(status): _answer(status, Problem) for status in sorted({*statuses, *_ALWAYS})}
+def _in_query(query: type[RequestQuery]) -> Iterable[dict[str, Any]]:
+    """Give the parameter of each field; its sentence and its schema come from the field's annotation."""
+    _, schemas = msgspec.json.schema_components([query])
+    for name, schema in schemas[query.__name__]["properties"].items():
+        description = schema.pop("description")
+        yield {"name": name, "in": "query", "required": False, "description": description, "schema": schema}
 
 
-def _answer(status: int, answer: type[msgspec.Struct] | None) -> dict[str, Any]:
-    description = http.HTTPStatus(status).phrase
-    if answer is None:
-        return {"description": description}
-    kind = "application/problem+json" if answer is Problem else "application/json"
-    return {"description": description, "content": {kind: {"schema": {"$ref": _REF.format(name=answer.__name__)}}}}
+def _problem(status: int) -> dict[str, Any]:
+    return {"description": http.HTTPStatus(status).phrase, "content": {MEDIA_TYPE: {"schema": _ref(Problem)}}}
+
+
+def _answer(status: int, route: Route[Any, Any]) -> dict[str, Any]:
+    """Return the answer that a route gives with this status when nothing goes wrong."""
+    kind = route.answer
+    answer: dict[str, Any] = {"description": kind.description or http.HTTPStatus(status).phrase}
+    if kind.schema is not None:
+        schema = _ref(kind.schema) if isinstance(kind.schema, type) else kind.schema
+        answer["content"] = {kind.media_type: {"schema": schema}}
+    return answer
+
+
+def _ref(struct: type[msgspec.Struct]) -> dict[str, str]:
+    return {"$ref": _REF.format(name=struct.__name__)}

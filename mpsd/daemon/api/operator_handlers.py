@@ -16,7 +16,7 @@ _KEPT: Final = 256
 """Operations that were done at once, and still can be asked for."""
 
 
-class Operating:
+class OperatorHandlers:
     """The handlers of an operator's routes, on one node."""
 
     def __init__(self, node: Node) -> None:

@@ -1,16 +1,28 @@
-"""What a handler gets of a request."""
+"""What a handler gets of a request, and the base classes of the two values that a request may bring."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from mpsd.core.roles import UserIdentity
-from mpsd.daemon.api import lease_schema, schema
 from mpsd.system.credentials import PeerCredentials
 from mpsd.system.process import Process
 
 
+class RequestBody(Struct, forbid_unknown_fields=True):
+    """The base of each type that a route takes as its JSON body; an unknown field is refused."""
+
+
+class RequestQuery(Struct, frozen=True):
+    """The base of each type that a route takes as its query parameters; `decoding.parameter` describes a field."""
+
+
 class Request(NamedTuple):
-    """A request as a handler gets it: who calls, what the path names, and the body's value."""
+    """A request as a handler gets it: who calls, what the path names, and the typed query and body.
+
+    `query` and `body` have the types that the route's row names, and are None where it names none.
+    """
 
     credentials: PeerCredentials
     user: UserIdentity
@@ -20,4 +32,5 @@ class Request(NamedTuple):
     has_left: Callable[[], bool]
     """Tells whether nobody waits for the answer any more."""
     names: Mapping[str, str]
-    body: lease_schema.LeaseRequest | lease_schema.RenewRequest | schema.DrainRequest | None = None
+    query: RequestQuery | None = None
+    body: RequestBody | None = None

@@ -1,123 +1,133 @@
-"""The table of routes: method, path, role, handler and types of each, in one place."""
+"""The rows of the API: every path that mpsd serves, in one place.
 
-import re
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import Final, Generic, TypeAlias, TypeVar
+The dispatcher serves these rows, and the API's document is made from them. To add a route, add a row here, a method to
+a class of handlers, and the structs that the method takes and returns. Nothing else knows of single routes.
+"""
 
-import msgspec
+from collections.abc import Callable
+from typing import Any, Final
 
 from mpsd.core.roles import Role
-from mpsd.daemon.api import lease_schema, schema
-from mpsd.daemon.api.handlers import Handlers
-from mpsd.daemon.api.request import Request
-
-T = TypeVar("T")
-
-OPENAPI_PATH: Final = "/v1/openapi.json"
-"""Where the document made from this table is; whoever may read may read it."""
-
-EVENTS_PATH: Final = "/v1/events"
-"""Where events are streamed, one JSON object a line; whoever may read may read them."""
-
-
-_Handler: TypeAlias = Callable[[Handlers], Callable[[Request], Awaitable[msgspec.Struct | None]]]
+from mpsd.daemon.api import answers, lease_schema, schema
+from mpsd.daemon.api.answers import AnswerKind
+from mpsd.daemon.api.event_handlers import EventHandlers
+from mpsd.daemon.api.handlers import NodeHandlers
+from mpsd.daemon.api.lease_handlers import LeaseHandlers
+from mpsd.daemon.api.openapi import OpenApiHandlers
+from mpsd.daemon.api.operator_handlers import OperatorHandlers
+from mpsd.daemon.api.request import RequestBody, RequestQuery
+from mpsd.daemon.api.table import A, Handler, Route
+from mpsd.daemon.node.node import Node
+from mpsd.daemon.record.events import Events
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """One row of the API."""
+class Handlers:
+    """The objects whose methods answer the routes."""
 
-    method: str
-    path: str
-    role: Role
-    handler: _Handler
-    answer: type[msgspec.Struct] | None
-    status: int = 200
-    body: type[lease_schema.LeaseRequest] | type[lease_schema.RenewRequest] | type[schema.DrainRequest] | None = None
-    errors: tuple[int, ...] = ()
-    """Statuses of errors beyond those that every route can answer."""
+    def __init__(self, node: Node, events: Events) -> None:
+        self.node = NodeHandlers(node)
+        self.leases = LeaseHandlers(node)
+        self.operators = OperatorHandlers(node)
+        self.events = EventHandlers(node, events)
+        self.openapi = OpenApiHandlers(ROUTES)
 
 
-def _operation(verb: str, handler: _Handler, *errors: int, body: type[schema.DrainRequest] | None = None) -> Route:
+def _row(
+    method: str,
+    path: str,
+    role: Role,
+    handler: Callable[[Handlers], Handler[A]],
+    answer: AnswerKind[A],
+    *,
+    query: type[RequestQuery] | None = None,
+    body: type[RequestBody] | None = None,
+    errors: tuple[int, ...] = (),
+) -> Route[Handlers, Any]:
+    """Return a row. The type checker holds the handler to the answer that the row names."""
+    return Route(method, path, role, handler, answer, query, body, errors)
+
+
+def _get(
+    path: str,
+    handler: Callable[[Handlers], Handler[A]],
+    answer: AnswerKind[A],
+    *,
+    query: type[RequestQuery] | None = None,
+) -> Route[Handlers, Any]:
+    """Return the row of a route that reads: every observer may use it."""
+    return _row("GET", path, Role.OBSERVER, handler, answer, query=query)
+
+
+def _operation(
+    verb: str,
+    handler: Callable[[Handlers], Handler[schema.OperationOut]],
+    *errors: int,
+    body: type[RequestBody] | None = None,
+) -> Route[Handlers, Any]:
     """Return the row of what an operator can have done to a control daemon."""
-    path = f"/v1/daemons/{{name}}/{verb}"
-    return Route("POST", path, Role.ADMIN, handler, schema.OperationOut, 202, body, errors=(404, *errors))
+    path, answer = f"/v1/daemons/{{name}}/{verb}", answers.json(schema.OperationOut, 202)
+    return _row("POST", path, Role.ADMIN, handler, answer, body=body, errors=errors)
 
 
-ROUTES: Final = (
-    Route("GET", "/healthz", Role.OBSERVER, lambda h: h.healthz, schema.HealthOut),
-    Route("GET", "/readyz", Role.OBSERVER, lambda h: h.readyz, schema.HealthOut, errors=(503,)),
-    Route("GET", "/v1/status", Role.OBSERVER, lambda h: h.status, schema.StatusOut),
-    Route("GET", "/v1/gpus", Role.OBSERVER, lambda h: h.gpus, schema.GpusOut),
-    Route("GET", "/v1/daemons", Role.OBSERVER, lambda h: h.daemons, schema.DaemonsOut),
-    Route("GET", "/v1/clients", Role.OBSERVER, lambda h: h.clients, schema.ClientsOut),
-    Route("GET", "/v1/leases", Role.OBSERVER, lambda h: h.leases, lease_schema.LeasesOut),
-    Route("GET", "/v1/leases/{id}", Role.OBSERVER, lambda h: h.lease, lease_schema.LeaseOut, errors=(404,)),
-    Route("GET", "/v1/config", Role.OBSERVER, lambda h: h.config, schema.ConfigOut),
-    Route(
-        "GET", "/v1/operations/{id}", Role.OBSERVER, lambda h: h.operating.operation, schema.OperationOut, errors=(404,)
+ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
+    _get("/healthz", lambda h: h.node.healthz, answers.json(schema.HealthOut)),
+    _get(
+        "/readyz",
+        lambda h: h.node.readyz,
+        answers.json(schema.HealthOut, answers.StatusBy("ok", {True: 200, False: 503})),
     ),
-    Route(
+    _get("/v1/status", lambda h: h.node.status, answers.json(schema.StatusOut)),
+    _get("/v1/gpus", lambda h: h.node.gpus, answers.json(schema.GpusOut)),
+    _get("/v1/daemons", lambda h: h.node.daemons, answers.json(schema.DaemonsOut)),
+    _get("/v1/clients", lambda h: h.node.clients, answers.json(schema.ClientsOut)),
+    _get("/v1/leases", lambda h: h.leases.leases, answers.json(lease_schema.LeasesOut)),
+    _get("/v1/leases/{id}", lambda h: h.leases.lease, answers.json(lease_schema.LeaseOut)),
+    _get("/v1/config", lambda h: h.node.config, answers.json(schema.ConfigOut)),
+    _get("/v1/operations/{id}", lambda h: h.operators.operation, answers.json(schema.OperationOut)),
+    _row(
         "POST",
         "/v1/leases",
         Role.USER,
-        lambda h: h.admit,
-        lease_schema.LeaseOut,
-        201,
-        lease_schema.LeaseRequest,
-        errors=(409, 413, 422, 503, 507),
+        lambda h: h.leases.admit,
+        answers.json(lease_schema.LeaseOut, 201),
+        body=lease_schema.LeaseRequest,
+        errors=(409, 503, 507),
     ),
-    Route(
+    _row(
         "POST",
         "/v1/leases/{id}/renew",
         Role.USER,
-        lambda h: h.renew,
-        lease_schema.LeaseOut,
-        200,
-        lease_schema.RenewRequest,
-        errors=(404, 413, 422, 507),
+        lambda h: h.leases.renew,
+        answers.json(lease_schema.LeaseOut),
+        body=lease_schema.RenewRequest,
+        errors=(507,),
     ),
-    Route(
+    _row(
         "POST",
         "/v1/leases/{id}/attach",
         Role.USER,
-        lambda h: h.attach,
-        lease_schema.LeaseOut,
-        errors=(404, 409),
+        lambda h: h.leases.attach,
+        answers.json(lease_schema.LeaseOut),
+        errors=(409,),
     ),
-    Route("GET", "/v1/leases/{id}/verify", Role.OBSERVER, lambda h: h.verify, lease_schema.VerifyOut, errors=(404,)),
-    Route("DELETE", "/v1/leases/{id}", Role.USER, lambda h: h.release, None, 204, errors=(404, 507)),
-    _operation("reset", lambda h: h.operating.reset),
-    _operation("hold", lambda h: h.operating.hold, 507),
-    _operation("resume", lambda h: h.operating.resume, 507),
-    _operation("drain", lambda h: h.operating.drain, 413, 422, 507, body=schema.DrainRequest),
-    _operation("restart", lambda h: h.operating.restart, 413, 422, 507, body=schema.DrainRequest),
+    _get("/v1/leases/{id}/verify", lambda h: h.leases.verify, answers.json(lease_schema.VerifyOut)),
+    _row("DELETE", "/v1/leases/{id}", Role.USER, lambda h: h.leases.release, answers.nothing(204), errors=(507,)),
+    _operation("reset", lambda h: h.operators.reset),
+    _operation("hold", lambda h: h.operators.hold, 507),
+    _operation("resume", lambda h: h.operators.resume, 507),
+    _operation("drain", lambda h: h.operators.drain, 507, body=schema.DrainRequest),
+    _operation("restart", lambda h: h.operators.restart, 507, body=schema.DrainRequest),
+    _get(
+        "/v1/events",
+        lambda h: h.events.events,
+        answers.lines(
+            "One JSON object a line: `seq` grows by one from line to line, `at`, `level` and `event` say when and what."
+        ),
+        query=schema.EventsQuery,
+    ),
+    _get(
+        "/v1/openapi.json",
+        lambda h: h.openapi.document,
+        answers.raw("application/json", {"type": "object"}, "This document."),
+    ),
 )
-
-
-class Table(Generic[T]):
-    """Finds by its path what a request is for, and what stands in the place of the path's {names}."""
-
-    def __init__(self) -> None:
-        self._plain: dict[str, dict[str, T]] = {}
-        self._patterns: dict[re.Pattern[str], dict[str, T]] = {}
-
-    def add(self, method: str, path: str, what: T) -> None:
-        """Add a row. A name stands for the whole of what is between two slashes."""
-        if "{" not in path:
-            self._plain.setdefault(path, {})[method] = what
-            return
-        pattern = re.compile(re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", path))
-        self._patterns.setdefault(pattern, {})[method] = what
-
-    def find(self, path: str) -> tuple[Mapping[str, T], Mapping[str, str]]:
-        """Return what there is on a path, by method, and the names in it; nothing where there is no such path."""
-        plain = self._plain.get(path)
-        if plain is not None:
-            return plain, {}
-        for pattern, methods in self._patterns.items():
-            match = pattern.fullmatch(path)
-            if match is not None:
-                return methods, match.groupdict()
-        return {}, {}

@@ -11,6 +11,8 @@ from msgspec import Meta, Struct
 
 from mpsd.core.model import Daemon, Drift, ReadBack, Server
 from mpsd.core.supervision.drain import Operation
+from mpsd.daemon.api.decoding import parameter
+from mpsd.daemon.api.request import RequestBody, RequestQuery
 
 
 class LimitsOut(Struct):
@@ -207,7 +209,7 @@ class ConfigOut(Struct):
     config: dict[str, dict[str, str | bool | int | float | list[str] | None]]
 
 
-class DrainRequest(Struct, forbid_unknown_fields=True):
+class DrainRequest(RequestBody):
     """How long those who are there have."""
 
     timeout: Annotated[float, Meta(ge=0, le=1e9)] | None = None
@@ -257,3 +259,26 @@ class HealthOut(Struct):
 
     ok: bool
     because: str
+
+
+class EventsQuery(RequestQuery, frozen=True):
+    """Which events a caller asks for."""
+
+    after: Annotated[
+        int,
+        parameter(
+            "The number of the last event that the caller has; 0 for all that are kept.",
+            refusal="is not the number of an event",
+            hint="give the last seq that you have",
+            at_least=0,
+            at_most=10**18 - 1,
+        ),
+    ] = 0
+    follow: Annotated[
+        bool,
+        parameter(
+            "Whether to go on with the events to come, until the caller hangs up.",
+            refusal="is neither true nor false",
+            hint="say follow=true, or nothing",
+        ),
+    ] = False

@@ -5,15 +5,16 @@ An error is answered on a connection (`problem_answer`), or as the only bytes of
 """
 
 import http
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
 from msgspec import Struct
 
-from mpsd.core.errors import InvalidRequestError, MpsdError
+from mpsd.core.errors import InvalidRequestError, MethodNotAllowedError, MpsdError, NotFoundError
 from mpsd.daemon.http.connection import Answer, Message
 
-_MEDIA_TYPE: Final = "application/problem+json"
+MEDIA_TYPE: Final = "application/problem+json"
 
 
 class Problem(Struct):
@@ -42,16 +43,39 @@ def problem(error: MpsdError, status: int | None = None) -> Problem:
     )
 
 
-def problem_answer(error: MpsdError, status: int | None = None, *, allow: str = "") -> Answer:
-    """Return the answer for an error; `allow` names the methods that the path takes."""
-    document = problem(error, status)
-    return Answer(document.status, msgspec.json.encode(document), _MEDIA_TYPE, allow)
+class UnreadableError(InvalidRequestError):
+    """A request that is not HTTP/1.1, and why."""
+
+    status = 400
+
+    def __init__(self, trouble: str) -> None:
+        hint = "send plain HTTP/1.1, as curl --unix-socket does"
+        super().__init__(f"this cannot be read as HTTP/1.1: {trouble}", hint=hint)
 
 
-def unreadable(message: Message) -> Answer:
-    """Return the answer to a request that is not HTTP/1.1."""
-    hint = "send plain HTTP/1.1, as curl --unix-socket does"
-    return problem_answer(InvalidRequestError(f"this cannot be read as HTTP/1.1: {message.trouble}", hint=hint), 400)
+class WrongMethodError(MethodNotAllowedError):
+    """A request for a path that takes other methods; its answer names those in `Allow`."""
+
+    def __init__(self, message: Message, methods: Iterable[str]) -> None:
+        self.allowed = sorted(methods)
+        hint = f"it takes {', '.join(self.allowed)}"
+        super().__init__(f"{message.method} is not for {message.path}", hint=hint)
+
+
+def unroutable(message: Message, methods: Iterable[str]) -> MpsdError:
+    """Return the error of a request that no route answers: unreadable, or with no such path, or with other methods."""
+    if message.trouble:
+        return UnreadableError(message.trouble)
+    if not methods:
+        return NotFoundError(f"there is no route {message.path}", hint="the routes are in /v1/openapi.json")
+    return WrongMethodError(message, methods)
+
+
+def problem_answer(error: MpsdError) -> Answer:
+    """Return the answer for an error."""
+    document = problem(error)
+    allow = ",".join(error.allowed) if isinstance(error, WrongMethodError) else ""
+    return Answer(document.status, msgspec.json.encode(document), MEDIA_TYPE, allow)
 
 
 def closing_response(error: MpsdError, status: int | None = None) -> bytes:
@@ -60,7 +84,7 @@ def closing_response(error: MpsdError, status: int | None = None) -> bytes:
     body = msgspec.json.encode(document)
     head = (
         f"HTTP/1.1 {document.status} {document.title}",
-        f"Content-Type: {_MEDIA_TYPE}",
+        f"Content-Type: {MEDIA_TYPE}",
         f"Content-Length: {len(body)}",
         "Connection: close",
     )

@@ -5,7 +5,7 @@ from typing import Any, Final
 import pytest
 
 from mpsd.core.roles import Role
-from mpsd.daemon.api.routes import EVENTS_PATH, OPENAPI_PATH, ROUTES
+from mpsd.daemon.api.routes import ROUTES
 from tests.daemon.api.conftest import MakeLine
 from tests.daemon.caller import NOBODY, Caller, calling, needs_root
 from tests.daemon.conftest import Start
@@ -26,10 +26,7 @@ admins = ["{ADMIN}", "%{GROUPS[Role.ADMIN]}"]
 """
 """Users and groups that the user database does not know go by their numbers."""
 
-ALL_ROUTES: Final = [(route.method, route.path, route.role) for route in ROUTES] + [
-    ("GET", OPENAPI_PATH, Role.OBSERVER),
-    ("GET", EVENTS_PATH, Role.OBSERVER),
-]
+ALL_ROUTES: Final = [(route.method, route.path, route.role) for route in ROUTES]
 
 NO_ROUTES: Final = [
     ("GET", "/"),

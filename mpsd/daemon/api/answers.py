@@ -1,0 +1,93 @@
+"""The kinds of answer that a route can give: JSON of a struct, text, raw bytes, a stream of lines, or none.
+
+A kind is one column of the route table. It holds what the API's document says of an answer, and the encoder that turns
+what a handler returns into what the connection sends.
+"""
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from mpsd.daemon.http.connection import Answer
+
+A = TypeVar("A")
+S = TypeVar("S", bound=Struct)
+
+JSON: Final = "application/json"
+LINES: Final = "application/x-ndjson"
+
+_encode_json: Final = msgspec.json.Encoder().encode
+
+
+class Stream(NamedTuple):
+    """An answer of status 200 that is sent piece by piece, as long as the pieces come."""
+
+    media_type: str
+    pieces: AsyncIterator[bytes]
+
+
+Encoder: TypeAlias = Callable[[A], Answer | Stream]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerKind(Generic[A]):
+    """A kind of answer. `A` is what the handler returns."""
+
+    encode: Encoder[A]
+    statuses: tuple[int, ...]
+    """Every status that the answer can have; errors are not among them."""
+    media_type: str = ""
+    """Empty where the answer has no body."""
+    schema: type[Struct] | Mapping[str, object] | None = None
+    """What the body is: a struct, or a JSON schema."""
+    description: str = ""
+    """The sentence about the answer in the API's document; empty for the name of the status."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatusBy:
+    """The status of a JSON answer where a field of the answer decides it."""
+
+    field: str
+    statuses: Mapping[object, int]
+    """The status for each value that the field can have."""
+
+
+def json(kind: type[S], status: int | StatusBy = 200) -> AnswerKind[S]:
+    """Return the kind that answers with a struct as JSON."""
+    if isinstance(status, StatusBy):
+        value_of, by_value = attrgetter(status.field), dict(status.statuses)
+        return AnswerKind(
+            lambda answer: Answer(by_value[value_of(answer)], _encode_json(answer)),
+            tuple(by_value.values()),
+            JSON,
+            kind,
+        )
+    return AnswerKind(lambda answer: Answer(status, _encode_json(answer)), (status,), JSON, kind)
+
+
+def text(media_type: str, description: str) -> AnswerKind[str]:
+    """Return the kind that answers with text, in UTF-8; the media type is sent as it stands here."""
+    return AnswerKind(
+        lambda answer: Answer(200, answer.encode(), media_type), (200,), media_type, {"type": "string"}, description
+    )
+
+
+def raw(media_type: str, schema: Mapping[str, object], description: str) -> AnswerKind[bytes]:
+    """Return the kind that answers with bytes that the handler has encoded already."""
+    return AnswerKind(lambda answer: Answer(200, answer, media_type), (200,), media_type, schema, description)
+
+
+def lines(description: str) -> AnswerKind[AsyncIterator[bytes]]:
+    """Return the kind that streams JSON objects, one a line; the iterator yields one or more whole lines at a time."""
+    return AnswerKind(lambda pieces: Stream(LINES, pieces), (200,), LINES, {"type": "string"}, description)
+
+
+def nothing(status: int) -> AnswerKind[None]:
+    """Return the kind that answers with a status and no body."""
+    answer = Answer(status)
+    return AnswerKind(lambda _: answer, (status,))

@@ -1,0 +1,151 @@
+"""Answers requests from one table of routes, in small steps: find the row, authorise, count, read, handle, encode.
+
+The dispatcher checks the caller's role before any handler is on the stack, so that no handler can forget to. Whoever
+has no role gets 403 from every route, also from those that do not exist. Every step raises what goes wrong, and
+`receive` answers it by a problem document.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from mpsd.core.errors import BodyTooLargeError, InternalError, InvalidRequestError, MpsdError, NotPermittedError
+from mpsd.core.roles import Role, require
+from mpsd.core.settings import Settings
+from mpsd.daemon.api.answers import Encoder, Stream
+from mpsd.daemon.api.decoding import body_decoder, query_decoder
+from mpsd.daemon.api.request import Request, RequestBody, RequestQuery
+from mpsd.daemon.api.table import Route, Table
+from mpsd.daemon.http.connection import MAXIMUM_BODY, Answer, Message
+from mpsd.daemon.http.peer import Principal, RefusalLog, RequestsInFlight
+from mpsd.daemon.http.problems import UnreadableError, problem_answer, unroutable
+from mpsd.daemon.record.log import EventName, Logger
+
+H = TypeVar("H")
+
+
+class _Endpoint(NamedTuple):
+    """A row of the table, ready for requests: its handler is bound, its decoders and its encoder are made."""
+
+    role: Role
+    query: Callable[[str], RequestQuery] | None
+    body: Callable[[bytes | bytearray], RequestBody] | None
+    handle: Callable[[Request], Awaitable[Any]]
+    encode: Encoder[Any]
+
+    @classmethod
+    def of(cls, route: Route[H, Any], handlers: H) -> "_Endpoint":
+        """Make it from the row."""
+        return cls(
+            role=route.role,
+            query=None if route.query is None else query_decoder(route.query),
+            body=None if route.body is None else body_decoder(route.body),
+            handle=route.handler(handlers),
+            encode=route.answer.encode,
+        )
+
+
+class Dispatcher(Generic[H]):
+    """Answers requests from one table of routes, with one object that has the handlers."""
+
+    def __init__(
+        self, routes: Iterable[Route[H, Any]], handlers: H, settings: Callable[[], Settings], log: Logger
+    ) -> None:
+        """Make every row ready. `settings` returns the settings in force."""
+        self._settings = settings
+        self._log = log
+        self._in_flight = RequestsInFlight()
+        self._refusal_log = RefusalLog(log)
+        self._table = Table[_Endpoint]()
+        for route in routes:
+            self._table.add(route.method, route.path, _Endpoint.of(route, handlers))
+
+    async def receive(self, message: Message) -> None:
+        """Answer a request. Raises ConnectionResetError when its caller has hung up."""
+        connection = message.connection
+        uid, counted = connection.peer.uid, False
+        try:
+            methods, names = self._table.find(message.path)
+            endpoint = None if message.trouble else methods.get(message.method)
+            settings = self._settings()
+            principal = connection.peer.principal(settings)
+            # What matches no route needs a role too: a stranger learns nothing, not even what exists.
+            require(principal.role, Role.OBSERVER if endpoint is None else endpoint.role)
+            self._in_flight.came(uid, settings.api.requests_per_uid)
+            counted = True
+            if endpoint is None:
+                raise unroutable(message, methods)  # noqa: TRY301 - as every other step raises what goes wrong
+            answer = await self._answer(endpoint, message, principal, names)
+            if isinstance(answer, Answer):
+                await connection.send(message, answer)
+            else:
+                await connection.stream(message, answer.media_type, answer.pieces)
+        except MpsdError as error:
+            self._note_refusal(error, message)
+            await connection.send(message, problem_answer(error))
+        except ConnectionResetError:
+            raise  # nobody waits for an answer any more
+        except Exception as error:  # noqa: BLE001 - the boundary: a defect answers one request, and must not end mpsd
+            await connection.send(message, self._defect(error, message.path))
+        finally:
+            if counted:
+                self._in_flight.went(uid)
+
+    async def _answer(
+        self, endpoint: _Endpoint, message: Message, principal: Principal, names: Mapping[str, str]
+    ) -> Answer | Stream:
+        """Decode what a request brings, have it handled, and encode the answer."""
+        query = body = None
+        if endpoint.query is not None:
+            query = endpoint.query(message.query)
+        if endpoint.body is not None:
+            if not message.complete:  # most bodies came with their request: there is nothing to wait for
+                await self._arrival(message)
+            body = endpoint.body(_whole_body(message))
+        peer = message.connection.peer
+        request = Request(
+            credentials=principal.credentials,
+            user=principal.user,
+            admin=principal.role is Role.ADMIN,
+            process=peer.process,
+            has_left=peer.has_left,
+            names=names,
+            query=query,
+            body=body,
+        )
+        return endpoint.encode(await endpoint.handle(request))
+
+    async def _arrival(self, message: Message) -> None:
+        """Wait for the rest of a request's body. Raises InvalidRequestError when the body does not come in time."""
+        seconds = self._settings().api.header_deadline
+        try:
+            async with asyncio.timeout(seconds):
+                await message.arrival()
+        except TimeoutError:
+            raise InvalidRequestError(
+                f"the request's body did not come within {seconds:g} s",
+                hint="send it at once",
+                limit="api.header_deadline",
+            ) from None
+
+    def _note_refusal(self, error: MpsdError, message: Message) -> None:
+        """Log who asked for what it may not have."""
+        if isinstance(error, NotPermittedError):
+            credentials = message.connection.peer.principal(self._settings()).credentials
+            self._refusal_log.tell(credentials, f"{message.method} {message.path}".strip(), error.detail)
+
+    def _defect(self, error: Exception, path: str) -> Answer:
+        """Log a defect, and return the answer to its request, which tells nothing of it."""
+        self._log.defect(EventName.API_DEFECT, error, path=path)
+        return problem_answer(
+            InternalError("mpsd has a defect here", hint="its log has the details; please report them")
+        )
+
+
+def _whole_body(message: Message) -> bytes | bytearray:
+    """Return a request's body, which has come. Raises BodyTooLargeError, and UnreadableError."""
+    if len(message.body) > MAXIMUM_BODY:
+        raise BodyTooLargeError(f"a request's body has {MAXIMUM_BODY} bytes at most", hint="send less", limit="body")
+    if message.trouble:
+        raise UnreadableError(message.trouble)
+    return message.body

@@ -1,0 +1,62 @@
+"""The form of the route table: what a row holds, and how a request finds its row. `routes` has the rows themselves."""
+
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
+
+from mpsd.core.roles import Role
+from mpsd.daemon.api.answers import AnswerKind
+from mpsd.daemon.api.request import Request, RequestBody, RequestQuery
+
+A = TypeVar("A")
+H = TypeVar("H")
+T = TypeVar("T")
+
+Handler: TypeAlias = Callable[[Request], Awaitable[A]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route(Generic[H, A]):
+    """One row of the API. `H` has the handlers, and `A` is what this row's handler returns."""
+
+    method: str
+    path: str
+    """A name in braces stands for the whole of what is between two slashes."""
+    role: Role
+    """The least role that may use the route."""
+    handler: Callable[[H], Handler[A]]
+    """Picks the row's handler."""
+    answer: AnswerKind[A]
+    query: type[RequestQuery] | None = None
+    """The query parameters; a route without them ignores a query string."""
+    body: type[RequestBody] | None = None
+    errors: tuple[int, ...] = ()
+    """Statuses of errors beyond those that every route of this form can answer (see `openapi`)."""
+
+
+class Table(Generic[T]):
+    """Finds by its path what a request is for, and what stands in the place of the path's {names}."""
+
+    def __init__(self) -> None:
+        self._plain: dict[str, dict[str, T]] = {}
+        self._patterns: dict[re.Pattern[str], dict[str, T]] = {}
+
+    def add(self, method: str, path: str, what: T) -> None:
+        """Add a row. A name stands for the whole of what is between two slashes."""
+        if "{" not in path:
+            self._plain.setdefault(path, {})[method] = what
+            return
+        pattern = re.compile(re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", path))
+        self._patterns.setdefault(pattern, {})[method] = what
+
+    def find(self, path: str) -> tuple[Mapping[str, T], Mapping[str, str]]:
+        """Return what there is on a path, by method, and the names in it; nothing where there is no such path."""
+        plain = self._plain.get(path)
+        if plain is not None:
+            return plain, {}
+        for pattern, methods in self._patterns.items():
+            match = pattern.fullmatch(path)
+            if match is not None:
+                return methods, match.groupdict()
+        return {}, {}

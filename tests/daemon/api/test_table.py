@@ -1,0 +1,380 @@
+"""A route is a row of a table: every kind of answer and of parameter is served and documented from the row alone.
+
+The tables here are made for the tests. The dispatcher and the connection are mpsd's own, over a real socket.
+"""
+
+import asyncio
+import io
+import json
+import os
+import socket
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Annotated, Any, Final, TextIO
+
+import pytest
+from msgspec import Meta, Struct
+
+from mpsd.core.errors import InvalidRequestError
+from mpsd.core.roles import Role
+from mpsd.core.settings import LogFormat, Roles, Settings
+from mpsd.daemon.api import answers
+from mpsd.daemon.api.decoding import parameter, query_decoder
+from mpsd.daemon.api.dispatcher import Dispatcher
+from mpsd.daemon.api.openapi import document
+from mpsd.daemon.api.request import Request, RequestBody, RequestQuery
+from mpsd.daemon.api.routes import ROUTES
+from mpsd.daemon.api.schema import EventsQuery
+from mpsd.daemon.api.table import Route
+from mpsd.daemon.http.connection import Connection
+from mpsd.daemon.http.peer import Peer
+from mpsd.daemon.record.log import configure
+from tests.daemon.caller import needs_root
+from tests.node import Answer
+
+METRICS: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+STRANGER: Final = 2301
+
+
+class Colour(Struct):
+    """An answer whose field decides its status."""
+
+    name: str
+    known: bool
+
+
+class Paint(RequestBody):
+    """A body."""
+
+    colour: str
+
+
+class Which(RequestQuery, frozen=True):
+    """Query parameters."""
+
+    size: Annotated[int, parameter("How large.", refusal="is no size", hint="1 to 9", at_least=1, at_most=9)] = 3
+    loud: Annotated[bool, parameter("Whether loud.", refusal="is neither", hint="true or false")] = False
+
+
+class Words:
+    """Handlers of every kind; they note what they were asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[Request] = []
+
+    async def metrics(self, request: Request) -> str:
+        """Answer with text."""
+        self.asked.append(request)
+        return '# HELP mpsd_up Whether it is.\nmpsd_up{name="ä"} 1\n'
+
+    async def picture(self, request: Request) -> bytes:
+        """Answer with bytes."""
+        self.asked.append(request)
+        return b"\x89PNG\r\n"
+
+    async def lines(self, request: Request) -> AsyncIterator[bytes]:
+        """Answer line by line."""
+        self.asked.append(request)
+        assert isinstance(request.query, Which)
+        return self._lines(request.query)
+
+    async def _lines(self, which: Which) -> AsyncIterator[bytes]:
+        for number in range(which.size):
+            yield json.dumps({"seq": number, "loud": which.loud}).encode() + b"\n"
+
+    async def paint(self, request: Request) -> Colour:
+        """Answer with a struct, whose status hangs on it."""
+        self.asked.append(request)
+        assert isinstance(request.body, Paint)
+        return Colour(request.body.colour, known=request.body.colour == "green")
+
+    async def wash(self, request: Request) -> None:
+        """Answer with nothing."""
+        self.asked.append(request)
+
+    async def spill(self, request: Request) -> str:
+        """Have a defect."""
+        raise ZeroDivisionError(request.names["name"])
+
+
+TABLE: Final[tuple[Route[Words, Any], ...]] = (
+    Route("GET", "/metrics", Role.OBSERVER, lambda h: h.metrics, answers.text(METRICS, "The metrics.")),
+    Route(
+        "GET",
+        "/picture",
+        Role.OBSERVER,
+        lambda h: h.picture,
+        answers.raw("image/png", {"type": "string"}, "A picture."),
+    ),
+    Route("GET", "/lines", Role.OBSERVER, lambda h: h.lines, answers.lines("Lines."), query=Which),
+    Route(
+        "POST",
+        "/paint",
+        Role.USER,
+        lambda h: h.paint,
+        answers.json(Colour, answers.StatusBy("known", {True: 201, False: 202})),
+        body=Paint,
+        errors=(409,),
+    ),
+    Route("DELETE", "/paint/{name}", Role.ADMIN, lambda h: h.wash, answers.nothing(204)),
+    Route("GET", "/spill/{name}", Role.OBSERVER, lambda h: h.spill, answers.text("text/plain", "Nothing.")),
+)
+
+OPEN: Final = Settings(roles=Roles(users=("*",)))
+
+
+def ask(
+    method: str,
+    target: str,
+    body: bytes = b"",
+    *,
+    table: Iterable[Route[Words, Any]] = TABLE,
+    words: Words | None = None,
+    settings: Settings = OPEN,
+    uid: int = 0,
+    log: TextIO | None = None,
+) -> Answer:
+    """Ask a dispatcher with this table, as this user, and return the answer."""
+    logger = configure(LogFormat.JSON, stream=log or io.TextIOWrapper(io.BytesIO()))
+    dispatcher = Dispatcher(table, words or Words(), lambda: settings, logger)
+
+    async def talk() -> bytes:
+        os.seteuid(uid)  # the kernel notes who makes a socket
+        try:
+            ours, theirs = socket.socketpair()
+        finally:
+            os.seteuid(os.getuid())
+        inside: set[Connection] = set()
+        peer = Peer(theirs)
+        await asyncio.get_running_loop().connect_accepted_socket(
+            lambda: Connection(peer, dispatcher.receive, inside, 60), theirs
+        )
+        reader, writer = await asyncio.open_connection(sock=ours)
+        # HTTP/1.0, so that a stream comes without chunks and everything ends with the connection.
+        writer.write(
+            b"%b %b HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (method.encode(), target.encode(), len(body), body)
+        )
+        said = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        return said
+
+    head, _, rest = asyncio.run(talk()).partition(b"\r\n\r\n")
+    first, *lines = head.decode().split("\r\n")
+    return Answer(int(first.split()[1]), dict(line.split(": ", 1) for line in lines), rest)
+
+
+def operation(method: str, path: str) -> Any:
+    """Return what the document of the table says of a row."""
+    return document(TABLE)["paths"][path][method]
+
+
+class TestKinds:
+    """Each kind of answer."""
+
+    def test_text(self) -> None:
+        """Text is sent in UTF-8 with the media type of its row, to the letter: this is what `/metrics` needs."""
+        answer = ask("GET", "/metrics")
+        assert (answer.status, answer.headers["Content-Type"]) == (200, METRICS)
+        assert answer.body.decode() == '# HELP mpsd_up Whether it is.\nmpsd_up{name="ä"} 1\n'
+        assert answer.headers["Content-Length"] == str(len(answer.body))
+        said = operation("get", "/metrics")["responses"]
+        assert said["200"] == {"description": "The metrics.", "content": {METRICS: {"schema": {"type": "string"}}}}
+        assert said.keys() == {"200", "400", "403", "429", "500"}
+
+    def test_bytes(self) -> None:
+        """Bytes are sent as they are."""
+        answer = ask("GET", "/picture")
+        assert (answer.status, answer.headers["Content-Type"], answer.body) == (200, "image/png", b"\x89PNG\r\n")
+        assert list(operation("get", "/picture")["responses"]["200"]["content"]) == ["image/png"]
+
+    def test_lines(self) -> None:
+        """Lines are sent as they come, and as many as the typed query says."""
+        answer = ask("GET", "/lines?size=2&loud=true")
+        assert (answer.status, answer.headers["Content-Type"]) == (200, "application/x-ndjson")
+        assert [json.loads(line) for line in answer.body.splitlines()] == [{"seq": n, "loud": True} for n in range(2)]
+        assert "Content-Length" not in answer.headers
+
+    @pytest.mark.parametrize(("colour", "status"), [("green", 201), ("mauve", 202)])
+    def test_status_by_value(self, colour: str, status: int) -> None:
+        """A field of the answer decides its status, and the document has every status that there can be."""
+        answer = ask("POST", "/paint", json.dumps({"colour": colour}).encode())
+        assert (answer.status, answer.headers["Content-Type"]) == (status, "application/json")
+        assert answer.json == {"name": colour, "known": colour == "green"}
+        said = operation("post", "/paint")
+        assert said["responses"].keys() == {"201", "202", "400", "403", "409", "413", "422", "429", "500"}
+        schema = {"$ref": "#/components/schemas/Colour"}
+        assert said["responses"][str(status)]["content"] == {"application/json": {"schema": schema}}
+        assert said["requestBody"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/Paint"}
+
+    def test_nothing(self) -> None:
+        """An answer without a body has no media type and no length."""
+        answer = ask("DELETE", "/paint/green")
+        assert (answer.status, answer.body) == (204, b"")
+        assert answer.headers.keys() == {"Date", "Connection"}
+        assert "content" not in operation("delete", "/paint/{name}")["responses"]["204"]
+
+
+class TestRequests:
+    """What a handler gets, and what does not get to it."""
+
+    def test_typed_values(self) -> None:
+        """A handler gets names, body and query as the row has them, and None for what the row does not have."""
+        words = Words()
+        ask("DELETE", "/paint/sea%20green?size=x", words=words)
+        ask("POST", "/paint", b'{"colour": "red"}', words=words)
+        ask("GET", "/lines?loud=true&other=1", words=words)
+        washed, painted, listed = words.asked
+        assert (washed.names, washed.query, washed.body) == ({"name": "sea green"}, None, None)
+        assert (painted.names, painted.query, painted.body) == ({}, None, Paint("red"))
+        assert (listed.names, listed.query, listed.body) == ({}, Which(size=3, loud=True), None)
+
+    @pytest.mark.parametrize("query", ["size=0", "size=10", "size=-1", "size=1.0", "size=", "loud=yes", "loud=True"])
+    def test_wrong_parameters(self, query: str) -> None:
+        """What a parameter cannot be is refused with its row's words, before the handler runs."""
+        words, (name, _, text) = Words(), query.partition("=")
+        answer = ask("GET", f"/lines?{query}", words=words)
+        assert (answer.status, answer.json["code"]) == (422, "invalid_request")
+        said, hint = {"size": ("is no size", "1 to 9"), "loud": ("is neither", "true or false")}[name]
+        assert (answer.json["detail"], answer.json["hint"]) == (f"{name}={text!r} {said}", hint)
+        assert not words.asked
+
+    def test_documented_parameters(self) -> None:
+        """The document has each parameter with its sentence, its bounds and its default."""
+        size = {"type": "integer", "minimum": 1, "maximum": 9, "default": 3}
+        loud = {"type": "boolean", "default": False}
+        assert operation("get", "/lines")["parameters"] == [
+            {"name": "size", "in": "query", "required": False, "description": "How large.", "schema": size},
+            {"name": "loud", "in": "query", "required": False, "description": "Whether loud.", "schema": loud},
+        ]
+        assert "422" in operation("get", "/lines")["responses"]
+
+    @pytest.mark.parametrize("body", [b"", b"{}", b"[]", b"\xff", b'{"colour": 1}', b'{"colour": "red", "size": 1}'])
+    def test_wrong_bodies(self, body: bytes) -> None:
+        """A body that is not the row's is refused before the handler runs."""
+        words = Words()
+        answer = ask("POST", "/paint", body, words=words)
+        assert (answer.status, answer.json["hint"]) == (422, "see /v1/openapi.json")
+        assert not words.asked
+
+    def test_defects(self) -> None:
+        """A handler with a defect answers one request with 500, which tells nothing, and the log has it."""
+        written = io.BytesIO()
+        with io.TextIOWrapper(written) as log:
+            answer = ask("GET", "/spill/milk", log=log)
+            said = written.getvalue()
+        assert (answer.status, answer.json["code"]) == (500, "internal")
+        assert b"milk" not in answer.body
+        assert b"ZeroDivisionError" in said
+
+
+@needs_root
+class TestAuthorisation:
+    """The dispatcher checks the role before anything of a request is looked at."""
+
+    @pytest.mark.parametrize("route", TABLE, ids=lambda route: route.path)
+    def test_stranger(self, route: Route[Words, Any]) -> None:
+        """A stranger gets 403 from every row, and no handler runs."""
+        words = Words()
+        answer = ask(route.method, route.path, b"nonsense", words=words, settings=Settings(roles=Roles(users=())),
+                     uid=STRANGER)  # fmt: skip
+        assert (answer.status, answer.json["code"]) == (403, "not_permitted")
+        assert not words.asked
+
+    def test_role(self) -> None:
+        """A row is closed to every role below its own."""
+        for roles, allowed in (
+            (Roles(users=(), observers=("*",)), {"/metrics"}),
+            (Roles(users=("*",)), {"/metrics", "/paint"}),
+            (Roles(admins=("*",)), {"/metrics", "/paint", "/paint/{name}"}),
+        ):
+            settings = Settings(roles=roles)
+            rows = [route for route in TABLE if route.path in {"/metrics", "/paint", "/paint/{name}"}]
+            statuses = {row.path: ask(row.method, row.path, settings=settings, uid=STRANGER).status for row in rows}
+            assert {path for path, status in statuses.items() if status != 403} == allowed
+
+
+class TestNothingElse:
+    """The dispatcher serves its table and nothing else."""
+
+    @pytest.mark.parametrize("path", sorted({route.path for route in ROUTES}))
+    def test_no_path_is_added_by_hand(self, path: str) -> None:
+        """No path of mpsd's is there unless a row has it."""
+        assert ask("GET", path).status == 404
+
+    def test_no_method_is_added_by_hand(self) -> None:
+        """A path takes the methods of its rows, and names them."""
+        for method in ("HEAD", "OPTIONS", "PUT"):
+            answer = ask(method, "/metrics")
+            assert (answer.status, answer.headers["Allow"]) == (405, "GET")
+
+
+EVENTS: Final = query_decoder(EventsQuery)
+
+
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [
+        ("", EventsQuery(0, follow=False)),
+        ("after=7", EventsQuery(7)),
+        ("after=007&follow=true", EventsQuery(7, follow=True)),
+        ("after=1&after=x", EventsQuery(1)),
+        ("after=999999999999999999&since=x", EventsQuery(10**18 - 1)),
+        ("follow=false", EventsQuery()),
+    ],
+)
+def test_query_of_events(query: str, found: EventsQuery) -> None:
+    """What a query of `/v1/events` may be, and what it means."""
+    assert EVENTS(query) == found
+
+
+@pytest.mark.parametrize(
+    ("query", "detail"),
+    [
+        ("after=", "after='' is not the number of an event"),
+        ("after=-1", "after='-1' is not the number of an event"),
+        ("after=%31e3", "after='1e3' is not the number of an event"),
+        ("after=1000000000000000000", "after='1000000000000000000' is not the number of an event"),
+        (f"after={'x' * 50}", f"after='{'x' * 40}' is not the number of an event"),
+        ("follow=1", "follow='1' is neither true nor false"),
+        ("follow", "follow='' is neither true nor false"),
+        ("follow=TRUE&after=x", "after='x' is not the number of an event"),
+    ],
+)
+def test_wrong_query_of_events(query: str, detail: str) -> None:
+    """What a query of `/v1/events` may not be is refused in these words."""
+    with pytest.raises(InvalidRequestError) as refused:
+        EVENTS(query)
+    assert refused.value.detail == detail
+
+
+class Textual(RequestQuery, frozen=True):
+    """A parameter of a type that no query can have."""
+
+    name: Annotated[str, parameter("A name.", refusal="is no name", hint="name one")] = ""
+
+
+class Required(RequestQuery, frozen=True):
+    """A parameter without a default."""
+
+    loud: Annotated[bool, parameter("Whether loud.", refusal="is neither", hint="true or false")]
+
+
+class Unbounded(RequestQuery, frozen=True):
+    """A number without bounds."""
+
+    size: Annotated[int, parameter("How large.", refusal="is no size", hint="say a number", at_least=0)] = 0
+
+
+class Undocumented(RequestQuery, frozen=True):
+    """A parameter that says nothing of itself."""
+
+    size: Annotated[int, Meta(ge=0, le=9)] = 0
+
+
+@pytest.mark.parametrize("kind", [Textual, Required, Unbounded, Undocumented])
+def test_unusable_parameters(kind: Callable[..., RequestQuery]) -> None:
+    """A row whose parameters cannot be decoded, or have no sentence, is found when mpsd starts."""
+    assert isinstance(kind, type)
+    with pytest.raises(TypeError, match="parameter"):
+        query_decoder(kind)

@@ -1,0 +1,89 @@
+"""The route table is complete: what mpsd serves and what its document says are its rows, without exception."""
+
+import ast
+import re
+from inspect import iscoroutinefunction
+from typing import Any, Final, cast
+
+import pytest
+
+from mpsd.core.roles import Role
+from mpsd.daemon.api.openapi import document
+from mpsd.daemon.api.request import RequestBody, RequestQuery
+from mpsd.daemon.api.routes import ROUTES, Handlers
+from mpsd.daemon.api.table import Route
+from tests.gate.source import modules
+
+TABLE: Final = "mpsd/daemon/api/routes.py"
+
+PATH: Final = re.compile(r"/(?:healthz|readyz|metrics|v1)(?:/\S*)?")
+
+BY_LABEL: Final = {f"{route.method} {route.path}": route for route in ROUTES}
+
+DOCUMENT: Final = document(ROUTES)
+
+
+def test_each_row_is_there_once() -> None:
+    """No two rows are for the same requests, also not by other names in their paths."""
+    shapes = [(route.method, re.sub(r"{\w+}", "{}", route.path)) for route in ROUTES]
+    assert len(set(shapes)) == len(shapes)
+
+
+def test_the_document_has_the_rows() -> None:
+    """The document has each row and nothing else; without rows it has no path."""
+    documented = [(method.upper(), path) for path, methods in DOCUMENT["paths"].items() for method in methods]
+    assert sorted(documented) == sorted((route.method, route.path) for route in ROUTES)
+    assert document(())["paths"] == {}
+
+
+@pytest.mark.parametrize("route", BY_LABEL.values(), ids=BY_LABEL)
+def test_the_document_has_the_columns(route: Route[Any, Any]) -> None:
+    """Each status, parameter, body and role of a row is in its operation, and no other."""
+    operation = DOCUMENT["paths"][route.path][route.method.lower()]
+    names, fields = re.findall(r"{(\w+)}", route.path), route.query.__struct_fields__ if route.query else ()
+    statuses = {400, 403, 429, 500, *route.answer.statuses, *route.errors}
+    statuses |= {404} if names else set()
+    statuses |= {413, 422} if route.body else set()
+    statuses |= {422} if route.query else set()
+    assert operation["responses"].keys() == {str(status) for status in statuses}
+    parameters = [(each["in"], each["name"]) for each in operation.get("parameters", ())]
+    assert parameters == [*(("path", name) for name in names), *(("query", name) for name in fields)]
+    assert all(each["description"] for each in operation.get("parameters", ()) if each["in"] == "query")
+    assert ("requestBody" in operation) == (route.body is not None)
+    assert operation["description"] == f"Needs the role {Role(route.role).name.lower()}."
+    for status in route.answer.statuses:
+        content = operation["responses"][str(status)].get("content", {})
+        assert list(content) == ([route.answer.media_type] if route.answer.media_type else [])
+
+
+def test_no_path_stands_elsewhere() -> None:
+    """No module of the API but the table names a path that it would serve, or document, by hand."""
+    found = [
+        f"{module.path}:{node.lineno}: {node.value}"
+        for module in modules("mpsd/daemon")
+        if module.path != TABLE
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and PATH.fullmatch(node.value)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_every_handler_has_a_row() -> None:
+    """Each handler answers a route: there is none that nobody can reach."""
+    handlers = Handlers(cast("Any", None), cast("Any", None))
+    reachable = {route.handler(handlers) for route in ROUTES}
+    written = {
+        getattr(each, name)
+        for each in vars(handlers).values()
+        for name in dir(each)
+        if not name.startswith("_") and iscoroutinefunction(getattr(each, name))
+    }
+    assert written == reachable
+
+
+@pytest.mark.parametrize(("base", "column"), [(RequestBody, "body"), (RequestQuery, "query")])
+def test_every_type_has_a_row(base: type[RequestBody] | type[RequestQuery], column: str) -> None:
+    """Each type of a body, and of query parameters, is what some row takes."""
+    subclasses: list[type] = base.__subclasses__()
+    written = {each for each in subclasses if each.__module__.startswith("mpsd.")}
+    assert written == {getattr(route, column) for route in ROUTES} - {None}

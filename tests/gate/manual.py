@@ -253,7 +253,7 @@ def _settings() -> Iterator[str]:
             yield f".SS [{section}]"
         yield from _setting(row)
     yield ".SS [quota.NAME]"
-    yield from _filled("Limits for one user. NAME is a user, a %group, or * for every user without a quota of its own.")
+    yield from _filled("Limits for one user. NAME is a user, a %group, or * for every user without its own quota.")
     for row in quota_rows():
         yield from _setting(row)
 
@@ -313,7 +313,7 @@ def example() -> str:
         restart = "" if row.reload else " A change needs a restart."
         lines += [f"# {line}" for line in textwrap.wrap(f"{row.help}{unit}{restart}", 118)]
         lines.append(f"#{name} = {_value(row)}".rstrip())
-    lines += ["", "# Limits for one user: a user, a %group, or * for every user without a quota of its own.", '#[quota."*"]']
+    lines += ["", "# Limits for one user: a user, a %group, or * for every user without its own quota.", '#[quota."*"]']
     for row in quota_rows():
         unit = f" Unit: {row.unit}." if row.unit else ""
         lines += [f"# {row.help}{unit}", f"#{row.key.rpartition('.')[2]} ="]

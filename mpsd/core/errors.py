@@ -240,7 +240,7 @@ class ControlUnknownCommandError(ControlError):
 
 
 class ControlNoAnswerError(ControlError):
-    """The control daemon accepted the command and did not answer, as it does while a server is busy: the value is unknown."""
+    """The control daemon gave no answer to the command, as it does while a server is busy: the value is unknown."""
 
     code = "control_no_answer"
 

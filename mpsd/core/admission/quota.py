@@ -53,8 +53,8 @@ def check(quota: Quota, has: UserTotals, priority: int, worth: Amount) -> None:
         )
     if quota.memory is not None and has.amount.memory + worth.memory > quota.memory:
         raise QuotaError(
-            f"{format_size(worth.memory)} of memory were requested, but your quota is {format_size(quota.memory)}, and you"
-            f" already hold {format_size(has.amount.memory)}",
+            f"{format_size(worth.memory)} of memory were requested, but your quota is {format_size(quota.memory)},"
+            f" and you already hold {format_size(has.amount.memory)}",
             hint=release,
             limit="quota.memory",
         )

@@ -24,13 +24,12 @@ _NAMED: Final = (404,)
 _BODY: Final = (413, 422)
 """Those of a route that takes a body."""
 
-_DESCRIPTION: Final = """\
-NVIDIA MPS on one node, over a unix socket: `curl --unix-socket /run/mpsd/mpsd.sock http://mpsd/v1/status`.
-
-Who calls is known by the kernel's word (SO_PEERCRED): there is nothing to log in with. Every error is a problem
-document (RFC 9457), whose `code` is for programs and whose `hint` is for people. A number that is to be whole is
-written without a fraction: 1, and not 1.0.
-"""
+_DESCRIPTION: Final = (
+    "NVIDIA MPS on one node, over a unix socket: `curl --unix-socket /run/mpsd/mpsd.sock"
+    " http://mpsd/v1/status`.\n\nThe kernel identifies the caller (SO_PEERCRED), so there is no login. Every"
+    " error is a problem document (RFC 9457);\nits `code` is for programs, and its `hint` is for users. Integers"
+    " are written without a fraction: 1, not 1.0.\n"
+)
 
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:
@@ -99,14 +98,17 @@ def _events() -> dict[str, Any]:
     """Return the operation that streams events."""
     operation = _described("GET", EVENTS_PATH, Role.OBSERVER)
     operation["parameters"] = [
-        _asked("after", "The number of the last event that the caller has; 0 for all that are kept.", {
+        _asked("after", "The number of the last event that the caller has received; 0 for all events that are kept.", {
             "type": "integer", "minimum": 0, "maximum": 10**18 - 1, "default": 0,
         }),
-        _asked("follow", "Whether to go on with the events to come, until the caller hangs up.", {
+        _asked("follow", "Whether to keep sending new events until the caller disconnects.", {
             "type": "boolean", "default": False,
         }),
     ]  # fmt: skip
-    lines = "One JSON object a line: `seq` grows by one from line to line, `at`, `level` and `event` say when and what."
+    lines = (
+        "One JSON object per line: `seq` grows by one from line to line; `at`, `level` and `event` give the"
+        " time, the level and the name."
+    )
     stream = {"description": lines, "content": {"application/x-ndjson": {"schema": {"type": "string"}}}}
     operation["responses"] = {"200": stream, **_errors(422)}
     return operation

@@ -149,7 +149,7 @@ class Api:
     def _defect(self, error: BaseException, path: str) -> Answer:
         self._log.defect(EventName.API_DEFECT, error, path=path)
         return problem_answer(
-            InternalError("mpsd has a defect here", hint="its log has the details; please report them")
+            InternalError("an internal error occurred in mpsd", hint="see mpsd's log for the details, and report them")
         )
 
     async def _read(self, message: Message) -> bytes | bytearray:
@@ -161,13 +161,15 @@ class Api:
                     await message.arrival()
             except TimeoutError:
                 raise InvalidRequestError(
-                    f"the request's body did not come within {seconds:g} s",
-                    hint="send it at once",
+                    f"the request body did not arrive within {seconds:g} s",
+                    hint="send the whole body at once",
                     limit="api.header_deadline",
                 ) from None
         if len(message.body) > MAXIMUM_BODY:
             raise BodyTooLargeError(
-                f"a request's body has {MAXIMUM_BODY} bytes at most", hint="send less", limit="body"
+                f"the request body exceeds the maximum of {MAXIMUM_BODY} bytes",
+                hint="send a smaller body",
+                limit="body",
             )
         return message.body
 
@@ -186,13 +188,13 @@ class Api:
         self._events.flush()  # what has no number yet may take the place of what is asked for
         if after > self._events.latest:
             raise InvalidRequestError(
-                f"there is no event {after} yet; the latest is {self._events.latest}",
-                hint="give the last seq that you have, and leave it out to begin with",
+                f"event {after} does not exist yet; the latest is {self._events.latest}",
+                hint="pass the seq of the last event that you received, or omit `after` to begin with the oldest",
             )
         if after + 1 < self._events.oldest and after > 0:
             raise InvalidRequestError(
-                f"the events after {after} are not kept any more; the oldest is {self._events.oldest}",
-                hint="start again from there, or keep more: api.events",
+                f"the events after {after} are no longer kept; the oldest is {self._events.oldest}",
+                hint="start again from the oldest event, or keep more events: api.events",
                 limit="api.events",
             )
         await message.connection.stream(message, "application/x-ndjson", self._events.read(after, follow=follow))
@@ -233,7 +235,8 @@ def _after(query: Mapping[str, list[str]]) -> int:
     text = query.get("after", ["0"])[0]
     if not text.isdecimal() or len(text) > 18:  # noqa: PLR2004 - what fits into 63 bits
         raise InvalidRequestError(
-            f"after={text[:40]!r} is not the number of an event", hint="give the last seq that you have"
+            f"after={text[:40]!r} is not the number of an event",
+            hint="pass the seq of the last event that you received",
         )
     return int(text)
 
@@ -241,7 +244,9 @@ def _after(query: Mapping[str, list[str]]) -> int:
 def _follow(query: Mapping[str, list[str]]) -> bool:
     text = query.get("follow", ["false"])[0]
     if text not in {"true", "false"}:
-        raise InvalidRequestError(f"follow={text[:40]!r} is neither true nor false", hint="say follow=true, or nothing")
+        raise InvalidRequestError(
+            f"follow={text[:40]!r} is neither true nor false", hint="pass follow=true, or omit it"
+        )
     return text == "true"
 
 
@@ -250,7 +255,7 @@ def _decode(decoder: "msgspec.json.Decoder[Body]", body: bytes | bytearray) -> B
     try:
         return decoder.decode(body or b"{}")
     except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"the request's body is not valid: {error}", hint="see /v1/openapi.json") from error
+        raise InvalidRequestError(f"the request body is not valid: {error}", hint="see /v1/openapi.json") from error
 
 
 async def _refuse(methods: Mapping[str, _Row], message: Message, _: Principal, __: Mapping[str, str]) -> Answer:
@@ -259,8 +264,8 @@ async def _refuse(methods: Mapping[str, _Row], message: Message, _: Principal, _
         return unreadable(message)
     if not methods:
         return problem_answer(
-            NotFoundError(f"there is no route {message.path}", hint="the routes are in /v1/openapi.json")
+            NotFoundError(f"there is no route {message.path}", hint="see /v1/openapi.json for the routes")
         )
     allowed = sorted(methods)
-    error = MethodNotAllowedError(f"{message.method} is not for {message.path}", hint=f"it takes {', '.join(allowed)}")
+    error = MethodNotAllowedError(f"{message.path} does not support {message.method}", hint=f"use {', '.join(allowed)}")
     return problem_answer(error, allow=",".join(allowed))

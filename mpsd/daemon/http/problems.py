@@ -51,7 +51,7 @@ def problem_answer(error: MpsdError, status: int | None = None, *, allow: str = 
 def unreadable(message: Message) -> Answer:
     """Return the answer to a request that is not HTTP/1.1."""
     hint = "send plain HTTP/1.1, as curl --unix-socket does"
-    return problem_answer(InvalidRequestError(f"this cannot be read as HTTP/1.1: {message.trouble}", hint=hint), 400)
+    return problem_answer(InvalidRequestError(f"the request is not valid HTTP/1.1: {message.trouble}", hint=hint), 400)
 
 
 def closing_response(error: MpsdError, status: int | None = None) -> bytes:

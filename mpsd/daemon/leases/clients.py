@@ -107,9 +107,9 @@ class Clients:
         if self._watch.of(lease_id):
             self._detach(lease, tuple(each for each in lease.clients if each != gone))
         elif gone == lease.holder:
-            self._end(lease_id, f"its holder, pid {gone.pid}, is gone")
+            self._end(lease_id, f"its holder, pid {gone.pid}, has exited")
         else:
-            because = f"its holder, pid {lease.holder.pid}, is gone, and so is its last client, pid {gone.pid}"
+            because = f"its holder, pid {lease.holder.pid}, has exited, and so has its last client, pid {gone.pid}"
             self._end(lease_id, because)
 
     def _detach(self, lease: Lease, left: tuple[ProcessIdentity, ...]) -> None:

@@ -12,7 +12,7 @@ from mpsd.core.model import Known, Unknown
 def _capabilities(seen: Observed) -> Iterator[Finding]:
     mpsd = seen.service.process
     if mpsd is None:
-        yield unknown("no mpsd is running")
+        yield unknown("no mpsd process is visible")
         return
     if mpsd.uid != 0:
         because = f"mpsd (pid {mpsd.pid}) runs as uid {mpsd.uid}: it serves only the clients of that uid"
@@ -30,7 +30,7 @@ def _capabilities(seen: Observed) -> Iterator[Finding]:
 def _user_namespace(seen: Observed) -> Iterator[Finding]:
     mpsd, few = seen.service.process, seen.service.few_uids
     if mpsd is None:
-        yield unknown("no mpsd is running")
+        yield unknown("no mpsd process is visible")
     elif isinstance(few, Unknown):
         yield unknown(few.reason, AS_ROOT)
     elif few.value:

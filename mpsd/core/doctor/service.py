@@ -201,7 +201,7 @@ def _unit_settings(seen: Observed) -> Iterator[Finding]:
 def _tasks(seen: Observed) -> Iterator[Finding]:
     tasks = seen.service.tasks
     if isinstance(tasks, Unknown):
-        yield unknown(tasks.reason if seen.service.process is not None else "no mpsd is running")
+        yield unknown(tasks.reason if seen.service.process is not None else "no mpsd process is visible")
         return
     group, there, most = tasks.value.group, tasks.value.there, tasks.value.most
     if most is not None and most - there < _FREE_TASKS:

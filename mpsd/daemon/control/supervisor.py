@@ -273,9 +273,7 @@ class Supervisor:
                 self._observer.control_log.remove_leftovers(self._launcher.remove_leftovers)
             self._start()
         else:
-            self._lifecycle.explain(
-                self._drainer.summary, f"to end them at once: mpsctl restart {self.name} --timeout 0"
-            )
+            self._lifecycle.explain(self._drainer.summary, f"end them at once: mpsctl restart {self.name} --timeout 0")
             self._lifecycle.notify_changed()
             await self._sleep(_TICK)
 
@@ -300,9 +298,7 @@ class Supervisor:
         is_new = self._instance.is_fresh and not self._wanted_limits.proved
         if is_new and not await self._instance.listens_by(self._due):
             if self._instance.give_up():
-                late = (
-                    f"it did not open its socket within {self._settings.daemon.start_deadline:g} s, and is being killed"
-                )
+                late = f"it did not listen within {self._settings.daemon.start_deadline:g} s, and is being killed"
                 self._move(Event.SILENT, late, f"see {self._pipe_access.paths.control_log}")
             return
         reached = await self._probe()
@@ -365,7 +361,7 @@ class Supervisor:
         answers = state in ANSWERED and self._wanted_limits.proved
         quits = self._drainer.advance(self._observer.present, self._instance.identity, answers=answers)
         if quits:
-            self._move(Event.STOP, self._drainer.summary, f"to stop it at once: mpsctl restart {self.name} --timeout 0")
+            self._move(Event.STOP, self._drainer.summary, f"stop it at once: mpsctl restart {self.name} --timeout 0")
         elif desired is not self._drainer.desired:
             self._apply_desired_state()
             self._lifecycle.notify_changed()

@@ -133,9 +133,7 @@ class Leases:
             self._limit_gates.follow(lease)
             self.clients.drop_dead_clients(lease)
         elif lease.request.request_id is None:
-            self._end(
-                lease.id, "mpsd was restarted, and the request had no request_id to resume its place in the queue"
-            )
+            self._end(lease.id, "mpsd was restarted, and the request has no request_id with which to continue")
         else:
             self._lines[lease.id] = _Line(asyncio.get_running_loop().create_future(), kept_until=now + self.grace)
 
@@ -283,9 +281,7 @@ class Leases:
         """
         lease = self.ledger.leases.get(lease_id)
         if lease is None:
-            raise NotFoundError(
-                f"lease {lease_id} holds nothing that processes can attach to", hint="take out another lease"
-            )
+            raise NotFoundError(f"processes cannot attach to lease {lease_id} now", hint="take out another lease")
         if not attribution.has_room(lease):
             raise DoesNotFitError(
                 f"lease {lease_id} already has its {lease.request.processes} processes",
@@ -380,9 +376,7 @@ class Leases:
             self._asked.pop((ended.owner.uid, ended.request.request_id), None)
         line = self._lines.pop(lease_id, None)
         if line is not None:
-            _decide(
-                line, refusal or DoesNotFitError(f"the request has ended: {because}", hint="send the request again")
-            )
+            _decide(line, refusal or DoesNotFitError(f"the request has ended: {because}", hint="try again"))
         if isinstance(refusal, StorageError):
             self._group_commit.change(ended, EventName.LEASE_REFUSED, code=refusal.code, because=because)
         else:

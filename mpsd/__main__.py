@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="mpsd")
 def cli() -> None:
-    """Supervise NVIDIA MPS on this node: a control daemon for each GPU, its limits verified, its clients admitted.
+    """Supervise NVIDIA MPS on this node: run a control daemon for each GPU, verify its limits, and admit clients.
 
-    Ask it with mpsctl.
+    Use mpsctl to query and control a running mpsd.
     """
 
 
 _CONFIG = click.option(
     "--config",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="The configuration file; /etc/mpsd/mpsd.toml if it exists.",
+    help="Configuration file.  [default: /etc/mpsd/mpsd.toml, if it exists]",
 )
 
 
@@ -42,21 +42,24 @@ _CONFIG = click.option(
     "--root",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="Put everything that is written under DIR.",
+    help="Write everything under DIR.",
 )
-@click.option("--simulate", type=click.IntRange(1, 64), metavar="N", help="Put N simulated GPUs in the place of NVML.")
-@click.option("--control", metavar="PROGRAM", help="The control program; NVIDIA's, or the simulator's when simulating.")
+@click.option("--simulate", type=click.IntRange(1, 64), metavar="N", help="Simulate N GPUs instead of using NVML.")
+@click.option(
+    "--control", metavar="PROGRAM", help="The control program.  [default: NVIDIA's; with --simulate, the simulator's]"
+)
 @click.option(
     "--stop-daemons-on-exit",
     is_flag=True,
-    help="When told to end, let nobody in, and stop each control daemon when nobody is left on it. A second signal"
-    " ends mpsd at once, and leaves the others running.",
+    help="On SIGTERM or SIGINT, stop admission, and stop each control daemon once it has no leases and no"
+    " clients. A second signal ends mpsd at once and leaves the remaining control daemons running.",
 )
 @click.option(
     "--stop-daemons",
     is_flag=True,
-    help="Take over what an earlier mpsd left, let nobody in, stop each control daemon when nobody is left on it, and"
-    " end. A signal ends mpsd before that, and leaves the others running.",
+    help="Adopt the control daemons of an earlier mpsd, stop admission, stop each control daemon once it has no"
+    " leases and no clients, then exit. A signal ends mpsd earlier and leaves the remaining control daemons"
+    " running.",
 )
 def run(
     config: Path | None,
@@ -67,10 +70,10 @@ def run(
     stop_daemons_on_exit: bool,
     stop_daemons: bool,
 ) -> None:
-    """Run the service in the foreground; logs go to stderr: text to a terminal, fields to the journal, or else JSON.
+    """Run the service in the foreground.
 
-    SIGTERM ends mpsd and leaves the control daemons running: the next mpsd adopts them. SIGHUP reloads the
-    configuration.
+    Logs go to stderr: text on a terminal, structured fields in the journal, JSON elsewhere. SIGTERM ends mpsd and
+    leaves the control daemons running: the next mpsd adopts them. SIGHUP reloads the configuration.
     """
     import os
     from dataclasses import replace
@@ -138,9 +141,9 @@ def _plan(
 @cli.command()
 @_CONFIG
 def check(config: Path | None) -> None:
-    """Parse and validate the configuration, print the effective settings as TOML, and exit with 0 or 78.
+    """Validate the configuration, print the effective settings as TOML, and exit with 0 or 78.
 
-    Comments behind them say where NVIDIA's driver was found.
+    Comments at the end show where NVIDIA's driver was found.
     """
     from mpsd.core.settings import document
     from mpsd.system import driver, rundir
@@ -160,7 +163,10 @@ def check(config: Path | None) -> None:
 
 @cli.command()
 def demo() -> None:
-    """Run a simulated node with two GPUs in a private directory, and say what to try. It leaves nothing behind."""
+    """Run a simulated node with two GPUs in a private directory, and print commands to try.
+
+    The directory is removed at the end.
+    """
     import os
     import tempfile
     from dataclasses import replace
@@ -197,7 +203,7 @@ A simulated node with 2 GPUs is running. In a second terminal:
     {mpsctl} leases
     {mpsctl} run --threads 80 --memory 2GiB --gpu 0 -- true
 
-Ctrl-C here ends it, and leaves nothing behind.
+Ctrl-C ends the node and removes its files.
 """
 
 

@@ -148,19 +148,21 @@ class Client:
         match error:
             case TimeoutError():
                 return UnreachableError(
-                    f"mpsd took the request on {self.path} and did not answer within {deadline:g} s",
-                    hint="see in its log what keeps it busy; one that was stopped (SIGSTOP) does not answer either",
+                    f"mpsd accepted the request on {self.path} and did not answer within {deadline:g} s",
+                    hint="see mpsd's log for what keeps it busy; a stopped process (SIGSTOP) does not answer either",
                 )
             case ValueError():
                 stranger = UnreachableError(
-                    f"what listens on {self.path} does not answer as mpsd does: {error}", hint=_ANOTHER_SOCKET
+                    f"the program that listens on {self.path} does not answer as mpsd does: {error}",
+                    hint=_ANOTHER_SOCKET,
                 )
                 stranger.retryable = False
                 return stranger
             case _:
                 return UnreachableError(
-                    f"the connection to mpsd on {self.path} broke before it had answered; what it did is unknown",
-                    hint="see whether it still runs, and what it did, with: mpsctl status; mpsctl leases",
+                    f"the connection to mpsd on {self.path} broke before the answer arrived; whether the"
+                    " request took effect is unknown",
+                    hint="check whether mpsd is running and what it did: mpsctl status; mpsctl leases",
                 )
 
     def _send(self, method: str, path: str, body: bytes, deadline: float, meanwhile: Meanwhile | None) -> "_Connection":
@@ -184,8 +186,8 @@ def segment(text: str) -> str:
 
 _ANOTHER_SOCKET: Final = "name mpsd's socket with --socket or MPSD_SOCKET"
 _START_IT: Final = (
-    "is mpsd running? Start it (systemctl start mpsd, or mpsd run); in a container, mount the directory that the socket"
-    f" is in, since each mpsd makes another socket; or {_ANOTHER_SOCKET}"
+    "if mpsd is not running, start it (systemctl start mpsd, or mpsd run); in a container, mount the"
+    f" directory of the socket, not the socket, since each mpsd creates a new socket; or {_ANOTHER_SOCKET}"
 )
 
 
@@ -193,8 +195,8 @@ def error_of(status: int, document: object) -> MpsdError:
     """Return the error that a problem document stands for; one without a known code is judged by its HTTP status."""
     fields = document if isinstance(document, dict) else {}
     code, detail, hint, limit = (fields.get(name) for name in ("code", "detail", "hint", "limit"))
-    detail = str(detail or f"the answer was HTTP status {status}, without a reason")
-    hint = str(hint or f"is it mpsd that listens there? If not, {_ANOTHER_SOCKET}")
+    detail = str(detail or f"the answer was HTTP status {status} without a reason")
+    hint = str(hint or f"check that the program that listens there is mpsd; otherwise, {_ANOTHER_SOCKET}")
     limit = None if limit is None else str(limit)
     for known in catalogue():
         if known.code == code:
@@ -228,15 +230,16 @@ def _unreachable(path: str, deadline: float, error: OSError) -> UnreachableError
         case errno.EACCES | errno.EPERM:
             return UnreachableError(
                 f"uid {os.getuid()} is not permitted to connect to {path}",
-                hint=f"join the group that api.group names, or become root; or {_ANOTHER_SOCKET}",
+                hint=f"join the group that api.group names, or run the command as root; or {_ANOTHER_SOCKET}",
             )
         case errno.EAGAIN:
             return UnreachableError(
-                f"mpsd did not take a connection on {path} within {deadline:g} s",
-                hint="see in its log what keeps it busy; one that was stopped (SIGSTOP) takes none either",
+                f"mpsd did not accept a connection on {path} within {deadline:g} s",
+                hint="see mpsd's log for what keeps it busy; a stopped process (SIGSTOP) does not accept"
+                " connections either",
             )
         case _:
-            return UnreachableError(f"{path} cannot be connected to: {error.strerror or error}", hint=_ANOTHER_SOCKET)
+            return UnreachableError(f"cannot connect to {path}: {error.strerror or error}", hint=_ANOTHER_SOCKET)
 
 
 # -- HTTP --------------------------------------------------------------------------------------------------------------

@@ -38,9 +38,7 @@ def with_api(function: Callable[..., None]) -> Callable[..., None]:
 def with_form(*more: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command `-o`, with the forms that it has beyond table and json."""
     forms = click.Choice(["table", "json", *more])
-    return click.option(
-        "-o", "--output", "form", type=forms, default="table", show_default=True, help="The form of it."
-    )
+    return click.option("-o", "--output", "form", type=forms, default="table", show_default=True, help="Output format.")
 
 
 def note(text: str) -> None:
@@ -57,7 +55,7 @@ def of_one_version() -> Iterator[None]:
     except KeyError as missing:
         raise InternalError(
             f"mpsd's answer has no {missing}, so mpsd and mpsctl are of different versions",
-            hint="read it with -o json; restart mpsd, so that both are of one version: no client notices",
+            hint="use -o json, or restart mpsd so that both have the same version (clients are not affected)",
         ) from None
 
 
@@ -89,26 +87,28 @@ def environment(lease: "answer_types.Lease", share: int | None = None) -> dict[s
         state, gpus = lease["state"], len(lease["gpus"])
         if state == "waiting":
             raise DoesNotFitError(
-                f"{lease['id']} still waits, so it has no environment yet",
-                hint=f"see for what: mpsctl show {lease['id']}",
+                f"{lease['id']} is still waiting, so it has no environment yet",
+                hint=f"see what it waits for: mpsctl show {lease['id']}",
             )
         if state == "ended":
-            raise NotFoundError(f"{lease['id']} has ended: {lease['because']}", hint="take out another: mpsctl admit")
+            raise NotFoundError(
+                f"{lease['id']} has ended: {lease['because']}", hint="take out another lease: mpsctl admit"
+            )
         if share is None and gpus > 1:
             raise InvalidRequestError(
-                f"{lease['id']} is on {gpus} GPUs, and each process can use one of them",
-                hint=f"say which: mpsctl show {lease['id']} -o env --share 0 (to {gpus - 1})",
+                f"{lease['id']} is on {gpus} GPUs, and a process can use only one of them",
+                hint=f"choose a share: mpsctl show {lease['id']} -o env --share 0 (to {gpus - 1})",
             )
         if share is not None and share >= gpus:
             raise InvalidRequestError(
-                f"{lease['id']} has no share {share}, since it is on {plural(gpus, 'GPU')}",
-                hint="its shares are counted from 0",
+                f"{lease['id']} has no share {share}: it is on {plural(gpus, 'GPU')}",
+                hint="shares are numbered from 0",
             )
         variables = lease["shares"][share]["env"] if share else lease["env"]
     if not variables:
         raise InternalError(
-            f"mpsd gave {lease['id']} no environment, and without one there are no limits",
-            hint="look at the lease with -o json",
+            f"mpsd gave {lease['id']} no environment, and without it no limits apply",
+            hint="look at the lease: mpsctl show LEASE -o json",
         )
     return variables
 

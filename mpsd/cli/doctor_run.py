@@ -69,7 +69,7 @@ async def _mend(
             why, hint = error.detail, error.hint
         except OSError as error:
             why, hint = f"{error.filename}: {error.strerror}", "as root: mpsctl doctor --fix"
-        because = f"{finding.because}; it could not be mended: {why}"
+        because = f"{finding.because}; it could not be fixed: {why}"
         verdict = Verdict.FAIL if finding.verdict is Verdict.OK else finding.verdict
         failed[result.check.id, finding.subject] = Result(
             result.check, replace(finding, verdict=verdict, because=because, remedy=hint)
@@ -139,7 +139,7 @@ def _ask(api: "Api") -> tuple[Reading[Answers], str, Reading[Settings]]:
         silent = Unknown(error.detail)
         return silent, error.hint, silent
     except MpsdError as error:
-        silent = Unknown(f"it turned this caller away: {error.detail}")
+        silent = Unknown(f"it refused this caller: {error.detail}")
         return silent, error.hint, silent
     try:
         answers = Answers(
@@ -152,7 +152,7 @@ def _ask(api: "Api") -> tuple[Reading[Answers], str, Reading[Settings]]:
         )
     except KeyError as missing:
         silent = Unknown(f"mpsd's answer has no {missing}, so mpsd and mpsctl are of different versions")
-        return silent, "restart mpsd, so that both are of one version: no client notices", silent
+        return silent, "restart mpsd so that both have the same version (clients are not affected)", silent
     return Known(answers), "", _settings(config)
 
 

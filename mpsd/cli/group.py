@@ -50,13 +50,13 @@ class _Commands(click.Group):
 
 
 EXIT_STATUS: Final = {
-    0: "it was done; for status: the node is healthy; for doctor: no check fails",
-    1: "anything else",
-    2: "it was called wrongly",
+    0: "Success; for status: the node is healthy; for doctor: no check failed",
+    1: "Any other error",
+    2: "Usage error",
     69: "mpsd is unreachable",
-    75: "it does not fit now",
-    77: "refused, by policy or for want of permission",
-    78: "the configuration is wrong",
+    75: "The request does not fit now",
+    77: "Refused by policy or for lack of permission",
+    78: "The configuration is invalid",
 }
 """What mpsctl ends with, for `mpsctl --help` and mpsctl(1)."""
 
@@ -67,7 +67,7 @@ _EPILOG: Final = "\n".join(
         *(f"    {status:<2}  {meaning}" for status, meaning in EXIT_STATUS.items()),
         "",
         "\b",
-        "Completion, for bash (zsh_source and fish_source are there too):",
+        "Shell completion for bash (also zsh_source and fish_source):",
         '    eval "$(_MPSCTL_COMPLETE=bash_source mpsctl)"',
         "",
     )
@@ -82,10 +82,10 @@ _EPILOG: Final = "\n".join(
     default="/run/mpsd/mpsd.sock",
     show_envvar=True,
     show_default=True,
-    help="Where mpsd listens.",
+    help="The socket of mpsd.",
 )
 @click.version_option(__version__, prog_name="mpsctl")
 @click.pass_context
 def mpsctl(context: click.Context, socket: str) -> None:
-    """See what NVIDIA MPS does on this node, and take out a share of a GPU."""
+    """Inspect NVIDIA MPS on this node, and take out leases on its GPUs."""
     context.obj = context.with_resource(Api(socket))

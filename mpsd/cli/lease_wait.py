@@ -109,7 +109,7 @@ class _Queue:
         """Tell the user, once, that mpsd has gone, and what it was that broke off the wait."""
         if not self._lost:
             self._lost = True
-            note(f"mpsd has gone ({error.detail}); asking again until it is back, where the place is kept")
+            note(f"mpsd is gone ({error.detail}); retrying until it is back, which keeps the place in the queue")
 
     def leave(self) -> None:
         """Give it away at once: mpsd itself would keep it for a caller that may come back."""

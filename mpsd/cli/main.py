@@ -49,11 +49,11 @@ def _outcome() -> int:
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 0
     except MpsdError as error:
-        more = "; mpsctl doctor says what is wrong, also without mpsd" if isinstance(error, UnreachableError) else ""
+        more = "; mpsctl doctor diagnoses the node, even without mpsd" if isinstance(error, UnreachableError) else ""
         click.echo(f"mpsctl: {plain(error.detail)} [{error.code}]\n  hint: {plain(error.hint)}{more}", err=True)
         return error.exit_code
     except OSError as error:
-        click.echo(f"mpsctl: the answer cannot be written: {error.strerror}", err=True)
+        click.echo(f"mpsctl: cannot write the answer: {error.strerror}", err=True)
     return 1
 
 

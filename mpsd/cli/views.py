@@ -164,7 +164,9 @@ def daemons(answer: "answer_types.Daemons", now: datetime) -> str:
             lines.append(_trouble(daemon["name"], daemon))
         if daemon["restart_for"]:
             settings, name = ", ".join(daemon["restart_for"]), daemon["name"]
-            lines.append(f"{name}: it was started with another {settings}; to change that: mpsctl restart {name}")
+            lines.append(
+                f"{name}: it was started with a different {settings}; to apply the change: mpsctl restart {name}"
+            )
     return "\n".join(lines)
 
 
@@ -305,7 +307,11 @@ def lease(answer: "answer_types.Lease", now: datetime) -> str:
         [
             ("lease", answer["id"]),
             ("state", f"{answer['state']}: {answer['because']}"),
-            *([("waits", f"in place {wait['position']} for {wait['waits_for']}: {wait['because']}")] if wait else []),
+            *(
+                [("waits", f"at position {wait['position']} for {wait['waits_for']}: {wait['because']}")]
+                if wait
+                else []
+            ),
             ("name", answer["name"] or "-"),
             ("labels", " ".join(f"{key}={value}" for key, value in answer["labels"].items()) or "-"),
             ("priority", str(answer["priority"])),
@@ -315,7 +321,7 @@ def lease(answer: "answer_types.Lease", now: datetime) -> str:
             ("holder", f"pid {owner['pid']}, uid {owner['uid']}"),
             ("clients", f"{' '.join(map(str, answer['clients'])) or '-'} (of {answer['processes']} at most)"),
             ("created", f"{answer['created']} ({age(answer['created'], now)} ago)"),
-            *([("expires", f"{expires} (in {until(expires, now)}, unless it is renewed)")] if expires else []),
+            *([("expires", f"{expires} (in {until(expires, now)}, unless renewed)")] if expires else []),
             *([("ended", f"{ended} ({age(ended, now)} ago)")] if ended else []),
             *(_each_gpu(answer) if len(shares) >= _SEVERAL else _environment("env", answer["env"])),
         ]

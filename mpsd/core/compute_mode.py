@@ -62,14 +62,14 @@ def trouble(*, index: int, wanted: bool, now: ComputeMode | None, held: bool) ->
     if now is ComputeMode.PROHIBITED:
         return (
             "its compute mode is prohibited, so no process can use it",
-            f"as root: {command(index, ComputeMode.DEFAULT)}; mpsd looks again by itself",
+            f"as root: {command(index, ComputeMode.DEFAULT)}; mpsd then reads the mode again",
         )
     if not wanted or now is ComputeMode.EXCLUSIVE_PROCESS:
         return None
     if now is None:
-        return "it has no compute mode that could be set", 'daemon.compute_mode = "leave"'
-    who = "after mpsd had set exclusive-process: somebody changed it, or the driver let go of the GPU"
+        return "it has no compute mode that could be set", 'set daemon.compute_mode = "leave"'
+    who = "although mpsd had set exclusive-process: it was changed from outside, or the driver unloaded the GPU"
     return (
         f"its compute mode is {now}, {who}" if held else f"its compute mode is {now}, and not exclusive-process yet",
-        f'mpsctl reset gpu{index} has mpsd set it again; to do without: daemon.compute_mode = "leave"',
+        f'set the mode again: mpsctl reset gpu{index}; or turn this off: daemon.compute_mode = "leave"',
     )

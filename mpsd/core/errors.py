@@ -25,20 +25,20 @@ class MpsdError(Exception):
 
 
 class RequestError(MpsdError):
-    """Something that only the caller can mend; nothing was changed."""
+    """The request cannot be served as it is, and only the caller can fix it; nothing was changed."""
 
     status = 422
     exit_code = 2
 
 
 class InvalidRequestError(RequestError):
-    """A value that cannot be meant: out of range, of the wrong type, or in an unknown unit."""
+    """A value is invalid: out of range, of the wrong type, or in an unknown unit."""
 
     code = "invalid_request"
 
 
 class NotFoundError(RequestError):
-    """There is no such route, lease, daemon or operation."""
+    """The route, lease, control daemon or operation does not exist."""
 
     code = "not_found"
     status = 404
@@ -46,21 +46,21 @@ class NotFoundError(RequestError):
 
 
 class MethodNotAllowedError(RequestError):
-    """The path exists, the method does not; `Allow` names those that do."""
+    """The path does not support this method; the `Allow` header lists the methods that it supports."""
 
     code = "method_not_allowed"
     status = 405
 
 
 class BodyTooLargeError(RequestError):
-    """The request's body is larger than any request of this API can be."""
+    """The request body exceeds the maximum size."""
 
     code = "body_too_large"
     status = 413
 
 
 class NotPermittedError(RequestError):
-    """The caller's uid has no role that allows this, or names a process or a lease of another user."""
+    """The caller's role does not allow the request, or the request names a process or a lease of another user."""
 
     code = "not_permitted"
     status = 403
@@ -68,7 +68,7 @@ class NotPermittedError(RequestError):
 
 
 class PeerUnknownError(RequestError):
-    """The kernel could not say which process is calling, so that nothing can be bound to its life."""
+    """The kernel could not identify the calling process, so no lease can be tied to its life."""
 
     code = "peer_unknown"
     status = 403
@@ -76,7 +76,7 @@ class PeerUnknownError(RequestError):
 
 
 class QuotaError(RequestError):
-    """The caller's own quota does not allow it; the quota is named, and what is left of it."""
+    """The request exceeds the caller's quota; the error names the quota and what is left of it."""
 
     code = "quota"
     status = 403
@@ -84,7 +84,7 @@ class QuotaError(RequestError):
 
 
 class ExceedsDaemonLimitError(RequestError):
-    """More was asked for than the control daemon's own limits give any client."""
+    """The request exceeds the limits that the control daemon sets for every client."""
 
     code = "exceeds_daemon_limit"
     status = 403
@@ -95,7 +95,7 @@ class ExceedsDaemonLimitError(RequestError):
 
 
 class CapacityError(MpsdError):
-    """The request is sound, and this node cannot serve it now."""
+    """The request is valid, but the node cannot serve it now."""
 
     status = 409
     exit_code = 75
@@ -103,58 +103,58 @@ class CapacityError(MpsdError):
 
 
 class DoesNotFitError(CapacityError):
-    """No GPU has this much left; the limiting resource and what is left of it are named."""
+    """No GPU has this much left; the error names the limiting resource and what is left of it."""
 
     code = "does_not_fit"
 
 
 class NeverFitsError(CapacityError):
-    """No GPU of this node has this much even when nothing else runs: asking again will not help."""
+    """No GPU of this node could serve the request even if nothing else ran; retrying does not help."""
 
     code = "never_fits"
     retryable = False
 
 
 class DaemonNotReadyError(CapacityError):
-    """The GPU's control daemon is not ready, or one of its limits does not hold, so nobody is let in."""
+    """The GPU's control daemon is not ready, or one of its limits does not hold, so no lease is granted."""
 
     code = "daemon_not_ready"
 
 
 class PipeAccessError(CapacityError):
-    """The way to a control daemon could not be opened for the caller's uid, or not be closed to others."""
+    """Pipe access could not be granted to the caller's uid, or could not be revoked from others."""
 
     code = "pipe_access"
 
 
 class QueueFullError(CapacityError):
-    """As many requests wait as may wait."""
+    """The queue holds the maximum number of waiting requests."""
 
     code = "queue_full"
 
 
 class TooManyLeasesError(CapacityError):
-    """As many leases are held, or waited for, as this node keeps."""
+    """The node has the maximum number of leases, waiting ones included."""
 
     code = "too_many_leases"
 
 
 class TooManyRequestsError(CapacityError):
-    """This uid has as many connections, or requests in flight, as one uid may have."""
+    """The caller's uid has the maximum number of open connections, or of requests in flight."""
 
     code = "too_many_requests"
     status = 429
 
 
 class StorageError(CapacityError):
-    """The lease could not be put on disk, so it was not granted: what a caller is told survives mpsd."""
+    """The lease could not be stored on disk, so it was not granted: every granted lease must survive mpsd."""
 
     code = "storage"
     status = 507
 
 
 class StoppingError(CapacityError):
-    """mpsd is on its way out; the control daemons stay, and the next mpsd answers."""
+    """mpsd is stopping; the control daemons keep running, and the next mpsd will answer."""
 
     code = "stopping"
     status = 503
@@ -164,26 +164,26 @@ class StoppingError(CapacityError):
 
 
 class OperatorError(MpsdError):
-    """Something about the node or its configuration that an operator must mend."""
+    """The node or its configuration has a fault that an operator must fix."""
 
     exit_code = 78
 
 
 class ConfigurationError(OperatorError):
-    """The configuration, or a path or program that it names, cannot work."""
+    """The configuration is invalid, or a path or program that it names cannot be used."""
 
     code = "configuration"
 
 
 class AlreadyRunningError(OperatorError):
-    """Another mpsd owns this runtime directory."""
+    """Another mpsd uses this runtime directory."""
 
     code = "already_running"
     exit_code = 1
 
 
 class ForeignDaemonError(OperatorError):
-    """A control daemon that mpsd did not start has this pipe directory."""
+    """A control daemon that mpsd did not start uses this pipe directory."""
 
     code = "foreign_daemon"
     status = 409
@@ -194,7 +194,7 @@ class ForeignDaemonError(OperatorError):
 
 
 class ControlError(MpsdError):
-    """Something went wrong on the control pipe between mpsd and a control daemon."""
+    """The conversation on the control pipe between mpsd and a control daemon failed."""
 
     status = 502
     retryable = True
@@ -207,46 +207,46 @@ class ControlUnreachableError(ControlError):
 
 
 class ControlBusyError(ControlError):
-    """Somebody else's front-end held the control daemon for longer than the deadline; MPS serves one at a time."""
+    """Another front-end occupied the control daemon for longer than the deadline; MPS serves one at a time."""
 
     code = "control_busy"
 
 
 class ControlUnresponsiveError(ControlError):
-    """The control daemon took the conversation and did not finish it within the deadline."""
+    """The control daemon accepted the conversation and did not finish it within the deadline."""
 
     code = "control_unresponsive"
 
 
 class ControlBrokenError(ControlError):
-    """The conversation ended in its middle, as it does when the control daemon dies: what took effect is unknown."""
+    """The conversation broke off, as it does when the control daemon dies; which commands took effect is unknown."""
 
     code = "control_broken"
     retryable = False
 
 
 class ControlGarbledError(ControlError):
-    """The control daemon answered something that this command does not answer."""
+    """The control daemon gave an answer that is not valid for the command."""
 
     code = "control_garbled"
     retryable = False
 
 
 class ControlUnknownCommandError(ControlError):
-    """This driver's control daemon does not know the command; the first driver that does is named."""
+    """The control daemon does not know the command; the error names the first driver version that does."""
 
     code = "control_unknown_command"
     retryable = False
 
 
 class ControlNoAnswerError(ControlError):
-    """The control daemon took the command and said nothing, as it does while a server is busy: the value is unknown."""
+    """The control daemon gave no answer to the command, as it does while a server is busy: the value is unknown."""
 
     code = "control_no_answer"
 
 
 class ServerNotFoundError(ControlError):
-    """The control daemon has no server of this pid."""
+    """The control daemon has no server with this pid."""
 
     code = "server_not_found"
     status = 404
@@ -254,7 +254,7 @@ class ServerNotFoundError(ControlError):
 
 
 class LimitNotHeldError(ControlError):
-    """A limit was set, read back, and is not what was asked: it does not hold."""
+    """A limit was set and reads back with a different value, so it does not hold."""
 
     code = "limit_not_held"
     retryable = False
@@ -264,33 +264,33 @@ class LimitNotHeldError(ControlError):
 
 
 class GpuError(MpsdError):
-    """Something about a GPU or its driver."""
+    """A GPU or its driver has a fault."""
 
     status = 503
 
 
 class NoDriverError(GpuError):
-    """NVIDIA's driver library cannot be loaded, or it finds no GPU."""
+    """NVIDIA's driver library cannot be loaded, or finds no GPU."""
 
     code = "no_driver"
     exit_code = 78
 
 
 class GpuUnsupportedError(GpuError):
-    """This GPU cannot run MPS as mpsd runs it."""
+    """The GPU cannot run MPS in the way that mpsd uses it."""
 
     code = "gpu_unsupported"
 
 
 class GpuUnknownError(GpuError):
-    """The GPU's state could not be read, and what is unknown is not healthy."""
+    """The GPU's state could not be read; an unknown GPU is not considered healthy."""
 
     code = "gpu_unknown"
     retryable = True
 
 
 class ComputeModeError(GpuError):
-    """The GPU's compute mode could not be changed, so it is as it was."""
+    """The GPU's compute mode could not be changed; the previous mode is still in force."""
 
     code = "compute_mode"
 
@@ -299,7 +299,7 @@ class ComputeModeError(GpuError):
 
 
 class UnreachableError(MpsdError):
-    """`mpsctl` found no mpsd on the socket, or none that answered in time."""
+    """No mpsd listens on the socket, or mpsd did not answer `mpsctl` in time."""
 
     code = "unreachable"
     exit_code = 69
@@ -307,7 +307,7 @@ class UnreachableError(MpsdError):
 
 
 class InternalError(MpsdError):
-    """A defect of mpsd; its log has the details."""
+    """mpsd has a defect; its log has the details."""
 
     code = "internal"
 

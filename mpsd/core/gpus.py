@@ -20,12 +20,12 @@ def unsupported(gpu: Gpu) -> tuple[str, str] | None:
         least = _dotted(MINIMUM_COMPUTE_CAPABILITY)
         return (
             f"its compute capability is {_dotted(gpu.compute_capability)}, and MPS needs {least} or newer",
-            "leave this GPU to work that does not share it",
+            "use this GPU for work that does not share it",
         )
     if gpu.mig:
         # MPS does run inside a MIG device, but mpsd runs one control daemon for a whole GPU, and MIG leaves none whole.
         return (
-            "MIG mode is on, and mpsd shares whole GPUs",
+            "MIG mode is on, and mpsd shares whole GPUs only",
             f"turn MIG off (nvidia-smi -i {gpu.index} -mig 0), or leave this GPU to MIG",
         )
     return None
@@ -47,13 +47,13 @@ def select(gpus: Sequence[Gpu], wanted: str) -> Gpu:
     if len(named) == 1:
         return named[0]
     if named:
-        raise InvalidRequestError(f"{wanted!r} is the start of {len(named)} GPUs' UUIDs", hint=_known(named))
-    raise InvalidRequestError(f"{wanted!r} is no GPU of this node", hint=_known(gpus))
+        raise InvalidRequestError(f"{wanted!r} matches the UUIDs of {len(named)} GPUs", hint=_known(named))
+    raise InvalidRequestError(f"{wanted!r} is not a GPU of this node", hint=_known(gpus))
 
 
 def _known(gpus: Sequence[Gpu]) -> str:
     if not gpus:
-        return "no GPU of this node could be read: see why with: mpsctl gpus"
+        return "no GPU of this node could be read; for the reason: mpsctl gpus"
     return "name one by index or UUID: " + ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus)
 
 

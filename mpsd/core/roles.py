@@ -46,9 +46,9 @@ def role_of(user: UserIdentity, roles: Roles, *, owns_mpsd: bool) -> Role | None
 def require(role: Role | None, needed: Role) -> None:
     """Raise NotPermittedError unless a role is sufficient."""
     if role is None:
-        raise NotPermittedError("your uid has no role here", hint="ask an administrator to add you to [roles]")
+        raise NotPermittedError("your uid has no role", hint="ask an administrator to add you to [roles]")
     if role < needed:
         raise NotPermittedError(
-            f"this needs the role {needed.name.lower()}, and yours is {role.name.lower()}",
-            hint="ask root, or run it with sudo",
+            f"this needs the role {needed.name.lower()}, and your role is {role.name.lower()}",
+            hint="ask root to do it, or use sudo",
         )

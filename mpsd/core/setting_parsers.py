@@ -22,7 +22,7 @@ def text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError("it is not text")
     if "\0" in value:
-        raise ValueError("it holds a NUL, which no path and no name can")
+        raise ValueError("it contains a NUL character, which paths and names cannot contain")
     return value
 
 
@@ -110,7 +110,7 @@ def priority(value: object) -> int:
 def positive(value: object) -> float:
     """Take a number above zero."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _MOST:
-        raise ValueError(f"it is not a number above zero, and {_MOST} at most")
+        raise ValueError(f"it is not a number above 0 and up to {_MOST}")
     return float(value)
 
 

@@ -99,13 +99,16 @@ class Paths:
     runtime_dir: Path = row(
         Path("/run/mpsd"),
         setting_parsers.path,
-        "the socket, the lock, and a pipe directory per control daemon; must be on a local file system",
+        "Directory of the API socket, the lock, and one pipe directory per control daemon. It must be on a"
+        " local file system.",
     )
-    state_dir: Path = row(Path("/var/lib/mpsd"), setting_parsers.path, "what must outlive a reboot")
+    state_dir: Path = row(
+        Path("/var/lib/mpsd"), setting_parsers.path, "Directory of the data that must survive a reboot."
+    )
     log_dir: Path = row(
         Path("/var/log/mpsd"),
         setting_parsers.path,
-        "a directory per control daemon with NVIDIA's control.log and server.log",
+        "Directory of the logs: one subdirectory per control daemon, with NVIDIA's control.log and server.log.",
     )
 
 
@@ -114,26 +117,36 @@ class Api:
     """The socket that clients talk to."""
 
     socket: Path | None = row(
-        None, setting_parsers.optional_path, "the unix socket; mpsd.sock in the runtime directory by default"
+        None,
+        setting_parsers.optional_path,
+        "Path of the API's unix socket; by default, mpsd.sock in `paths.runtime_dir`.",
     )
     mode: int = row(
         0o666,
         setting_parsers.octal_mode,
-        "its permissions; what a caller may do is decided by its uid, not by this",
+        "Permissions of the socket. What a peer may do is decided by its uid, not by these permissions.",
         unit="octal",
     )
-    group: str = row("", setting_parsers.text, "the group that owns the socket")
-    connections_per_uid: int = row(256, setting_parsers.count, "connections that one uid may have open", reload=True)
+    group: str = row("", setting_parsers.text, "Group that owns the socket.")
+    connections_per_uid: int = row(
+        256, setting_parsers.count, "Maximum number of open connections per uid.", reload=True
+    )
     requests_per_uid: int = row(
-        128, setting_parsers.count, "requests of one uid that may be in flight, waiting ones included", reload=True
+        128,
+        setting_parsers.count,
+        "Maximum number of requests in flight per uid, including requests that wait.",
+        reload=True,
     )
     header_deadline: float = row(
-        10.0, setting_parsers.seconds, "for a connection to have sent a whole request", unit="s"
+        10.0, setting_parsers.seconds, "How long a connection may take to send a complete request.", unit="s"
     )
-    events: int = row(10_000, setting_parsers.count, "events that are kept")
-    events_age: float = row(604_800.0, setting_parsers.seconds, "for which an event is kept", unit="s")
+    events: int = row(10_000, setting_parsers.count, "Number of events that are kept.")
+    events_age: float = row(604_800.0, setting_parsers.seconds, "How long events are kept.", unit="s")
     open: bool = row(
-        False, setting_parsers.flag, "let every user see the leases of all others, and not just their sums", reload=True
+        False,
+        setting_parsers.flag,
+        "Show every user the leases of all users, not only the sums of other users' leases.",
+        reload=True,
     )
 
 
@@ -142,53 +155,65 @@ class ControlDaemon:
     """How control daemons are started and watched."""
 
     control: str = row(
-        "nvidia-cuda-mps-control", setting_parsers.text, "NVIDIA's control program: a path, or a name looked up in PATH"
+        "nvidia-cuda-mps-control",
+        setting_parsers.text,
+        "NVIDIA's control program: a path, or a name that is looked up in PATH.",
     )
     driver_root: Path | None = row(
         None,
         setting_parsers.optional_path,
-        "the root that NVIDIA's driver is in, as a driver container has one; absent: this system's own, or else"
-        " /run/nvidia/driver, /driver-root or /usr/local/nvidia",
+        "Root directory that contains NVIDIA's driver, for example one of a driver container. Absent: this"
+        " system's own root, otherwise /run/nvidia/driver, /driver-root or /usr/local/nvidia.",
     )
     users: Users = row(
         Users.ONE,
         setting_parsers.choice(Users),
-        "whether a control daemon serves one uid at a time, or many (-multiuser-server: driver 555 or newer), from its"
-        " next start on",
+        "Whether a control daemon serves one uid at a time (`one`) or several (`many`: -multiuser-server,"
+        " driver 555 or newer). Takes effect when the control daemon next starts.",
         reload=True,
     )
-    layout: Layout = row(Layout.PER_GPU, setting_parsers.choice(Layout), "one control daemon for each GPU")
+    layout: Layout = row(
+        Layout.PER_GPU,
+        setting_parsers.choice(Layout),
+        "How control daemons are assigned to GPUs: one control daemon for each GPU.",
+    )
     compute_mode: WantedComputeMode = row(
         WantedComputeMode.LEAVE,
         setting_parsers.choice(WantedComputeMode),
-        "leave the GPU's compute mode as it is, or set exclusive-process (as root), which keeps out processes that miss"
-        " MPS, and give back what was found",
+        "`leave` does not change the GPU's compute mode. `exclusive-process` sets that mode (needs root),"
+        " which keeps out processes that bypass MPS, and restores the previous mode afterwards.",
         reload=True,
     )
     start_deadline: float = row(
         10.0,
         setting_parsers.seconds,
-        "for a daemon to listen once it was started; one that does not is ended, and died",
+        "How long a new control daemon may take to open its socket before it is killed and counted as a death.",
         unit="s",
         reload=True,
     )
     answer_deadline: float = row(
-        3.0, setting_parsers.seconds, "for one conversation with a daemon", unit="s", reload=True
+        3.0, setting_parsers.seconds, "Time limit for one conversation with a control daemon.", unit="s", reload=True
     )
     probe_interval: float = row(
-        15.0, setting_parsers.seconds, "between two proofs of life of a quiet daemon", unit="s", reload=True
+        15.0,
+        setting_parsers.seconds,
+        "Time between two liveness probes of a quiet control daemon.",
+        unit="s",
+        reload=True,
     )
     deaths: int = row(
         5,
         setting_parsers.count,
-        "this many deaths within `death_window` are too many: the daemon is failed",
+        "Number of deaths within `daemon.death_window` at which a control daemon becomes `failed`.",
         reload=True,
     )
-    death_window: float = row(60.0, setting_parsers.seconds, "for which a death counts", unit="s", reload=True)
+    death_window: float = row(
+        60.0, setting_parsers.seconds, "How long a death counts towards `daemon.deaths`.", unit="s", reload=True
+    )
     log_size: int = row(
         16 * MIB,
         setting_parsers.size,
-        "that NVIDIA's control.log and server.log may each keep before the older half goes",
+        "Size that NVIDIA's control.log and server.log may each reach before their older half is removed.",
         unit="bytes",
         reload=True,
     )
@@ -201,14 +226,14 @@ class DefaultLimits:
     active_thread_percentage: ActiveThreadPercentage = row(
         ActiveThreadPercentage(1000),
         setting_parsers.percentage,
-        "of the GPU's threads, in steps of 0.1",
+        "Percentage of the GPU's threads that a client may use, in steps of 0.1.",
         unit="%",
         reload=True,
     )
     pinned_device_mem_limit: PinnedDeviceMemLimit | None = row(
         None,
         setting_parsers.mem_limit,
-        "of device memory for each client process; absent: no limit",
+        "Device memory that each client process may use. Absent: no limit.",
         unit="bytes",
         reload=True,
     )
@@ -221,35 +246,37 @@ class Enforcement:
     unadmitted: Unadmitted | None = row(
         None,
         setting_parsers.choice(Unadmitted),
-        "what a process without a lease gets: next to nothing (deny), [limits] (defaults), everything (allow); absent:"
-        " defaults where [limits] says anything, deny where not",
+        "What a process without a lease gets: next to nothing (`deny`), the values of [limits]"
+        " (`defaults`), or everything (`allow`). Absent: `defaults` if [limits] sets anything, otherwise"
+        " `deny`.",
         reload=True,
     )
     attach: Attach = row(
         Attach.SHARED,
         setting_parsers.choice(Attach),
-        "whether clients of several leases attach at a time, under the largest of their limits, or one lease after the"
-        " other, each under exactly its own",
+        "Whether clients of several leases attach at the same time, under the largest of their limits"
+        " (`shared`), or one lease after another, each under exactly its own limits (`strict`).",
         reload=True,
     )
     on_violation: OnViolation = row(
         OnViolation.REPORT,
         setting_parsers.choice(OnViolation),
-        "what becomes of a process that breaks its lease: an event (report), or its end as well (terminate);"
-        " [violations] has each kind by itself",
+        "Action when a process violates its lease: log an event (`report`), or also end the process"
+        " (`terminate`). [violations] sets the action for each kind of violation.",
         reload=True,
     )
     grace: float = row(
         10.0,
         setting_parsers.seconds,
-        "that a process has to end after SIGTERM, before terminate_client, and after that before SIGKILL",
+        "How long a process has to exit after SIGTERM before terminate_client is used, and again before SIGKILL.",
         unit="s",
         reload=True,
     )
     attach_window: float = row(
         60.0,
         setting_parsers.seconds,
-        "of a lease's turn in strict mode, and for those of its processes that do not come with the first",
+        "How long a lease's turn lasts in `strict` mode, and how long the lease's remaining processes may"
+        " take to attach after the first one.",
         unit="s",
         reload=True,
     )
@@ -260,27 +287,41 @@ class Violations:
     """What becomes of each kind of violation; absent: enforcement.on_violation."""
 
     no_lease: OnViolation | None = row(
-        None, setting_parsers.choice(OnViolation), "a client that no lease let in, with unadmitted = deny", reload=True
+        None,
+        setting_parsers.choice(OnViolation),
+        "Action for a client that no lease admitted, with `enforcement.unadmitted` = `deny`. Absent:"
+        " `enforcement.on_violation`.",
+        reload=True,
     )
     processes: OnViolation | None = row(
-        None, setting_parsers.choice(OnViolation), "a client more than its lease may have", reload=True
+        None,
+        setting_parsers.choice(OnViolation),
+        "Action for a client that exceeds the number of processes of its lease. Absent: `enforcement.on_violation`.",
+        reload=True,
     )
     limits: OnViolation | None = row(
-        None, setting_parsers.choice(OnViolation), "a client that can use more than its part of its lease", reload=True
+        None,
+        setting_parsers.choice(OnViolation),
+        "Action for a client that can use more than its part of its lease. Absent: `enforcement.on_violation`.",
+        reload=True,
     )
     memory: OnViolation | None = row(
-        None, setting_parsers.choice(OnViolation), "processes that hold more memory than their lease has", reload=True
+        None,
+        setting_parsers.choice(OnViolation),
+        "Action for processes that hold more memory than their lease grants. Absent: `enforcement.on_violation`.",
+        reload=True,
     )
     lingers: OnViolation | None = row(
         None,
         setting_parsers.choice(OnViolation),
-        "a client that does not exit within enforcement.grace after its server met a fatal fault",
+        "Action for a client that does not exit within `enforcement.grace` after its server met a fatal"
+        " fault. Absent: `enforcement.on_violation`.",
         reload=True,
     )
     outside: OnViolation | None = row(
         None,
         setting_parsers.choice(OnViolation),
-        "a process with a lease that runs on its GPU outside MPS",
+        "Action for a process with a lease that runs on its GPU outside MPS. Absent: `enforcement.on_violation`.",
         reload=True,
     )
 
@@ -292,39 +333,49 @@ class Admission:
     threads_oversubscription: float = row(
         1.0,
         setting_parsers.factor,
-        "the threads granted on a GPU may sum up to this many times 100 %",
+        "The threads granted on a GPU may add up to this many times 100 %.",
         unit="factor",
         reload=True,
     )
     memory_reserve: int = row(
-        512 * MIB, setting_parsers.size, "of each GPU's memory that is never granted", unit="bytes", reload=True
+        512 * MIB, setting_parsers.size, "Memory of each GPU that is never granted.", unit="bytes", reload=True
     )
-    queue_length: int = row(1000, setting_parsers.count, "requests that may wait at a time", reload=True)
-    leases: int = row(20_000, setting_parsers.count, "leases in all, waiting ones included", reload=True)
+    queue_length: int = row(
+        1000, setting_parsers.count, "Maximum number of requests that wait at the same time.", reload=True
+    )
+    leases: int = row(
+        20_000,
+        setting_parsers.count,
+        "Maximum number of leases on the node, including requests that wait.",
+        reload=True,
+    )
     hang_up_grace: float = row(
         30.0,
         setting_parsers.seconds,
-        "for which a caller that hung up, or was cut off, can come back to its place in the queue with its request_id",
+        "How long the place in the queue is kept for a caller whose connection was closed or lost; a"
+        " request with the same request_id resumes it.",
         unit="s",
         reload=True,
     )
     usage_half_life: float = row(
         3600.0,
         setting_parsers.seconds,
-        "after which what a user had counts half, when the queue is put in order",
+        "Time after which a user's past usage counts half when the queue is ordered.",
         unit="s",
     )
     patience: float = row(
         300.0,
         setting_parsers.seconds,
-        "for which the request that waits first can be overtaken by users who had less; then nobody overtakes it",
+        "How long the first request in the queue can be overtaken by requests of users with less past"
+        " usage. After that, nothing overtakes it.",
         unit="s",
         reload=True,
     )
     placement: Placement = row(
         Placement.BEST_FIT,
         setting_parsers.choice(Placement),
-        "which GPU when the caller names none: the fullest that fits, or the emptiest",
+        "GPU that is chosen if a request names none: the fullest one that fits (`best-fit`) or the emptiest"
+        " (`spread`).",
         reload=True,
     )
 
@@ -333,10 +384,20 @@ class Admission:
 class Roles:
     """Who may do what, by user name, by %group, or * for everybody; root and mpsd's own user may do everything."""
 
-    observers: tuple[str, ...] = row((), setting_parsers.names, "may read", reload=True)
-    users: tuple[str, ...] = row(("*",), setting_parsers.names, "may read, hold leases, and end their own", reload=True)
+    observers: tuple[str, ...] = row(
+        (), setting_parsers.names, "Users and %groups that may read; `*` is everybody.", reload=True
+    )
+    users: tuple[str, ...] = row(
+        ("*",),
+        setting_parsers.names,
+        "Users and %groups that may read, take out leases, and end their own leases; `*` is everybody.",
+        reload=True,
+    )
     admins: tuple[str, ...] = row(
-        (), setting_parsers.names, "may do everything, also to the leases of others", reload=True
+        (),
+        setting_parsers.names,
+        "Users and %groups that may do everything, including ending the leases of others; `*` is everybody.",
+        reload=True,
     )
 
 
@@ -344,21 +405,21 @@ class Roles:
 class Quota:
     """What one user may have, under [quota.NAME]: NAME is a user, a %group, or * for who has no other."""
 
-    leases: int | None = row(None, setting_parsers.count, "leases at a time, waiting ones included")
+    leases: int | None = row(None, setting_parsers.count, "Maximum number of leases, including requests that wait.")
     threads: float | None = row(
-        None, setting_parsers.positive, "of threads, summed over its leases; 100 is one GPU", unit="%"
+        None, setting_parsers.positive, "Maximum sum of threads over all leases of the user; 100 is one GPU.", unit="%"
     )
-    memory: int | None = row(None, setting_parsers.size, "of device memory, summed over its leases", unit="bytes")
-    priority: int | None = row(
-        None, setting_parsers.priority, "the highest that it may ask for; 0 where nothing is said"
+    memory: int | None = row(
+        None, setting_parsers.size, "Maximum sum of device memory over all leases of the user.", unit="bytes"
     )
+    priority: int | None = row(None, setting_parsers.priority, "Highest priority that the user may request. Absent: 0.")
     ttl: float | None = row(
         None,
         setting_parsers.seconds,
-        "the longest time to live, and the one that a lease gets which asks for none",
+        "Longest time to live that the user may request, and the time to live of a lease that requests none.",
         unit="s",
     )
-    gpus: tuple[str, ...] | None = row(None, setting_parsers.names, "the UUIDs of the GPUs that it may use")
+    gpus: tuple[str, ...] | None = row(None, setting_parsers.names, "UUIDs of the GPUs that the user may use.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +429,7 @@ class Log:
     format: LogFormat = row(
         LogFormat.AUTO,
         setting_parsers.choice(LogFormat),
-        "json, text, or auto: text on a terminal, fields in the journal of systemd, and JSON elsewhere",
+        "`json`, `text`, or `auto`: text on a terminal, structured fields in systemd's journal, and JSON elsewhere.",
     )
 
 
@@ -473,7 +534,7 @@ def _row(section: str, each: "Field[Any]") -> SettingRow:
 
 def _unknown(kind: str, name: str, known: list[str]) -> ConfigurationError:
     near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else "known are: " + ", ".join(known)
+    hint = f"did you mean {near[0]!r}?" if near else f"known {kind}s: " + ", ".join(known)
     return ConfigurationError(f"unknown {kind} {name!r}", hint=hint)
 
 
@@ -482,7 +543,7 @@ def parse(text: str) -> Settings:
     try:
         document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # besides its own error: numbers, and brackets, by the thousand
-        raise ConfigurationError(f"the configuration is not TOML: {error}", hint="mend that line") from error
+        raise ConfigurationError(f"the configuration is not TOML: {error}", hint="fix that line") from error
     return from_mapping(document)
 
 
@@ -514,10 +575,10 @@ def _parse_section(section: str, kind: type[T], values: object) -> T:
             parsed[name] = known[name].metadata["parse"](value)
         except (ValueError, MpsdError) as error:
             meant = _row(section, known[name])
-            unit = f" ({meant.unit})" if meant.unit else ""
+            unit = f" Unit: {meant.unit}." if meant.unit else ""
             raise ConfigurationError(
                 f"{meant.key} = {value!r}: {error}",
-                hint=f"{meant.help}{unit}; the default is {render(meant, meant.default)}",
+                hint=f"{meant.help}{unit} The default is {render(meant, meant.default)}.",
                 limit=meant.key,
             ) from error
     return kind(**parsed)
@@ -567,7 +628,7 @@ def document(settings: Settings) -> str:
         if f"[{section}]" not in lines:
             lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
         value = settings.socket if each.key == "api.socket" else getattr(getattr(settings, section), name)
-        unit = f" ({each.unit})" if each.unit else ""
+        unit = f" Unit: {each.unit}." if each.unit else ""
         setting = f"# {name} =" if value is None else f"{name} = {render(each, value)}"
         lines.append(f"{setting}  # {each.help}{unit}")
     for name, quota in settings.quota.items():

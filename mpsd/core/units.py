@@ -27,7 +27,7 @@ _LONGEST_QUOTE = 60
 def briefly(value: object) -> str:
     """Print a value for a message, briefly: thousands of digits are more than a person reads, or Python prints."""
     if isinstance(value, int) and abs(value) > _MAXIMUM_SIZE:
-        return "a number beyond 63 bits"
+        return "a number of more than 63 bits"
     text = repr(value)
     return text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}..."
 
@@ -80,5 +80,5 @@ def parse_duration(value: str | float) -> float:
     except (ValueError, OverflowError):
         seconds = -1.0
     if not 0 < seconds < float("inf"):
-        raise InvalidRequestError(f"{briefly(value)} is not a duration", hint="give a number of seconds above zero")
+        raise InvalidRequestError(f"{briefly(value)} is not a duration", hint="give a number of seconds above 0")
     return seconds

@@ -73,7 +73,7 @@ class ServiceNotifier:
 
     def ended(self, left: int, *, of: int) -> None:
         """Tell what mpsd leaves behind: a status stays until the next start."""
-        self._manager.tell(f"STATUS=ended; {left} of {of} control daemons go on")
+        self._manager.tell(f"STATUS=ended; {left} of {of} control daemons keep running")
 
     def reloading(self) -> None:
         """Tell that a reload begins."""

@@ -20,6 +20,6 @@ def read_configuration(path: Path | None) -> Settings:
             return Settings()
         raise ConfigurationError(f"there is no configuration file {where}", hint="check --config") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{where} cannot be read: {error}", hint="check its permissions") from error
+        raise ConfigurationError(f"cannot read {where}: {error}", hint="check its permissions") from error
     except ConfigurationError as error:
         raise ConfigurationError(f"{where}: {error.detail}", hint=error.hint, limit=error.limit) from None

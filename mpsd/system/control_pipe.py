@@ -70,15 +70,17 @@ class Pending(Generic[T]):
         """
         if self._lines is None:
             raise ControlBrokenError(
-                f"{'; '.join(self.asked.script)!r} was never answered", hint="the conversation was not held to its end"
+                f"{'; '.join(self.asked.script)!r} was never answered", hint="the conversation ended early"
             )
         if not isinstance(self.asked, Setting):
             return self.asked.parse(self._lines)
         found = self.asked.read_back(self._lines)
         if found != self.asked.wanted:
             raise LimitNotHeldError(
-                f"after {self.asked.setter!r} the control daemon reports {_said(self._lines)}: the limit does not hold",
-                hint="the control daemon's log has its reason; another front-end may have been faster",
+                f"after {self.asked.setter!r}, the control daemon reports {_said(self._lines)}: the limit"
+                " does not hold",
+                hint="see the control daemon's log for the reason; another front-end may have changed the limit"
+                " in between",
                 limit=self.asked.limit,
             )
         return found
@@ -138,8 +140,8 @@ class Conversation:
             end = echo_of(mark(nonce, number))
             if end not in rest:
                 raise ControlBrokenError(
-                    f"the control daemon answered as far as {_said(output)} and no further",
-                    hint="it died or was stopped in the middle: look at its state, then ask what is in force",
+                    f"the control daemon's answer broke off after {_said(output)}",
+                    hint="it died or was stopped during the conversation: check its state, then read back its limits",
                 )
             cut = rest.index(end)
             _share(segment, rest[:cut])
@@ -232,8 +234,8 @@ class ControlPipe:
                         conversation.distribute(nonce, output)
             except retry.CollisionError:
                 raise ControlBusyError(
-                    f"other front-ends held the control daemon on {self._pipe_directory} for {seconds:g} s",
-                    hint="end the front-end that somebody left open (pgrep -af nvidia-cuda-mps-control)",
+                    f"other front-ends occupied the control daemon on {self._pipe_directory} for {seconds:g} s",
+                    hint="end the front-end that was left open (pgrep -af nvidia-cuda-mps-control)",
                 ) from None
 
     async def _front_end(self, script: list[str], until: float) -> list[str]:
@@ -246,17 +248,18 @@ class ControlPipe:
             # As while a driver is upgraded: it comes back, and until then only this is known.
             raise ControlUnreachableError(
                 f"the front-end {self._program.argv[0]} could not be started: {error.strerror}",
-                hint="see that the control program is there and can be executed",
+                hint="check that the control program exists and is executable",
             ) from error
         if finished.returncode is None:
             raise ControlUnresponsiveError(
                 f"the control daemon on {self._pipe_directory} did not answer in time",
-                hint="it hangs or is stopped (kill -CONT resumes it); it is left alone, since its clients may be fine",
+                hint="it hangs or is stopped (kill -CONT resumes it); mpsd does not kill it, since its clients"
+                " may be unaffected",
             )
         lines = finished.output.splitlines()
         if finished.returncode != 0 and lines[:1] == [_NO_DAEMON]:
             raise ControlUnreachableError(
-                f"no control daemon listens on {self._pipe_directory}", hint="see its state with: mpsctl daemons"
+                f"no control daemon listens on {self._pipe_directory}", hint="for its state: mpsctl daemons"
             )
         return lines
 

@@ -62,7 +62,7 @@ class Database:
             self._connection = self._open_or_set_aside()
         except (OSError, sqlite3.Error) as error:
             raise ConfigurationError(
-                f"the store {path} cannot be used: {error}", hint="make room there, or see to its permissions"
+                f"the store {path} cannot be used: {error}", hint="free space there, or check its permissions"
             ) from error
         self._ballast.restore()
 
@@ -110,14 +110,14 @@ class Database:
         if not (application or version or tables):
             return 0
         if application != _APPLICATION:
-            raise _UnusableError("it is not mpsd's")
+            raise _UnusableError("it does not belong to mpsd")
         with self._path.open("rb") as file:
             formats = file.read(20)[18:]
         if formats not in {b"\1\1", b"\2\2"}:
             # For writing and for reading; where they differ, SQLite reads the file, and fails at the first commit.
             raise _UnusableError("its header is damaged")
         if not 0 < version <= len(self._schema):
-            raise _UnusableError(f"it is of version {version}, and this mpsd knows {len(self._schema)}")
+            raise _UnusableError(f"it has version {version}, and this mpsd supports {len(self._schema)}")
         # It looks at every row, and so has every checksum compared: each table has a constraint that says so.
         verdict: str = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         if verdict != "ok":
@@ -193,7 +193,7 @@ class Database:
 
     def _failed(self, error: Exception) -> StorageError:
         return StorageError(
-            f"the store {self._path} cannot be written: {error}", hint=f"make room on the file system of {self._path}"
+            f"the store {self._path} cannot be written: {error}", hint=f"free space on the file system of {self._path}"
         )
 
     def has_room(self) -> bool:

@@ -59,7 +59,7 @@ class Driver:
         return {
             "program": str(self.control),
             "server": str(self.server or f"not found: {_SERVER}"),
-            "nvml": str(self.nvml or f"{_NVML}, as the loader finds it"),
+            "nvml": str(self.nvml or f"{_NVML}, found by the dynamic loader"),
         }
 
 
@@ -81,16 +81,16 @@ def find(control: str, root: Path | None = None, roots: Sequence[Path] = _ROOTS,
                 return Driver(there, _server(there, each), _libraries(each))
     if os.sep in control:
         raise ConfigurationError(
-            f"there is no control program {control!r} to execute",
-            hint="name another with --control or daemon.control; or try --simulate 2",
+            f"there is no executable control program {control!r}",
+            hint="name another program with --control or daemon.control; or try --simulate 2",
             limit="daemon.control",
         )
     looked = f"under {root}" if root is not None else f"in PATH, {', '.join(map(str, roots))}"
     raise ConfigurationError(
-        f"there is no control program {control!r} to execute, {looked}",
-        hint="install NVIDIA's driver with MPS; in a container, mount it (NVIDIA's runtime with the driver capability"
-        " utility,compute, or the host's /run/nvidia/driver); name it with --control, daemon.control or"
-        " daemon.driver_root; or try --simulate 2",
+        f"there is no executable control program {control!r} {looked}",
+        hint="install NVIDIA's driver with MPS; in a container, mount it (NVIDIA's runtime with the driver"
+        " capability utility,compute, or the host's /run/nvidia/driver); name the program with --control,"
+        " daemon.control or daemon.driver_root; or try --simulate 2",
         limit="daemon.control" if root is None else "daemon.driver_root",
     )
 
@@ -147,6 +147,6 @@ def link(driver: Driver, directory: Path) -> None:
     except OSError as error:
         raise ConfigurationError(
             f"cannot link the driver's libraries into {directory}: {error.strerror}",
-            hint="see what else is there",
+            hint="check the permissions and the contents of that directory",
             limit="daemon.driver_root",
         ) from error

@@ -47,5 +47,5 @@ def _make(main: Coroutine[Any, Any, None]) -> _Loop:
         return _Loop()
     except OSError as error:
         main.close()  # it was never begun
-        hint = "let mpsd have more descriptors (LimitNOFILE=, ulimit -n), or the machine more memory"
-        raise ConfigurationError(f"there can be no event loop: {error.strerror or error}", hint=hint) from error
+        hint = "raise mpsd's limit of file descriptors (LimitNOFILE=, ulimit -n), or give the machine more memory"
+        raise ConfigurationError(f"cannot create an event loop: {error.strerror or error}", hint=hint) from error

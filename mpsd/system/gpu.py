@@ -32,17 +32,17 @@ _PATIENCE: Final = 10.0
 _MOST_FAULTS: Final = 64
 """Faults that one call returns; a GPU that fails reports them by the dozen, and the rest are there at the next call."""
 
-_WITHOUT_GPU: Final = "to look at mpsd without a GPU: mpsd run --simulate 2"
+_WITHOUT_GPU: Final = "to try mpsd without a GPU: mpsd run --simulate 2"
 
 _NO_DRIVER: Final = {
-    9: ("NVIDIA's kernel driver is not loaded", "load it (modprobe nvidia), and see what nvidia-smi says"),
+    9: ("NVIDIA's kernel driver is not loaded", "load it (modprobe nvidia), then check nvidia-smi"),
     12: (
         "NVIDIA's driver library libnvidia-ml.so.1 cannot be loaded",
-        "install NVIDIA's driver, or give the container its GPUs (docker run --gpus all)",
+        "install NVIDIA's driver, or give the container access to its GPUs (docker run --gpus all)",
     ),
     18: (
-        "NVIDIA's driver library is of another version than the kernel driver that is loaded",
-        "reboot, or reload the kernel driver: it was upgraded while it was loaded",
+        "NVIDIA's driver library and the loaded kernel driver have different versions",
+        "reboot, or reload the kernel driver: the driver was upgraded while it was loaded",
     ),
 }
 """Why NVML does not start and what to do about it, by nvmlReturn_t. Source: nvml.h (NVML_ERROR_DRIVER_NOT_LOADED,
@@ -93,8 +93,8 @@ async def change_compute_mode(source: GpuSource, gpu: Gpu, mode: ComputeMode) ->
     reading = await source.set_compute_mode(gpu, mode)
     if isinstance(reading, Known) and reading.value is not mode:
         raise ComputeModeError(
-            f"the compute mode of GPU {gpu.index} was set to {mode}, and reads back as {reading.value}",
-            hint=f"see who else sets it, then: mpsctl reset gpu{gpu.index}",
+            f"the compute mode of GPU {gpu.index} was set to {mode}, but reads back as {reading.value}",
+            hint=f"find out what else sets it, then: mpsctl reset gpu{gpu.index}",
         )
     return reading
 
@@ -180,7 +180,7 @@ class NvmlGpus:
         try:
             return await self._thread.ask(self._nvml.open, self.opening)
         except SilentError as silent:
-            raise GpuUnknownError(str(silent), hint="see what the kernel says of it: dmesg | grep -i nvrm") from None
+            raise GpuUnknownError(str(silent), hint="see the kernel log: dmesg | grep -i nvrm") from None
 
     async def _read(self, work: Callable[[], Reading[T]]) -> Reading[T]:
         try:
@@ -234,16 +234,17 @@ class _Nvml:
                 node = _Node(int(self.lib.nvmlDeviceGetCount()), str(self.lib.nvmlSystemGetDriverVersion()))
             except OSError as error:
                 raise NoDriverError(
-                    f"NVML cannot be loaded: {error}", hint=f"see whether the driver there fits; {_WITHOUT_GPU}"
+                    f"NVML cannot be loaded: {error}",
+                    hint=f"check that the driver library fits this machine; {_WITHOUT_GPU}",
                 ) from None
             except self.lib.NVMLError as error:
-                unforeseen = (f"NVML cannot start: {error}", "see what nvidia-smi says")
+                unforeseen = (f"NVML cannot start: {error}", "see nvidia-smi")
                 because, remedy = _NO_DRIVER.get(error.value, unforeseen)
                 raise NoDriverError(because, hint=f"{remedy}; {_WITHOUT_GPU}") from None
             if node.gpus == 0:
                 raise NoDriverError(
                     "NVIDIA's driver finds no GPU",
-                    hint=f"see whether the bus has one (lspci -d 10de:), and what nvidia-smi says; {_WITHOUT_GPU}",
+                    hint=f"check that the bus has a GPU (lspci -d 10de:), and see nvidia-smi; {_WITHOUT_GPU}",
                 )
             on_failure.pop_all()
         self.node = node
@@ -294,10 +295,12 @@ class _Nvml:
             self.lib.nvmlDeviceSetComputeMode(handle, number)
             return Known(self._compute_mode(handle))
         except self.lib.NVMLError_NoPermission as error:
-            by_root = f"only root may: run mpsd as root, or set it by hand: sudo {compute_mode.command(index, mode)}"
+            by_root = f"run mpsd as root, or set the mode by hand: sudo {compute_mode.command(index, mode)}"
             raise ComputeModeError(_unchanged(index, mode, error), hint=by_root) from None
         except (self.lib.NVMLError_NotSupported, self.lib.NVMLError_InvalidArgument) as error:
-            no_other = 'a GPU with MIG on has no other mode, nor has that of a Tegra: daemon.compute_mode = "leave"'
+            no_other = (
+                'set daemon.compute_mode = "leave": a GPU with MIG mode on, and the GPU of a Tegra, have no other mode'
+            )
             raise ComputeModeError(_unchanged(index, mode, error), hint=no_other) from None
         except self.lib.NVMLError as error:
             return Unknown(f"NVML: {error}")

@@ -23,10 +23,13 @@ _EVERY_ID: Final = ["0", "0", "4294967295"]
 """The uid_map of a user namespace in which each uid is itself. Source: user_namespaces(7)."""
 
 _NEEDED: Final = {
-    "CAP_KILL": (5, "a client of another uid cannot be ended"),
-    "CAP_SETGID": (6, "no server can be started for another uid than root"),
-    "CAP_SETUID": (7, "no server can be started for another uid than root"),
-    "CAP_SYS_PTRACE": (19, "nobody can tell what an earlier mpsd's client can use, nor what a caller's container has"),
+    "CAP_KILL": (5, "clients of other uids cannot be ended"),
+    "CAP_SETGID": (6, "servers can be started for uid root only"),
+    "CAP_SETUID": (7, "servers can be started for uid root only"),
+    "CAP_SYS_PTRACE": (
+        19,
+        "the limits of clients of an earlier mpsd, and the mounts of a caller's container, cannot be read",
+    ),
 }
 """The capabilities that root needs for every node (docs/security.md), by linux/capability.h, and what fails without."""
 
@@ -56,22 +59,22 @@ def _missing(settings: Settings) -> Iterator[Missing]:
     if Path("/proc/self/ns/pid").stat().st_ino != FIRST_PID_NAMESPACE:
         yield Missing(
             "pid namespace",
-            "mpsd is not in the host's pid namespace: callers outside its own get no lease, and the pids that NVIDIA's"
-            " driver tells are not those that mpsd sees",
+            "mpsd is not in the host's pid namespace: callers outside its own namespace get no lease, and"
+            " the pids that NVIDIA's driver reports are not those that mpsd sees",
             "hostPID: true, --pid=host",
         )
     if has_few_uids("self"):
         yield Missing(
             "user namespace",
-            "mpsd is in a user namespace: every uid that is not mapped there is 65534 to it, and so one user",
+            "mpsd is in a user namespace: all uids that are not mapped there appear as 65534, as one user",
             "the host's user namespace: no --userns, no rootless container",
         )
     if _on_own_root(settings.paths.runtime_dir):
         yield Missing(
             "runtime directory",
-            f"{settings.paths.runtime_dir} is on the root file system of mpsd's own container: in no other can anybody"
-            " find the socket and the pipe directories",
-            "a volume there, which clients mount under the same path: hostPath, emptyDir, -v",
+            f"{settings.paths.runtime_dir} is on the root file system of mpsd's own container: other"
+            " containers cannot find the socket and the pipe directories",
+            "a volume there that clients mount under the same path: hostPath, emptyDir, -v",
         )
     if os.geteuid() == 0:  # any other serves its own uid
         status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines()

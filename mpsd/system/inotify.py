@@ -75,7 +75,7 @@ def _checked(result: int) -> int:
         return result
     number = ctypes.get_errno()
     if number == errno.EMFILE:
-        raise OSError(number, "no descriptor left, or see fs.inotify.max_user_instances")
+        raise OSError(number, "no file descriptor is left, or fs.inotify.max_user_instances is too low")
     if number == errno.ENOSPC:
-        raise OSError(number, "see fs.inotify.max_user_watches")
+        raise OSError(number, "fs.inotify.max_user_watches is too low")
     raise OSError(number, os.strerror(number))

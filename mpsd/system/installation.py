@@ -74,7 +74,7 @@ class Installation:
             case {"files": dict(files)}:
                 self._noted = {str(path): str(digest) for path, digest in files.items()}
             case _:
-                raise ConfigurationError(f"{MANIFEST} is no list of files", hint="move it away, and install again")
+                raise ConfigurationError(f"{MANIFEST} is not a list of files", hint="move it away, and install again")
 
     # -- installing ---------------------------------------------------------------------------------------------------
 
@@ -103,13 +103,15 @@ class Installation:
     def _put(self, path: Path, data: bytes) -> None:
         there = atomic_file.read(path)
         if there == data:
-            self.say(f"{path} is as it is to be")
+            self.say(f"{path} is up to date")
             self._noted[str(path)] = _digest(data)
         elif there is None or self._is_ours(path, there):
             self._write(path, data)
             self._noted[str(path)] = _digest(data)
         else:
-            self.say(f"{path} was changed since, or is somebody else's, and stays; move it away to have this version's")
+            self.say(
+                f"{path} was changed, or was not written by mpsd, and is kept; to get this version's file, move it away"
+            )
 
     def _is_ours(self, path: Path, data: bytes) -> bool:
         return self._noted.get(str(path)) == _digest(data)
@@ -135,7 +137,9 @@ class Installation:
         """
         _refuse_without_root()
         if not self._noted:
-            raise NotFoundError(f"nothing is installed: there is no {MANIFEST}", hint="see: mpsctl service status")
+            raise NotFoundError(
+                f"nothing is installed: there is no {MANIFEST}", hint="for the details: mpsctl service status"
+            )
         kept = _kept() if purge else ()  # asked for first: a wrong configuration is told before anything is gone
         units = [Path(each).name for each in self._noted if Path(each).parent.name == "system"]
         self._run("systemctl", "disable", "--now", *units)
@@ -156,7 +160,7 @@ class Installation:
         if there is None:
             return
         if not self._is_ours(path, there):
-            self.say(f"{path} was changed since, and stays")
+            self.say(f"{path} was changed, and is kept")
             return
         self._do(f"remove {path}")
         if not self.dry:
@@ -176,14 +180,16 @@ class Installation:
         """Yield what is not as this version would install it; of nothing that is installed, that."""
         if not self._noted:
             packaged = _packaged()
-            yield "nothing is installed" if packaged is None else f"nothing is installed: {packaged} is a package's"
+            yield (
+                "nothing is installed" if packaged is None else f"nothing is installed: {packaged} belongs to a package"
+            )
             return
         for path, data in files().items():
             there = atomic_file.read(path)
             if there is None:
                 yield f"{path} is missing"
             elif there != data:
-                whose = "of another version of mpsd" if self._is_ours(path, there) else "changed since"
+                whose = "from another version of mpsd" if self._is_ours(path, there) else "changed since"
                 yield f"{path} is {whose}"
 
     # -- doing --------------------------------------------------------------------------------------------------------
@@ -203,7 +209,7 @@ def _finished(*command: str) -> process.Finished:
     if done.returncode != 0:
         raise ConfigurationError(
             f"{done.command} failed: {done.output.strip() or f'status {done.returncode}'}",
-            hint="see to that, and do it again: what is done already is not done twice",
+            hint="fix the cause, then run the command again: completed steps are not repeated",
         )
     return done
 
@@ -259,7 +265,7 @@ def _digest(data: bytes) -> str:
 
 def _refuse_without_root() -> None:
     if os.geteuid() != 0:
-        raise NotPermittedError("only root can change the services of the system", hint="do it with sudo")
+        raise NotPermittedError("only root can change the system's services", hint="use sudo")
 
 
 def refuse_where_it_cannot_be() -> None:
@@ -270,13 +276,13 @@ def refuse_where_it_cannot_be() -> None:
     _refuse_without_root()
     if not Path("/run/systemd/system").is_dir():  # sd_booted(3)
         raise ConfigurationError(
-            "this system was not booted with systemd", hint="run mpsd under what it has instead: mpsd run"
+            "this system was not booted with systemd", hint="run mpsd under the system's own service manager: mpsd run"
         )
     packaged = _packaged()
     if packaged is not None:
         raise ConfigurationError(
-            f"{packaged} is a package's, which has all that this would install",
-            hint="use that, or remove it first: apt remove mpsd",
+            f"{packaged} belongs to a package, which contains everything that this command would install",
+            hint="use the package, or remove it first: apt remove mpsd",
         )
     for path in (programs() / "mpsd", Path(sys.executable).resolve(), Path(__file__)):
         _refuse_homes(path)
@@ -292,8 +298,8 @@ def _refuse_homes(path: Path) -> None:
     for each in (path, path.resolve()):
         if any(each.is_relative_to(home) for home in _HOMES):
             raise ConfigurationError(
-                f"{each} is in somebody's home directory, which the service does not see (ProtectHome)",
-                hint="install it outside: PIPX_HOME=/opt/pipx PIPX_BIN_DIR=/usr/local/bin pipx install mpsd, or"
-                " UV_TOOL_DIR=/opt/uv UV_TOOL_BIN_DIR=/usr/local/bin UV_PYTHON_INSTALL_DIR=/opt/uv/python"
-                " uv tool install mpsd",
+                f"{each} is in a home directory, which the service cannot see (ProtectHome)",
+                hint="install mpsd outside home directories: PIPX_HOME=/opt/pipx PIPX_BIN_DIR=/usr/local/bin"
+                " pipx install mpsd, or UV_TOOL_DIR=/opt/uv UV_TOOL_BIN_DIR=/usr/local/bin"
+                " UV_PYTHON_INSTALL_DIR=/opt/uv/python uv tool install mpsd",
             )

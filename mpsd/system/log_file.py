@@ -63,7 +63,7 @@ def _opened(fifo: Path) -> Iterator[int]:
     source = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if not stat.S_ISFIFO(os.fstat(source).st_mode):
-            raise OSError(errno.EINVAL, "it is no FIFO", str(fifo))
+            raise OSError(errno.EINVAL, "it is not a FIFO", str(fifo))
         yield source
     finally:
         os.close(source)
@@ -162,7 +162,9 @@ class LogFollower:
                 return length
             if _fallocate(descriptor, _PUNCH_HOLE, 0, self.position.offset // _BLOCK * _BLOCK - _BLOCK):
                 return max(0, taken - os.fstat(descriptor).st_blocks * 512)
-            raise OSError(errno.EOPNOTSUPP, "this file system can neither collapse nor punch a range", str(self._path))
+            raise OSError(
+                errno.EOPNOTSUPP, "this file system supports neither collapsing nor punching a range", str(self._path)
+            )
         finally:
             os.close(descriptor)
 

@@ -19,7 +19,7 @@ _FIRST: Final = 3
 
 _STDERR: Final = 2
 
-_HINT: Final = "start mpsd through its units, or outside any: mpsd run"
+_HINT: Final = "start mpsd through its units, or without systemd: mpsd run"
 
 
 class ServiceManager:
@@ -49,7 +49,7 @@ class ServiceManager:
         """Read what was handed over, and take it out of the environment. Raises ConfigurationError for nonsense."""
         address = environ.pop("NOTIFY_SOCKET", None) or None
         if address is not None and address[0] not in "@/":
-            raise ConfigurationError(f"NOTIFY_SOCKET={address} is no unix socket", hint=_HINT)
+            raise ConfigurationError(f"NOTIFY_SOCKET={address} is not a unix socket", hint=_HINT)
         watchdog = _number(environ, "WATCHDOG_USEC")
         if _number(environ, "WATCHDOG_PID") not in {None, os.getpid()}:
             watchdog = None
@@ -58,7 +58,7 @@ class ServiceManager:
             count = 0
         environ.pop("LISTEN_FDNAMES", None)
         if count > 1:
-            raise ConfigurationError(f"mpsd was handed {count} sockets, and serves one", hint=_HINT)
+            raise ConfigurationError(f"systemd passed {count} sockets, but mpsd uses only one", hint=_HINT)
         return cls(
             address,
             watchdog=watchdog / 1_000_000 if watchdog else None,
@@ -107,7 +107,7 @@ def _number(environ: MutableMapping[str, str], name: str) -> int | None:
     if not text:
         return None
     if not text.isdecimal():
-        raise ConfigurationError(f"{name}={text} is no number", hint=_HINT)
+        raise ConfigurationError(f"{name}={text} is not a number", hint=_HINT)
     return int(text)
 
 
@@ -121,4 +121,6 @@ def _listener(descriptor: int) -> socket.socket:
         if listens and listener.family == socket.AF_UNIX and listener.type == socket.SOCK_STREAM:
             return listener
         listener.detach()
-    raise ConfigurationError("what mpsd was handed is no listening unix socket (ListenStream=)", hint=_HINT)
+    raise ConfigurationError(
+        "the socket that systemd passed is not a listening unix socket (ListenStream=)", hint=_HINT
+    )

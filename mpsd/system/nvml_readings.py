@@ -53,7 +53,7 @@ def processes(lib: Any, handle: object) -> dict[int, GpuProcess]:  # noqa: ANN40
             processes = getattr(lib, f"{name}_v3")(handle)
         for process in processes:
             pid = int(process.pid)
-            before = held.get(pid, GpuProcess(Unknown(f"NVML does not say how much memory process {pid} holds")))
+            before = held.get(pid, GpuProcess(Unknown(f"NVML does not report how much memory process {pid} holds")))
             memory = before.memory
             if process.usedGpuMemory is not None:
                 known = memory.value if isinstance(memory, Known) else 0

@@ -45,9 +45,9 @@ class NvmlThread:
         not served, or too many wait.
         """
         if self._served < self._overdue:
-            raise SilentError("NVML does not answer: a call hangs in the driver, and has not come back yet")
+            raise SilentError("NVML does not answer: a call hangs in the driver and has not returned yet")
         if self._asked - self._served >= _BACKLOG:
-            raise SilentError(f"NVML does not keep up: {_BACKLOG} requests are waiting for it")
+            raise SilentError(f"NVML is overloaded: {_BACKLOG} requests are waiting for it")
         answer: Future[T] = Future()
         self._asked += 1
         number = self._asked

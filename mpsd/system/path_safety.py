@@ -29,13 +29,13 @@ def check_path(path: Path) -> None:
         found = each.lstat()
         if found.st_uid not in _trusted():
             raise ConfigurationError(
-                f"{each} belongs to uid {found.st_uid}, who can put anything in the place of {path}",
-                hint=f"chown root {each}, or choose a place on the way to which only root and mpsd's user own anything",
+                f"{each} belongs to uid {found.st_uid}, which can replace {path}",
+                hint=f"chown root {each}, or choose a path whose directories all belong to root or mpsd's user",
             )
         if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
             raise ConfigurationError(
-                f"everybody may write to {each}, and so can put anything in the place of {path}",
-                hint=f"chmod o-w {each} (or +t, so that each may remove only what is his own), or choose another place",
+                f"{each} is writable for everybody, so every user can replace {path}",
+                hint=f"chmod o-w {each} (or +t, so that users can remove only their own files), or choose another path",
             )
 
 
@@ -76,13 +76,13 @@ def check_file(path: Path, *, fifo: bool = False) -> None:
     elif stat.S_ISLNK(found.st_mode):
         strange = "is a symbolic link"
     elif stat.S_ISREG(found.st_mode) and found.st_nlink > 1:
-        strange = "has another name somewhere (a hard link)"
+        strange = "has another hard link"
     elif stat.S_ISFIFO(found.st_mode) and not fifo:
         strange = "is a FIFO"
     if strange is not None:
         raise ConfigurationError(
-            f"{path} {strange}: mpsd did not put it there",
-            hint="find out who could write there, then remove it, or move it away",
+            f"{path} {strange}, and was not created by mpsd",
+            hint="find out who could write there, then remove the file or move it away",
         )
 
 

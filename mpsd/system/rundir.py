@@ -93,8 +93,8 @@ class RunDir:
         except BlockingIOError:
             os.close(lock)
             raise AlreadyRunningError(
-                f"another mpsd has {settings.paths.runtime_dir}",
-                hint=f"see it with: mpsctl --socket {settings.socket} status; or give this one another --root",
+                f"another mpsd uses {settings.paths.runtime_dir}",
+                hint=f"for its status: mpsctl --socket {settings.socket} status; or start this one with another --root",
             ) from None
         return cls(settings, lock)
 
@@ -164,7 +164,7 @@ def check(settings: Settings, names: Sequence[str], *, private: bool) -> None:
         length = len(os.fsencode(path))
         if length > most:
             raise ConfigurationError(
-                f"the socket path {path} has {length} bytes, and it can have {most} at most",
+                f"the socket path {path} has {length} bytes, and the maximum is {most}",
                 hint="choose a shorter paths.runtime_dir (or --root)",
                 limit="paths.runtime_dir",
             )
@@ -172,7 +172,7 @@ def check(settings: Settings, names: Sequence[str], *, private: bool) -> None:
         closed = closed_to_others(settings.paths.runtime_dir)
         if closed is not None:
             raise ConfigurationError(
-                f"{closed} lets no other uid through, and MPS runs a server under its client's uid",
+                f"other uids may not traverse {closed}, and MPS runs a server under its client's uid",
                 hint=f"chmod o+x {closed}, or choose another paths.runtime_dir",
                 limit="paths.runtime_dir",
             )
@@ -189,10 +189,11 @@ def check_reach(settings: Settings) -> None:
     there = next(path for path in (runtime_dir, *runtime_dir.parents) if path.exists())
     if not acl.is_kept(there):
         raise ConfigurationError(
-            f"the file system of {there} keeps no POSIX ACLs, and those let the uids that hold a lease reach a control"
-            ' daemon, and nobody else (enforcement.unadmitted = "deny")',
-            hint="choose a paths.runtime_dir on tmpfs, ext4, xfs or btrfs, mount this one with ACLs, or set"
-            ' enforcement.unadmitted = "defaults", which lets every local user reach every control daemon',
+            f"the file system of {there} does not support POSIX ACLs, which limit pipe access to the uids"
+            ' that hold a lease (enforcement.unadmitted = "deny")',
+            hint="choose a paths.runtime_dir on tmpfs, ext4, xfs or btrfs, mount this file system with ACLs, or"
+            ' set enforcement.unadmitted = "defaults", which lets every local user reach every control'
+            " daemon",
             limit="paths.runtime_dir",
         )
 
@@ -227,17 +228,20 @@ def _make(directory: Path, mode: int) -> None:
         own = path_safety.is_own(directory)
     except OSError as error:
         raise ConfigurationError(
-            f"cannot make {directory}: {error.strerror}",
-            hint="give a directory that mpsd may write, for example with --root; in a container, mount a volume there",
+            f"cannot create {directory}: {error.strerror}",
+            hint="choose a directory that mpsd may write to, for example with --root; in a container, mount a"
+            " volume there",
         ) from error
     if not own:
         raise ConfigurationError(
-            f"{directory} is no directory of mpsd's own: a symbolic link, another user's, or writable for everybody or"
-            " for users or groups other than root's and mpsd's",
-            hint="choose a directory that only mpsd writes to",
+            f"{directory} is not private to mpsd: it is a symbolic link, belongs to another user, or is"
+            " writable for everybody or for users or groups other than root's and mpsd's",
+            hint="choose a directory that only mpsd can write to",
         )
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise ConfigurationError(f"{directory} cannot be written: {os.strerror(errno.EACCES)}", hint="run as its owner")
+        raise ConfigurationError(
+            f"{directory} cannot be written: {os.strerror(errno.EACCES)}", hint="run mpsd as the owner of the directory"
+        )
 
 
 def publish(path: Path, mode: int, group: str) -> socket.socket:
@@ -274,20 +278,20 @@ def check_published(listener: socket.socket, path: Path, mode: int, group: str) 
     name = os.fsdecode(listener.getsockname())
     if name != os.fspath(path):
         raise ConfigurationError(
-            f"the socket that mpsd was handed is {name}, and api.socket is {path}",
+            f"systemd passed the socket {name}, but api.socket is {path}",
             hint=f"set ListenStream={path} in mpsd.socket (systemctl edit mpsd.socket), or change api.socket",
             limit="api.socket",
         )
     found = path.stat()
     if stat.S_IMODE(found.st_mode) != mode:
         raise ConfigurationError(
-            f"{path} has the mode {stat.S_IMODE(found.st_mode):04o}, and api.mode is {mode:04o}",
+            f"{path} has mode {stat.S_IMODE(found.st_mode):04o}, but api.mode is {mode:04o}",
             hint=f"set SocketMode={mode:04o} in mpsd.socket (systemctl edit mpsd.socket), or change api.mode",
             limit="api.mode",
         )
     if group and found.st_gid != _gid(group):
         raise ConfigurationError(
-            f"{path} has the group {found.st_gid}, and api.group is {group!r}",
+            f"{path} has group {found.st_gid}, but api.group is {group!r}",
             hint=f"set SocketGroup={group} in mpsd.socket (systemctl edit mpsd.socket), or change api.group",
             limit="api.group",
         )
@@ -298,7 +302,9 @@ def _gid(group: str) -> int:
         return getgrnam(group).gr_gid
     except KeyError:
         raise ConfigurationError(
-            f"there is no group {group!r} on this machine", hint="create it or change api.group", limit="api.group"
+            f"there is no group {group!r} on this machine",
+            hint="create the group, or change api.group",
+            limit="api.group",
         ) from None
 
 

@@ -31,7 +31,7 @@ class SavedComputeModes:
                 if boot == clock.boot_id():
                     self.by_gpu = {str(gpu): ComputeMode(mode) for gpu, mode in found.items()}
             case _:
-                raise ValueError("it is no record of compute modes")
+                raise ValueError("it is not a record of compute modes")
 
     def set_aside(self) -> Path:
         """Rename a file that cannot be understood, for a person to look at, and return where it is. Raises OSError."""

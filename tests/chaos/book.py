@@ -11,7 +11,7 @@ from tests.chaos.cast import Member, Request
 from tests.durability.crowd import check_room
 from tests.node import Node
 
-LEFT = "their time to leave is over"
+LEFT = "the timeout has expired"
 """What mpsd says of those whom it ends at an operator's word."""
 
 

@@ -80,7 +80,7 @@ def test_closed_connections(short_tmp: Path) -> None:
 def test_broken_off(short_tmp: Path, answer: Sequence[bytes]) -> None:
     """An answer that breaks off is told as one, with what is unknown because of it."""
     with answering(short_tmp / "s", answer), Client(str(short_tmp / "s")) as client:
-        with pytest.raises(UnreachableError, match="broke before it had answered") as error:
+        with pytest.raises(UnreachableError, match="broke before the answer arrived") as error:
             client.get("/")
         assert "mpsctl leases" in error.value.hint
 
@@ -186,7 +186,7 @@ def test_a_line_that_breaks_off(short_tmp: Path) -> None:
     with answering(short_tmp / "s", [CHUNKED + b"3\r\n1\n2\r\n", Answering.hang_up]):
         lines = Client(str(short_tmp / "s")).lines("/v1/events")
         assert next(lines) == ("1", 1)
-        with pytest.raises(UnreachableError, match="broke before it had answered") as error:
+        with pytest.raises(UnreachableError, match="broke before the answer arrived") as error:
             next(lines)
     assert error.value.retryable
 
@@ -230,8 +230,8 @@ def test_no_socket(short_tmp: Path) -> None:
     """Without a socket the path is named, and how to start mpsd or to name another."""
     with pytest.raises(UnreachableError, match=f"there is no socket {short_tmp}/s") as error:
         Client(f"{short_tmp}/s").get("/")
-    assert "is mpsd running?" in error.value.hint
-    assert "mount the directory that the socket is in" in error.value.hint
+    assert "if mpsd is not running, start it" in error.value.hint
+    assert "mount the directory of the socket" in error.value.hint
     assert "--socket" in error.value.hint
     assert error.value.exit_code == 69
 
@@ -259,7 +259,7 @@ def test_no_room_in_the_queue(short_tmp: Path) -> None:
         listener.listen(0)
         with socket.socket(socket.AF_UNIX) as first:
             first.connect(f"{short_tmp}/s")
-            with pytest.raises(UnreachableError, match="did not take a connection"):
+            with pytest.raises(UnreachableError, match="did not accept a connection"):
                 Client(f"{short_tmp}/s", deadline=0.2).get("/")
 
 
@@ -309,7 +309,7 @@ def test_errors_of_somebody_else(document: object) -> None:
     """An error without a reason is told with its status, and with the question who answered."""
     error = error_of(404, document)
     assert "404" in error.detail
-    assert "is it mpsd" in error.hint
+    assert "is mpsd; otherwise" in error.hint
 
 
 def test_an_error_is_raised(short_tmp: Path) -> None:

@@ -21,7 +21,7 @@ from tests.node import Node
 MOST = ("--threads", "60", "--memory", "1GiB")
 """Fits on a GPU once."""
 
-TOLD = "mpsctl: waiting in place {} for threads: 60.0 % of the threads were asked for, and 40 % are left\n"
+TOLD = "mpsctl: waiting in place {} for threads: 60.0 % of the threads were requested, but only 40 % are left\n"
 
 
 def take_most(node: Node) -> list[str]:
@@ -224,7 +224,7 @@ def test_a_restart_of_mpsd(make_node: Callable[..., Node], start: Start, number:
 
     node.end(number)
     for process in (first, second):
-        told = r"mpsctl: mpsd has gone \(.+\); asking again until it is back, where the place is kept\n"
+        told = r"mpsctl: mpsd is gone \(.+\); retrying until it is back, which keeps the place in the queue\n"
         assert re.fullmatch(told, line(process))
     node.start()
 
@@ -280,7 +280,7 @@ def test_an_mpsd_that_does_not_come_back(short_tmp: Path) -> None:
     stdout, stderr = process.communicate(timeout=30)
     assert (process.returncode, stdout) == (69, "")
     asking, error, hint = stderr.splitlines()
-    assert "asking again" in asking
+    assert "retrying" in asking
     assert error == f"mpsctl: nothing listens on {short_tmp}/s [unreachable]"
     assert hint.startswith("  hint: ")
 

@@ -250,7 +250,7 @@ def test_no_room_for_the_answer(node: Node) -> None:
     """An answer that cannot be written is an error, told in a sentence."""
     with Path("/dev/full").open("w", encoding="utf-8") as full:
         done = run_mpsctl(node.socket, "config", capture_output=False, stdout=full, stderr=subprocess.PIPE)
-    assert (done.returncode, done.stderr) == (1, "mpsctl: the answer cannot be written: No space left on device\n")
+    assert (done.returncode, done.stderr) == (1, "mpsctl: cannot write the answer: No space left on device\n")
 
 
 def test_unhealthy(short_tmp: Path) -> None:

@@ -275,7 +275,7 @@ def test_a_lease_that_waits() -> None:
     """What a waiting lease does not have yet is a dash, and it says where it stands and what it waits for."""
     wait = {"position": 2, "waits_for": "memory", "because": "8GiB are left"}
     waiting = lease(state="waiting", wait=wait)
-    assert "waits     in place 2 for memory: 8GiB are left" in views.lease(waiting, NOW).splitlines()
+    assert "waits     at position 2 for memory: 8GiB are left" in views.lease(waiting, NOW).splitlines()
     assert rows(waiting) == [
         ["lease-1", "waiting,", "place", "2,", "for", "memory", "-", "-", "-", "7", "99", "2m", "-"]
     ]
@@ -292,7 +292,7 @@ def test_the_order_of_leases() -> None:
 def test_a_time_to_live() -> None:
     """A lease that ends unless it is renewed says when, and how long that is."""
     lines = views.lease(lease(share(0), expires="2026-11-21T03:01:30.5Z"), NOW).splitlines()
-    assert "expires   2026-11-21T03:01:30.5Z (in 1m, unless it is renewed)" in lines
+    assert "expires   2026-11-21T03:01:30.5Z (in 1m, unless renewed)" in lines
 
 
 def test_leases_of_others() -> None:

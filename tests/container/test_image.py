@@ -111,7 +111,7 @@ class TestImage:
         assert podman.run(image, "--version", options=[*options, "--entrypoint=mpsctl"]).stdout.startswith("mpsctl, ")
         checked = podman.run(image, "check", options=options)
         assert checked.returncode == 0, checked.stderr
-        assert "# driver: there is no control program" in checked.stdout
+        assert "# driver: there is no executable control program" in checked.stdout
 
 
 class TestSidecar:
@@ -222,7 +222,7 @@ class TestPod:
         arguments = [*container["args"], "--simulate", "1"]
         refused = podman.run(image, *arguments, options=[each for each in options if each != "--detach"])
         assert refused.returncode == 78
-        assert "/run/mpsd is no directory of mpsd's own" in refused.stderr
+        assert "/run/mpsd is not private to mpsd" in refused.stderr
         made = podman.run(
             image, *step["command"][1:], *step["args"],
             options=[*mounted(step), "--read-only", "--user=0", "--cap-drop=all", f"--entrypoint={step['command'][0]}"],
@@ -323,7 +323,7 @@ class TestEnd:
         sidecar.start()
         done = sidecar.client("run", "--fraction", "0.2", "--", "true")
         assert done.returncode == 77
-        assert "its pid is 0 here" in done.stderr
+        assert "mpsd sees its pid as 0" in done.stderr
         assert "hostPID: true" in done.stderr
         status = sidecar.client("status")
         assert status.returncode == 0

@@ -59,7 +59,7 @@ def test_trouble() -> None:
             assert said is not None
             assert "leave" in said[1]
             assert ("reset gpu3" in said[1]) == (now is not NOBODY_KNOWS)
-            assert ("changed it" in said[0]) == (held and now is not NOBODY_KNOWS)
+            assert ("changed from outside" in said[0]) == (held and now is not NOBODY_KNOWS)
 
 
 def test_command() -> None:

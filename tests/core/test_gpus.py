@@ -68,7 +68,7 @@ def test_gpu_is_named_by_index_or_uuid(wanted: str, meant: Gpu) -> None:
 )
 def test_gpu_that_is_not_there(wanted: str) -> None:
     """Whatever else is written names no GPU, `any` included, and the hint names those that there are."""
-    with pytest.raises(InvalidRequestError, match="no GPU of this node") as refused:
+    with pytest.raises(InvalidRequestError, match="is not a GPU of this node") as refused:
         select(_GPUS, wanted)
     assert all(f"{gpu.index} ({gpu.uuid})" in refused.value.hint for gpu in _GPUS)
 

@@ -123,7 +123,7 @@ def test_what_is_refused(text: str, words: str) -> None:
     assert error.hint
     if " = " in error.detail:
         assert error.limit in ROWS
-        assert "the default is" in error.hint
+        assert "The default is" in error.hint
     assert error.exit_code == 78
 
 

@@ -115,7 +115,7 @@ class TestPlace:
         node.config = _PATHS.format(root=node.root)
         node.root.chmod(0o700)
         said = refusal(node)
-        assert f"{node.root} lets no other uid through" in said
+        assert f"other uids may not traverse {node.root}" in said
         assert f"chmod o+x {node.root}" in said
 
         # What the hint says is what helps.
@@ -136,7 +136,7 @@ class TestProgram:
         elif kind == "not executable":
             program.write_text("#!/bin/sh\n")
         said = refusal(make_node(control=program))
-        assert f"no control program '{program}'" in said
+        assert f"no executable control program '{program}'" in said
         assert "--control" in said
         assert "--simulate" in said
 
@@ -288,7 +288,7 @@ class TestAnother:
         assert granted.json["daemon"] == "gpu1"
 
         # The hint is a command and then another one, and they help.
-        quitting, _, resetting = daemon["hint"].removeprefix("when its clients are done: ").partition("; ")
+        quitting, _, resetting = daemon["hint"].removeprefix("when its clients have exited: ").partition("; ")
         assert resetting == "mpsctl reset gpu0"
         subprocess.run(["sh", "-c", quitting], check=True, stdout=subprocess.DEVNULL, timeout=10)
         if how == "-f":

@@ -132,7 +132,7 @@ class TestNotifications:
                 at = ears.wait_for("WATCHDOG=1", at + 1)
             node.end()
             at = ears.wait_for("STOPPING=1")
-            ears.wait_for("STATUS=ended; 2 of 2 control daemons go on", at)
+            ears.wait_for("STATUS=ended; 2 of 2 control daemons keep running", at)
             assert ears.listen().count("READY=1") == 1
         finally:
             node.clean_up()
@@ -165,7 +165,7 @@ class TestNotifications:
             wait_until(lambda: any(lease in said for said in ears.listen()[at:]), what="the lease to be named")
             node.request("DELETE", f"/v1/leases/{lease}")
             assert node.ended() == 0
-            ears.wait_for("STATUS=ended; 0 of 2 control daemons go on", at)
+            ears.wait_for("STATUS=ended; 0 of 2 control daemons keep running", at)
         finally:
             node.clean_up()
 
@@ -396,7 +396,7 @@ class TestSocket:
         assert str(node.configuration) in reason
         assert told.result().returncode == 69
         assert told.result().stderr.startswith(f"mpsctl: mpsd cannot start: {reason} [unreachable]\n")
-        assert told.result().stderr.endswith("mpsctl doctor says what is wrong, also without mpsd\n")
+        assert told.result().stderr.endswith("mpsctl doctor diagnoses the node, even without mpsd\n")
         assert refused.result().status == 503
         assert refused.result().json["detail"] == "mpsd cannot start"
         assert node.listener is not None
@@ -420,7 +420,7 @@ class TestSocket:
         node = hand("other.sock")
         status, said = node.refuse()
         assert status == 78
-        assert "other.sock, and api.socket is" in said
+        assert "other.sock, but api.socket is" in said
         assert "ListenStream=" in said
 
     @pytest.mark.parametrize(("mode", "config"), [(0o600, ""), (0o666, '[api]\nmode = "0660"\n')])
@@ -433,11 +433,11 @@ class TestSocket:
         assert node.socket.stat().st_mode & 0o777 == mode
 
     def test_no_socket(self, short_tmp: Path) -> None:
-        """A descriptor that is no listening unix socket is refused."""
+        """A descriptor that is not a listening unix socket is refused."""
         node = Handed(root=short_tmp)
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
             listener.listen()
             node.listener = listener
             status, said = node.refuse()
         assert status == 78
-        assert "no listening unix socket" in said
+        assert "not a listening unix socket" in said

@@ -206,7 +206,7 @@ class TestWithMpsd:
             node, "doctor", "--root", str(node.root), *only("shm-shared", "pid-namespace", "foreign-daemon")
         )
         assert found.returncode == 0
-        assert f"uid 65534 may not look at pid {node.pid}" in found.stdout
+        assert f"uid 65534 has no permission to inspect pid {node.pid}" in found.stdout
         assert "remedy: look as root" in found.stdout
         hide = 'mount -t proc -o hidepid=2 proc /proc && exec "$@"'
         before = ("unshare", "--mount", "sh", "-c", hide, "sh")
@@ -275,8 +275,8 @@ class TestGpus:
             (("driver 470.256.02", ONE_GPU[1]), "memory-limit", ("warn", "driver 470.256.02")),
             ((*ONE_GPU, "condition 0 0 0 0 0 0"), "persistence", ("warn", "persistence mode is off")),
             ((*ONE_GPU, "condition 0 1 2 0 0 0"), "ecc", ("fail", "2 ECC errors")),
-            ((*ONE_GPU, "condition 0 1 0 1 0 0"), "ecc", ("fail", "waits for a reset to be retired")),
-            ((*ONE_GPU, "condition 0 1 0 0 1 1"), "ecc", ("fail", "none is left")),
+            ((*ONE_GPU, "condition 0 1 0 1 0 0"), "ecc", ("fail", "memory pages need a reset to be retired")),
+            ((*ONE_GPU, "condition 0 1 0 0 1 1"), "ecc", ("fail", "no spare row is left")),
             ((*ONE_GPU, "process 0 Compute 1 4096"), "outside", ("warn", "pid 1 uses it outside MPS")),
             (
                 (*ONE_GPU, *(f"process 0 MPSCompute {pid} 1" for pid in range(1, 49))),
@@ -284,7 +284,7 @@ class TestGpus:
                 ("fail", "48 of at most 48"),
             ),
             ((*ONE_GPU, f"fault nvmlDeviceGetUUID -1 {GPU_IS_LOST}"), "driver", ("fail", "GPU is lost")),
-            ((*ONE_GPU, "fault nvmlInitWithFlags -1 18"), "driver", ("fail", "another version than the kernel driver")),
+            ((*ONE_GPU, "fault nvmlInitWithFlags -1 18"), "driver", ("fail", "have different versions")),
             (ONE_GPU, "control-program", ("fail", "no nvidia-cuda-mps-server")),  # Debian packs it apart
         ],
     )
@@ -322,13 +322,15 @@ class TestWithoutMpsd:
         """It is found without --fix, which changes nothing, and mended with it; done again it is nothing."""
         found = one(doctor(left, *only("compute-mode-left"))[1], "compute-mode-left", "GPU 0")
         assert (found["verdict"], found["fixable"]) == ("fail", True)
-        assert "left exclusive-process by an mpsd that found it default" in found["because"]
+        assert (
+            "an mpsd that is gone left its compute mode at exclusive-process; it was default before" in found["because"]
+        )
         assert "mpsctl doctor --fix" in found["remedy"]
         assert (nvml.compute_mode(FIRST), written(left)) == (EXCLUSIVE, {FIRST: "default"})
 
         status, checks = doctor(left, "--fix", *only("compute-mode-left"))
         assert (status, one(checks, "compute-mode-left")["verdict"]) == (0, "ok")
-        assert checks["fixed"] == ["gave GPU 0 its compute mode default back: it was left exclusive-process"]
+        assert checks["fixed"] == ["restored the compute mode default of GPU 0, which was exclusive-process"]
         assert (nvml.compute_mode(FIRST), written(left)) == (DEFAULT, {})
         assert doctor(left, "--fix", *only("compute-mode-left"))[1]["fixed"] == []
         lines = [json.loads(line) for line in (left.root / "log" / "doctor.log").read_text().splitlines()]
@@ -352,7 +354,10 @@ class TestWithoutMpsd:
             ((*ONE_GPU, SET.format(GPU_IS_LOST)), "GPU is lost"),
             ((*ONE_GPU, f"fault nvmlDeviceGetMemoryInfo_v2 -1 {GPU_IS_LOST}"), "cannot be read"),
             (ONE_GPU[:1], "finds no GPU"),
-            ((ONE_GPU[0], ONE_GPU[1].replace("GPU-1", "GPU-2")), "which cannot be read now; it was default"),
+            (
+                (ONE_GPU[0], ONE_GPU[1].replace("GPU-1", "GPU-2")),
+                "which cannot be read now; the mode was default before",
+            ),
             ((*ONE_GPU, "fault nvmlInitWithFlags -1 9"), "kernel driver is not loaded"),
         ],
     )
@@ -428,7 +433,7 @@ class TestWithoutMpsd:
         node.configuration.write_text(f'[paths]\nruntime_dir = "{node.root}/{"x" * 90}"\n')
         done = node.mpsctl("doctor", "--config", str(node.configuration), *only("pipe-path"))
         assert done.returncode == 1
-        assert "and a socket's path can have 106" in done.stdout
+        assert "and the maximum for a socket path is 106" in done.stdout
 
     def test_orphans_and_stopped(self, node: Node) -> None:
         """A server whose control daemon is gone, and a process of MPS that is stopped, are named."""

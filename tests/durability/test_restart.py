@@ -94,7 +94,7 @@ def test_restart(make_node: Start, number: signal.Signals) -> None:
                 k: v for k, v in told.items() if k not in changing
             }
         assert granted(node, request_id="once")["id"] == mine["id"]
-    assert because(node, theirs["id"]) == f"its holder, pid {holder.pid}, is gone"
+    assert because(node, theirs["id"]) == f"its holder, pid {holder.pid}, has exited"
     assert leases(node).keys() == {mine["id"]}
 
 
@@ -106,7 +106,7 @@ def test_holder_died_while_mpsd_was_away(make_node: Start) -> None:
         node.end(signal.SIGKILL)
     node.start()
     assert leases(node) == {}
-    assert because(node, lease["id"]) == f"its holder, pid {holder.pid}, died while mpsd was away"
+    assert because(node, lease["id"]) == f"its holder, pid {holder.pid}, died while mpsd was not running"
     granted(node, threads=100)
 
 
@@ -123,7 +123,7 @@ def test_pid_of_another(make_node: Start) -> None:
         store.execute("UPDATE leases SET data = ?1, sum = checksum(number, boot, told, ?1, news)", (other,))
     node.start()
     assert leases(node) == {}
-    assert because(node, lease["id"]) == f"its holder, pid {os.getpid()}, died while mpsd was away"
+    assert because(node, lease["id"]) == f"its holder, pid {os.getpid()}, died while mpsd was not running"
 
 
 def start_ticks(pid: int) -> int:
@@ -296,7 +296,7 @@ def test_clients_outlive_the_holder(tmp_path: Path, *, restarted: bool) -> None:
         assert leases.find(lease).state is LeaseState.ACTIVE
         os.kill(second, signal.SIGKILL)
         await eventually(lambda: leases.find(lease).state is LeaseState.ENDED, what="the lease to end")
-        because = f"its holder, pid {parent}, is gone, and so is its last client, pid {second}"
+        because = f"its holder, pid {parent}, has exited, and so has its last client, pid {second}"
         assert leases.find(lease).because == because
 
     with family() as pids:

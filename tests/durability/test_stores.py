@@ -111,7 +111,7 @@ def test_full_runtime_directory(small: Callable[..., Node]) -> None:
             elif answer.status == 409:
                 pytest.fail(f"the GPU was full before the disk: {answer.json}")
         assert refused[0]["code"] == "storage"
-        assert "make room" in refused[0]["hint"]
+        assert "free space" in refused[0]["hint"]
         assert node.get("/v1/status").json["healthy"] is False
         for lease in held[:8]:
             assert node.request("DELETE", f"/v1/leases/{lease}").status == 204

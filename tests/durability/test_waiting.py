@@ -84,7 +84,7 @@ def test_not_coming_back(full: tuple[Node, Any]) -> None:
         wait_for_line(node, "first")
     release(node, has)
     ended = wait_until(
-        lambda: node.events("lease_ended", because="its caller hung up and did not come back"), what="it"
+        lambda: node.events("lease_ended", because="its caller disconnected and did not come back"), what="it"
     )
     assert len(ended) == 1
     assert node.get("/v1/leases").json["leases"] == []

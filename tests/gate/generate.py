@@ -82,7 +82,7 @@ def doctor_page() -> str:
     text = DOCTOR.read_text(encoding="utf-8")
     tables = []
     for family, checks in FAMILIES.items():
-        lines = [("check", "well means", "otherwise", "`--fix`")]
+        lines = [("check", "expected", "otherwise", "`--fix`")]
         lines += [(f"`{check.id}`", check.right, check.why, check.mends) for check in checks]
         tables.append(f"### {family}\n\n{_table(*lines)}")
     part = between("checks", text)

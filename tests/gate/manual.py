@@ -28,30 +28,30 @@ DATE: Final = "2026-11-21"
 _WIDTH: Final = 79
 
 _MPSD_ENDS: Final = {
-    0: "it was told to end, or, for check, the configuration is right",
-    1: "anything else, such as another mpsd in the same runtime directory",
-    2: "it was called wrongly",
-    78: "the configuration is wrong, or the machine has no NVIDIA driver",
+    0: "Success: mpsd was stopped, or, for check, the configuration is valid",
+    1: "Any other error, such as another mpsd in the same runtime directory",
+    2: "Usage error",
+    78: "The configuration is invalid, or the machine has no NVIDIA driver",
 }
 
 _ENVIRONMENT: Final = {
-    "MPSD_SOCKET": "Where mpsd listens, unless --socket says so.",
-    "MPSD_LEASE": "The lease of the calling process, for mpsctl verify; mpsctl run sets it for its COMMAND.",
+    "MPSD_SOCKET": "The socket of mpsd, if --socket is not given.",
+    "MPSD_LEASE": "The lease of the calling process. mpsctl run sets it for its COMMAND, and mpsctl verify reads it.",
     f"CUDA_MPS_PIPE_DIRECTORY, CUDA_VISIBLE_DEVICES, {PERCENTAGE}, {MEM_LIMIT}": (
-        "What a lease is to its processes. mpsctl run sets them for its COMMAND, and mpsctl admit -o env prints them. A"
-        " process without them runs outside MPS, and without limits."
+        "The environment of a lease. mpsctl run sets it for its COMMAND, and mpsctl admit -o env prints it. A process"
+        " without it runs outside MPS, without limits."
     ),
-    "_MPSCTL_COMPLETE": "Set by a shell's completion; mpsctl then prints what could come next, and nothing else.",
+    "_MPSCTL_COMPLETE": "Set by the shell's completion; mpsctl then prints only the possible completions.",
 }
 
 _PATHS: Final = Settings().paths
 
 _FILES: Final = {
-    "/etc/mpsd/mpsd.toml": "The configuration, see mpsd.toml(5). Without it every setting has its default.",
+    "/etc/mpsd/mpsd.toml": "The configuration, see mpsd.toml(5). Without this file, every setting has its default.",
     f"{Settings().socket}": "The API: HTTP on a unix socket. /v1/openapi.json describes it.",
     f"{_PATHS.runtime_dir}/mps/gpuN": "The pipe directory of each control daemon.",
-    f"{_PATHS.runtime_dir}/leases.db": "The leases, for as long as this boot lasts.",
-    f"{_PATHS.state_dir}": "What outlives a reboot: events, usage, and what operators want of each control daemon.",
+    f"{_PATHS.runtime_dir}/leases.db": "The leases of the current boot.",
+    f"{_PATHS.state_dir}": "Data that survives a reboot: events, usage, and the desired state of each control daemon.",
     f"{_PATHS.log_dir}/gpuN": "NVIDIA's control.log and server.log of each control daemon.",
 }
 
@@ -170,8 +170,8 @@ def mpsd_page() -> str:
     """Return mpsd(8)."""
     synopsis = (".B mpsd", ".I COMMAND", ".RI [ OPTIONS ]")
     signals = {
-        "SIGTERM": "mpsd ends. The control daemons and their clients go on, and the next mpsd adopts them.",
-        "SIGHUP": "The configuration is read again; what can change without a restart does, and the rest is told.",
+        "SIGTERM": "Stop mpsd. The control daemons and their clients keep running, and the next mpsd adopts them.",
+        "SIGHUP": "Reload the configuration. Settings that need a restart keep their values and are logged.",
     }
     return _page(
         "mpsd", 8, "supervise NVIDIA MPS on a GPU node",
@@ -187,8 +187,8 @@ def mpsd_page() -> str:
 
 
 _SERVICE: Final = (
-    "As a service, mpsd is started by systemd. Stopping, restarting, upgrading or killing it stops no control daemon:"
-    " only the unit that is made for that does."
+    "As a service, mpsd is started by systemd. Stopping, restarting, upgrading or killing it does not stop the control"
+    " daemons; only mpsd-stop-daemons.service does."
 )
 
 
@@ -200,9 +200,9 @@ def _units() -> dict[str, str]:
 
 
 _WHAT_IT_IS: Final = (
-    "For each GPU it starts or adopts one nvidia-cuda-mps-control, proves that it answers, sets its limits and reads"
-    " them back, watches them, and brings it back when it dies. It admits clients: each gets a lease on a share of a"
-    " GPU, tied to the life of a process. No GPU process notices when mpsd is restarted, upgraded or killed."
+    "For each GPU, mpsd starts or adopts one nvidia-cuda-mps-control, checks that it answers, sets its limits, reads"
+    " them back, watches them, and restarts it when it dies. mpsd admits clients: each gets a lease on a share of a"
+    " GPU, tied to the life of a process. GPU processes are not affected when mpsd is restarted, upgraded or killed."
 )
 
 
@@ -212,7 +212,7 @@ def mpsctl_page() -> str:
     context = click.Context(mpsctl, info_name="mpsctl")
     files = {path: meaning for path, meaning in _FILES.items() if path == f"{Settings().socket}"}
     return _page(
-        "mpsctl", 1, "ask mpsd about NVIDIA MPS, and take out a share of a GPU",
+        "mpsctl", 1, "inspect NVIDIA MPS on a GPU node, and take out leases on GPUs",
         _section("SYNOPSIS", synopsis),
         _description(mpsctl),
         _section("OPTIONS", _options(mpsctl, context)),
@@ -242,7 +242,7 @@ def _setting(row: SettingRow) -> Iterator[str]:
         facts.append(f"Unit: {row.unit}.")
     if not row.reload and not row.key.startswith("quota."):
         facts.append("A change needs a restart of mpsd.")
-    yield from _term(row.key.rpartition(".")[2], f"{row.help[0].upper()}{row.help[1:]}.", " ".join(facts))
+    yield from _term(row.key.rpartition(".")[2], row.help, " ".join(facts))
 
 
 def _settings() -> Iterator[str]:
@@ -253,17 +253,17 @@ def _settings() -> Iterator[str]:
             yield f".SS [{section}]"
         yield from _setting(row)
     yield ".SS [quota.NAME]"
-    yield from _filled("What one user may have: NAME is a user, a %group, or * for who has no other.")
+    yield from _filled("Limits for one user. NAME is a user, a %group, or * for every user without its own quota.")
     for row in quota_rows():
         yield from _setting(row)
 
 
 _FORM: Final = """\
-The file is TOML. Every setting has a default, and an unknown one is an error. Sizes are text such as "8GiB", or a
-number of bytes; times are seconds; file modes are octal text such as "0660".
+The file is TOML. Every setting has a default, and an unknown setting is an error. Sizes are strings such as "8GiB", or
+a number of bytes; times are seconds; file modes are octal strings such as "0660".
 
-`mpsd check` reads it, says what is wrong, and prints every setting in force. SIGHUP has mpsd read it again, as does
-`systemctl reload mpsd`; where something in it is wrong, the settings stay as they were, and the log says why.
+`mpsd check` validates the file and prints the effective settings. SIGHUP and `systemctl reload mpsd` make mpsd read the
+file again; if the file is invalid, the settings stay as they are, and the log says why.
 """
 
 _EXAMPLE: Final = """\
@@ -287,7 +287,7 @@ memory = "40GiB"
 def settings_page() -> str:
     """Return mpsd.toml(5)."""
     return _page(
-        "mpsd.toml", 5, "the configuration of mpsd",
+        "mpsd.toml", 5, "configuration of mpsd",
         _section("SYNOPSIS", (".I /etc/mpsd/mpsd.toml",)),
         _section("DESCRIPTION", _paragraphs(_FORM)),
         _section("SETTINGS", _settings()),
@@ -299,9 +299,9 @@ def settings_page() -> str:
 def example() -> str:
     """Return a configuration in which nothing is set: every section, and each setting as a comment to begin from."""
     lines = [
-        "# The configuration of mpsd: every setting, with its default. Uncomment what is to be different, and then:",
+        "# The configuration of mpsd: every setting, with its default. Uncomment what you want to change, then:",
         "#     mpsd check && systemctl reload mpsd",
-        "# mpsd.toml(5) says more.",
+        "# See mpsd.toml(5).",
     ]
     section = ""
     for row in rows():
@@ -309,12 +309,12 @@ def example() -> str:
         if row.key.split(".")[0] != section:
             section = row.key.split(".")[0]
             lines += ["", f"[{section}]"]
-        unit = f" ({row.unit})" if row.unit else ""
-        restart = "" if row.reload else "; a change needs a restart"
+        unit = f" Unit: {row.unit}." if row.unit else ""
+        restart = "" if row.reload else " A change needs a restart."
         lines += [f"# {line}" for line in textwrap.wrap(f"{row.help}{unit}{restart}", 118)]
         lines.append(f"#{name} = {_value(row)}".rstrip())
-    lines += ["", "# What one user may have: a user, a %group, or * for who has no other.", '#[quota."*"]']
+    lines += ["", "# Limits for one user: a user, a %group, or * for every user without its own quota.", '#[quota."*"]']
     for row in quota_rows():
-        unit = f" ({row.unit})" if row.unit else ""
+        unit = f" Unit: {row.unit}." if row.unit else ""
         lines += [f"# {row.help}{unit}", f"#{row.key.rpartition('.')[2]} ="]
     return "\n".join([*lines, ""])

@@ -157,11 +157,11 @@ class TestPlanted:
         ("kind", "path", "words"),
         [
             ("link", "run/leases.db", "belongs to uid 2601"),
-            ("hard link", "state/history.db", "has another name somewhere (a hard link)"),
+            ("hard link", "state/history.db", "has another hard link"),
             ("fifo", "run/gpu0.tally.json", "belongs to uid 2601"),
             ("fifo", "log/gpu0/control.log", "belongs to uid 2601"),
-            ("hard link", "log/gpu0/server.log", "has another name somewhere (a hard link)"),
-            ("directory", "run/mps", "is no directory of mpsd's own"),
+            ("hard link", "log/gpu0/server.log", "has another hard link"),
+            ("directory", "run/mps", "is not private to mpsd"),
         ],
     )
     def test_start(self, make_node: Start, victim: Path, kind: str, path: str, words: str) -> None:
@@ -211,7 +211,7 @@ class TestWay:
         node = make_node(simulate=1)
         node.root.chmod(0o777)
         said = self.refused(node)
-        assert f"mpsd: everybody may write to {node.root}, and so can put anything in the place of" in said
+        assert f"mpsd: {node.root} is writable for everybody, so every user can replace" in said
         assert f"hint: chmod o-w {node.root} (or +t" in said
         node.root.chmod(0o1777)
         node.start()
@@ -221,7 +221,7 @@ class TestWay:
         node = make_node(simulate=1)
         os.chown(node.root, ANN, ANN)
         said = self.refused(node)
-        assert f"mpsd: {node.root} belongs to uid {ANN}, who can put anything in the place of" in said
+        assert f"mpsd: {node.root} belongs to uid {ANN}, which can replace" in said
         assert f"hint: chown root {node.root}" in said
 
     def test_stranger_s_link(self, make_node: Start, short_tmp: Path) -> None:
@@ -243,7 +243,7 @@ class TestWay:
         (short_tmp / "link").symlink_to("./open/../open/below")
         path_safety.check_path(short_tmp / "link" / "run")
         (short_tmp / "open").chmod(0o777)
-        with pytest.raises(ConfigurationError, match=f"everybody may write to {short_tmp}/open,"):
+        with pytest.raises(ConfigurationError, match=f"{short_tmp}/open is writable for everybody,"):
             path_safety.check_path(short_tmp / "link" / "run")
         (short_tmp / "a").symlink_to(short_tmp / "b")
         (short_tmp / "b").symlink_to(short_tmp / "a")
@@ -260,7 +260,7 @@ class TestWay:
             (owner, group, Entry(GROUP, 7, ANN), mask, others),
         ):
             acl.write(settings.paths.state_dir, entries)
-            with pytest.raises(ConfigurationError, match="is no directory of mpsd's own"):
+            with pytest.raises(ConfigurationError, match="is not private to mpsd"):
                 RunDir.claim(settings)
         acl.write(settings.paths.state_dir, (owner, Entry(USER, 5, ANN), Entry(USER, 7, 0), group, mask, others))
         RunDir.claim(settings).close()
@@ -272,5 +272,5 @@ class TestWay:
         os.chown(settings.paths.log_dir, 0, ANN)
         RunDir.claim(settings).close()
         settings.paths.log_dir.chmod(0o775)
-        with pytest.raises(ConfigurationError, match="is no directory of mpsd's own"):
+        with pytest.raises(ConfigurationError, match="is not private to mpsd"):
             RunDir.claim(settings)

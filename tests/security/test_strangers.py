@@ -181,7 +181,7 @@ def test_mpsd_in_a_container(short_tmp: Path) -> None:
         node.start()
         answer = node.request("POST", "/v1/leases", SMALL)
         assert (answer.status, answer.json["code"]) == (403, "peer_unknown"), answer.json
-        assert "its pid is 0 here" in answer.json["detail"]
+        assert "mpsd sees its pid as 0" in answer.json["detail"]
         assert "hostPID: true" in answer.json["hint"]
         answer = node.request("POST", "/v1/leases", {**SMALL, "pid": 1})
         assert (answer.status, answer.json["limit"]) == (422, "pid")
@@ -235,4 +235,4 @@ class TestImpostor:
         node.config = f'{PATHS.format(root=node.root)}[api]\nsocket = "{shared}/s"\n'
         status, said = node.refuse()
         assert status == 78
-        assert f"everybody may write to {shared}, and so can put anything in the place of {shared}/s" in said
+        assert f"{shared} is writable for everybody, so every user can replace {shared}/s" in said

@@ -46,7 +46,7 @@ class TestHere:
         found = driver.find(CONTROL, roots=[operators], here=tmp_path / "none")
         assert found == driver.Driver(tmp_path / "bin" / CONTROL, tmp_path / "bin" / SERVER, None)
         assert found.directories == (str(tmp_path / "bin"),)
-        assert found.told()["nvml"] == f"{LIBRARY}, as the loader finds it"
+        assert found.told()["nvml"] == f"{LIBRARY}, found by the dynamic loader"
 
     def test_of_another_distribution(self, tmp_path: Path) -> None:
         """Libraries that CDI has put where the host has them are found where this system's loader does not look."""

@@ -45,7 +45,7 @@ except ConfigurationError as error:
 def test_no_descriptor() -> None:
     """Where it cannot be made, that is said as any other trouble at a start."""
     done = subprocess.run([sys.executable, "-c", _NO_DESCRIPTOR], capture_output=True, text=True, check=True)
-    assert done.stdout == "there can be no event loop: Too many open files\n"
+    assert done.stdout == "cannot create an event loop: Too many open files\n"
     assert "never awaited" not in done.stderr
 
 

@@ -121,9 +121,9 @@ def test_process_of_unknown_size_is_unknown_alone(nvml: FakeNvml, gpus: Child) -
     )
     first, second = gpus.inventory().gpus
     held = {
-        100: GpuProcess(Unknown("NVML does not say how much memory process 100 holds")),
+        100: GpuProcess(Unknown("NVML does not report how much memory process 100 holds")),
         101: GpuProcess(Known(1000)),
-        102: GpuProcess(Unknown("NVML does not say how much memory process 102 holds"), mps=True),
+        102: GpuProcess(Unknown("NVML does not report how much memory process 102 holds"), mps=True),
         103: GpuProcess(Known(2000), mps=True),
     }
     assert gpus.usage(first) == Known(GpuUsage(_USED, held))
@@ -145,7 +145,7 @@ def test_process_is_known_when_either_list_knows_it(nvml: FakeNvml, gpus: Child)
     held = {
         100: GpuProcess(Known(2000), mps=True),
         101: GpuProcess(Known(1000), mps=True),
-        102: GpuProcess(Unknown("NVML does not say how much memory process 102 holds"), mps=True),
+        102: GpuProcess(Unknown("NVML does not report how much memory process 102 holds"), mps=True),
     }
     assert gpus.usage(first) == Known(GpuUsage(_USED, held))
 
@@ -396,7 +396,7 @@ def test_hanging_gpu_makes_unknown_what_could_not_be_read(nvml: FakeNvml, gpus: 
     assert inventory.gpus == (_FIRST_GPU,)
     assert inventory.unknown == {
         1: Unknown("NVML did not answer within 2 s: a call hangs in the driver"),
-        2: Unknown("NVML does not answer: a call hangs in the driver, and has not come back yet"),
+        2: Unknown("NVML does not answer: a call hangs in the driver and has not returned yet"),
     }
     gpus.do("deadline", _HOUR)
     nvml.show(*_NODE, _FIRST)
@@ -411,7 +411,7 @@ def test_nobody_waits_for_a_thread_that_is_stuck(nvml: FakeNvml, gpus: Child) ->
     gpus.do("deadline", 0.2)
     assert gpus.usage(first) == Unknown("NVML did not answer within 0.2 s: a call hangs in the driver")
     gpus.do("deadline", _HOUR)  # an answer that was waited for would never come
-    stuck = Unknown("NVML does not answer: a call hangs in the driver, and has not come back yet")
+    stuck = Unknown("NVML does not answer: a call hangs in the driver and has not returned yet")
     assert gpus.usage(second) == stuck
     assert gpus.inventory() == Inventory((), {0: stuck, 1: stuck})
     nvml.show(*_NODE)
@@ -444,7 +444,7 @@ def test_few_requests_wait(nvml: FakeNvml, gpus: Child) -> None:
     wait_until(lambda: _BY_UUID in nvml.functions(), what="the call to hang")  # so that all before it is served
     for _ in range(69):
         gpus.ask("usage", first)
-    too_many = Unknown("NVML does not keep up: 64 requests are waiting for it")
+    too_many = Unknown("NVML is overloaded: 64 requests are waiting for it")
     assert [gpus.answer()[1] for _ in range(6)] == [too_many] * 6
     nvml.show(*_NODE)
     assert [gpus.answer()[1] for _ in range(64)] == [Known(GpuUsage(_USED))] * 64
@@ -468,7 +468,7 @@ def test_hang_before_the_first_inventory(nvml: FakeNvml, gpus: Child) -> None:
     with pytest.raises(GpuUnknownError, match=r"did not answer within 0\.2 s") as refused:
         gpus.inventory()
     assert "dmesg" in refused.value.hint
-    with pytest.raises(GpuUnknownError, match="has not come back yet"):
+    with pytest.raises(GpuUnknownError, match="has not returned yet"):
         gpus.inventory()
     gpus.do("opening", _HOUR)
     nvml.show(*_NODE)
@@ -501,7 +501,7 @@ def test_opening_has_a_deadline_of_its_own(nvml: FakeNvml, gpus: Child) -> None:
     ("faults", "because", "opened"),
     [
         ([_fault("nvmlInitWithFlags", 9)], "kernel driver is not loaded", 0),
-        ([_fault("nvmlInitWithFlags", 18)], "another version than the kernel driver", 0),
+        ([_fault("nvmlInitWithFlags", 18)], "have different versions", 0),
         ([_fault("nvmlInitWithFlags", 999)], "cannot start: Unknown Error", 0),
         ([_fault("nvmlDeviceGetCount_v2", 999)], "cannot start: Unknown Error", 1),
         ([], "finds no GPU", 1),

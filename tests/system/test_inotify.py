@@ -171,7 +171,7 @@ def test_no_descriptor_left(tmp_path: Path) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         try:
-            with pytest.raises(OSError, match=r"no descriptor left, or see fs\.inotify\.max_user_instances"):
+            with pytest.raises(OSError, match=r"no file descriptor is left, or fs\.inotify\.max_user_instances"):
                 watched.watch.renew()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -107,7 +107,7 @@ class TestDirectories:
         """So is a file."""
         settings.paths.runtime_dir.parent.mkdir()
         settings.paths.runtime_dir.write_bytes(b"")
-        with pytest.raises(ConfigurationError, match="no directory of mpsd's own"):
+        with pytest.raises(ConfigurationError, match="not private to mpsd"):
             RunDir.claim(settings)
 
     def test_writable_for_everybody(self, settings: Settings) -> None:
@@ -159,7 +159,7 @@ class TestCheck:
             (["gpu0", "gpu10"], "mps/gpu10/control_privileged"),
         ):
             rundir.check(self.at(106, longest), names, private=True)
-            with pytest.raises(ConfigurationError, match=r"has 107 bytes, and it can have 106") as refused:
+            with pytest.raises(ConfigurationError, match=r"has 107 bytes, and the maximum is 106") as refused:
                 rundir.check(self.at(107, longest), names, private=True)
             assert refused.value.limit == "paths.runtime_dir"
 

@@ -36,7 +36,7 @@ class TestUnits:
         machine.install()
         found = doctor(machine, "unit", "unit-settings", "mpsd")
         assert found["unit"]["verdict"] == found["unit-settings"]["verdict"] == "unknown"
-        assert "systemd knows none of mpsd.service" in found["unit"]["because"]
+        assert "systemd has none of the units mpsd.service" in found["unit"]["because"]
 
         # There is no driver in the machine, so mpsd is refused, and not tried again.
         machine.install_units()

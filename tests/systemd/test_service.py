@@ -87,12 +87,12 @@ class TestOnAMachine:
         socket.write_text(changed)
         status = machine.run(MPSCTL, "service", "status", check=False)
         assert (status.returncode, status.stdout) == (1, "/usr/local/lib/systemd/system/mpsd.socket is changed since\n")
-        assert "mpsd.socket was changed since" in machine.run(MPSCTL, "service", "install").stdout
+        assert "mpsd.socket was changed" in machine.run(MPSCTL, "service", "install").stdout
         assert socket.read_text() == changed
 
         # Uninstalled: mpsd is gone, and the control daemons are not; what was changed stays, and the configuration.
         said = machine.run(MPSCTL, "service", "uninstall").stdout
-        assert "mpsd.socket was changed since, and stays" in said
+        assert "mpsd.socket was changed, and is kept" in said
         assert self.local(machine) - before == {"/usr/local/lib/systemd/system/mpsd.socket"}
         assert machine.run("pidof", "nvidia-cuda-mps-control").stdout == control_daemons
         assert machine.run("pidof", "-x", "mpsd", check=False).stdout == ""
@@ -120,7 +120,7 @@ class TestOnAMachine:
         machine.write("/usr/lib/systemd/system/mpsd.service", "[Service]\nExecStart=/bin/true\n")
         refused = machine.run(MPSCTL, "service", "install", check=False)
         assert refused.returncode == 78
-        assert "/usr/lib/systemd/system/mpsd.service is a package's" in refused.stderr
+        assert "/usr/lib/systemd/system/mpsd.service belongs to a package" in refused.stderr
 
     def test_in_a_home_directory(self, machine: Machine, wheel: Path, tmp_path: Path) -> None:
         """What is installed below /root is told where it could be instead."""
@@ -129,7 +129,7 @@ class TestOnAMachine:
         machine.run("cp", "-a", f"/{HOME}", "/root/mpsd")
         refused = machine.run("/root/mpsd/bin/python3", "-I", "-m", "mpsd.cli.main", "service", "install", check=False)
         assert refused.returncode == 78
-        assert "/root/mpsd/bin/mpsd is in somebody's home directory" in refused.stderr
+        assert "/root/mpsd/bin/mpsd is in a home directory" in refused.stderr
         assert "PIPX_HOME=/opt/pipx" in refused.stderr
 
     def test_what_others_can_change(self, machine: Machine, wheel: Path, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_without_root() -> None:
         capture_output=True, text=True, check=False, cwd="/",
     )  # fmt: skip
     assert refused.returncode == 77, refused.stderr
-    assert "only root can change the services of the system" in refused.stderr
+    assert "only root can change the system's services" in refused.stderr
 
 
 @pytest.mark.skipif(Path("/run/systemd/system").is_dir(), reason="this machine was booted with systemd")

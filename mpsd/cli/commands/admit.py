@@ -54,7 +54,11 @@ def _wait(_: click.Context, __: click.Parameter, text: str | None) -> float:
 
 _REQUEST: Final = (
     click.option(
-        "--threads", type=float, callback=_finite, metavar="PERCENT", help="Percent of the GPU's threads, such as 25."
+        "--threads",
+        type=float,
+        callback=_finite,
+        metavar="PERCENT",
+        help="Percentage of the GPU's threads, such as 25.",
     ),
     click.option("--memory", metavar="SIZE", help="Device memory, such as 8GiB, or a number of bytes."),
     click.option(
@@ -62,25 +66,41 @@ _REQUEST: Final = (
         type=float,
         callback=_finite,
         metavar="PART",
-        help="Instead of both, a part of a GPU, such as 0.25.",
+        help="Fraction of a GPU, such as 0.25, instead of --threads and --memory.",
     ),
-    click.option("--gpu", metavar="any|INDEX|UUID", shell_complete=gpu_names, help="Which GPU.  [default: any]"),
-    click.option("--gpus", type=int, metavar="N", help="On so many GPUs, as much on each, all or nothing."),
+    click.option("--gpu", metavar="any|INDEX|UUID", shell_complete=gpu_names, help="The GPU to use.  [default: any]"),
+    click.option("--gpus", type=int, metavar="N", help="Number of GPUs: the same amount on each, all or nothing."),
     click.option(
-        "--processes", type=int, metavar="N", help="Client processes that share it in equal parts.  [default: 1]"
+        "--processes",
+        type=int,
+        metavar="N",
+        help="Number of client processes that use the lease in equal parts.  [default: 1]",
     ),
-    click.option("--priority", type=int, metavar="N", help="In the queue; above 0 needs a quota.  [default: 0]"),
+    click.option(
+        "--priority", type=int, metavar="N", help="Priority in the queue; above 0 needs a quota.  [default: 0]"
+    ),
     click.option(
         "--wait",
         metavar="SECONDS|forever",
         callback=_wait,
-        help="Wait for what is not free, in a fair queue.  [default: 0]",
+        help="Wait in a fair queue until the request fits.  [default: 0]",
     ),
     click.option(
-        "--ttl", type=float, callback=_finite, metavar="SECONDS", help="It ends after that, unless it is renewed."
+        "--ttl",
+        type=float,
+        callback=_finite,
+        metavar="SECONDS",
+        help="Time to live: the lease ends after this time unless it is renewed.",
     ),
-    click.option("--name", metavar="TEXT", help="What it is called in lists."),
-    click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", callback=_labels, help="May be repeated."),
+    click.option("--name", metavar="TEXT", help="Name of the lease in lists."),
+    click.option(
+        "--label",
+        "labels",
+        multiple=True,
+        metavar="KEY=VALUE",
+        callback=_labels,
+        help="Label of the lease; may be repeated.",
+    ),
 )
 
 
@@ -105,31 +125,32 @@ def _give_back(api: Api, lease: "answer_types.Lease") -> None:
 
 @click.command(cls=ForEval)
 @_with_request
-@click.option("--pid", type=int, help="What the lease is tied to.  [default: the shell that called]")
+@click.option("--pid", type=int, help="Process that holds the lease.  [default: the calling shell]")
 @with_form("env")
 @with_api
 def admit(api: Api, form: str, pid: int | None, wait: float, **request: object) -> None:
-    """Take out a lease, and print it.
+    """Take out a lease and print it.
 
     \b
-    In a shell, for all that it starts from then on:
+    In a shell, for everything that the shell starts afterwards:
         eval "$(mpsctl admit --threads 25 --memory 8GiB -o env)"
 
-    When it is refused, `eval` fails with the same exit status.
+    If the lease is refused, `eval` fails with the same exit status.
 
-    The lease is tied to the shell or other program that called mpsctl, and ends with it at the latest. A subshell
-    counts as part of the shell that forked it, so a lease for a background job needs its pid (--pid $BASHPID). What is
-    called through sudo or timeout must be told its shell (--pid $$). For a single command, `mpsctl run` is simpler.
+    The holder of the lease is the shell or other program that called mpsctl; the lease ends with it at the latest. A
+    subshell counts as part of the shell that forked it, so a lease for a background job needs the pid of the job
+    (--pid $BASHPID). A call through sudo or timeout needs the pid of the shell (--pid $$). For a single command,
+    `mpsctl run` is simpler.
 
-    With --wait, the place in the queue outlives a restart of mpsd, and Ctrl-C gives it away at once.
+    With --wait, the place in the queue survives a restart of mpsd, and Ctrl-C gives it up at once.
     """  # noqa: D301 - click knows by that character what not to wrap
     holder = calling_program() if pid is None else pid
     if holder == 0:
-        raise click.UsageError("The caller is in another pid namespace: say with --pid what the lease is tied to.")
+        raise click.UsageError("The caller is in another pid namespace: name the holder of the lease with --pid.")
     if form == "env" and request["gpus"] not in {None, 1}:
         raise InvalidRequestError(
-            "-o env is for one GPU: each process can use one, and has the environment for that",
-            hint="take the lease with -o json, then in each process: mpsctl show LEASE -o env --share N",
+            "-o env works for one GPU only: a process can use one GPU, and the environment names it",
+            hint="take out the lease with -o json, then in each process: mpsctl show LEASE -o env --share N",
         )
     try:
         lease = _take(api, {**request, "pid": holder}, wait=wait)
@@ -149,20 +170,19 @@ def admit(api: Api, form: str, pid: int | None, wait: float, **request: object) 
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=program)
 @with_api
 def run(api: Api, command: tuple[str, ...], wait: float, **request: object) -> None:
-    """Take out a lease, and become COMMAND with its environment.
+    """Take out a lease and run COMMAND with its environment.
 
     \b
         mpsctl run --threads 25 --memory 8GiB --wait forever -- python train.py
 
-    It stays the same process: its pid, its exit status and the signals sent to it are COMMAND's, and the lease ends
-    when it does. As in a shell, the exit status is 127 for a command that is not found, and 126 for one that cannot be
-    run.
+    mpsctl is replaced by COMMAND, which keeps its pid: the exit status and signals are those of COMMAND, and the lease
+    ends when COMMAND ends. As in a shell, the exit status is 127 if COMMAND is not found, and 126 if it cannot be run.
 
-    With --wait, the place in the queue outlives a restart of mpsd, and Ctrl-C gives it away at once.
+    With --wait, the place in the queue survives a restart of mpsd, and Ctrl-C gives it up at once.
 
-    COMMAND finds its lease in MPSD_LEASE. With --ttl it must show every so often that it gets on, or lose the lease
-    while it runs: mpsctl renew "$MPSD_LEASE" --ttl SECONDS. With --gpus it is started for the first of them, and starts
-    a process for each other: see mpsctl show --help.
+    The environment variable MPSD_LEASE names the lease. With --ttl, COMMAND must renew the lease before it expires, or
+    loses it while running: mpsctl renew "$MPSD_LEASE" --ttl SECONDS. With --gpus, COMMAND gets the environment of the
+    first GPU and must start a process for each of the others: see mpsctl show --help.
     """  # noqa: D301 - as above
     if not command[0]:
         raise click.UsageError("COMMAND is empty.")
@@ -173,7 +193,10 @@ def run(api: Api, command: tuple[str, ...], wait: float, **request: object) -> N
     try:
         variables = {**environment(lease, share=0), "MPSD_LEASE": lease["id"]}
         if lease["expires"] and request["ttl"] is None:
-            note(f"{lease['id']} ends at {lease['expires']}, unless renewed: mpsctl renew {lease['id']} --ttl SECONDS")
+            note(
+                f"{lease['id']} ends at {lease['expires']} unless it is renewed: mpsctl renew {lease['id']}"
+                " --ttl SECONDS"
+            )
         os.execvpe(command[0], command, {**os.environ, **variables})  # noqa: S606 - that is what it is for
     except (OSError, MpsdError) as error:
         _give_back(api, lease)
@@ -186,12 +209,12 @@ def run(api: Api, command: tuple[str, ...], wait: float, **request: object) -> N
 @click.command()
 @click.argument("lease", shell_complete=lease_names)
 @click.option(
-    "--ttl", type=float, callback=_finite, required=True, metavar="SECONDS", help="It ends after that, from now on."
+    "--ttl", type=float, callback=_finite, required=True, metavar="SECONDS", help="New time to live, counted from now."
 )
 @with_form()
 @with_api
 def renew(api: Api, lease: str, form: str, ttl: float) -> None:
-    """Let a lease live on, so that it ends only this many seconds from now; and print it."""
+    """Renew a lease: set its time to live, counted from now, and print it."""
     print_lease(form, api.renew(lease, ttl))
 
 
@@ -200,10 +223,10 @@ def renew(api: Api, lease: str, form: str, ttl: float) -> None:
 @with_form()
 @with_api
 def attach(api: Api, lease: str, form: str) -> None:
-    """Wait until those processes of a lease can attach that are still to come; and print it.
+    """Wait until the lease's remaining processes can attach, and print the lease.
 
-    A lease waits for its first process by itself, however long that takes. Of one that has some of its processes, the
-    others are waited for as long as enforcement.attach_window says; those that come later need this before they start.
+    A lease stays open for its first process, however long that takes. After that, the remaining processes can attach
+    for enforcement.attach_window seconds; processes that start later need this command first.
     """
     print_lease(form, api.attach(lease))
 
@@ -212,5 +235,5 @@ def attach(api: Api, lease: str, form: str) -> None:
 @click.argument("lease", shell_complete=lease_names)
 @with_api
 def release(api: Api, lease: str) -> None:
-    """End a lease of your own, or give up its place in the queue; one that has ended already is fine."""
+    """End one of your leases, or give up its place in the queue. A lease that has already ended is no error."""
     api.release(lease)

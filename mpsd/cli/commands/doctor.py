@@ -19,12 +19,16 @@ _TOLD: Final = ("fail", "warn", "unknown", "ok")
 
 
 @click.command()
-@click.option("--fix", is_flag=True, help="Mend what no running client notices, and say what was done.")
-@click.option("--only", metavar="ID", multiple=True, help="Only this check; may be given again. --list has their ids.")
-@click.option("--list", "listed", is_flag=True, help="List the checks, and look at nothing.")
+@click.option(
+    "--fix", is_flag=True, help="Fix what can be fixed without affecting running clients, and report each fix."
+)
+@click.option("--only", metavar="ID", multiple=True, help="Run only this check; may be repeated. --list shows the ids.")
+@click.option("--list", "listed", is_flag=True, help="List the checks without running them.")
 @click.option("--all", "everything", is_flag=True, help="Show the checks that are ok as well.")
-@click.option("--config", metavar="FILE", help="The configuration of that mpsd, as for mpsd run.")
-@click.option("--root", metavar="DIR", help="The directory of that mpsd, as for mpsd run; its socket is there, too.")
+@click.option("--config", metavar="FILE", help="Configuration file of the mpsd to check, as for mpsd run.")
+@click.option(
+    "--root", metavar="DIR", help="Root directory of the mpsd to check, as for mpsd run; also selects its socket."
+)
 @with_form()
 @with_api
 def doctor(
@@ -38,12 +42,13 @@ def doctor(
     listed: bool,
     everything: bool,
 ) -> None:
-    """Look for what is wrong with this node, and say what to do about each thing.
+    """Diagnose this node, and print a remedy for each problem.
 
-    It works without mpsd, and without root as far as that goes: what could not be looked at is unknown, and says why.
-    Whatever --fix does is harmless to clients that run; it is written to doctor.log in mpsd's log directory.
+    The checks work without mpsd, and as far as possible without root: a check that cannot run is reported as unknown,
+    with the reason. The fixes of --fix do not affect running clients; each is recorded in doctor.log in mpsd's log
+    directory.
 
-    The exit status is 0 when no check fails.
+    The exit status is 0 if no check fails.
     """
     checks = _chosen(only)
     if listed:
@@ -72,7 +77,7 @@ def _chosen(only: Sequence[str]) -> "list[Check]":
 
     unknown = [each for each in only if each not in CHECKS]
     if unknown:
-        raise InvalidRequestError(f"there is no check {unknown[0]!r}", hint="see them with: mpsctl doctor --list")
+        raise InvalidRequestError(f"there is no check {unknown[0]!r}", hint="list the checks: mpsctl doctor --list")
     return [check for check in CHECKS.values() if not only or check.id in only]
 
 

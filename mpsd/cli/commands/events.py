@@ -28,15 +28,19 @@ _LOOK: Final = 1.0
 
 @click.command()
 @click.option(
-    "--after", type=click.IntRange(min=0), default=0, metavar="SEQ", help="Those with a higher number.  [default: all]"
+    "--after",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="SEQ",
+    help="Show only events with a higher number.  [default: all]",
 )
-@click.option("-f", "--follow", is_flag=True, help="And then those to come, until interrupted.")
+@click.option("-f", "--follow", is_flag=True, help="Keep printing new events until interrupted.")
 @with_form()
 @with_api
 def events(api: Api, form: str, after: int, *, follow: bool) -> None:
-    """Tell what mpsd decided and why: an event a line, with the number by which --after goes on from there.
+    """Show the decisions of mpsd, one event per line, with the number that --after takes.
 
-    With --follow, a restart of mpsd leaves no gap. With -o json, each line is mpsd's own.
+    With --follow, a restart of mpsd leaves no gap. With -o json, each line is the JSON that mpsd sent.
     """
     gc.enable()  # it may take days
     for line, event in _told(api, after, follow=follow):
@@ -64,7 +68,7 @@ def _told(api: Api, after: int, *, follow: bool) -> Iterator[tuple[str, "answer_
             if not follow or not error.retryable:
                 raise
             if not away:
-                note(f"mpsd has gone; going on after event {after} once it is back")
+                note(f"mpsd is gone; continuing after event {after} when it is back")
             away = True
         if not follow:
             return

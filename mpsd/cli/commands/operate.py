@@ -59,15 +59,17 @@ def _in_time(verb: str, text: str) -> click.Command:
 
     seconds = click.FloatRange(min=0, max=1e9)
     for option in (
-        click.option("--timeout", type=seconds, metavar="SECONDS", help=f"{TIMEOUT} Without it nobody is ended."),
-        click.option("--no-wait", is_flag=True, help="Begin it, and do not wait until it is done."),
+        click.option(
+            "--timeout", type=seconds, metavar="SECONDS", help=f"{TIMEOUT} Without a timeout, no client is ended."
+        ),
+        click.option("--no-wait", is_flag=True, help="Start the operation without waiting for its end."),
     ):
         command = option(command)
-    return _of_daemons(verb, f"{text} Ctrl-C ends the waiting, and not the {verb}.", command)
+    return _of_daemons(verb, f"{text} Ctrl-C stops the waiting, not the {verb}.", command)
 
 
 def _of_daemons(verb: str, text: str, function: Callable[..., None]) -> click.Command:
-    everyone = click.option("--all", "everyone", is_flag=True, help="Every control daemon of the node.")
+    everyone = click.option("--all", "everyone", is_flag=True, help="All control daemons of the node.")
     daemon = click.argument("daemon", required=False, shell_complete=daemon_names)
     command = daemon(everyone(with_form()(with_api(wraps(function)(function)))))
     return click.command(verb, help=f"{text}\n\n{_NAME}")(command)
@@ -85,24 +87,22 @@ def _follow(api: Api, operation: "answer_types.Operation") -> "answer_types.Oper
                     operation = api.operation(operation["id"])
                     news = operation["because"] if operation["state"] == _RUNNING and operation["waits_for"] else told
                 except UnreachableError:
-                    news = "mpsd is gone, and the next one goes on with it"
+                    news = "mpsd is gone; the next mpsd continues the operation"
                 if news != told:
                     told = news
                     note(f"{operation['daemon']}: {told}")
         except signals.SignalledError as signal:
-            note(f"{operation['id']} goes on; to give it up: mpsctl resume {operation['daemon']}")
+            note(f"{operation['id']} continues; to cancel it: mpsctl resume {operation['daemon']}")
             signal.end()
     return operation
 
 
-hold = _at_once("hold", f"{Intent.HOLD.promise} That outlives restarts of mpsd and reboots.")
+hold = _at_once("hold", f"{Intent.HOLD.promise} The hold persists across restarts of mpsd and reboots.")
 drain = _in_time("drain", Intent.DRAIN.promise)
-resume = _at_once(
-    "resume", "Let people in again, and give up a drain, or a restart that has not begun to stop anything."
-)
+resume = _at_once("resume", "Resume admission, and cancel a drain, or a restart that has not stopped anything yet.")
 restart = _in_time("restart", Intent.RESTART.promise)
 reset = _at_once(
     "reset",
-    "Forget the deaths of a failed control daemon, what its GPU reported, and who changed its compute mode, and try"
-    " again. A daemon that runs is not touched.",
+    "Clear the deaths of a failed control daemon, the Xid errors that its GPU reported, and the record of a"
+    " changed compute mode, then try again. A running control daemon is not affected.",
 )

@@ -11,7 +11,7 @@ import click
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.sanitize import plain
 
-_DRY_RUN = click.option("--dry-run", "dry", is_flag=True, help="Say what would be done, and do nothing.")
+_DRY_RUN = click.option("--dry-run", "dry", is_flag=True, help="Show what would be done, without doing it.")
 
 
 def _say(text: str) -> None:
@@ -27,56 +27,57 @@ def _understood() -> Iterator[None]:
         if error.filename is None:  # it is no file's, but the terminal's
             raise
         raise ConfigurationError(
-            f"{error.filename}: {error.strerror}", hint="mend that, and do it again: what is done is not done twice"
+            f"{error.filename}: {error.strerror}",
+            hint="fix the cause, then run the command again: completed steps are not repeated",
         ) from error
 
 
 @click.group()
 def service() -> None:
-    """Make mpsd a service of the system, where it was installed by pip, pipx or uv.
+    """Manage the system service of an mpsd that was installed with pip, pipx or uv.
 
-    A Debian package needs none of this.
+    The Debian package does not need these commands.
     """
 
 
 @service.command()
 @_DRY_RUN
 def install(*, dry: bool) -> None:
-    """Write units, manual pages and completions into /usr/local, and a configuration unless there is one.
+    """Install units, manual pages and completions into /usr/local, and a configuration if there is none.
 
-    After an upgrade it is done again, and changes what has changed; then: systemctl try-restart mpsd. What somebody
-    else changed stays as it is. Nothing is started, and nothing that runs is stopped.
+    Run it again after an upgrade to update changed files, then: systemctl try-restart mpsd. Files that were changed by
+    hand are kept. Nothing is started or stopped.
     """
     from mpsd.system.installation import Installation
 
     with _understood():
         Installation(_say, dry).install()
     if not dry:
-        _say("to start it, now and at every boot: systemctl enable --now mpsd.socket mpsd.service")
+        _say("to start mpsd now and at every boot: systemctl enable --now mpsd.socket mpsd.service")
 
 
 @service.command()
-@click.option("--purge", is_flag=True, help="Remove the configuration, what mpsd kept, and the logs as well.")
+@click.option("--purge", is_flag=True, help="Also remove the configuration, mpsd's state, and the logs.")
 @_DRY_RUN
 def uninstall(*, purge: bool, dry: bool) -> None:
-    """Stop mpsd, and remove what install wrote, unless it was changed since.
+    """Stop mpsd and remove the files that install wrote, except those that were changed since.
 
-    Control daemons go on, with the clients that they have: nobody who computes is stopped. To have them end first, each
-    when nobody is left on it: systemctl start mpsd-stop-daemons.service.
+    Control daemons and their clients keep running. To stop each control daemon first, once it has no leases and no
+    clients: systemctl start mpsd-stop-daemons.service.
     """
     from mpsd.system.installation import Installation
 
     with _understood():
         Installation(_say, dry).uninstall(purge=purge)
     if not dry:
-        _say("control daemons go on, with the clients that they have; installed again, mpsd adopts them")
+        _say("control daemons and their clients keep running; mpsd adopts them when it is installed again")
 
 
 @service.command()
 def status() -> None:
-    """Tell what is installed, and what of it is not as this version of mpsd would have it.
+    """Show which installed files differ from those of this version of mpsd.
 
-    The exit status is 0 when all of it is.
+    The exit status is 0 if none differs.
     """
     from mpsd.system.installation import Installation
 
@@ -86,4 +87,4 @@ def status() -> None:
         _say(each)
     if differences:
         click.get_current_context().exit(1)
-    _say("the service is installed, as this version of mpsd has it; how it is: systemctl status mpsd")
+    _say("the service is installed and matches this version of mpsd; for its state: systemctl status mpsd")

@@ -13,9 +13,9 @@ from mpsd.core.sanitize import plain
 @with_form()
 @with_api
 def status(api: Api, form: str) -> None:
-    """Tell whether the node is healthy, and if not, why and what to do.
+    """Show whether the node is healthy, and if not, why and what to do.
 
-    The exit status is 0 only when it is.
+    The exit status is 0 only if the node is healthy.
     """
     node = api.status()
     if form == "json":
@@ -31,7 +31,7 @@ def status(api: Api, form: str) -> None:
 @with_form()
 @with_api
 def gpus(api: Api, form: str) -> None:
-    """List the GPUs: their health, and what is granted of each."""
+    """List the GPUs, their health, and what is granted of each."""
     print_answer(form, api.gpus(), views.gpus)
 
 
@@ -55,26 +55,26 @@ def clients(api: Api, form: str) -> None:
 @with_form()
 @with_api
 def leases(api: Api, form: str) -> None:
-    """List the leases that have not ended: those that hold something, then those that wait, in their order."""
+    """List the leases that have not ended: first the granted ones, then the waiting ones in the order of the queue."""
     print_answer(form, api.leases(), lambda safe: views.leases(safe, now()))
 
 
 @click.command(cls=ForEval)
 @click.argument("lease", shell_complete=lease_names)
 @click.option(
-    "--share", type=click.IntRange(min=0), metavar="N", help="With -o env: on which of its GPUs, counted from 0."
+    "--share", type=click.IntRange(min=0), metavar="N", help="With -o env: number of the lease's GPU, counted from 0."
 )
 @with_form("env")
 @with_api
 def show(api: Api, lease: str, form: str, share: int | None) -> None:
-    """Show everything about one lease, also when it ended not long ago.
+    """Show the details of one lease, including a lease that ended recently.
 
     \b
-    A process can use one GPU of a lease on several, and takes its environment so:
+    With a lease on several GPUs, each process uses one of them and takes its environment like this:
         eval "$(mpsctl show "$MPSD_LEASE" -o env --share "$LOCAL_RANK")"
     """  # noqa: D301 - click knows by that character what not to wrap
     if share is not None and form != "env":
-        raise click.UsageError("--share goes with -o env.")
+        raise click.UsageError("--share needs -o env.")
     print_lease(form, api.lease(lease), share)
 
 

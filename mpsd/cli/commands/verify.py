@@ -18,19 +18,23 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("lease", required=False, shell_complete=lease_names)
-@click.option("--pid", type=click.IntRange(min=1), help="Find the lease that this process has, or its ancestors have.")
+@click.option(
+    "--pid",
+    type=click.IntRange(min=1),
+    help="Verify the lease of this process, or of its nearest ancestor that has one.",
+)
 @with_form()
 @with_api
 def verify(api: Api, lease: str | None, form: str, pid: int | None) -> None:
-    """Tell whether every process of a lease is under MPS and within its limits, by what is read now.
+    """Verify that every process of a lease is under MPS and within its limits, by reading the current state.
 
-    Without LEASE it is that of the caller: the one in MPSD_LEASE, or the one that the calling shell holds. For each
-    process: the limits that it can use at most, of those that it was granted, and the memory that it holds.
+    Without LEASE, the caller's lease is verified: the one in MPSD_LEASE, or the one that the calling shell holds. The
+    output shows, for each process, the limits in force, the limits granted, and the memory that it holds.
 
-    The exit status is 0 only when at least one process is attached and nothing is wrong.
+    The exit status is 0 only if at least one process is attached and nothing is wrong.
     """
     if lease is not None and pid is not None:
-        raise click.UsageError("Name a LEASE or a --pid, not both.")
+        raise click.UsageError("Give a LEASE or --pid, not both.")
     if lease is None:
         lease = (os.environ.get("MPSD_LEASE") if pid is None else None) or _lease_of(api, pid or calling_program())
     answer = api.verify(lease)
@@ -50,9 +54,9 @@ def _lease_of(api: Api, pid: int) -> str:
         found = next((each["id"] for each in leases if ancestor in _processes(each)), None)
         if found is not None:
             return found
-    under = f"a client of {client['daemon']}" if client is not None else "no client of MPS"
+    under = f"a client of {client['daemon']}" if client is not None else "not a client of MPS"
     raise NotFoundError(
-        f"process {pid} has no lease of yours, and is {under}", hint="take one out: mpsctl run, or mpsctl admit"
+        f"process {pid} has no lease of yours, and is {under}", hint="take out a lease: mpsctl run, or mpsctl admit"
     )
 
 

@@ -104,31 +104,33 @@ def check(request: LeaseRequest) -> None:
     if request.fraction is not None:
         if request.threads is not None or request.memory is not None:
             raise InvalidRequestError(
-                "a fraction stands for threads and memory, and one of them was given as well",
-                hint="give either the fraction, or threads and memory",
+                "a fraction sets both threads and memory, so neither can be given with it",
+                hint="give either a fraction, or threads and memory",
                 limit="fraction",
             )
         if not 0.001 <= request.fraction <= 1:  # noqa: PLR2004 - a tenth of a percent, the finest that MPS knows
             raise InvalidRequestError(
                 f"fraction {request.fraction:g} is not between 0.001 and 1",
-                hint="0.25 is a quarter of a GPU",
+                hint="give a number such as 0.25, which is a quarter of a GPU",
                 limit="fraction",
             )
     elif request.threads is None or request.memory is None:
         missing = "threads" if request.threads is None else "memory"
         raise InvalidRequestError(
             f"{missing} is missing",
-            hint="give threads (percent) and memory (such as 8GiB), or a fraction of a GPU",
+            hint="give threads (a percentage) and memory (such as 8GiB), or a fraction of a GPU",
             limit=missing,
         )
     for what, count in (("processes", request.processes), ("gpus", request.gpus)):
         if count < 1:
             raise InvalidRequestError(
-                f"{what} is {count}, and must be 1 at least", hint=f"leave {what} out", limit=what
+                f"{what} is {count}, and must be at least 1", hint=f"omit {what}, or give at least 1", limit=what
             )
     if request.gpus > 1 and request.gpu != "any":
         raise InvalidRequestError(
-            f"{request.gpus} GPUs were asked for, and one was named", hint="name none, or ask for one", limit="gpus"
+            f"{request.gpus} GPUs were requested, but gpu names a single one",
+            hint="omit gpu, or set gpus to 1",
+            limit="gpus",
         )
 
 
@@ -190,23 +192,25 @@ def _too_fine(need: Amount, offer: Offer) -> Shortage | None:
     if need.threads >= need.clients and need.memory >= need.clients * MIB:
         return None
     what = f"{need.threads / 10:.1f} % of the threads and {format_size(need.memory)}"
-    because = f"{what} do not make {need.clients} parts of at least 0.1 % and 1 MiB"
-    return Shortage("processes", because, "ask for fewer processes or for more", InvalidRequestError, offer.gpu)
+    because = f"{what} cannot be divided into {need.clients} parts of at least 0.1 % and 1 MiB"
+    return Shortage(
+        "processes", because, "request fewer processes, or more threads and memory", InvalidRequestError, offer.gpu
+    )
 
 
 def _too_much(need: Amount, offer: Offer) -> Shortage | None:
     if need.threads > offer.threads:
-        has = f"{offer.threads / 10:g} % to give"
-        because = f"{need.threads / 10:.1f} % of the threads were asked for, and the GPU has {has}"
-        return Shortage("threads", because, "ask for less", NeverFitsError, offer.gpu)
+        has = f"{offer.threads / 10:g} %"
+        because = f"{need.threads / 10:.1f} % of the threads were requested, but the GPU can grant only {has}"
+        return Shortage("threads", because, "request less", NeverFitsError, offer.gpu)
     if need.memory > offer.memory:
-        has = f"{format_size(offer.memory)} to give"
-        because = f"{format_size(need.memory)} of memory were asked for, and the GPU has {has}"
-        hint = "ask for less, or lower admission.memory_reserve"
+        has = format_size(offer.memory)
+        because = f"{format_size(need.memory)} of memory were requested, but the GPU can grant only {has}"
+        hint = "request less, or lower admission.memory_reserve"
         return Shortage("memory", because, hint, NeverFitsError, offer.gpu)
     if need.clients > offer.clients:
-        because = f"{need.clients} processes were asked for, and MPS admits {offer.clients} clients on the GPU"
-        return Shortage("clients", because, "ask for fewer processes", NeverFitsError, offer.gpu)
+        because = f"{need.clients} processes were requested, but MPS admits only {offer.clients} clients on the GPU"
+        return Shortage("clients", because, "request fewer processes", NeverFitsError, offer.gpu)
     return None
 
 
@@ -214,18 +218,18 @@ def _beyond_limits(need: Amount, offer: Offer) -> Shortage | None:
     """Compare what each client process would get with what its control daemon gives any of them."""
     threads, memory = offer.limits.active_thread_percentage, offer.limits.pinned_device_mem_limit
     tenths, mebibytes = need.threads // need.clients, need.memory // MIB // need.clients
-    asked = "were asked for" if need.clients == 1 else "were asked for, for each process"
+    asked = "were requested" if need.clients == 1 else "were requested for each process"
     if tenths > threads.tenths:
         limit = "limits.active_thread_percentage"
         asked = f"{tenths / 10:g} % of the threads {asked}"
-        because = f"{asked}, and the control daemon gives a client {threads} % at most"
+        because = f"{asked}, but the control daemon allows a client {threads} % at most"
     elif memory is not None and mebibytes > memory.mebibytes:
         limit = "limits.pinned_device_mem_limit"
         asked = f"{format_size(mebibytes * MIB)} of memory {asked}"
-        because = f"{asked}, and the control daemon gives a client {memory} at most"
+        because = f"{asked}, but the control daemon allows a client {memory} at most"
     else:
         return None
-    return Shortage(limit, because, f"ask for less, or raise {limit}", ExceedsDaemonLimitError, offer.gpu)
+    return Shortage(limit, because, f"request less, or raise {limit}", ExceedsDaemonLimitError, offer.gpu)
 
 
 _CLOSENESS: Final = (ExceedsDaemonLimitError, NeverFitsError, InvalidRequestError)

@@ -201,8 +201,8 @@ class Ledger:
             raise self._offers.why_never(lease.request).raised()
         if len(self.leases) + len(self._queue.leases) >= self.rules.leases:
             raise TooManyLeasesError(
-                f"this node has {self.rules.leases} leases, as many as it may",
-                hint="release some: mpsctl leases",
+                f"this node has {self.rules.leases} leases, the maximum (admission.leases)",
+                hint="release leases that are not needed: mpsctl leases",
                 limit="leases",
             )
         self._arrivals += 1
@@ -214,7 +214,7 @@ class Ledger:
             raise shortage.raised()
         if len(self.waiting) >= self.rules.queue_length:
             raise QueueFullError(
-                f"{self.rules.queue_length} requests wait already, as many as may",
+                f"{self.rules.queue_length} requests are waiting, the maximum (admission.queue_length)",
                 hint="try again later",
                 limit="queue",
             )

@@ -64,17 +64,19 @@ class Offers:
         """Say why a request has too few candidates: for want of GPUs, or of what they have."""
         if self.has(request):
             return admission.why_never(admission.needs(request, self.named(request)))
-        count, hint = len(list(self.named(request))), "see why with: mpsctl gpus"
+        count, hint = len(list(self.named(request))), "for the reason: mpsctl gpus"
         if request.gpu != "any":
-            asked = f"{request.gpu} was asked for"
+            asked = f"{request.gpu} was requested"
         else:
-            asked = "a GPU was asked for" if request.gpus == 1 else f"{request.gpus} GPUs were asked for"
+            asked = "a GPU was requested" if request.gpus == 1 else f"{request.gpus} GPUs were requested"
         if request.among is not None and self.has(structs.replace(request, among=None)):
-            may = f"{asked}, and of this node's {len(self.by_gpu)} you may use {self._listed(request.among)}"
-            return Shortage("quota.gpus", may, "ask for others, or have an administrator raise quota.gpus", QuotaError)
+            may = f"{asked}, but of this node's {len(self.by_gpu)} GPUs you may use {self._listed(request.among)}"
+            return Shortage(
+                "quota.gpus", may, "request one of those, or ask an administrator to change quota.gpus", QuotaError
+            )
         if count:
-            return Shortage("gpus", f"{asked}, and this node has {count}", "ask for fewer", NeverFitsError)
-        return Shortage("gpu", f"{asked}, and there is none that mpsd can use now", hint, DaemonNotReadyError)
+            return Shortage("gpus", f"{asked}, but this node has {count}", "request fewer GPUs", NeverFitsError)
+        return Shortage("gpu", f"{asked}, but mpsd cannot use any at present", hint, DaemonNotReadyError)
 
     def _listed(self, gpus: Iterable[str]) -> str:
         return ", ".join(gpu for gpu in gpus if gpu in self.by_gpu) or "none"

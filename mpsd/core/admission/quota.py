@@ -35,26 +35,26 @@ def check(quota: Quota, has: UserTotals, priority: int, worth: Amount) -> None:
 
     `has` is what the user holds and waits for already, and `worth` what the request comes to.
     """
-    highest, release = quota.priority or 0, "ask for less, or release a lease: mpsctl leases"
+    highest, release = quota.priority or 0, "request less, or release a lease: mpsctl leases"
     if priority > highest:
         raise QuotaError(
-            f"priority {priority} was asked for, and yours is {highest} at most",
-            hint="ask for less, or have an administrator raise quota.priority",
+            f"priority {priority} was requested, but your quota allows {highest} at most",
+            hint="request a lower priority, or ask an administrator to raise quota.priority",
             limit="quota.priority",
         )
     if quota.leases is not None and has.leases >= quota.leases:
-        raise QuotaError(f"you have {has.leases} leases, as many as you may", hint=release, limit="quota.leases")
+        raise QuotaError(f"you have {has.leases} leases, the maximum of your quota", hint=release, limit="quota.leases")
     if quota.threads is not None and has.amount.threads + worth.threads > quota.threads * 10:
         raise QuotaError(
-            f"{worth.threads / 10:g} % of threads were asked for, and you have {has.amount.threads / 10:g} % of the"
-            f" {quota.threads:g} % that you may",
+            f"{worth.threads / 10:g} % of threads were requested, but your quota is {quota.threads:g} %, and you"
+            f" already hold {has.amount.threads / 10:g} %",
             hint=release,
             limit="quota.threads",
         )
     if quota.memory is not None and has.amount.memory + worth.memory > quota.memory:
         raise QuotaError(
-            f"{format_size(worth.memory)} of memory were asked for, and you have {format_size(has.amount.memory)}"
-            f" of the {format_size(quota.memory)} that you may",
+            f"{format_size(worth.memory)} of memory were requested, but your quota is {format_size(quota.memory)},"
+            f" and you already hold {format_size(has.amount.memory)}",
             hint=release,
             limit="quota.memory",
         )
@@ -64,8 +64,8 @@ def time_to_live(quota: Quota, asked: float | None) -> float | None:
     """Return the time to live that a lease gets, in seconds. Raises QuotaError when the quota allows less."""
     if quota.ttl is not None and asked is not None and asked > quota.ttl:
         raise QuotaError(
-            f"a time to live of {asked:g} s was asked for, and yours is {quota.ttl:g} s at most",
-            hint="ask for less, and renew the lease",
+            f"a time to live of {asked:g} s was requested, but your quota allows {quota.ttl:g} s at most",
+            hint="request a shorter time to live, and renew the lease before it expires",
             limit="quota.ttl",
         )
     return quota.ttl if asked is None else asked

@@ -96,8 +96,10 @@ class Room:
             if limit is not None:
                 lacking.append((_distance(limit, offer, held, need), limit, (offer, need)))
         if len(candidates) - len(lacking) >= count:
-            hint = "wait for it (wait), or ask for less"
-            return Shortage("turn", "what is free is kept for a request that comes first", hint, DoesNotFitError)
+            hint = "wait for it (--wait), or request less"
+            return Shortage(
+                "turn", "the free capacity is reserved for a request that is ahead in the queue", hint, DoesNotFitError
+            )
         _, limit, (offer, need) = min(lacking, key=lambda each: each[0])
         return _shortage(limit, offer, self._held[offer.gpu], need, uid)
 
@@ -153,19 +155,22 @@ def _shortage(limit: str, offer: Offer, held: _Held, need: Amount, uid: int) -> 
     """Put what `_obstacle` named into words."""
     if offer.refusal is not None:
         return Shortage(limit, offer.refusal.because, offer.refusal.hint, DaemonNotReadyError, offer.gpu)
-    taken, hint = held.amount, "ask for less, wait for it (wait), or see who has it: mpsctl leases"
+    taken, hint = held.amount, "request less, wait for it (--wait), or see who holds it: mpsctl leases"
     match limit:
         case "user":
             other = next(each for each in held.uids if each != uid)
-            because = f"uid {other} has the GPU, and its control daemon serves one uid at a time"
-            hint = "wait until its leases end (wait), or let the daemon serve many: daemon.users"
+            because = f"uid {other} holds leases on the GPU, and its control daemon serves one uid at a time"
+            hint = (
+                "wait until its leases end (--wait), or let the control daemon serve several uids: daemon.users"
+                ' = "many"'
+            )
         case "threads":
             left = f"{max(offer.threads - taken.threads, 0) / 10:g} %"
-            because = f"{need.threads / 10:.1f} % of the threads were asked for, and {left} are left"
+            because = f"{need.threads / 10:.1f} % of the threads were requested, but only {left} are left"
         case "memory":
             left = format_size(max(offer.memory - taken.memory, 0))
-            because = f"{format_size(need.memory)} of memory were asked for, and {left} are left"
+            because = f"{format_size(need.memory)} of memory were requested, but only {left} are left"
         case _:
             left = f"{max(offer.clients - taken.clients, 0)} of {offer.clients}"
-            because = f"{need.clients} client processes were asked for, and {left} are left"
+            because = f"{need.clients} client processes were requested, but only {left} are left"
     return Shortage(limit, because, hint, DoesNotFitError, offer.gpu)

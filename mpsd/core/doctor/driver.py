@@ -33,7 +33,7 @@ def _driver(seen: Observed) -> Iterator[Finding]:
     if seen.gpus.simulated:
         yield unknown("the GPUs are simulated")
     elif isinstance(seen.gpus.node, Unknown):
-        yield Finding(Verdict.FAIL, seen.gpus.node.reason, {}, seen.gpus.remedy or "see what nvidia-smi says")
+        yield Finding(Verdict.FAIL, seen.gpus.node.reason, {}, seen.gpus.remedy or "see nvidia-smi")
     else:
         for index, because in seen.gpus.node.value.unreadable.items():
             remedy = f"nvidia-smi -i {index} -q; dmesg | grep -i -e nvrm -e xid"
@@ -42,15 +42,18 @@ def _driver(seen: Observed) -> Iterator[Finding]:
 
 def _program(seen: Observed) -> Iterator[Finding]:
     if seen.files.apart:
-        yield unknown("mpsd is in another container than who asks, and looks for it there", "look from where mpsd is")
+        yield unknown(
+            "mpsd is in another container than mpsctl, and looks for the program there",
+            "run mpsctl doctor where mpsd runs",
+        )
     elif seen.gpus.program is None and not seen.gpus.simulated:
         name = seen.settings.daemon.control
-        remedy = "install the part of NVIDIA's driver that has it (nvidia-cuda-mps, nvidia-compute-utils), or set"
-        remedy += " daemon.control; in a container, have it mounted (NVIDIA's runtime, capabilities utility,compute)"
-        yield Finding(Verdict.FAIL, f"there is no program {name!r} to execute", {"control": name}, remedy)
+        remedy = "install the driver package that contains it (nvidia-cuda-mps, nvidia-compute-utils), or set"
+        remedy += " daemon.control; in a container, mount it (NVIDIA's runtime, capabilities utility,compute)"
+        yield Finding(Verdict.FAIL, f"there is no executable program {name!r}", {"control": name}, remedy)
     elif seen.gpus.server is None and not seen.gpus.simulated:
         because = f"there is no nvidia-cuda-mps-server in PATH, beside {seen.gpus.program} or in its root"
-        remedy = "install it of the same version, or put it beside the control program"
+        remedy = "install the same version of it, or put it beside the control program"
         yield Finding(Verdict.FAIL, because, {"program": str(seen.gpus.program)}, remedy)
 
 
@@ -62,7 +65,7 @@ def _versions(seen: Observed) -> Iterator[Finding]:
     found = [*_of_package(seen, node), *_of_logs(seen, node)]
     yield from (each for each in found if each.verdict is not Verdict.OK)
     if not found:
-        yield unknown("neither a package nor a log tells of which version the control program is")
+        yield unknown("neither a package nor a log gives the version of the control program")
 
 
 def _of_package(seen: Observed, node: NodeGpus) -> Iterator[Finding]:
@@ -72,11 +75,13 @@ def _of_package(seen: Observed, node: NodeGpus) -> Iterator[Finding]:
     branch = gpus.driver_branch(upstream)
     if branch is None:
         return
-    because = f"{seen.gpus.program} is of {package} {version}, and the driver is {node.driver}"
+    because = f"{seen.gpus.program} belongs to {package} {version}, but the driver is {node.driver}"
     evidence = {"package": package, "version": version, "driver": node.driver}
     same = Verdict.OK if upstream == node.driver else Verdict.WARN
     verdict = same if branch == gpus.driver_branch(node.driver) else Verdict.FAIL
-    yield Finding(verdict, because, evidence, f"install {package} of the driver's version, then mpsctl restart")
+    yield Finding(
+        verdict, because, evidence, f"install the version of {package} that matches the driver, then mpsctl restart"
+    )
 
 
 def _of_logs(seen: Observed, node: NodeGpus) -> Iterator[Finding]:
@@ -84,15 +89,17 @@ def _of_logs(seen: Observed, node: NodeGpus) -> Iterator[Finding]:
     for each in seen.files.servers.value if isinstance(seen.files.servers, Known) else ():
         met = gpus.driver_branch(each.driver or "")
         if met is not None:
-            because = f"its last server met driver {each.driver}, and the driver is {node.driver}"
+            because = f"its last server ran with driver {each.driver}, but the driver is now {node.driver}"
             evidence: dict[str, object] = {"log": str(each.log), "server": each.driver, "driver": node.driver}
             verdict = Verdict.OK if met == gpus.driver_branch(node.driver) else Verdict.WARN
             yield Finding(verdict, because, evidence, "mpsctl restart, which waits for its clients", each.name)
         if each.cuda is not None and node.cuda is not None:
-            because = f"the control program is of CUDA {_cuda(each.cuda)}, and the driver of CUDA {_cuda(node.cuda)}"
+            because = f"the control program is for CUDA {_cuda(each.cuda)}, but the driver for CUDA {_cuda(node.cuda)}"
             evidence = {"log": str(each.log), "control": each.cuda, "driver": node.cuda}
             verdict = Verdict.OK if each.cuda == node.cuda else Verdict.FAIL
-            yield Finding(verdict, because, evidence, "install both of one version, then mpsctl restart", each.name)
+            yield Finding(
+                verdict, because, evidence, "install the same version of both, then mpsctl restart", each.name
+            )
 
 
 def _cuda(version: int) -> str:
@@ -105,13 +112,11 @@ def _library(seen: Observed) -> Iterator[Finding]:
     if node is None:
         return
     if library is None:
-        yield unknown(
-            "libcuda.so.1 is in none of the places where drivers put it: servers load it by the loader's rules"
-        )
+        yield unknown("libcuda.so.1 is in none of the usual places; servers load it by the rules of the dynamic loader")
     elif library.version != node.driver:
-        because = f"{library.path} is of {library.version}, and the kernel's driver is {node.driver}"
+        because = f"{library.path} has version {library.version}, but the kernel driver has {node.driver}"
         evidence = {"path": str(library.path), "version": library.version, "driver": node.driver}
-        remedy = "reboot, or load the driver's module anew, after an upgrade; a container needs the host's libraries"
+        remedy = "after an upgrade, reboot or reload the driver's kernel module; a container needs the host's libraries"
         yield Finding(Verdict.FAIL, because, evidence, remedy)
 
 
@@ -125,13 +130,13 @@ def _memory_limit(seen: Observed) -> Iterator[Finding]:
     if branch >= _MEMORY_LIMIT:
         measured = TABLE["set_default_device_pinned_mem_limit"].since
         yield unknown(
-            f"whether driver {node.driver} holds a memory limit was never tried; {measured} does", "mpsctl verify"
+            f"driver {node.driver} was not tested with a memory limit; driver {measured} was", "mpsctl verify"
         )
         return
     asked = seen.settings.limits.pinned_device_mem_limit is not None
-    because = f"driver {node.driver} knows no pinned device memory limit: it comes with {_MEMORY_LIMIT}"
-    because += ", and limits.pinned_device_mem_limit asks for one" if asked else ""
-    remedy = "install driver 535 or newer, or do without a memory limit"
+    because = f"driver {node.driver} has no pinned device memory limit, which needs driver {_MEMORY_LIMIT}"
+    because += ", and limits.pinned_device_mem_limit is set" if asked else ""
+    remedy = "install driver 535 or newer, or remove the memory limit"
     yield Finding(Verdict.FAIL if asked else Verdict.WARN, because, evidence, remedy)
 
 
@@ -142,41 +147,44 @@ def _many_users(seen: Observed) -> Iterator[Finding]:
     node = node_of(seen)
     branch = gpus.driver_branch(node.driver) if node is not None else None
     if node is not None and branch is not None and branch < _MANY_USERS:
-        because = f'daemon.users = "many" needs driver {_MANY_USERS}, and this is {node.driver}'
-        yield Finding(Verdict.FAIL, because, {"driver": node.driver, "since": _MANY_USERS}, 'daemon.users = "one"')
+        because = f'daemon.users = "many" needs driver {_MANY_USERS}, but the driver is {node.driver}'
+        yield Finding(Verdict.FAIL, because, {"driver": node.driver, "since": _MANY_USERS}, 'set daemon.users = "one"')
 
 
 CHECKS: Final = (
     Check(
-        "driver", "NVIDIA's driver answers, and reads every GPU", "mpsd does not start, or not for that GPU.", _driver
+        "driver",
+        "NVIDIA's driver answers, and every GPU can be read",
+        "mpsd does not start, or does not use that GPU.",
+        _driver,
     ),
     Check(
         "control-program",
-        "NVIDIA's control and server programs are there",
-        "No control daemon starts, or no server.",
+        "NVIDIA's control and server programs are installed",
+        "No control daemon can start, or no server.",
         _program,
     ),
     Check(
         "versions",
-        "the control program is of the driver's version",
+        "the control program and the driver have the same version",
         "Servers exit with status 1, and clients fail with 805.",
         _versions,
     ),
     Check(
         "cuda-library",
-        "CUDA's library is of the driver's version",
+        "CUDA's library and the driver have the same version",
         "Servers exit with status 1, and CUDA fails with CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803).",
         _library,
     ),
     Check(
         "memory-limit",
-        "the driver knows a pinned device memory limit",
-        "A limit that was asked for is answered with nothing, and does not hold.",
+        "the driver supports a pinned device memory limit",
+        "A memory limit is accepted without an answer, and has no effect.",
         _memory_limit,
     ),
     Check(
         "many-users",
-        'the driver can do what daemon.users = "many" asks for',
+        'the driver supports what daemon.users = "many" needs',
         "The control daemon does not start, or serves one uid at a time.",
         _many_users,
     ),

@@ -7,7 +7,7 @@ from typing import Final
 
 from mpsd.core.doctor.observed import Observed
 
-AS_ROOT: Final = "look as root, on the host itself"
+AS_ROOT: Final = "run it as root, on the host"
 """What to do about what could not be looked at: it takes rights, or a container keeps it from who asks."""
 
 

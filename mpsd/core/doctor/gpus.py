@@ -37,11 +37,12 @@ def _architecture(seen: Observed) -> Iterator[Finding]:
         elif each.gpu.compute_capability < VOLTA:
             most = clients_max(each.gpu.compute_capability, gpus.driver_branch(each.gpu.driver_version))
             because = (
-                f"{each.gpu.name} (compute capability {capability}) is older than Volta: it refuses both limits, admits"
+                f"{each.gpu.name} (compute capability {capability}) is older than Volta: it supports neither"
+                " limit, admits"
             )
-            because += f" {most} clients, and a fault of one ends all"
+            because += f" {most} clients, and a fault of one client ends all of them"
             yield Finding(
-                Verdict.FAIL, because, evidence, "leave this GPU to work that shares nothing", _name(each.gpu)
+                Verdict.FAIL, because, evidence, "use this GPU for work that does not share it", _name(each.gpu)
             )
 
 
@@ -68,18 +69,23 @@ def _compute_mode(seen: Observed) -> Iterator[Finding]:
         evidence = {"index": index, "compute_mode": str(mode) if mode else None}
         if mode == ComputeMode.PROHIBITED:
             remedy = f"as root: {compute_mode.command(index, ComputeMode.DEFAULT)}"
-            yield Finding(Verdict.FAIL, "it is prohibited: no process can use it", evidence, remedy, f"GPU {index}")
+            yield Finding(
+                Verdict.FAIL, "its compute mode is prohibited: no process can use it", evidence, remedy, f"GPU {index}"
+            )
         elif mode == ComputeMode.EXCLUSIVE_PROCESS and isinstance(answers, Unknown) and not _is_left(seen):
-            because = "it is exclusive-process, and not by mpsd: every process but the first on it fails with 46"
+            because = (
+                "its compute mode is exclusive-process, but was not set by mpsd: only one process can use it,"
+                " others fail with 46"
+            )
             remedy = f"start mpsd; or, as root: {compute_mode.command(index, ComputeMode.DEFAULT)}"
             yield Finding(Verdict.WARN, because, evidence, remedy, f"GPU {index}")
         elif mode == ComputeMode.EXCLUSIVE_THREAD:
             remedy = f"as root: {compute_mode.command(index, ComputeMode.DEFAULT)}"
-            because = "it is exclusive-thread, which NVIDIA no longer supports"
+            because = "its compute mode is exclusive-thread, which NVIDIA no longer supports"
             yield Finding(Verdict.WARN, because, evidence, remedy, f"GPU {index}")
         elif mode == ComputeMode.DEFAULT and leave:
-            because = "it is default: a process that misses MPS runs beside it without limits"
-            remedy = 'daemon.compute_mode = "exclusive-process", then systemctl reload mpsd, or SIGHUP'
+            because = "its compute mode is default: a process that bypasses MPS runs on it without limits"
+            remedy = 'set daemon.compute_mode = "exclusive-process", then systemctl reload mpsd, or SIGHUP'
             yield Finding(Verdict.WARN, because, evidence, remedy, f"GPU {index}")
 
 
@@ -96,15 +102,16 @@ def _left(seen: Observed) -> Iterator[Finding]:
     holder = seen.service.lock_holder
     if isinstance(holder, Known) and holder.value is not None:
         yield unknown(
-            f"pid {holder.value} has mpsd's lock, and does not answer: it may keep the mode", "see check mpsd"
+            f"pid {holder.value} holds mpsd's lock and does not answer: it may still need the compute mode",
+            "see check mpsd",
         )
         return
     look = "see nvidia-smi -q -d COMPUTE; then remove"
     if left.aside is not None:
-        because = f"{left.aside} could not be understood, so it is not known which GPUs mpsd changed"
+        because = f"{left.aside} could not be parsed, so the GPUs that mpsd changed are unknown"
         yield Finding(Verdict.WARN, because, {"path": str(left.aside)}, f"{look} {left.aside}", "record")
     if isinstance(left.found, Unknown) and left.damaged:
-        because = f"{left.path} cannot be understood, so it is not known which GPUs mpsd changed: {left.found.reason}"
+        because = f"{left.path} cannot be parsed, so the GPUs that mpsd changed are unknown: {left.found.reason}"
         yield Finding(Verdict.FAIL, because, {"path": str(left.path)}, f"{look} {left.path}", "record")
     elif isinstance(left.found, Unknown):
         yield unknown(f"{left.path} {left.found.reason}", AS_ROOT)
@@ -121,20 +128,25 @@ def _left(seen: Observed) -> Iterator[Finding]:
 def _left_on(seen: GpuSeen | None, uuid: str, found: ComputeMode) -> Finding:
     evidence = {"uuid": uuid, "found": str(found)}
     if seen is None:
-        because = f"mpsd changed that of {uuid}, which cannot be read now; it was {found}"
-        return Finding(Verdict.FAIL, because, evidence, "see what nvidia-smi says of that GPU, and look again", uuid)
+        because = f"mpsd changed the compute mode of {uuid}, which cannot be read now; the mode was {found} before"
+        return Finding(Verdict.FAIL, because, evidence, "see nvidia-smi for that GPU, then try again", uuid)
     name = _name(seen.gpu)
     if isinstance(seen.usage, Unknown):
         because = f"it cannot be read: {seen.usage.reason}"
-        return Finding(Verdict.FAIL, because, evidence, "see nvidia-smi, and look again", name)
+        return Finding(Verdict.FAIL, because, evidence, "see nvidia-smi, then try again", name)
     now = seen.usage.value.compute_mode
     mend = Mend(Means.GIVE_BACK, (uuid,))
     if step(wanted=False, found=found, now=now, held=False) is ComputeModeStep.FORGET:
         return Finding(
-            Verdict.OK, f"it is {now}, and not what mpsd set", {**evidence, "now": str(now)}, None, name, mend
+            Verdict.OK,
+            f"its compute mode is {now}, which mpsd did not set",
+            {**evidence, "now": str(now)},
+            None,
+            name,
+            mend,
         )
-    because = f"it was left {now} by an mpsd that found it {found}"
-    remedy = "start mpsd, which keeps it or gives it back as its settings say; or, as root: mpsctl doctor --fix"
+    because = f"an mpsd that is gone left its compute mode at {now}; it was {found} before"
+    remedy = "start mpsd, which keeps or restores the mode according to its settings; or, as root: mpsctl doctor --fix"
     return Finding(Verdict.FAIL, because, {**evidence, "now": str(now)}, remedy, name, mend)
 
 
@@ -145,9 +157,9 @@ def _persistence(seen: Observed) -> Iterator[Finding]:
             yield unknown(each.condition.reason, subject=_name(each.gpu))
         elif each.condition.value.persistence is False:
             because = (
-                "persistence mode is off: the driver sets the GPU up anew for the first of its users, and forgets its"
+                "persistence mode is off: the driver initialises the GPU anew for the first process, and loses its"
             )
-            because += " compute mode with the last"
+            because += " compute mode when the last process exits"
             remedy = f"systemctl enable --now nvidia-persistenced; or, as root: nvidia-smi -i {each.gpu.index} -pm 1"
             yield Finding(Verdict.WARN, because, {"uuid": each.gpu.uuid}, remedy, _name(each.gpu))
 
@@ -160,19 +172,17 @@ def _ecc(seen: Observed) -> Iterator[Finding]:
             continue
         found = each.condition.value
         said = {
-            f"{found.uncorrected} ECC errors could not be corrected since the driver was loaded": bool(
-                found.uncorrected
-            ),
-            "memory waits for a reset to be retired": bool(found.retirement_pending),
-            "rows of its memory wait for a reset to be remapped": bool(found.remapping_pending),
-            "rows of its memory failed, and none is left to remap them to": bool(found.remapping_failed),
+            f"{found.uncorrected} uncorrected ECC errors since the driver was loaded": bool(found.uncorrected),
+            "memory pages need a reset to be retired": bool(found.retirement_pending),
+            "memory rows need a reset to be remapped": bool(found.remapping_pending),
+            "memory rows failed, and no spare row is left for them": bool(found.remapping_failed),
         }
         wrong = [each for each, is_so in said.items() if is_so]
         if wrong:
             evidence = {"uuid": each.gpu.uuid, "uncorrected": found.uncorrected}
             remedy = f"drain it (mpsctl drain gpu{each.gpu.index}), then nvidia-smi -i {each.gpu.index} --gpu-reset"
             if found.remapping_failed:
-                remedy = "have this GPU replaced"
+                remedy = "replace this GPU"
             yield Finding(Verdict.FAIL, "; ".join(wrong), evidence, remedy, _name(each.gpu))
 
 
@@ -185,7 +195,7 @@ def _clients(seen: Observed) -> Iterator[Finding]:
         most = clients_max(each.gpu.compute_capability, gpus.driver_branch(each.gpu.driver_version))
         clients = sorted(pid for pid, process in each.usage.value.processes.items() if process.mps)
         if len(clients) >= most * _FULL:
-            because = f"{len(clients)} of at most {most} clients are on it: the next fails with 808 or 809"
+            because = f"it has {len(clients)} of at most {most} clients: the next one fails with 808 or 809"
             verdict = Verdict.FAIL if len(clients) >= most else Verdict.WARN
             remedy = "grant larger shares, or use fewer processes; each context of a process counts"
             evidence = {"clients": len(clients), "most": most, "pids": clients}
@@ -200,7 +210,10 @@ def _outside(seen: Observed) -> Iterator[Finding]:
         else None
     )
     if servers is None and node_of(seen) is not None:
-        yield unknown("which of the GPUs' processes are servers of MPS cannot be told without all processes", AS_ROOT)
+        yield unknown(
+            "the MPS servers among the processes on the GPUs can be determined only if all processes are visible",
+            AS_ROOT,
+        )
         return
     for each in _gpus(seen):
         if isinstance(each.usage, Unknown):
@@ -214,10 +227,10 @@ def _outside(seen: Observed) -> Iterator[Finding]:
             exclusive = usage.compute_mode is ComputeMode.EXCLUSIVE_PROCESS
             because = f"pid {', '.join(map(str, outside))} uses it outside MPS, without limits"
             because += (
-                ", and no server can start beside it, since the compute mode is exclusive-process" if exclusive else ""
+                ", and no server can start beside it because the compute mode is exclusive-process" if exclusive else ""
             )
             evidence = {"pids": outside, "compute_mode": str(usage.compute_mode), "uuid": each.gpu.uuid}
-            remedy = f"ps -fp {','.join(map(str, outside))}; run it by mpsctl run, or end it"
+            remedy = f"ps -fp {','.join(map(str, outside))}; start it with mpsctl run, or end it"
             verdict = Verdict.FAIL if exclusive else Verdict.WARN
             yield Finding(verdict, because, evidence, remedy, _name(each.gpu))
 
@@ -225,41 +238,41 @@ def _outside(seen: Observed) -> Iterator[Finding]:
 CHECKS: Final = (
     Check(
         "architecture",
-        "every GPU is of Volta or newer",
-        "Before Volta limits are refused, 16 clients are the most, and one client's fault ends all.",
+        "every GPU is Volta or newer",
+        "GPUs older than Volta have no limits and at most 16 clients, and a fault of one client ends all.",
         _architecture,
     ),
-    Check("mig", "MIG mode is off", "mpsd shares whole GPUs, and leaves one with MIG alone.", _mig),
+    Check("mig", "MIG mode is off", "mpsd shares whole GPUs, and does not use a GPU with MIG mode on.", _mig),
     Check(
         "compute-mode",
-        "no GPU is open to processes that miss MPS, unless that was asked for",
-        "MPS fails open: such a process runs on the whole GPU without limits.",
+        "no GPU is open to processes that bypass MPS, unless configured so",
+        "MPS fails open: such a process can use the whole GPU without limits.",
         _compute_mode,
     ),
     Check(
         "compute-mode-left",
-        "no GPU was left in another compute mode than its own",
-        "Whatever is not under MPS fails with CUDA_ERROR_DEVICE_UNAVAILABLE (46).",
+        "every GPU has its own compute mode back",
+        "Processes outside MPS fail with CUDA_ERROR_DEVICE_UNAVAILABLE (46).",
         _left,
-        "gives it back, where no mpsd runs",
+        "restores the mode if no mpsd is running",
     ),
     Check(
         "persistence",
         "persistence mode is on",
-        "First clients wait for seconds, and the compute mode is lost with the last user.",
+        "The first client waits for seconds, and the compute mode is lost when the last process exits.",
         _persistence,
     ),
-    Check("ecc", "no GPU has errors in its memory that were not corrected", "Work fails, or is wrong.", _ecc),
+    Check("ecc", "no GPU has uncorrected memory errors", "Work fails, or its results are wrong.", _ecc),
     Check(
         "clients",
-        "no GPU has as many clients as its architecture admits",
-        "One more fails with 808 or 809, whatever shares are left.",
+        "no GPU has the maximum number of clients of its architecture",
+        "The next client fails with 808 or 809, however much capacity is free.",
         _clients,
     ),
     Check(
         "outside",
         "no process uses a GPU outside MPS",
-        "It has no limits; in exclusive-process no server can start beside it.",
+        "Such a process has no limits; in exclusive-process mode, no server can start beside it.",
         _outside,
     ),
 )

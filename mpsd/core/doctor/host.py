@@ -40,22 +40,29 @@ def _environment(seen: Observed) -> Iterator[Finding]:
     directory = variables.get("CUDA_MPS_PIPE_DIRECTORY")
     own = seen.settings.paths.runtime_dir / "mps"
     if directory is not None and directory.rstrip("/") not in {str(each.path) for each in seen.files.own}:
-        where = "is the default's" if directory.rstrip("/") in USUAL else f"is none of mpsd's, which are in {own}"
+        where = (
+            "is the default directory"
+            if directory.rstrip("/") in USUAL
+            else f"is not one of mpsd's, which are in {own}"
+        )
         because = (
-            f"CUDA_MPS_PIPE_DIRECTORY={directory} {where}: what is started from here misses mpsd's control daemons"
+            f"CUDA_MPS_PIPE_DIRECTORY={directory} {where}: programs started from this shell do not find"
+            " mpsd's control daemons"
         )
         remedy = "unset CUDA_MPS_PIPE_DIRECTORY; mpsctl run and mpsctl admit set it"
         yield Finding(Verdict.WARN, because, {"CUDA_MPS_PIPE_DIRECTORY": directory}, remedy, "CUDA_MPS_PIPE_DIRECTORY")
     limit = variables.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "")
     if _SEVERAL.search(limit):
         because = f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT={limit} names several GPUs: a client that does not see one of them"
-        because += " drops every limit, the server's too"
+        because += " ignores every limit, including those of the server"
         remedy = "unset CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
         evidence = {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": limit}
         yield Finding(Verdict.WARN, because, evidence, remedy, "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
     if variables.get("CUDA_MPS_PROTOCOL_VERSION", "2") != "2":
         version = variables["CUDA_MPS_PROTOCOL_VERSION"]
-        because = f"CUDA_MPS_PROTOCOL_VERSION={version} asks for another protocol than mpsd's control daemons speak (2)"
+        because = (
+            f"CUDA_MPS_PROTOCOL_VERSION={version} selects another protocol than that of mpsd's control daemons (2)"
+        )
         evidence = {"CUDA_MPS_PROTOCOL_VERSION": version}
         yield Finding(Verdict.WARN, because, evidence, "unset CUDA_MPS_PROTOCOL_VERSION", "CUDA_MPS_PROTOCOL_VERSION")
 
@@ -70,34 +77,34 @@ def _shm(seen: Observed) -> Iterator[Finding]:
     if place.read_only:
         yield Finding(Verdict.FAIL, f"{_SHM} is read-only", evidence, "mount -o remount,rw /dev/shm")
     elif place.mode & _SHARED != _SHARED:
-        because = (
-            f"{_SHM} has the mode {place.mode:04o}, so that not every uid's server can make its shared memory there"
-        )
+        because = f"{_SHM} has mode {place.mode:04o}, so servers of some uids cannot create their shared memory there"
         yield Finding(Verdict.FAIL, because, evidence, "chmod 1777 /dev/shm")
     elif place.bytes <= _SMALL:
-        because = f"{_SHM} has {format_size(place.bytes // 1024 * 1024)}: servers and clients share memory there"
+        because = (
+            f"{_SHM} has a size of {format_size(place.bytes // 1024 * 1024)}: servers and clients share memory there"
+        )
         remedy = "mount -o remount,size=50% /dev/shm; in a container --shm-size=1g, or the host's (--ipc=host)"
         yield Finding(Verdict.WARN, because, evidence, remedy)
     elif place.free <= _SMALL:
-        because = f"{format_size(place.free // 1024 * 1024)} are left in {_SHM}"
-        yield Finding(Verdict.WARN, because, evidence, "see who has it: du -a /dev/shm | sort -n | tail")
+        because = f"only {format_size(place.free // 1024 * 1024)} are left in {_SHM}"
+        yield Finding(Verdict.WARN, because, evidence, "see what uses it: du -a /dev/shm | sort -n | tail")
 
 
 def _devices(seen: Observed) -> Iterator[Finding]:
     if seen.gpus.simulated:
         return
     if isinstance(seen.gpus.node, Unknown) and not any(each.mode is not None for each in seen.host.devices):
-        yield unknown("there is no driver that could have device files")
+        yield unknown("no driver is loaded, so there are no device files")
         return
     for each in seen.host.devices:
         evidence = {"path": str(each.path), "mode": None if each.mode is None else f"{each.mode:04o}"}
         if each.mode is None:
-            because = f"{each.path} is not there: a server that runs as its client's uid cannot make it"
+            because = f"{each.path} does not exist, and a server that runs as its client's uid cannot create it"
             remedy = "nvidia-modprobe -u -c=0; or give the container its GPUs (--gpus all)"
             yield Finding(Verdict.FAIL, because, evidence, remedy, str(each.path))
         elif each.mode & _DEVICE != _DEVICE:
-            because = f"{each.path} has the mode {each.mode:04o}: servers of other uids than its owner cannot open it"
-            remedy = "NVreg_DeviceFileMode=0666 for the nvidia module, or put every user into its group"
+            because = f"{each.path} has mode {each.mode:04o}: servers of other uids than its owner cannot open it"
+            remedy = "set NVreg_DeviceFileMode=0666 for the nvidia module, or add every user to its group"
             yield Finding(Verdict.WARN, because, evidence, remedy, str(each.path))
 
 
@@ -129,7 +136,7 @@ def _denied(seen: Observed, by: str, word: str, remedy: str) -> Iterator[Finding
     both = (*_lines(seen), *audited)
     lines = [each for each in both if by in each.text and word in each.text and _NAMES.search(each.text)]
     if lines:
-        because = f"{len(lines)} denials, the last {lines[-1].age:.0f} s ago: {lines[-1].text}"
+        because = f"{len(lines)} denials, the last one {lines[-1].age:.0f} s ago: {lines[-1].text}"
         yield Finding(_how_bad(lines), because, _told(lines), remedy)
 
 
@@ -141,7 +148,7 @@ def _selinux(seen: Observed) -> Iterator[Finding]:
 
 def _apparmor(seen: Observed) -> Iterator[Finding]:
     if seen.host.apparmor:
-        remedy = "aa-status; allow it in that profile, and apparmor_parser -r FILE"
+        remedy = "aa-status; allow the access in that profile, then apparmor_parser -r FILE"
         yield from _denied(seen, "apparmor=", "DENIED", remedy)
 
 
@@ -154,14 +161,15 @@ def _xid(seen: Observed) -> Iterator[Finding]:
             found.setdefault((match["where"], int(match["xid"])), []).append(line)
     for (where, number), lines in found.items():
         because = (
-            f"the GPU at {where} reported {xid.describe(number)}, the last {lines[-1].age:.0f} s ago: {lines[-1].text}"
+            f"the GPU at {where} reported {xid.describe(number)}, most recently {lines[-1].age:.0f} s ago:"
+            f" {lines[-1].text}"
         )
         evidence = {"pci": where, "xid": number, **_told(lines)}
-        verdict, remedy = Verdict.WARN, "see which program it was; the GPU is as good as before"
+        verdict, remedy = Verdict.WARN, "find the program that caused it; the GPU can still be used"
         if xid.condemns(number):
             verdict, remedy = (
                 _how_bad(lines),
-                "unless that was done since: drain it, nvidia-smi --gpu-reset, mpsctl reset",
+                ("unless this was done already: drain the control daemon, nvidia-smi --gpu-reset, mpsctl reset"),
             )
         yield Finding(verdict, because, evidence, remedy, where)
 
@@ -170,61 +178,76 @@ def _oom(seen: Observed) -> Iterator[Finding]:
     yield from _log(seen)
     lines = [each for each in _lines(seen) if "Killed process" in each.text and _NAMES.search(each.text)]
     if lines:
-        because = f"the kernel killed processes of MPS for want of memory, the last {lines[-1].age:.0f} s ago: "
-        remedy = "free -h; give the control group of mpsd and its servers more (MemoryMax=, a container's limit)"
+        because = (
+            f"the kernel killed processes of MPS because memory ran out, most recently {lines[-1].age:.0f} s ago: "
+        )
+        remedy = (
+            "free -h; give more memory to the control group of mpsd and its servers (MemoryMax=, a container's limit)"
+        )
         yield Finding(_how_bad(lines), because + lines[-1].text, _told(lines), remedy)
 
 
 def _sandbox(seen: Observed) -> Iterator[Finding]:
     yield from _log(seen)
     if any("Starting gVisor" in line.text for line in _lines(seen)):
-        remedy = "run it with another runtime: runc, not runsc"
-        yield Finding(Verdict.FAIL, "the kernel is gVisor, which does not pass on who connects to MPS", {}, remedy)
+        remedy = "use another container runtime: runc, not runsc"
+        yield Finding(
+            Verdict.FAIL, "the kernel is gVisor, which does not pass on the identity of MPS clients", {}, remedy
+        )
 
 
 def _kernel(seen: Observed) -> Iterator[Finding]:
     match = re.match(r"([0-9]+)\.([0-9]+)", seen.host.kernel)
     if match is None:
-        yield unknown(f"{seen.host.kernel!r} is no version of Linux")
+        yield unknown(f"{seen.host.kernel!r} is not a Linux version")
         return
     version = int(match[1]), int(match[2])
     evidence = {"kernel": seen.host.kernel}
     if version < _KERNEL:
-        because = f"kernel {seen.host.kernel} has no pidfd that can be waited on: it comes with 5.4"
-        yield Finding(Verdict.FAIL, because, evidence, "run a newer kernel")
+        because = f"kernel {seen.host.kernel} has no pidfd that can be polled, which needs Linux 5.4"
+        yield Finding(Verdict.FAIL, because, evidence, "use a newer kernel")
     elif version < _PEER_PIDFD and not seen.host.first_pid_namespace:
         because = (
-            f"kernel {seen.host.kernel} has no SO_PEERPIDFD (6.5), which callers in other pid namespaces are known by"
+            f"kernel {seen.host.kernel} has no SO_PEERPIDFD (Linux 6.5), which identifies callers in other"
+            " pid namespaces"
         )
-        yield Finding(Verdict.WARN, because, evidence, "run mpsd with hostPID: true, or a newer kernel")
+        yield Finding(Verdict.WARN, because, evidence, "run mpsd with hostPID: true, or use a newer kernel")
 
 
 CHECKS: Final = (
     Check(
         "environment",
-        "the caller's own environment leads nowhere else",
-        "What is started from that shell misses mpsd's control daemons, or drops its limits.",
+        "the caller's environment does not bypass mpsd",
+        "Programs started from that shell do not find mpsd's control daemons, or lose their limits.",
         _environment,
     ),
     Check(
         "shm",
-        f"{_SHM} is large enough, and open to every uid",
-        "Servers fail to make shared memory; clients fail with 805.",
+        f"{_SHM} is large enough, and writable for every uid",
+        "Servers fail to create shared memory; clients fail with 805.",
         _shm,
     ),
     Check(
         "device-nodes",
-        "the driver's device files are there, and open to every uid",
-        "Servers exit with status 1, and nobody says why.",
+        "the driver's device files exist, and every uid can open them",
+        "Servers exit with status 1, without a reason.",
         _devices,
     ),
-    Check("selinux", "SELinux denied MPS nothing", "Clients cannot connect, or mpsd cannot label or open.", _selinux),
-    Check("apparmor", "AppArmor denied MPS nothing", "Likewise.", _apparmor),
     Check(
-        "xid", "no GPU reported an error in this boot", "After some, work on that GPU fails until it is reset.", _xid
+        "selinux",
+        "SELinux has not denied MPS anything",
+        "Clients cannot connect, or mpsd cannot label or open files.",
+        _selinux,
     ),
-    Check("oom", "the kernel killed no process of MPS", "A server that is killed takes every client with it.", _oom),
-    Check("sandbox", "the kernel is Linux", "In gVisor no client can say who it is, and none is served.", _sandbox),
-    Check("kernel", "the kernel can do what mpsd needs", "Processes cannot be watched, or not be told apart.", _kernel),
+    Check("apparmor", "AppArmor has not denied MPS anything", "Likewise.", _apparmor),
+    Check(
+        "xid",
+        "no GPU reported an error since boot",
+        "After some errors, work on that GPU fails until it is reset.",
+        _xid,
+    ),
+    Check("oom", "the kernel has not killed a process of MPS", "When a server is killed, all its clients end.", _oom),
+    Check("sandbox", "the kernel is Linux", "In gVisor, clients cannot be identified, and none is served.", _sandbox),
+    Check("kernel", "the kernel has what mpsd needs", "Processes cannot be watched, or cannot be told apart.", _kernel),
 )
 """In the order in which they are told."""

@@ -12,10 +12,10 @@ from mpsd.core.model import Known, Unknown
 def _capabilities(seen: Observed) -> Iterator[Finding]:
     mpsd = seen.service.process
     if mpsd is None:
-        yield unknown("no mpsd is seen")
+        yield unknown("no mpsd process is visible")
         return
     if mpsd.uid != 0:
-        because = f"mpsd (pid {mpsd.pid}) runs as uid {mpsd.uid}: it serves that uid's clients alone"
+        because = f"mpsd (pid {mpsd.pid}) runs as uid {mpsd.uid}: it serves only the clients of that uid"
         yield Finding(Verdict.WARN, because, {"pid": mpsd.pid, "uid": mpsd.uid}, "run it as root to serve every user")
         return
     if seen.service.lacking:
@@ -23,18 +23,18 @@ def _capabilities(seen: Observed) -> Iterator[Finding]:
         harm = "; ".join(dict.fromkeys(harm for _, harm in seen.service.lacking))
         because = f"mpsd (pid {mpsd.pid}) lacks {', '.join(names)}: {harm}"
         evidence = {"pid": mpsd.pid, "effective": f"{mpsd.capabilities:016x}", "missing": names}
-        remedy = "CapabilityBoundingSet= in its unit; a privileged container has them all"
+        remedy = "check CapabilityBoundingSet= in its unit; a privileged container has all capabilities"
         yield Finding(Verdict.FAIL, because, evidence, remedy)
 
 
 def _user_namespace(seen: Observed) -> Iterator[Finding]:
     mpsd, few = seen.service.process, seen.service.few_uids
     if mpsd is None:
-        yield unknown("no mpsd is seen")
+        yield unknown("no mpsd process is visible")
     elif isinstance(few, Unknown):
         yield unknown(few.reason, AS_ROOT)
     elif few.value:
-        because = f"mpsd (pid {mpsd.pid}) is in a user namespace: every uid that is not mapped there is 65534 to it"
+        because = f"mpsd (pid {mpsd.pid}) is in a user namespace: all uids that are not mapped there appear as 65534"
         remedy = "run it in the host's user namespace: no --userns, no rootless container"
         yield Finding(Verdict.FAIL, because, {"pid": mpsd.pid}, remedy)
 
@@ -42,16 +42,16 @@ def _user_namespace(seen: Observed) -> Iterator[Finding]:
 def _pid_namespace(seen: Observed) -> Iterator[Finding]:
     mpsd = seen.service.process
     if not seen.host.first_pid_namespace and mpsd is not None:
-        because = f"mpsd (pid {mpsd.pid}) is not in the machine's own pid namespace: callers outside its own are pid 0"
+        because = f"mpsd (pid {mpsd.pid}) is not in the host's pid namespace: it sees callers outside its own as pid 0"
         yield Finding(Verdict.FAIL, because, {"pid": mpsd.pid}, "run it with hostPID: true (docker run --pid=host)")
         return
     if not seen.host.first_pid_namespace:
-        because = f"who asks is in a pid namespace of its own ({seen.host.pid_namespace}), and does not see mpsd's"
+        because = f"mpsctl is in its own pid namespace ({seen.host.pid_namespace}), and does not see that of mpsd"
         yield Finding(
             Verdict.WARN,
             because,
             {"pid_namespace": seen.host.pid_namespace},
-            "to see everything, look on the host; what mpsd itself misses stands in the notes of mpsctl status",
+            "for a complete result, run it on the host; the notes of mpsctl status list what mpsd itself lacks",
         )
         return
     yield from hidden(seen)
@@ -62,9 +62,7 @@ def _pid_namespace(seen: Observed) -> Iterator[Finding]:
         yield untold(seen, closed)
     for each in looked:
         if isinstance(each.pid_namespace, Known) and each.pid_namespace.value != seen.host.pid_namespace:
-            because = (
-                f"pid {each.pid} ({each.part}) is in a pid namespace of its own: clients outside it are pid 0 to it"
-            )
+            because = f"pid {each.pid} ({each.part}) is in its own pid namespace, and sees clients outside it as pid 0"
             evidence = {"pid": each.pid, "pid_namespace": each.pid_namespace.value, "own": seen.host.pid_namespace}
             remedy = "run it with hostPID: true (docker run --pid=host)"
             yield Finding(Verdict.FAIL, because, evidence, remedy, f"pid {each.pid}")
@@ -73,7 +71,7 @@ def _pid_namespace(seen: Observed) -> Iterator[Finding]:
 def _shm_shared(seen: Observed) -> Iterator[Finding]:
     yield from hidden(seen)
     if seen.service.process is None and not seen.host.first_pid_namespace:
-        yield unknown("in this pid namespace mpsd is not seen, nor its control daemons", AS_ROOT)
+        yield unknown("mpsd and its control daemons are not visible in this pid namespace", AS_ROOT)
     own = seen.host.shared_memory
     if isinstance(own, Unknown):
         yield unknown(own.reason)
@@ -84,32 +82,35 @@ def _shm_shared(seen: Observed) -> Iterator[Finding]:
         yield untold(seen, closed)
     for each in looked:
         if isinstance(each.shared_memory, Known) and each.shared_memory.value != own.value.device:
-            because = (
-                f"pid {each.pid} ({each.part}) has another /dev/shm than who asks: clients that share the caller's"
-            )
+            because = f"pid {each.pid} ({each.part}) has another /dev/shm than mpsctl: clients that share mpsctl's"
             because += " cannot connect (805)"
             evidence = {"pid": each.pid, "device": each.shared_memory.value, "own_device": own.value.device}
-            remedy = "share it: hostIPC: true, or mount the host's /dev/shm into both (docker run --ipc=host)"
+            remedy = "share one /dev/shm: hostIPC: true, or mount the host's into both (docker run --ipc=host)"
             yield Finding(Verdict.WARN, because, evidence, remedy, f"pid {each.pid}")
 
 
 CHECKS: Final = (
-    Check("capabilities", "mpsd has what it needs of root's power", "It cannot do what it promises.", _capabilities),
+    Check(
+        "capabilities",
+        "mpsd has the root privileges that it needs",
+        "mpsd cannot provide all of its functions.",
+        _capabilities,
+    ),
     Check(
         "user-namespace",
-        "mpsd sees every uid as what it is",
-        "All uids that are not mapped are one user to it: each can end the leases of the others.",
+        "mpsd sees the real uid of every user",
+        "All uids that are not mapped appear as one user: each can end the leases of the others.",
         _user_namespace,
     ),
     Check(
         "pid-namespace",
-        "mpsd, control daemons and who asks are in the machine's own pid namespace",
-        "Callers and clients are pid 0: nothing can be tied to their lives.",
+        "mpsd, control daemons and mpsctl are in the host's pid namespace",
+        "Callers and clients appear as pid 0, so nothing can be tied to their lives.",
         _pid_namespace,
     ),
     Check(
         "shm-shared",
-        "mpsd, control daemons and who asks have one /dev/shm",
+        "mpsd, control daemons and mpsctl share one /dev/shm",
         "Clients hang or fail with CUDA_ERROR_MPS_CONNECTION_FAILED (805).",
         _shm_shared,
     ),

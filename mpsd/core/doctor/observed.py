@@ -13,7 +13,7 @@ from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.model import Condition, Gpu, GpuUsage, Known, Reading, Unknown
 from mpsd.core.settings import Settings
 
-_NOT_LOOKED: Final = Unknown("it was not looked at")
+_NOT_LOOKED: Final = Unknown("it was not checked")
 
 # -- mpsd, as it answers -----------------------------------------------------------------------------------------------
 

@@ -32,8 +32,12 @@ def _pipe_path(seen: Observed) -> Iterator[Finding]:
     for path, most in ((control, CONTROL_PATH_BYTES), (seen.settings.socket, SOCKET_PATH_BYTES)):
         length = len(str(path).encode("utf-8", "surrogateescape"))
         if length > most:
-            because = f"{path} has {length} bytes, and a socket's path can have {most}: "
-            because += "the control daemon says nothing and listens nowhere" if path is control else "mpsd is refused"
+            because = f"{path} has {length} bytes, and the maximum for a socket path is {most}: "
+            because += (
+                "the control daemon exits without a message and does not listen"
+                if path is control
+                else "mpsd refuses to start"
+            )
             evidence = {"path": str(path), "bytes": length, "most": most}
             yield Finding(Verdict.FAIL, because, evidence, "choose a shorter paths.runtime_dir (or --root)")
 
@@ -42,7 +46,9 @@ def _traverse(seen: Observed) -> Iterator[Finding]:
     closed = seen.files.closed
     if closed is None:
         return
-    because = f"{closed} lets no other uid through, and MPS runs a server under its client's uid: clients fail with 805"
+    because = (
+        f"other uids may not traverse {closed}, and MPS runs a server under its client's uid: clients fail with 805"
+    )
     own = closed in {seen.settings.paths.runtime_dir, seen.settings.paths.runtime_dir / "mps"}
     mend = Mend(Means.OPEN, (str(closed),)) if own else None
     # With --root it serves those who can reach that directory, and mpsd does not mind; nor does one that is not root's.
@@ -53,8 +59,8 @@ def _traverse(seen: Observed) -> Iterator[Finding]:
 def _elsewhere(seen: Observed) -> Iterator[Finding]:
     """Yield which of mpsd's directories were not looked at, because they are others here."""
     for path in seen.files.apart:
-        because = f"{path} leads mpsd elsewhere than who asks, since one of them is in a container"
-        yield unknown(because, "look from where mpsd is", subject=str(path))
+        because = f"{path} is a different directory for mpsd and for mpsctl, since one of them is in a container"
+        yield unknown(because, "run mpsctl doctor where mpsd runs", subject=str(path))
 
 
 def _directories(seen: Observed) -> Iterator[Finding]:
@@ -73,7 +79,7 @@ def _file_system(seen: Observed) -> Iterator[Finding]:
         evidence = {"setting": each.setting, "path": str(each.there), "file_system": each.file_system}
         if each.read_only and seen.host.uid and isinstance(seen.service.answers, Known):
             # Only root can tell whether mpsd, which runs, has it from the same mount; a client's container has another.
-            because = f"{each.there} is mounted read-only for who asks, which says nothing of mpsd"
+            because = f"{each.there} is mounted read-only for mpsctl, which says nothing about mpsd"
             yield unknown(because, AS_ROOT, subject=str(each.path))
         elif each.read_only:
             because = f"{each.there} is on a file system that is mounted read-only ({each.file_system})"
@@ -86,17 +92,15 @@ def _file_system(seen: Observed) -> Iterator[Finding]:
             )
         elif each.setting == "paths.runtime_dir" and each.file_system in _NETWORK:
             because = (
-                f"{each.there} is on {each.file_system}: sockets and FIFOs of MPS work on a local file system alone"
+                f"{each.there} is on {each.file_system}: the sockets and FIFOs of MPS work only on a local file system"
             )
             yield Finding(Verdict.FAIL, because, evidence, "choose a paths.runtime_dir under /run", str(each.path))
         elif (
             each.setting == "paths.runtime_dir" and not each.keeps_acls and seen.settings.unadmitted is Unadmitted.DENY
         ):
-            because = (
-                f"the file system of {each.there} ({each.file_system}) keeps no POSIX ACLs, and those let the uids that"
-            )
-            because += " hold a lease reach a control daemon, and nobody else"
-            remedy = 'choose one on tmpfs, ext4, xfs or btrfs; or enforcement.unadmitted = "defaults"'
+            because = f"the file system of {each.there} ({each.file_system}) does not support POSIX ACLs, which limit"
+            because += " pipe access to the uids that hold a lease"
+            remedy = 'choose a directory on tmpfs, ext4, xfs or btrfs; or set enforcement.unadmitted = "defaults"'
             yield Finding(Verdict.FAIL, because, evidence, remedy, str(each.path))
 
 
@@ -104,7 +108,7 @@ def _disk(seen: Observed) -> Iterator[Finding]:
     yield from _elsewhere(seen)
     for each in seen.files.directories:
         if each.free is None:
-            yield unknown("how much room there is cannot be read", AS_ROOT, subject=str(each.path))
+            yield unknown("the free space cannot be read", AS_ROOT, subject=str(each.path))
             continue
         evidence = {"path": str(each.there), "free": each.free, "free_files": each.free_files}
         few = each.free_files is not None and each.free_files < _FEW
@@ -114,17 +118,17 @@ def _disk(seen: Observed) -> Iterator[Finding]:
         none = each.free == 0 or each.free_files == 0
         yield Finding(
             Verdict.FAIL if none else Verdict.WARN,
-            f"{left} are left on the file system of {each.there}: leases and logs need room",
+            f"only {left} are left on the file system of {each.there}: leases and logs need space",
             evidence,
-            f"make room: du -xh {each.there} | sort -h | tail",
+            f"free space: du -xh {each.there} | sort -h | tail",
             str(each.path),
         )
 
 
 def _damaged(seen: Observed) -> Iterator[Finding]:
     for path in seen.files.damaged:
-        because = f"{path} is what mpsd could not understand, and set aside"
-        yield Finding(Verdict.WARN, because, {"path": str(path)}, f"look at it, then: rm {path}", str(path))
+        because = f"{path} is a file that mpsd could not parse and set aside"
+        yield Finding(Verdict.WARN, because, {"path": str(path)}, f"inspect it, then: rm {path}", str(path))
 
 
 def _on(seen: Observed, directory: PipeDirectorySeen) -> list[int] | None:
@@ -142,7 +146,10 @@ def _leftovers(seen: Observed) -> Iterator[Finding]:
     managed = {each.name for each in answers.value.daemons} if isinstance(answers, Known) else set()
     holder = seen.service.lock_holder
     if isinstance(answers, Unknown) and isinstance(holder, Known) and holder.value is not None:
-        yield unknown(f"pid {holder.value} has mpsd's lock, and does not answer: it may start one", "see check mpsd")
+        yield unknown(
+            f"pid {holder.value} holds mpsd's lock and does not answer: it may be starting a control daemon",
+            "see check mpsd",
+        )
         return
     for directory in seen.files.own:
         if directory.name in managed:
@@ -156,15 +163,16 @@ def _leftovers(seen: Observed) -> Iterator[Finding]:
         processes = _on(seen, directory)
         if processes is None:
             yield unknown(
-                f"{directory.path} has {', '.join(entries)}, and not every process of MPS can be seen", AS_ROOT
+                f"{directory.path} has {', '.join(entries)}, and not all processes of MPS are visible", AS_ROOT
             )
         elif not processes and not directory.listening:
             because = (
-                f"{directory.path} has {', '.join(entries)}, and no process of MPS has it: clients that look there"
+                f"{directory.path} has {', '.join(entries)}, which no process of MPS uses: clients that use"
+                " this directory"
             )
             because += " run without MPS"
             paths = tuple(str(directory.path / each) for each in entries)
-            remedy = "mpsctl doctor --fix; the next control daemon there takes them over, too"
+            remedy = "mpsctl doctor --fix; the next control daemon there replaces them, too"
             evidence = {"path": str(directory.path), "entries": list(entries)}
             yield Finding(Verdict.WARN, because, evidence, remedy, directory.name, Mend(Means.REMOVE, paths))
 
@@ -173,14 +181,14 @@ def _shared_memory(seen: Observed) -> Iterator[Finding]:
     if not seen.files.shared_memory:
         return
     if isinstance(seen.processes, Unknown) or not seen.host.first_pid_namespace:
-        yield unknown("whose shared memory it is cannot be told without all processes", AS_ROOT)
+        yield unknown("the owners of the shared memory can be determined only if all processes are visible", AS_ROOT)
         return
     living = {each.pid for each in seen.processes.value if each.state != "Z"}
     left = [each for each in seen.files.shared_memory if each.server not in living]
     if left:
         names = [each.name for each in left]
         size = format_size(sum(each.bytes for each in left) // 1024 * 1024)
-        because = f"{len(left)} files in /dev/shm ({size}) are of servers that are gone: {', '.join(names[:4])}"
+        because = f"{len(left)} files in /dev/shm ({size}) belong to servers that are gone: {', '.join(names[:4])}"
         because += " and others" if len(names) > 4 else ""  # noqa: PLR2004 - as many as fit into a line
         paths = tuple(f"/dev/shm/{each}" for each in names)  # noqa: S108 - where POSIX shared memory is
         mend = Mend(Means.REMOVE_SHARED_MEMORY, tuple(names))
@@ -194,8 +202,8 @@ def _server_start(seen: Observed) -> Iterator[Finding]:
         return
     for each in servers.value:
         if each.failures:
-            words = f", and the last one said {each.words!r}" if each.words else ", and none said why"
-            because = f"the last {each.failures} servers that were started could not start{words}"
+            words = f", and the last one logged {each.words!r}" if each.words else ", and none logged a reason"
+            because = f"the last {each.failures} servers failed to start{words}"
             evidence = {"log": str(each.log), "failures": each.failures, "words": each.words}
             yield Finding(Verdict.FAIL, because, evidence, f"see {each.log} and server.log beside it", each.name)
 
@@ -207,54 +215,61 @@ def _waiting(seen: Observed) -> Iterator[Finding]:
     for each in seen.files.servers.value:
         if each.waiting:
             who = ", ".join(f"pid {pid} (uid {uid})" for pid, uid in each.waiting)
-            because = f"{who} waits inside CUDA's initialisation until the clients of another uid have left"
+            because = f"{who} is blocked in CUDA's initialisation until the clients of another uid have exited"
             evidence = {"log": str(each.log), "waiting": [{"pid": pid, "uid": uid} for pid, uid in each.waiting]}
-            remedy = 'daemon.users = "many" (driver 555), then mpsctl restart; or one uid for each GPU'
+            remedy = 'set daemon.users = "many" (driver 555), then mpsctl restart; or use one uid for each GPU'
             yield Finding(Verdict.WARN, because, evidence, remedy, each.name)
 
 
 def _clock(seen: Observed) -> Iterator[Finding]:
     if seen.files.ahead is not None and seen.files.ahead[1] > _LATE:
         path, seconds = seen.files.ahead
-        because = f"{path} was written {seconds:.0f} s ahead of now: the clock was set back"
+        because = f"{path} has a time stamp {seconds:.0f} s in the future: the clock was set back"
         evidence = {"path": str(path), "ahead": seconds, "now": seen.host.now.isoformat()}
-        yield Finding(Verdict.WARN, because, evidence, "set the clock (timedatectl); leases do not depend on it")
+        yield Finding(Verdict.WARN, because, evidence, "set the clock (timedatectl); leases are not affected")
 
 
 CHECKS: Final = (
     Check(
         "pipe-path",
-        "every socket's path is short enough",
-        "A control daemon whose path is too long says nothing, exits with 1 and listens nowhere.",
+        "every socket path is short enough",
+        "A control daemon whose socket path is too long exits with 1, without a message, and does not listen.",
         _pipe_path,
     ),
     Check(
         "traverse",
-        "every uid can traverse the way to the pipe directories",
-        "Servers run as their client's uid, cannot connect, and are started again and again; clients fail with 805.",
+        "every uid can traverse the path to the pipe directories",
+        "Servers run as their client's uid, cannot connect, and are restarted again and again; clients fail with 805.",
         _traverse,
-        "opens a directory that is mpsd's own",
+        "opens a directory that belongs to mpsd",
     ),
-    Check("directories", "mpsd's directories are its own", "mpsd refuses to start.", _directories),
+    Check("directories", "mpsd's directories are private to mpsd", "mpsd refuses to start.", _directories),
     Check(
         "file-system",
-        "mpsd's directories are on writable, local file systems that keep ACLs",
+        "mpsd's directories are on writable, local file systems that support ACLs",
         "mpsd refuses to start, or sockets do not work.",
         _file_system,
     ),
-    Check("disk", "there is room for state, logs and sockets", "No lease can be granted, no log written.", _disk),
-    Check("damaged", "mpsd could understand all that it kept", "What was in it is not known any more.", _damaged),
+    Check(
+        "disk",
+        "there is free space for state, logs and sockets",
+        "No lease can be granted, and no log can be written.",
+        _disk,
+    ),
+    Check(
+        "damaged", "mpsd could parse all of its stored files", "The contents of the file are lost to mpsd.", _damaged
+    ),
     Check(
         "leftovers",
-        "no socket, FIFO or lock lies there that no process has",
-        "Clients that find one run without MPS, without limits and without a word.",
+        "no pipe directory has a socket, FIFO or lock that no process uses",
+        "Clients that find one run without MPS and without limits, and get no error.",
         _leftovers,
-        "removes them, where no mpsd runs",
+        "removes them if no mpsd is running",
     ),
     Check(
         "shared-memory",
-        "no shared memory is left of servers that are gone",
-        "It takes memory until the next boot.",
+        "no shared memory of servers that are gone is left",
+        "The shared memory is occupied until the next boot.",
         _shared_memory,
         "removes it",
     ),
@@ -266,10 +281,15 @@ CHECKS: Final = (
     ),
     Check(
         "waiting-uids",
-        "no client waits for those of another uid to leave",
-        "A control daemon serves one uid at a time: clients of the next hang in their first call of CUDA.",
+        "no client waits for the clients of another uid to exit",
+        "A control daemon serves one uid at a time: clients of the next uid hang in their first CUDA call.",
         _waiting,
     ),
-    Check("clock", "the clock was not set back", "Ages and expiries are shown wrong; logs are out of order.", _clock),
+    Check(
+        "clock",
+        "the clock was not set back",
+        "Ages and expiries are displayed wrongly, and logs are out of order.",
+        _clock,
+    ),
 )
 """In the order in which they are told."""

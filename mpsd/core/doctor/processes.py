@@ -48,7 +48,7 @@ def _unseen(seen: Observed) -> Iterator[Finding]:
     """Yield why not every process of MPS can be told with its pipe directory, where it cannot."""
     yield from hidden(seen)
     if not seen.host.first_pid_namespace:
-        yield unknown("in this pid namespace not every process of the machine can be seen", AS_ROOT)
+        yield unknown("not all processes of the machine are visible in this pid namespace", AS_ROOT)
     closed = [each for each in living(seen) if each.part in {DAEMON, SERVER} and isinstance(each.variables, Unknown)]
     if closed:
         yield untold(seen, closed)
@@ -57,7 +57,7 @@ def _unseen(seen: Observed) -> Iterator[Finding]:
 def untold(seen: Observed, processes: Iterable[ProcessSeen]) -> Finding:
     """Return that these processes could not be looked at closely enough."""
     pids = [each.pid for each in processes]
-    because = f"uid {seen.host.uid} may not look at pid {', '.join(map(str, pids))}"
+    because = f"uid {seen.host.uid} has no permission to inspect pid {', '.join(map(str, pids))}"
     return Finding(Verdict.UNKNOWN, because, {"pids": pids}, AS_ROOT)
 
 
@@ -75,7 +75,7 @@ def _told(each: ProcessSeen) -> dict[str, object]:
 
 def _quit(each: ProcessSeen, directory: str) -> str:
     inside = f"nsenter --target {each.pid} --mount " if each.apart else ""
-    return f"when its clients are done: echo quit | CUDA_MPS_PIPE_DIRECTORY={directory} {inside}{each.arguments[0]}"
+    return f"when its clients have exited: echo quit | CUDA_MPS_PIPE_DIRECTORY={directory} {inside}{each.arguments[0]}"
 
 
 def _own(seen: Observed) -> Path:
@@ -132,20 +132,24 @@ def _usual(seen: Observed) -> Iterator[Finding]:
         if each.part != DAEMON or isinstance(each.variables, Unknown) or directory not in USUAL:
             continue
         there.add(directory)
-        because = f"pid {each.pid} (uid {each.uid}) is a control daemon on {directory}, where clients look that know no"
-        because += " other: they run on its GPUs with its limits, and not with mpsd's"
+        because = (
+            f"pid {each.pid} (uid {each.uid}) is a control daemon on {directory}, the directory that clients use by"
+        )
+        because += " default: such clients run on its GPUs with its limits, not with those of mpsd"
         yield Finding(Verdict.FAIL, because, _told(each), _quit(each, directory), directory)
     for usual in seen.files.usual:
         if str(usual.path) in there or (isinstance(usual.entries, Known) and not usual.entries.value):
             continue
         evidence = {"path": str(usual.path)}
         if usual.listening:
-            because = f"somebody listens on {usual.path}/control, and is not seen here"
+            because = f"a process that is not visible here listens on {usual.path}/control"
             yield Finding(Verdict.FAIL, because, evidence, AS_ROOT, str(usual.path))
         elif isinstance(usual.entries, Unknown):
             yield unknown(usual.entries.reason, AS_ROOT, subject=str(usual.path))
         else:
-            because = f"{usual.path} is left of a control daemon that is gone; container runtimes mount it into every"
+            because = (
+                f"{usual.path} is left over from a control daemon that is gone; container runtimes mount it into every"
+            )
             because += " container with a GPU"
             yield Finding(Verdict.WARN, because, evidence, f"rm -r {usual.path}", str(usual.path))
 
@@ -162,9 +166,9 @@ def _other(seen: Observed) -> Iterator[Finding]:
         if devices and _sees_none(seen, devices):
             continue
         where = f"{directory} of another container" if each.apart else directory
-        because = f"pid {each.pid} (uid {each.uid}) is a control daemon on {where}, and sees"
+        because = f"pid {each.pid} (uid {each.uid}) is a control daemon on {where} that sees"
         because += f" CUDA_VISIBLE_DEVICES={devices}" if devices else " all GPUs"
-        because += ": its clients share GPUs with mpsd's, and mpsd does not count them"
+        because += ": its clients share GPUs with mpsd's clients, and mpsd does not count them"
         yield Finding(Verdict.WARN, because, _told(each), _quit(each, directory), directory)
 
 
@@ -183,11 +187,11 @@ def _other_mpsd(seen: Observed) -> Iterator[Finding]:
     for each in living(seen):
         if each.part != MPSD or each.pid == own or _SIMULATED & set(each.arguments):
             continue
-        because = f"pid {each.pid} (uid {each.uid}) is an mpsd too: both would share out the same GPUs"
-        remedy = "run one mpsd for a node"
+        because = f"pid {each.pid} (uid {each.uid}) is another mpsd: both would grant leases on the same GPUs"
+        remedy = "run only one mpsd per node"
         if own is None:
-            because = f"pid {each.pid} (uid {each.uid}) is an mpsd, and not the one that is asked here"
-            remedy = f"ask it: its arguments name its --root or --config: {' '.join(each.arguments)}"
+            because = f"pid {each.pid} (uid {each.uid}) is an mpsd, but not the one that was queried"
+            remedy = f"query that one: its arguments give its --root or --config: {' '.join(each.arguments)}"
         yield Finding(Verdict.WARN, because, _told(each), remedy, f"pid {each.pid}")
 
 
@@ -197,16 +201,16 @@ def _orphans(seen: Observed) -> Iterator[Finding]:
     answers = seen.service.answers
     known = {pid for each in answers.value.daemons for pid in each.orphans} if isinstance(answers, Known) else set()
     for pid in known - by_pid.keys():
-        because = f"server {pid} is an orphan: its control daemon is dead, and nobody limits it any more"
-        yield Finding(Verdict.FAIL, because, {"pid": pid}, f"when its clients are done: kill {pid}", f"pid {pid}")
+        because = f"server {pid} is an orphan: its control daemon is dead, and nothing limits it any more"
+        yield Finding(Verdict.FAIL, because, {"pid": pid}, f"when its clients have exited: kill {pid}", f"pid {pid}")
     for each in by_pid.values():
         parent = by_pid.get(each.parent)
         if each.part == SERVER and (parent is None or parent.part != DAEMON):
             because = (
-                f"server {each.pid} (uid {each.uid}) is an orphan: its control daemon is dead, and nobody limits it"
+                f"server {each.pid} (uid {each.uid}) is an orphan: its control daemon is dead, and nothing limits it"
             )
             because += " any more"
-            remedy = f"when its clients are done: kill {each.pid}"
+            remedy = f"when its clients have exited: kill {each.pid}"
             yield Finding(Verdict.FAIL, because, _told(each), remedy, f"pid {each.pid}")
 
 
@@ -216,9 +220,10 @@ def _front_end(seen: Observed) -> Iterator[Finding]:
         if each.part == FRONT_END and each.age > _BRIEF:
             where = each.pipe_directory or "a control daemon"
             because = (
-                f"pid {each.pid} (uid {each.uid}) has the front-end of {where} open for {each.age:.0f} s: MPS serves"
+                f"pid {each.pid} (uid {each.uid}) has kept the front-end of {where} open for {each.age:.0f}"
+                " s: MPS serves"
             )
-            because += " one at a time, and everybody else is turned away"
+            because += " one front-end at a time, and refuses all others"
             yield Finding(Verdict.FAIL, because, _told(each), f"end it: kill {each.pid}", f"pid {each.pid}")
 
 
@@ -226,17 +231,21 @@ def _stopped(seen: Observed) -> Iterator[Finding]:
     yield from hidden(seen)
     for each in living(seen):
         if each.state in {"T", "t"}:
-            because = f"pid {each.pid} ({each.part}) is stopped (state {each.state}), and answers nobody"
+            because = f"pid {each.pid} ({each.part}) is stopped (state {each.state}), and does not answer"
             remedy = (
                 f"kill -CONT {each.pid}"
                 if each.state == "T"
-                else f"let its tracer go: grep Tracer /proc/{each.pid}/status"
+                else f"detach its tracer: grep Tracer /proc/{each.pid}/status"
             )
             yield Finding(Verdict.FAIL, because, _told(each), remedy, f"pid {each.pid}")
         elif each.state == "D":
-            because = f"pid {each.pid} ({each.part}) waits in the kernel (state D), where no signal reaches it"
+            because = f"pid {each.pid} ({each.part}) is blocked in the kernel (state D), where signals do not reach it"
             yield Finding(
-                Verdict.WARN, because, _told(each), "if it stays so: dmesg | grep -i -e nvrm -e xid", f"pid {each.pid}"
+                Verdict.WARN,
+                because,
+                _told(each),
+                "if this persists: dmesg | grep -i -e nvrm -e xid",
+                f"pid {each.pid}",
             )
 
 
@@ -246,10 +255,13 @@ def _zombies(seen: Observed) -> Iterator[Finding]:
     if dead:
         parents = sorted({each.parent for each in dead})
         because = (
-            f"{len(dead)} processes of MPS have ended, and pid {', '.join(map(str, parents))} does not wait for them"
+            f"{len(dead)} processes of MPS are zombies, because pid {', '.join(map(str, parents))} does not"
+            " wait for them"
         )
         evidence = {"pids": [each.pid for each in dead], "parents": parents}
-        yield Finding(Verdict.WARN, because, evidence, "give the container an init that reaps (docker run --init)")
+        yield Finding(
+            Verdict.WARN, because, evidence, "give the container an init that reaps processes (docker run --init)"
+        )
 
 
 def _nofile(seen: Observed) -> Iterator[Finding]:
@@ -261,10 +273,10 @@ def _nofile(seen: Observed) -> Iterator[Finding]:
         if each.part == FRONT_END:
             continue
         if isinstance(each.open_files, Known) and each.open_files.value < _OPEN_FILES:
-            because = f"pid {each.pid} ({each.part}) may have {each.open_files.value} files open, and NVIDIA recommends"
-            because += f" {_OPEN_FILES}; a control daemon and its servers have it from mpsd"
+            because = f"pid {each.pid} ({each.part}) may open {each.open_files.value} files, but NVIDIA recommends"
+            because += f" {_OPEN_FILES}; a control daemon and its servers inherit the limit from mpsd"
             evidence = {"pid": each.pid, "nofile": each.open_files.value, "wanted": _OPEN_FILES}
-            remedy = f"LimitNOFILE={_OPEN_FILES} in mpsd's unit (--ulimit nofile for a container), then restart "
+            remedy = f"set LimitNOFILE={_OPEN_FILES} in mpsd's unit (--ulimit nofile for a container), then restart "
             remedy += "mpsd" if each.part == MPSD else "the control daemon: mpsctl restart"
             yield Finding(Verdict.WARN, because, evidence, remedy, f"pid {each.pid}")
 
@@ -276,7 +288,9 @@ def _program(seen: Observed) -> Iterator[Finding]:
             path = each.executable.value
             if not path.endswith(" (deleted)"):
                 continue
-            because = f"pid {each.pid} ({each.part}) runs {path.removesuffix(' (deleted)')}, which was replaced since"
+            because = (
+                f"pid {each.pid} ({each.part}) runs {path.removesuffix(' (deleted)')}, which was replaced on disk since"
+            )
             remedy = "systemctl restart mpsd" if each.part == MPSD else "mpsctl restart, which waits for its clients"
             yield Finding(Verdict.WARN, because, _told(each), remedy, f"pid {each.pid}")
 
@@ -285,48 +299,51 @@ CHECKS: Final = (
     Check(
         "foreign-daemon",
         "only mpsd's own control daemons are on its pipe directories",
-        "mpsd and a stranger would fight for the directory; clients get the stranger's limits.",
+        "mpsd and the other control daemon compete for the directory; clients get the limits of the other.",
         _foreign,
     ),
     Check(
         "default-directory",
-        f"nobody is on {USUAL[0]}, where clients look that know no other",
-        "Clients without their lease's environment run there, without limits of mpsd's.",
+        f"no control daemon is on {USUAL[0]}, the directory that clients use by default",
+        "Clients without their lease's environment run there, without mpsd's limits.",
         _usual,
     ),
     Check(
         "other-daemon",
         "no other control daemon shares the GPUs",
-        "Two control daemons on one GPU: in exclusive-process the second cannot start a server.",
+        "With two control daemons on a GPU in exclusive-process mode, the second cannot start a server.",
         _other,
     ),
-    Check("other-mpsd", "one mpsd runs on this node", "Each grants what the other has granted.", _other_mpsd),
+    Check(
+        "other-mpsd",
+        "only one mpsd runs on this node",
+        "Each mpsd grants the capacity that the other has already granted.",
+        _other_mpsd,
+    ),
     Check(
         "orphans",
         "every server has its control daemon",
-        "It holds its part of the GPU, no new control daemon knows it, and nobody limits it.",
+        "An orphan holds its part of the GPU, no new control daemon knows it, and nothing limits it.",
         _orphans,
     ),
     Check(
         "front-end",
-        "nobody keeps a control daemon's front-end open",
-        "MPS serves one front-end at a time: limits cannot be set nor read back.",
+        "no process keeps a control daemon's front-end open",
+        "MPS serves one front-end at a time: limits can neither be set nor read back.",
         _front_end,
     ),
     Check("stopped", "no process of MPS is stopped or stuck", "Front-ends and clients hang.", _stopped),
-    Check(
-        "zombies", "every process of MPS that ended was waited for", "They add up until none can be started.", _zombies
-    ),
+    Check("zombies", "no process of MPS is a zombie", "Zombies add up until no new process can be started.", _zombies),
     Check(
         "nofile",
-        "mpsd, control daemons and servers may have enough files open",
-        "Servers fail to make shared memory; callers are turned away.",
+        "mpsd, control daemons and servers may open enough files",
+        "Servers fail to create shared memory; callers are refused.",
         _nofile,
     ),
     Check(
         "replaced-program",
-        "what runs is what is installed",
-        "After an upgrade, old control daemons meet new libraries: clients fail to connect.",
+        "every running program is the installed version",
+        "After an upgrade, old control daemons run with new libraries: clients fail to connect.",
         _program,
     ),
 )

@@ -22,7 +22,7 @@ _SERVICE: Final = "mpsd.service"
 _STATES: Final = ("LoadState", "ActiveState", "SubState", "Result", "UnitFileState")
 """Properties of a unit, as `systemctl show` has them."""
 
-_AGAIN: Final = "systemctl restart mpsd.socket, or start it again however it is run: no client notices"
+_AGAIN: Final = "systemctl restart mpsd.socket, or restart mpsd in the way it was started (clients are not affected)"
 
 _FREE_TASKS: Final = 1000
 """Threads that 48 clients and their servers may come to need; what containers get by default (2048) is little."""
@@ -43,10 +43,10 @@ def _mpsd(seen: Observed) -> Iterator[Finding]:
     if holder is not None:
         where = seen.settings.paths.runtime_dir
         if _is_lost(seen):
-            because += f"; pid {holder} has the lock of {where}: it runs, and its socket was removed"
+            because += f"; pid {holder} holds the lock of {where}: it is running, but its socket was removed"
             remedy = _AGAIN
         else:
-            because += f"; pid {holder} has the lock of {where}, so it is another mpsd, or it hangs"
+            because += f"; pid {holder} holds the lock of {where}, so it is another mpsd, or it hangs"
     yield Finding(Verdict.FAIL, because, evidence, remedy)
 
 
@@ -62,24 +62,26 @@ def _socket(seen: Observed) -> Iterator[Finding]:
     socket = seen.service.socket
     evidence = {"path": str(socket.path), "mode": f"{socket.mode:04o}", "owner": socket.owner, "uid": seen.host.uid}
     if socket.closed is not None:
-        because = f"{socket.closed} lets uid {seen.host.uid} not through to {socket.path}"
+        because = f"uid {seen.host.uid} may not traverse {socket.closed} to reach {socket.path}"
         yield Finding(Verdict.FAIL, because, {**evidence, "closed": str(socket.closed)}, f"chmod o+x {socket.closed}")
     elif socket.kind is None:
-        remedy = _AGAIN if _is_lost(seen) else "start mpsd; or name its socket: MPSD_SOCKET, --socket"
-        yield Finding(Verdict.FAIL, f"there is no {socket.path}", {"path": str(socket.path)}, remedy)
+        remedy = _AGAIN if _is_lost(seen) else "start mpsd, or name its socket: MPSD_SOCKET, --socket"
+        yield Finding(Verdict.FAIL, f"{socket.path} does not exist", {"path": str(socket.path)}, remedy)
     elif socket.kind != "socket":
-        yield Finding(Verdict.FAIL, f"{socket.path} is a {socket.kind}, and no socket", evidence, f"rm {socket.path}")
+        yield Finding(Verdict.FAIL, f"{socket.path} is a {socket.kind}, not a socket", evidence, f"rm {socket.path}")
     elif socket.refused is not None:
         because = f"{socket.path} (mode {socket.mode:04o}, uid {socket.owner}): {socket.refused}"
         yield Finding(
             Verdict.FAIL,
             because,
             evidence,
-            "api.mode and api.group say who may connect" if "ermission" in socket.refused else "start mpsd",
+            "check api.mode and api.group, which decide who may connect"
+            if "ermission" in socket.refused
+            else "start mpsd",
         )
     elif socket.listener is not None and socket.listener[1] not in {0, socket.owner}:
         pid, uid = socket.listener
-        because = f"{socket.path} is listened on by pid {pid} of uid {uid}, and it belongs to uid {socket.owner}"
+        because = f"pid {pid} of uid {uid} listens on {socket.path}, which belongs to uid {socket.owner}"
         yield Finding(Verdict.WARN, because, {**evidence, "listener": pid, "listener_uid": uid}, f"see ps -p {pid}")
 
 
@@ -90,9 +92,9 @@ def _version(seen: Observed) -> Iterator[Finding]:
     elif answers.version != seen.service.version:
         yield Finding(
             Verdict.WARN,
-            f"mpsd is version {answers.version}, and mpsctl is {seen.service.version}",
+            f"mpsd has version {answers.version}, but mpsctl has {seen.service.version}",
             {"mpsd": answers.version, "mpsctl": seen.service.version},
-            "systemctl restart mpsd, or however it is run: no client notices",
+            "systemctl restart mpsd, or restart it in the way it was started (clients are not affected)",
         )
 
 
@@ -105,21 +107,21 @@ def _configuration(seen: Observed) -> Iterator[Finding]:
 def _reload(seen: Observed) -> Iterator[Finding]:
     file, in_force = seen.configuration.settings, seen.service.in_force
     if isinstance(in_force, Unknown):
-        yield unknown(f"which settings mpsd has: {in_force.reason}")
+        yield unknown(f"the settings of mpsd are unknown: {in_force.reason}")
         return
     if isinstance(file, Unknown):
-        yield unknown(f"which settings it is to have: {file.reason}")
+        yield unknown(f"the settings in the configuration file are unknown: {file.reason}")
         return
     applied, waiting = reload.changed(_located(in_force.value), _located(file.value))
     if not applied and not waiting:
         return
-    remedy = "systemctl restart mpsd: no client notices" if waiting else "systemctl reload mpsd, or SIGHUP"
+    remedy = "systemctl restart mpsd (clients are not affected)" if waiting else "systemctl reload mpsd, or SIGHUP"
     if "paths.runtime_dir" in waiting:
-        remedy = "it is what control daemons are found by: put it back, systemctl start mpsd-stop-daemons, change it,"
+        remedy = "control daemons are found by this path: restore it, systemctl start mpsd-stop-daemons, change it,"
         remedy += " systemctl start mpsd"
     yield Finding(
         Verdict.WARN,
-        f"mpsd runs with other settings than {seen.configuration.path} has: {', '.join((*applied, *waiting))}",
+        f"the settings in force differ from {seen.configuration.path}: {', '.join((*applied, *waiting))}",
         {"path": str(seen.configuration.path), "reload": list(applied), "restart": list(waiting)},
         remedy,
     )
@@ -152,17 +154,17 @@ def _of_unit(name: str, unit: Mapping[str, str], *, answers: bool) -> tuple[Verd
         found = Verdict.FAIL, f"systemd cannot load it: {load}", f"systemd-analyze verify {name}"
     elif state == "failed":
         status = unit.get("ExecMainStatus", "0")
-        why = "too many starts in too short a time" if "start-limit" in result else result
+        why = "too many starts within a short time" if "start-limit" in result else result
         why += f", status {status}" if result == "exit-code" else ""
         remedy = f"journalctl -u {name} -e; then systemctl reset-failed {name} && systemctl start {name}"
         found = Verdict.FAIL, f"it failed: {why}", remedy
     elif sub == "auto-restart":
-        again = f"it ended ({result}), and systemd starts it again, {unit.get('NRestarts', '0')} times so far"
+        again = f"it ended ({result}), and systemd has restarted it {unit.get('NRestarts', '0')} times so far"
         found = Verdict.FAIL, again, f"journalctl -u {name} -e"
     elif name == _SERVICE and state in _STOPPED_BY_HAND and not answers:
         found = Verdict.WARN, f"it is {state}", f"systemctl start {name}"
     elif enabled == "disabled" and state == "active":
-        found = Verdict.WARN, "it runs, and is not started at the next boot", f"systemctl enable {name}"
+        found = Verdict.WARN, "it is running, but is not started at boot", f"systemctl enable {name}"
     return found
 
 
@@ -172,12 +174,15 @@ def _unit_settings(seen: Observed) -> Iterator[Finding]:
         return
     unit = seen.service.units.value.get(_SERVICE, {})
     wrong = {
-        "KillMode": ("process", "stopping mpsd would end the control daemons and with them every client"),
-        "PrivateDevices": ("no", "there would be no GPU"),
-        "PrivateIPC": ("no", "servers would have another shared memory than their clients"),
-        "PrivateUsers": ("no", "every uid would be one to mpsd, and no server could be a client's"),
-        "PrivateTmp": ("no", "a restart would take their /tmp from control daemons and clients that outlive it"),
-        "RuntimeDirectoryPreserve": ("yes", "stopping mpsd would remove the sockets of control daemons that run on"),
+        "KillMode": ("process", "stopping mpsd would end the control daemons and all their clients"),
+        "PrivateDevices": ("no", "no GPU would be visible"),
+        "PrivateIPC": ("no", "servers and clients would not share /dev/shm"),
+        "PrivateUsers": ("no", "all uids would appear as one, and no server could run as its client's uid"),
+        "PrivateTmp": ("no", "a restart would remove the /tmp of control daemons and clients that keep running"),
+        "RuntimeDirectoryPreserve": (
+            "yes",
+            "stopping mpsd would remove the sockets of control daemons that keep running",
+        ),
     }
     for key, (right, harm) in wrong.items():
         value = unit.get(key, right)
@@ -196,13 +201,15 @@ def _unit_settings(seen: Observed) -> Iterator[Finding]:
 def _tasks(seen: Observed) -> Iterator[Finding]:
     tasks = seen.service.tasks
     if isinstance(tasks, Unknown):
-        yield unknown(tasks.reason if seen.service.process is not None else "no mpsd is seen")
+        yield unknown(tasks.reason if seen.service.process is not None else "no mpsd process is visible")
         return
     group, there, most = tasks.value.group, tasks.value.there, tasks.value.most
     if most is not None and most - there < _FREE_TASKS:
-        because = f"{group} has {there} of at most {most} processes and threads: an MPS server has some for each client"
+        because = (
+            f"{group} has {there} of at most {most} processes and threads, and MPS servers need some for each client"
+        )
         evidence = {"group": str(group), "tasks": there, "most": most}
-        remedy = "TasksMax=infinity in mpsd's unit (--pids-limit=-1 for a container)"
+        remedy = "set TasksMax=infinity in mpsd's unit (--pids-limit=-1 for a container)"
         yield Finding(Verdict.FAIL if there >= most else Verdict.WARN, because, evidence, remedy)
 
 
@@ -263,41 +270,49 @@ def _limits(seen: Observed) -> Iterator[Finding]:
 
 
 CHECKS: Final = (
-    Check("mpsd", "mpsd answers this caller", "Nobody is admitted, and no limit is watched.", _mpsd),
+    Check("mpsd", "mpsd answers this caller", "No lease can be granted, and no limit is watched.", _mpsd),
     Check(
-        "socket", "the API socket is there, listened on, and open to this caller", "A caller finds no mpsd.", _socket
+        "socket",
+        "the API socket exists, mpsd listens on it, and this caller may connect",
+        "Callers cannot reach mpsd.",
+        _socket,
     ),
     Check(
         "version",
-        "mpsd and mpsctl are of one version",
-        "An upgrade is not in force until mpsd was restarted.",
+        "mpsd and mpsctl have the same version",
+        "An upgrade takes effect only when mpsd is restarted.",
         _version,
     ),
     Check(
-        "configuration", "the configuration file can be read and is valid", "The next start is refused.", _configuration
+        "configuration", "the configuration file is readable and valid", "The next start of mpsd fails.", _configuration
     ),
     Check(
         "reload",
-        "mpsd has the settings of its file",
-        "What was edited is not in force, and a restart changes it.",
+        "the settings in force are those of the configuration file",
+        "Edited settings are not in force until mpsd is reloaded or restarted.",
         _reload,
     ),
-    Check("unit", "systemd can start mpsd, and has not given up on it", "mpsd does not come back by itself.", _unit),
+    Check(
+        "unit",
+        "systemd can start mpsd, and has not given up restarting it",
+        "mpsd is not restarted when it ends.",
+        _unit,
+    ),
     Check(
         "unit-settings",
-        "mpsd's unit leaves the control daemons alone when it stops",
+        "mpsd's unit does not stop the control daemons when mpsd stops",
         "A restart or an upgrade of mpsd ends every client.",
         _unit_settings,
     ),
     Check(
         "tasks",
-        "mpsd's control group has room for processes and threads",
-        "Servers cannot make threads for their clients, nor mpsd a control daemon.",
+        "mpsd's control group has room for more processes and threads",
+        "Servers cannot create threads for their clients, or mpsd cannot start a control daemon.",
         _tasks,
     ),
-    Check("node", "mpsd finds the node healthy", "mpsd has a reason that no other check has.", _node),
-    Check("gpu-health", "mpsd can give out every GPU", "Nobody is admitted on that GPU.", _gpu_health),
-    Check("daemon", "every control daemon is ready", "Nobody is admitted on its GPU.", _daemon),
-    Check("limits", "every limit reads back as mpsd set it", "A client can use more than it was granted.", _limits),
+    Check("node", "mpsd reports the node as healthy", "mpsd has a reason that no other check covers.", _node),
+    Check("gpu-health", "mpsd can grant leases on every GPU", "No lease can be granted on that GPU.", _gpu_health),
+    Check("daemon", "every control daemon is ready", "No lease can be granted on its GPU.", _daemon),
+    Check("limits", "every limit reads back as mpsd set it", "A client can use more than its lease grants.", _limits),
 )
 """In the order in which they are told."""

@@ -114,5 +114,5 @@ class ServerHealth:
         if len(self.failures) < _TRIES or not timedelta() <= now - self.failures[-1] <= _WINDOW:
             return None
         seconds = (self.failures[-1] - self.failures[0]).total_seconds()
-        words = f", and the last one said {self.words!r}" if self.words else ", and none said why"
-        return f"{_TRIES} servers in a row could not start within {seconds:.0f} s{words}"
+        words = f", and the last one logged {self.words!r}" if self.words else ", and none logged a reason"
+        return f"{_TRIES} servers in a row failed to start within {seconds:.0f} s{words}"

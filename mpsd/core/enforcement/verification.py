@@ -54,7 +54,7 @@ def verify(
     if lease.state is LeaseState.ENDED:
         return Verification(ok=False, because=f"lease {lease.id} has ended: {lease.because}", processes=())
     if lease.state is LeaseState.WAITING:
-        return Verification(ok=False, because=f"lease {lease.id} waits, and holds nothing yet", processes=())
+        return Verification(ok=False, because=f"lease {lease.id} is waiting, and holds nothing yet", processes=())
     processes = tuple(
         each for share in lease.shares for each in _on(lease, share, clients, held.get(share.gpu, {}), memory=memory)
     )
@@ -87,7 +87,7 @@ def _on(
         if identity not in known:
             result.append(_stranger(lease, share, identity, process))
     if not result:
-        because = f"process {lease.holder.pid} holds the lease, and was not seen on the GPU of {share.daemon}"
+        because = f"process {lease.holder.pid} holds the lease, but was not seen on the GPU of {share.daemon}"
         granted = violations.part(lease, share)
         result.append(
             VerifiedProcess(
@@ -102,13 +102,19 @@ def _client(lease: Lease, share: Share, client: Client, on: GpuProcess | None, *
     more = violations.exceeds(found, granted, memory=memory)
     pid, in_force = client.identity.pid, None if more and client.ceiling is None else found
     if more and client.ceiling is None:
-        because = f"process {pid} connected before mpsd saw it, and its environment would let it use {more}: not known"
+        because = (
+            f"process {pid} connected before mpsd could see it; its limits are unknown, and its environment"
+            f" would allow {more}"
+        )
     elif more:
         because = f"process {pid} can use {more}"
     elif client.ceiling is None:
-        because = f"process {pid} is a client of server {client.server}, and its environment holds it to its part"
+        because = (
+            f"process {pid} is a client of server {client.server}, and its environment limits it to its part of"
+            " the lease"
+        )
     else:
-        because = f"process {pid} is a client of server {client.server}, and cannot use more than its part"
+        because = f"process {pid} is a client of server {client.server}, and cannot exceed its part of the lease"
     bytes_held = on.memory.value if on is not None and isinstance(on.memory, Known) else None
     return VerifiedProcess(
         pid, share.daemon, share.gpu, client.server, True, granted, in_force, bytes_held, ok=not more, because=because
@@ -118,9 +124,11 @@ def _client(lease: Lease, share: Share, client: Client, on: GpuProcess | None, *
 def _stranger(lease: Lease, share: Share, identity: ProcessIdentity, process: GpuProcess) -> VerifiedProcess:
     bytes_held = process.memory.value if isinstance(process.memory, Known) else None
     if process.mps:
-        because = f"process {identity.pid} is a client of MPS as NVML has it, and {share.daemon} does not list it yet"
+        because = (
+            f"process {identity.pid} is a client of MPS according to NVML, but {share.daemon} does not list it yet"
+        )
     else:
-        because = f"process {identity.pid} runs on the GPU of {share.daemon} outside MPS, where no limit holds"
+        because = f"process {identity.pid} runs on the GPU of {share.daemon} outside MPS, where no limits apply"
     granted = violations.part(lease, share)
     return VerifiedProcess(
         identity.pid, share.daemon, share.gpu, None, process.mps, granted, None, bytes_held, ok=False, because=because

@@ -84,7 +84,7 @@ def exceeds(found: ReadBack, allowed: ReadBack, *, memory: bool) -> str:
         )
     most, may = found.pinned_device_mem_limit, allowed.pinned_device_mem_limit
     if memory and may is not None and (most is None or most > may):
-        has = "any memory" if most is None else f"{format_size(most)} of memory"
+        has = "unlimited memory" if most is None else f"{format_size(most)} of memory"
         ways.append(f"{has} instead of {format_size(may)}")
     return " and ".join(ways)
 
@@ -105,19 +105,19 @@ def of_client(attached: AttributedClient, *, denied: bool, memory: bool) -> Viol
     if lease is None or share is None:
         if not denied:
             return None
-        because = f"process {identity.pid} is a client of {client.daemon}, and no lease let it in there"
+        because = f"process {identity.pid} is a client of {client.daemon} without a lease there"
         kind, lease_id = ViolationKind.NO_LEASE, None
     elif not attached.counted:
         because = (
-            f"process {identity.pid} is one client too many of lease {lease.id}, which may have"
-            f" {lease.request.processes}"
+            f"process {identity.pid} exceeds the {lease.request.processes} client processes that lease"
+            f" {lease.id} may have"
         )
         kind, lease_id = ViolationKind.PROCESSES, lease.id
     else:
         more = exceeds(in_force(client), part(lease, share), memory=memory) if client.ceiling is not None else ""
         if not more:
             return None
-        because = f"process {identity.pid} can use {more}: its environment does not hold it to lease {lease.id}"
+        because = f"process {identity.pid} can use {more}: its environment does not limit it to lease {lease.id}"
         kind, lease_id = ViolationKind.LIMITS, lease.id
     return Violation(kind, identity, lease_id, client.daemon, because, client.server)
 
@@ -127,7 +127,7 @@ def of_lingering(attached: AttributedClient, seconds: float) -> Violation:
     client, pid = attached.client, attached.client.identity.pid
     because = (
         f"process {pid} is a client of server {client.server} of {client.daemon}, which met a fatal fault"
-        f" {seconds:.0f} s ago and cannot recover before it exits"
+        f" {seconds:.0f} s ago and cannot recover until the process exits"
     )
     lease = attached.lease.id if attached.lease is not None else None
     # Its contexts are lost already, so that no server has to be asked to end them.
@@ -156,5 +156,7 @@ def of_memory(
 def of_outside(lease: Lease, share: Share, outside: Iterable[ProcessIdentity]) -> Iterator[Violation]:
     """Judge the processes of a lease that use its GPU and are no clients of MPS."""
     for identity in outside:
-        because = f"process {identity.pid} of lease {lease.id} runs on the GPU of {share.daemon} outside MPS, unlimited"
+        because = (
+            f"process {identity.pid} of lease {lease.id} runs on the GPU of {share.daemon} outside MPS, without limits"
+        )
         yield Violation(ViolationKind.OUTSIDE, identity, lease.id, share.daemon, because)

@@ -190,8 +190,8 @@ def refusal(command: str, lines: Sequence[str]) -> ControlError | None:
     if unknown is not None and unknown.group(1) == name:
         row = TABLE[name]
         return ControlUnknownCommandError(
-            f"this control daemon does not know {name}",
-            hint=f"it comes with driver {row.since}; use that or a newer one, or do without",
+            f"the control daemon does not know the command {name}",
+            hint=f"use driver {row.since} or newer, which has this command, or do without it",
         )
     if _SERVER_NOT_FOUND.fullmatch(lines[0]) is not None:
         return ServerNotFoundError(
@@ -203,7 +203,7 @@ def refusal(command: str, lines: Sequence[str]) -> ControlError | None:
 def _garbled(command: str, lines: Sequence[str]) -> ControlGarbledError:
     return ControlGarbledError(
         f"the control daemon answered {list(lines)!r} to {command!r}",
-        hint="if the driver is newer than 555, report this with its version",
+        hint="if the driver is newer than 555, report this answer with the version of the driver",
     )
 
 
@@ -213,8 +213,8 @@ def _one(command: str, lines: Sequence[str]) -> str:
         raise refused
     if not lines:
         raise ControlNoAnswerError(
-            f"the control daemon took {command!r} and answered nothing, as it does while a server is busy",
-            hint="ask again when the server is up; its log lines say why it is not",
+            f"the control daemon accepted {command!r} and did not answer, as it does while a server is busy",
+            hint="try again when the server is ready; its log says why it is not",
         )
     if len(lines) != 1:
         raise _garbled(command, lines)
@@ -300,8 +300,8 @@ def ordinal(device: int) -> int:
     """Return the ordinal of a device. Raises InvalidRequestError when it can be none."""
     if isinstance(device, bool) or not 0 <= device < DEVICES:
         raise InvalidRequestError(
-            f"{device!r} is not the ordinal of a device",
-            hint="a control daemon counts the GPUs it sees from 0; mpsd's see one each",
+            f"{device!r} is not a device ordinal",
+            hint="a control daemon numbers the GPUs that it sees from 0; mpsd's see one each",
         )
     return device
 

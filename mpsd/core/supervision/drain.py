@@ -13,12 +13,13 @@ from typing import Final, Self
 from mpsd.core.model import ProcessIdentity
 
 _DRAIN: Final = (
-    "Nobody is let in until it is resumed, and it is told when nobody is left: no lease, and no client. Who is there"
-    " already goes on for as long as it likes."
+    "Stop admission, and finish when the control daemon has no leases and no clients left. Running clients"
+    " continue for as long as they need. Admission is stopped until it is resumed."
 )
 _RESTART: Final = (
-    "Nobody is let in, and when nobody is left the control daemon is replaced by a new one, with the same limits, read"
-    " back before anybody is let in again. Who is there already goes on for as long as it likes."
+    "Stop admission, wait until the control daemon has no leases and no clients left, then replace it by a"
+    " new one with the same limits, which are read back before admission resumes. Running clients continue"
+    " for as long as they need."
 )
 
 
@@ -35,15 +36,15 @@ class Intent(StrEnum):
         member.promise = promise
         return member
 
-    RUN = "run", "Whoever fits is let in."
-    HOLD = "hold", "Nobody is let in until it is resumed. Who is there already goes on, and nothing is stopped."
+    RUN = "run", "Requests that fit are admitted."
+    HOLD = "hold", "Stop admission until it is resumed. Running clients continue, and nothing is stopped."
     DRAIN = "drain", _DRAIN
     RESTART = "restart", _RESTART
 
 
 TIMEOUT: Final = (
-    "After so many seconds those who are still there are ended: first their leases, then each client by SIGTERM, by"
-    " terminate_client, and by SIGKILL once its server has let go of it."
+    "After this many seconds, end what is left: first the leases, then each client by SIGTERM, by"
+    " terminate_client, and by SIGKILL once its server has released it."
 )
 """What is promised of a drain or a restart with a timeout."""
 

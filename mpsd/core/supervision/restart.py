@@ -66,7 +66,7 @@ def decide(deaths: Sequence[Death], policy: RestartPolicy, now: float, jitter: f
     if count >= policy.deaths:
         return Decision(RestartVerdict.GIVE_UP, 0.0, f"{tally}; giving up")
     if count <= 1:
-        return Decision(RestartVerdict.AT_ONCE, 0.0, f"{tally}; starting again at once")
+        return Decision(RestartVerdict.AT_ONCE, 0.0, f"{tally}; restarting at once")
     full = min(policy.longest_delay, policy.first_delay * 2.0 ** min(count - 2, _DOUBLINGS))
     delay = full * (1 + jitter) / 2
-    return Decision(RestartVerdict.LATER, delay, f"{tally}; starting again in {delay:.1f} s")
+    return Decision(RestartVerdict.LATER, delay, f"{tally}; restarting in {delay:.1f} s")

@@ -32,9 +32,7 @@ def body_decoder(kind: type[B]) -> Callable[[bytes | bytearray], B]:
         try:
             return decode_json(body or b"{}")
         except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise InvalidRequestError(
-                f"the request's body is not valid: {error}", hint="see /v1/openapi.json"
-            ) from error
+            raise InvalidRequestError(f"the request body is not valid: {error}", hint="see /v1/openapi.json") from error
 
     return decode
 

@@ -123,8 +123,8 @@ class Dispatcher(Generic[H]):
                 await message.arrival()
         except TimeoutError:
             raise InvalidRequestError(
-                f"the request's body did not come within {seconds:g} s",
-                hint="send it at once",
+                f"the request body did not arrive within {seconds:g} s",
+                hint="send the whole body at once",
                 limit="api.header_deadline",
             ) from None
 
@@ -138,14 +138,16 @@ class Dispatcher(Generic[H]):
         """Log a defect, and return the answer to its request, which tells nothing of it."""
         self._log.defect(EventName.API_DEFECT, error, path=path)
         return problem_answer(
-            InternalError("mpsd has a defect here", hint="its log has the details; please report them")
+            InternalError("an internal error occurred in mpsd", hint="see mpsd's log for the details, and report them")
         )
 
 
 def _whole_body(message: Message) -> bytes | bytearray:
     """Return a request's body, which has come. Raises BodyTooLargeError, and UnreadableError."""
     if len(message.body) > MAXIMUM_BODY:
-        raise BodyTooLargeError(f"a request's body has {MAXIMUM_BODY} bytes at most", hint="send less", limit="body")
+        raise BodyTooLargeError(
+            f"the request body exceeds {MAXIMUM_BODY} bytes", hint="send a smaller body", limit="body"
+        )
     if message.trouble:
         raise UnreadableError(message.trouble)
     return message.body

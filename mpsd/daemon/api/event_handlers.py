@@ -28,13 +28,13 @@ class EventHandlers:
         events.flush()  # what has no number yet may take the place of what is asked for
         if query.after > events.latest:
             raise InvalidRequestError(
-                f"there is no event {query.after} yet; the latest is {events.latest}",
-                hint="give the last seq that you have, and leave it out to begin with",
+                f"event {query.after} does not exist yet; the latest is {events.latest}",
+                hint="pass the seq of the last event that you received, or omit `after` to begin with the oldest",
             )
         if query.after + 1 < events.oldest and query.after > 0:
             raise InvalidRequestError(
-                f"the events after {query.after} are not kept any more; the oldest is {events.oldest}",
-                hint="start again from there, or keep more: api.events",
+                f"the events after {query.after} are no longer kept; the oldest is {events.oldest}",
+                hint="start again from the oldest event, or keep more events: api.events",
                 limit="api.events",
             )
         return events.read(query.after, follow=query.follow)

@@ -52,7 +52,9 @@ class LeaseHandlers:
         lease = self._node.leases.find(request.names["id"])
         allowed = request.admin or lease.owner.uid == request.credentials.uid if act else self._may_see(request, lease)
         if not allowed:
-            raise NotPermittedError(f"lease {lease.id} is another user's", hint="ask its owner, or an administrator")
+            raise NotPermittedError(
+                f"lease {lease.id} belongs to another user", hint="ask its owner or an administrator"
+            )
         return lease
 
     async def lease(self, request: Request) -> lease_schema.LeaseOut:
@@ -157,13 +159,15 @@ def _connected(request: Request) -> Process:
     if connected is None:
         unseen = request.credentials.pid == 0
         raise PeerUnknownError(
-            "the calling process is outside mpsd's pid namespace: its pid is 0 here, so that neither it nor its"
-            " clients can be told from others, and no lease can be tied to their life"
+            (
+                "the calling process is outside mpsd's pid namespace: mpsd sees its pid as 0, cannot tell it"
+                " and its clients from others, and cannot tie a lease to their life"
+            )
             if unseen
             else "the calling process is gone, so no lease can be tied to its life",
-            hint="mpsd's container needs the host's pid namespace (hostPID: true, --pid=host)"
+            hint="run mpsd's container in the host's pid namespace (hostPID: true, --pid=host)"
             if unseen
-            else "a process that hands its connection on must live for as long as its lease",
+            else "keep the process that opened the connection alive for as long as its lease",
         )
     return connected
 
@@ -172,8 +176,8 @@ def _named(request: Request, pid: int) -> Process:
     """Watch the process that a caller named by its pid. Raises InvalidRequestError when there is none."""
     if request.credentials.pid == 0 or process.is_nested(request.credentials.pid):
         raise InvalidRequestError(
-            f"process {pid} was named from within another pid namespace, where that number means another process",
-            hint="let the process that is to hold the lease ask for it itself: mpsctl run",
+            f"process {pid} was named from another pid namespace, where this pid means another process",
+            hint="take out the lease from the process that is to hold it: mpsctl run",
             limit="pid",
         )
     found = process.find(pid)
@@ -193,10 +197,10 @@ def _user_of(request: Request, named: Process) -> tuple[int, int]:
     if user is None or named.is_gone():
         raise _no_process(named.pid)
     if user[0] != request.credentials.uid and not request.admin:
-        because = f"process {named.pid} is not one of uid {request.credentials.uid}"
-        raise NotPermittedError(because, hint="name one of your own")
+        because = f"process {named.pid} does not belong to uid {request.credentials.uid}"
+        raise NotPermittedError(because, hint="name a process of your own")
     return user
 
 
 def _no_process(pid: int) -> InvalidRequestError:
-    return InvalidRequestError(f"there is no process {pid}", hint="name a process that runs", limit="pid")
+    return InvalidRequestError(f"there is no process {pid}", hint="name a running process", limit="pid")

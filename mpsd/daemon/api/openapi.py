@@ -26,13 +26,12 @@ _QUERY: Final = (422,)
 _BODY: Final = (413, 422)
 """Those of a route that takes a body."""
 
-_DESCRIPTION: Final = """\
-NVIDIA MPS on one node, over a unix socket: `curl --unix-socket /run/mpsd/mpsd.sock http://mpsd/v1/status`.
-
-Who calls is known by the kernel's word (SO_PEERCRED): there is nothing to log in with. Every error is a problem
-document (RFC 9457), whose `code` is for programs and whose `hint` is for people. A number that is to be whole is
-written without a fraction: 1, and not 1.0.
-"""
+_DESCRIPTION: Final = (
+    "NVIDIA MPS on one node, over a unix socket: `curl --unix-socket /run/mpsd/mpsd.sock"
+    " http://mpsd/v1/status`.\n\nThe kernel identifies the caller (SO_PEERCRED), so there is no login. Every"
+    " error is a problem document (RFC 9457);\nits `code` is for programs, and its `hint` is for users. Integers"
+    " are written without a fraction: 1, not 1.0.\n"
+)
 
 
 class OpenApiHandlers:

@@ -56,7 +56,7 @@ class OperatorHandlers:
         supervisor, timeout = self._node.supervisor(request.names["name"]), request.body.timeout
         because = f"uid {request.credentials.uid} {does}"
         if timeout is not None:
-            because += f", and ends who is there after {timeout:g} s"
+            because += f", and ends the remaining clients after {timeout:g} s"
         operation = supervisor.drainer.operation(
             supervisor.intend(OperatorCommand(intent, because, _operation_id(), timeout))
         )
@@ -82,8 +82,8 @@ class OperatorHandlers:
         if found is None:
             raise NotFoundError(
                 f"there is no operation {operation!r}",
-                hint="of those that took their time, the last few of each control daemon are kept for good, and others"
-                " until mpsd restarts",
+                hint="operations are kept until mpsd restarts; of drains and restarts, the last few of each"
+                " control daemon are kept for good",
             )
         return schema.OperationOut.of(found)
 

@@ -121,7 +121,8 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
         "/v1/events",
         lambda h: h.events.events,
         answers.lines(
-            "One JSON object a line: `seq` grows by one from line to line, `at`, `level` and `event` say when and what."
+            "One JSON object per line: `seq` grows by one from line to line; `at`, `level` and `event` give the time,"
+            " the level and the name."
         ),
         query=schema.EventsQuery,
     ),

@@ -267,9 +267,9 @@ class EventsQuery(RequestQuery, frozen=True):
     after: Annotated[
         int,
         parameter(
-            "The number of the last event that the caller has; 0 for all that are kept.",
+            "The number of the last event that the caller has received; 0 for all events that are kept.",
             refusal="is not the number of an event",
-            hint="give the last seq that you have",
+            hint="pass the seq of the last event that you received",
             at_least=0,
             at_most=10**18 - 1,
         ),
@@ -277,8 +277,8 @@ class EventsQuery(RequestQuery, frozen=True):
     follow: Annotated[
         bool,
         parameter(
-            "Whether to go on with the events to come, until the caller hangs up.",
+            "Whether to keep sending new events until the caller disconnects.",
             refusal="is neither true nor false",
-            hint="say follow=true, or nothing",
+            hint="pass follow=true, or omit it",
         ),
     ] = False

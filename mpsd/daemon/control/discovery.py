@@ -37,8 +37,8 @@ def look(paths: DaemonPaths, program: ControlProgram, environment: dict[str, str
         stranger = foreign[0]
         raise ForeignDaemonError(
             f"pid {stranger.identity.pid} (uid {stranger.uid}, {stranger.executable}) is a control daemon on"
-            f" {paths.pipe_directory} that mpsd did not start as it is configured now",
-            hint=f"when its clients are done: echo quit | CUDA_MPS_PIPE_DIRECTORY={paths.pipe_directory}"
+            f" {paths.pipe_directory} that mpsd did not start with its present configuration",
+            hint=f"when its clients have exited: echo quit | CUDA_MPS_PIPE_DIRECTORY={paths.pipe_directory}"
             f" {program.argv[0]}; mpsctl reset {paths.pipe_directory.name}",
         )
     servers = [each for each in processes if each.part is ProgramKind.SERVER]

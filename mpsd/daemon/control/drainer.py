@@ -114,7 +114,7 @@ class Drainer:
         """Have this process go when nobody is left, until mpsd ends; that is not kept."""
         self._leaving = DesiredState(
             Intent.RESTART,
-            "mpsd stops, and was told to stop it too",
+            "mpsd is stopping, and stops the control daemons as well",
             clock.now(),
             boot=clock.boot_id(),
             at=clock.since_boot(),
@@ -131,11 +131,11 @@ class Drainer:
         """Note that what was wanted is so, of the daemon that is this process now. Raises StorageError: not yet."""
         desired, pid = self._stored.desired, there.pid if there is not None else None
         if desired.intent is Intent.DRAIN:
-            so = f"nobody is left on {self._name}"
+            so = f"{self._name} has no leases and no clients left"
         elif desired.replaced is None:
             so = f"{self._name} is pid {pid}, with every limit verified"
         else:
-            so = f"{self._name} is pid {pid} in the place of {desired.replaced.pid}, with every limit verified"
+            so = f"{self._name} is pid {pid}, which replaced {desired.replaced.pid}, with every limit verified"
         self._finish(desired, Outcome.DONE, f"{so}: {desired.because}")
 
     def fail(self, because: str) -> None:
@@ -189,18 +189,18 @@ class Drainer:
         if desired.operation:
             words += f" ({desired.operation})"
         elif desired.intent is Intent.DRAIN:
-            return f"{words}, and nobody was left"
+            return f"{words}; no leases and no clients were left"
         waits = [_named(each) for each in self._blockers] if desired.waits else []
         if len(waits) > _NAMED:
             waits[_NAMED:] = [f"{len(waits) - _NAMED} more"]
-        return f"{words}; it waits for {', '.join(waits)}" if waits else words
+        return f"{words}; waiting for {', '.join(waits)}" if waits else words
 
     @property
     def hint(self) -> str | None:
         """How an operator takes back what is wanted, if he can."""
         if self._leaving is not None:
-            return "to have it go on: systemctl start mpsd; where mpsd is no service, SIGTERM to it once more"
-        return f"let people in again: mpsctl resume {self._name}" if self.desired.intent is not Intent.RUN else None
+            return "to keep it running: systemctl start mpsd; without systemd, send mpsd SIGTERM once more"
+        return f"resume admission: mpsctl resume {self._name}" if self.desired.intent is not Intent.RUN else None
 
     def advance(
         self, present: Mapping[ProcessIdentity, int | None], there: ProcessIdentity | None, *, answers: bool
@@ -281,7 +281,7 @@ class Drainer:
             return
         leases = [each.lease for each in self._blockers if each.lease is not None and each.lease not in self._tried]
         clients = {each: server for each, server in self._present.items() if each not in self._tried}
-        because = f"{self._name}: {self.desired.because}, and their time to leave is over"
+        because = f"{self._name}: {self.desired.because}, and the timeout has expired"
         self._ending = asyncio.get_running_loop().create_task(self._end(leases, clients, because))
 
     def close(self) -> None:

@@ -68,6 +68,6 @@ async def end_client(client: Process, terminate: Terminate | None, grace: float,
         client.signal(signal.SIGKILL)
         await client.gone_within(grace)
     except PermissionError as error:
-        forced("none", failed=f"mpsd may not signal it: {error.strerror} (CAP_KILL)")
+        forced("none", failed=f"mpsd has no permission to signal it: {error.strerror} (CAP_KILL)")
     finally:
         client.close()

@@ -129,7 +129,7 @@ class Instance:
         how = f"pid {self.process.pid} {process.describe(*self._returncode)}"
         words = self._observer.control_log.last_words()
         if words and self.is_fresh:
-            how += f", and its last words were {words!r}"
+            how += f", and its last log line was {words!r}"
         self.process.close()
         self.process = self.evidence = self._returncode = self._watching = self._quit_at = None
         self._observer.orphaned()

@@ -87,10 +87,11 @@ class Launcher:
         if there is not None and (self._its_socket is None or self._its_socket[0] != daemon.identity):
             self._its_socket = daemon.identity, there[0]
         if there is None or self._its_socket != (daemon.identity, there[0]):
-            what = "is gone" if there is None else "is not there any more, but somebody else's"
+            what = "is gone" if there is None else "belongs to another process"
             raise ControlUnreachableError(
-                f"pid {daemon.pid} runs, and its socket {self._paths.control_socket} {what}: no client can reach it",
-                hint=f"when its clients are done, end it (kill {daemon.pid}): a new one is started at once",
+                f"pid {daemon.pid} is running, but its socket {self._paths.control_socket} {what}: no client"
+                " can reach it",
+                hint=f"when its clients have exited, end it (kill {daemon.pid}); mpsd then starts a new one at once",
             )
 
     def unblock_log(self) -> int:

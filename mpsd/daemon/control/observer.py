@@ -214,7 +214,7 @@ class Observer:
             holders = [
                 f"pid {each.identity.pid} (uid {each.uid})" for each in found if each.part is ProgramKind.FRONT_END
             ]
-            error.detail += f"; there is a front-end in {', '.join(holders) or 'another pid namespace'}"
+            error.detail += f"; front-ends connected to it: {', '.join(holders) or 'one in another pid namespace'}"
             raise
 
     async def _register(
@@ -279,7 +279,7 @@ class Observer:
                     EventName.LIMIT_DRIFT, limit=each.limit, wanted=each.wanted, found=each.found, command=each.command
                 )
         if before and not self.drift:
-            self._log.info(EventName.LIMIT_DRIFT_ENDED, because="somebody set it back")
+            self._log.info(EventName.LIMIT_DRIFT_ENDED, because="the limit was set back from outside")
 
     def _undo(self) -> None:
         """Note that what others had changed is as wanted again."""
@@ -287,7 +287,7 @@ class Observer:
         self.undone = (*self.undone, *(replace(each, undone=now) for each in self.drift))[-_MOST_UNDONE:]
         if self.drift:
             limits = ", ".join(each.limit for each in self.drift)
-            self._log.info(EventName.LIMIT_DRIFT_ENDED, because=f"mpsd put it back: {limits}")
+            self._log.info(EventName.LIMIT_DRIFT_ENDED, because=f"mpsd set it back: {limits}")
         self.drift = ()
 
     # -- looking ------------------------------------------------------------------------------------------------------

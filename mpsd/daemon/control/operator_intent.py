@@ -23,7 +23,7 @@ class OperatorIntent:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._kept = _File(DesiredState(Intent.RUN, "nobody holds it", clock.now(), boot=clock.boot_id()))
+        self._kept = _File(DesiredState(Intent.RUN, "no operator holds it", clock.now(), boot=clock.boot_id()))
         self.damaged = ""
         """Why what an earlier mpsd kept could not be understood, if so."""
 
@@ -45,8 +45,8 @@ class OperatorIntent:
         try:
             kept = msgspec.json.decode(raw, type=_File)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            self.damaged = f"{self._path} cannot be understood: {error}"
-            desired = DesiredState(Intent.HOLD, f"held, because {self.damaged}", clock.now(), boot=clock.boot_id())
+            self.damaged = f"{self._path} cannot be parsed: {error}"
+            desired = DesiredState(Intent.HOLD, f"held because {self.damaged}", clock.now(), boot=clock.boot_id())
             self._kept = _File(desired)
         else:
             self._kept = _File(take_up(kept.desired, clock.boot_id()), kept.ended)
@@ -59,7 +59,7 @@ class OperatorIntent:
         except OSError as error:
             raise StorageError(
                 f"{self._path} cannot be written: {error.strerror}",
-                hint="make room on the file system of the state directory",
+                hint="free space on the file system of the state directory",
                 limit="paths.state_dir",
             ) from error
         self._kept, self.damaged = kept, ""

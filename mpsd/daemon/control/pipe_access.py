@@ -72,8 +72,8 @@ class PipeAccess:
             return
         if not self.hold():
             raise PipeAccessError(
-                f"{self.paths.control_socket} is gone, so that uid {uid} cannot reach the control daemon",
-                hint="try again in a moment; see mpsctl daemons",
+                f"{self.paths.control_socket} is gone, so uid {uid} cannot reach the control daemon",
+                hint="try again in a moment; for its state: mpsctl daemons",
                 limit="enforcement.unadmitted",
             )
 
@@ -132,8 +132,8 @@ class PipeAccess:
     @staticmethod
     def _failed(path: Path, meant: Acl, because: str) -> PipeAccessError:
         return PipeAccessError(
-            f"who may use {path} cannot be set to {acl.text(meant)}: {because}",
-            hint="see that its file system keeps POSIX ACLs, and that mpsd's user namespace has each uid in it",
+            f"the pipe access of {path} cannot be set to {acl.text(meant)}: {because}",
+            hint="check that its file system supports POSIX ACLs, and that mpsd's user namespace maps each uid",
             limit="enforcement.unadmitted",
         )
 

@@ -66,5 +66,7 @@ class Prober:
         """Where it is silent because others have filled its FIFO, have it go on; it answers when it is asked again."""
         with contextlib.suppress(OSError):  # there is no FIFO: that is known by then, or will be
             if moved := self._launcher.unblock_log():
-                because = f"its FIFO was full: {moved} bytes were moved into its log, and it goes on"
+                because = (
+                    f"its FIFO was full: {moved} bytes were moved into its log, and the control daemon can continue"
+                )
                 self._log.warning(EventName.LOG_FIFO_FULL, because=because)

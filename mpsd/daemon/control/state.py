@@ -14,7 +14,7 @@ class Lifecycle:
     def __init__(self, log: Logger, changed: Callable[[], None]) -> None:
         """`changed` is called whenever something about the daemon may be otherwise than before."""
         self._state = State.DOWN
-        self.because = "nothing was tried yet"
+        self.because = "mpsd has not started it yet"
         self.hint: str | None = None
         self.since = clock.now()
         self.ready_since: datetime | None = None

@@ -66,7 +66,7 @@ class Supervisor:
         self._log = log.bind(daemon=name)
         self._death_tally = DeathTally(pipe_access.paths.death_tally, self._log)
         self._launcher = Launcher(gpu, program, pipe_access)
-        self._reset_hint = f"mend the cause, then: mpsctl reset {name}"
+        self._reset_hint = f"fix the cause, then: mpsctl reset {name}"
         self._wake = asyncio.Event()
         paths, daemon = pipe_access.paths, settings.current.daemon
         self._control_log = ControlLog(paths, daemon.log_size, self._log, woken=self._wake.set, changed=changed)
@@ -148,10 +148,10 @@ class Supervisor:
         if self._lifecycle.state not in ANSWERED:
             return f"it is {self._lifecycle.state}: {self._lifecycle.because}"
         if not self._wanted_limits.proved:
-            return "they were not read back in time"
+            return "its limits were not read back in time"
         if starting := self._observer.starting:
             pids = ", ".join(map(str, starting))
-            return f"server {pids} is starting, and does not say yet what its clients get"
+            return f"server {pids} is starting, and does not report the limits of its clients yet"
         return ""
 
     def intend(self, command: OperatorCommand) -> str:
@@ -171,7 +171,7 @@ class Supervisor:
         self._wanted = False
         self.drainer.leave(self._instance.identity)
         if force:
-            self._move(Event.STOP, "it is stopped with mpsd")
+            self._move(Event.STOP, "it is stopped together with mpsd")
         else:
             self._apply_desired_state()
         self.ask()
@@ -223,13 +223,13 @@ class Supervisor:
             case State.COOLING if clock.monotonic() < self._due:
                 await self._sleep(self._due - clock.monotonic())
             case State.COOLING:
-                self._move(Event.COOLED, "the delay after its death is over")
+                self._move(Event.COOLED, "the delay after its death has elapsed")
 
     async def _wait_for_resources(self, error: OSError) -> None:
         """The machine had no descriptor, memory or process left: what cannot be looked at is not known to be well."""
-        hint = "see what the machine has run out of; mpsd tries again by itself"
+        hint = "find out which resource the machine has run out of; mpsd retries by itself"
         if self._lifecycle.state in RUNNING:
-            self._move(Event.SILENT, f"mpsd could not look at it: {error.strerror}", hint)
+            self._move(Event.SILENT, f"mpsd could not check it: {error.strerror}", hint)
         else:
             self._lifecycle.explain(f"it cannot be started now: {error.strerror}", hint)
             self._lifecycle.notify_changed()
@@ -265,7 +265,7 @@ class Supervisor:
         if self._instance.process is not None:
             self._due = clock.monotonic() + self._settings.current.daemon.start_deadline
             self._wanted_limits.forget()
-            self._move(Event.ADOPTED, f"pid {self._instance.pid} was found running, and adopted")
+            self._move(Event.ADOPTED, f"pid {self._instance.pid} was already running, and was adopted")
         elif self.drainer.is_clear(found.orphans):
             if self.drainer.desired.intent is Intent.RESTART:
                 self._control_log.remove_leftovers(self._launcher.remove_leftovers)
@@ -296,8 +296,10 @@ class Supervisor:
         is_new = self._instance.is_fresh and not self._wanted_limits.proved
         if is_new and not await self._instance.listens_by(self._due):
             if self._instance.give_up():
-                late = f"it did not listen within {self._settings.current.daemon.start_deadline:g} s, and so is ended"
-                self._move(Event.SILENT, late, f"read {self._pipe_access.paths.control_log}")
+                late = (
+                    f"it did not listen within {self._settings.current.daemon.start_deadline:g} s, and is being killed"
+                )
+                self._move(Event.SILENT, late, f"see {self._pipe_access.paths.control_log}")
             return
         reached = await self._probe()
         if self._lifecycle.state is State.STARTING:

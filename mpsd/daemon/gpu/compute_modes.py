@@ -15,10 +15,10 @@ from mpsd.system.saved_compute_modes import SavedComputeModes
 
 _EXCLUSIVE: Final = ComputeMode.EXCLUSIVE_PROCESS
 _FAILS_OPEN: Final = (
-    "a process that does not use its lease's environment runs outside MPS, without limits, while the compute mode of"
-    ' {gpus} is default; daemon.compute_mode = "exclusive-process" keeps it out'
+    "while the compute mode of {gpus} is default, a process that does not use its lease's environment runs"
+    ' outside MPS, without limits; to prevent that, set daemon.compute_mode = "exclusive-process"'
 )
-_NO_ROOM: Final = "make room on the file system of paths.state_dir, then: mpsctl reset gpu{index}"
+_NO_ROOM: Final = "free space on the file system of paths.state_dir, then: mpsctl reset gpu{index}"
 
 
 class ComputeModes:
@@ -44,7 +44,7 @@ class ComputeModes:
                 self._found.load()
             except ValueError as error:
                 aside = self._found.set_aside()
-                self._tell_not_kept(f"{self._found.path} cannot be understood, and is kept as {aside}: {error}")
+                self._tell_not_kept(f"{self._found.path} cannot be parsed, and was moved to {aside}: {error}")
         except OSError as error:
             self._tell_not_kept(f"{self._found.path} cannot be read: {error.strerror}")
 
@@ -81,7 +81,7 @@ class ComputeModes:
         found = self._found.by_gpu
         missing = found.keys() - {gpu.uuid for gpu in there}
         notes = [
-            f"{gpu} cannot be read now; mpsd has changed its compute mode, and is to give it back ({found[gpu]})"
+            f"{gpu} cannot be read now; mpsd has changed its compute mode, and will restore {found[gpu]}"
             for gpu in sorted(missing)
         ]
         if default and not self._wanted:
@@ -110,7 +110,7 @@ class ComputeModes:
                 case ComputeModeStep.GIVE_BACK if found is not None and gpu.uuid not in self._refused:
                     reading = await self._give_back(gpu, found)
                 case ComputeModeStep.FORGET:
-                    because = f"it is {now}, and not what mpsd set"
+                    because = f"its compute mode is {now}, which mpsd did not set"
                     self._log.info(EventName.COMPUTE_MODE_LEFT, **_of(gpu), mode=now, found=found, because=because)
                     self._forget(gpu)
                 case _:
@@ -128,8 +128,8 @@ class ComputeModes:
             self._found.note(gpu.uuid, now)
         except OSError as error:
             raise ComputeModeError(
-                f"its compute mode {now} cannot be written down in {self._found.path}, so it is not changed:"
-                f" {error.strerror}",
+                f"its compute mode {now} cannot be recorded in {self._found.path}, so the mode was not"
+                f" changed: {error.strerror}",
                 hint=_NO_ROOM.format(index=gpu.index),
             ) from error
         try:
@@ -157,7 +157,7 @@ class ComputeModes:
         try:
             self._found.forget(gpu.uuid)
         except OSError as error:
-            self._tell_not_kept(f"GPU {gpu.index} cannot be struck out of {self._found.path}: {error.strerror}")
+            self._tell_not_kept(f"GPU {gpu.index} cannot be removed from {self._found.path}: {error.strerror}")
 
     def _tell_trouble(self, gpu: Gpu, now: ComputeMode | None) -> None:
         """Log what is wrong with a GPU's mode, once."""

@@ -19,7 +19,7 @@ from mpsd.system.gpu import GpuSource
 _INTERVAL: Final = 10.0
 """Seconds between two readings of the GPUs, and between two tries to listen to them where that fails."""
 
-_LOOK: Final = "see what nvidia-smi and dmesg say; mpsd looks again by itself"
+_LOOK: Final = "see nvidia-smi and dmesg; mpsd retries by itself"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class Gpus:
         reported, at = self._reported.get(gpu.uuid, (0, clock.now()))
         told = f"at {at.isoformat(timespec='seconds')} it reported {xid.describe(reported)}" if reported else ""
         if reported and xid.condemns(reported):
-            hint = f"see NVIDIA's list XID Errors, mend or reset the GPU, then: mpsctl reset gpu{index}"
+            hint = f"look it up in NVIDIA's list of XID errors, repair or reset the GPU, then: mpsctl reset gpu{index}"
             return GpuView(index, gpu, usage, Health.FAULTY, told, hint)
         closed = self.modes.trouble(gpu, usage.value.compute_mode)
         if closed is not None:

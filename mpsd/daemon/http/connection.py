@@ -351,7 +351,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _put(self, data: bytes) -> None:
         if self._transport is None or self._transport.is_closing():
-            raise ConnectionResetError("it has hung up")
+            raise ConnectionResetError("the peer has disconnected")
         self._transport.write(data)
 
     async def _drain(self) -> None:
@@ -362,7 +362,7 @@ class Connection(asyncio.BufferedProtocol):
                 await self._taken
         except TimeoutError:
             self.abort()
-            raise ConnectionResetError(f"it does not take what is sent to it for {_SLOW:g} s") from None
+            raise ConnectionResetError(f"the peer has not read what was sent to it for {_SLOW:g} s") from None
 
     def pause_writing(self) -> None:
         """Have whoever sends wait: the kernel takes no more."""

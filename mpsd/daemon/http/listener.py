@@ -58,11 +58,12 @@ class Listener:
             refused = None
             if sum(each.peer.uid == peer.uid for each in self._inside) >= most:
                 refused = _too_many(
-                    f"uid {peer.uid} has {most} connections, as many as it may", "api.connections_per_uid"
+                    f"uid {peer.uid} has {most} open connections, the maximum (api.connections_per_uid)",
+                    "api.connections_per_uid",
                 )
             elif _is_spare(accepted.fileno()):
                 refused = _too_many(
-                    "mpsd has as many connections, of all users, as it has descriptors for", "descriptors"
+                    "mpsd has the maximum number of open connections that its file descriptors allow", "descriptors"
                 )
                 self._note_stuck(refused.detail)
             if refused is not None:
@@ -132,7 +133,7 @@ def _settle(knock: "asyncio.Future[None]") -> None:
 
 
 def _too_many(because: str, limit: str) -> TooManyRequestsError:
-    return TooManyRequestsError(because, hint="close some, or try again later", limit=limit)
+    return TooManyRequestsError(because, hint="close some connections, or try again later", limit=limit)
 
 
 def _is_spare(descriptor: int) -> bool:

@@ -79,8 +79,8 @@ class RequestsInFlight:
         here = self._requests.get(uid, 0)
         if here >= most:
             raise TooManyRequestsError(
-                f"uid {uid} has {most} requests in flight, as many as it may",
-                hint="wait for some of them",
+                f"uid {uid} has {most} requests in flight, the maximum (api.requests_per_uid)",
+                hint="wait until some of them are answered",
                 limit="api.requests_per_uid",
             )
         self._requests[uid] = here + 1

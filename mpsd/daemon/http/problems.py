@@ -50,7 +50,7 @@ class UnreadableError(InvalidRequestError):
 
     def __init__(self, trouble: str) -> None:
         hint = "send plain HTTP/1.1, as curl --unix-socket does"
-        super().__init__(f"this cannot be read as HTTP/1.1: {trouble}", hint=hint)
+        super().__init__(f"the request is not valid HTTP/1.1: {trouble}", hint=hint)
 
 
 class WrongMethodError(MethodNotAllowedError):
@@ -58,8 +58,8 @@ class WrongMethodError(MethodNotAllowedError):
 
     def __init__(self, message: Message, methods: Iterable[str]) -> None:
         self.allowed = sorted(methods)
-        hint = f"it takes {', '.join(self.allowed)}"
-        super().__init__(f"{message.method} is not for {message.path}", hint=hint)
+        hint = f"use {', '.join(self.allowed)}"
+        super().__init__(f"{message.path} does not support {message.method}", hint=hint)
 
 
 def unroutable(message: Message, methods: Iterable[str]) -> MpsdError:
@@ -67,7 +67,7 @@ def unroutable(message: Message, methods: Iterable[str]) -> MpsdError:
     if message.trouble:
         return UnreadableError(message.trouble)
     if not methods:
-        return NotFoundError(f"there is no route {message.path}", hint="the routes are in /v1/openapi.json")
+        return NotFoundError(f"there is no route {message.path}", hint="see /v1/openapi.json for the routes")
     return WrongMethodError(message, methods)
 
 

@@ -38,7 +38,7 @@ def answer_refused_start(listener: socket.socket, error: MpsdError, wanted: Call
     before = wanted()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # who has mended the file may say so: it is looked at anyway
     root = closing_response(UnreachableError(f"mpsd cannot start: {error.detail}", hint=error.hint), _STATUS)
-    hint = "an operator sees why: systemctl status mpsd"
+    hint = "see the reason (as an operator): systemctl status mpsd"
     others = closing_response(UnreachableError("mpsd cannot start", hint=hint), _STATUS)
     wait, end = 0.0, clock.monotonic() + _SECONDS
     while clock.monotonic() < end:

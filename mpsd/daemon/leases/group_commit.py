@@ -21,7 +21,7 @@ from mpsd.system import clock
 _DELAY: Final = 0.01
 """Seconds for which what is stored may wait for more, to be told with it."""
 
-_MAKE_ROOM: Final = "make room on the file system of the runtime directory"
+_MAKE_ROOM: Final = "free space on the file system of the runtime directory"
 
 
 class GroupCommit:
@@ -115,7 +115,7 @@ class GroupCommit:
             self._schedule()
         await self.over()
         if self._store.is_late(lease_id):
-            raise StorageError(f"lease {lease_id} could not be stored as it is now: {self.trouble}", hint=_MAKE_ROOM)
+            raise StorageError(f"the state of lease {lease_id} could not be stored: {self.trouble}", hint=_MAKE_ROOM)
 
     def look_for_room(self) -> None:
         """Try again what failed, and grant again when there is room where there was none."""
@@ -151,7 +151,7 @@ class GroupCommit:
             self._log.error(EventName.STORE_FULL, because=kept.because)
         self.trouble = kept.because
         for lease in kept.refused:
-            because = f"it was not granted, since it could not be stored: {kept.because}"
+            because = f"it was not granted because it could not be stored: {kept.because}"
             self._refuse(lease, StorageError(because, hint=_MAKE_ROOM))
         refused = {lease.id for lease in kept.refused}
         self._news += [each for each in news if self._store.is_late(each.lease)]

@@ -163,7 +163,7 @@ class LeaseStore:
                 elif not news:  # or it is free when another mpsd comes
                     self._free.append(_whole(number))
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            because = f"a lease in it cannot be understood: {error}"
+            because = f"a lease in it cannot be parsed: {error}"
             self._database.start_anew(because)
             self._rows.clear()
             return StoredLeases(because=because)

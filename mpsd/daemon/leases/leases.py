@@ -127,12 +127,12 @@ class Leases:
 
     def _take_up(self, lease: Lease, now: float) -> None:
         if not self._watch.of(lease.id):
-            self._end(lease.id, f"its holder, pid {lease.holder.pid}, died while mpsd was away")
+            self._end(lease.id, f"its holder, pid {lease.holder.pid}, died while mpsd was not running")
         elif lease.state is not LeaseState.WAITING:
             self._limit_gates.follow(lease)
             self.clients.drop_dead_clients(lease)
         elif lease.request.request_id is None:
-            self._end(lease.id, "mpsd was restarted, and its caller had no request_id to come back with")
+            self._end(lease.id, "mpsd was restarted, and the request has no request_id with which to continue")
         else:
             self._pending[lease.id] = PendingRequest.waiting(kept_until=now + self._grace)
 
@@ -144,9 +144,9 @@ class Leases:
         if self._watch.of(lease_id):
             self.clients.remove(lease, gone)
         elif gone == lease.holder:
-            self._end(lease_id, f"its holder, pid {gone.pid}, is gone")
+            self._end(lease_id, f"its holder, pid {gone.pid}, has exited")
         else:
-            because = f"its holder, pid {lease.holder.pid}, is gone, and so is its last client, pid {gone.pid}"
+            because = f"its holder, pid {lease.holder.pid}, has exited, and so has its last client, pid {gone.pid}"
             self._end(lease_id, because)
 
     def _end_overdue(self) -> None:
@@ -155,12 +155,12 @@ class Leases:
             place = self.ledger.place(lease.id, now)
             if place is not None:
                 lacks = place.waits_for
-                because = f"it waited in vain for as long as it was to: {lacks.because}"
+                because = f"timed out in the queue: {lacks.because}"
                 self._end(lease.id, because, refusal=DoesNotFitError(because, hint=lacks.hint, limit=lacks.limit))
             else:
-                self._end(lease.id, f"its time to live of {lease.ttl:g} s is over")
+                self._end(lease.id, f"its time to live of {lease.ttl:g} s has expired")
         for lease_id in [each for each, pending in self._pending.items() if (pending.kept_until or now) < now]:
-            self._end(lease_id, "its caller hung up and did not come back")
+            self._end(lease_id, "its caller disconnected and did not come back")
 
     # -- asking for a lease, and ending one ---------------------------------------------------------------------------
 
@@ -239,7 +239,7 @@ class Leases:
             raise pending.refusal
         if has_left():
             self._hang_up(lease.id, pending)
-            raise ConnectionResetError("its caller has hung up, and the loop has not noticed yet")
+            raise ConnectionResetError("the caller has disconnected")
         self._pending.pop(lease.id, None)
         return self.ledger.leases[lease.id]
 
@@ -257,7 +257,7 @@ class Leases:
         if pending.listeners or lease is None or self._pending.get(lease_id) is not pending:
             return  # others listen, or it has ended, or somebody has heard of it
         if lease.request.request_id is None:
-            self._end(lease_id, "its caller hung up before it heard of it")
+            self._end(lease_id, "its caller disconnected before the answer was sent")
         else:
             pending.kept_until = clock.monotonic() + self._grace
 
@@ -273,7 +273,7 @@ class Leases:
         would undo that.
         """
         if lease_id not in self.ledger.leases:
-            raise NotFoundError(f"lease {lease_id} holds nothing that could be renewed", hint="ask for a new one")
+            raise NotFoundError(f"lease {lease_id} holds nothing that can be renewed", hint="take out another lease")
         lease = self.ledger.renew(lease_id, ttl, clock.monotonic())
         self._group_commit.change(lease, EventName.LEASE_RENEWED, ttl=ttl)
         await self._group_commit.stored(lease_id)
@@ -287,11 +287,11 @@ class Leases:
         """
         lease = self.ledger.leases.get(lease_id)
         if lease is None:
-            raise NotFoundError(f"lease {lease_id} holds nothing that could be attached to", hint="ask for a new one")
+            raise NotFoundError(f"processes cannot attach to lease {lease_id} now", hint="take out another lease")
         if not attribution.has_room(lease):
             raise DoesNotFitError(
-                f"lease {lease_id} has its {lease.request.processes} processes",
-                hint="end one of them, or ask for a lease of more (processes)",
+                f"lease {lease_id} already has its {lease.request.processes} processes",
+                hint="end one of them, or take out a lease for more processes",
                 limit="processes",
             )
         self._limit_gates.follow(lease)
@@ -305,7 +305,7 @@ class Leases:
         self._offered = offers
         if self.ledger.offer(offers, clock.monotonic()):
             for lease, shortage in self.ledger.impossible():
-                because = f"what the GPUs have to give has changed: {shortage.because}"
+                because = f"the capacity of the GPUs has changed: {shortage.because}"
                 self._end(lease.id, because, refusal=shortage.raised())
             self.settle()
 
@@ -361,7 +361,7 @@ class Leases:
         """Return a lease, also when it ended not long ago. Raises NotFoundError."""
         found = self.ledger.find(lease_id) or self._ended.get(lease_id)
         if found is None:
-            raise NotFoundError(f"there is no lease {lease_id!r}", hint="list them with: mpsctl leases")
+            raise NotFoundError(f"there is no lease {lease_id!r}", hint="list the leases: mpsctl leases")
         return found
 
     def _end(self, lease_id: str, because: str, *, refusal: MpsdError | None = None) -> None:
@@ -382,7 +382,7 @@ class Leases:
             self._asked.pop((ended.owner.uid, ended.request.request_id), None)
         pending = self._pending.pop(lease_id, None)
         if pending is not None:
-            pending.decide(refusal or DoesNotFitError(f"the request has ended: {because}", hint="ask again"))
+            pending.decide(refusal or DoesNotFitError(f"the request has ended: {because}", hint="try again"))
         if isinstance(refusal, StorageError):
             self._group_commit.change(ended, EventName.LEASE_REFUSED, code=refusal.code, because=because)
         else:
@@ -395,5 +395,5 @@ class Leases:
 
 def stopping() -> StoppingError:
     """Return that mpsd is on its way out."""
-    hint = "ask again in a moment: the next mpsd takes over, unless this one stops the control daemons (mpsctl status)"
+    hint = "try again in a moment: the next mpsd takes over, unless this one stops the control daemons (mpsctl status)"
     return StoppingError("mpsd is stopping", hint=hint)

@@ -161,7 +161,7 @@ class LimitGates:
     def _not_ready(supervisor: Supervisor) -> DaemonNotReadyError:
         return DaemonNotReadyError(
             f"the limits of {supervisor.name} could not be opened: {supervisor.trouble}",
-            hint="try again in a moment; see mpsctl daemons",
+            hint="try again in a moment; for its state: mpsctl daemons",
             limit="health",
         )
 

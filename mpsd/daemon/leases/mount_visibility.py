@@ -32,16 +32,17 @@ def narrowed(request: LeaseRequest, holder: Process, offers: Sequence[Offer], lo
         request = structs.replace(request, among=tuple(seen))
         if not request.among:
             raise NotPermittedError(
-                f"process {pid} does not find {hidden[0]}, where its lease would send it: its container has another"
-                " file system, and it would run outside MPS, without limits",
-                hint=f"mount {hidden[0].parents[1]} there under the same path (-v, or a volume of type hostPath)",
+                f"process {pid} cannot see {hidden[0]}, the pipe directory of its lease: its container has"
+                " another file system, and the process would run outside MPS, without limits",
+                hint=f"mount {hidden[0].parents[1]} into the container under the same path (-v, or a volume of"
+                " type hostPath)",
                 limit="pipe_directory",
             )
     if host_environment.SHARED_MEMORY in hidden:
         log.warning(
             EventName.SHARED_MEMORY_DIFFERS,
             pid=pid,
-            because=f"process {pid} has a /dev/shm of its own, and MPS may need one that it shares with its server",
-            hint="hostIPC: true, --ipc=host, or mount the host's /dev/shm there",
+            because=f"process {pid} has its own /dev/shm, and MPS may need one that the process shares with its server",
+            hint="use hostIPC: true or --ipc=host, or mount the host's /dev/shm into the container",
         )
     return request

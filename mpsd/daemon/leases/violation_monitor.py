@@ -160,14 +160,14 @@ class ViolationMonitor:
         """Say what is not known now of the GPU of a share, and of its control daemon."""
         daemon, usage = self._daemons.get(share.daemon), self._usages.get(share.gpu)
         if daemon is None:
-            yield f"{share.daemon} is not known: GPU {share.gpu} is gone"
+            yield f"the state of {share.daemon} is unknown: GPU {share.gpu} is gone"
         elif daemon.state not in ANSWERED:
             yield f"{daemon.name} is {daemon.state}: {daemon.because}"
         elif daemon.name in late:
             yield f"{daemon.name} did not answer in time"
         if not isinstance(usage, Known):
             because = usage.reason if usage is not None else "it was not read yet"
-            yield f"who runs on the GPU of {share.daemon} is not known: {because}"
+            yield f"the processes on the GPU of {share.daemon} are unknown: {because}"
 
     def _attribute_memory(self) -> None:
         """Find whose is what is held on the GPUs; of one that cannot be read nothing is known."""

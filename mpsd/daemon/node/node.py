@@ -311,8 +311,8 @@ class Node:
         closed = rundir.closed_to_others(self._run_dir.daemons)
         if closed is not None:
             raise NotPermittedError(
-                f"uid {uid} cannot reach the control daemons: {closed} lets no other uid through",
-                hint=f"an administrator can open it: chmod o+x {closed}",
+                f"uid {uid} cannot reach the control daemons: it may not traverse {closed}",
+                hint=f"ask an administrator to run: chmod o+x {closed}",
             )
 
     def offers(self) -> list[Offer]:
@@ -348,7 +348,7 @@ class Node:
         found = self._supervisors.get(name)
         if found is None:
             known = ", ".join(self._supervisors) or "none"
-            raise NotFoundError(f"there is no control daemon {name!r}", hint=f"known are: {known}")
+            raise NotFoundError(f"there is no control daemon {name!r}", hint=f"known control daemons: {known}")
         return found
 
 

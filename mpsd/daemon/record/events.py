@@ -46,7 +46,7 @@ class Events:
             # Whatever was given before, it was less than one number a microsecond.
             last = max(last, int(clock.now().timestamp() * 1e6))
         if not counter.certain or (rows and rows[-1][0] != last):
-            self.lost = f"no event up to {last} is kept: the history was not as it was left"
+            self.lost = f"no event up to {last} is kept: the history was changed from outside"
             rows = []
         kept = [(line, float(str(at))) for _, at, data in rows for line in str(data).encode().split(b"\n")][-count:]
         self._lines, self._times = [line for line, _ in kept], [at for _, at in kept]

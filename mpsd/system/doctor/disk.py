@@ -38,7 +38,7 @@ def look(settings: Settings, *, private: bool, apart: tuple[Path, ...] = ()) -> 
     directories = (
         ("paths.runtime_dir", paths.runtime_dir), ("paths.state_dir", paths.state_dir), ("paths.log_dir", paths.log_dir)
     )  # fmt: skip
-    elsewhere = Unknown(f"{paths.log_dir} is another directory here than it is to mpsd")
+    elsewhere = Unknown(f"{paths.log_dir} is a different directory here than for mpsd")
     return FilesSeen(
         directories=tuple(_directory(setting, path) for setting, path in directories if path not in apart),
         apart=apart,
@@ -96,13 +96,13 @@ def _strange(path: Path) -> tuple[str, str] | None:
     except ConfigurationError as error:
         return error.detail, error.hint
     except OSError as error:
-        return f"{error.filename}: {error.strerror}", "look as root"
+        return f"{error.filename}: {error.strerror}", "run it as root"
     if own:
         return None
     found = path.lstat()
-    because = f"{path} (uid {found.st_uid}, mode {found.st_mode & 0o7777:04o}) is no directory of mpsd's own: a"
-    because += " symbolic link, another user's, or writable for users other than root and mpsd's"
-    return because, f"chown root: {path} && chmod 0755 {path}, or choose another"
+    because = f"{path} (uid {found.st_uid}, mode {found.st_mode & 4095:04o}) is not private to mpsd: it is a"
+    because += " symbolic link, belongs to another user, or is writable for users other than root and mpsd's"
+    return because, f"chown root: {path} && chmod 0755 {path}, or choose another directory"
 
 
 def listened() -> frozenset[str]:

@@ -96,17 +96,19 @@ async def _give_back(settings: Settings, uuids: Sequence[str]) -> list[str]:
                 continue
             usage = await source.usage(gpu)
             if not isinstance(usage, Known):
-                raise GpuUnknownError(f"GPU {gpu.index}: {usage.reason}", hint="see nvidia-smi, and look again")
+                raise GpuUnknownError(f"GPU {gpu.index}: {usage.reason}", hint="see nvidia-smi, then try again")
             now = usage.value.compute_mode
             if step(wanted=False, found=before, now=now, held=False) is ComputeModeStep.FORGET:
                 found.forget(uuid)
-                done.append(f"struck GPU {gpu.index} out of {found.path}: it is {now}, and not what mpsd set")
+                done.append(
+                    f"removed GPU {gpu.index} from {found.path}: its compute mode is {now}, which mpsd did not set"
+                )
                 continue
             reading = await change_compute_mode(source, gpu, before)
             if not isinstance(reading, Known):
-                raise ComputeModeError(reading.reason, hint="look again")
+                raise ComputeModeError(reading.reason, hint="try again")
             found.forget(uuid)
-            done.append(f"gave GPU {gpu.index} its compute mode {before} back: it was left {now}")
+            done.append(f"restored the compute mode {before} of GPU {gpu.index}, which was {now}")
     finally:
         source.close()
     return done

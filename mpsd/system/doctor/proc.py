@@ -125,7 +125,7 @@ def _open_files(at: Path) -> Reading[int]:
         if line.startswith("Max open files"):
             soft = line.split()[3]
             return Known(int(soft) if soft.isdecimal() else 2**31)
-    return Unknown(f"{at / 'limits'} says nothing of open files")
+    return Unknown(f"{at / 'limits'} has no line about open files")
 
 
 def _shared_memory(at: Path) -> Reading[int]:

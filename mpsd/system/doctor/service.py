@@ -124,7 +124,7 @@ async def units() -> Reading[Mapping[str, Mapping[str, str]]]:
     """Return what systemd says of mpsd's units: those that it knows, by name."""
     program = shutil.which("systemctl")
     if program is None or not os.access("/run/systemd/system", os.F_OK):  # sd_booted(3)
-        return Unknown("systemd does not run this machine, or is not seen from here")
+        return Unknown("this machine does not run systemd, or systemd is not visible from here")
     command = [program, "show", f"--property={','.join(_PROPERTIES)}", *_UNITS]
     try:
         done = await process.run(command, env=process.environment({}), stdin=b"", seconds=_DEADLINE)
@@ -133,7 +133,7 @@ async def units() -> Reading[Mapping[str, Mapping[str, str]]]:
     if done.returncode != 0:
         return Unknown(f"{done.command}: {done.output.strip() or process.describe(done.returncode)}")
     found = read_units(done.output)
-    return Known(found) if found else Unknown(f"systemd knows none of {', '.join(_UNITS)}")
+    return Known(found) if found else Unknown(f"systemd has none of the units {', '.join(_UNITS)}")
 
 
 def read_units(output: str) -> dict[str, dict[str, str]]:
@@ -170,7 +170,7 @@ def tasks(pid: int) -> Reading[Tasks]:
     found = [_tasks(Path(root) / path.lstrip("/")) for root, path in _groups(lines)]
     limited = [each for each in found if each is not None]
     if not limited:
-        return Unknown("the control group of mpsd is not seen from here")
+        return Unknown("the control group of mpsd is not visible from here")
     return Known(min(limited, key=lambda each: each.most - each.there if each.most is not None else sys.maxsize))
 
 

@@ -296,7 +296,7 @@ def test_a_lease_that_cannot_be_printed(node: Node) -> None:
     """A lease that its caller does not get to see is given back."""
     with Path("/dev/full").open("w", encoding="utf-8") as full:
         done = run_mpsctl(node.socket, "admit", *SHARE, capture_output=False, stdout=full, stderr=subprocess.PIPE)
-    assert (done.returncode, done.stderr) == (1, "mpsctl: the answer cannot be written: No space left on device\n")
+    assert (done.returncode, done.stderr) == (1, "mpsctl: cannot write the answer: No space left on device\n")
     assert leases(node) == []
     assert "released" in last_end(node)
 
@@ -362,7 +362,7 @@ def test_a_time_to_live_that_nobody_asked_for(short_tmp: Path) -> None:
         with answering(short_tmp / f"s{told}", http(lease, "201 Created")):
             done = run_mpsctl(short_tmp / f"s{told}", "run", *SHARE, *options, "--", "printenv", "MPSD_LEASE")
         assert (done.returncode, done.stdout) == (0, "lease-1\n")
-        assert ("lease-1 ends at 2026-11-21, unless renewed: mpsctl renew lease-1" in done.stderr) is told
+        assert ("lease-1 ends at 2026-11-21 unless it is renewed: mpsctl renew lease-1" in done.stderr) is told
 
 
 def test_signals_to_a_command(node: Node) -> None:

@@ -145,7 +145,7 @@ def test_restarts_of_mpsd(make_node: Callable[..., Node], follower: Callable[...
     hear(happen(node)["id"])
     for number in (signal.SIGKILL, signal.SIGTERM):
         node.end(number)
-        told = r"mpsctl: mpsd has gone; going on after event \d+ once it is back\n"
+        told = r"mpsctl: mpsd is gone; continuing after event \d+ when it is back\n"
         assert re.fullmatch(told, process.stderr.readline())
         node.start()
         hear(happen(node)["id"])

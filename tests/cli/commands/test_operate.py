@@ -40,7 +40,7 @@ def test_all(node: Node) -> None:
     lines = done.stdout.splitlines()
     for (name, was), line in zip(before.items(), lines, strict=True):
         pid = node.daemons()[name]["pid"]
-        assert f" done: {name} is pid {pid} in the place of {was['pid']}" in line
+        assert f" done: {name} is pid {pid}, which replaced {was['pid']}" in line
 
 
 def test_waits_and_is_given_up(node: Node, lease: str) -> None:
@@ -68,7 +68,7 @@ def test_signalled(node: Node, lease: str, number: signal.Signals) -> None:
         stdout, stderr = process.communicate(timeout=20)
         operation = begun(node)["operation"]
         assert (process.returncode, stdout) == (-number, "")
-        assert stderr == f"mpsctl: {operation} goes on; to give it up: mpsctl resume gpu0\n"
+        assert stderr == f"mpsctl: {operation} continues; to cancel it: mpsctl resume gpu0\n"
     finally:
         end(process)
     assert node.get(f"/v1/operations/{operation}").json["state"] == "running"
@@ -83,7 +83,7 @@ def test_across_a_restart_of_mpsd(node: Node, lease: str) -> None:
         assert process.stderr is not None
         assert lease in process.stderr.readline()
         node.end(signal.SIGKILL)
-        assert "mpsd is gone, and the next one goes on with it" in process.stderr.readline()
+        assert "mpsd is gone; the next mpsd continues the operation" in process.stderr.readline()
         node.start(ready=False)
         assert node.request("DELETE", f"/v1/leases/{lease}").status == 204
         stdout, _ = process.communicate(timeout=20)
@@ -98,5 +98,5 @@ def test_no_wait(node: Node, lease: str) -> None:
     done = node.mpsctl("restart", "gpu0", "--no-wait", "--timeout", "1000", "-o", "json")
     assert done.returncode == 0
     assert json.loads(done.stdout)["state"] == "running"
-    assert "ends who is there after 1000 s" in json.loads(done.stdout)["because"]
+    assert "ends the remaining clients after 1000 s" in json.loads(done.stdout)["because"]
     assert node.get(f"/v1/leases/{lease}").json["state"] == "granted"

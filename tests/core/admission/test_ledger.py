@@ -102,69 +102,75 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("offers", "asks", "error", "limit", "words"),
         [
-            ([], {}, DaemonNotReadyError, "gpu", "a GPU was asked for, and there is none that mpsd can use now"),
-            ([], {"gpus": 2}, DaemonNotReadyError, "gpu", "2 GPUs were asked for, and there is none"),
-            ([offer(0)], {"gpu": gpu(1)}, DaemonNotReadyError, "gpu", "GPU-1 was asked for, and there is none"),
-            ([offer(0)], {"gpus": 2}, NeverFitsError, "gpus", "2 GPUs were asked for, and this node has 1"),
+            ([], {}, DaemonNotReadyError, "gpu", "a GPU was requested, but mpsd cannot use any at present"),
+            ([], {"gpus": 2}, DaemonNotReadyError, "gpu", "2 GPUs were requested, but mpsd cannot use any"),
+            ([offer(0)], {"gpu": gpu(1)}, DaemonNotReadyError, "gpu", "GPU-1 was requested, but mpsd cannot use any"),
+            ([offer(0)], {"gpus": 2}, NeverFitsError, "gpus", "2 GPUs were requested, but this node has 1"),
             (
                 [offer(0), offer(1)],
                 {"gpu": gpu(1), "among": (gpu(0),)},
                 QuotaError,
                 "quota.gpus",
-                "GPU-1 was asked for, and of this node's 2 you may use GPU-0",
+                "GPU-1 was requested, but of this node's 2 GPUs you may use GPU-0",
             ),
             (
                 [offer(0), offer(1)],
                 {"gpus": 2, "among": (gpu(7), gpu(1))},
                 QuotaError,
                 "quota.gpus",
-                "2 GPUs were asked for, and of this node's 2 you may use GPU-1",
+                "2 GPUs were requested, but of this node's 2 GPUs you may use GPU-1",
             ),
             (
                 [offer(0)],
                 {"among": (gpu(7),)},
                 QuotaError,
                 "quota.gpus",
-                "a GPU was asked for, and of this node's 1 you may use none",
+                "a GPU was requested, but of this node's 1 GPUs you may use none",
             ),
-            ([offer(0)], {"gpus": 2, "among": (gpu(0),)}, NeverFitsError, "gpus", "and this node has 1"),
+            ([offer(0)], {"gpus": 2, "among": (gpu(0),)}, NeverFitsError, "gpus", "but this node has 1"),
             (
                 [offer(0, threads=300)],
                 {"threads": 30.1},
                 NeverFitsError,
                 "threads",
-                "30.1 % of the threads were asked for, and the GPU has 30 % to give",
+                "30.1 % of the threads were requested, but the GPU can grant only 30 %",
             ),
             (
                 [offer(0), offer(1, memory=GIB)],
                 {"memory": 2, "gpus": 2},
                 NeverFitsError,
                 "memory",
-                "2GiB of memory were asked for, and the GPU has 1GiB to give",
+                "2GiB of memory were requested, but the GPU can grant only 1GiB",
             ),
             (
                 [offer(0)],
                 {"processes": 49, "threads": 50},
                 NeverFitsError,
                 "clients",
-                "49 processes were asked for, and MPS admits 48 clients",
+                "49 processes were requested, but MPS admits only 48 clients",
             ),
             (
                 [offer(0, limits=FORTY)],
                 {"threads": 40.1},
                 ExceedsDaemonLimitError,
                 "limits.active_thread_percentage",
-                "40.1 % of the threads were asked for, and the control daemon gives a client 40.0 %",
+                "40.1 % of the threads were requested, but the control daemon allows a client 40.0 %",
             ),
             (
                 [offer(0, limits=FORTY)],
                 {"memory": 31},
                 ExceedsDaemonLimitError,
                 "limits.pinned_device_mem_limit",
-                "31GiB of memory were asked for, and the control daemon gives a client 30GiB",
+                "31GiB of memory were requested, but the control daemon allows a client 30GiB",
             ),
-            ([offer(0)], {"processes": 20}, InvalidRequestError, "processes", "1GiB do not make 20 parts"),
-            ([offer(0)], {"gpus": 2, "gpu": gpu(0)}, InvalidRequestError, "gpus", "2 GPUs were asked for, and one was"),
+            ([offer(0)], {"processes": 20}, InvalidRequestError, "processes", "1GiB cannot be divided into 20 parts"),
+            (
+                [offer(0)],
+                {"gpus": 2, "gpu": gpu(0)},
+                InvalidRequestError,
+                "gpus",
+                "2 GPUs were requested, but gpu names",
+            ),
         ],
     )
     @pytest.mark.parametrize("wait", [0.0, 60.0, None])
@@ -190,21 +196,21 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("taken", "asks", "limit", "words"),
         [
-            ({"threads": 75}, THREADS, "threads", "25.5 % of the threads were asked for, and 25 % are left"),
-            ({"threads": 100}, THREADS, "threads", "25.5 % of the threads were asked for, and 0 % are left"),
-            ({"memory": 70.5}, MEMORY, "memory", "10GiB of memory were asked for, and 9728MiB are left"),
-            ({"memory": 80}, MEMORY, "memory", "10GiB of memory were asked for, and 0B are left"),
+            ({"threads": 75}, THREADS, "threads", "25.5 % of the threads were requested, but only 25 % are left"),
+            ({"threads": 100}, THREADS, "threads", "25.5 % of the threads were requested, but only 0 % are left"),
+            ({"memory": 70.5}, MEMORY, "memory", "10GiB of memory were requested, but only 9728MiB are left"),
+            ({"memory": 80}, MEMORY, "memory", "10GiB of memory were requested, but only 0B are left"),
             (
                 {"threads": 40, "processes": 40},
                 {"processes": 9},
                 "clients",
-                "9 client processes were asked for, and 8 of 48",
+                "9 client processes were requested, but only 8 of 48",
             ),
             (
                 {"threads": 100, "memory": 80},
                 {"threads": 1, "memory": 1},
                 "threads",
-                "1.0 % of the threads were asked for",
+                "1.0 % of the threads were requested",
             ),
         ],
     )
@@ -236,7 +242,7 @@ class TestRefusals:
         desk = Desk(offer(0, many_users=False))
         desk.ask(uid=ANN)
         with pytest.raises(
-            DoesNotFitError, match=f"uid {ANN} has the GPU, and its control daemon serves one uid"
+            DoesNotFitError, match=f"uid {ANN} holds leases on the GPU, and its control daemon serves one uid"
         ) as refusal:
             desk.ask(uid=BOB)
         assert (refusal.value.limit, "daemon.users" in refusal.value.hint) == ("user", True)
@@ -247,7 +253,9 @@ class TestRefusals:
         desk = Desk(offer(0))
         desk.ask(60)
         desk.waits(50)
-        with pytest.raises(DoesNotFitError, match="what is free is kept for a request that comes first") as refusal:
+        with pytest.raises(
+            DoesNotFitError, match="the free capacity is reserved for a request that is ahead in the queue"
+        ) as refusal:
             desk.ask(40)
         assert refusal.value.limit == "turn"
         assert desk.waits_for(desk.waits(40)) == ("turn", None)
@@ -257,7 +265,7 @@ class TestRefusals:
         desk = Desk(offer(0), queue_length=2, leases=4)
         held = desk.ask(100)
         waiting = [desk.waits(), desk.waits()]
-        with pytest.raises(QueueFullError, match="2 requests wait already") as full:
+        with pytest.raises(QueueFullError, match="2 requests are waiting, the maximum") as full:
             desk.ask(wait=None)
         assert full.value.limit == "queue"
         with pytest.raises(DoesNotFitError):
@@ -632,7 +640,7 @@ class TestOffers:
         held = [desk.ask(25, 10) for _ in range(4)]
         assert desk.offers(offer(0, threads=500)) == []
         assert desk.ledger.taken(gpu(0)) == Amount(1000, 40 * GIB, 4)
-        with pytest.raises(DoesNotFitError, match=r"1.0 % of the threads were asked for, and 0 % are left"):
+        with pytest.raises(DoesNotFitError, match=r"1.0 % of the threads were requested, but only 0 % are left"):
             desk.ask(1)
         waiting = desk.waits(25)
         assert desk.end(held[0]) == []
@@ -671,7 +679,7 @@ class TestOffers:
         desk.offers(offer(0, threads=400))
         ((lease, shortage),) = desk.ledger.impossible()
         assert (lease.id, shortage.limit) == (large.id, "threads")
-        assert "50.0 % of the threads were asked for, and the GPU has 40 % to give" in shortage.because
+        assert "50.0 % of the threads were requested, but the GPU can grant only 40 %" in shortage.because
         assert desk.waits_for(large) == ("threads", gpu(0))
         assert desk.waits_for(named) == ("gpu", None)
         assert desk.waits_for(small) == ("threads", gpu(0))

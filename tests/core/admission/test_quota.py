@@ -61,24 +61,36 @@ class TestWhose:
 @pytest.mark.parametrize(
     ("quota", "has", "priority", "limit", "words"),
     [
-        (Quota(), UserTotals(), 1, "quota.priority", "priority 1 was asked for, and yours is 0 at most"),
-        (Quota(priority=5), UserTotals(), 6, "quota.priority", "priority 6 was asked for, and yours is 5 at most"),
-        (Quota(priority=-5), UserTotals(), -4, "quota.priority", "priority -4 was asked for, and yours is -5 at most"),
-        (Quota(leases=2), UserTotals(2), 0, "quota.leases", "you have 2 leases, as many as you may"),
-        (Quota(leases=2), UserTotals(3), 0, "quota.leases", "you have 3 leases, as many as you may"),
+        (Quota(), UserTotals(), 1, "quota.priority", "priority 1 was requested, but your quota allows 0 at most"),
+        (
+            Quota(priority=5),
+            UserTotals(),
+            6,
+            "quota.priority",
+            "priority 6 was requested, but your quota allows 5 at most",
+        ),
+        (
+            Quota(priority=-5),
+            UserTotals(),
+            -4,
+            "quota.priority",
+            "priority -4 was requested, but your quota allows -5 at most",
+        ),
+        (Quota(leases=2), UserTotals(2), 0, "quota.leases", "you have 2 leases, the maximum of your quota"),
+        (Quota(leases=2), UserTotals(3), 0, "quota.leases", "you have 3 leases, the maximum of your quota"),
         (
             Quota(threads=100),
             UserTotals(3, Amount(751, 0, 3)),
             0,
             "quota.threads",
-            "25 % of threads were asked for, and you have 75.1 % of the 100 % that you may",
+            "25 % of threads were requested, but your quota is 100 %, and you already hold 75.1 %",
         ),
         (
             Quota(memory=32 * GIB),
             UserTotals(3, Amount(3, 24 * GIB + MIB, 3)),
             0,
             "quota.memory",
-            "8GiB of memory were asked for, and you have 24577MiB of the 32GiB that you may",
+            "8GiB of memory were requested, but your quota is 32GiB, and you already hold 24577MiB",
         ),
     ],
 )
@@ -135,6 +147,9 @@ def test_time_to_live(quota: Quota, asked: float | None, ttl: float | None) -> N
 
 def test_too_long_a_time_to_live() -> None:
     """A longer one is refused, and not cut."""
-    with pytest.raises(QuotaError, match=r"61 s was asked for, and yours is 60 s at most") as refusal:
+    with pytest.raises(QuotaError, match=r"61 s was requested, but your quota allows 60 s at most") as refusal:
         time_to_live(Quota(ttl=60), 61)
-    assert (refusal.value.limit, refusal.value.hint) == ("quota.ttl", "ask for less, and renew the lease")
+    assert (refusal.value.limit, refusal.value.hint) == (
+        "quota.ttl",
+        "request a shorter time to live, and renew the lease before it expires",
+    )

@@ -71,7 +71,7 @@ def test_servers_that_cannot_start() -> None:
     serving.note([ServerFailed(6, "MPS server failed to start"), ServerExited(6, 1)], after(5))
     because = serving.cannot_start(after(6))
     assert (
-        because == "6 servers in a row could not start within 5 s, and the last one said 'MPS server failed to start'"
+        because == "6 servers in a row failed to start within 5 s, and the last one logged 'MPS server failed to start'"
     )
     assert serving.cannot_start(after(66)) is None
     # The clock was set back: nobody is kept out until it is then again.

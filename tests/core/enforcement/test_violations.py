@@ -217,7 +217,7 @@ def test_verify() -> None:
     assert verify(granted, [client(of=granted, ceiling=None)], held, (), memory=True).ok
     unknown = verify(granted, [client(ceiling=None)], held, (), memory=True)
     assert (unknown.ok, unknown.processes[0].in_force) == (False, None)
-    assert "not known" in unknown.because
+    assert "limits are unknown" in unknown.because
 
     assert not verify(granted, [client(ceiling=ReadBack(1000, None))], held, (), memory=True).ok
     outside = {GPU: {OTHER: GpuProcess(Known(GIB))}}

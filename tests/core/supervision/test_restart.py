@@ -41,10 +41,10 @@ def test_table(times: list[float], now: float, verdict: RestartVerdict, least: f
 def test_because_tells_the_tally() -> None:
     """The reason names how many deaths in which time, how the last one came, and what follows."""
     assert decide(deaths(100), POLICY, 100, 0).because == (
-        "1 death within 60 s, the last one: death at 100; starting again at once"
+        "1 death within 60 s, the last one: death at 100; restarting at once"
     )
     assert decide(deaths(98, 99, 100), POLICY, 100, 0).because == (
-        "3 deaths within 60 s, the last one: death at 100; starting again in 0.5 s"
+        "3 deaths within 60 s, the last one: death at 100; restarting in 0.5 s"
     )
     assert (
         decide(deaths(1, 2, 3, 4, 5), POLICY, 5, 0).because

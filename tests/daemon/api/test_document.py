@@ -235,5 +235,5 @@ def test_what_is_no_http(node: Node) -> None:
             talk.send(raw)
             answer = talk.answer()
             assert (answer.status, answer.json["code"]) == (400, "invalid_request"), raw
-            assert answer.json["detail"].startswith("this cannot be read as HTTP/1.1: ")
+            assert answer.json["detail"].startswith("the request is not valid HTTP/1.1: ")
             assert talk.rest() == b""

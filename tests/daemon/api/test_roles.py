@@ -142,7 +142,7 @@ class TestRole:
         method, path, needed = route
         answer = line.call(method, targets[path], body_of(method, path), uid=UIDS[role]).answer()
         if role < needed:
-            words = f"this needs the role {needed.name.lower()}, and yours is {role.name.lower()}"
+            words = f"this needs the role {needed.name.lower()}, and your role is {role.name.lower()}"
             assert words in not_permitted(answer)
         else:
             assert answer.status < 500
@@ -208,7 +208,7 @@ class TestAnothersLease:
             _, lease = line.waits(uid=USER, threads=100, memory="1GiB", gpu="0")
         before, target = line.lease(lease), path.replace("{id}", lease["id"])
         detail = not_permitted(line.call(method, target, body_of(method, path), uid=OTHER).answer())
-        assert detail == f"lease {lease['id']} is another user's"
+        assert detail == f"lease {lease['id']} belongs to another user"
         assert line.lease(lease) == before
         assert line.call(method, target, body_of(method, path), uid=ADMIN).answer().status in {
             200,
@@ -221,7 +221,7 @@ class TestAnothersLease:
         with calling(node.socket, uid=OTHER) as other, calling(node.socket, uid=USER) as mine:
             for pid in (other.pid, node.pid, 1):
                 answer = mine.admit(threads=1, memory="1GiB", pid=pid)
-                assert not_permitted(answer) == f"process {pid} is not one of uid {USER}"
+                assert not_permitted(answer) == f"process {pid} does not belong to uid {USER}"
             assert mine.admit(threads=1, memory="1GiB", pid=mine.pid).status == 201
             assert line.leases()[0]["owner"]["uid"] == USER
 

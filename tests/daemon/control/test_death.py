@@ -69,7 +69,7 @@ def test_daemon_that_never_listens(make_node: Start, short_tmp: Path, control: P
     assert not is_running(first)
     assert states(node, "gpu0") == ["starting", "unresponsive", "cooling", "down", "starting", "ready"]
     (silence,) = node.events("daemon_state", state="unresponsive")
-    assert silence["because"] == "it did not listen within 0.5 s, and so is ended"
+    assert silence["because"] == "it did not listen within 0.5 s, and is being killed"
 
 
 _DIES = """

@@ -117,7 +117,7 @@ def test_servers_that_do_not_start(make_node: Start) -> None:
     wait_until(lambda: node.get("/readyz").status == 503, what="the node not to be ready")
     refused = node.request("POST", "/v1/leases", SMALL)
     assert refused.status == 409
-    assert "servers in a row could not start" in refused.json["detail"]
+    assert "servers in a row failed to start" in refused.json["detail"]
     assert "nvidia-smi" in refused.json["hint"]
     assert "could not start" in node.get("/v1/status").json["because"]
     # It is as true for the next mpsd, which does not read of it again.
@@ -126,4 +126,4 @@ def test_servers_that_do_not_start(make_node: Start) -> None:
     node.wait_for_state("gpu0", "ready")
     refused = node.request("POST", "/v1/leases", SMALL)
     assert refused.status == 409
-    assert "servers in a row could not start" in refused.json["detail"]
+    assert "servers in a row failed to start" in refused.json["detail"]

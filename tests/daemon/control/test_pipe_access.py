@@ -398,7 +398,7 @@ class TestOneDriver:
             checked = check(node)
             assert checked.returncode == 78
             for words in (said, checked.stderr):
-                assert "keeps no POSIX ACLs" in words
+                assert "does not support POSIX ACLs" in words
                 assert 'enforcement.unadmitted = "defaults"' in words
             # What the hint says is what helps; and no reload takes that back.
             node.config += DEFAULTS

@@ -36,7 +36,7 @@ class TestReal:
         after = node.daemons()
         assert after["gpu0"]["pid"] != before["gpu0"]["pid"]
         assert not is_running(before["gpu0"]["pid"])
-        assert f"pid {after['gpu0']['pid']} in the place of {before['gpu0']['pid']}" in done["because"]
+        assert f"pid {after['gpu0']['pid']}, which replaced {before['gpu0']['pid']}" in done["because"]
         assert after["gpu0"]["limits"] == before["gpu0"]["limits"]
         assert after["gpu0"]["state"] == "ready"
         assert after["gpu1"] == before["gpu1"]
@@ -113,12 +113,12 @@ class TestClients:
             lease = node.get("/v1/leases").json["leases"][0]["id"]
             operation = begin(node, "drain", timeout=0.1)
             found = ended(node, operation)
-            assert "ends who is there after 0.1 s" in found["because"]
+            assert "ends the remaining clients after 0.1 s" in found["because"]
             client.process.wait(timeout=5)
         forced = node.events("client_forced", pid=client.pid)
         assert [each["rung"] for each in forced] == ["SIGTERM"]
         over = event(node, "lease_ended", lease=lease)
-        assert "their time to leave is over" in over["because"]
+        assert "the timeout has expired" in over["because"]
         assert node.daemons()["gpu0"]["state"] == "draining"
         assert node.request("POST", "/v1/leases", SMALL).json["limit"] == "hold"
         begin(node, "resume")
@@ -167,7 +167,7 @@ class TestClients:
         done = ended(node, operation)
         (resumed,) = node.events("operation_resumed", operation=operation["id"])
         assert (resumed["verb"], resumed["daemon"]) == ("restart", "gpu0")
-        assert f"in the place of {before}" in done["because"]
+        assert f"which replaced {before}" in done["because"]
         assert node.daemons()["gpu0"]["pid"] != before
         assert not is_running(before)
 
@@ -182,7 +182,7 @@ class TestClients:
         first = ended(node, begin(node, "drain"))
         second = ended(node, begin(node, "drain"))
         assert first["id"] != second["id"]
-        assert "nobody is left on gpu0" in second["because"]
+        assert "gpu0 has no leases and no clients left" in second["because"]
 
     def test_whoever_comes_later(self, node: Node) -> None:
         """The timeout of a drain is for those who are there then: when it is over, nobody is ended by it any more."""
@@ -315,7 +315,7 @@ class TestLeaving:
             node.wait_for_state("gpu0", "draining")
             told = f"it waits for client {client.pid}"
             wait_until(lambda: told in node.daemons()["gpu0"]["because"], what="it to say for whom it waits")
-            assert "to have it go on: systemctl start mpsd" in node.daemons()["gpu0"]["hint"]
+            assert "to keep it running: systemctl start mpsd" in node.daemons()["gpu0"]["hint"]
             assert node.request("POST", "/v1/leases", SMALL).json["code"] == "stopping"
             assert not node.events("lease_refused")
             assert client.compute(0.01)["ok"]

@@ -189,7 +189,7 @@ class TestWanted:
         (path / "x").touch()
         node.start(ready=False)
         assert nvml.compute_mode(FIRST) == DEFAULT
-        assert "cannot be written down" in gpu(node)["because"]
+        assert "cannot be recorded" in gpu(node)["because"]
         (path / "x").unlink()
         path.rmdir()
         assert node.request("POST", "/v1/daemons/gpu0/reset").status == 202
@@ -333,7 +333,7 @@ class TestTrouble:
         nvml.set_compute_mode(FIRST, DEFAULT)
         wrong = read()
         assert (wrong["health"], wrong["compute_mode"]) == ("misconfigured", "default")
-        assert "somebody changed it" in wrong["because"]
+        assert "it was changed from outside" in wrong["because"]
         assert node.request("POST", "/v1/leases", {**SMALL, "gpu": "0"}).status == 409
         assert read() == wrong
         (told,) = node.events("compute_mode_trouble")

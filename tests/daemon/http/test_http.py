@@ -179,13 +179,13 @@ class TestEnds:
         """What came before garbage is answered, then the garbage, and nothing behind it."""
         talk.send(STATUS + LEASE + b"\x16\x03\x01\r\n\r\n" + STATUS * 10)
         assert [talk.answer().status for _ in range(2)] == [200, 422]
-        assert "cannot be read as HTTP/1.1" in unread(talk)
+        assert "is not valid HTTP/1.1" in unread(talk)
 
     def test_garbage_within_a_body(self, talk: Talk) -> None:
         """A request of which the rest cannot be read is not answered as if it were whole."""
         talk.send(b"POST /v1/leases HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n")
         talk.send(b"zz\r\n")
-        assert "cannot be read as HTTP/1.1" in unread(talk)
+        assert "is not valid HTTP/1.1" in unread(talk)
 
     @pytest.mark.parametrize("version", ["0.9", "2.0"])
     def test_other_versions(self, talk: Talk, version: str) -> None:

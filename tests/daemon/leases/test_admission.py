@@ -131,14 +131,14 @@ class TestCapacity:
         """Threads are summed by GPU, and what is left is told."""
         granted(admit(node, threads=60.5, memory="1GiB", gpu="0"))
         detail = refused(admit(node, threads=39.6, memory="1GiB", gpu="0"), 409, "does_not_fit", "threads")
-        assert "39.6 % of the threads were asked for, and 39.5 % are left" in detail
+        assert "39.6 % of the threads were requested, but only 39.5 % are left" in detail
         granted(admit(node, threads=39.5, memory="1GiB", gpu="0"))
 
     def test_memory(self, node: Node) -> None:
         """So is memory, of which a reserve is kept."""
         granted(admit(node, threads=10, memory="70GiB", gpu="0"))
         detail = refused(admit(node, threads=10, memory="10GiB", gpu="0"), 409, "does_not_fit", "memory")
-        assert "10GiB of memory were asked for, and 9728MiB are left" in detail
+        assert "10GiB of memory were requested, but only 9728MiB are left" in detail
         granted(admit(node, threads=10, memory="9.5GiB", gpu="0"))
 
     def test_clients(self, node: Node) -> None:
@@ -153,7 +153,7 @@ class TestCapacity:
     def test_more_than_there_is(self, node: Node) -> None:
         """What no GPU has at all is told apart from what none has left: asking again does not help."""
         detail = refused(admit(node, threads=10, memory="80GiB"), 409, "never_fits", "memory")
-        assert "80GiB of memory were asked for, and the GPU has 81408MiB to give" in detail
+        assert "80GiB of memory were requested, but the GPU can grant only 81408MiB" in detail
 
     def test_the_closest_refusal_is_told(self, node: Node) -> None:
         """When no GPU has it left, the refusal is that of a GPU that could have had it."""
@@ -273,7 +273,7 @@ class TestEnd:
                 lambda: (found := node.get(f"/v1/leases/{lease['id']}").json)["state"] == "ended" and found,
                 what="the lease to end with its holder",
             )
-        assert ended["because"] == f"its holder, pid {holder.pid}, is gone"
+        assert ended["because"] == f"its holder, pid {holder.pid}, has exited"
         assert ended["ended"] is not None
         assert node.get("/v1/leases").json["leases"] == []
         granted(admit(node, threads=100, memory="1GiB", gpu="0"))
@@ -371,7 +371,7 @@ class TestHolder:
         with calling("mpsd.sock", uid=NOBODY, cwd=node.root / "run") as stranger:
             answer = stranger.admit(threads=10, memory="1GiB")
             detail = refused(answer, 403, "not_permitted")
-            assert f"uid {NOBODY} cannot reach the control daemons: {node.root} lets no other uid through" in detail
+            assert f"uid {NOBODY} cannot reach the control daemons: it may not traverse {node.root}" in detail
             assert f"chmod o+x {node.root}" in answer.json["hint"]
             assert node.get("/v1/leases").json["leases"] == []
             mine = granted(admit(node, threads=10, memory="1GiB"))  # root passes everywhere
@@ -402,7 +402,7 @@ BAD_BODIES = [
     ({"fraction": 0}, "between 0.001 and 1", "fraction"),
     ({"fraction": 1.5}, "between 0.001 and 1", "fraction"),
     ({"fraction": 0.0001}, "between 0.001 and 1", "fraction"),
-    ({"fraction": 0.5, "threads": 10}, "a fraction stands for threads and memory", "fraction"),
+    ({"fraction": 0.5, "threads": 10}, "a fraction sets both threads and memory", "fraction"),
     ({"threads": 10, "memory": "1GiB", "gpuu": "0"}, "gpuu", None),
     ({"threads": 10, "memory": "1GiB", "pid": 0}, "$.pid", None),
     ({"threads": 10, "memory": "1GiB", "pid": 2**40}, "$.pid", None),

@@ -81,18 +81,23 @@ class TestWaiting:
     @pytest.mark.parametrize(
         ("taken", "asked", "limit", "words"),
         [
-            ({"threads": 90}, {"threads": 20}, "threads", "20.0 % of the threads were asked for, and 10 % are left"),
+            (
+                {"threads": 90},
+                {"threads": 20},
+                "threads",
+                "20.0 % of the threads were requested, but only 10 % are left",
+            ),
             (
                 {"threads": 1, "memory": "70GiB"},
                 {"memory": "10GiB"},
                 "memory",
-                "10GiB of memory were asked for, and 9728MiB",
+                "10GiB of memory were requested, but only 9728MiB",
             ),
             (
                 {"threads": 50, "processes": 40},
                 {"processes": 9},
                 "clients",
-                "9 client processes were asked for, and 8 of 48 are left",
+                "9 client processes were requested, but only 8 of 48 are left",
             ),
         ],
     )
@@ -343,7 +348,7 @@ class TestTimeToLive:
         assert lease["expires"] is None
         assert call.answer().json["id"] == lease["id"]
         ended = line.lease(expires)
-        assert (ended["state"], ended["because"]) == ("ended", "its time to live of 0.6 s is over")
+        assert (ended["state"], ended["because"]) == ("ended", "its time to live of 0.6 s has expired")
         assert line.lease(renewed)["state"] == "granted"
 
     def test_time_starts_with_the_grant(self, line: Line) -> None:
@@ -391,7 +396,7 @@ class TestEnd:
         call, lease = line.waits(**SMALL)
         _, behind = line.waits(**SMALL)
         call.hang_up()
-        assert line.gone(lease)["because"] == "its caller hung up before it heard of it"
+        assert line.gone(lease)["because"] == "its caller disconnected before the answer was sent"
         assert ids(line.queue()) == [behind["id"]]
         assert line.queue()[0]["wait"]["position"] == 1
 
@@ -439,7 +444,7 @@ class TestEnd:
             call, lease = line.waits(**SMALL, pid=holder.pid)
             os.kill(holder.pid, number)
             refused(call.answer(), 409, "does_not_fit", None)
-        assert line.lease(lease)["because"] == f"its holder, pid {holder.pid}, is gone"
+        assert line.lease(lease)["because"] == f"its holder, pid {holder.pid}, has exited"
         assert line.queue() == []
 
 

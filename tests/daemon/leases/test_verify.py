@@ -144,7 +144,7 @@ def test_ended_and_waiting(node: Node) -> None:
         asked = pool.submit(other.admit, threads=50, memory=GIB, wait=600, name="next")
         waiting = wait_until(lambda: named(node, "next"), what="the next lease to wait")
         answer = verified(node, waiting)
-        assert (answer["ok"], answer["because"]) == (False, f"lease {waiting} waits, and holds nothing yet")
+        assert (answer["ok"], answer["because"]) == (False, f"lease {waiting} is waiting, and holds nothing yet")
         assert node.request("DELETE", f"/v1/leases/{lease['id']}").status == 204
         answer = verified(node, lease["id"])
         assert (answer["ok"], answer["processes"]) == (False, [])
@@ -220,7 +220,7 @@ def test_outside(node: Node) -> None:
         process = only(answer)
         assert (answer["ok"], process["pid"], process["mps"]) == (False, client.pid, False)
         assert (process["limits_in_force"], process["memory_held"]) == (None, GIB)
-        assert answer["because"] == f"process {client.pid} runs on the GPU of gpu0 outside MPS, where no limit holds"
+        assert answer["because"] == f"process {client.pid} runs on the GPU of gpu0 outside MPS, where no limits apply"
         # The second time it is a violation, too.
         assert len(verified(node, lease["id"])["violations"]) == 1
         # It is no comfort that another one of the lease is well.
@@ -278,7 +278,7 @@ def test_by_pid(node: Node) -> None:
         status, first = says(node, "--pid", f"{os.getpid()}")
         assert (status, first) == (
             1,
-            f"mpsctl: process {os.getpid()} has no lease of yours, and is no client of MPS [not_found]",
+            f"mpsctl: process {os.getpid()} has no lease of yours, and is not a client of MPS [not_found]",
         )
         with SimulatedClient(variables(node)) as stray:
             event(node, "violation", pid=stray.hello["pid"])

@@ -31,8 +31,8 @@ class TestEachSetting:
     """What holds for every row."""
 
     def test_is_documented(self, row: SettingRow) -> None:
-        """Its help is one line that fits into a table, and no sentence of its own."""
-        assert re.fullmatch(r"[^\n|]+[^\n.]", row.help)
+        """Its help is one line that fits into a table, and ends with a full stop."""
+        assert re.fullmatch(r"[^\n|]+\.", row.help)
 
     def test_default_reads_back(self, row: SettingRow) -> None:
         """Its default, written as the table shows it, is read from a file as the same value."""

@@ -274,7 +274,7 @@ def test_tasks() -> None:
         case Known(value):
             assert value.there == int((value.group / "pids.current").read_text()) > 0
         case Unknown(reason):
-            assert reason == "the control group of mpsd is not seen from here"
+            assert reason == "the control group of mpsd is not visible from here"
     assert isinstance(service.tasks(2**22 - 1), Unknown)
 
 

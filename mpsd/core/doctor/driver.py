@@ -8,10 +8,8 @@ from mpsd.core.doctor.finding import Check, Finding, Verdict, unknown
 from mpsd.core.doctor.observed import NodeGpus, Observed
 from mpsd.core.model import Known, Unknown
 from mpsd.core.mps.commands import TABLE
+from mpsd.core.mps.daemon_flags import MANY_USERS_SINCE
 from mpsd.core.settings import Users
-
-_MANY_USERS: Final = 555
-"""The first driver whose control daemon takes -multiuser-server (NVIDIA's man page)."""
 
 _MEMORY_LIMIT: Final = 495
 """The first driver that can have a pinned device memory limit: CUDA 11.5 (NVIDIA's documentation); measured in 535."""
@@ -141,9 +139,10 @@ def _many_users(seen: Observed) -> Iterator[Finding]:
     yield from unread(seen)
     node = node_of(seen)
     branch = gpus.driver_branch(node.driver) if node is not None else None
-    if node is not None and branch is not None and branch < _MANY_USERS:
-        because = f'daemon.users = "many" needs driver {_MANY_USERS}, and this is {node.driver}'
-        yield Finding(Verdict.FAIL, because, {"driver": node.driver, "since": _MANY_USERS}, 'daemon.users = "one"')
+    if node is not None and branch is not None and branch < MANY_USERS_SINCE:
+        because = f'daemon.users = "many" needs driver {MANY_USERS_SINCE}, and this is {node.driver}'
+        evidence = {"driver": node.driver, "since": MANY_USERS_SINCE}
+        yield Finding(Verdict.FAIL, because, evidence, 'daemon.users = "one"')
 
 
 CHECKS: Final = (

@@ -17,7 +17,7 @@ import click
 from mpsd import __version__
 from mpsd.__main__ import cli as mpsd
 from mpsd.cli.group import EXIT_STATUS, mpsctl
-from mpsd.core.enforcement.violations import MEM_LIMIT, PERCENTAGE
+from mpsd.core.enforcement.violations import VARIABLES
 from mpsd.core.settings import SettingRow, Settings, quota_rows, render, rows
 
 UNITS: Final = Path(__file__).resolve().parents[2] / "systemd"
@@ -37,7 +37,7 @@ _MPSD_ENDS: Final = {
 _ENVIRONMENT: Final = {
     "MPSD_SOCKET": "Where mpsd listens, unless --socket says so.",
     "MPSD_LEASE": "The lease of the calling process, for mpsctl verify; mpsctl run sets it for its COMMAND.",
-    f"CUDA_MPS_PIPE_DIRECTORY, CUDA_VISIBLE_DEVICES, {PERCENTAGE}, {MEM_LIMIT}": (
+    ", ".join(VARIABLES): (
         "What a lease is to its processes. mpsctl run sets them for its COMMAND, and mpsctl admit -o env prints them. A"
         " process without them runs outside MPS, and without limits."
     ),

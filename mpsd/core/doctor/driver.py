@@ -7,12 +7,9 @@ from mpsd.core import gpus
 from mpsd.core.doctor.finding import Check, Finding, Verdict, unknown
 from mpsd.core.doctor.observed import NodeGpus, Observed
 from mpsd.core.model import Known, Unknown
-from mpsd.core.mps.commands import TABLE
 from mpsd.core.mps.daemon_flags import MANY_USERS_SINCE
+from mpsd.core.mps.limits import PINNED_DEVICE_MEM_LIMIT
 from mpsd.core.settings import Users
-
-_MEMORY_LIMIT: Final = 495
-"""The first driver that can have a pinned device memory limit: CUDA 11.5 (NVIDIA's documentation); measured in 535."""
 
 
 def node_of(seen: Observed) -> NodeGpus | None:
@@ -117,17 +114,17 @@ def _memory_limit(seen: Observed) -> Iterator[Finding]:
     yield from unread(seen)
     node = node_of(seen)
     branch = gpus.driver_branch(node.driver) if node is not None else None
-    if node is None or branch is None or branch >= TABLE["set_default_device_pinned_mem_limit"].since:
+    limit = PINNED_DEVICE_MEM_LIMIT
+    if node is None or branch is None or branch >= limit.measured:
         return
-    evidence = {"driver": node.driver, "since": _MEMORY_LIMIT}
-    if branch >= _MEMORY_LIMIT:
-        measured = TABLE["set_default_device_pinned_mem_limit"].since
+    evidence = {"driver": node.driver, "since": limit.since}
+    if branch >= limit.since:
         yield unknown(
-            f"whether driver {node.driver} holds a memory limit was never tried; {measured} does", "mpsctl verify"
+            f"whether driver {node.driver} holds a memory limit was never tried; {limit.measured} does", "mpsctl verify"
         )
         return
     asked = seen.settings.limits.pinned_device_mem_limit is not None
-    because = f"driver {node.driver} knows no pinned device memory limit: it comes with {_MEMORY_LIMIT}"
+    because = f"driver {node.driver} knows no pinned device memory limit: it comes with {limit.since}"
     because += ", and limits.pinned_device_mem_limit asks for one" if asked else ""
     remedy = "install driver 535 or newer, or do without a memory limit"
     yield Finding(Verdict.FAIL if asked else Verdict.WARN, because, evidence, remedy)

@@ -9,6 +9,7 @@ from mpsd.core.doctor.finding import AS_ROOT, Check, Finding, Verdict, unknown
 from mpsd.core.doctor.observed import LogLine, Observed
 from mpsd.core.doctor.processes import USUAL
 from mpsd.core.model import Known, Unknown
+from mpsd.core.mps.limits import PINNED_DEVICE_MEM_LIMIT
 from mpsd.core.units import MIB, format_size
 
 _SHM: Final = "/dev/shm"  # noqa: S108 - where POSIX shared memory is
@@ -46,13 +47,12 @@ def _environment(seen: Observed) -> Iterator[Finding]:
         )
         remedy = "unset CUDA_MPS_PIPE_DIRECTORY; mpsctl run and mpsctl admit set it"
         yield Finding(Verdict.WARN, because, {"CUDA_MPS_PIPE_DIRECTORY": directory}, remedy, "CUDA_MPS_PIPE_DIRECTORY")
-    limit = variables.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "")
+    name = PINNED_DEVICE_MEM_LIMIT.variable
+    limit = variables.get(name, "")
     if _SEVERAL.search(limit):
-        because = f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT={limit} names several GPUs: a client that does not see one of them"
-        because += " drops every limit, the server's too"
-        remedy = "unset CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
-        evidence = {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": limit}
-        yield Finding(Verdict.WARN, because, evidence, remedy, "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
+        because = f"{name}={limit} names several GPUs: a client that does not see one of them drops every limit, the"
+        because += " server's too"
+        yield Finding(Verdict.WARN, because, {name: limit}, f"unset {name}", name)
     if variables.get("CUDA_MPS_PROTOCOL_VERSION", "2") != "2":
         version = variables["CUDA_MPS_PROTOCOL_VERSION"]
         because = f"CUDA_MPS_PROTOCOL_VERSION={version} asks for another protocol than mpsd's control daemons speak (2)"

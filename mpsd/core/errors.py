@@ -276,12 +276,6 @@ class NoDriverError(GpuError):
     exit_code = 78
 
 
-class GpuUnsupportedError(GpuError):
-    """This GPU cannot run MPS as mpsd runs it."""
-
-    code = "gpu_unsupported"
-
-
 class GpuUnknownError(GpuError):
     """The GPU's state could not be read, and what is unknown is not healthy."""
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from mpsd.core import xid
+from mpsd.core import gpus
 from mpsd.core.doctor.finding import AS_ROOT, Check, Finding, Verdict, unknown
 from mpsd.core.doctor.observed import LogLine, Observed
 from mpsd.core.doctor.processes import USUAL
@@ -153,12 +153,11 @@ def _xid(seen: Observed) -> Iterator[Finding]:
         if match is not None:
             found.setdefault((match["where"], int(match["xid"])), []).append(line)
     for (where, number), lines in found.items():
-        because = (
-            f"the GPU at {where} reported {xid.describe(number)}, the last {lines[-1].age:.0f} s ago: {lines[-1].text}"
-        )
+        last = lines[-1]
+        because = f"the GPU at {where} reported {gpus.describe_xid(number)}, the last {last.age:.0f} s ago: {last.text}"
         evidence = {"pci": where, "xid": number, **_told(lines)}
         verdict, remedy = Verdict.WARN, "see which program it was; the GPU is as good as before"
-        if xid.condemns(number):
+        if gpus.condemns(number):
             verdict, remedy = (
                 _how_bad(lines),
                 "unless that was done since: drain it, nvidia-smi --gpu-reset, mpsctl reset",

@@ -5,7 +5,6 @@ from typing import Final
 
 import pytest
 
-from mpsd.core import xid
 from mpsd.core.enforcement.server_health import ServerHealth
 from mpsd.core.model import ReadBack
 from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE, PINNED_DEVICE_MEM_LIMIT
@@ -89,11 +88,3 @@ def test_what_servers_give() -> None:
     serving.note([LimitGiven(7, ACTIVE_THREAD_PERCENTAGE, 333), LimitGiven(8, PINNED_DEVICE_MEM_LIMIT, MIB)], T)
     serving.note([LimitGiven(7, PINNED_DEVICE_MEM_LIMIT, 5 * GIB), LimitGiven(8, ACTIVE_THREAD_PERCENTAGE, 1)], T)
     assert serving.given == {7: ReadBack(333, 5 * GIB), 8: ReadBack(1, MIB)}
-
-
-def test_xids() -> None:
-    """What programs bring about condemns no GPU; everything else does, known or not."""
-    assert not xid.condemns(31)
-    assert "page fault" in xid.describe(31)
-    assert all(xid.condemns(each) for each in (48, 63, 79, 94, 95, 119, 999))
-    assert "79" in xid.describe(79)

@@ -17,9 +17,10 @@ import psutil
 import mpsd
 from bench.service import bare_daemon, bare_environment, one_shot, running, start_bare
 from bench.side_by_side import Figure, Result, in_turn, timed
-from mpsd.core.mps.setters import default_active_thread_percentage, default_device_pinned_mem_limit
+from mpsd.core.model import Limits
+from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE, PINNED_DEVICE_MEM_LIMIT, LimitValue, Setting
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
-from mpsd.system.control_pipe import ControlPipe, ControlProgram
+from mpsd.system.control_pipe import ControlPipe, ControlProgram, Conversation
 
 _SETTINGS: Final = 100
 
@@ -38,20 +39,29 @@ def settings_through_the_pipe(control: str, root: Path) -> Iterator[Result]:
     with bare_daemon(control, root) as environment, asyncio.Runner() as runner:
         pipe = ControlPipe(ControlProgram((control,)), root / "pipe", root / "log", deadline=10)
         settings = [
-            default_active_thread_percentage(ActiveThreadPercentage(100 + number))
-            if number % 2
-            else default_device_pinned_mem_limit(0, PinnedDeviceMemLimit(1024 * (1 + number)))
+            (ACTIVE_THREAD_PERCENTAGE if number % 2 else PINNED_DEVICE_MEM_LIMIT).default_setting(
+                Limits(ActiveThreadPercentage(100 + number), PinnedDeviceMemLimit(1024 * (1 + number)))
+            )
             for number in range(_SETTINGS)
         ]
 
         def verified() -> float:
-            return timed(lambda: runner.run(pipe.set(*settings)))
+            return timed(lambda: runner.run(_set(pipe, settings)))
 
         def bare() -> float:
             return timed(lambda: [one_shot(control, environment, setting.setter) for setting in settings])
 
         ours, theirs = in_turn(verified, bare, rounds=9)
     yield Result(f"{_SETTINGS} verified settings against {_SETTINGS} one-shot front-ends", ours, theirs, at_least=20)
+
+
+async def _set(pipe: ControlPipe, settings: list[Setting[LimitValue]]) -> None:
+    """Set, read back and compare, all in one front-end; raises where a limit does not hold."""
+    conversation = Conversation()
+    pending = [conversation.set(setting) for setting in settings]
+    await pipe.hold(conversation)
+    for each in pending:
+        each.answer  # noqa: B018 - it raises
 
 
 def _bare_start(control: str, environment: dict[str, str]) -> float:

@@ -276,12 +276,6 @@ class NoDriverError(GpuError):
     exit_code = 78
 
 
-class GpuUnsupportedError(GpuError):
-    """The GPU cannot run MPS in the way that mpsd uses it."""
-
-    code = "gpu_unsupported"
-
-
 class GpuUnknownError(GpuError):
     """The GPU's state could not be read; an unknown GPU is not considered healthy."""
 

@@ -1,4 +1,4 @@
-"""What mpsd makes of a GPU: whether it can run MPS, which one a caller names, and how new its driver is. Pure."""
+"""What mpsd makes of a GPU: whether it can run MPS, which one is named, its driver's branch, and its Xids. Pure."""
 
 import re
 from collections.abc import Sequence
@@ -61,3 +61,31 @@ def driver_branch(version: str) -> int | None:
     """Return the branch of a driver, 535 of "535.261.03"; None for what is not a driver's version."""
     match = _DRIVER_VERSION.fullmatch(version)
     return int(match[1]) if match else None
+
+
+# -- the errors that a GPU reports -------------------------------------------------------------------------------------
+
+APPLICATION_XIDS: Final = {
+    13: "graphics engine exception",
+    31: "GPU memory page fault",
+    43: "GPU stopped processing",
+    45: "preemptive cleanup, after an error before it",
+    68: "video processor exception",
+    109: "context switch timeout",
+}
+"""Xids that a program brings about by itself, and after which the GPU is as good as before.
+
+Source: those that NVIDIA's device plugin for Kubernetes does not take a GPU out of service for; the words are those of
+NVIDIA's list "XID Errors".
+"""
+
+
+def describe_xid(xid: int) -> str:
+    """Say what an Xid is, and whose."""
+    known = APPLICATION_XIDS.get(xid)
+    return f"Xid {xid} ({known})" if known is not None else f"Xid {xid}, which no program brings about"
+
+
+def condemns(xid: int) -> bool:
+    """Tell whether a GPU is not to be given out after this Xid."""
+    return xid not in APPLICATION_XIDS

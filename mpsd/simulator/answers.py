@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, TypeAlias
 
-from mpsd.core.mps.commands import DEVICES, TABLE, echo_of, words
+from mpsd.core.mps.commands import TABLE, echo_of, words
 from mpsd.simulator import figures
 from mpsd.simulator.replies import Following, ForceServer, Leave, PassOn, Quit, Reply, StartServer
 
@@ -27,6 +27,9 @@ CHILD_LOGS_START: Final = 550
 """The line `Starting new server` carries the pid of the server, and not the daemon's."""
 PID_FILE: Final = 550
 """There is a pid file in the pipe directory."""
+
+DEVICES: Final = 32
+"""Ordinals below this are taken for devices, GPU or no GPU; others are ignored, and only the log says so."""
 
 _STARTS: Final = 6
 """How often a server is started for a client before that is given up: once and five times more (users report)."""

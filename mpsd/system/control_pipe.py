@@ -23,7 +23,7 @@ from mpsd.core.errors import (
     LimitNotHeldError,
 )
 from mpsd.core.mps.commands import Command, echo_of, mark, quit_daemon
-from mpsd.core.mps.setters import Setting
+from mpsd.core.mps.limits import Setting
 from mpsd.system import clock, process, retry
 
 T = TypeVar("T")
@@ -269,12 +269,3 @@ class ControlPipe:
         answer = conversation.ask(command)
         await self.hold(conversation)
         return answer.answer
-
-    async def set(self, *settings: Setting[Any]) -> None:
-        """Set, read back and compare, all in one front-end. Raises as `hold` does, and LimitNotHeldError."""
-        conversation = Conversation()
-        for setting in settings:
-            conversation.set(setting)
-        await self.hold(conversation)
-        for pending in conversation.pending:
-            pending.answer  # noqa: B018 - it raises when the limit does not hold

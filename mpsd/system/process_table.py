@@ -12,6 +12,7 @@ from typing import Final
 import psutil
 
 from mpsd.core.model import ProcessIdentity
+from mpsd.core.mps import daemon_flags
 from mpsd.system import host_environment, process
 
 CONTROL: Final = "nvidia-cuda-mps-control"
@@ -90,7 +91,7 @@ def kind_of(arguments: Sequence[str], program: tuple[str, ...]) -> ProgramKind |
     if SERVER in names:
         return ProgramKind.SERVER
     if CONTROL in names or tuple(arguments[: len(program)]) == program:
-        return ProgramKind.DAEMON if {"-f", "-d"} & set(arguments[1:]) else ProgramKind.FRONT_END
+        return ProgramKind.DAEMON if daemon_flags.is_daemon(arguments[1:]) else ProgramKind.FRONT_END
     return None
 
 

@@ -3,6 +3,7 @@
 from typing import Final
 
 from mpsd.core.mps.commands import TABLE, Effect, echo_of
+from mpsd.core.mps.limits import LIMITS
 from tests.contract.differences import answered, known
 from tests.contract.subjects import Bench, Exchange
 
@@ -40,7 +41,7 @@ TAKEN_PERCENTAGES: Final = {
     "20 30": "20.0",
 }
 
-LIMITS: Final = {
+MEM_LIMITS: Final = {
     # What is meant is kept, and read back as whole G, rounded down, from 1 GiB on.
     "1M": "1M",
     "512M": "512M",
@@ -181,11 +182,11 @@ def test_percentages_taken(bench: Bench) -> None:
 
 def test_memory_limits(bench: Bench) -> None:
     """Every memory limit is taken without a word, and comes to what it reads back as: less than was said, or none."""
-    lines = {text: [f"{SET_LIMIT} 0 7M", f"{SET_LIMIT} 0 {text}".strip(), f"{GET_LIMIT} 0"] for text in LIMITS}
+    lines = {text: [f"{SET_LIMIT} 0 7M", f"{SET_LIMIT} 0 {text}".strip(), f"{GET_LIMIT} 0"] for text in MEM_LIMITS}
     found = bench.exchange([line for script in lines.values() for line in script])
     branch = bench.subject.branch
     expected: list[Exchange] = []
-    for text, value in LIMITS.items():
+    for text, value in MEM_LIMITS.items():
         for command in lines[text][:2]:
             silence = answered(command, [], branch)
             expected.append(Exchange(command, silence, silence))
@@ -266,11 +267,23 @@ def test_what_is_no_command(bench: Bench) -> None:
 
 
 def test_which_commands_a_driver_knows(bench: Bench) -> None:
-    """A driver branch knows just those commands whose row in core/commands names it or an older one."""
+    """A driver branch knows just those commands whose row in core/mps/commands names it or an older one."""
     harmless = [row.name for row in TABLE.values() if row.name != "quit"]
     found = bench.exchange(harmless)
     knows = {exchange.command: exchange.printed != [echo_of(exchange.command)] for exchange in found}
     assert knows == {name: known(name, bench.subject.branch) for name in harmless}
+
+
+def test_which_limits_a_driver_has(bench: Bench) -> None:
+    """A driver branch knows the commands of a limit from the branch on that the table of limits names, all four."""
+    names = {
+        limit: (limit.default_setter, limit.default_getter, limit.server_setter, limit.server_getter)
+        for limit in LIMITS
+    }
+    found = bench.exchange([name for each in names.values() for name in each])
+    known_here = {each.command for each in found if each.printed != [echo_of(each.command)]}
+    has = [limit for limit in LIMITS if limit.since <= bench.subject.branch]
+    assert known_here == {name for limit in has for name in names[limit]}
 
 
 def test_how_much_a_command_answers(bench: Bench) -> None:

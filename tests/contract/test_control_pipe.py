@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import signal
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
@@ -22,16 +21,23 @@ from mpsd.core.errors import (
     MpsdError,
     ServerNotFoundError,
 )
-from mpsd.core.mps import commands, log_parser, setters
+from mpsd.core.model import Limits
+from mpsd.core.mps import commands, log_parser
 from mpsd.core.mps.commands import TABLE, Command
+from mpsd.core.mps.limits import (
+    ACTIVE_THREAD_PERCENTAGE,
+    LIMITS,
+    PINNED_DEVICE_MEM_LIMIT,
+    LimitValue,
+    Setting,
+)
 from mpsd.core.mps.log_events import ForeignCommand
-from mpsd.core.mps.setters import Setting
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.simulator.gpus import SimulatedGpus
-from mpsd.system.control_pipe import Conversation
+from mpsd.system.control_pipe import ControlPipe, Conversation
 from tests.contract.differences import known
 from tests.contract.subjects import Bench, subjects
-from tests.harness import eventually, look_at, wait_until
+from tests.harness import eventually, wait_until
 
 pytestmark = pytest.mark.parametrize("subject", subjects(555), indirect=True)
 
@@ -40,41 +46,40 @@ SOON: Final = 0.5
 
 WEDGED: Final = "exec sleep 1000"
 
-GET_PERCENTAGE: Final = commands.get_default_active_thread_percentage()
+GET_PERCENTAGE: Final = ACTIVE_THREAD_PERCENTAGE.ask_default()
 GPU: Final = "GPU-11111111-2222-3333-4444-555555555555"
 
 
-def percentage(tenths: int) -> Setting[int]:
+def percentage(tenths: int) -> Setting[LimitValue]:
     """Return the setting of a percentage, given in tenths."""
-    return setters.default_active_thread_percentage(ActiveThreadPercentage(tenths))
+    return ACTIVE_THREAD_PERCENTAGE.default_setting(Limits(ActiveThreadPercentage(tenths), None))
 
 
-def limit(mebibytes: int | None, device: int = 0) -> Setting[int | None]:
+def limit(mebibytes: int | None) -> Setting[LimitValue]:
     """Return the setting of a memory limit, given in MiB; None takes it away."""
     wanted = None if mebibytes is None else PinnedDeviceMemLimit(mebibytes)
-    return setters.default_device_pinned_mem_limit(device, wanted)
+    return PINNED_DEVICE_MEM_LIMIT.default_setting(Limits(ActiveThreadPercentage(1000), wanted))
 
 
-def handmade_limit(device: str, value: str, wanted: int | None) -> Setting[int | None]:
+def handmade_limit(device: str, value: str, wanted: LimitValue) -> Setting[LimitValue]:
     """Return the setting of a memory limit that mpsd would never make."""
-    getter = Command(
-        TABLE["get_default_device_pinned_mem_limit"],
-        (device,),
-        lambda lines: commands.parse_mem_limit_answer("get_default_device_pinned_mem_limit", lines),
-    )
-    return Setting("pinned_device_mem_limit", wanted, f"set_default_device_pinned_mem_limit {device} {value}", getter)
+    row = PINNED_DEVICE_MEM_LIMIT
+    getter = commands.command(row.default_getter, (device,), row.parse)
+    return Setting(row.name, wanted, f"{row.default_setter} {device} {value}", getter)
 
 
-def handmade_percentage(value: str, wanted: int) -> Setting[int]:
+def handmade_percentage(value: str, wanted: int) -> Setting[LimitValue]:
     """Return the setting of a percentage that mpsd would never make."""
-    setter = f"set_default_active_thread_percentage {value}"
-    return Setting("active_thread_percentage", wanted, setter, GET_PERCENTAGE)
+    row = ACTIVE_THREAD_PERCENTAGE
+    return Setting(row.name, wanted, f"{row.default_setter} {value}", GET_PERCENTAGE)
 
 
-def server_percentage(server: int) -> Command[int]:
-    """Return the question for a server's own percentage."""
-    row = TABLE["get_active_thread_percentage"]
-    return Command(row, (str(server),), lambda lines: commands.parse_percentage_answer(row.name, lines))
+async def put(door: ControlPipe, setting: Setting[LimitValue]) -> None:
+    """Set, read back and compare, in a conversation of its own."""
+    conversation = Conversation()
+    pending = conversation.set(setting)
+    await door.hold(conversation)
+    pending.answer  # noqa: B018 - it raises when the limit does not hold
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -103,22 +108,20 @@ def test_every_percentage_holds(bench: Bench) -> None:
 
 
 def test_memory_limits_hold(bench: Bench) -> None:
-    """Every memory limit that mpsd can mean holds as far as it is reported, on every device; no limit does too."""
+    """Every memory limit that mpsd can mean holds as far as it is reported; no limit does too."""
     values = [1, 2, 511, 512, 1023, 1024, 1025, 1536, 2047, 2048, 8191, 8192, 81920, 2**20, 2**30 - 1, None]
 
     async def test() -> None:
         conversation = Conversation()
         pending = []
-        for device in (0, 1, 31):
-            for value in values:
-                expected = None if value is None else PinnedDeviceMemLimit(value).as_reported.bytes
-                pending.append((conversation.set(limit(value, device)), expected))
-                asked = conversation.ask(commands.get_default_device_pinned_mem_limit(device))
-                pending.append((asked, expected))
+        for value in values:
+            expected = None if value is None else PinnedDeviceMemLimit(value).as_reported.bytes
+            pending.append((conversation.set(limit(value)), expected))
+            pending.append((conversation.ask(PINNED_DEVICE_MEM_LIMIT.ask_default()), expected))
         await bench.door().hold(conversation)
         assert [answer.answer for answer, _ in pending] == [expected for _, expected in pending]
 
-    if known("set_default_device_pinned_mem_limit", bench.subject.branch):
+    if known(PINNED_DEVICE_MEM_LIMIT.default_setter, bench.subject.branch):
         run(test)
     else:
         with pytest.raises(ControlUnknownCommandError):
@@ -136,8 +139,6 @@ REFUSED_BEFORE: Final[dict[str, Callable[[], object]]] = {
     "memory 10T": lambda: PinnedDeviceMemLimit.parse("10T"),
     "memory -1G": lambda: PinnedDeviceMemLimit.parse("-1G"),
     "memory 2**30 MiB": lambda: limit(2**30),
-    "device -1": lambda: limit(1024, -1),
-    "device 32": lambda: limit(1024, 32),
 }
 
 
@@ -169,9 +170,9 @@ def test_percentages_that_the_daemon_does_not_hold(bench: Bench) -> None:
     async def test() -> None:
         door = bench.door()
         for value, wanted in IGNORED_PERCENTAGES.items():
-            await door.set(percentage(420))
+            await put(door, percentage(420))
             with pytest.raises(LimitNotHeldError) as caught:
-                await door.set(handmade_percentage(value, wanted))
+                await put(door, handmade_percentage(value, wanted))
             assert caught.value.limit == "active_thread_percentage"
 
     run(test)
@@ -191,13 +192,13 @@ IGNORED_LIMITS: Final = {
 
 def test_limits_that_the_daemon_does_not_hold(bench: Bench) -> None:
     """A memory limit that the daemon takes for another, or for none, is an error, its silence notwithstanding."""
-    knows = known("set_default_device_pinned_mem_limit", bench.subject.branch)
+    knows = known(PINNED_DEVICE_MEM_LIMIT.default_setter, bench.subject.branch)
     expected = LimitNotHeldError if knows else ControlUnknownCommandError
 
     async def test() -> None:
         for (device, value), wanted in IGNORED_LIMITS.items():
             with pytest.raises(expected):
-                await bench.door().set(handmade_limit(device, value, wanted))
+                await put(bench.door(), handmade_limit(device, value, wanted))
 
     run(test)
 
@@ -215,7 +216,7 @@ def test_an_ignored_limit_takes_no_other_answer(bench: Bench) -> None:
         assert [each.answer for each in shares] == [100, 200]
         with pytest.raises((LimitNotHeldError, ControlUnknownCommandError)):
             ignored.answer  # noqa: B018 - it raises
-        if known("set_default_device_pinned_mem_limit", bench.subject.branch):
+        if known(PINNED_DEVICE_MEM_LIMIT.default_setter, bench.subject.branch):
             assert held.answer == gigabyte
 
     run(test)
@@ -227,8 +228,7 @@ QUESTIONS: Final[tuple[Command[Any], ...]] = (
     commands.get_server_list(),
     commands.get_server_status(999),
     commands.get_client_list(999),
-    commands.get_default_active_thread_percentage(),
-    commands.get_default_device_pinned_mem_limit(0),
+    *(limit.ask_default() for limit in LIMITS),
 )
 
 
@@ -303,7 +303,7 @@ def test_two_doors(bench: Bench) -> None:
         async def ask(own: int) -> None:
             door = bench.door(deadline=60)
             for _ in range(10):
-                await door.set(percentage(own))
+                await put(door, percentage(own))
 
         async with asyncio.TaskGroup() as group:
             group.create_task(ask(250))
@@ -320,7 +320,7 @@ def test_a_stranger_who_stays(bench: Bench) -> None:
 
     async def test() -> None:
         with pytest.raises(ControlBusyError) as caught:
-            await bench.door(deadline=SOON).set(percentage(100))
+            await put(bench.door(deadline=SOON), percentage(100))
         assert str(bench.pipe) in caught.value.detail
         assert caught.value.retryable
 
@@ -338,7 +338,7 @@ def test_a_stranger_who_leaves(bench: Bench) -> None:
         with bench.held():
             before = bench.log().count("Accepting connection...")
             async with asyncio.TaskGroup() as group:
-                asking = group.create_task(bench.door().set(percentage(100)))
+                asking = group.create_task(put(bench.door(), percentage(100)))
                 await eventually(
                     lambda: bench.log().count("Accepting connection...") > before + 1, what="mpsd to be turned away"
                 )
@@ -354,9 +354,9 @@ def test_whose_hand_it_was(bench: Bench) -> None:
 
     async def test() -> None:
         door = bench.door()
-        await door.set(percentage(100))
+        await put(door, percentage(100))
         bench.front_end("set_default_active_thread_percentage 20")
-        await door.set(percentage(300))
+        await put(door, percentage(300))
 
     run(test)
     bench.complete_log()
@@ -376,7 +376,7 @@ def test_a_stopped_daemon(bench: Bench) -> None:
         door = bench.door(deadline=SOON)
         bench.daemon.send_signal(signal.SIGSTOP)
         with pytest.raises(ControlUnresponsiveError) as caught:
-            await door.set(percentage(100))
+            await put(door, percentage(100))
         assert "CONT" in caught.value.hint
         assert only_the_daemon_runs(bench)
         bench.daemon.send_signal(signal.SIGCONT)
@@ -449,12 +449,12 @@ def test_a_busy_server(bench: Bench) -> None:
     async def test() -> None:
         door = bench.door()
         assert await door.ask(commands.get_server_list()) == (server,)
-        question = server_percentage(server)
+        question = ACTIVE_THREAD_PERCENTAGE.ask_server(server)
         with pytest.raises(ControlNoAnswerError):
             await door.ask(question)
         with pytest.raises(ControlNoAnswerError):
-            await door.set(
-                Setting("active_thread_percentage", 100, f"set_active_thread_percentage {server} 10", question)
+            await put(
+                door, Setting("active_thread_percentage", 100, f"set_active_thread_percentage {server} 10", question)
             )
 
     run(test)
@@ -473,19 +473,6 @@ def test_server_states(bench: Bench) -> None:
     else:
         with pytest.raises(ControlUnknownCommandError):
             run(test)
-
-
-def test_starting_a_server(bench: Bench) -> None:
-    """Starting a server answers nothing; that it runs, the list says."""
-    bench.put_server(WEDGED)
-
-    async def test() -> None:
-        door = bench.door()
-        await door.ask(commands.start_server(os.getuid()))
-        listed = await eventually(lambda: door.ask(commands.get_server_list()), what="the server to be listed")
-        assert look_at(listed[0]) is not None
-
-    run(test)
 
 
 # -- quitting ----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpsd.core.errors import InvalidRequestError
-from mpsd.core.gpus import driver_branch, select, unsupported
+from mpsd.core.gpus import condemns, describe_xid, driver_branch, select, unsupported
 from mpsd.core.model import Gpu
 from mpsd.core.units import GIB
 
@@ -127,3 +127,11 @@ def test_selected_gpu_is_the_one_named(uuids: "set[object]", data: st.DataObject
 def test_driver_branch(version: str, branch: int | None) -> None:
     """The branch is the first number of a version; what is no version has none, which counts as unknown, not as old."""
     assert driver_branch(version) == branch
+
+
+def test_xids() -> None:
+    """What programs bring about condemns no GPU; everything else does, known or not."""
+    assert not condemns(31)
+    assert "page fault" in describe_xid(31)
+    assert all(condemns(each) for each in (48, 63, 79, 94, 95, 119, 999))
+    assert "79" in describe_xid(79)

@@ -21,7 +21,10 @@ from mpsd.core import settings
 from mpsd.core.enforcement import drift, violations
 from mpsd.core.errors import ConfigurationError, ControlError, InvalidRequestError
 from mpsd.core.model import Client, Limits, ProcessIdentity, ReadBack
-from mpsd.core.mps import commands, log_parser, setters
+from mpsd.core.mps import commands, log_parser
+from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE as PERCENTAGE
+from mpsd.core.mps.limits import NOTHING, Setting, parse_foreign_mem_limit, widest_read_back
+from mpsd.core.mps.limits import PINNED_DEVICE_MEM_LIMIT as MEM_LIMIT
 from mpsd.core.mps.log_events import ForeignCommand
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.sanitize import harmless_json, plain
@@ -43,6 +46,8 @@ NONCE: Final = f"{KEY}77"
 GPU: Final = "GPU-11111111-2222-3333-4444-555555555555"
 NOW: Final = datetime(2026, 1, 1, tzinfo=UTC)
 SERVER: Final = 7
+WANTED: Final = Limits(ActiveThreadPercentage(250), PinnedDeviceMemLimit(2048))
+UNLIMITED: Final = Limits(ActiveThreadPercentage(1000), None)
 
 LARGEST: Final = 2**63 - 1
 
@@ -83,13 +88,12 @@ def log(data: bytes) -> None:
 
 def stranger(foreign: tuple[str, ...]) -> None:
     """What others said to a control daemon opens as much as it says, and never less for what else they said."""
-    before = drift.NOTHING
+    before = NOTHING
     for count in range(1, len(foreign) + 1):
         opened = drift.opened(foreign[:count], SERVER, fresh=True)
-        assert drift.widest_read_back(before, opened) == opened
+        assert widest_read_back(before, opened) == opened
         before = opened
-    wanted = Limits(ActiveThreadPercentage(500), PinnedDeviceMemLimit(1024))
-    for each in drift.drift(wanted, ReadBack(1000, None), (), foreign, NOW):
+    for each in drift.drift(WANTED, ReadBack(1000, None), (), foreign, NOW):
         assert each.command is None or each.command in foreign
 
 
@@ -125,15 +129,15 @@ _ASKED: Final[tuple[Callable[[Conversation], object], ...]] = (
     lambda talk: talk.ask(commands.get_server_list()),
     lambda talk: talk.ask(commands.get_server_status(SERVER)),
     lambda talk: talk.ask(commands.get_client_list(SERVER)),
-    lambda talk: talk.ask(commands.get_default_active_thread_percentage()),
-    lambda talk: talk.ask(commands.get_default_device_pinned_mem_limit(0)),
-    lambda talk: talk.ask(commands.get_active_thread_percentage(SERVER)),
-    lambda talk: talk.ask(commands.get_device_pinned_mem_limit(SERVER, 0)),
+    lambda talk: talk.ask(PERCENTAGE.ask_default()),
+    lambda talk: talk.ask(MEM_LIMIT.ask_default()),
+    lambda talk: talk.ask(PERCENTAGE.ask_server(SERVER)),
+    lambda talk: talk.ask(MEM_LIMIT.ask_server(SERVER)),
     lambda talk: talk.ask(commands.terminate_client(SERVER, 9)),
-    lambda talk: talk.ask(setters.set_active_thread_percentage(SERVER, ActiveThreadPercentage(250))),
-    lambda talk: talk.set(setters.default_active_thread_percentage(ActiveThreadPercentage(250))),
-    lambda talk: talk.set(setters.default_device_pinned_mem_limit(0, PinnedDeviceMemLimit(2048))),
-    lambda talk: talk.set(setters.default_device_pinned_mem_limit(0, None)),
+    lambda talk: talk.ask(PERCENTAGE.tell_server(SERVER, WANTED)),
+    lambda talk: talk.set(PERCENTAGE.default_setting(WANTED)),
+    lambda talk: talk.set(MEM_LIMIT.default_setting(WANTED)),
+    lambda talk: talk.set(MEM_LIMIT.default_setting(UNLIMITED)),
 )
 
 
@@ -162,7 +166,7 @@ def answers(data: bytes) -> None:
             answer = pending.answer
         except ControlError:
             continue
-        if isinstance(pending.asked, setters.Setting):
+        if isinstance(pending.asked, Setting):
             assert answer == pending.asked.wanted
         for number in answer if isinstance(answer, tuple) else (answer,):
             assert not isinstance(number, int) or 0 <= number < 10**20 * GIB
@@ -260,7 +264,7 @@ def _percentage(text: str) -> None:
 def _mem_limit(text: str) -> None:
     limit = PinnedDeviceMemLimit.parse(text)
     assert 0 <= limit.bytes - parse_size(text) < 1 << 20
-    assert drift.parse_foreign_mem_limit(limit.grammar) == limit.bytes
+    assert parse_foreign_mem_limit(limit.grammar) == limit.bytes
     assert limit.as_reported <= limit
 
 
@@ -274,7 +278,7 @@ def environment(data: bytes) -> None:
     MPS reads those figures as C's library does, which is what the simulator's clients do.
     """
     percentage, _, limits = text_of(data).partition("\n")
-    own = {violations.PERCENTAGE: percentage, violations.MEM_LIMIT: limits}
+    own = {PERCENTAGE.variable: percentage, MEM_LIMIT.variable: limits}
     ceiling = ReadBack(500, 8 * GIB)
     found = violations.in_force(Client(ProcessIdentity(9, 1), "gpu-0", GPU, SERVER, ceiling, own))
     assert 0 < found.active_thread_percentage_tenths <= 500

@@ -17,7 +17,7 @@ import click
 from mpsd import __version__
 from mpsd.__main__ import cli as mpsd
 from mpsd.cli.group import EXIT_STATUS, mpsctl
-from mpsd.core.enforcement.violations import MEM_LIMIT, PERCENTAGE
+from mpsd.core.enforcement.violations import VARIABLES
 from mpsd.core.settings import SettingRow, Settings, quota_rows, render, rows
 
 UNITS: Final = Path(__file__).resolve().parents[2] / "systemd"
@@ -37,7 +37,7 @@ _MPSD_ENDS: Final = {
 _ENVIRONMENT: Final = {
     "MPSD_SOCKET": "The socket of mpsd, if --socket is not given.",
     "MPSD_LEASE": "The lease of the calling process. mpsctl run sets it for its COMMAND, and mpsctl verify reads it.",
-    f"CUDA_MPS_PIPE_DIRECTORY, CUDA_VISIBLE_DEVICES, {PERCENTAGE}, {MEM_LIMIT}": (
+    ", ".join(VARIABLES): (
         "The environment of a lease. mpsctl run sets it for its COMMAND, and mpsctl admit -o env prints it. A process"
         " without it runs outside MPS, without limits."
     ),

@@ -19,7 +19,7 @@ MAY_IMPORT: Final = {
 ROOMS: Final = {
     "core": frozenset[str](),
     "core/mps": frozenset({"core"}),
-    "core/admission": frozenset({"core"}),
+    "core/admission": frozenset({"core", "core/mps"}),
     "core/enforcement": frozenset({"core", "core/mps"}),
     "core/supervision": frozenset({"core"}),
     "core/doctor": frozenset({"core", "core/mps"}),

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import Final
 
-from mpsd.core.enforcement.ceiling import SMALLEST, CeilingRules, ExpectedClients, widest_limits
+from mpsd.core.enforcement.ceiling import SMALLEST, CeilingRules, ExpectedClients
 from mpsd.core.model import Limits
+from mpsd.core.mps.limits import widest_limits
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import GIB
 from mpsd.simulator.cuda import Pinned

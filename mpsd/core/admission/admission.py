@@ -18,6 +18,7 @@ from mpsd.core.errors import (
     NeverFitsError,
 )
 from mpsd.core.model import LeaseRequest, Limits, Share
+from mpsd.core.mps.limits import variables
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import MIB, format_size
 
@@ -174,8 +175,7 @@ def share(offer: Offer, need: Amount) -> Share:
     env = {
         "CUDA_MPS_PIPE_DIRECTORY": offer.pipe_directory,
         "CUDA_VISIBLE_DEVICES": offer.gpu,
-        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(each_threads),
-        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={each_memory.grammar}",
+        **variables(Limits(each_threads, each_memory)),
     }
     return Share(offer.gpu, offer.daemon, threads, memory, env)
 

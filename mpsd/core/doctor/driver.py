@@ -7,14 +7,9 @@ from mpsd.core import gpus
 from mpsd.core.doctor.finding import Check, Finding, Verdict, unknown
 from mpsd.core.doctor.observed import NodeGpus, Observed
 from mpsd.core.model import Known, Unknown
-from mpsd.core.mps.commands import TABLE
+from mpsd.core.mps.daemon_flags import MANY_USERS_SINCE
+from mpsd.core.mps.limits import PINNED_DEVICE_MEM_LIMIT
 from mpsd.core.settings import Users
-
-_MANY_USERS: Final = 555
-"""The first driver whose control daemon takes -multiuser-server (NVIDIA's man page)."""
-
-_MEMORY_LIMIT: Final = 495
-"""The first driver that can have a pinned device memory limit: CUDA 11.5 (NVIDIA's documentation); measured in 535."""
 
 
 def node_of(seen: Observed) -> NodeGpus | None:
@@ -124,17 +119,17 @@ def _memory_limit(seen: Observed) -> Iterator[Finding]:
     yield from unread(seen)
     node = node_of(seen)
     branch = gpus.driver_branch(node.driver) if node is not None else None
-    if node is None or branch is None or branch >= TABLE["set_default_device_pinned_mem_limit"].since:
+    limit = PINNED_DEVICE_MEM_LIMIT
+    if node is None or branch is None or branch >= limit.measured:
         return
-    evidence = {"driver": node.driver, "since": _MEMORY_LIMIT}
-    if branch >= _MEMORY_LIMIT:
-        measured = TABLE["set_default_device_pinned_mem_limit"].since
+    evidence = {"driver": node.driver, "since": limit.since}
+    if branch >= limit.since:
         yield unknown(
-            f"driver {node.driver} was not tested with a memory limit; driver {measured} was", "mpsctl verify"
+            f"driver {node.driver} was not tested with a memory limit; driver {limit.measured} was", "mpsctl verify"
         )
         return
     asked = seen.settings.limits.pinned_device_mem_limit is not None
-    because = f"driver {node.driver} has no pinned device memory limit, which needs driver {_MEMORY_LIMIT}"
+    because = f"driver {node.driver} has no pinned device memory limit, which needs driver {limit.since}"
     because += ", and limits.pinned_device_mem_limit is set" if asked else ""
     remedy = "install driver 535 or newer, or remove the memory limit"
     yield Finding(Verdict.FAIL if asked else Verdict.WARN, because, evidence, remedy)
@@ -146,9 +141,10 @@ def _many_users(seen: Observed) -> Iterator[Finding]:
     yield from unread(seen)
     node = node_of(seen)
     branch = gpus.driver_branch(node.driver) if node is not None else None
-    if node is not None and branch is not None and branch < _MANY_USERS:
-        because = f'daemon.users = "many" needs driver {_MANY_USERS}, but the driver is {node.driver}'
-        yield Finding(Verdict.FAIL, because, {"driver": node.driver, "since": _MANY_USERS}, 'set daemon.users = "one"')
+    if node is not None and branch is not None and branch < MANY_USERS_SINCE:
+        because = f'daemon.users = "many" needs driver {MANY_USERS_SINCE}, but the driver is {node.driver}'
+        evidence = {"driver": node.driver, "since": MANY_USERS_SINCE}
+        yield Finding(Verdict.FAIL, because, evidence, 'set daemon.users = "one"')
 
 
 CHECKS: Final = (

@@ -4,11 +4,12 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from mpsd.core import xid
+from mpsd.core import gpus
 from mpsd.core.doctor.finding import AS_ROOT, Check, Finding, Verdict, unknown
 from mpsd.core.doctor.observed import LogLine, Observed
 from mpsd.core.doctor.processes import USUAL
 from mpsd.core.model import Known, Unknown
+from mpsd.core.mps.limits import PINNED_DEVICE_MEM_LIMIT
 from mpsd.core.units import MIB, format_size
 
 _SHM: Final = "/dev/shm"  # noqa: S108 - where POSIX shared memory is
@@ -51,13 +52,12 @@ def _environment(seen: Observed) -> Iterator[Finding]:
         )
         remedy = "unset CUDA_MPS_PIPE_DIRECTORY; mpsctl run and mpsctl admit set it"
         yield Finding(Verdict.WARN, because, {"CUDA_MPS_PIPE_DIRECTORY": directory}, remedy, "CUDA_MPS_PIPE_DIRECTORY")
-    limit = variables.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "")
+    name = PINNED_DEVICE_MEM_LIMIT.variable
+    limit = variables.get(name, "")
     if _SEVERAL.search(limit):
-        because = f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT={limit} names several GPUs: a client that does not see one of them"
-        because += " ignores every limit, including those of the server"
-        remedy = "unset CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
-        evidence = {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": limit}
-        yield Finding(Verdict.WARN, because, evidence, remedy, "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
+        because = f"{name}={limit} names several GPUs: a client that does not see one of them ignores every limit,"
+        because += " including those of the server"
+        yield Finding(Verdict.WARN, because, {name: limit}, f"unset {name}", name)
     if variables.get("CUDA_MPS_PROTOCOL_VERSION", "2") != "2":
         version = variables["CUDA_MPS_PROTOCOL_VERSION"]
         because = (
@@ -160,13 +160,13 @@ def _xid(seen: Observed) -> Iterator[Finding]:
         if match is not None:
             found.setdefault((match["where"], int(match["xid"])), []).append(line)
     for (where, number), lines in found.items():
+        last = lines[-1]
         because = (
-            f"the GPU at {where} reported {xid.describe(number)}, most recently {lines[-1].age:.0f} s ago:"
-            f" {lines[-1].text}"
+            f"the GPU at {where} reported {gpus.describe_xid(number)}, most recently {last.age:.0f} s ago: {last.text}"
         )
         evidence = {"pci": where, "xid": number, **_told(lines)}
         verdict, remedy = Verdict.WARN, "find the program that caused it; the GPU can still be used"
-        if xid.condemns(number):
+        if gpus.condemns(number):
             verdict, remedy = (
                 _how_bad(lines),
                 ("unless this was done already: drain the control daemon, nvidia-smi --gpu-reset, mpsctl reset"),

@@ -7,6 +7,7 @@ from typing import Final
 from mpsd.core.doctor.finding import AS_ROOT, Check, Finding, Verdict, unknown
 from mpsd.core.doctor.observed import Observed, ProcessSeen
 from mpsd.core.model import Known, Unknown
+from mpsd.core.mps.daemon_flags import FOREGROUND
 
 DAEMON: Final = "control daemon"
 SERVER: Final = "server"
@@ -103,7 +104,7 @@ def belongs(seen: Observed, each: ProcessSeen) -> bool:
 
 def _looks_like_ours(seen: Observed, each: ProcessSeen) -> bool:
     """Tell whether mpsd would have started a control daemon so; without it, its limits and settings are not known."""
-    if not isinstance(each.variables, Known) or "-f" not in each.arguments:
+    if not isinstance(each.variables, Known) or FOREGROUND not in each.arguments:
         return False
     name = Path(each.pipe_directory or "").name
     return each.variables.value.get("CUDA_MPS_LOG_DIRECTORY") == str(seen.settings.paths.log_dir / name)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from mpsd.core.enforcement import violations
 from mpsd.core.enforcement.violations import AttributedClient
 from mpsd.core.model import Client, Lease, ProcessIdentity
+from mpsd.core.mps.limits import LIMITS
 
 
 def by_family(
@@ -49,6 +50,4 @@ def is_telling(cgroup: str) -> bool:
 
 def _is_of(client: Client, lease: Lease) -> bool:
     share, own = violations.share_on(lease, client.daemon), client.environment or {}
-    return share is not None and all(
-        own.get(name) == share.env.get(name) for name in (violations.PERCENTAGE, violations.MEM_LIMIT)
-    )
+    return share is not None and all(own.get(each.variable) == share.env.get(each.variable) for each in LIMITS)

@@ -12,6 +12,7 @@ from typing import Final
 from msgspec import Struct
 
 from mpsd.core.model import Lease, Limits, Share
+from mpsd.core.mps.limits import widest_limits
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 
 SMALLEST: Final = Limits(ActiveThreadPercentage(1), PinnedDeviceMemLimit(1))
@@ -62,17 +63,6 @@ def each_process(lease: Lease, share: Share) -> Limits:
     return Limits(
         ActiveThreadPercentage(share.threads.tenths // processes),
         PinnedDeviceMemLimit(share.memory.mebibytes // processes),
-    )
-
-
-def widest_limits(one: Limits, other: Limits) -> Limits:
-    """Return the larger of each limit; no memory limit is larger than any."""
-    if one == other:
-        return one
-    memory = (one.pinned_device_mem_limit, other.pinned_device_mem_limit)
-    return Limits(
-        max(one.active_thread_percentage, other.active_thread_percentage),
-        None if memory[0] is None or memory[1] is None else max(memory[0], memory[1]),
     )
 
 

@@ -1,24 +1,22 @@
 """Whether the servers of a control daemon serve, by what their logs say and by their state words. Pure."""
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Final
 
-from mpsd.core.enforcement.drift import NOTHING
 from mpsd.core.model import ReadBack
+from mpsd.core.mps.limits import NOTHING
 from mpsd.core.mps.log_events import (
     ContextsMade,
+    LimitGiven,
     LogEvent,
-    MemoryGiven,
     ServerExited,
     ServerFailed,
     ServerFaulted,
     ServerReady,
     SharedMemoryMade,
-    ThreadsGiven,
 )
-from mpsd.core.units import GIB
 
 FAULT: Final = "FAULT"
 """The state word of a server that handles a fatal fault of a GPU; drivers before 550 have no word for it."""
@@ -54,7 +52,7 @@ class ServerHealth:
             match event:
                 case ServerFaulted():
                     self.faults[event.server] = now
-                case ThreadsGiven() | MemoryGiven():
+                case LimitGiven():
                     self._give(event)
                 case SharedMemoryMade() if event.name.split(".")[3] == f"{event.server:x}":
                     self.shared_memory = [*self.shared_memory, event.name][-_MOST_GIVEN:]
@@ -76,15 +74,8 @@ class ServerHealth:
             if event.status:
                 self.failures = [*self.failures, now][-_TRIES:]
 
-    def _give(self, event: ThreadsGiven | MemoryGiven) -> None:
-        before = self.given.get(event.server, NOTHING)
-        if isinstance(event, ThreadsGiven):
-            before = replace(before, active_thread_percentage_tenths=int(event.percentage * 10))
-        elif event.device == 0:
-            # A control daemon reads limits of 1 GiB and more back in whole GiB, rounded down, and so it is compared.
-            whole = event.bytes // GIB * GIB if event.bytes >= GIB else event.bytes
-            before = replace(before, pinned_device_mem_limit=whole)
-        self.given[event.server] = before
+    def _give(self, event: LimitGiven) -> None:
+        self.given[event.server] = event.limit.put(self.given.get(event.server, NOTHING), event.value)
         while len(self.given) > _MOST_GIVEN:
             del self.given[next(iter(self.given))]
 

@@ -5,14 +5,12 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from mpsd.core.enforcement import ceiling
-from mpsd.core.enforcement.drift import EVERYTHING, parse_foreign_mem_limit, parse_foreign_percentage
 from mpsd.core.model import Client, GpuProcess, Known, Lease, ProcessIdentity, ReadBack, Share, ViolationKind
+from mpsd.core.mps.limits import EVERYTHING, LIMITS, PINNED_DEVICE_MEM_LIMIT, wider
 from mpsd.core.units import format_size
 
-PERCENTAGE: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
-MEM_LIMIT: Final = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 PIPE_DIRECTORY: Final = "CUDA_MPS_PIPE_DIRECTORY"
-VARIABLES: Final = (PIPE_DIRECTORY, "CUDA_VISIBLE_DEVICES", PERCENTAGE, MEM_LIMIT)
+VARIABLES: Final = (PIPE_DIRECTORY, "CUDA_VISIBLE_DEVICES", *(limit.variable for limit in LIMITS))
 """The variables of a client that decide what it uses, and that a lease's environment holds."""
 
 
@@ -44,27 +42,14 @@ def in_force(client: Client) -> ReadBack:
     """Return the most that a client can use for as long as it lives: what was open to it, lowered by its environment.
 
     Where it connected before mpsd could see it, everything was open. The environment is what it was started with; what
-    it did to it later is not seen. It can lower a limit and never raise it; and an entry for a GPU that the client does
-    not see drops its memory limit altogether, the server's included (mps-facts B2, and NVIDIA's guide).
+    it did to it later is not seen.
     """
-    open_to_it, own = client.ceiling or EVERYTHING, client.environment or {}
-    tenths, memory = open_to_it.active_thread_percentage_tenths, open_to_it.pinned_device_mem_limit
-    percentage = parse_foreign_percentage(own.get(PERCENTAGE, ""))
-    if percentage is not None:
-        tenths = min(tenths, percentage)
-    for entry in filter(None, own.get(MEM_LIMIT, "").split(",")):
-        device, _, value = entry.partition("=")
-        if not _is_its_gpu(device.strip(), client.gpu):
-            return ReadBack(tenths, None)
-        size = parse_foreign_mem_limit(value)
-        if size is not None:
-            memory = size if memory is None else min(memory, size)
-    return ReadBack(tenths, memory)
-
-
-def _is_its_gpu(device: str, gpu: str) -> bool:
-    """Tell whether an entry names the one GPU that a client of this control daemon sees."""
-    return device == "0" or (device.startswith("GPU-") and gpu.startswith(device))
+    result, own = client.ceiling or EVERYTHING, client.environment or {}
+    for limit in LIMITS:
+        text = own.get(limit.variable, "")
+        if text:
+            result = limit.put(result, limit.lowered(limit.found(result), text, client.gpu))
+    return result
 
 
 def part(lease: Lease, share: Share) -> ReadBack:
@@ -77,15 +62,12 @@ def part(lease: Lease, share: Share) -> ReadBack:
 def exceeds(found: ReadBack, allowed: ReadBack, *, memory: bool) -> str:
     """Say in which way one is more than the other; nothing where it is not. `memory`: whether the driver limits it."""
     ways = []
-    if found.active_thread_percentage_tenths > allowed.active_thread_percentage_tenths:
-        ways.append(
-            f"{found.active_thread_percentage_tenths / 10:g} % of the threads instead of"
-            f" {allowed.active_thread_percentage_tenths / 10:g} %"
-        )
-    most, may = found.pinned_device_mem_limit, allowed.pinned_device_mem_limit
-    if memory and may is not None and (most is None or most > may):
-        has = "unlimited memory" if most is None else f"{format_size(most)} of memory"
-        ways.append(f"{has} instead of {format_size(may)}")
+    for limit in LIMITS:
+        has, may = limit.found(found), limit.found(allowed)
+        if may is None or wider(has, may) == may or (limit is PINNED_DEVICE_MEM_LIMIT and not memory):
+            continue
+        much = "unlimited" if has is None else f"{limit.amount(has)} of"
+        ways.append(f"{much} {limit.resource} instead of {limit.amount(may)}")
     return " and ".join(ways)
 
 

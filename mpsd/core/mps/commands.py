@@ -17,10 +17,8 @@ from mpsd.core.errors import (
     ControlGarbledError,
     ControlNoAnswerError,
     ControlUnknownCommandError,
-    InvalidRequestError,
     ServerNotFoundError,
 )
-from mpsd.core.units import GIB, MIB
 
 T = TypeVar("T")
 
@@ -51,66 +49,30 @@ class CommandRow:
     """The oldest of the measured driver branches that knows it."""
     lines: Lines
     effect: Effect
-    verified_by: str | None = None
-    """The command that reads back what this one sets."""
 
 
 ROWS: Final = (
     CommandRow("get_server_list", "", 470, Lines.MANY, Effect.READS),
     CommandRow("get_server_status", "PID", 550, Lines.ONE, Effect.READS),
-    CommandRow("start_server", "-uid UID", 470, Lines.NONE_OR_ONE, Effect.CHANGES, "get_server_list"),
-    CommandRow("shutdown_server", "PID [-f]", 470, Lines.NONE_OR_ONE, Effect.CHANGES, "get_server_list"),
+    CommandRow("start_server", "-uid UID", 470, Lines.NONE_OR_ONE, Effect.CHANGES),
+    CommandRow("shutdown_server", "PID [-f]", 470, Lines.NONE_OR_ONE, Effect.CHANGES),
     CommandRow("get_client_list", "PID", 470, Lines.MANY, Effect.READS),
     CommandRow("get_device_client_list", "[PID]", 470, Lines.MANY, Effect.READS),
     CommandRow("ps", "[-p PID]", 535, Lines.MANY, Effect.READS),
-    CommandRow("terminate_client", "SERVER_PID CLIENT_PID", 535, Lines.MANY, Effect.CHANGES, "get_client_list"),
-    CommandRow(
-        "set_default_active_thread_percentage",
-        "PERCENTAGE",
-        470,
-        Lines.ONE,
-        Effect.CHANGES,
-        "get_default_active_thread_percentage",
-    ),
+    CommandRow("terminate_client", "SERVER_PID CLIENT_PID", 535, Lines.MANY, Effect.CHANGES),
+    CommandRow("set_default_active_thread_percentage", "PERCENTAGE", 470, Lines.ONE, Effect.CHANGES),
     CommandRow("get_default_active_thread_percentage", "", 470, Lines.ONE, Effect.READS),
-    CommandRow(
-        "set_active_thread_percentage",
-        "PID PERCENTAGE",
-        470,
-        Lines.NONE_OR_ONE,
-        Effect.CHANGES,
-        "get_active_thread_percentage",
-    ),
+    CommandRow("set_active_thread_percentage", "PID PERCENTAGE", 470, Lines.NONE_OR_ONE, Effect.CHANGES),
     CommandRow("get_active_thread_percentage", "PID", 470, Lines.NONE_OR_ONE, Effect.READS),
-    CommandRow(
-        "set_default_device_pinned_mem_limit",
-        "DEVICE VALUE",
-        535,
-        Lines.NONE_OR_ONE,
-        Effect.CHANGES,
-        "get_default_device_pinned_mem_limit",
-    ),
+    CommandRow("set_default_device_pinned_mem_limit", "DEVICE VALUE", 535, Lines.NONE_OR_ONE, Effect.CHANGES),
     CommandRow("get_default_device_pinned_mem_limit", "DEVICE", 535, Lines.NONE_OR_ONE, Effect.READS),
-    CommandRow(
-        "set_device_pinned_mem_limit",
-        "PID DEVICE VALUE",
-        535,
-        Lines.NONE_OR_ONE,
-        Effect.CHANGES,
-        "get_device_pinned_mem_limit",
-    ),
+    CommandRow("set_device_pinned_mem_limit", "PID DEVICE VALUE", 535, Lines.NONE_OR_ONE, Effect.CHANGES),
     CommandRow("get_device_pinned_mem_limit", "PID DEVICE", 535, Lines.NONE_OR_ONE, Effect.READS),
-    CommandRow(
-        "set_default_client_priority",
-        "PRIORITY",
-        535,
-        Lines.NONE_OR_ONE,
-        Effect.CHANGES,
-        "get_default_client_priority",
-    ),
+    CommandRow("set_default_client_priority", "PRIORITY", 535, Lines.NONE_OR_ONE, Effect.CHANGES),
     CommandRow("get_default_client_priority", "", 535, Lines.ONE, Effect.READS),
     CommandRow("quit", "[-t SECONDS]", 470, Lines.NONE_OR_ONE, Effect.CHANGES),
 )
+"""Which setter and getter belong to one limit, `core/mps/limits.py` says."""
 
 TABLE: Final = {row.name: row for row in ROWS}
 
@@ -200,14 +162,16 @@ def refusal(command: str, lines: Sequence[str]) -> ControlError | None:
     return None
 
 
-def _garbled(command: str, lines: Sequence[str]) -> ControlGarbledError:
+def garbled(command: str, lines: Sequence[str]) -> ControlGarbledError:
+    """Return the error for an answer that no known driver gives to this command."""
     return ControlGarbledError(
         f"the control daemon answered {list(lines)!r} to {command!r}",
         hint="if the driver is newer than 555, report this answer with the version of the driver",
     )
 
 
-def _one(command: str, lines: Sequence[str]) -> str:
+def one_line(command: str, lines: Sequence[str]) -> str:
+    """Return the one line of an answer. Raises ControlError for a refusal, for silence and for more lines."""
     refused = refusal(command, lines)
     if refused is not None:
         raise refused
@@ -217,33 +181,8 @@ def _one(command: str, lines: Sequence[str]) -> str:
             hint="try again when the server is ready; its log says why it is not",
         )
     if len(lines) != 1:
-        raise _garbled(command, lines)
+        raise garbled(command, lines)
     return lines[0]
-
-
-_TENTHS = re.compile(r"([0-9]{1,3})\.([0-9])")
-
-
-def parse_percentage_answer(command: str, lines: Sequence[str]) -> int:
-    """Parse `25.0` into 250 tenths of a percent."""
-    match = _TENTHS.fullmatch(_one(command, lines))
-    if match is None:
-        raise _garbled(command, lines)
-    return int(match.group(1)) * 10 + int(match.group(2))
-
-
-_LIMIT = re.compile(r"([0-9]{1,20})([GM])")
-"""As many digits as the largest that is seen has, and more: `-1G` reads back as 17179869184G (measured)."""
-
-
-def parse_mem_limit_answer(command: str, lines: Sequence[str]) -> int | None:
-    """Parse `8G` or `512M` into bytes; no line at all means that no limit is set."""
-    if not lines:
-        return None
-    match = _LIMIT.fullmatch(_one(command, lines))
-    if match is None:
-        raise _garbled(command, lines)
-    return int(match.group(1)) * (GIB if match.group(2) == "G" else MIB)
 
 
 _PID = re.compile(r" *[0-9]{1,10} *")
@@ -255,7 +194,7 @@ def parse_pids(command: str, lines: Sequence[str]) -> tuple[int, ...]:
     if refused is not None:
         raise refused
     if not all(_PID.fullmatch(line) for line in lines):
-        raise _garbled(command, lines)
+        raise garbled(command, lines)
     return tuple(int(line) for line in lines)
 
 
@@ -263,9 +202,9 @@ _STATUS = re.compile(r"[A-Z][A-Z_]*")
 
 
 def _parse_status(command: str, lines: Sequence[str]) -> str:
-    line = _one(command, lines)
+    line = one_line(command, lines)
     if _STATUS.fullmatch(line) is None:
-        raise _garbled(command, lines)
+        raise garbled(command, lines)
     return line
 
 
@@ -274,12 +213,12 @@ def _parse_nothing(command: str, lines: Sequence[str]) -> None:
     if refused is not None:
         raise refused
     if lines:
-        raise _garbled(command, lines)
+        raise garbled(command, lines)
 
 
 def _parse_zero(command: str, lines: Sequence[str]) -> None:
-    if _one(command, lines) != "0":
-        raise _garbled(command, lines)
+    if one_line(command, lines) != "0":
+        raise garbled(command, lines)
 
 
 # -- the commands that mpsd speaks -------------------------------------------------------------------------------------
@@ -290,20 +229,6 @@ def command(name: str, arguments: tuple[str | int, ...], parse: Callable[[str, S
     texts = tuple(str(argument) for argument in arguments)
     line = " ".join((name, *texts))
     return Command(TABLE[name], texts, lambda lines: parse(line, lines))
-
-
-DEVICES: Final = 32
-"""Ordinals below this are taken for devices, GPU or no GPU; others are ignored, and only the log says so (measured)."""
-
-
-def ordinal(device: int) -> int:
-    """Return the ordinal of a device. Raises InvalidRequestError when it can be none."""
-    if isinstance(device, bool) or not 0 <= device < DEVICES:
-        raise InvalidRequestError(
-            f"{device!r} is not a device ordinal",
-            hint="a control daemon numbers the GPUs that it sees from 0; mpsd's see one each",
-        )
-    return device
 
 
 def get_server_list() -> Command[tuple[int, ...]]:
@@ -319,31 +244,6 @@ def get_server_status(server: int) -> Command[str]:
 def get_client_list(server: int) -> Command[tuple[int, ...]]:
     """Ask for the pids of a server's clients. A busy server answers nothing, as one without clients does."""
     return command("get_client_list", (server,), parse_pids)
-
-
-def get_default_active_thread_percentage() -> Command[int]:
-    """Ask for the percentage that the next server starts with, in tenths; the cheapest proof of life there is."""
-    return command("get_default_active_thread_percentage", (), parse_percentage_answer)
-
-
-def get_default_device_pinned_mem_limit(device: int) -> Command[int | None]:
-    """Ask for the memory limit that the next server starts with, in bytes; None when there is none."""
-    return command("get_default_device_pinned_mem_limit", (ordinal(device),), parse_mem_limit_answer)
-
-
-def get_active_thread_percentage(server: int) -> Command[int]:
-    """Ask for the percentage that the next client of a server gets at most, in tenths. A busy server says nothing."""
-    return command("get_active_thread_percentage", (server,), parse_percentage_answer)
-
-
-def get_device_pinned_mem_limit(server: int, device: int) -> Command[int | None]:
-    """Ask for the memory limit that the next client of a server gets, in bytes; None when it has none, or is busy."""
-    return command("get_device_pinned_mem_limit", (server, ordinal(device)), parse_mem_limit_answer)
-
-
-def start_server(uid: int) -> Command[None]:
-    """Start a server for a uid ahead of its first client. Silence says nothing: look at the server list."""
-    return command("start_server", ("-uid", uid), _parse_nothing)
 
 
 def terminate_client(server: int, client: int) -> Command[None]:

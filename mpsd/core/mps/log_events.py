@@ -7,6 +7,8 @@ driver published; OLD is NVIDIA's documentation before R590. `core/mps/log_parse
 from dataclasses import dataclass
 from typing import Final
 
+from mpsd.core.mps.limits import Limit, LimitValue
+
 
 @dataclass(frozen=True, slots=True)
 class ForeignCommand:
@@ -82,20 +84,13 @@ class SharedMemoryMade:
 
 
 @dataclass(frozen=True, slots=True)
-class ThreadsGiven:
-    """`Active Threads Percentage set to 33.0`: what a server gives each client at most (R580)."""
+class LimitGiven:
+    """What a server gives each client process at most, as the `log_line` of the limit tells (R580)."""
 
     server: int
-    percentage: float
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryGiven:
-    """`Device pinned memory limit for device 0 set to 0x140000000 bytes`: likewise, per client process (R580)."""
-
-    server: int
-    device: int
-    bytes: int
+    limit: Limit
+    value: LimitValue
+    """As the pipe would report it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +148,7 @@ LogEvent = (
     | ServerFaulted
     | ContextsMade
     | SharedMemoryMade
-    | ThreadsGiven
-    | MemoryGiven
+    | LimitGiven
     | ClientArrived
     | ClientConnected
     | ClientStatus
@@ -169,8 +163,7 @@ NEWS: Final = (
     ServerExited,
     ServerFaulted,
     ContextsMade,
-    ThreadsGiven,
-    MemoryGiven,
+    LimitGiven,
     ClientArrived,
     ClientConnected,
     ClientStatus,

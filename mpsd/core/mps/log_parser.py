@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Final
 
 from mpsd.core.mps.commands import changes_something, is_mark
+from mpsd.core.mps.limits import DEVICE, LIMITS, Limit
 from mpsd.core.mps.log_events import (
     ClientArrived,
     ClientConnected,
@@ -24,15 +25,14 @@ from mpsd.core.mps.log_events import (
     ContextsMade,
     DaemonStarted,
     ForeignCommand,
+    LimitGiven,
     LogEvent,
-    MemoryGiven,
     ServerExited,
     ServerFailed,
     ServerFaulted,
     ServerReady,
     ServerStarting,
     SharedMemoryMade,
-    ThreadsGiven,
 )
 
 _STAMP: Final = re.compile(r"\[(?P<at>[0-9-]+ [0-9:.]+) +(?P<source>[A-Za-z]+(?: [A-Za-z]+)*) +(?P<pid>[0-9]{1,10})\] ")
@@ -65,7 +65,7 @@ def _behind(stamp: re.Match[str], line: str) -> LogLine:
     return LogLine(stamp["at"], stamp["source"], int(stamp["pid"]), line[stamp.end() :])
 
 
-_Meaning = Callable[[LogLine, re.Match[str]], LogEvent]
+_Meaning = Callable[[LogLine, re.Match[str]], LogEvent | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,18 @@ def _failed(line: LogLine, _: re.Match[str]) -> LogEvent:
 
 def _status(line: LogLine, found: re.Match[str]) -> LogEvent:
     return ClientStatus(line.pid, int(found["pid"]), int(found["context"]), found["status"])
+
+
+def _given(limit: Limit) -> _Meaning:
+    """Return the meaning of a limit's line; what it says of another device than a client's own means nothing."""
+
+    def event(line: LogLine, found: re.Match[str]) -> LogEvent | None:
+        device = found.groupdict().get("device")
+        if device is not None and int(device) != DEVICE:
+            return None
+        return LimitGiven(line.pid, limit, limit.parse_logged(found["value"]))
+
+    return event
 
 
 _MEANINGS: Final[dict[str, _Meaning | None]] = {
@@ -112,12 +124,7 @@ _MEANINGS: Final[dict[str, _Meaning | None]] = {
     "Failed to start : .*": _failed,  # OLD
     "Invalid CUDA_VISIBLE_DEVICES.*": _failed,  # OLD
     r"Volta MPS: Server is handling a fatal GPU error\.": lambda line, _: ServerFaulted(line.pid),  # OLD
-    r"Active Threads Percentage set to ([0-9]{1,3}\.[0-9]{1,6})": (
-        lambda line, found: ThreadsGiven(line.pid, float(found[1]))
-    ),
-    "Device pinned memory limit for device <N> set to 0x([0-9a-f]{1,16}) bytes": (
-        lambda line, found: MemoryGiven(line.pid, int(found[1]), int(found[2], 16))
-    ),
+    **{limit.log_line: _given(limit) for limit in LIMITS},
     "Client <C> connected": (lambda line, found: ClientConnected(line.pid, int(found["pid"]), int(found["context"]))),
     "Status of client <C> is (?P<status>[A-Z]{1,20})": _status,
     "status of client <C> is (?P<status>[A-Z]{1,20})": _status,  # OLD

@@ -1,18 +1,15 @@
 """Which control daemon has a pipe directory, and whether it is ours: by what the kernel says, never by a pid file."""
 
 from dataclasses import dataclass
-from typing import Final
 
 from mpsd.core.errors import ForeignDaemonError
 from mpsd.core.model import DaemonProcess, ProcessIdentity
+from mpsd.core.mps import daemon_flags
+from mpsd.core.settings import Users
 from mpsd.system import process_table
 from mpsd.system.control_pipe import ControlProgram
 from mpsd.system.process_table import MpsProcess, ProgramKind
 from mpsd.system.rundir import DaemonPaths
-
-FOREGROUND: Final = "-f"
-MANY_USERS: Final = "-multiuser-server"
-"""The flags that mpsd starts a control daemon with (NVIDIA's man page; the second since driver 555)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +42,12 @@ def look(paths: DaemonPaths, program: ControlProgram, environment: dict[str, str
     if not daemons:
         return DiscoveredProcesses(None, tuple(each.identity for each in servers))
     ours = daemons[0]
-    many_users = MANY_USERS in ours.arguments
+    many_users = daemon_flags.users_of(ours.arguments) is Users.MANY
     found = DaemonProcess(ours.identity, ours.executable, str(paths.pipe_directory), ours.started, many_users)
     return DiscoveredProcesses(found, tuple(each.identity for each in servers if each.parent != ours.identity.pid))
 
 
 def _ours(each: MpsProcess, environment: dict[str, str]) -> bool:
     wanted = {name: value for name, value in environment.items() if name.startswith("CUDA_")}
-    flags = each.arguments[each.arguments.index(FOREGROUND) :] if FOREGROUND in each.arguments else ()
-    known = flags in {(FOREGROUND,), (FOREGROUND, MANY_USERS)}
+    known = daemon_flags.users_of(each.arguments) is not None
     return known and each.uid == process_table.own_uid() and each.variables == wanted

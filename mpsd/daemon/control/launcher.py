@@ -5,9 +5,10 @@ from collections.abc import Iterable
 
 from mpsd.core.errors import ControlUnreachableError
 from mpsd.core.model import DaemonProcess, Gpu, ProcessIdentity
+from mpsd.core.mps import daemon_flags
 from mpsd.core.settings import Users
 from mpsd.daemon.control import discovery
-from mpsd.daemon.control.discovery import FOREGROUND, MANY_USERS, DiscoveredProcesses
+from mpsd.daemon.control.discovery import DiscoveredProcesses
 from mpsd.daemon.control.pipe_access import PipeAccess
 from mpsd.system import clock, log_file, process, rundir
 from mpsd.system.control_pipe import ControlPipe, ControlProgram, variables
@@ -48,9 +49,8 @@ class Launcher:
         self._socket_before = self._socket()
         log = log_file.open_for_daemon(self._paths.control_log)
         try:
-            started = process.spawn(
-                (*self._program.argv, *_flags(users)), env=self._environment(), stdout=log, new_session=True
-            )
+            command = (*self._program.argv, *daemon_flags.BY_USERS[users])
+            started = process.spawn(command, env=self._environment(), stdout=log, new_session=True)
         finally:
             os.close(log)
         directory = str(self._paths.pipe_directory)
@@ -120,8 +120,3 @@ class Launcher:
         except FileNotFoundError:
             return None
         return found.st_ino, found.st_ctime_ns
-
-
-def _flags(users: Users) -> tuple[str, ...]:
-    """In the foreground, as a daemon that is watched must be; for many users where that was asked for."""
-    return (FOREGROUND, MANY_USERS) if users is Users.MANY else (FOREGROUND,)

@@ -3,23 +3,29 @@
 import asyncio
 import contextlib
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Final
 
 from mpsd.core.enforcement import drift
 from mpsd.core.errors import ControlBusyError, ControlError, ControlUnknownCommandError, LimitNotHeldError
 from mpsd.core.model import Drift, Limits, ProcessIdentity, ReadBack, Server
-from mpsd.core.mps import commands, setters
+from mpsd.core.mps import commands
+from mpsd.core.mps.limits import (
+    EVERYTHING,
+    LIMITS,
+    PINNED_DEVICE_MEM_LIMIT,
+    Limit,
+    LimitValue,
+    shown,
+    widest_read_back,
+)
 from mpsd.daemon.control.control_log import ControlLog
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock, process, process_table
 from mpsd.system.control_pipe import ControlPipe, ControlProgram, Conversation, Pending
 from mpsd.system.process_table import ProgramKind
 from mpsd.system.rundir import DaemonPaths
-
-_DEVICE: Final = 0
-"""The ordinal of the one GPU that a control daemon sees."""
 
 _MOST_UNDONE: Final = 8
 """Changes of others that mpsd put back and still can tell about; its events have all of them."""
@@ -28,18 +34,18 @@ _MOST_UNDONE: Final = 8
 class _Questions:
     """What one server is asked in a conversation, after it was told its limits if it is to have any."""
 
-    def __init__(self, talk: Conversation, identity: ProcessIdentity, limits: Limits | None, *, memory: bool) -> None:
-        """`memory` tells whether the driver has a memory limit at all."""
+    def __init__(
+        self, talk: Conversation, identity: ProcessIdentity, wanted: Limits | None, limits: Iterable[Limit]
+    ) -> None:
+        """`limits` are those that the driver has."""
         self.identity = identity
         pid = identity.pid
-        if limits is not None:
-            talk.ask(setters.set_active_thread_percentage(pid, limits.active_thread_percentage))
-            if memory:
-                talk.ask(setters.set_device_pinned_mem_limit(pid, _DEVICE, limits.pinned_device_mem_limit))
+        if wanted is not None:
+            for limit in limits:
+                talk.ask(limit.tell_server(pid, wanted))
         self._clients = talk.ask(commands.get_client_list(pid))
         self._status = talk.ask(commands.get_server_status(pid))
-        self._percentage = talk.ask(commands.get_active_thread_percentage(pid))
-        self._mem_limit = talk.ask(commands.get_device_pinned_mem_limit(pid, _DEVICE)) if memory else None
+        self._limits = {limit: talk.ask(limit.ask_server(pid)) for limit in limits}
 
     def server(self) -> Server | None:
         """Return what it said; None when it is gone, as one is that went between two questions."""
@@ -50,8 +56,7 @@ class _Questions:
             status = self._status.answer
         limits: ReadBack | None = None
         with contextlib.suppress(ControlError):  # a busy server says nothing, and so nothing is known
-            mem_limit = self._mem_limit.answer if self._mem_limit is not None else None
-            limits = ReadBack(self._percentage.answer, mem_limit)
+            limits = _read_back({limit: pending.answer for limit, pending in self._limits.items()})
         with contextlib.suppress(ControlError):
             return Server(self.identity.pid, status, self._clients.answer, limits=limits)
         return None
@@ -70,7 +75,8 @@ class Observer:
         """What others changed and is not put back yet."""
         self.undone: tuple[Drift, ...] = ()
         """What they changed and mpsd put back, the latest last."""
-        self.has_mem_limit = True
+        self._limits: tuple[Limit, ...] = LIMITS
+        """Those that the driver has, as far as is known."""
         self._program = program
         self._paths = paths
         self._log = log
@@ -80,6 +86,11 @@ class Observer:
         """By server, also one that says nothing for a while, what was open to each of its clients when it came."""
         self._held_since = 0.0
         """Since when, in seconds since boot, the defaults are what they are: a server started later has got them."""
+
+    @property
+    def has_mem_limit(self) -> bool:
+        """Whether the driver has a pinned device memory limit, as far as is known."""
+        return PINNED_DEVICE_MEM_LIMIT in self._limits
 
     @property
     def servers(self) -> tuple[Server, ...]:
@@ -108,12 +119,8 @@ class Observer:
         """Say what the latest reading of the limits came to, in a sentence, and the way out where one is needed."""
         if not self.drift:
             return "it answers, and every limit reads back as set", None
-        settings = (
-            setters.default_active_thread_percentage(wanted.active_thread_percentage),
-            setters.default_device_pinned_mem_limit(_DEVICE, wanted.pinned_device_mem_limit),
-        )
         drifted = {each.limit for each in self.drift}
-        script = "".join(f"{setting.setter}\\n" for setting in settings if setting.limit in drifted)
+        script = "".join(f"{limit.default_setting(wanted).setter}\\n" for limit in LIMITS if limit.name in drifted)
         front_end = f"CUDA_MPS_PIPE_DIRECTORY={self._paths.pipe_directory} {shlex.join(self._program.argv)}"
         found = ", ".join(f"{each.limit} is {each.found} instead of {each.wanted}" for each in self.drift)
         return f"it answers, and {found}", f"set it back: printf '{script}' | {front_end}"
@@ -161,24 +168,13 @@ class Observer:
         ]
 
     async def _converse(self, wanted: Limits, *, apply: bool) -> ReadBack:
-        memory, talk = wanted.pinned_device_mem_limit, Conversation()
-        tenths: Pending[int]
-        mem_limit: Pending[int | None]
-        if apply:
-            tenths = talk.set(setters.default_active_thread_percentage(wanted.active_thread_percentage))
-        else:
-            tenths = talk.ask(commands.get_default_active_thread_percentage())
-        # A limit that nobody wants is taken away only where there is one: drivers before 495 do not know the command.
-        unwanted = self.read_back is not None and self.read_back.pinned_device_mem_limit is not None
-        if apply and (memory is not None or unwanted):
-            mem_limit = talk.set(setters.default_device_pinned_mem_limit(_DEVICE, memory))
-        else:
-            mem_limit = talk.ask(commands.get_default_device_pinned_mem_limit(_DEVICE))
+        talk = Conversation()
+        defaults = {limit: self._default(talk, limit, wanted, apply=apply) for limit in LIMITS}
         pids = talk.ask(commands.get_server_list())
         limits = wanted if apply else None
-        known = [_Questions(talk, identity, limits, memory=self.has_mem_limit) for identity in self._servers]
+        known = [_Questions(talk, identity, limits, self._limits) for identity in self._servers]
         await self._hold(talk)
-        found = ReadBack(tenths.answer, self._mem_limit(mem_limit, wanted))
+        found = self._found(defaults, wanted)
         before, self.read_back = self.read_back, found
         if before != found or not self._held_since:
             self._held_since = clock.since_boot()
@@ -193,16 +189,26 @@ class Observer:
         self.control_log.statuses({each.pid: each.status for each in met.values()}, gone)
         return found
 
-    def _mem_limit(self, pending: Pending[int | None], wanted: Limits) -> int | None:
-        """Return the memory limit; a driver without the command has none, which is fine where none is wanted."""
-        try:
-            self.has_mem_limit, found = True, pending.answer
-        except ControlUnknownCommandError:
-            self.has_mem_limit = False
-            if wanted.pinned_device_mem_limit is not None:
-                raise
-            return None
-        return found
+    def _default(self, talk: Conversation, limit: Limit, wanted: Limits, *, apply: bool) -> Pending[LimitValue]:
+        """Ask for a default of the daemon, after it is set if it is to be."""
+        # A limit that nobody wants is taken away only where there is one: an older driver does not know the command.
+        there = self.read_back is not None and limit.found(self.read_back) is not None
+        if apply and (there or limit.wanted(wanted) is not None):
+            return talk.set(limit.default_setting(wanted))
+        return talk.ask(limit.ask_default())
+
+    def _found(self, defaults: Mapping[Limit, Pending[LimitValue]], wanted: Limits) -> ReadBack:
+        """Return the defaults; a driver without the commands has no such limit, which is fine where none is wanted."""
+        found = dict[Limit, LimitValue]()
+        for limit, pending in defaults.items():
+            try:
+                found[limit] = pending.answer
+            except ControlUnknownCommandError:
+                self._limits = tuple(each for each in self._limits if each is not limit)
+                if limit.wanted(wanted) is not None:
+                    raise
+        self._limits = tuple(found)
+        return _read_back(found)
 
     async def _hold(self, talk: Conversation) -> None:
         try:
@@ -226,7 +232,7 @@ class Observer:
             ticks = process.start_ticks(pid)
             if pid not in ours and ticks is not None:
                 identity = ProcessIdentity(pid, ticks)
-                known.append(_Questions(talk, identity, limits, memory=self.has_mem_limit))
+                known.append(_Questions(talk, identity, limits, self._limits))
         if talk.pending:
             await self._hold(talk)
         servers = ((each.identity, each.server()) for each in known if each.identity.pid in pids)
@@ -245,14 +251,14 @@ class Observer:
         """
         earlier = self._servers.get(identity)
         last = earlier.limits if earlier is not None and earlier.limits is not None else before
-        ceiling = None if last is None else drift.widest_read_back(last, server.limits or found)
+        ceiling = None if last is None else widest_read_back(last, server.limits or found)
         if ceiling is not None:
-            ceiling = drift.widest_read_back(ceiling, self._opened(server, fresh=earlier is None))
+            ceiling = widest_read_back(ceiling, self._opened(server, fresh=earlier is None))
         given = self.control_log.serving.given.pop(server.pid, None)
-        if given is not None and ceiling is not None and (wider := drift.widest_read_back(ceiling, given)) != ceiling:
+        if given is not None and ceiling is not None and (wider := widest_read_back(ceiling, given)) != ceiling:
             # Its log is the proof of what is applied, so that counts for its clients.
             command, ceiling = ceiling, wider
-            self._log.error(EventName.LIMITS_NOT_GIVEN, server=server.pid, command=_plain(command), given=_plain(given))
+            self._log.error(EventName.LIMITS_NOT_GIVEN, server=server.pid, command=shown(command), given=shown(given))
         known = self._ceilings.get(identity, {})
         started = ((pid, process.start_ticks(pid)) for pid in server.clients)
         clients = (ProcessIdentity(pid, ticks) for pid, ticks in started if ticks is not None)
@@ -262,7 +268,7 @@ class Observer:
     def _opened(self, server: Server, *, fresh: bool) -> ReadBack:
         """Return what others may have opened for its clients since mpsd talked to the daemon last."""
         if self.control_log.has_forgotten:
-            return drift.EVERYTHING
+            return EVERYTHING
         return drift.opened(self.control_log.unexplained, server.pid, fresh=fresh)
 
     def _compare(self, wanted: Limits, found: ReadBack, known: tuple[ProcessIdentity, ...]) -> None:
@@ -317,6 +323,9 @@ class Observer:
         return bool(self._orphans)
 
 
-def _plain(limits: ReadBack) -> dict[str, float | int | None]:
-    tenths, memory = limits.active_thread_percentage_tenths, limits.pinned_device_mem_limit
-    return {"active_thread_percentage": tenths / 10, "pinned_device_mem_limit": memory}
+def _read_back(values: Mapping[Limit, LimitValue]) -> ReadBack:
+    """Put together what was read back; a limit that the driver does not have limits nothing."""
+    result = EVERYTHING
+    for limit, value in values.items():
+        result = limit.put(result, value)
+    return result

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-from mpsd.core import gpus, xid
+from mpsd.core import gpus
 from mpsd.core.errors import GpuError
 from mpsd.core.model import Gpu, GpuFault, GpuUsage, Health, Inventory, Known, Reading, Unknown
 from mpsd.core.settings import WantedComputeMode
@@ -104,9 +104,9 @@ class Gpus:
 
     def _note(self, fault: GpuFault) -> None:
         """Take in what a GPU reported: what condemns it is not covered by what a program did later."""
-        self._log.error(EventName.GPU_XID, uuid=fault.gpu, xid=fault.xid, because=xid.describe(fault.xid))
+        self._log.error(EventName.GPU_XID, uuid=fault.gpu, xid=fault.xid, because=gpus.describe_xid(fault.xid))
         before = self._reported.get(fault.gpu)
-        if before is None or xid.condemns(fault.xid) or not xid.condemns(before[0]):
+        if before is None or gpus.condemns(fault.xid) or not gpus.condemns(before[0]):
             self._reported[fault.gpu] = (fault.xid, clock.now())
             self._changed()
 
@@ -154,8 +154,8 @@ class Gpus:
         if isinstance(usage, Unknown):
             return GpuView(index, gpu, usage, Health.UNKNOWN, usage.reason, _LOOK)
         reported, at = self._reported.get(gpu.uuid, (0, clock.now()))
-        told = f"at {at.isoformat(timespec='seconds')} it reported {xid.describe(reported)}" if reported else ""
-        if reported and xid.condemns(reported):
+        told = f"at {at.isoformat(timespec='seconds')} it reported {gpus.describe_xid(reported)}" if reported else ""
+        if reported and gpus.condemns(reported):
             hint = f"look it up in NVIDIA's list of XID errors, repair or reset the GPU, then: mpsctl reset gpu{index}"
             return GpuView(index, gpu, usage, Health.FAULTY, told, hint)
         closed = self.modes.trouble(gpu, usage.value.compute_mode)

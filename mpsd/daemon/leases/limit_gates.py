@@ -13,6 +13,7 @@ from mpsd.core.enforcement import ceiling
 from mpsd.core.enforcement.ceiling import NEVER, CeilingRules, ExpectedClients
 from mpsd.core.errors import DaemonNotReadyError
 from mpsd.core.model import Lease, LeaseState, Limits
+from mpsd.core.mps.limits import widest_limits
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import Attach, Settings, Unadmitted
 from mpsd.daemon.control.pipe_access import NodePipeAccess
@@ -179,7 +180,7 @@ class LimitGates:
             return
         limits = needed.limits
         if linger and not self._rules.strict and now < gate.lower_at:
-            limits = ceiling.widest_limits(gate.limits, limits)
+            limits = widest_limits(gate.limits, limits)
         gate.lower_at = NEVER if limits == needed.limits else min(gate.lower_at, now + _LINGER)
         if limits != gate.limits:
             gate.limits = limits

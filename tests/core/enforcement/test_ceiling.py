@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mpsd.core.enforcement.ceiling import SMALLEST, UNLIMITED, Ceiling, CeilingRules, ExpectedClients, widest_limits
+from mpsd.core.enforcement.ceiling import SMALLEST, UNLIMITED, Ceiling, CeilingRules, ExpectedClients
 from mpsd.core.model import Limits
+from mpsd.core.mps.limits import widest_limits
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 
 WINDOW: Final = 30.0

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpsd.core.enforcement.drift import EVERYTHING, NOTHING, drift, opened
+from mpsd.core.enforcement.drift import drift, opened
 from mpsd.core.model import Drift, Limits, ReadBack
+from mpsd.core.mps.limits import EVERYTHING, NOTHING
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import GIB, MIB
 

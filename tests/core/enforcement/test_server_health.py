@@ -5,17 +5,16 @@ from typing import Final
 
 import pytest
 
-from mpsd.core import xid
 from mpsd.core.enforcement.server_health import ServerHealth
 from mpsd.core.model import ReadBack
+from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE, PINNED_DEVICE_MEM_LIMIT
 from mpsd.core.mps.log_events import (
     ContextsMade,
-    MemoryGiven,
+    LimitGiven,
     ServerExited,
     ServerFailed,
     ServerFaulted,
     ServerReady,
-    ThreadsGiven,
 )
 from mpsd.core.units import GIB, MIB
 
@@ -84,16 +83,8 @@ def test_servers_that_cannot_start() -> None:
 
 
 def test_what_servers_give() -> None:
-    """What a server says that it gives is kept as a control daemon would read it back."""
+    """What each server says that it gives is kept until it is compared, limit by limit."""
     serving = ServerHealth()
-    serving.note([ThreadsGiven(7, 33.3), MemoryGiven(7, 0, 5 * GIB + MIB), MemoryGiven(7, 1, 80 * GIB)], T)
-    serving.note([ThreadsGiven(8, 0.1), MemoryGiven(8, 0, MIB)], T)
+    serving.note([LimitGiven(7, ACTIVE_THREAD_PERCENTAGE, 333), LimitGiven(8, PINNED_DEVICE_MEM_LIMIT, MIB)], T)
+    serving.note([LimitGiven(7, PINNED_DEVICE_MEM_LIMIT, 5 * GIB), LimitGiven(8, ACTIVE_THREAD_PERCENTAGE, 1)], T)
     assert serving.given == {7: ReadBack(333, 5 * GIB), 8: ReadBack(1, MIB)}
-
-
-def test_xids() -> None:
-    """What programs bring about condemns no GPU; everything else does, known or not."""
-    assert not xid.condemns(31)
-    assert "page fault" in xid.describe(31)
-    assert all(xid.condemns(each) for each in (48, 63, 79, 94, 95, 119, 999))
-    assert "79" in xid.describe(79)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from mpsd.core.admission.admission import Amount, Offer, share
-from mpsd.core.enforcement import attribution, violations
-from mpsd.core.enforcement.drift import EVERYTHING
+from mpsd.core.enforcement import attribution
 from mpsd.core.enforcement.verification import verify
 from mpsd.core.enforcement.violations import (
     AttributedClient,
@@ -33,6 +32,7 @@ from mpsd.core.model import (
     Unknown,
     ViolationKind,
 )
+from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE, EVERYTHING, PINNED_DEVICE_MEM_LIMIT
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import Settings
 from mpsd.core.units import GIB, MIB
@@ -94,7 +94,7 @@ _ENTRIES = st.sampled_from(
 )
 def test_as_mps_decides(tenths: int, memory: int | None, percentage: str, entries: str) -> None:
     """What is said of a client is what MPS gives it: never less, and more by rounding alone."""
-    environment = {violations.PERCENTAGE: percentage, violations.MEM_LIMIT: entries}
+    environment = {ACTIVE_THREAD_PERCENTAGE.variable: percentage, PINNED_DEVICE_MEM_LIMIT.variable: entries}
     found = in_force(client(ceiling=ReadBack(tenths, memory), environment=environment))
     really = pinned([GPU], tenths / 10, {} if memory is None else {0: memory}, environment)
     assert isinstance(really, Pinned)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpsd.core.mps.commands import ROWS, Effect, mark
+from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE, PINNED_DEVICE_MEM_LIMIT
 from mpsd.core.mps.log_events import (
     NEWS,
     ClientArrived,
@@ -17,15 +18,14 @@ from mpsd.core.mps.log_events import (
     ContextsMade,
     DaemonStarted,
     ForeignCommand,
+    LimitGiven,
     LogEvent,
-    MemoryGiven,
     ServerExited,
     ServerFailed,
     ServerFaulted,
     ServerReady,
     ServerStarting,
     SharedMemoryMade,
-    ThreadsGiven,
 )
 from mpsd.core.mps.log_parser import CommandOrigin, LogLine, LogReader, parse
 
@@ -171,8 +171,12 @@ def said(text: str, source: str = "Control") -> str:
 
 _SERVERS: Final[list[tuple[str, list[LogEvent]]]] = [
     ("Created named shared memory region /cuda.shm.0.52.1", [SharedMemoryMade(77, "cuda.shm.0.52.1")]),
-    ("Active Threads Percentage set to 33.0", [ThreadsGiven(77, 33.0)]),
-    ("Device pinned memory limit for device 0 set to 0x140000000 bytes", [MemoryGiven(77, 0, 5 << 30)]),
+    ("Active Threads Percentage set to 33.0", [LimitGiven(77, ACTIVE_THREAD_PERCENTAGE, 330)]),
+    (
+        "Device pinned memory limit for device 0 set to 0x140000000 bytes",
+        [LimitGiven(77, PINNED_DEVICE_MEM_LIMIT, 5 << 30)],
+    ),
+    ("Device pinned memory limit for device 1 set to 0x140000000 bytes", []),
     ("Server has started", [ServerReady(77)]),
     ("Client {PID: 4267, Context ID: 0} connected", [ClientConnected(77, 4267, 0)]),
     ("Status of client {4267, 1} is ACTIVE", [ClientStatus(77, 4267, 1, "ACTIVE")]),

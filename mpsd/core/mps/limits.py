@@ -1,0 +1,359 @@
+"""The limits of MPS, one row for each: its commands, its variable, its log line, and how its value is read and written.
+
+Everything in mpsd that sets a limit, reads it back, compares it or tells about it goes through this table. A further
+limit needs a row here (its commands stand in `core/mps/commands.py`), a field in `model.Limits` and `model.ReadBack`,
+and its place in the simulator; where a field is missing, mypy and tests/core/mps/test_limits.py say so.
+
+Setting is not enough: a control daemon ignores a wrong value without a word, so a limit holds once it was read back.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Generic, TypeAlias, TypeVar
+
+from mpsd.core.model import Limits, ReadBack
+from mpsd.core.mps.commands import TABLE, Command, Lines, command, garbled, one_line, refusal
+from mpsd.core.units import GIB, MIB, format_size
+
+T = TypeVar("T")
+
+LimitValue: TypeAlias = int | None
+"""What a limit is, in its own unit: tenths of a percent, or bytes. None is no limit: wider than any number."""
+
+DEVICE: Final = 0
+"""The ordinal of the one GPU that a control daemon of mpsd sees, and so of the one that its clients see."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting(Generic[T]):
+    """A value to be set: the command that sets it, the one that reads it back, and what must come back."""
+
+    limit: str
+    wanted: T
+    setter: str
+    getter: Command[T]
+
+    @property
+    def script(self) -> tuple[str, ...]:
+        """What goes down the pipe."""
+        return self.setter, self.getter.line
+
+    @property
+    def expects(self) -> int | None:
+        """How many lines come back whatever becomes of it, or None when that is not certain before.
+
+        A memory limit that the daemon ignored, or never knew of, reads back as silence, or as complaints of any length.
+        """
+        return 2 if self._setter_lines and self.getter.row.lines is Lines.ONE else None
+
+    @property
+    def _setter_lines(self) -> int:
+        """A setter echoes the value now in force, or says nothing at all."""
+        return 1 if TABLE[self.setter.split(" ", 1)[0]].lines is Lines.ONE else 0
+
+    def read_back(self, lines: Sequence[str]) -> T:
+        """Return what the getter said: the last line, after whatever the setter had to say."""
+        refused = refusal(self.setter, lines)
+        if refused is not None:
+            raise refused
+        return self.getter.parse(lines[self._setter_lines :])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Limit:
+    """One limit of MPS."""
+
+    name: str
+    """Its name in the API, in the configuration, in events and in errors: NVIDIA's word."""
+    since: int
+    """The first driver branch that has it, by NVIDIA's documentation."""
+
+    # Where it stands.
+    default_setter: str
+    """The command that sets what the next server starts with."""
+    default_getter: str
+    server_setter: str
+    """The command that sets what the next clients of a server get; connected ones keep what they have (V2)."""
+    server_getter: str
+    of_device: bool
+    """Whether each device has its own: commands then name the device before the value, the variable does likewise."""
+    variable: str
+    """The variable with which a client lowers its own limit."""
+    log_line: str
+    """How a server's log tells what it gives: a regular expression, in which `value` is how much and `device` where."""
+
+    # What mpsd wants.
+    wanted: Callable[[Limits], LimitValue]
+    """Return what a control daemon reports when these limits are in force."""
+    grammar: Callable[[Limits], str]
+    """Write the value as commands and the variable take it."""
+
+    # What others say.
+    parse: Callable[[str, Sequence[str]], LimitValue]
+    """Parse the answer to a getter; raises ControlError for anything it does not understand."""
+    parse_foreign: Callable[[str], LimitValue]
+    """Parse a stranger's value; None where MPS ignores it, takes it for no limit, or may."""
+    parse_logged: Callable[[str], LimitValue]
+    """Parse the `value` of a log line into what a getter would report."""
+    lowered: Callable[[LimitValue, str, str], LimitValue]
+    """Return what a client gets that is offered so much, has this text in its variable, and sees this GPU."""
+
+    # What is known and told.
+    found: Callable[[ReadBack], LimitValue]
+    """Take the value out of what was read back."""
+    put: Callable[[ReadBack, LimitValue], ReadBack]
+    """Return what was read back with another value."""
+    shown: Callable[[LimitValue], float | int | None]
+    """Convert the value to the API's unit: percent, or bytes."""
+    amount: Callable[[int], str]
+    """Write the value for a person."""
+    resource: str
+    """What it is an amount of, for a person."""
+
+    @property
+    def measured(self) -> int:
+        """The oldest of the measured driver branches that has it."""
+        return TABLE[self.default_setter].since
+
+    def default_setting(self, wanted: Limits) -> Setting[LimitValue]:
+        """Give the next server this limit; where none is wanted, take the limit away."""
+        setter = command(self.default_setter, (*self._device, self.grammar(wanted)), _parse_anything)
+        return Setting(self.name, self.wanted(wanted), setter.line, self.ask_default())
+
+    def ask_default(self) -> Command[LimitValue]:
+        """Ask what the next server starts with."""
+        return command(self.default_getter, self._device, self.parse)
+
+    def tell_server(self, server: int, wanted: Limits) -> Command[None]:
+        """Give the next clients of a server this limit, which may be wider than the default (V2).
+
+        What a server answers is not known, and means nothing here: only `ask_server` says what came of it.
+        """
+        return command(self.server_setter, (server, *self._device, self.grammar(wanted)), _parse_anything)
+
+    def ask_server(self, server: int) -> Command[LimitValue]:
+        """Ask what the next clients of a server get; a busy server answers nothing."""
+        return command(self.server_getter, (server, *self._device), self.parse)
+
+    def for_client(self, wanted: Limits) -> str:
+        """Write the variable's text for a client that is to get no more than this."""
+        value = self.grammar(wanted)
+        return f"{DEVICE}={value}" if self.of_device else value
+
+    def foreign(self, arguments: Sequence[str]) -> LimitValue:
+        """Return what a stranger's setter sets, by its arguments after the server's pid; None is no limit, or doubt."""
+        return self.parse_foreign(arguments[-1]) if len(arguments) == len(self._device) + 1 else None
+
+    @property
+    def _device(self) -> tuple[int, ...]:
+        return (DEVICE,) if self.of_device else ()
+
+
+def _parse_anything(command: str, lines: Sequence[str]) -> None:
+    """Take whatever a setter has to say, unless it is a refusal."""
+    refused = refusal(command, lines)
+    if refused is not None:
+        raise refused
+
+
+# -- the active thread percentage --------------------------------------------------------------------------------------
+
+_WHOLE: Final = 1000
+"""All threads, in tenths of a percent: what MPS gives where no limit is set (measured)."""
+
+_TENTHS: Final = re.compile(r"([0-9]{1,3})\.([0-9])")
+_PERCENT: Final = re.compile(r"[0-9]{1,20}(?:\.[0-9]{1,20})?(?:[eE][+-]?[0-9]{1,3})?")
+
+
+def parse_percentage_answer(command: str, lines: Sequence[str]) -> int:
+    """Parse `25.0` into 250 tenths of a percent."""
+    match = _TENTHS.fullmatch(one_line(command, lines))
+    if match is None:
+        raise garbled(command, lines)
+    return int(match.group(1)) * 10 + int(match.group(2))
+
+
+def parse_foreign_percentage(text: str) -> int | None:
+    """Return what a stranger's percentage is in tenths, rounded up; None for what MPS ignores, or may."""
+    value = float(text) if _PERCENT.fullmatch(text) else 0.0
+    return -int(-value * 10 // 1) if 0 < value <= 100 else None  # noqa: PLR2004 - it is a percentage
+
+
+def _lowered_percentage(offered: LimitValue, text: str, _gpu: str) -> LimitValue:
+    own = parse_foreign_percentage(text)
+    return offered if own is None else narrower(offered, own)
+
+
+def _put_percentage(found: ReadBack, value: LimitValue) -> ReadBack:
+    return ReadBack(_WHOLE if value is None else value, found.pinned_device_mem_limit)
+
+
+ACTIVE_THREAD_PERCENTAGE: Final = Limit(
+    name="active_thread_percentage",
+    since=390,  # NVIDIA's man page of driver 390
+    default_setter="set_default_active_thread_percentage",
+    default_getter="get_default_active_thread_percentage",
+    server_setter="set_active_thread_percentage",
+    server_getter="get_active_thread_percentage",
+    of_device=False,
+    variable="CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
+    log_line=r"Active Threads Percentage set to (?P<value>[0-9]{1,3}\.[0-9]{1,6})",  # R580
+    wanted=lambda limits: limits.active_thread_percentage.tenths,
+    grammar=lambda limits: str(limits.active_thread_percentage),
+    parse=parse_percentage_answer,
+    parse_foreign=parse_foreign_percentage,
+    parse_logged=lambda text: int(float(text) * 10),
+    lowered=_lowered_percentage,
+    found=lambda found: found.active_thread_percentage_tenths,
+    put=_put_percentage,
+    shown=lambda value: (_WHOLE if value is None else value) / 10,
+    amount=lambda value: f"{value / 10:g} %",
+    resource="the threads",
+)
+
+
+# -- the pinned device memory limit ------------------------------------------------------------------------------------
+
+_LIMIT: Final = re.compile(r"([0-9]{1,20})([GM])")
+"""As many digits as the largest that is seen has, and more: `-1G` reads back as 17179869184G (measured)."""
+
+_SIZE: Final = re.compile(r"([1-9][0-9]{0,9})([GMgm])")
+"""What MPS is sure to read as these figures are meant. Ten digits of G are below 64 bits, at which it begins anew."""
+
+
+def parse_mem_limit_answer(command: str, lines: Sequence[str]) -> int | None:
+    """Parse `8G` or `512M` into bytes; no line at all means that no limit is set."""
+    if not lines:
+        return None
+    match = _LIMIT.fullmatch(one_line(command, lines))
+    if match is None:
+        raise garbled(command, lines)
+    return int(match.group(1)) * (GIB if match.group(2) == "G" else MIB)
+
+
+def parse_foreign_mem_limit(text: str) -> int | None:
+    """Return what a stranger's memory limit is in bytes; None for what is no limit to MPS, or may be none."""
+    found = _SIZE.fullmatch(text)
+    return int(found[1]) * (GIB if found[2] in "gG" else MIB) if found is not None else None
+
+
+def _parse_logged_mem_limit(text: str) -> int:
+    """Return a limit as the pipe reports it: from 1 GiB on in whole GiB, rounded down; the log has every byte."""
+    size = int(text, 16)
+    return size // GIB * GIB if size >= GIB else size
+
+
+def _lowered_mem_limit(offered: LimitValue, text: str, gpu: str) -> LimitValue:
+    """Apply the entries of a client's variable. One for a GPU that the client does not see drops every memory limit.
+
+    The server's is dropped too (mps-facts B2; measured by NVIDIA on driver 615).
+    """
+    result = offered
+    for entry in filter(None, text.split(",")):
+        device, _, value = entry.partition("=")
+        if not _is_its_gpu(device.strip(), gpu):
+            return None
+        own = parse_foreign_mem_limit(value)
+        if own is not None:
+            result = narrower(result, own)
+    return result
+
+
+def _is_its_gpu(device: str, gpu: str) -> bool:
+    """Tell whether an entry names the one GPU that a client of this control daemon sees."""
+    return device == str(DEVICE) or (device.startswith("GPU-") and gpu.startswith(device))
+
+
+def _wanted_mem_limit(limits: Limits) -> LimitValue:
+    wanted = limits.pinned_device_mem_limit
+    return None if wanted is None else wanted.as_reported.bytes
+
+
+def _mem_limit_grammar(limits: Limits) -> str:
+    """Write `8G` or `512M`; `0` takes a limit away (measured on 535, 550 and 555)."""
+    wanted = limits.pinned_device_mem_limit
+    return "0" if wanted is None else wanted.grammar
+
+
+def _put_mem_limit(found: ReadBack, value: LimitValue) -> ReadBack:
+    return ReadBack(found.active_thread_percentage_tenths, value)
+
+
+PINNED_DEVICE_MEM_LIMIT: Final = Limit(
+    name="pinned_device_mem_limit",
+    since=495,  # CUDA 11.5 (NVIDIA's documentation)
+    default_setter="set_default_device_pinned_mem_limit",
+    default_getter="get_default_device_pinned_mem_limit",
+    server_setter="set_device_pinned_mem_limit",
+    server_getter="get_device_pinned_mem_limit",
+    of_device=True,
+    variable="CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
+    log_line=(  # R580
+        r"Device pinned memory limit for device (?P<device>[0-9]{1,10}) set to 0x(?P<value>[0-9a-f]{1,16}) bytes"
+    ),
+    wanted=_wanted_mem_limit,
+    grammar=_mem_limit_grammar,
+    parse=parse_mem_limit_answer,
+    parse_foreign=parse_foreign_mem_limit,
+    parse_logged=_parse_logged_mem_limit,
+    lowered=_lowered_mem_limit,
+    found=lambda found: found.pinned_device_mem_limit,
+    put=_put_mem_limit,
+    shown=lambda value: value,
+    amount=format_size,
+    resource="memory",
+)
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+LIMITS: Final[tuple[Limit, ...]] = (ACTIVE_THREAD_PERCENTAGE, PINNED_DEVICE_MEM_LIMIT)
+"""Every limit, in the order in which mpsd sets, asks and tells them."""
+
+EVERYTHING: Final = ReadBack(_WHOLE, None)
+"""What is read back where nothing is limited."""
+
+NOTHING: Final = ReadBack(0, 0)
+"""What is narrower than anything that can be read back: where widening begins."""
+
+
+def wider(one: LimitValue, other: LimitValue) -> LimitValue:
+    """Return the wider of two values of one limit."""
+    return None if one is None or other is None else max(one, other)
+
+
+def narrower(one: LimitValue, other: LimitValue) -> LimitValue:
+    """Return the narrower of two values of one limit."""
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)
+
+
+def widest_read_back(one: ReadBack, other: ReadBack) -> ReadBack:
+    """Return the wider of each limit, of what was read back."""
+    return ReadBack(
+        max(one.active_thread_percentage_tenths, other.active_thread_percentage_tenths),
+        wider(one.pinned_device_mem_limit, other.pinned_device_mem_limit),
+    )
+
+
+def widest_limits(one: Limits, other: Limits) -> Limits:
+    """Return the wider of each limit, of what is to be set. It is called for each lease that is granted."""
+    if one == other:
+        return one
+    memory = (one.pinned_device_mem_limit, other.pinned_device_mem_limit)
+    return Limits(
+        max(one.active_thread_percentage, other.active_thread_percentage),
+        None if memory[0] is None or memory[1] is None else max(memory[0], memory[1]),
+    )
+
+
+def variables(wanted: Limits) -> dict[str, str]:
+    """Return the environment that holds a client to these limits, wherever its server's are wider."""
+    return {limit.variable: limit.for_client(wanted) for limit in LIMITS}
+
+
+def shown(found: ReadBack) -> dict[str, float | int | None]:
+    """Return what was read back by the names and in the units of the API."""
+    return {limit.name: limit.shown(limit.found(found)) for limit in LIMITS}

@@ -100,6 +100,7 @@ class Drift(TypedDict):
     command: str | None
     server: int | None
     undone: str | None
+    because: str
 
 
 class Server(TypedDict):
@@ -215,25 +216,27 @@ class Verify(TypedDict):
     violations: list[str]
 
 
-class Component(TypedDict):
-    """One part of the node in the summary."""
+class Reason(TypedDict):
+    """One thing that is not well."""
 
-    name: str
-    state: str
+    kind: str
+    subject: str
     because: str
+    hint: str
 
 
 class Status(TypedDict):
-    """The node in one answer."""
+    """The node at one moment."""
 
     healthy: bool
     because: str
+    reasons: list[Reason]
+    warnings: list[Reason]
     version: str
     simulated: bool
     since: str
-    gpus: list[Component]
-    daemons: list[Component]
-    drift: list[str]
+    gpus: list[Gpu]
+    daemons: list[Daemon]
     leases: int
     waiting: int
     clients: int

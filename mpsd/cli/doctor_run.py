@@ -13,6 +13,7 @@ from mpsd import __version__
 from mpsd.core.doctor.finding import Check, Finding, Mend, Result, Verdict, examine
 from mpsd.core.doctor.observed import Answers, DaemonAnswer, GpuAnswer, Observed, ProcessSeen, ServiceSeen, SocketSeen
 from mpsd.core.errors import MpsdError, UnreachableError
+from mpsd.core.health import Kind, Reason
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.sanitize import plain
 from mpsd.core.settings import Settings, from_mapping
@@ -134,7 +135,7 @@ def _holder(lock: Reading[int | None], processes: Reading[tuple[ProcessSeen, ...
 def _ask(api: "Api") -> tuple[Reading[Answers], str, Reading[Settings]]:
     """Return what mpsd says of the node, what to do where it says nothing, and the settings that it has."""
     try:
-        status, nodes, daemons, config = api.status(), api.gpus(), api.daemons(), api.config()
+        status, config = api.status(), api.config()
     except UnreachableError as error:
         silent = Unknown(error.detail)
         return silent, error.hint, silent
@@ -147,35 +148,33 @@ def _ask(api: "Api") -> tuple[Reading[Answers], str, Reading[Settings]]:
             healthy=status["healthy"],
             because=status["because"],
             simulated=status["simulated"],
-            gpus=tuple(map(_gpu, nodes["gpus"])),
-            daemons=tuple(map(_daemon, daemons["daemons"])),
+            reasons=tuple(map(_reason, (*status["reasons"], *status["warnings"]))),
+            gpus=tuple(map(_gpu, status["gpus"])),
+            daemons=tuple(map(_daemon, status["daemons"])),
         )
-    except KeyError as missing:
-        silent = Unknown(f"mpsd's answer has no {missing}, so mpsd and mpsctl are of different versions")
+    except (KeyError, ValueError) as strange:
+        what = f"no {strange}" if isinstance(strange, KeyError) else f"a reason of an unknown kind ({strange})"
+        silent = Unknown(f"mpsd's answer has {what}, so mpsd and mpsctl are of different versions")
         return silent, "restart mpsd so that both have the same version (clients are not affected)", silent
     return Known(answers), "", _settings(config)
 
 
+def _reason(reason: "answer_types.Reason") -> Reason:
+    """Return a reason of mpsd's. Raises ValueError for a kind that this version does not know."""
+    return Reason(Kind(reason["kind"]), reason["subject"], reason["because"], reason["hint"])
+
+
 def _gpu(gpu: "answer_types.Gpu") -> GpuAnswer:
     mode, uuid = gpu["compute_mode"], gpu["uuid"]
-    return GpuAnswer(
-        gpu["index"], uuid, gpu["health"], gpu["because"], gpu["hint"], mode, gpu["clients"], gpu["clients_max"]
-    )
+    return GpuAnswer(gpu["index"], uuid, gpu["health"], mode, gpu["clients"], gpu["clients_max"])
 
 
 def _daemon(daemon: "answer_types.Daemon") -> DaemonAnswer:
     return DaemonAnswer(
         name=daemon["name"],
         state=daemon["state"],
-        because=daemon["because"],
-        hint=daemon["hint"],
         pid=daemon["pid"],
         pipe_directory=daemon["pipe_directory"],
-        drift=tuple(
-            f"{each['limit']} is {each['found']}, not {each['wanted']}"
-            + (f", by {each['command']!r}" if each["command"] else "")
-            for each in daemon["drift"]
-        ),
         orphans=tuple(each["pid"] for each in daemon["servers"] if each["orphan"]),
     )
 

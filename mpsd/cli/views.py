@@ -20,42 +20,35 @@ _LONGEST_EVENT = 24
 # -- the node ----------------------------------------------------------------------------------------------------------
 
 
-def status(
-    node: "answer_types.Status", gpus: "answer_types.Gpus", daemons: "answer_types.Daemons", now: datetime
-) -> str:
+def status(node: "answer_types.Status", now: datetime) -> str:
     """Say first whether the node is healthy, why not, and what to do; then what there is."""
     verdict = "healthy" if node["healthy"] else "NOT HEALTHY"
     simulated = ", on simulated GPUs" if node["simulated"] else ""
     counts = f"{plural(node['leases'], 'lease')}, {node['waiting']} waiting, {plural(node['clients'], 'client')}"
     version = f"mpsd {node['version']}, up {age(node['since'], now)}{simulated}"
     parts = [
-        "\n".join([f"{verdict}: {node['because']}", *_remedies(gpus, daemons, now)]),
-        _gpus_in_short(gpus),
-        _daemons_in_short(daemons, now),
+        "\n".join([f"{verdict}: {node['because']}", *_to_know(node, now)]),
+        _gpus_in_short(node["gpus"]),
+        _daemons_in_short(node["daemons"], now),
         "\n".join([f"{counts}; {version}", *(f"note: {note}" for note in node["notes"])]),
     ]
     return "\n\n".join(parts)
 
 
-def _remedies(gpus: "answer_types.Gpus", daemons: "answer_types.Daemons", now: datetime) -> Iterator[str]:
-    """Give a line for each thing that somebody can do something about."""
-    for gpu in gpus["gpus"]:
-        if gpu["hint"]:
-            yield f"  GPU {gpu['index']}: {gpu['hint']}"
-    for daemon in daemons["daemons"]:
-        yield from (f"  {daemon['name']}: {_drifted(drift, now)}" for drift in daemon["drift"] + daemon["undone"])
-        if daemon["hint"]:
-            yield f"  {daemon['name']}: {daemon['hint']}"
+def _to_know(node: "answer_types.Status", now: datetime) -> Iterator[str]:
+    """Give a line for each thing that somebody can do something about, and for each limit that mpsd put back."""
+    yield from (f"  {reason['subject']}: {reason['hint']}" for reason in node["reasons"])
+    for warning in node["warnings"]:
+        yield from (f"  {warning['because']}", f"  {warning['subject']}: {warning['hint']}")
+    for daemon in node["daemons"]:
+        yield from (f"  {_drifted(drift, now)}" for drift in daemon["undone"])
 
 
 def _drifted(drift: "answer_types.Drift", now: datetime) -> str:
-    """Say what was wanted and what was found, since when, and whose command did it."""
-    found, wanted = (_limit(drift["limit"], drift[side]) for side in ("found", "wanted"))
-    culprit = f", set by the foreign command '{drift['command']}'" if drift["command"] else ""
-    whose = f"{drift['limit']} of server {drift['server']}" if drift["server"] else drift["limit"]
+    """Say what differed from what mpsd set, and how long ago it was found, or put back."""
     if drift["undone"]:
-        return f"{whose} was {found}, not {wanted}{culprit}; mpsd put it back {age(drift['undone'], now)} ago"
-    return f"{whose} is {found}, not {wanted}, since {age(drift['since'], now)}{culprit}"
+        return f"{drift['because']} ({age(drift['undone'], now)} ago)"
+    return f"{drift['because']} (found {age(drift['since'], now)} ago)"
 
 
 def _limit(name: str, value: float | None) -> str:
@@ -65,7 +58,7 @@ def _limit(name: str, value: float | None) -> str:
     return percent(value) if name == "active_thread_percentage" else size(int(value))
 
 
-def _gpus_in_short(gpus: "answer_types.Gpus") -> str:
+def _gpus_in_short(gpus: "list[answer_types.Gpu]") -> str:
     rows = [
         (
             str(gpu["index"]),
@@ -76,12 +69,12 @@ def _gpus_in_short(gpus: "answer_types.Gpus") -> str:
             _granted_clients(gpu),
             gpu["name"] or _UNKNOWN,
         )
-        for gpu in gpus["gpus"]
+        for gpu in gpus
     ]
     return table(("GPU", "HEALTH", "COMPUTE MODE", "THREADS", "MEMORY", "CLIENTS", "NAME"), rows, none="no GPUs")
 
 
-def _daemons_in_short(daemons: "answer_types.Daemons", now: datetime) -> str:
+def _daemons_in_short(daemons: "list[answer_types.Daemon]", now: datetime) -> str:
     rows = [
         (
             daemon["name"],
@@ -91,7 +84,7 @@ def _daemons_in_short(daemons: "answer_types.Daemons", now: datetime) -> str:
             *_limits(daemon),
             _servers(daemon),
         )
-        for daemon in daemons["daemons"]
+        for daemon in daemons
     ]
     headings = ("DAEMON", "STATE", "SINCE", "PID", "THREADS", "MEMORY", "SERVERS")
     return table(headings, rows, none="no control daemons")
@@ -159,7 +152,7 @@ def daemons(answer: "answer_types.Daemons", now: datetime) -> str:
     headings = ("DAEMON", "STATE", "SINCE", "PID", "THREADS", "MEMORY", "SERVERS", "DRIVER", "PIPE DIRECTORY")
     lines = [table(headings, rows, none="no control daemons")]
     for daemon in answer["daemons"]:
-        lines += [f"{daemon['name']}: {_drifted(drift, now)}" for drift in daemon["drift"] + daemon["undone"]]
+        lines += [_drifted(drift, now) for drift in daemon["drift"] + daemon["undone"]]
         if daemon["hint"]:
             lines.append(_trouble(daemon["name"], daemon))
         if daemon["restart_for"]:

@@ -151,6 +151,18 @@ class Health(StrEnum):
     MISCONFIGURED = "misconfigured"
 
 
+@dataclass(frozen=True, slots=True)
+class GpuView:
+    """A GPU as the node sees it: `gpu` is None for one that could not be read at all."""
+
+    index: int
+    gpu: Gpu | None
+    usage: Reading[GpuUsage]
+    health: Health
+    because: str
+    hint: str | None
+
+
 # -- control daemons ---------------------------------------------------------------------------------------------------
 
 

@@ -69,21 +69,23 @@ def drift(**other: Any) -> Any:
         "command": "set_default_active_thread_percentage 10",
         "server": None,
         "undone": None,
+        "because": "gpu0: active_thread_percentage is 10 % instead of 100 %",
         **other,
     }
 
 
 def node(**other: Any) -> Any:
-    """Return the summary of a node that is well."""
+    """Return the status of a node that is well."""
     return {
         "healthy": True,
         "because": "every control daemon is ready",
         "version": "1.2.3",
         "simulated": False,
         "since": THEN,
-        "gpus": [],
-        "daemons": [],
-        "drift": [],
+        "reasons": [],
+        "warnings": [],
+        "gpus": [gpu()],
+        "daemons": [daemon()],
         "leases": 1,
         "waiting": 3,
         "clients": 2,
@@ -92,14 +94,14 @@ def node(**other: Any) -> Any:
     }
 
 
-def status(summary: Any, *, gpus: tuple[Any, ...] = (gpu(),), daemons: tuple[Any, ...] = (daemon(),)) -> list[str]:
-    """Return the lines of the status."""
-    return views.status(summary, {"gpus": list(gpus)}, {"daemons": list(daemons)}, NOW).splitlines()
+def status(**other: Any) -> list[str]:
+    """Return the lines of the status of a node that is well but for this."""
+    return views.status(node(**other), NOW).splitlines()
 
 
 def test_a_healthy_node() -> None:
     """The first line is the verdict; then come the GPUs, the control daemons, and what else there is."""
-    lines = status(node(notes=["the compute mode is left as it is"]))
+    lines = status(notes=["the compute mode is left as it is"])
     assert lines == [
         "healthy: every control daemon is ready",
         "",
@@ -114,32 +116,46 @@ def test_a_healthy_node() -> None:
     ]
 
 
+def reason(subject: str, **other: Any) -> Any:
+    """Return a reason why a node is not healthy."""
+    return {
+        "kind": "daemon",
+        "subject": subject,
+        "because": f"{subject} is failed",
+        "hint": f"reset {subject}",
+        **other,
+    }
+
+
 def test_a_sick_node() -> None:
     """Why it is not healthy stands in the first line, and what to do about each thing right below."""
-    failed = daemon(name="gpu1", state="failed", pid=None, hint="mend the cause, then: mpsctl reset gpu1")
-    lost = gpu(index=1, health="unknown", hint="see what nvidia-smi says")
     lines = status(
-        node(healthy=False, because="gpu1 is failed: 5 deaths", simulated=True),
-        gpus=(gpu(), lost),
-        daemons=(daemon(drift=[drift(command="set it")]), failed),
+        healthy=False,
+        because="GPU 1 is unknown: it does not answer; gpu1 is failed: 5 deaths",
+        reasons=[reason("GPU 1", hint="see what nvidia-smi says"), reason("gpu1", hint="mpsctl reset gpu1")],
+        warnings=[reason("GPU 2", because="GPU 2 is unsupported: MIG mode is on", hint="turn MIG off")],
+        simulated=True,
+        daemons=[daemon(undone=[drift(undone=THEN, because="gpu0: it was 10 %; mpsd put it back at 02:57")])],
     )
-    assert lines[:4] == [
-        "NOT HEALTHY: gpu1 is failed: 5 deaths",
+    assert lines[:7] == [
+        "NOT HEALTHY: GPU 1 is unknown: it does not answer; gpu1 is failed: 5 deaths",
         "  GPU 1: see what nvidia-smi says",
-        "  gpu0: active_thread_percentage is 10%, not 100%, since 2m, set by the foreign command 'set it'",
-        "  gpu1: mend the cause, then: mpsctl reset gpu1",
+        "  gpu1: mpsctl reset gpu1",
+        "  GPU 2 is unsupported: MIG mode is on",
+        "  GPU 2: turn MIG off",
+        "  gpu0: it was 10 %; mpsd put it back at 02:57 (2m ago)",
+        "",
     ]
     assert lines[-1].endswith("on simulated GPUs")
 
 
 def test_drift() -> None:
-    """A limit that drifted is shown in its own unit, with what was wanted, and is marked where limits are listed."""
-    memory = drift(limit="pinned_device_mem_limit", wanted=8 * GIB, found=None, command=None)
-    limits = {"active_thread_percentage": 100.0, "pinned_device_mem_limit": None}
-    text = views.daemons({"daemons": [daemon(drift=[memory], limits=limits)]}, NOW)
+    """A limit that drifted is told in mpsd's own sentence, with its age, and is marked where limits are listed."""
+    memory = drift(limit="pinned_device_mem_limit", because="gpu0: the sentence")
+    restored = drift(undone="2026-11-21T02:59:00Z", because="gpu0: the other sentence")
+    text = views.daemons({"daemons": [daemon(drift=[memory], undone=[restored])]}, NOW)
     assert "no limit (drift)" in text
-    assert "gpu0: pinned_device_mem_limit is no limit, not 8GiB, since 2m" in text
-    assert "foreign" not in text
+    assert text.splitlines()[-2:] == ["gpu0: the sentence (found 2m ago)", "gpu0: the other sentence (1m ago)"]
 
 
 def test_what_is_unknown() -> None:
@@ -178,7 +194,7 @@ def test_nothing_there() -> None:
     assert views.daemons({"daemons": []}, NOW) == "no control daemons"
     assert views.leases({"leases": [], "others": NO_OTHERS}, NOW) == "no leases"
     assert views.clients({"clients": []}) == "no clients"
-    assert "no control daemons" in status(node(), gpus=(), daemons=())
+    assert "no control daemons" in status(gpus=[], daemons=[])
 
 
 def share(index: int, **other: Any) -> Any:

@@ -111,6 +111,7 @@ def _grouped(results: "Sequence[Result]") -> "list[tuple[tuple[str, str | None],
     groups: dict[tuple[str, str | None], list[str]] = {}
     for each in results:
         finding = each.finding
-        name = f"{each.check.id} ({plain(finding.subject)})" if finding.subject else each.check.id
+        said = not finding.subject or finding.because.startswith(finding.subject)
+        name = each.check.id if said else f"{each.check.id} ({plain(finding.subject)})"
         groups.setdefault((finding.because, finding.remedy), []).append(name)
     return list(groups.items())

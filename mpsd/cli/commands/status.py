@@ -6,7 +6,6 @@ from mpsd.cli import views
 from mpsd.cli.api import Api
 from mpsd.cli.command import ForEval, now, print_answer, print_lease, with_api, with_form
 from mpsd.cli.completion import lease_names
-from mpsd.core.sanitize import plain
 
 
 @click.command()
@@ -18,11 +17,7 @@ def status(api: Api, form: str) -> None:
     The exit status is 0 only if the node is healthy.
     """
     node = api.status()
-    if form == "json":
-        print_answer(form, node, str)
-    else:
-        gpus, daemons = plain(api.gpus()), plain(api.daemons())
-        print_answer(form, node, lambda safe: views.status(safe, gpus, daemons, now()))
+    print_answer(form, node, lambda safe: views.status(safe, now()))
     if not node["healthy"]:
         click.get_current_context().exit(1)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from mpsd.core.compute_mode import ComputeMode
+from mpsd.core.health import Reason
 from mpsd.core.model import Condition, Gpu, GpuUsage, Known, Reading, Unknown
 from mpsd.core.settings import Settings
 
@@ -25,8 +26,6 @@ class GpuAnswer:
     index: int
     uuid: str | None
     health: str
-    because: str
-    hint: str | None
     compute_mode: str | None
     clients: int
     clients_max: int | None
@@ -38,12 +37,8 @@ class DaemonAnswer:
 
     name: str
     state: str
-    because: str
-    hint: str | None
     pid: int | None
     pipe_directory: str
-    drift: tuple[str, ...]
-    """A sentence for each limit that others changed and that is not put back."""
     orphans: tuple[int, ...]
     """Servers whose control daemon is dead."""
 
@@ -56,6 +51,8 @@ class Answers:
     healthy: bool
     because: str
     simulated: bool
+    reasons: tuple[Reason, ...] = ()
+    """What it says is not well, the gravest first; those besides that leave the node healthy."""
     gpus: tuple[GpuAnswer, ...] = ()
     daemons: tuple[DaemonAnswer, ...] = ()
 

@@ -1,19 +1,22 @@
 """Checks of mpsd itself: whether it runs, answers, is the one that was configured, and what it says of the node."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Final
 
 from mpsd.core import reload
 from mpsd.core.doctor.finding import Check, Finding, Verdict, unknown
-from mpsd.core.doctor.observed import Answers, DaemonAnswer, GpuAnswer, Observed
+from mpsd.core.doctor.observed import Answers, Observed
+from mpsd.core.health import Kind
 from mpsd.core.model import Known, Unknown
 from mpsd.core.settings import Settings
 
-_DAEMONS: Final = {"ready": Verdict.OK, "held": Verdict.WARN, "draining": Verdict.WARN}
-"""What to think of a control daemon's state; every other fails."""
+_GPU_KINDS: Final = frozenset({Kind.GPU_UNKNOWN, Kind.GPU, Kind.GPU_UNSUPPORTED, Kind.GPU_NOT_RESTORED})
+_DAEMON_KINDS: Final = frozenset({Kind.DAEMON, Kind.OPERATION, Kind.HOLD})
+_LIMIT_KINDS: Final = frozenset({Kind.DRIFT})
 
-_GPUS: Final = {"ok": Verdict.OK, "unsupported": Verdict.WARN}
+_WARNED: Final = frozenset({Kind.GPU_UNSUPPORTED, Kind.HOLD})
+"""What somebody wanted so; every other reason fails its check."""
 
 _STOPPED_BY_HAND: Final = {"inactive", "deactivating"}
 
@@ -223,50 +226,41 @@ def _node(seen: Observed) -> Iterator[Finding]:
 
 def _gpu_health(seen: Observed) -> Iterator[Finding]:
     answers = _answers(seen)
-    if answers is None:
-        yield unknown("mpsd does not answer")
-        return
-    for gpu in answers.gpus:
-        finding = _of_gpu(gpu)
-        if finding is not None:
-            yield finding
-
-
-def _of_gpu(gpu: GpuAnswer) -> Finding | None:
-    verdict = _GPUS.get(gpu.health, Verdict.FAIL)
-    if verdict is Verdict.OK and gpu.hint:
-        verdict = Verdict.FAIL  # it works, and was not given back what mpsd changed about it
-    if verdict is Verdict.OK:
-        return None
-    evidence = {"uuid": gpu.uuid, "health": gpu.health}
-    return Finding(verdict, f"{gpu.health}: {gpu.because}", evidence, gpu.hint, f"GPU {gpu.index}")
+    gpus = answers.gpus if answers is not None else ()
+    yield from _reasons(
+        answers, _GPU_KINDS, {f"GPU {each.index}": {"uuid": each.uuid, "health": each.health} for each in gpus}
+    )
 
 
 def _daemon(seen: Observed) -> Iterator[Finding]:
     answers = _answers(seen)
-    if answers is None:
-        yield unknown("mpsd does not answer")
-        return
-    for daemon in answers.daemons:
-        verdict = _DAEMONS.get(daemon.state, Verdict.FAIL)
-        if verdict is not Verdict.OK:
-            yield _of_daemon(verdict, daemon)
-
-
-def _of_daemon(verdict: Verdict, daemon: DaemonAnswer) -> Finding:
-    evidence = {"state": daemon.state, "pid": daemon.pid, "pipe_directory": daemon.pipe_directory}
-    return Finding(verdict, f"{daemon.state}: {daemon.because}", evidence, daemon.hint, daemon.name)
+    yield from _reasons(answers, _DAEMON_KINDS, _daemons(answers))
 
 
 def _limits(seen: Observed) -> Iterator[Finding]:
     answers = _answers(seen)
+    yield from _reasons(answers, _LIMIT_KINDS, _daemons(answers))
+
+
+def _daemons(answers: Answers | None) -> dict[str, dict[str, object]]:
+    """Return the values to tell of each control daemon."""
+    return {
+        each.name: {"state": each.state, "pid": each.pid, "pipe_directory": each.pipe_directory}
+        for each in (answers.daemons if answers is not None else ())
+    }
+
+
+def _reasons(
+    answers: Answers | None, kinds: Collection[Kind], evidence: Mapping[str, Mapping[str, object]]
+) -> Iterator[Finding]:
+    """Yield the reasons of these kinds that mpsd gives, with the values of each subject."""
     if answers is None:
         yield unknown("mpsd does not answer")
         return
-    for daemon in answers.daemons:
-        for drift in daemon.drift:
-            remedy = "see who has the control daemon's front-end, and mpsctl daemons"
-            yield Finding(Verdict.FAIL, f"{drift}, and could not be put back", {"pid": daemon.pid}, remedy, daemon.name)
+    for each in answers.reasons:
+        if each.kind in kinds:
+            verdict = Verdict.WARN if each.kind in _WARNED else Verdict.FAIL
+            yield Finding(verdict, each.because, evidence.get(each.subject, {}), each.hint, each.subject)
 
 
 CHECKS: Final = (

@@ -1,22 +1,16 @@
 """What the routes of the node do: a request's value in, an answer's value out. The dispatcher checks roles before."""
 
-from datetime import timedelta
-from typing import Final
+from collections.abc import Iterable
 
 from mpsd import __version__
 from mpsd.core import model, mps_facts, settings
 from mpsd.core.admission.admission import Amount
 from mpsd.core.gpus import driver_branch
-from mpsd.core.lifecycle import State
-from mpsd.core.model import Drift, Health, Known
+from mpsd.core.model import GpuView, Known
 from mpsd.daemon.api import schema
 from mpsd.daemon.api.request import Request
-from mpsd.daemon.gpu.gpus import GpuView
-from mpsd.daemon.node.node import Node, faulted
-from mpsd.system import clock, process_table
-
-_TOLD: Final = timedelta(hours=1)
-"""For how long a limit that others changed is told about after mpsd put it back."""
+from mpsd.daemon.node.node import Node
+from mpsd.system import process_table
 
 
 class NodeHandlers:
@@ -31,35 +25,29 @@ class NodeHandlers:
 
     async def readyz(self, _: Request) -> schema.HealthOut:
         """Tell whether the node is healthy; 503 when it is not."""
-        reasons = self._reasons()
-        return schema.HealthOut(ok=not reasons, because="; ".join(reasons) or "every control daemon is ready")
+        node = self._node.health()
+        return schema.HealthOut(ok=node.healthy, because=node.because)
 
     async def status(self, _: Request) -> schema.StatusOut:
-        """Return the node in one answer."""
-        node, reasons, daemons = self._node, self._reasons(), self._node.daemons()
-        gpus = [schema.ComponentOut(f"GPU {view.index}", view.health, view.because) for view in node.gpus.views()]
-        drift = [
-            _drifted(daemon.name, each)
-            for daemon in daemons
-            for each in (*daemon.drift, *daemon.undone)
-            if each.undone is None or clock.now() - each.undone < _TOLD
-        ]
+        """Return the node in one answer, all of it from one moment."""
+        node, found = self._node, self._node.health()
         return schema.StatusOut(
-            healthy=not reasons,
-            because="; ".join(reasons) or "every control daemon is ready, and every limit reads back",
+            healthy=found.healthy,
+            because=found.because,
+            reasons=[schema.ReasonOut.of(each) for each in found.reasons],
+            warnings=[schema.ReasonOut.of(each) for each in found.warnings],
             version=__version__,
             simulated=node.simulated,
             since=node.since,
-            gpus=gpus,
-            daemons=[schema.ComponentOut(daemon.name, daemon.state, daemon.because) for daemon in daemons],
-            drift=drift,
+            gpus=[self._gpu(view) for view in found.gpus],
+            daemons=[schema.DaemonOut.of(each) for each in found.daemons],
             leases=len(node.leases.ledger.leases),
             waiting=len(node.leases.ledger.waiting),
-            clients=sum(len(server.clients) for daemon in daemons for server in daemon.servers),
-            notes=self._notes(daemons),
+            clients=sum(len(server.clients) for daemon in found.daemons for server in daemon.servers),
+            notes=self._notes(found.daemons),
         )
 
-    def _notes(self, daemons: list[model.Daemon]) -> list[str]:
+    def _notes(self, daemons: Iterable[model.Daemon]) -> list[str]:
         """Return what is not wrong and should be known."""
         notes = [f"{each.because}; it needs {each.remedy}" for each in self._node.missing]
         notes += self._node.gpus.notes()
@@ -69,31 +57,6 @@ class NodeHandlers:
             if not each.has_mem_limit
         ]
         return notes
-
-    def _reasons(self) -> list[str]:
-        """Return every reason why the node is not healthy, the gravest kind first."""
-        daemons, gpus = self._node.daemons(), list(self._node.gpus.views())
-        reasons = [f"GPU {view.index} is unknown: {view.because}" for view in gpus if view.health is Health.UNKNOWN]
-        reasons += [
-            f"GPU {view.index} is {view.health}: {view.because}"
-            for view in gpus
-            if view.health in {Health.FAULTY, Health.MISCONFIGURED}
-        ]
-        reasons += [f"{each.name} is {each.state}: {each.because}" for each in daemons if each.state is not State.READY]
-        reasons += [faulted(each.name, server) for each in daemons for server in each.servers if server.faulted]
-        reasons += [f"{each.name}: {each.cannot_start}" for each in daemons if each.cannot_start]
-        reasons += [f"{each.name}: {drift.limit} has drifted" for each in daemons for drift in each.drift]
-        if self._node.leases.trouble:
-            reasons.append(f"no lease can be granted: {self._node.leases.trouble}")
-        reasons += [
-            f"{each.name}: server {server.pid} is an orphan, its control daemon is dead"
-            for each in daemons
-            for server in each.servers
-            if server.orphan
-        ]
-        if not daemons and not reasons:
-            reasons.append("no GPU of this node can run MPS: see mpsctl gpus")
-        return reasons
 
     async def gpus(self, _: Request) -> schema.GpusOut:
         """Return the GPUs."""
@@ -148,13 +111,3 @@ class NodeHandlers:
     async def config(self, _: Request) -> schema.ConfigOut:
         """Return the settings in force."""
         return schema.ConfigOut(settings.effective(self._node.settings.current))
-
-
-def _drifted(daemon: str, drift: Drift) -> str:
-    """Say which limit others changed, to what, how if that is known, and whether it is put back."""
-    whose = f"{drift.limit} of server {drift.server}" if drift.server else drift.limit
-    culprit = f", by a foreign {drift.command!r}" if drift.command else ""
-    if drift.undone is None:
-        return f"{daemon}: {whose} is {drift.found} instead of {drift.wanted}{culprit}"
-    at = drift.undone.isoformat(timespec="seconds")
-    return f"{daemon}: {whose} was {drift.found} instead of {drift.wanted}{culprit}; put back at {at}"

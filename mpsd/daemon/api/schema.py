@@ -9,6 +9,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from mpsd.core.health import Reason, drifted
 from mpsd.core.model import Daemon, Drift, ReadBack, Server
 from mpsd.core.supervision.drain import Operation
 from mpsd.daemon.api.decoding import parameter
@@ -42,11 +43,22 @@ class DriftOut(Struct):
     command: str | None
     server: int | None
     undone: datetime | None
+    because: str
+    """All of that in a sentence."""
 
     @classmethod
-    def of(cls, drift: Drift) -> "DriftOut":
+    def of(cls, daemon: str, drift: Drift) -> "DriftOut":
         """Make it from the value."""
-        return cls(drift.limit, drift.wanted, drift.found, drift.since, drift.command, drift.server, drift.undone)
+        return cls(
+            limit=drift.limit,
+            wanted=drift.wanted,
+            found=drift.found,
+            since=drift.since,
+            command=drift.command,
+            server=drift.server,
+            undone=drift.undone,
+            because=drifted(daemon, drift),
+        )
 
 
 class ServerOut(Struct):
@@ -117,8 +129,8 @@ class DaemonOut(Struct):
             limits=LimitsOut.of(daemon.limits),
             limits_wanted=LimitsOut(float(daemon.wanted.active_thread_percentage), memory.bytes if memory else None),
             verified=daemon.verified,
-            drift=[DriftOut.of(each) for each in daemon.drift],
-            undone=[DriftOut.of(each) for each in daemon.undone],
+            drift=[DriftOut.of(daemon.name, each) for each in daemon.drift],
+            undone=[DriftOut.of(daemon.name, each) for each in daemon.undone],
             servers=[ServerOut.of(each) for each in daemon.servers],
             version=daemon.version,
             unknown_lines=daemon.unknown_lines.count,
@@ -177,25 +189,40 @@ class ClientsOut(Struct):
     clients: list[ClientOut]
 
 
-class ComponentOut(Struct):
-    """One part of the node in the summary."""
+class ReasonOut(Struct):
+    """One thing that is not well: its kind, what it is about, a sentence, and what to do about it.
 
-    name: str
-    state: str
+    The subject is a GPU (`GPU 0`), a control daemon (`gpu0`), `leases` or `node`.
+    """
+
+    kind: str
+    subject: str
     because: str
+    hint: str
+
+    @classmethod
+    def of(cls, reason: Reason) -> "ReasonOut":
+        """Make it from the value."""
+        return cls(reason.kind, reason.subject, reason.because, reason.hint)
 
 
 class StatusOut(Struct):
-    """The node in one answer: whether it is healthy, and every reason why it is not."""
+    """The node at one moment: whether it is healthy, every reason why it is not, its GPUs and its control daemons."""
 
     healthy: bool
     because: str
+    """The sentences of all reasons; for a healthy node, that it is."""
+    reasons: list[ReasonOut]
+    """Why the node is not healthy, the gravest first; empty for a healthy node."""
+    warnings: list[ReasonOut]
+    """What needs attention on a node that is healthy all the same."""
     version: str
     simulated: bool
     since: datetime
-    gpus: list[ComponentOut]
-    daemons: list[ComponentOut]
-    drift: list[str]
+    gpus: list[GpuOut]
+    """As `/v1/gpus` answers them."""
+    daemons: list[DaemonOut]
+    """As `/v1/daemons` answers them."""
     leases: int
     waiting: int
     clients: int

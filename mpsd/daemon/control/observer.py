@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Final
@@ -114,16 +113,6 @@ class Observer:
     def cannot_start(self) -> str | None:
         """Why the servers of this daemon do not start, if they do not."""
         return self.control_log.serving.cannot_start(clock.now())
-
-    def verdict(self, wanted: Limits) -> tuple[str, str | None]:
-        """Say what the latest reading of the limits came to, in a sentence, and the way out where one is needed."""
-        if not self.drift:
-            return "it answers, and every limit reads back as set", None
-        drifted = {each.limit for each in self.drift}
-        script = "".join(f"{limit.default_setting(wanted).setter}\\n" for limit in LIMITS if limit.name in drifted)
-        front_end = f"CUDA_MPS_PIPE_DIRECTORY={self._paths.pipe_directory} {shlex.join(self._program.argv)}"
-        found = ", ".join(f"{each.limit} is {each.found} instead of {each.wanted}" for each in self.drift)
-        return f"it answers, and {found}", f"set it back: printf '{script}' | {front_end}"
 
     # -- talking ------------------------------------------------------------------------------------------------------
 

@@ -74,7 +74,7 @@ class Supervisor:
         self._observer = Observer(program, paths, self._control_log, self.pipe, self._log)
         self._instance = Instance(self._launcher, self._observer, self._log, self._wake.set)
         self._wanted_limits = WantedLimits(self._observer, settings.current, self._log)
-        self._prober = Prober(self._launcher, self._wanted_limits, self._observer, pipe_access, self._log)
+        self._prober = Prober(self._launcher, self._wanted_limits, pipe_access, self._log)
         self._lifecycle = Lifecycle(self._log, changed)
         self.drainer = Drainer(
             name, paths.operator_intent, leases=leases, pipe=self.pipe, settings=settings, log=self._log

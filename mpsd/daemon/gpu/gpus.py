@@ -3,13 +3,12 @@
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
 from mpsd.core import gpus
 from mpsd.core.errors import GpuError
-from mpsd.core.model import Gpu, GpuFault, GpuUsage, Health, Inventory, Known, Reading, Unknown
+from mpsd.core.model import Gpu, GpuFault, GpuUsage, GpuView, Health, Inventory, Known, Reading, Unknown
 from mpsd.core.settings import WantedComputeMode
 from mpsd.daemon.gpu.compute_modes import ComputeModes
 from mpsd.daemon.record.log import EventName, Logger
@@ -20,18 +19,6 @@ _INTERVAL: Final = 10.0
 """Seconds between two readings of the GPUs, and between two tries to listen to them where that fails."""
 
 _LOOK: Final = "see nvidia-smi and dmesg; mpsd retries by itself"
-
-
-@dataclass(frozen=True, slots=True)
-class GpuView:
-    """A GPU as the node sees it: `gpu` is None for one that could not be read at all."""
-
-    index: int
-    gpu: Gpu | None
-    usage: Reading[GpuUsage]
-    health: Health
-    because: str
-    hint: str | None
 
 
 class Gpus:

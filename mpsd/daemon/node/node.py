@@ -4,25 +4,24 @@ import asyncio
 import contextlib
 import gc
 from collections.abc import Callable
-from typing import Final
 
 from msgspec import structs
 
-from mpsd.core import gpus, mps_facts
+from mpsd.core import gpus, health, mps_facts
 from mpsd.core.admission import quota
 from mpsd.core.admission.admission import Amount, Offer, Refusal
 from mpsd.core.enforcement import violations
 from mpsd.core.errors import DaemonNotReadyError, MpsdError, NotFoundError, NotPermittedError
+from mpsd.core.health import NodeHealth
 from mpsd.core.lifecycle import State
 from mpsd.core.model import (
     Daemon,
     Gpu,
-    Health,
+    GpuView,
     Inventory,
     Lease,
     LeaseRequest,
     Owner,
-    Server,
 )
 from mpsd.core.reload import LiveSettings
 from mpsd.core.roles import UserIdentity
@@ -34,7 +33,7 @@ from mpsd.daemon.control.heartbeat import Heartbeat
 from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.gpu.compute_modes import ComputeModes
-from mpsd.daemon.gpu.gpus import Gpus, GpuView
+from mpsd.daemon.gpu.gpus import Gpus
 from mpsd.daemon.leases import mount_visibility
 from mpsd.daemon.leases.leases import Leases, stopping
 from mpsd.daemon.leases.limit_gates import LimitGates
@@ -47,19 +46,6 @@ from mpsd.system.gpu import GpuSource
 from mpsd.system.process import Process
 from mpsd.system.rundir import RunDir
 from mpsd.system.saved_compute_modes import SavedComputeModes
-
-CANNOT_START: Final = (
-    "see server.log and nvidia-smi; /dev/shm may be full, the GPU lost or in another compute mode, or nofile too low"
-)
-
-
-def faulted(daemon: str, server: Server) -> str:
-    """Say that a server of a control daemon handles a fatal fault."""
-    since = server.faulted.isoformat(timespec="seconds") if server.faulted else "now"
-    return (
-        f"{daemon}: server {server.pid} handles a fatal GPU fault since {since}, and takes no client until"
-        f" all {len(server.clients)} that it has are gone"
-    )
 
 
 def daemon_name(gpu: Gpu) -> str:
@@ -226,6 +212,10 @@ class Node:
         """Return the control daemons in the order of their GPUs."""
         return [supervisor.snapshot() for supervisor in self._supervisors.values()]
 
+    def health(self) -> NodeHealth:
+        """Return the GPUs and the control daemons at this moment, and what is not well about them."""
+        return health.of_node(self.gpus.views(), self.daemons(), store=self.leases.trouble)
+
     def heartbeats(self) -> dict[str, Heartbeat]:
         """Return the sign of life of each supervisor, by the name of its control daemon."""
         return {name: supervisor.heartbeat for name, supervisor in self._supervisors.items()}
@@ -233,13 +223,7 @@ class Node:
     def status(self, reload: str) -> str:
         """Say in a line how the node is; `reload` is why the last one was refused."""
         ledger = self.leases.ledger
-        return status_line(
-            self.daemons(),
-            list(self.gpus.views()),
-            leases=len(ledger.leases),
-            waiting=len(ledger.waiting),
-            reload=reload,
-        )
+        return status_line(self.health(), leases=len(ledger.leases), waiting=len(ledger.waiting), reload=reload)
 
     async def settled(self, seconds: float) -> None:
         """Wait until it is known of each control daemon whether it can be used, for this long at most."""
@@ -324,6 +308,7 @@ class Node:
 
     def _offer(self, view: GpuView, supervisor: Supervisor) -> Offer:
         settings, daemon, gpu = self.settings.current, supervisor.snapshot(), supervisor.gpu
+        reason = health.refusal(view, daemon)
         return Offer(
             gpu=gpu.uuid,
             daemon=daemon.name,
@@ -333,7 +318,7 @@ class Node:
             clients=mps_facts.clients_max(gpu.compute_capability, gpus.driver_branch(gpu.driver_version)),
             limits=settings.default_limits,
             many_users=daemon.process.many_users if daemon.process else settings.daemon.users is Users.MANY,
-            refusal=_refusal(view, daemon),
+            refusal=Refusal(reason.limit, reason.because, reason.hint) if reason is not None else None,
         )
 
     # -- operating ----------------------------------------------------------------------------------------------------
@@ -350,27 +335,3 @@ class Node:
             known = ", ".join(self._supervisors) or "none"
             raise NotFoundError(f"there is no control daemon {name!r}", hint=f"known control daemons: {known}")
         return found
-
-
-def _refusal(view: GpuView, daemon: Daemon) -> Refusal | None:
-    """Say why nobody is let in on this GPU, if so. What is unknown, or not as set, is not healthy."""
-    if view.health is not Health.OK:
-        return Refusal("health", f"GPU {view.index} is {view.health}: {view.because}", view.hint or "see mpsctl gpus")
-    if daemon.state is not State.READY:
-        limit = "hold" if daemon.operation or daemon.state in {State.HELD, State.DRAINING} else "health"
-        because = f"the control daemon of GPU {view.index} is {daemon.state}: {daemon.operation or daemon.because}"
-        return Refusal(limit, because, daemon.hint or "try again in a moment; see mpsctl daemons")
-    hit = next((server for server in daemon.servers if server.faulted is not None), None)
-    if hit is not None:
-        return Refusal("health", faulted(daemon.name, hit), "end those of its clients that linger: mpsctl clients")
-    if daemon.cannot_start is not None:
-        because = f"{daemon.name}: {daemon.cannot_start}"
-        return Refusal("health", because, CANNOT_START)
-    if daemon.drift:
-        drift = daemon.drift[0]
-        return Refusal(
-            "health",
-            f"{drift.limit} of {daemon.name} is {drift.found} instead of {drift.wanted}: somebody else changed it",
-            daemon.hint or "see mpsctl daemons",
-        )
-    return None

@@ -143,6 +143,28 @@ def test_an_older_mpsd(short_tmp: Path) -> None:
     assert (plain.returncode, json.loads(plain.stdout)) == (0, {"gpus": [{"index": 0}]})
 
 
+# -- one answer, of one moment -----------------------------------------------------------------------------------------
+
+
+def test_status_is_one_request(node: Node, short_tmp: Path) -> None:
+    """The verdict and the tables come from one answer: mpsctl asks once, and shows what that says."""
+    whole = node.get("/v1/status").json
+    whole["healthy"], whole["because"] = False, "gpu1 is failed: 5 deaths"
+    whole["daemons"][1]["state"], whole["gpus"][0]["health"] = "failed", "faulty"
+    for number, form in enumerate(("table", "json")):
+        with answering(short_tmp / f"{number}", http(whole)) as server:
+            done = run_mpsctl(short_tmp / f"{number}", "status", "-o", form)
+        assert (done.returncode, done.stderr) == (1, "")
+        assert [request.split(b" HTTP")[0] for request in server.requests] == [b"GET /v1/status"]
+        if form == "json":
+            assert json.loads(done.stdout) == whole
+            continue
+        lines = done.stdout.splitlines()
+        assert lines[0] == "NOT HEALTHY: gpu1 is failed: 5 deaths"
+        assert any(re.match(r"gpu1 +failed ", line) for line in lines)
+        assert any(re.match(r"0 +faulty ", line) for line in lines)
+
+
 # -- a node that is not well -------------------------------------------------------------------------------------------
 
 
@@ -174,12 +196,17 @@ def test_drift(make_node: Callable[..., Node]) -> None:
     """After a stranger's command, status says what was wanted, what was found, the command, and that it is undone."""
     node = make_node(simulate=1, config=LIMITS).start()
     node.ask("gpu0", "set_default_active_thread_percentage 10")
-    wait_until(lambda: node.get("/v1/daemons").json["daemons"][0]["undone"], what="it to be put back")
-    done = node.mpsctl("status")
-    assert done.returncode == 0
-    (line,) = (line for line in done.stdout.splitlines() if "put it back" in line)
-    culprit = "set by the foreign command 'set_default_active_thread_percentage 10'"
-    assert line.startswith(f"  gpu0: active_thread_percentage was 10%, not 50%, {culprit}; mpsd put it back")
+    (undone,) = wait_until(lambda: node.get("/v1/daemons").json["daemons"][0]["undone"], what="it to be put back")
+    culprit = "the foreign command 'set_default_active_thread_percentage 10' changed it"
+    assert re.fullmatch(
+        rf"gpu0: active_thread_percentage was 10 % instead of 50 %; {culprit}; mpsd put it back at \S+Z",
+        undone["because"],
+    )
+    for command in ("status", "daemons"):
+        done = node.mpsctl(command)
+        assert done.returncode == 0
+        (line,) = (line for line in done.stdout.splitlines() if "put it back" in line)
+        assert re.fullmatch(rf" *{re.escape(undone['because'])} \(\d+s ago\)", line)
 
 
 def test_reset(make_node: Callable[..., Node]) -> None:

@@ -32,6 +32,7 @@ from mpsd.core.doctor.observed import (
     Tasks,
 )
 from mpsd.core.doctor.table import CHECKS
+from mpsd.core.health import Kind, Reason
 from mpsd.core.model import Condition, Gpu, GpuUsage, Known
 from mpsd.core.settings import Settings, parse
 from mpsd.core.units import GIB
@@ -87,8 +88,8 @@ ANSWERS: Final = Answers(
     healthy=True,
     because="every control daemon is ready",
     simulated=False,
-    gpus=(GpuAnswer(0, GPU.uuid, "ok", "it can be given out", None, "exclusive-process", 0, 60),),
-    daemons=(DaemonAnswer("gpu0", "ready", "it answers", None, DAEMON.pid, DIRECTORY, (), ()),),
+    gpus=(GpuAnswer(0, GPU.uuid, "ok", "exclusive-process", 0, 60),),
+    daemons=(DaemonAnswer("gpu0", "ready", DAEMON.pid, DIRECTORY, ()),),
 )
 
 WELL: Final = Observed(
@@ -175,9 +176,10 @@ def answers(**otherwise: Any) -> Observed:
     return service(answers=Known(replace(ANSWERS, **otherwise)))
 
 
-def gpu_answer(**otherwise: Any) -> Observed:
-    """Return it with something that mpsd says of its GPU otherwise."""
-    return answers(gpus=(replace(ANSWERS.gpus[0], **otherwise),))
+def reason(kind: Kind, because: str) -> Observed:
+    """Return it with a reason that mpsd gives."""
+    subject = "GPU 0" if kind.startswith("gpu") else "gpu0"
+    return answers(reasons=(Reason(kind, subject, because, "what to do"),))
 
 
 def daemon_answer(**otherwise: Any) -> Observed:

@@ -21,6 +21,7 @@ from mpsd.core.doctor.observed import (
     Tasks,
 )
 from mpsd.core.doctor.table import CHECKS, FAMILIES
+from mpsd.core.health import Kind
 from mpsd.core.model import Condition, GpuProcess, GpuUsage, Known, Unknown
 from mpsd.core.settings import parse
 from mpsd.core.units import GIB, MIB
@@ -38,12 +39,12 @@ from tests.core.doctor.seen import (
     directory,
     files,
     gpu,
-    gpu_answer,
     host,
     look,
     pipe_directory,
     process,
     processes,
+    reason,
     said,
     service,
     settings,
@@ -158,12 +159,14 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
     ("tasks", service(tasks=Known(Tasks(Path("/g"), 2048, 2048))), "fail", "/g has 2048 of at most 2048"),
     ("tasks", service(tasks=Unknown("not seen")), "unknown", "not seen"),
     ("node", answers(healthy=False, because="the disk is full"), "fail", "the disk is full"),
-    ("gpu-health", gpu_answer(health="faulty", because="Xid 79", hint="reset it"), "fail", "faulty: Xid 79"),
-    ("gpu-health", gpu_answer(health="unsupported", because="MIG", hint="x"), "warn", "unsupported: MIG"),
-    ("gpu-health", gpu_answer(because="was not given back", hint="as root"), "fail", "was not given back"),
-    ("daemon", daemon_answer(state="failed", because="too many deaths", hint="reset"), "fail", "failed: too many"),
-    ("daemon", daemon_answer(state="held", because="by uid 0", hint="resume"), "warn", "held: by uid 0"),
-    ("limits", daemon_answer(drift=("x is 5, not 6",)), "fail", "x is 5, not 6"),
+    ("gpu-health", reason(Kind.GPU, "GPU 0 is faulty: Xid 79"), "fail", "GPU 0 is faulty: Xid 79"),
+    ("gpu-health", reason(Kind.GPU_UNKNOWN, "GPU 0 is unknown: x"), "fail", "GPU 0 is unknown: x"),
+    ("gpu-health", reason(Kind.GPU_UNSUPPORTED, "GPU 0 is unsupported: MIG"), "warn", "unsupported: MIG"),
+    ("gpu-health", reason(Kind.GPU_NOT_RESTORED, "GPU 0 needs attention: x"), "fail", "needs attention"),
+    ("daemon", reason(Kind.DAEMON, "gpu0 is failed: too many deaths"), "fail", "gpu0 is failed: too many"),
+    ("daemon", reason(Kind.OPERATION, "gpu0 is stopping: a restart"), "fail", "gpu0 is stopping: a restart"),
+    ("daemon", reason(Kind.HOLD, "gpu0 is held: by uid 0"), "warn", "gpu0 is held: by uid 0"),
+    ("limits", reason(Kind.DRIFT, "gpu0: x is 5 % instead of 6 %"), "fail", "gpu0: x is 5 % instead of 6 %"),
     ("pipe-path", long_path(), "fail", "113 bytes, and the maximum for a socket path is 106"),
     ("traverse", files(closed=Path("/run/mpsd")), "fail", "other uids may not traverse /run/mpsd"),
     ("traverse", files(closed=Path("/root"), private=True), "warn", "other uids may not traverse /root"),

@@ -14,6 +14,7 @@ from typing import Any, Final
 import msgspec
 import pytest
 
+from mpsd.core.health import WELL
 from mpsd.core.roles import Role
 from mpsd.daemon.api.routes import ROUTES
 from mpsd.daemon.http.problems import Problem
@@ -178,7 +179,14 @@ class TestAnswers:
     def test_health(self, node: Node) -> None:
         """`/healthz` and `/readyz` say yes with a reason."""
         assert node.get("/healthz").json == {"ok": True, "because": "mpsd answers"}
-        assert node.get("/readyz").json == {"ok": True, "because": "every control daemon is ready"}
+        assert node.get("/readyz").json == {"ok": True, "because": WELL}
+
+    def test_status_carries_the_tables(self, node: Node) -> None:
+        """The status has the GPUs and the control daemons as their own routes answer them, and the verdict on them."""
+        status = node.get("/v1/status").json
+        assert status["gpus"] == node.get("/v1/gpus").json["gpus"]
+        assert status["daemons"] == node.get("/v1/daemons").json["daemons"]
+        assert (status["healthy"], status["because"], status["reasons"], status["warnings"]) == (True, WELL, [], [])
 
     def test_config(self, node: Node) -> None:
         """`/v1/config` tells the settings in force, sections by name, in the words of the file."""

@@ -64,8 +64,11 @@ def test_percentage(node: Node, name: str) -> None:
 
     status = node.get("/v1/status").json
     assert status["healthy"] is True
-    (line,) = [line for line in status["drift"] if line.startswith(f"{name}: ")]
-    assert f"active_thread_percentage was 10.0 instead of 50.0, by a foreign {command!r}; put back at" in line
+    (daemon,) = (each for each in status["daemons"] if each["name"] == name)
+    culprit = f"the foreign command {command!r} changed it; mpsd put it back at "
+    assert daemon["undone"][0]["because"].startswith(
+        f"{name}: active_thread_percentage was 10 % instead of 50 %; {culprit}"
+    )
 
 
 def test_memory_lower_higher_and_gone(node: Node, name: str) -> None:
@@ -127,7 +130,11 @@ def test_what_cannot_be_put_back(make_node: Start, short_tmp: Path, control: Pat
     assert (seen["wanted"], seen["found"], seen["command"], seen["undone"]) == (50.0, 10.0, command, None)
     status = node.get("/v1/status").json
     assert status["healthy"] is False
-    assert f"gpu0: active_thread_percentage is 10.0 instead of 50.0, by a foreign {command!r}" in status["drift"]
+    sentence = f"gpu0: active_thread_percentage is 10 % instead of 50 %; the foreign command {command!r} changed it"
+    assert sentence in status["because"]
+    (reason,) = (each for each in status["reasons"] if each["kind"] == "drift")
+    assert (reason["subject"], reason["because"]) == ("gpu0", sentence)
+    assert status["daemons"][0]["drift"][0]["because"] == sentence
     refused = node.request("POST", "/v1/leases", asked)
     assert (refused.status, refused.json["code"]) == (409, "daemon_not_ready")
 

@@ -1,0 +1,217 @@
+"""Why a node, a GPU or a control daemon is not healthy: decided here, and rendered by everything that says so. Pure.
+
+`/v1/status`, `/readyz`, the refusals of requests, the status line of systemd and `mpsctl doctor` take their reasons
+from here and add none. Every sentence stands by itself: it names what it is about.
+"""
+
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from enum import StrEnum
+from typing import Final
+
+from msgspec import Struct
+
+from mpsd.core.lifecycle import State
+from mpsd.core.model import Daemon, Drift, GpuView, Health, Server
+from mpsd.core.units import format_size
+
+WELL: Final = "every control daemon is ready, and every limit reads back"
+"""What is said of a healthy node."""
+
+
+class Kind(StrEnum):
+    """The kinds of reasons, the gravest first. The API tells them by these words."""
+
+    GPU_UNKNOWN = "gpu_unknown"
+    """The GPU cannot be read."""
+    GPU = "gpu"
+    """The GPU is faulty, or in a state in which MPS cannot run."""
+    DAEMON = "daemon"
+    """The control daemon is not ready."""
+    OPERATION = "operation"
+    """The control daemon is not ready, and an operator's command on it is not finished."""
+    HOLD = "hold"
+    """An operator holds or drains the control daemon."""
+    SERVER_FAULT = "server_fault"
+    """A server handles a fatal GPU fault."""
+    SERVERS_CANNOT_START = "servers_cannot_start"
+    """The servers of the control daemon do not start."""
+    DRIFT = "drift"
+    """A limit is not as mpsd set it."""
+    STORE = "store"
+    """Leases cannot be written to disk."""
+    ORPHAN = "orphan"
+    """A server has outlived its control daemon."""
+    NO_GPU = "no_gpu"
+    """The node has no GPU that can run MPS."""
+    GPU_UNSUPPORTED = "gpu_unsupported"
+    """The GPU cannot run MPS as mpsd runs it. The node is healthy without it."""
+    GPU_NOT_RESTORED = "gpu_not_restored"
+    """The GPU works, and mpsd could not restore what it had changed about it. The node is healthy all the same."""
+
+
+_ORDER: Final = {kind: place for place, kind in enumerate(Kind)}
+
+_WARNINGS: Final = frozenset({Kind.GPU_UNSUPPORTED, Kind.GPU_NOT_RESTORED})
+"""The kinds that leave the node healthy."""
+
+_LIMITS: Final = {
+    Kind.GPU_UNKNOWN: "health",
+    Kind.GPU: "health",
+    Kind.DAEMON: "health",
+    Kind.OPERATION: "hold",
+    Kind.HOLD: "hold",
+    Kind.SERVER_FAULT: "health",
+    Kind.SERVERS_CANNOT_START: "health",
+    Kind.DRIFT: "health",
+    Kind.GPU_UNSUPPORTED: "health",
+}
+"""The kinds that admit nobody on a GPU, and the `limit` that the refusal names."""
+
+
+class Reason(Struct, frozen=True):
+    """One thing that is not well: what it is about (`GPU 0`, `gpu0`), a sentence, and what to do."""
+
+    kind: Kind
+    subject: str
+    because: str
+    hint: str
+
+    @property
+    def limit(self) -> str:
+        """The limit that the refusal of a request names; empty where nobody is refused for this reason."""
+        return _LIMITS.get(self.kind, "")
+
+
+class NodeHealth(Struct, frozen=True):
+    """A node at one moment: its GPUs, its control daemons, and what is not well about them."""
+
+    gpus: tuple[GpuView, ...]
+    daemons: tuple[Daemon, ...]
+    reasons: tuple[Reason, ...]
+    """Why the node is not healthy, the gravest first."""
+    warnings: tuple[Reason, ...]
+    """What needs attention on a node that is healthy all the same."""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether there is no reason against it."""
+        return not self.reasons
+
+    @property
+    def because(self) -> str:
+        """Every reason in one line."""
+        return "; ".join(each.because for each in self.reasons) or WELL
+
+
+def of_node(gpus: Iterable[GpuView], daemons: Iterable[Daemon], *, store: str = "") -> NodeHealth:
+    """Judge a node. `store` is why no lease can be stored; empty where leases can be."""
+    gpus, daemons = tuple(gpus), tuple(daemons)
+    found = [reason for view in gpus for reason in of_gpu(view)]
+    found += [reason for daemon in daemons for reason in of_daemon(daemon)]
+    if store:
+        hint = "free space on the file system of paths.runtime_dir; mpsd tries again by itself"
+        found.append(Reason(Kind.STORE, "leases", f"no lease can be granted: {store}", hint))
+    found.sort(key=lambda each: _ORDER[each.kind])
+    reasons = tuple(each for each in found if each.kind not in _WARNINGS)
+    if not daemons and not reasons:
+        reasons = (Reason(Kind.NO_GPU, "node", "no GPU of this node can run MPS", "see why: mpsctl gpus"),)
+    return NodeHealth(gpus, daemons, reasons, tuple(each for each in found if each.kind in _WARNINGS))
+
+
+def refusal(gpu: GpuView, daemon: Daemon) -> Reason | None:
+    """Return the gravest reason to admit nobody on a GPU, which is this control daemon's; None to admit."""
+    found = [each for each in (*of_gpu(gpu), *of_daemon(daemon)) if each.limit]
+    return min(found, key=lambda each: _ORDER[each.kind], default=None)
+
+
+# -- GPUs --------------------------------------------------------------------------------------------------------------
+
+
+def of_gpu(view: GpuView) -> Iterator[Reason]:
+    """Yield what is not well about a GPU."""
+    if view.health is Health.OK and view.hint is None:
+        return
+    kinds = {
+        Health.OK: Kind.GPU_NOT_RESTORED,
+        Health.UNKNOWN: Kind.GPU_UNKNOWN,
+        Health.UNSUPPORTED: Kind.GPU_UNSUPPORTED,
+    }
+    subject = f"GPU {view.index}"
+    state = f"is {view.health}" if view.health is not Health.OK else "needs attention"
+    because = f"{subject} {state}: {view.because}"
+    yield Reason(kinds.get(view.health, Kind.GPU), subject, because, view.hint or "see mpsctl gpus")
+
+
+# -- control daemons ---------------------------------------------------------------------------------------------------
+
+
+def of_daemon(daemon: Daemon) -> Iterator[Reason]:
+    """Yield what is not well about a control daemon."""
+    name = daemon.name
+    if daemon.state is not State.READY:
+        yield _not_ready(daemon)
+    for server in daemon.servers:
+        if server.faulted is not None:
+            hint = f"end the clients that remain on {name}; list them: mpsctl clients"
+            yield Reason(Kind.SERVER_FAULT, name, _faulted(name, server, server.faulted), hint)
+    if daemon.cannot_start is not None:
+        hint = (
+            "read server.log and the output of nvidia-smi: /dev/shm may be full, the GPU lost or in another compute"
+            " mode, or the limit of open files (nofile) too low"
+        )
+        yield Reason(Kind.SERVERS_CANNOT_START, name, f"{name}: {daemon.cannot_start}", hint)
+    for drift in daemon.drift:
+        hint = f"mpsd sets it again by itself; if that fails, read the log of {name}, then: mpsctl restart {name}"
+        yield Reason(Kind.DRIFT, name, drifted(name, drift), hint)
+    for server in daemon.servers:
+        if server.orphan:
+            because = f"{name}: server {server.pid} is an orphan: its control daemon is dead, so mpsd cannot limit it"
+            yield Reason(Kind.ORPHAN, name, because, f"when its clients have exited: kill {server.pid}")
+
+
+def _not_ready(daemon: Daemon) -> Reason:
+    kind = Kind.DAEMON
+    if daemon.state in {State.HELD, State.DRAINING}:
+        kind = Kind.HOLD
+    elif daemon.operation is not None:
+        kind = Kind.OPERATION
+    because = f"{daemon.name} is {daemon.state}: {daemon.because}"
+    if daemon.operation is not None and daemon.operation != daemon.because:
+        because = f"{because}; {daemon.operation}"
+    hint = daemon.hint or "wait a moment and try again; mpsctl daemons shows the state"
+    return Reason(kind, daemon.name, because, hint)
+
+
+def _faulted(daemon: str, server: Server, since: datetime) -> str:
+    count = len(server.clients)
+    left = "its last client exits" if count == 1 else f"its {count} clients exit" if count else "it has recovered"
+    return (
+        f"{daemon}: server {server.pid} has been handling a fatal GPU fault since {_time(since)}; it accepts no client"
+        f" until {left}"
+    )
+
+
+def drifted(daemon: str, drift: Drift) -> str:
+    """Say which limit differs from what mpsd set, who changed it if that is known, and when mpsd put it back."""
+    limit = f"{drift.limit} of server {drift.server}" if drift.server is not None else drift.limit
+    is_or_was = "is" if drift.undone is None else "was"
+    found, wanted = (_value(drift.limit, value) for value in (drift.found, drift.wanted))
+    parts = [f"{daemon}: {limit} {is_or_was} {found} instead of {wanted}"]
+    if drift.command is not None:
+        parts.append(f"the foreign command {drift.command!r} changed it")
+    if drift.undone is not None:
+        parts.append(f"mpsd put it back at {_time(drift.undone)}")
+    return "; ".join(parts)
+
+
+def _value(limit: str, value: float | None) -> str:
+    """Print a limit in its own unit."""
+    if value is None:
+        return "unlimited"
+    return f"{value:g} %" if limit == "active_thread_percentage" else format_size(int(value))
+
+
+def _time(at: datetime) -> str:
+    """Print a time as the API's JSON has it, without fractions."""
+    return at.isoformat(timespec="seconds").replace("+00:00", "Z")

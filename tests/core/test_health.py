@@ -1,0 +1,267 @@
+"""Why a node, a GPU or a control daemon is not healthy: each reason, their order, and what follows from each."""
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+import pytest
+
+from mpsd.core import health
+from mpsd.core.health import WELL, Kind, Reason
+from mpsd.core.lifecycle import State
+from mpsd.core.model import Daemon, Drift, GpuView, Health, Limits, Server, Unknown
+from mpsd.core.quantities import ActiveThreadPercentage
+from mpsd.core.units import GIB
+
+NOW: Final = datetime(2026, 11, 22, 3, 0, 0, 500_000, tzinfo=UTC)
+
+GPU: Final = GpuView(0, None, Unknown("not needed here"), Health.OK, "it answers", None)
+
+DAEMON: Final = Daemon(
+    name="gpu0",
+    gpu="GPU-0",
+    state=State.READY,
+    because="it answers",
+    since=NOW,
+    process=None,
+    ready_since=NOW,
+    pipe_directory="/run/mpsd/mps/gpu0",
+    wanted=Limits(ActiveThreadPercentage(600), None),
+    limits=None,
+    verified=True,
+)
+
+COMMAND: Final = "set_default_active_thread_percentage 10"
+DRIFT: Final = Drift("active_thread_percentage", 60.0, 10.0, NOW, COMMAND)
+MEMORY: Final = Drift("pinned_device_mem_limit", 8 * GIB, None, NOW, None)
+FAULTED: Final = Server(42, faulted=NOW)
+NO_ROOM: Final = "the store cannot be written: disk full"
+
+
+def daemon(**otherwise: Any) -> Daemon:
+    """Return a control daemon that is well but for this."""
+    return replace(DAEMON, **otherwise)
+
+
+def gpu(state: Health, because: str = "why", hint: str | None = "what to do") -> GpuView:
+    """Return a GPU of this health."""
+    return replace(GPU, health=state, because=because, hint=hint)
+
+
+# -- each reason -------------------------------------------------------------------------------------------------------
+
+OF_GPUS: Final = [
+    (gpu(Health.UNKNOWN), Kind.GPU_UNKNOWN, "GPU 0 is unknown: why"),
+    (gpu(Health.FAULTY), Kind.GPU, "GPU 0 is faulty: why"),
+    (gpu(Health.MISCONFIGURED), Kind.GPU, "GPU 0 is misconfigured: why"),
+    (gpu(Health.UNSUPPORTED), Kind.GPU_UNSUPPORTED, "GPU 0 is unsupported: why"),
+    (gpu(Health.OK, "its mode is not restored"), Kind.GPU_NOT_RESTORED, "GPU 0 needs attention: its mode is not"),
+]
+
+OF_DAEMONS: Final = [
+    *(
+        (daemon(state=state), Kind.DAEMON, f"gpu0 is {state}: it answers")
+        for state in State
+        if state not in {State.READY, State.HELD, State.DRAINING}
+    ),
+    (daemon(state=State.HELD, because="uid 0 holds it"), Kind.HOLD, "gpu0 is held: uid 0 holds it"),
+    (daemon(state=State.DRAINING, operation="it waits for pid 7"), Kind.HOLD, "it answers; it waits for pid 7"),
+    (
+        daemon(state=State.STOPPING, because="a restart", operation="a restart"),
+        Kind.OPERATION,
+        "is stopping: a restart",
+    ),
+    (
+        daemon(state=State.UNRESPONSIVE, because="no answer in 5 s", operation="uid 0 drains it"),
+        Kind.OPERATION,
+        "gpu0 is unresponsive: no answer in 5 s; uid 0 drains it",
+    ),
+    (
+        daemon(servers=(FAULTED,)),
+        Kind.SERVER_FAULT,
+        "server 42 has been handling a fatal GPU fault since 2026-11-22T03:00:00Z; it accepts no client until it has",
+    ),
+    (daemon(servers=(replace(FAULTED, clients=(7,)),)), Kind.SERVER_FAULT, "until its last client exits"),
+    (daemon(servers=(replace(FAULTED, clients=(7, 8)),)), Kind.SERVER_FAULT, "until its 2 clients exit"),
+    (daemon(cannot_start="6 servers did not start"), Kind.SERVERS_CANNOT_START, "gpu0: 6 servers did not start"),
+    (daemon(drift=(DRIFT,)), Kind.DRIFT, "gpu0: active_thread_percentage is 10 % instead of 60 %"),
+    (daemon(servers=(Server(42, orphan=True),)), Kind.ORPHAN, "gpu0: server 42 is an orphan"),
+]
+
+
+@pytest.mark.parametrize(("view", "kind", "because"), OF_GPUS, ids=lambda each: getattr(each, "health", None))
+def test_reasons_of_a_gpu(view: GpuView, kind: Kind, because: str) -> None:
+    """Each health that is not ok is one reason, which names the GPU and has the GPU's own hint."""
+    (reason,) = health.of_gpu(view)
+    assert (reason.kind, reason.subject, reason.hint) == (kind, "GPU 0", "what to do")
+    assert reason.because.startswith(because)
+
+
+@pytest.mark.parametrize(("found", "kind", "because"), OF_DAEMONS)
+def test_reasons_of_a_control_daemon(found: Daemon, kind: Kind, because: str) -> None:
+    """Each thing that is not well about a control daemon is one reason, which names it and says what to do."""
+    (reason,) = health.of_daemon(found)
+    assert (reason.kind, reason.subject) == (kind, "gpu0")
+    assert because in reason.because
+    assert reason.because.startswith("gpu0")
+    assert reason.hint
+
+
+def test_the_hint_of_the_control_daemon_comes_first() -> None:
+    """What the control daemon itself says to do about its state is the hint."""
+    (reason,) = health.of_daemon(daemon(state=State.HELD, hint="mpsctl resume gpu0"))
+    assert reason.hint == "mpsctl resume gpu0"
+
+
+def test_every_kind_has_a_case() -> None:
+    """The tables above, and the two tests of a whole node, have every kind."""
+    assert {kind for _, kind, _ in (*OF_GPUS, *OF_DAEMONS)} == set(Kind) - {Kind.STORE, Kind.NO_GPU}
+
+
+# -- the node ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_healthy_node() -> None:
+    """Nothing is wrong, and that is said."""
+    node = health.of_node([GPU], [DAEMON])
+    assert (node.healthy, node.because, node.reasons, node.warnings) == (True, WELL, (), ())
+    assert (node.gpus, node.daemons) == ((GPU,), (DAEMON,))
+    assert health.refusal(GPU, DAEMON) is None
+
+
+def test_a_store_that_is_full() -> None:
+    """Where no lease can be stored, the node is not healthy, and its GPUs are."""
+    node = health.of_node([GPU], [DAEMON], store=NO_ROOM)
+    assert not node.healthy
+    assert [(each.kind, each.subject) for each in node.reasons] == [(Kind.STORE, "leases")]
+    assert node.because == f"no lease can be granted: {NO_ROOM}"
+    assert "paths.runtime_dir" in node.reasons[0].hint
+
+
+@pytest.mark.parametrize("gpus", [[], [gpu(Health.UNSUPPORTED)]])
+def test_no_gpu_that_can_run_mps(gpus: list[GpuView]) -> None:
+    """A node without control daemons is not healthy, also where no GPU is broken."""
+    node = health.of_node(gpus, [])
+    assert [(each.kind, each.subject, each.hint) for each in node.reasons] == [
+        (Kind.NO_GPU, "node", "see why: mpsctl gpus")
+    ]
+    assert len(node.warnings) == len(gpus)
+
+
+def test_no_gpu_is_no_second_reason() -> None:
+    """Where a GPU cannot be read, that is why there is no control daemon."""
+    node = health.of_node([gpu(Health.UNKNOWN)], [])
+    assert [each.kind for each in node.reasons] == [Kind.GPU_UNKNOWN]
+
+
+def test_warnings_leave_a_node_healthy() -> None:
+    """A GPU that cannot run MPS, and one that works though it was not restored, are told and are no reason."""
+    found = [GPU, gpu(Health.UNSUPPORTED), gpu(Health.OK)]
+    node = health.of_node(found, [DAEMON])
+    assert (node.healthy, node.because) == (True, WELL)
+    assert [each.kind for each in node.warnings] == [Kind.GPU_UNSUPPORTED, Kind.GPU_NOT_RESTORED]
+
+
+def test_the_gravest_reason_comes_first() -> None:
+    """Reasons are in the order of their kinds, and those of a kind in the order of the GPUs."""
+    all_at_once = daemon(
+        name="gpu1",
+        state=State.HELD,
+        servers=(Server(9, orphan=True), FAULTED),
+        cannot_start="no server starts",
+        drift=(MEMORY,),
+    )
+    last = daemon(name="gpu2", state=State.FAILED, drift=(DRIFT,))
+    gpus = [gpu(Health.FAULTY), replace(gpu(Health.UNKNOWN), index=1)]
+    node = health.of_node(gpus, [all_at_once, last], store=NO_ROOM)
+    assert [(each.kind, each.subject) for each in node.reasons] == [
+        (Kind.GPU_UNKNOWN, "GPU 1"),
+        (Kind.GPU, "GPU 0"),
+        (Kind.DAEMON, "gpu2"),
+        (Kind.HOLD, "gpu1"),
+        (Kind.SERVER_FAULT, "gpu1"),
+        (Kind.SERVERS_CANNOT_START, "gpu1"),
+        (Kind.DRIFT, "gpu1"),
+        (Kind.DRIFT, "gpu2"),
+        (Kind.STORE, "leases"),
+        (Kind.ORPHAN, "gpu1"),
+    ]
+    assert node.because == "; ".join(each.because for each in node.reasons)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+REFUSED: Final = [
+    *((view, DAEMON, "health", kind) for view, kind, _ in OF_GPUS if kind is not Kind.GPU_NOT_RESTORED),
+    *(
+        (GPU, found, "hold" if kind in {Kind.HOLD, Kind.OPERATION} else "health", kind)
+        for found, kind, _ in OF_DAEMONS
+        if kind is not Kind.ORPHAN
+    ),
+    (GPU, daemon(state=State.HELD, servers=(FAULTED,), drift=(DRIFT,)), "hold", Kind.HOLD),
+    (gpu(Health.FAULTY), daemon(state=State.HELD), "health", Kind.GPU),
+    (GPU, daemon(drift=(DRIFT,), cannot_start="no server starts"), "health", Kind.SERVERS_CANNOT_START),
+]
+
+
+@pytest.mark.parametrize(("view", "found", "limit", "kind"), REFUSED)
+def test_refusals(view: GpuView, found: Daemon, limit: str, kind: Kind) -> None:
+    """Nobody is admitted on a GPU that is not well, or whose control daemon is not; the gravest reason is told."""
+    reason = health.refusal(view, found)
+    assert reason is not None
+    assert (reason.limit, reason.kind) == (limit, kind)
+    assert reason.because
+    assert reason.hint
+
+
+@pytest.mark.parametrize(
+    ("view", "found"), [(gpu(Health.OK), DAEMON), (GPU, daemon(servers=(Server(42, orphan=True), Server(43))))]
+)
+def test_what_refuses_nobody(view: GpuView, found: Daemon) -> None:
+    """A GPU that was not restored, and a server that outlived its control daemon, keep nobody out."""
+    assert health.refusal(view, found) is None
+
+
+def test_kinds_without_a_limit() -> None:
+    """What is not about one GPU refuses nobody there."""
+    assert not Reason(Kind.STORE, "leases", "", "").limit
+    assert not Reason(Kind.NO_GPU, "node", "", "").limit
+
+
+# -- the sentence for drift --------------------------------------------------------------------------------------------
+
+UNDONE: Final = NOW + timedelta(seconds=1)
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        (
+            DRIFT,
+            f"gpu0: active_thread_percentage is 10 % instead of 60 %; the foreign command '{COMMAND}' changed it",
+        ),
+        (
+            replace(DRIFT, found=33.3, server=42, command=None),
+            "gpu0: active_thread_percentage of server 42 is 33.3 % instead of 60 %",
+        ),
+        (
+            replace(DRIFT, undone=UNDONE),
+            (
+                f"gpu0: active_thread_percentage was 10 % instead of 60 %; the foreign command '{COMMAND}' changed it;"
+                " mpsd put it back at 2026-11-22T03:00:01Z"
+            ),
+        ),
+        (MEMORY, "gpu0: pinned_device_mem_limit is unlimited instead of 8GiB"),
+        (
+            replace(MEMORY, wanted=None, found=3 * GIB // 2, undone=UNDONE),
+            "gpu0: pinned_device_mem_limit was 1536MiB instead of unlimited; mpsd put it back at 2026-11-22T03:00:01Z",
+        ),
+        (
+            replace(MEMORY, found=0, command="set\x1b[2J 'x'"),
+            "gpu0: pinned_device_mem_limit is 0B instead of 8GiB; the foreign command \"set\\x1b[2J 'x'\" changed it",
+        ),
+    ],
+)
+def test_drift(found: Drift, sentence: str) -> None:
+    """It names the limit, its daemon or server, both values with their units, the command, and when it was undone."""
+    assert health.drifted("gpu0", found) == sentence

@@ -42,7 +42,7 @@ GPUS: Final = (
 )
 CONDITION: Final = "condition 0 1 0 0 0 0"
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user, or mount")
+needs_root = pytest.mark.root("be another user, or mount a file system")
 
 
 def doctor(node: Node, *arguments: str, before: tuple[str, ...] = ()) -> tuple[int, Checks]:
@@ -168,6 +168,7 @@ class TestWithMpsd:
         _, found = doctor(node, *only("nofile"))
         assert one(found, "nofile", f"pid {node.pid}")["evidence"] == {"pid": node.pid, "nofile": 1024, "wanted": 16384}
 
+    @needs_root
     def test_foreign_daemon(self, node: Node) -> None:
         """A control daemon that mpsd did not start, on its directory and on the default one, is named."""
         node.start()
@@ -387,6 +388,7 @@ class TestWithoutMpsd:
         assert "compute-modes.json cannot be read: Permission denied" in done.stdout
         assert "remedy: look as root" in done.stdout
 
+    @pytest.mark.root("see the sockets of everybody's processes")
     def test_leftovers(self, left: Node) -> None:
         """Sockets that no process has are removed; those of a control daemon that lives are not touched."""
         gone = left.pipe_directory("gpu8")

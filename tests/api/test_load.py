@@ -304,6 +304,7 @@ class TestReaders:
         assert talk.rest() == b""
         assert (line.queue(), line.node.get("/v1/leases").json["leases"]) == (before, [])
 
+    @pytest.mark.slow
     def test_large_answers(self, make_node: Start, make_line: MakeLine, connect: Connect) -> None:
         """One that does not read a large answer is hung up on; mpsd does not hold it for as long as that likes."""
         line = make_line(make_node(simulate=1, config="[api]\nrequests_per_uid = 50\n").start())

@@ -138,6 +138,7 @@ def storm(node: Node, commands: int) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
+@pytest.mark.slow
 def test_storm(make_node: Start, request: pytest.FixtureRequest, short_tmp: Path, place: str) -> None:
     """Of 200,000 lines in one conversation mpsd misses none, and all the while the log takes little more than 1 MiB."""
     root = short_tmp / "storm" if place == "disk" else request.getfixturevalue("memory") / "n"
@@ -165,6 +166,7 @@ def test_storm(make_node: Start, request: pytest.FixtureRequest, short_tmp: Path
         node.clean_up()
 
 
+@pytest.mark.slow
 def test_killed_in_a_storm(make_node: Start) -> None:
     """An mpsd that is killed again and again while a stranger talks misses nothing.
 

@@ -66,6 +66,7 @@ def test_fault_of_a_silent_daemon(node: Node) -> None:
     assert "fatal GPU fault" in refused.json["detail"]
 
 
+@pytest.mark.slow
 def test_clients_that_linger(node: Node) -> None:
     """Those who do not go keep everybody out: that is a violation, and their end where policy says so."""
     with leased(node, "--threads", "25", "--memory", "2GiB") as client:

@@ -106,6 +106,7 @@ class Clock:
             file.write(struct.pack("=q", seconds))
 
 
+@pytest.mark.slow
 def test_clock(make_node: Start, short_tmp: Path) -> None:
     """Whoever sets the clock back and forth by a year moves dates in the log, and no deadline, lease or limit."""
     clock = Clock(short_tmp)
@@ -177,6 +178,7 @@ def test_full_log_directory(make_node: Start) -> None:
         subprocess.run(["umount", "--lazy", logs], check=True)
 
 
+@pytest.mark.slow
 def test_gpu_that_hangs_or_is_lost(make_node: Start, nvml: FakeNvml) -> None:
     """While NVML hangs, or has lost a GPU, mpsd says so and lets nobody in there; who was there keeps its lease."""
     nvml.show(*TWO_GPUS)

@@ -17,6 +17,8 @@ from tests.node import Node
 from tests.real import RealDaemon
 from tests.simulated import SimulatedClient, leased, variables
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"threads": 10, "memory": "1GiB", "gpu": "0"}
 RUNS = int(os.environ.get("MPSD_RUNS", "2"))
 FREE = '[enforcement]\nunadmitted = "allow"\ngrace = 0.3\n'

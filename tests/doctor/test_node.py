@@ -135,6 +135,7 @@ class TestWithMpsd:
         assert "nvidia-smi -i 0 -c DEFAULT" in one(found, "gpu-health", "GPU 0")["remedy"]
         assert nvml.compute_mode(FIRST) == PROHIBITED
 
+    @pytest.mark.slow
     def test_mpsd_that_does_not_answer(self, node: Node, nvml: FakeNvml) -> None:
         """One that hangs is named, and holds its lock, so that nothing is done behind its back."""
         node.start()

@@ -21,7 +21,7 @@ from tests.node import Node
 from tests.simulated import variables
 from tests.told import Told
 
-pytestmark = needs_root
+pytestmark = [needs_root, pytest.mark.slow]
 
 ANN: Final = 2601
 

@@ -105,6 +105,7 @@ def test_set_aside(tmp_path: Path, damage: object) -> None:
 
 
 @LASTING
+@pytest.mark.slow
 def test_bit_flips(tmp_path: Path, *, lasting: bool) -> None:
     """No flipped bit anywhere in the file is believed: the rows are as written, or the store is set aside."""
     source = tmp_path / "source" / "store.db"

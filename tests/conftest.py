@@ -3,6 +3,7 @@
 import os
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -101,8 +102,19 @@ def short_tmp(private_root: Path, nothing_left_behind: None) -> Iterator[Path]: 
 # -- what is not on every machine --------------------------------------------------------------------------------------
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses among them
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what follows from other marks: a machine takes root to boot, and long."""
+    for item in items:
+        if item.get_closest_marker("machine") is not None:
+            item.add_marker(pytest.mark.root("boot a machine"))
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what cannot run here, or fail it where it has to run."""
+    """Skip what cannot run here, or fail it where it has to run; what only root can do has to run for root alone."""
+    if (root := item.get_closest_marker("root")) is not None and os.geteuid() != 0:
+        pytest.skip(f"only root can {root.args[0]}")
     for mark in item.iter_markers("real_daemon"):
         missing = real.missing(*mark.args)
         if missing is not None and real.required():
@@ -114,28 +126,41 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.fail(f"{absent}, and {real.REQUIRE} is set", pytrace=False)
         pytest.skip(absent)
     if item.get_closest_marker("gpu") is not None:
-        if not machine.required() and "gpu" not in item.config.getoption("-m"):
-            # They bring about a fault, which is no business of whoever shares the GPU of a developer's machine.
-            pytest.skip("the tests of a real GPU are run by: pytest -m gpu tests/gpu")
-        if (missing := machine.missing()) is not None:
-            if machine.required():
-                pytest.fail(f"{missing}, and {machine.REQUIRE} is set", pytrace=False)
-            pytest.skip(missing)
+        _need_gpu(item.config.getoption("-m"))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say loudly which of NVIDIA's control daemons, and whether a GPU, the tests did without."""
-    absent = [branch for branch in real.BRANCHES if branch not in real.real_daemons()]
+def _need_gpu(wanted: str) -> None:
+    __tracebackhide__ = True
+    if not machine.required() and "gpu" not in wanted:
+        # They bring about a fault, which is no business of whoever shares the GPU of a developer's machine.
+        pytest.skip("the tests of a real GPU are run by: pytest -m gpu tests/gpu")
+    if (missing := machine.missing()) is not None:
+        if machine.required():
+            pytest.fail(f"{missing}, and {machine.REQUIRE} is set", pytrace=False)
+        pytest.skip(missing)
+
+
+_LOUDLY = {"gpu": "NOT TESTED ON A REAL GPU", "machine": "NOT TESTED ON A REAL SYSTEMD"}
+"""What precedes the reason for a skip, by the mark of the test."""
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say how many tests did not run, for each reason once, and how to get what the tests of control daemons lack."""
+    skipped = Counter(_reason(report) for report in terminalreporter.stats.get("skipped", []))
+    if skipped:
+        terminalreporter.section(f"{skipped.total()} SKIPPED", sep="!", red=True, bold=True)
+        for reason, count in sorted(skipped.items()):
+            terminalreporter.line(f"{count:5}  {reason}")
+    absent = [f"{branch}" for branch in real.BRANCHES if branch not in real.real_daemons()]
     if absent:
-        names = ", ".join(str(branch) for branch in absent)
+        fetch = os.path.relpath(Path(__file__).parent / "real" / "fetch", config.invocation_params.dir)
         terminalreporter.section("NOT TESTED AGAINST NVIDIA'S OWN CONTROL DAEMON", sep="!", red=True, bold=True)
-        terminalreporter.line(f"missing: driver branch {names}. Fetch with: tests/real/fetch")
-    if any("container" in report.keywords for report in terminalreporter.stats.get("skipped", [])):
-        terminalreporter.section("NOT TESTED IN REAL CONTAINERS", sep="!", red=True, bold=True)
-        terminalreporter.line("They need root, podman, runc and mmdebstrap.")
-    if any("machine" in report.keywords for report in terminalreporter.stats.get("skipped", [])):
-        terminalreporter.section("NOT TESTED ON A REAL SYSTEMD", sep="!", red=True, bold=True)
-        terminalreporter.line(f"{systemd.missing()}")
-    if any("gpu" in report.keywords for report in terminalreporter.stats.get("skipped", [])):
-        terminalreporter.section("NOT TESTED ON A REAL GPU", sep="!", red=True, bold=True)
-        terminalreporter.line("On a machine with one, as root: pytest -m gpu tests/gpu (docs/gpu.md)")
+        terminalreporter.line(f"missing: driver branch {', '.join(absent)}. To have those tests run as well: {fetch}")
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Return why a test was skipped."""
+    assert isinstance(report.longrepr, (tuple, list))
+    reason = f"{report.longrepr[2]}".removeprefix("Skipped: ")
+    loudly = next((loudly for name, loudly in _LOUDLY.items() if name in report.keywords), None)
+    return reason if loudly is None else f"{loudly}: {reason}"

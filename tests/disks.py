@@ -1,6 +1,5 @@
 """File systems of a test's own, so that it can fill one."""
 
-import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -8,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools import lacking
+
+as_root = pytest.mark.root("mount a file system")
+
 
 @contextmanager
 def mounted(path: Path, size: str, mode: str = "700") -> Iterator[Path]:
-    """Mount one of this size on a directory, or skip the test where that is not allowed."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a file system")
+    """Mount one of this size on a directory, as root; skip the test where that is not allowed."""
     options = f"size={size},mode={mode}"
     if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", path], check=False).returncode:
-        pytest.skip("mounting is not allowed here")
+        lacking("mounting is not allowed here")
     try:
         yield path
     finally:

@@ -1,6 +1,8 @@
 """Programs of Debian's that some tests need and that mpsd does not."""
 
 import shutil
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -11,8 +13,21 @@ def needed(program: str, package: str) -> str:
     """Return the path of a program; where it is not there, the test skips, or fails where everything is required."""
     found = shutil.which(program)
     if found is None:
-        because = f"{program} is not installed (Debian: {package})"
-        if real.required():
-            pytest.fail(f"{because}, and {real.REQUIRE} is set", pytrace=False)
-        pytest.skip(because)
+        lacking(f"{program} is not installed (Debian: {package})")
     return found
+
+
+def compiler() -> str:
+    """Return the path of a C compiler that finds the headers of libc; the test skips or fails as for any program."""
+    found = needed("gcc", "gcc")
+    if not Path("/usr/include/stdio.h").exists():
+        lacking("the headers of libc are not installed (Debian: libc6-dev)")
+    return found
+
+
+def lacking(because: str) -> NoReturn:
+    """Skip a test for what this machine lacks, or fail it where everything is required."""
+    __tracebackhide__ = True
+    if real.required():
+        pytest.fail(f"{because}, and {real.REQUIRE} is set", pytrace=False)
+    pytest.skip(because)

@@ -221,11 +221,9 @@ class ControlDaemon:
             reply.say("A user id (UID) is required to start a new server")
             return
         wanted = int(arguments[1])
-        if not self._may(reply, uid, wanted, "Only the root user may start server for another user."):
-            return
         if self.quitting:
             reply.say("The MPS control daemon is shutting down")
-        else:
+        elif self._may(reply, uid, wanted, "Only the root user may start server for another user."):
             reply.effect = self._want(wanted)
 
     def _shutdown_server(self, reply: Reply, arguments: list[str], uid: int) -> None:

@@ -27,6 +27,8 @@ from tests.chaos.conftest import Start
 from tests.chaos.scene import CONFIG, Chaos
 from tests.real import real_daemons
 
+pytestmark = pytest.mark.slow
+
 SECONDS: Final = float(os.environ.get("MPSD_CHAOS_SECONDS", "8"))
 KILLS: Final = int(os.environ.get("MPSD_CHAOS_KILLS", "6"))
 BETWEEN: Final = 8

@@ -1,7 +1,6 @@
 """The client understands every way in which HTTP may answer, and says plainly when what it meets is not an answer."""
 
 import json
-import os
 import socket
 import stat
 import subprocess
@@ -263,7 +262,7 @@ def test_no_room_in_the_queue(short_tmp: Path) -> None:
                 Client(f"{short_tmp}/s", deadline=0.2).get("/")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can call as another user")
+@pytest.mark.root("call as another user")
 def test_permission_denied(short_tmp: Path) -> None:
     """A socket that a uid may not connect to is told as such: mpsd may be running well."""
     with answering(short_tmp / "s"):

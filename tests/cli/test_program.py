@@ -173,7 +173,7 @@ def test_does_not_fit(node: Node) -> None:
     assert "40 % are left [does_not_fit]" in done.stderr
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can call as another user")
+@pytest.mark.root("call as another user")
 def test_not_permitted(node: Node) -> None:
     """A user may look, and neither end another's lease nor reset a daemon."""
     lease = json.loads(node.mpsctl("admit", "--threads", "5", "--memory", "1GiB", "-o", "json").stdout)["id"]

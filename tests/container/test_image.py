@@ -20,7 +20,6 @@ from tests.container.conftest import IMAGE
 from tests.container.manifests import overlay, pod
 from tests.container.podman import Podman
 from tests.container.sidecar import CONTROL, PRIVILEGED, USER, Sidecar
-from tests.daemon.caller import needs_root
 from tests.daemon.scene import event
 from tests.driven_program import Told
 from tests.harness import look_at, wait_until
@@ -28,7 +27,8 @@ from tests.node import Node
 
 pytestmark = [
     pytest.mark.real_daemon(535),
-    needs_root,
+    pytest.mark.root("run containers"),
+    pytest.mark.slow,
     pytest.mark.timeout(300),  # the first test waits for the image, and perhaps for Debian's mirror
 ]
 

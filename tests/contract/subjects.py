@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 STRANGER: Final = 65534
 """A uid that is nobody's."""
 
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else for a while")
+OWNER: Final = os.geteuid()
+"""Whose the control daemons are: the uid of whoever runs the tests."""
+ANOTHER: Final = 1000 if OWNER == 0 else OWNER + 1
+"""A uid that the owner asks a server for; without root's power, in vain."""
+
+as_root = pytest.mark.root("be another user")
 
 _SECONDS: Final = 20.0
 """For a front-end to end: none should come near it."""
@@ -282,7 +287,7 @@ class Bench:
         program.write_text(f"#!/bin/sh\n{script}\n", encoding="ascii")
         program.chmod(0o755)
 
-    def start_server(self, uid: int = 0) -> int:
+    def start_server(self, uid: int = OWNER) -> int:
         """Have the daemon start a server, and return its pid once it is listed; a stand-in sleeps by then."""
         self.front_end(f"start_server -uid {uid}")
         listed = wait_until(lambda: self.front_end("get_server_list").printed, what="the server to be listed")

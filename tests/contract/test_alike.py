@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mpsd.core.mps.commands import TABLE
 from mpsd.simulator.answers import BRANCHES, ControlDaemon
 from tests import real
-from tests.contract.subjects import STRANGER, Bench, Exchange, as_root, subjects
+from tests.contract.subjects import OWNER, STRANGER, Bench, Exchange, as_root, subjects
 
 # Without those that would start something, or end it; and what looks like arguments, right and wrong.
 NAMES: Final = [name for name in TABLE if name not in {"start_server", "quit"}]
@@ -28,16 +28,16 @@ LINES: Final = st.builds(
 
 def assert_alike(bench: Bench, lines: list[str], *, as_stranger: bool) -> None:
     """Fail unless the model says and logs to each of these lines what the control daemon of the bench does."""
-    model = ControlDaemon(bench.subject.branch, owner=0)
+    model = ControlDaemon(bench.subject.branch, owner=OWNER)
     # What an earlier example set is still in force in the daemon: both are set to the same, first.
     same = ["set_default_active_thread_percentage 100", "set_default_client_priority 0"]
     same += [f"set_default_device_pinned_mem_limit {device} 0" for device in range(32)]
     for line in same:
-        model.answer(line, uid=0)
+        model.answer(line, uid=OWNER)
     bench.exchange(same)
     expected = []
     for line in lines:
-        reply = model.answer(line, uid=STRANGER if as_stranger else 0)
+        reply = model.answer(line, uid=STRANGER if as_stranger else OWNER)
         expected.append(Exchange(line, reply.printed, reply.logged))
     assert bench.exchange(lines, as_stranger=as_stranger) == expected
 
@@ -55,7 +55,7 @@ def test_alike(bench: Bench, as_stranger: bool, lines: list[str]) -> None:  # no
 @pytest.mark.parametrize("subject", subjects(), indirect=True)
 def test_spaces(bench: Bench) -> None:
     """Both take the same for space between two words, and before the first: what C does, and not what Unicode does."""
-    model = ControlDaemon(bench.subject.branch, owner=0)
+    model = ControlDaemon(bench.subject.branch, owner=OWNER)
     ask = "get_default_active_thread_percentage"
     for spaces, percentage in ((" \t\v\f\r", "50.0"), ("\x1c\x1f\x85\xa0\u2028\u3000", "100.0")):
         for space in spaces:
@@ -65,7 +65,7 @@ def test_spaces(bench: Bench) -> None:
             ):
                 script = ["set_default_active_thread_percentage 100", line, ask]
                 assert bench.front_end(*script).printed[-1] == percentage
-                assert [model.answer(each, uid=0).printed for each in script][-1] == [percentage]
+                assert [model.answer(each, uid=OWNER).printed for each in script][-1] == [percentage]
 
 
 def test_every_branch_is_there() -> None:

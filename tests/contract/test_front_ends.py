@@ -15,7 +15,7 @@ import pytest
 
 from mpsd.core.mps.commands import echo_of
 from tests.contract.differences import DIFFERENCES, UID, answered
-from tests.contract.subjects import STRANGER, Bench, Exchange, Said, as_root
+from tests.contract.subjects import OWNER, STRANGER, Bench, Exchange, Said, as_root
 from tests.harness import look_at, wait_until
 
 GET: Final = "get_default_active_thread_percentage"
@@ -199,7 +199,7 @@ def test_strangers_and_refusals(bench: Bench) -> None:
     started = DIFFERENCES[bench.subject.branch].start_refused.replace(UID, str(STRANGER))
     quit_refused = "Not enough privilege to execute quit command"
     rows = {
-        "start_server -uid 0": [started],
+        f"start_server -uid {OWNER}": [started],
         "quit": [quit_refused],
         "quit -t 1": [quit_refused],
         GET: ["100.0"],
@@ -212,7 +212,7 @@ def test_strangers_and_refusals(bench: Bench) -> None:
 def test_strangers_and_servers(bench: Bench) -> None:
     """A stranger asks another uid's server what he likes, and cannot shut it down."""
     bench.put_server("exec sleep 1000")
-    server = bench.start_server(uid=0)
+    server = bench.start_server(uid=OWNER)
     refused = DIFFERENCES[bench.subject.branch].shutdown_refused.replace(UID, str(STRANGER))
     commands = [f"shutdown_server {server}", f"shutdown_server {server} -f", f"get_active_thread_percentage {server}"]
     found = bench.exchange(commands, as_stranger=True)

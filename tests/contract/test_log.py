@@ -8,7 +8,7 @@ from mpsd.core.mps import log_parser
 from mpsd.core.mps.commands import echo_of
 from mpsd.core.mps.log_events import DaemonStarted, ForeignCommand, ServerExited, ServerStarting
 from tests.contract.differences import DIFFERENCES, answered
-from tests.contract.subjects import Bench
+from tests.contract.subjects import OWNER, Bench
 from tests.harness import wait_until
 
 SET: Final = "set_default_active_thread_percentage"
@@ -81,13 +81,13 @@ def test_every_line_is_known(bench: Bench) -> None:
     bench.front_end("get_active_thread_percentage 999", "terminate_client 1 2", "shutdown_server 999", "bogus", "ps")
     bench.front_end(f"get_active_thread_percentage {server}", f"shutdown_server {server} -f")
     wait_until(lambda: "Removed Shm file at " in bench.log(), what="the server's end in the log")
-    bench.front_end("start_server -uid 0", "quit -t 0")
+    bench.front_end(f"start_server -uid {OWNER}", "quit -t 0")
     bench.ended()
     reader = log_parser.LogReader()
     events = reader.read(bench.raw_log())
     assert (reader.unknown, list(reader.latest)) == (0, [])
     assert events[0] == DaemonStarted(bench.daemon.pid)
-    assert ServerStarting(server, 0) in events
+    assert ServerStarting(server, OWNER) in events
     assert ServerExited(server, 0) in events
     assert bench.log()[-1].startswith("Exit with status ")
 
@@ -117,6 +117,6 @@ def test_who_logs_a_start(bench: Bench) -> None:
     server = bench.start_server()
     bench.complete_log()
     lines = [line for raw in bench.raw_log() if (line := log_parser.parse(raw)) is not None]
-    (started,) = [line for line in lines if line.text == f"Starting new server {server} for user 0"]
+    (started,) = [line for line in lines if line.text == f"Starting new server {server} for user {OWNER}"]
     expected = server if DIFFERENCES[bench.subject.branch].start_logged_by_server else bench.daemon.pid
     assert started.pid == expected

@@ -8,8 +8,8 @@ from typing import Final
 
 import pytest
 
-from tests.contract.differences import DIFFERENCES, answered
-from tests.contract.subjects import STRANGER, Bench, Exchange, Said, as_root
+from tests.contract.differences import DIFFERENCES, UID, answered
+from tests.contract.subjects import ANOTHER, OWNER, STRANGER, Bench, Exchange, Said, as_root
 from tests.harness import look_at, wait_until
 
 GET: Final = "get_default_active_thread_percentage"
@@ -38,8 +38,8 @@ BUSY: Final = {
         ["Server SERVER not found!", "1"],
         ["Server SERVER is <busy>", "Server SERVER not found!", "1"],
     ),
-    "start_server -uid 0": ([], []),
-    "start_server -uid 1000": ([], []),
+    f"start_server -uid {OWNER}": ([], []),
+    f"start_server -uid {ANOTHER}": ([], []),
     "shutdown_server SERVER": ([], []),
 }
 
@@ -61,6 +61,9 @@ def test_busy_server(bench: Bench) -> None:
     server = str(bench.start_server())
     branch = bench.subject.branch
     rows = {command.replace("SERVER", server): answer for command, answer in BUSY.items()}
+    if OWNER != 0:
+        refused = DIFFERENCES[branch].start_refused.replace(UID, f"{OWNER}")
+        rows[f"start_server -uid {ANOTHER}"] = ([refused], [refused])
     expected = []
     for command, (printed, logged) in rows.items():
         lines = answered(command, [line.replace("SERVER", server) for line in printed], branch)
@@ -85,7 +88,7 @@ ENDS: Final = {"exit 0": 0, "exit 3": 3, "kill -KILL $$": 0, "kill -TERM $$": 0}
 def test_server_that_ends(bench: Bench, end: str) -> None:
     """`start_server` says nothing, the end of the server is in the log alone, and its status is the daemon's own."""
     bench.put_server(end)
-    assert bench.front_end("start_server -uid 0") == Said(0, [], "")
+    assert bench.front_end(f"start_server -uid {OWNER}") == Said(0, [], "")
     status = ENDS[end]
     wait_until(lambda: "Removed Shm file at " in bench.log(), what="the server's end in the log")
     (ended,) = [line for line in bench.log() if line.endswith(f" exited with status {status}")]
@@ -98,7 +101,7 @@ def test_server_that_ends(bench: Bench, end: str) -> None:
 
 def test_no_server_program(bench: Bench) -> None:
     """Without a program to start as the server, one that ends with status 1 is listed for a moment, if at all."""
-    assert bench.front_end("start_server -uid 0") == Said(0, [], "")
+    assert bench.front_end(f"start_server -uid {OWNER}") == Said(0, [], "")
     wait_until(lambda: any(line.endswith(" exited with status 1") for line in bench.log()), what="its end in the log")
     assert bench.front_end("get_server_list") == Said(0, [], "")
 
@@ -107,7 +110,7 @@ def test_first_failure_stays(bench: Bench) -> None:
     """The status of a daemon is that of the first server that failed, whatever the later ones do."""
     bench.put_server('echo >>"$CUDA_MPS_LOG_DIRECTORY/n"; exit $(($(wc -l <"$CUDA_MPS_LOG_DIRECTORY/n") - 1))')
     for status in range(3):
-        bench.front_end("start_server -uid 0")
+        bench.front_end(f"start_server -uid {OWNER}")
         wait_until(lambda: any(line.endswith(f"with status {status}") for line in bench.log()), what="its end")  # noqa: B023
     bench.front_end("quit")
     assert bench.ended() == 1
@@ -131,7 +134,7 @@ def test_one_server_at_a_time(bench: Bench) -> None:
     bench.root.chmod(0o711)
     bench.put_server(WEDGED)
     first = bench.start_server()
-    bench.front_end("start_server -uid 0", f"start_server -uid {STRANGER}", f"start_server -uid {STRANGER}")
+    bench.front_end(f"start_server -uid {OWNER}", f"start_server -uid {STRANGER}", f"start_server -uid {STRANGER}")
     assert bench.front_end("get_server_list").printed == [str(first)]
     os.kill(first, signal.SIGKILL)
 
@@ -145,7 +148,7 @@ def test_one_server_at_a_time(bench: Bench) -> None:
     wait_until(lambda: started in bench.log(), what="the log to tell of it")
     ours = [line for line in bench.log() if line.startswith(("Starting new", "Server ", "Removed"))]
     assert ours == [
-        f"Starting new server {first} for user 0",
+        f"Starting new server {first} for user {OWNER}",
         f"Server {first} exited with status 0",
         "Removed Shm file at ",
         started,
@@ -193,9 +196,9 @@ def test_quit_without_a_time(bench: Bench) -> None:
         bench.front_end("quit", seconds=0.3)
     bench.logged_conversation("Cmd:quit")  # until the daemon is rid of that front-end, it turns others away
     with pytest.raises(subprocess.TimeoutExpired):
-        bench.front_end("start_server -uid 4242", GET, seconds=0.3)
-    assert bench.logged_conversation("Cmd:start_server -uid 4242") == [
-        "Cmd:start_server -uid 4242",
+        bench.front_end(f"start_server -uid {ANOTHER}", GET, seconds=0.3)
+    assert bench.logged_conversation(f"Cmd:start_server -uid {ANOTHER}") == [
+        f"Cmd:start_server -uid {ANOTHER}",
         "The MPS control daemon is shutting down",
         f"Cmd:{GET}",
         "100.0",

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,7 @@ from tests.node import Answer
 NOBODY: Final = 65534
 """A uid, and a gid, with no rights at all."""
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can call as another user")
+needs_root = pytest.mark.root("call as another user")
 
 _PROGRAM: Final = """
 import json, os, socket, sys

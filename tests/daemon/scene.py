@@ -15,6 +15,7 @@ from tests.harness import look_at, wait_until
 from tests.node import Node
 from tests.real import RealDaemon, real_daemon_params
 from tests.simulated_clients import WAITS
+from tests.tools import lacking
 
 if TYPE_CHECKING:
     from _pytest.mark import ParameterSet
@@ -124,13 +125,13 @@ def stopped(pid: int) -> Iterator[None]:
 
 _LAST_PID: Final = Path("/proc/sys/kernel/ns_last_pid")
 
-needs_last_pid = pytest.mark.skipif(
-    not os.access(_LAST_PID, os.W_OK), reason=f"{_LAST_PID} decides here who gets which pid"
-)
+needs_last_pid = pytest.mark.root("say which pid a process gets")
 
 
 def with_pid(pid: int, *command: str, env: Mapping[str, str] | None = None) -> "subprocess.Popen[bytes]":
     """Start a process that has this pid, which nobody has now; it becomes a command once it is sent a line."""
+    if not os.access(_LAST_PID, os.W_OK):
+        lacking(f"{_LAST_PID} cannot be written here")
     for _ in range(100):
         _LAST_PID.write_text(f"{pid - 1}", encoding="ascii")
         started = subprocess.Popen(

@@ -18,6 +18,7 @@ from tests.daemon.scene import by_hand, event, kill, next_ready
 from tests.harness import wait_until
 from tests.node import Node
 from tests.system.fake_nvml import FakeNvml
+from tests.tools import compiler, lacking
 
 pytestmark = pytest.mark.real_daemon(535)
 
@@ -52,7 +53,7 @@ class AsUser(Node):
         subprocess.run([*AS_USER, "prlimit", "--pid", str(self.pid), f"--nproc={most}:"], check=True)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+@pytest.mark.root("be another user")
 def test_no_process_can_be_started(short_tmp: Path, control: Path) -> None:
     """Without memory or room for a fork mpsd says so, admits nobody, gives no daemon up for it, and goes on later."""
     root = short_tmp / "n"
@@ -95,7 +96,7 @@ class Clock:
         """Build it; it begins as it is."""
         self._library, self._offset = directory / "set_clock.so", directory / "offset"
         source = Path(__file__).parent / "set_clock.c"
-        subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-o", self._library, source, "-ldl"], check=True)
+        subprocess.run([compiler(), "-O1", "-shared", "-fPIC", "-o", self._library, source, "-ldl"], check=True)
         self._offset.write_bytes(bytes(8))
         self.variables = {"LD_PRELOAD": str(self._library), "SET_CLOCK": str(self._offset)}
 
@@ -105,6 +106,7 @@ class Clock:
             file.write(struct.pack("=q", seconds))
 
 
+@pytest.mark.slow
 def test_clock(make_node: Start, short_tmp: Path) -> None:
     """Whoever sets the clock back and forth by a year moves dates in the log, and no deadline, lease or limit."""
     clock = Clock(short_tmp)
@@ -151,14 +153,14 @@ def test_storm_of_reloads(make_node: Start) -> None:
     wait_until(lambda: len([*Path(f"/proc/{node.pid}/fd").iterdir()]) <= used + 1, what="the descriptors to be closed")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system")
+@pytest.mark.root("mount a file system")
 def test_full_log_directory(make_node: Start) -> None:
     """Where no log takes a line any more, mpsd's own neither, limits are held, and leases given, as ever."""
     node = make_node(simulate=1, config=CEILING.format(50) + "[daemon]\nprobe_interval = 0.3\n")
     logs = node.root / "log"
     logs.mkdir(mode=0o755)
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=755", "none", logs], check=False).returncode:
-        pytest.skip("mounting is not allowed here")
+        lacking("mounting is not allowed here")
     try:
         node.stderr.symlink_to(logs / "mpsd.stderr")
         before = node.start().daemons()["gpu0"]["pid"]
@@ -176,6 +178,7 @@ def test_full_log_directory(make_node: Start) -> None:
         subprocess.run(["umount", "--lazy", logs], check=True)
 
 
+@pytest.mark.slow
 def test_gpu_that_hangs_or_is_lost(make_node: Start, nvml: FakeNvml) -> None:
     """While NVML hangs, or has lost a GPU, mpsd says so and lets nobody in there; who was there keeps its lease."""
     nvml.show(*TWO_GPUS)

@@ -130,6 +130,7 @@ class TestReload:
 
 
 @pytest.mark.parametrize("real", branches(470))
+@pytest.mark.slow
 def test_limit_that_the_driver_does_not_know(make_node: Start, real: RealDaemon) -> None:
     """A limit that cannot hold opens no door: a driver without memory limits is not healthy where one is wanted.
 

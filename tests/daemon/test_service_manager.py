@@ -20,6 +20,8 @@ from tests.daemon.leases.asking import Talk
 from tests.harness import wait_until
 from tests.node import Answer, Node
 
+pytestmark = pytest.mark.slow
+
 HAND_OVER: Final = """
 import os, sys
 os.dup2(int(sys.argv[1]), 3)

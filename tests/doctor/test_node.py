@@ -42,7 +42,7 @@ GPUS: Final = (
 )
 CONDITION: Final = "condition 0 1 0 0 0 0"
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user, or mount")
+needs_root = pytest.mark.root("be another user, or mount a file system")
 
 
 def doctor(node: Node, *arguments: str, before: tuple[str, ...] = ()) -> tuple[int, Checks]:
@@ -135,6 +135,7 @@ class TestWithMpsd:
         assert "nvidia-smi -i 0 -c DEFAULT" in one(found, "gpu-health", "GPU 0")["remedy"]
         assert nvml.compute_mode(FIRST) == PROHIBITED
 
+    @pytest.mark.slow
     def test_mpsd_that_does_not_answer(self, node: Node, nvml: FakeNvml) -> None:
         """One that hangs is named, and holds its lock, so that nothing is done behind its back."""
         node.start()
@@ -168,6 +169,7 @@ class TestWithMpsd:
         _, found = doctor(node, *only("nofile"))
         assert one(found, "nofile", f"pid {node.pid}")["evidence"] == {"pid": node.pid, "nofile": 1024, "wanted": 16384}
 
+    @needs_root
     def test_foreign_daemon(self, node: Node) -> None:
         """A control daemon that mpsd did not start, on its directory and on the default one, is named."""
         node.start()
@@ -392,6 +394,7 @@ class TestWithoutMpsd:
         assert "compute-modes.json cannot be read: Permission denied" in done.stdout
         assert "remedy: look as root" in done.stdout
 
+    @pytest.mark.root("see the sockets of everybody's processes")
     def test_leftovers(self, left: Node) -> None:
         """Sockets that no process has are removed; those of a control daemon that lives are not touched."""
         gone = left.pipe_directory("gpu8")

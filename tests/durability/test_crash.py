@@ -17,6 +17,8 @@ from tests.durability.crowd import DEAD, Crowd
 from tests.durability.forked import ForkedNode
 from tests.harness import wait_until
 
+pytestmark = pytest.mark.slow
+
 KILLS: Final = int(os.environ.get("MPSD_KILLS", "300"))
 """How often mpsd is killed in all."""
 

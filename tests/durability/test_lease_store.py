@@ -15,7 +15,7 @@ from mpsd.daemon.leases.lease_store import LEASES_SCHEMA, LeaseEvent, LeaseStore
 from mpsd.daemon.record.log import EventName
 from mpsd.system import clock
 from mpsd.system.database import Database, summed
-from tests.disks import fill, mounted
+from tests.disks import as_root, fill, mounted
 
 LEASE: Final = Lease(
     id="lease-0",
@@ -161,6 +161,7 @@ def test_the_first_version(tmp_path: Path) -> None:
         assert found.untold == [news(ended(lease)) for lease in leases]
 
 
+@as_root
 def test_an_end_needs_no_room(short_tmp: Path) -> None:
     """On a full disk, without any ballast, nothing more is granted, and every lease can end, and stays ended."""
     leases = numbered(400)

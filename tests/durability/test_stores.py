@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.disks import fill, mounted
+from tests.disks import as_root, fill, mounted
 from tests.durability.conftest import Start
 from tests.durability.streams import connection, events, following, gapless, in_line, submit, wait_for_line
 from tests.harness import wait_until
@@ -92,6 +92,7 @@ def small(make_node: Start) -> Iterator[Callable[..., Node]]:
         yield make
 
 
+@as_root
 def test_full_runtime_directory(small: Callable[..., Node]) -> None:
     """Admissions are refused with `storage`, releases work and last, who waits keeps waiting, and it all comes back."""
     node = small("run", simulate=2).start()
@@ -127,6 +128,7 @@ def test_full_runtime_directory(small: Callable[..., Node]) -> None:
         wait_until(lambda: node.get("/v1/status").json["healthy"], what="the node to be healthy again")
 
 
+@as_root
 def test_full_state_directory(small: Callable[..., Node]) -> None:
     """Nobody is refused, and events are told when they are stored: late, in order, and without a gap."""
     node = small("state").start()
@@ -144,6 +146,7 @@ def test_full_state_directory(small: Callable[..., Node]) -> None:
         assert ("lease_granted", granted.json["id"]) in {(event["event"], event.get("lease")) for event in late}
 
 
+@as_root
 def test_full_state_directory_and_death(small: Callable[..., Node]) -> None:
     """What was decided while nothing could be told is told by the next mpsd, if it could be stored with its lease."""
     node = small("state").start()

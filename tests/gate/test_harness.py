@@ -1,6 +1,7 @@
 """What the tests stand on does what it says: waiting, and the skips of what a machine does not have."""
 
 import asyncio
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,7 +95,8 @@ def test_missing_daemons_skip_loudly(tmp_path: Path, lonely: Path) -> None:
     said = inner_pytest(tmp_path, NEEDY, MPSD_REAL_DAEMONS=str(lonely), MPSD_REQUIRE_REAL_DAEMON="")
     assert re.search(r"\b2 passed, 3 skipped\b", said), said
     assert "NOT TESTED AGAINST NVIDIA'S OWN CONTROL DAEMON" in said
-    assert "missing: driver branch 470, 550, 555. Fetch with: tests/real/fetch" in said
+    missing = "missing: driver branch 470, 550, 555. To have those tests run as well: tests/real/fetch"
+    assert f"{missing}\n" in said
 
 
 def test_missing_daemons_fail_where_they_are_required(tmp_path: Path, lonely: Path) -> None:
@@ -103,6 +105,41 @@ def test_missing_daemons_fail_where_they_are_required(tmp_path: Path, lonely: Pa
     assert re.search(r"\b2 passed, 3 errors\b", said), said
     for branch in (470, 550, 555):
         assert f"no control daemon of driver branch {branch} in {lonely}" in said
+
+
+ROOT_ONLY: Final = """
+import os
+import pytest
+
+@pytest.mark.root("be another user")
+def test_another_user():
+    os.seteuid(65534)
+    os.seteuid(0)
+
+@pytest.mark.parametrize("number", range(30))
+def test_anybody(number):
+    if number:
+        pytest.skip("of another reason")
+    assert number == 1
+"""
+
+
+def test_root_alone(tmp_path: Path) -> None:
+    """A test of what only root can do runs for root, and skips for anybody else, whatever is required."""
+    said = inner_pytest(tmp_path, ROOT_ONLY, "-k", "another", MPSD_REQUIRE_REAL_DAEMON="1")
+    if os.geteuid() == 0:
+        assert re.search(r"\b1 passed\b", said), said
+    else:
+        assert re.search(r"\b1 skipped\b", said), said
+        assert re.search(r"^ +1  only root can be another user$", said, re.MULTILINE), said
+
+
+def test_each_reason_once(tmp_path: Path) -> None:
+    """A reason for skips is one line, with the number of tests that it holds for, before the names of what failed."""
+    said = inner_pytest(tmp_path, ROOT_ONLY, "-k", "anybody")
+    assert re.search(r"^!+ 29 SKIPPED !+$\n^   29  of another reason$", said, re.MULTILINE), said
+    assert len(re.findall(r"^.*\d+ +of another reason$|^SKIPPED", said, re.MULTILINE)) == 1, said
+    assert re.search(r"29 SKIPPED.*^FAILED \S*test_inner\.py::test_anybody\[0\]", said, re.MULTILINE | re.DOTALL), said
 
 
 def test_the_newest_point_release_is_taken(lonely: Path) -> None:

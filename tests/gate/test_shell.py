@@ -15,7 +15,9 @@ def _is_script(path: Path) -> bool:
 
 def test_shell() -> None:
     """Shellcheck finds nothing in any of them."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        [needed("git", "git"), "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     paths = [ROOT / name for name in listed.split("\0") if name]
     scripts = [str(path) for path in paths if path.is_file() and _is_script(path)]
     assert str(ROOT / ".ci" / "run") in scripts

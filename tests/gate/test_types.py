@@ -9,6 +9,7 @@ from tests.gate.source import ROOT
 
 
 @pytest.mark.timeout(300)  # a first run, without a cache, reads the types of every library
+@pytest.mark.slow
 def test_types() -> None:
     """Mypy finds nothing, with the settings of pyproject.toml."""
     done = subprocess.run(

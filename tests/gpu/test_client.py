@@ -1,6 +1,5 @@
 """The CUDA client that the tests of a real GPU stand on, with a libcuda.so.1 that has none: built from fake_cuda.c."""
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -10,11 +9,11 @@ from typing import Final
 
 import pytest
 
-from tests import real
 from tests.gate.inner import inner_pytest
 from tests.gpu.client import PIECE
 from tests.gpu.cuda import LIBRARY
 from tests.gpu.machine import PROGRAM, Client
+from tests.tools import compiler
 
 MIB: Final = 1 << 20
 _ROOT: Final = Path(__file__).parents[2]
@@ -26,15 +25,10 @@ Start = Callable[..., Client]
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the library, and return the directory that it is in."""
-    compiler = shutil.which("gcc")
-    if compiler is None and real.required():
-        pytest.fail(f"gcc is not installed, and {real.REQUIRE} is set", pytrace=False)
-    if compiler is None:
-        pytest.skip("gcc is not installed, so there is no CUDA to test with: apt-get install gcc")
     directory = tmp_path_factory.mktemp("cuda")
     options = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{LIBRARY}"]
     source = Path(__file__).with_name("fake_cuda.c")
-    subprocess.run([compiler, *options, "-o", directory / LIBRARY, source], check=True)
+    subprocess.run([compiler(), *options, "-o", directory / LIBRARY, source], check=True)
     return directory
 
 

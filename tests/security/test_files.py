@@ -21,7 +21,10 @@ from tests.daemon.conftest import Start
 from tests.harness import wait_until
 from tests.node import Node
 
-pytestmark = [pytest.mark.real_daemon(535), needs_root]
+pytestmark = pytest.mark.real_daemon(535)
+
+KINDS: Final = [pytest.param(kind, marks=needs_root) for kind in ("link", "fifo", "file")] + ["hard link"]
+"""What a stranger may plant; the last of these whoever runs the tests can make by himself."""
 
 ANN: Final = 2601
 OWNER, USER, OWNING_GROUP, GROUP, MASK, OTHERS = Tag
@@ -88,14 +91,14 @@ def plant(kind: str, path: Path, victim: Path) -> None:
 
 @pytest.fixture
 def victim(short_tmp: Path) -> Iterator[Path]:
-    """Give a file of root's, which is what it was when the test is over."""
+    """Give a file of one's own, which is what it was when the test is over."""
     short_tmp.chmod(0o711)
     path = short_tmp / "victim"
     path.write_bytes(b"precious")
     path.chmod(0o640)
     yield path
     found = path.stat()
-    assert (path.read_bytes(), stat.filemode(found.st_mode), found.st_uid) == (b"precious", "-rw-r-----", 0)
+    assert (path.read_bytes(), stat.filemode(found.st_mode), found.st_uid) == (b"precious", "-rw-r-----", os.geteuid())
 
 
 @contextlib.contextmanager
@@ -125,14 +128,14 @@ def test_modes(make_node: Start, mask: int) -> None:
         if "simulated" not in name and path not in {node.stderr, node.configuration}:
             info = path.lstat()
             found[name] = stat.filemode(info.st_mode)
-            assert (info.st_uid, info.st_gid) == (0, os.getegid()), path
+            assert (info.st_uid, info.st_gid) == (os.geteuid(), os.getegid()), path
     assert found == MODES
 
 
 class TestPlanted:
     """What a stranger left behind where mpsd has its files, while he could write there."""
 
-    @pytest.mark.parametrize("kind", ["link", "hard link", "fifo", "file"])
+    @pytest.mark.parametrize("kind", KINDS)
     def test_every_file(self, short_tmp: Path, victim: Path, kind: str) -> None:
         """No file of mpsd's is opened that a stranger put there: the claim is refused, and says which it is."""
         settings = Settings().under(short_tmp / "root")
@@ -156,12 +159,12 @@ class TestPlanted:
     @pytest.mark.parametrize(
         ("kind", "path", "words"),
         [
-            ("link", "run/leases.db", "belongs to uid 2601"),
+            pytest.param("link", "run/leases.db", "belongs to uid 2601", marks=needs_root),
             ("hard link", "state/history.db", "has another hard link"),
-            ("fifo", "run/gpu0.tally.json", "belongs to uid 2601"),
-            ("fifo", "log/gpu0/control.log", "belongs to uid 2601"),
+            pytest.param("fifo", "run/gpu0.tally.json", "belongs to uid 2601", marks=needs_root),
+            pytest.param("fifo", "log/gpu0/control.log", "belongs to uid 2601", marks=needs_root),
             ("hard link", "log/gpu0/server.log", "has another hard link"),
-            ("directory", "run/mps", "is not private to mpsd"),
+            pytest.param("directory", "run/mps", "is not private to mpsd", marks=needs_root),
         ],
     )
     def test_start(self, make_node: Start, victim: Path, kind: str, path: str, words: str) -> None:
@@ -179,7 +182,7 @@ class TestPlanted:
             planted.unlink()
         node.start()
 
-    @pytest.mark.parametrize("kind", ["link", "hard link", "fifo", "file"])
+    @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("path", ["run/mps/gpu0/control_lock", "run/mps/gpu0/log"])
     def test_control_daemon(self, make_node: Start, victim: Path, path: str, kind: str) -> None:
         """No control daemon is started on such a thing: it would write to it, or open it to everybody."""
@@ -216,6 +219,7 @@ class TestWay:
         node.root.chmod(0o1777)
         node.start()
 
+    @needs_root
     def test_parent_of_another(self, make_node: Start) -> None:
         """Nor does it where one user may."""
         node = make_node(simulate=1)
@@ -224,6 +228,7 @@ class TestWay:
         assert f"mpsd: {node.root} belongs to uid {ANN}, which can replace" in said
         assert f"hint: chown root {node.root}" in said
 
+    @needs_root
     def test_stranger_s_link(self, make_node: Start, short_tmp: Path) -> None:
         """A stranger's symbolic link on the way is not followed, wherever it leads: nothing is made behind it."""
         node = make_node(simulate=1, rooted=False)
@@ -265,6 +270,7 @@ class TestWay:
         acl.write(settings.paths.state_dir, (owner, Entry(USER, 5, ANN), Entry(USER, 7, 0), group, mask, others))
         RunDir.claim(settings).close()
 
+    @needs_root
     def test_own_directory_of_another_group(self, short_tmp: Path) -> None:
         """And a group that is neither root's nor mpsd's."""
         settings = Settings().under(short_tmp / "root")

@@ -21,7 +21,7 @@ from tests.harness import look_at, wait_until
 from tests.node import Node
 from tests.simulated_clients import variables
 
-pytestmark = needs_root
+pytestmark = [needs_root, pytest.mark.slow]
 
 ANN: Final = 2601
 

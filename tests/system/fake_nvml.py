@@ -9,7 +9,6 @@ import contextlib
 import os
 import pickle
 import select
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,7 @@ import pytest
 from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.errors import catalogue
 from mpsd.core.model import Gpu, GpuUsage, Inventory, Known, Reading, Unknown
-from tests import real
+from tests.tools import compiler
 
 LIBRARY: Final = "libnvidia-ml.so.1"
 
@@ -33,13 +32,8 @@ _ERRORS: Final = {error.code: error for error in catalogue()}
 
 def build(directory: Path) -> None:
     """Build the library into `directory`; without a compiler the test skips, or fails where nothing may be skipped."""
-    compiler = shutil.which("gcc")
-    if compiler is None and real.required():
-        pytest.fail(f"gcc is not installed, and {real.REQUIRE} is set", pytrace=False)
-    if compiler is None:
-        pytest.skip("gcc is not installed, so there is no NVML to test with: apt-get install gcc")
     options = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{LIBRARY}"]
-    subprocess.run([compiler, *options, "-o", directory / LIBRARY, _HERE / "fake_nvml.c"], check=True)
+    subprocess.run([compiler(), *options, "-o", directory / LIBRARY, _HERE / "fake_nvml.c"], check=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ _ALL = READ | WRITE | EXECUTE
 @pytest.fixture(params=["/tmp", "/dev/shm"])
 def path(request: pytest.FixtureRequest, short_tmp: Path) -> Iterator[Path]:
     """Give a directory on a disk, and one in memory."""
-    place = short_tmp if request.param == "/tmp" else Path(f"{request.param}/mpsd-acl-{os.getpid()}")
+    place = short_tmp if request.param == "/tmp" else Path(f"{request.param}/mt-acl-{os.getpid()}")
     if not os.access(place.parent, os.W_OK) or not acl.is_kept(place.parent):
         pytest.skip(f"{request.param} keeps no ACLs here")
     place.mkdir(exist_ok=True)

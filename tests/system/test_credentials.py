@@ -18,7 +18,7 @@ from mpsd.system.process import start_ticks
 from tests.harness import wait_until
 
 NOBODY: Final = 65534
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can call as another user")
+needs_root = pytest.mark.root("call as another user")
 
 _CALLER: Final = """
 import json, os, socket, sys

@@ -18,7 +18,7 @@ import pytest
 from mpsd.core.errors import ConfigurationError, StorageError
 from mpsd.system.counter import Counter
 from mpsd.system.database import Database
-from tests.disks import fill, mounted
+from tests.disks import as_root, fill, mounted
 
 FIRST: Final = (
     "CREATE TABLE things (name TEXT PRIMARY KEY, sum INTEGER NOT NULL, CHECK (sum = checksum(name))) WITHOUT ROWID"
@@ -105,6 +105,7 @@ def test_set_aside(tmp_path: Path, damage: object) -> None:
 
 
 @LASTING
+@pytest.mark.slow
 def test_bit_flips(tmp_path: Path, *, lasting: bool) -> None:
     """No flipped bit anywhere in the file is believed: the rows are as written, or the store is set aside."""
     source = tmp_path / "source" / "store.db"
@@ -190,6 +191,7 @@ def small(short_tmp: Path) -> Iterator[Path]:
         yield short_tmp
 
 
+@as_root
 def test_full_disk(small: Path) -> None:
     """On a full disk nothing is added, what is needed still finds room for long, and all is well when there is room."""
     with closing(Database(small / "store.db", [FIRST], ballast=256 * 1024)) as database:

@@ -137,7 +137,7 @@ def test_facts_about_one_process() -> None:
     assert process_table.command_of(gone.pid) == ""
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.root("be another user")
 def test_process_that_may_not_be_looked_at(tmp_path: Path) -> None:
     """To one who may not read its environment, another user's process is not among them; it is no error either."""
     program = (

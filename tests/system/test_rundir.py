@@ -19,7 +19,7 @@ from mpsd.system import rundir
 from mpsd.system.rundir import RunDir
 from tests.harness import wait_until
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+needs_root = pytest.mark.root("give a file away")
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -37,6 +38,8 @@ from mpsd.core.settings import Placement
 from mpsd.core.units import MIB
 from tests.core.admission.hand_ledger import Books
 from tests.core.admission.scenarios import FREE, ILL, ON_HOLD, asked, gpu, granted_on, now, offer
+
+pytestmark = pytest.mark.slow
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from tests.daemon.conftest import Start
 from tests.daemon.leases.asking import Talk, connect
 from tests.node import Node
 
-pytestmark = [pytest.mark.real_daemon(535), needs_root]
+pytestmark = pytest.mark.real_daemon(535)
 
 USER: Final = 2401
 
@@ -110,7 +110,7 @@ def operations(running: Any) -> dict[str, Any]:
     return {operation.label: operation for operation in found}
 
 
-@pytest.fixture(params=[None, USER], ids=["root", "user"])
+@pytest.fixture(params=[None, pytest.param(USER, marks=needs_root)], ids=["root", "user"])
 def session(node: Node, request: pytest.FixtureRequest) -> Iterator[requests.Session]:
     """Give a session of some user over the socket; mpsd is well afterwards."""
     with requests.Session() as session:

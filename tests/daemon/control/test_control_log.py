@@ -138,6 +138,7 @@ def storm(node: Node, commands: int) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
+@pytest.mark.slow
 def test_storm(make_node: Start, request: pytest.FixtureRequest, short_tmp: Path, place: str) -> None:
     """Of 200,000 lines in one conversation mpsd misses none, and all the while the log takes little more than 1 MiB."""
     root = short_tmp / "storm" if place == "disk" else request.getfixturevalue("memory") / "n"
@@ -165,6 +166,7 @@ def test_storm(make_node: Start, request: pytest.FixtureRequest, short_tmp: Path
         node.clean_up()
 
 
+@pytest.mark.slow
 def test_killed_in_a_storm(make_node: Start) -> None:
     """An mpsd that is killed again and again while a stranger talks misses nothing.
 
@@ -278,7 +280,7 @@ def test_servers_log(make_node: Start, short_tmp: Path) -> None:
         "echo what it prints\n" + "\n".join(f"echo '{line}' >> $CUDA_MPS_LOG_DIRECTORY/server.log" for line in said),
     )
     node = make_node(simulate=1, config=LIMITS, env={"PATH": f"{server.parent}:{os.environ['PATH']}"}).start()
-    node.ask("gpu0", "start_server -uid 0")
+    node.ask("gpu0", f"start_server -uid {os.geteuid()}")
     wait_until(lambda: node.daemons()["gpu0"]["unknown_lines"] == 2, what="the lines that are new to be counted")
     assert node.daemons()["gpu0"]["latest_unknown_lines"] == ["what it prints", f"{stamp} what a new driver says"]
     (fault,) = node.events("server_faulted")
@@ -286,14 +288,14 @@ def test_servers_log(make_node: Start, short_tmp: Path) -> None:
     (failure,) = node.events("server_failed")
     assert (failure["server"], failure["words"]) == (78, "Failed to start : invalid argument")
     # A command in a server's log is nobody's.
-    assert [event["command"] for event in node.events("foreign_command")] == ["start_server -uid 0"]
+    assert [event["command"] for event in node.events("foreign_command")] == [f"start_server -uid {os.geteuid()}"]
 
 
 def test_server_that_exits(make_node: Start, short_tmp: Path) -> None:
     """A server that ends with a status other than 0 is told, with that."""
     server = program(short_tmp / "nvidia-cuda-mps-server", "exit 3")
     node = make_node(simulate=1, config=LIMITS, env={"PATH": f"{server.parent}:{os.environ['PATH']}"}).start()
-    node.ask("gpu0", "start_server -uid 0")
+    node.ask("gpu0", f"start_server -uid {os.geteuid()}")
     (ended,) = wait_until(lambda: node.events("server_exited"), what="its end to be told")
     assert ended["status"] == 3
 

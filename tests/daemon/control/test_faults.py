@@ -66,6 +66,7 @@ def test_fault_of_a_silent_daemon(node: Node) -> None:
     assert "fatal GPU fault" in refused.json["detail"]
 
 
+@pytest.mark.slow
 def test_clients_that_linger(node: Node) -> None:
     """Those who do not go keep everybody out: that is a violation, and their end where policy says so."""
     with leased(node, "--threads", "25", "--memory", "2GiB") as client:
@@ -112,7 +113,7 @@ def test_servers_that_do_not_start(make_node: Start) -> None:
         return len(node.events("server_exited")) >= servers
 
     for number in range(1, 7):
-        node.ask("gpu0", "start_server -uid 0")
+        node.ask("gpu0", f"start_server -uid {os.geteuid()}")
         wait_until(partial(died, number), what="the server to die")
     wait_until(lambda: node.get("/readyz").status == 503, what="the node not to be ready")
     refused = node.request("POST", "/v1/leases", SMALL)

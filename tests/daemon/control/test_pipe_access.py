@@ -24,6 +24,7 @@ from tests.daemon.scene import BRISK, branches, is_running, kill, next_ready, pr
 from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon
+from tests.tools import lacking
 
 pytestmark = needs_root
 
@@ -475,7 +476,7 @@ def mounted(kind: str, path: Path) -> Iterator[None]:
     """Mount a file system of a kind, and unmount it at the end."""
     done = subprocess.run(["mount", "-t", kind, kind, str(path)], capture_output=True, timeout=10, check=False)
     if done.returncode != 0:
-        pytest.skip(f"{kind} cannot be mounted here")
+        lacking(f"{kind} cannot be mounted here")
     try:
         yield
     finally:

@@ -14,6 +14,8 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon
 
+pytestmark = pytest.mark.slow
+
 _STAND_IN = """#!/bin/bash
 exec -a nvidia-cuda-mps-server sleep 600
 """

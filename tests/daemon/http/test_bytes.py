@@ -18,7 +18,7 @@ from tests.daemon.http.test_load import MIB, memory
 from tests.daemon.leases.asking import Talk, message
 from tests.node import Node
 
-pytestmark = [pytest.mark.real_daemon(535), needs_root]
+pytestmark = pytest.mark.real_daemon(535)
 
 STRANGER, USER, ROOT = 2700, 2701, None
 
@@ -128,7 +128,11 @@ MANY: Final = settings(max_examples=EXAMPLES, suppress_health_check=list(HealthC
 """So many examples, over a node that is started once."""
 
 
-@pytest.mark.parametrize("uid", [ROOT, USER, STRANGER], ids=["root", "user", "stranger"])
+@pytest.mark.parametrize(
+    "uid",
+    [ROOT, pytest.param(USER, marks=needs_root), pytest.param(STRANGER, marks=needs_root)],
+    ids=["root", "user", "stranger"],
+)
 def test_almost_requests(node: Node, uid: int | None) -> None:
     """Requests with something wrong in them get answers that a client understands, if any, and never a 500."""
 
@@ -141,6 +145,7 @@ def test_almost_requests(node: Node, uid: int | None) -> None:
     check()
 
 
+@needs_root
 def test_any_bytes(node: Node) -> None:
     """Bytes that are nothing at all are answered by 400, or not at all."""
 

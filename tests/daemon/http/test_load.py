@@ -15,13 +15,13 @@ import pytest
 from tests.daemon.api.conftest import MakeLine
 from tests.daemon.caller import needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.leases.asking import Line, Talk, message
+from tests.daemon.leases.asking import OWN_UID, Line, Talk, message
 from tests.harness import wait_until
 from tests.node import Answer, Node
 
-pytestmark = [pytest.mark.real_daemon(535), needs_root]
+pytestmark = pytest.mark.real_daemon(535)
 
-ANN, BOB = 2501, 2502
+ANN, BOB = OWN_UID or 2501, 2502
 
 SMALL: Final[dict[str, Any]] = {"threads": 1, "memory": "1GiB"}
 MIB: Final = 1024 * 1024
@@ -115,6 +115,7 @@ def descriptors(node: Node) -> int:
 class TestConnections:
     """Connections of one user."""
 
+    @needs_root
     def test_the_257th(self, line: Line, connect: Connect) -> None:
         """A user has 256 connections; with the next it is told so before it says anything, and others are served."""
         kept = []
@@ -128,6 +129,7 @@ class TestConnections:
         # Until mpsd has seen that, who comes is turned away, perhaps before it has said anything.
         wait_until(lambda: served(line, ANN), what="room for another one", not_yet=(OSError, EOFError))
 
+    @needs_root
     def test_at_the_door(self, line: Line, connect: Connect) -> None:
         """However fast processes connect whose user has too many connections, those who are in are answered."""
         inside, kept = connect(line.node, BOB), [connect(line.node, ANN) for _ in range(256)]
@@ -143,6 +145,7 @@ class TestConnections:
         # What they left at the door has to be turned away first: until then the kernel lets nobody wait there.
         wait_until(lambda: served(line, BOB), what="room at the door", not_yet=(OSError, EOFError))
 
+    @needs_root
     def test_silence(self, line: Line, connect: Connect) -> None:
         """Whoever says nothing, or does not end its first request's head, is shown out when its time is over."""
         silent = [connect(line.node, uid) for uid in (ANN, BOB) for _ in range(50)]
@@ -173,6 +176,7 @@ class TestConnections:
         wait_until(lambda: closed(silent), what="the silent one to be shown out")
         assert kept.ask("GET", "/healthz").status == 200
 
+    @needs_root
     def test_coming_and_going(self, line: Line) -> None:
         """Thousands that connect and go, at any moment of their request, leave no descriptor open."""
         before, request = descriptors(line.node), message("GET", "/healthz")
@@ -187,6 +191,7 @@ class TestConnections:
 class TestRequests:
     """Requests in flight of one user, and their bodies."""
 
+    @needs_root
     def test_the_ninth(self, line: Line, connect: Connect) -> None:
         """As many as it may: those that wait and those that follow count; others are served, and so is it, later."""
         line.granted(threads=100, memory="1GiB", gpu="0")
@@ -258,6 +263,7 @@ class TestRequests:
 class TestReaders:
     """Callers that ask and do not read the answer."""
 
+    @needs_root
     def test_pipelining(self, line: Line, connect: Connect) -> None:
         """One that sends without end and reads nothing is made to wait; it costs a connection, and no memory."""
         before, many = memory(line.node), message("GET", "/v1/openapi.json") * 50
@@ -298,6 +304,7 @@ class TestReaders:
         assert talk.rest() == b""
         assert (line.queue(), line.node.get("/v1/leases").json["leases"]) == (before, [])
 
+    @pytest.mark.slow
     def test_large_answers(self, make_node: Start, make_line: MakeLine, connect: Connect) -> None:
         """One that does not read a large answer is hung up on; mpsd does not hold it for as long as that likes."""
         line = make_line(make_node(simulate=1, config="[api]\nrequests_per_uid = 50\n").start())
@@ -319,6 +326,7 @@ class TestReaders:
 class TestDescriptors:
     """mpsd without a descriptor to spare."""
 
+    @needs_root
     @pytest.mark.parametrize("most", [64, 100])
     def test_out_of_descriptors(self, make_node: Start, make_line: MakeLine, connect: Connect, most: int) -> None:
         """Many users with many connections use up what there is for connections, and nothing else; then all is well."""

@@ -19,6 +19,9 @@ from tests.node import Answer, Node
 
 _numbers: Final = count(1)
 
+OWN_UID: Final = os.geteuid()
+"""Who anybody but root is to a node: the only user that he can call as."""
+
 
 @contextlib.contextmanager
 def as_user(uid: int | None) -> Iterator[None]:
@@ -26,7 +29,7 @@ def as_user(uid: int | None) -> Iterator[None]:
 
     It concerns every thread of the process, so it is not for tests that call from several.
     """
-    if uid is None:
+    if uid in {None, OWN_UID}:
         yield
         return
     os.setegid(uid)

@@ -1,5 +1,6 @@
 """Nodes for the tests of admission, and a line of callers in front of each."""
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,14 +16,18 @@ __all__ = ["MANY", "MakeLine", "make_line", "make_node", "many", "node_for_all",
 MakeLine = Callable[[Node], Line]
 """Makes the line of callers in front of a node."""
 
-MANY = '[daemon]\nusers = "many"\n[quota."*"]\npriority = 10\n'
-"""A node whose control daemons serve many users at a time, and where everybody may ask for a priority."""
+PRIORITY = '[quota."*"]\npriority = 10\n'
+"""A node where everybody may ask for a priority."""
+
+MANY = f'[daemon]\nusers = "many"\n{PRIORITY}'
+"""And whose control daemons serve many users at a time, as only those of root do."""
 
 
 @pytest.fixture(scope="module")
 def many(node_for_all: Start) -> Node:
-    """Start the node, of daemons that serve many users, that the tests of a module share."""
-    return node_for_all(control=real.real_daemons()[555], config=MANY).start()
+    """Start the node, of daemons that serve many users where root starts them, that the tests of a module share."""
+    config = MANY if os.geteuid() == 0 else PRIORITY
+    return node_for_all(control=real.real_daemons()[555], config=config).start()
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,8 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon
 
+pytestmark = pytest.mark.slow
+
 STRICT: Final = '[enforcement]\nattach = "strict"\nattach_window = 1.0\n'
 
 

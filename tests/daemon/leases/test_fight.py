@@ -42,7 +42,7 @@ EVENTS: Final = "[api]\nevents = 100000\n"
 LOOK: Final = 0.05
 """Seconds between two looks from outside."""
 
-pytestmark = [needs_root, pytest.mark.timeout(SECONDS + 60)]
+pytestmark = [needs_root, pytest.mark.slow, pytest.mark.timeout(SECONDS + 60)]
 
 FIGHTERS: Final = {2101: 4, 2102: 4, 2103: 6, 2104: 6, 2105: 8, 2106: 8, 2107: 12, 2108: 16}
 """64 processes of 8 users: what a user gets is to be its share, and not that of its processes."""

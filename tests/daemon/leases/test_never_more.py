@@ -25,6 +25,8 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import WAITS, SimulatedClient, gpus, variables
 
+pytestmark = pytest.mark.slow
+
 RUNS: Final = int(os.environ.get("MPSD_RUNS", "20"))
 TOGETHER: Final = 4
 

@@ -15,7 +15,7 @@ from tests.daemon.scene import BRISK, GIB, stopped
 from tests.harness import wait_until
 from tests.node import Answer, Node
 
-pytestmark = [pytest.mark.real_daemon(555), needs_root]
+pytestmark = pytest.mark.real_daemon(555)
 
 ANN, BOB, CAT = 2001, 2002, 2003
 """Users without any rights."""
@@ -25,7 +25,7 @@ SMALL: Final[dict[str, Any]] = {"threads": 1, "memory": "1GiB", "gpu": "0"}
 
 @pytest.fixture
 def line(many: Node, make_line: MakeLine) -> Line:
-    """Stand in front of a node whose daemons serve many users."""
+    """Stand in front of a node whose daemons serve many users, where there can be many."""
     return make_line(many)
 
 
@@ -154,6 +154,7 @@ class TestWhatItWaitsFor:
         assert all(each["wait"]["because"] for each in line.queue())
 
     @pytest.mark.real_daemon(535)
+    @needs_root
     def test_user(self, one: Node, make_line: MakeLine) -> None:
         """On a daemon that serves one uid at a time, another uid waits until the GPU is free of it, room or no room."""
         line = make_line(one)
@@ -181,6 +182,7 @@ class TestWhatItWaitsFor:
             refused(line.ask(**SMALL), 409, "daemon_not_ready", "health")
         assert call.answer().json["id"] == lease["id"]
 
+    @needs_root
     def test_own_place_only(self, line: Line) -> None:
         """A user sees where it stands itself, and how many others wait."""
         fill(line)
@@ -220,6 +222,7 @@ class TestOrder:
         line.release(first)
         assert self.served(line, calls) == [2, 4, 0, 3, 1]
 
+    @needs_root
     def test_priority_needs_a_quota(self, line: Line, one: Node, make_line: MakeLine) -> None:
         """A priority above one's quota, which is 0 where nothing is said, is refused; one below 0 is anybody's."""
         refused(line.ask(uid=ANN, **SMALL, priority=11), 403, "quota", "quota.priority")
@@ -227,6 +230,7 @@ class TestOrder:
         refused(plain.ask(uid=ANN, **SMALL, priority=1), 403, "quota", "quota.priority")
         assert plain.granted(uid=ANN, **SMALL, priority=-100)["priority"] == -100
 
+    @needs_root
     def test_fairness(self, make_node: Start, make_line: MakeLine, many: Node) -> None:
         """Between equals in priority, the user who had less lately goes first, however late and seldom it asks."""
         line = make_line(make_node(simulate=1, control=many.control, config=many.config).start())
@@ -374,6 +378,7 @@ class TestTimeToLive:
 class TestEnd:
     """How a place in the queue is lost, and how not."""
 
+    @needs_root
     def test_revoked(self, line: Line) -> None:
         """An administrator ends anybody's lease, granted or waiting, and whoever waited for it is told."""
         granted = fill(line, uid=ANN)
@@ -383,6 +388,7 @@ class TestEnd:
         line.release(granted)
         assert line.lease(granted)["because"] == "uid 0 revoked it"
 
+    @needs_root
     def test_released_by_its_owner(self, line: Line) -> None:
         """Who waits can give its place up from elsewhere."""
         fill(line)

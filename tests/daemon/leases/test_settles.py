@@ -136,7 +136,7 @@ class Scene:
 
     def start_server(self) -> None:
         """Have a server start, which is in vain without a GPU."""
-        self.node.ask("gpu0", f"start_server -uid {self.dice.choice([0, 61001])}")
+        self.node.ask("gpu0", f"start_server -uid {self.dice.choice([os.geteuid(), 61001])}")
 
     def kill_servers(self) -> None:
         """Kill every server, that of a dead control daemon too."""

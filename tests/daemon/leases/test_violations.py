@@ -271,6 +271,7 @@ def test_grace(node: Node) -> None:
     assert rungs(node, stray.pid) == ["SIGTERM"]
 
 
+@pytest.mark.slow
 def test_let_go(node: Node) -> None:
     """Who is on the ladder for a reason that is over is let go."""
     granted = lease(node)

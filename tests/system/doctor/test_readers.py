@@ -47,7 +47,7 @@ def test_kernel_log(tmp_path: Path) -> None:
     assert isinstance(machine.kernel_log(tmp_path / "none"), Unknown)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="the kernel's own log is root's")
+@pytest.mark.root("read the kernel's log")
 def test_the_kernels_own_log() -> None:
     """The real one is read to its end, and does not wait for more."""
     log = machine.kernel_log(Path("/dev/kmsg"))

@@ -51,10 +51,10 @@ def parameter(
 
 
 class _Parameter(NamedTuple):
-    """One query parameter: its name, how its text becomes a value (None: it cannot), and how it is refused."""
+    """One query parameter: its name, what parses its text or raises ValueError, and how it is refused."""
 
     name: str
-    parse: Callable[[str], int | None]
+    parse: Callable[[str], int]
     refusal: str
     hint: str
 
@@ -75,10 +75,11 @@ def query_decoder(kind: type[Q]) -> Callable[[str], Q]:
         for each in parameters:
             if each.name in texts:
                 text = texts[each.name][0]
-                value = each.parse(text)
-                if value is None:
-                    raise InvalidRequestError(f"{each.name}={text[:_REPEATED]!r} {each.refusal}", hint=each.hint)
-                values[each.name] = value
+                try:
+                    values[each.name] = each.parse(text)
+                except ValueError:
+                    detail = f"{each.name}={text[:_REPEATED]!r} {each.refusal}"
+                    raise InvalidRequestError(detail, hint=each.hint) from None
         return kind(**values)
 
     return decode
@@ -97,20 +98,23 @@ def _parameter(field: Field) -> _Parameter:
             raise TypeError(f"{field.name}: a query parameter is a bool or an int, with a default and a `parameter`")
 
 
-def _boolean(text: str) -> bool | None:
-    return {"true": True, "false": False}.get(text)
+def _boolean(text: str) -> bool:
+    """Return the value of `true` or `false`. Raises ValueError for all else."""
+    if text not in {"true", "false"}:
+        raise ValueError(text)
+    return text == "true"
 
 
-def _integer(name: str, kind: IntType) -> Callable[[str], int | None]:
+def _integer(name: str, kind: IntType) -> Callable[[str], int]:
     """Return the parser of a whole number within its bounds; a number has no more digits than the larger bound."""
     least, most = kind.ge, kind.le
     if least is None or most is None or least < 0:
         raise TypeError(f"{name}: an integer parameter has both bounds, and none below 0")
     digits = len(str(most))
 
-    def parse(text: str) -> int | None:
+    def parse(text: str) -> int:
         if not text.isdecimal() or len(text) > digits or not least <= int(text) <= most:
-            return None
+            raise ValueError(text)
         return int(text)
 
     return parse

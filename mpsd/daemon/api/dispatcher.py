@@ -1,8 +1,8 @@
 """Answers requests from one table of routes, in small steps: find the row, authorise, count, read, handle, encode.
 
 The dispatcher checks the caller's role before any handler is on the stack, so that no handler can forget to. Whoever
-has no role gets 403 from every route, also from those that do not exist. Every step raises what goes wrong, and
-`receive` answers it by a problem document.
+has no role gets 403 from every route, also from those that do not exist. What goes wrong is answered by a problem
+document, which daemon/http/problems renders.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from mpsd.daemon.api.request import Request, RequestBody, RequestQuery
 from mpsd.daemon.api.table import Route, Table
 from mpsd.daemon.http.connection import MAXIMUM_BODY, Answer, Message
 from mpsd.daemon.http.peer import Principal, RefusalLog, RequestsInFlight
-from mpsd.daemon.http.problems import UnreadableError, problem_answer, unroutable
+from mpsd.daemon.http.problems import problem_answer, unreadable, unroutable
 from mpsd.daemon.record.log import EventName, Logger
 
 H = TypeVar("H")
@@ -68,14 +68,13 @@ class Dispatcher(Generic[H]):
             methods, names = self._table.find(message.path)
             endpoint = None if message.trouble else methods.get(message.method)
             settings = self._settings()
-            principal = connection.peer.principal(settings)
-            # What matches no route needs a role too: a stranger learns nothing, not even what exists.
-            require(principal.role, Role.OBSERVER if endpoint is None else endpoint.role)
+            principal = _authorise(message, endpoint, settings)
             self._in_flight.came(uid, settings.api.requests_per_uid)
             counted = True
             if endpoint is None:
-                raise unroutable(message, methods)  # noqa: TRY301 - as every other step raises what goes wrong
-            answer = await self._answer(endpoint, message, principal, names)
+                answer: Answer | Stream = unroutable(message, methods)
+            else:
+                answer = await self._answer(endpoint, message, principal, names)
             if isinstance(answer, Answer):
                 await connection.send(message, answer)
             else:
@@ -94,25 +93,12 @@ class Dispatcher(Generic[H]):
     async def _answer(
         self, endpoint: _Endpoint, message: Message, principal: Principal, names: Mapping[str, str]
     ) -> Answer | Stream:
-        """Decode what a request brings, have it handled, and encode the answer."""
-        query = body = None
-        if endpoint.query is not None:
-            query = endpoint.query(message.query)
-        if endpoint.body is not None:
-            if not message.complete:  # most bodies came with their request: there is nothing to wait for
-                await self._arrival(message)
-            body = endpoint.body(_whole_body(message))
-        peer = message.connection.peer
-        request = Request(
-            credentials=principal.credentials,
-            user=principal.user,
-            admin=principal.role is Role.ADMIN,
-            process=peer.process,
-            has_left=peer.has_left,
-            names=names,
-            query=query,
-            body=body,
-        )
+        """Read a request's body, decode what the request brings, have it handled, and encode the answer."""
+        if endpoint.body is not None and not message.complete:  # most bodies came with their request
+            await self._arrival(message)
+            if message.trouble:
+                return unreadable(message)
+        request = _decoded(endpoint, message, principal, names)
         return endpoint.encode(await endpoint.handle(request))
 
     async def _arrival(self, message: Message) -> None:
@@ -142,12 +128,25 @@ class Dispatcher(Generic[H]):
         )
 
 
-def _whole_body(message: Message) -> bytes | bytearray:
-    """Return a request's body, which has come. Raises BodyTooLargeError, and UnreadableError."""
-    if len(message.body) > MAXIMUM_BODY:
-        raise BodyTooLargeError(
-            f"the request body exceeds {MAXIMUM_BODY} bytes", hint="send a smaller body", limit="body"
-        )
-    if message.trouble:
-        raise UnreadableError(message.trouble)
-    return message.body
+def _authorise(message: Message, endpoint: _Endpoint | None, settings: Settings) -> Principal:
+    """Return who calls. Raises NotPermittedError unless the caller's role is sufficient.
+
+    What matches no route needs a role too: a stranger learns nothing, not even what exists.
+    """
+    principal = message.connection.peer.principal(settings)
+    require(principal.role, Role.OBSERVER if endpoint is None else endpoint.role)
+    return principal
+
+
+def _decoded(endpoint: _Endpoint, message: Message, principal: Principal, names: Mapping[str, str]) -> Request:
+    """Return a request as its handler gets it. Raises InvalidRequestError, and BodyTooLargeError."""
+    query = None if endpoint.query is None else endpoint.query(message.query)
+    body = None
+    if endpoint.body is not None:
+        if len(message.body) > MAXIMUM_BODY:
+            raise BodyTooLargeError(
+                f"the request body exceeds {MAXIMUM_BODY} bytes", hint="send a smaller body", limit="body"
+            )
+        body = endpoint.body(message.body)
+    peer, admin = message.connection.peer, principal.role is Role.ADMIN
+    return Request(principal.credentials, principal.user, admin, peer.process, peer.has_left, names, query, body)

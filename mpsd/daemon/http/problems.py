@@ -43,39 +43,29 @@ def problem(error: MpsdError, status: int | None = None) -> Problem:
     )
 
 
-class UnreadableError(InvalidRequestError):
-    """A request that is not HTTP/1.1, and why."""
-
-    status = 400
-
-    def __init__(self, trouble: str) -> None:
-        hint = "send plain HTTP/1.1, as curl --unix-socket does"
-        super().__init__(f"the request is not valid HTTP/1.1: {trouble}", hint=hint)
-
-
-class WrongMethodError(MethodNotAllowedError):
-    """A request for a path that takes other methods; its answer names those in `Allow`."""
-
-    def __init__(self, message: Message, methods: Iterable[str]) -> None:
-        self.allowed = sorted(methods)
-        hint = f"use {', '.join(self.allowed)}"
-        super().__init__(f"{message.path} does not support {message.method}", hint=hint)
-
-
-def unroutable(message: Message, methods: Iterable[str]) -> MpsdError:
-    """Return the error of a request that no route answers: unreadable, or with no such path, or with other methods."""
-    if message.trouble:
-        return UnreadableError(message.trouble)
-    if not methods:
-        return NotFoundError(f"there is no route {message.path}", hint="see /v1/openapi.json for the routes")
-    return WrongMethodError(message, methods)
-
-
-def problem_answer(error: MpsdError) -> Answer:
-    """Return the answer for an error."""
-    document = problem(error)
-    allow = ",".join(error.allowed) if isinstance(error, WrongMethodError) else ""
+def problem_answer(error: MpsdError, status: int | None = None, *, allow: str = "") -> Answer:
+    """Return the answer for an error; `allow` names the methods that the path takes."""
+    document = problem(error, status)
     return Answer(document.status, msgspec.json.encode(document), MEDIA_TYPE, allow)
+
+
+def unreadable(message: Message) -> Answer:
+    """Return the answer to a request that is not HTTP/1.1."""
+    hint = "send plain HTTP/1.1, as curl --unix-socket does"
+    return problem_answer(InvalidRequestError(f"the request is not valid HTTP/1.1: {message.trouble}", hint=hint), 400)
+
+
+def unroutable(message: Message, methods: Iterable[str]) -> Answer:
+    """Return the answer to a request that no route is for; `methods` are those that its path takes."""
+    if message.trouble:
+        return unreadable(message)
+    allowed = sorted(methods)
+    if not allowed:
+        return problem_answer(
+            NotFoundError(f"there is no route {message.path}", hint="see /v1/openapi.json for the routes")
+        )
+    error = MethodNotAllowedError(f"{message.path} does not support {message.method}", hint=f"use {', '.join(allowed)}")
+    return problem_answer(error, allow=",".join(allowed))
 
 
 def closing_response(error: MpsdError, status: int | None = None) -> bytes:

@@ -155,6 +155,20 @@ class TestNotifications:
         finally:
             node.clean_up()
 
+    def test_what_is_not_well(self, ears: Ears, short_tmp: Path) -> None:
+        """The status has every reason why the node is not healthy, in the words of the API, until it is over."""
+        node = Node(root=short_tmp, config="", env={"NOTIFY_SOCKET": ears.name})
+        try:
+            node.start()
+            node.request("POST", "/v1/daemons/gpu1/hold")
+            at = ears.wait_for("STATUS=1 of 2 control daemons ready, 0 leases, 0 waiting; gpu1 is held: ")
+            assert ears.said[at].endswith(f"; {node.get('/v1/status').json['because']}")
+            node.request("POST", "/v1/daemons/gpu1/resume")
+            at = ears.wait_for("STATUS=2 of 2 control daemons ready", at)
+            assert ears.said[at] == "STATUS=2 of 2 control daemons ready, 0 leases, 0 waiting"
+        finally:
+            node.clean_up()
+
     def test_long_stop(self, ears: Ears, short_tmp: Path) -> None:
         """While mpsd waits for people to leave, it asks for the time that this takes, and says for whom it waits."""
         node = Node(root=short_tmp, env={"NOTIFY_SOCKET": ears.name}, arguments=["--stop-daemons-on-exit"])

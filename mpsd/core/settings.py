@@ -385,18 +385,18 @@ class Roles:
     """Who may do what, by user name, by %group, or * for everybody; root and mpsd's own user may do everything."""
 
     observers: tuple[str, ...] = row(
-        (), setting_parsers.names, "Users and %groups that may read; `*` is everybody.", reload=True
+        (), setting_parsers.names, "Users and %groups that may read; `*` means all users.", reload=True
     )
     users: tuple[str, ...] = row(
         ("*",),
         setting_parsers.names,
-        "Users and %groups that may read, take out leases, and end their own leases; `*` is everybody.",
+        "Users and %groups that may read, take out leases, and end their own leases; `*` means all users.",
         reload=True,
     )
     admins: tuple[str, ...] = row(
         (),
         setting_parsers.names,
-        "Users and %groups that may do everything, including ending the leases of others; `*` is everybody.",
+        "Users and %groups that may do everything, including ending the leases of others; `*` means all users.",
         reload=True,
     )
 

@@ -29,7 +29,7 @@ class SimulatedGpus:
         Raises InvalidRequestError when that is not at least one.
         """
         if count < 1:
-            raise InvalidRequestError(f"{count} is no number of GPUs to simulate", hint="simulate at least 1 GPU")
+            raise InvalidRequestError(f"cannot simulate {count} GPUs", hint="simulate at least 1 GPU")
         self._gpus = tuple(
             Gpu(index, _uuid(index), _NAME, MEMORY, _COMPUTE_CAPABILITY, mig=False, driver_version=driver_version)
             for index in range(count)

@@ -34,7 +34,7 @@ def check_path(path: Path) -> None:
             )
         if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
             raise ConfigurationError(
-                f"{each} is writable for everybody, so every user can replace {path}",
+                f"{each} is world-writable, so every user can replace {path}",
                 hint=f"chmod o-w {each} (or +t, so that users can remove only their own files), or choose another path",
             )
 

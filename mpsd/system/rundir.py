@@ -235,7 +235,7 @@ def _make(directory: Path, mode: int) -> None:
     if not own:
         raise ConfigurationError(
             f"{directory} is not private to mpsd: it is a symbolic link, belongs to another user, or is"
-            " writable for everybody or for users or groups other than root's and mpsd's",
+            " writable for all users, or for users or groups other than root's and mpsd's",
             hint="choose a directory that only mpsd can write to",
         )
     if not os.access(directory, os.W_OK | os.X_OK):

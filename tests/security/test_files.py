@@ -214,7 +214,7 @@ class TestWay:
         node = make_node(simulate=1)
         node.root.chmod(0o777)
         said = self.refused(node)
-        assert f"mpsd: {node.root} is writable for everybody, so every user can replace" in said
+        assert f"mpsd: {node.root} is world-writable, so every user can replace" in said
         assert f"hint: chmod o-w {node.root} (or +t" in said
         node.root.chmod(0o1777)
         node.start()
@@ -248,7 +248,7 @@ class TestWay:
         (short_tmp / "link").symlink_to("./open/../open/below")
         path_safety.check_path(short_tmp / "link" / "run")
         (short_tmp / "open").chmod(0o777)
-        with pytest.raises(ConfigurationError, match=f"{short_tmp}/open is writable for everybody,"):
+        with pytest.raises(ConfigurationError, match=f"{short_tmp}/open is world-writable,"):
             path_safety.check_path(short_tmp / "link" / "run")
         (short_tmp / "a").symlink_to(short_tmp / "b")
         (short_tmp / "b").symlink_to(short_tmp / "a")

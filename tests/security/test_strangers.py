@@ -235,4 +235,4 @@ class TestImpostor:
         node.config = f'{PATHS.format(root=node.root)}[api]\nsocket = "{shared}/s"\n'
         status, said = node.refuse()
         assert status == 78
-        assert f"{shared} is writable for everybody, so every user can replace {shared}/s" in said
+        assert f"{shared} is world-writable, so every user can replace {shared}/s" in said

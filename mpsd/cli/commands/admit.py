@@ -235,5 +235,5 @@ def attach(api: Api, lease: str, form: str) -> None:
 @click.argument("lease", shell_complete=lease_names)
 @with_api
 def release(api: Api, lease: str) -> None:
-    """End one of your leases, or give up its place in the queue. A lease that has already ended is no error."""
+    """End one of your leases, or give up its place in the queue. Releasing an ended lease is not an error."""
     api.release(lease)

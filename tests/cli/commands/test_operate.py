@@ -48,7 +48,7 @@ def test_waits_and_is_given_up(node: Node, lease: str) -> None:
     process = start_mpsctl(node.socket, "drain", "gpu0", "-o", "json")
     try:
         assert process.stderr is not None
-        assert f"it waits for {lease} (pid " in process.stderr.readline()
+        assert f"waiting for {lease} (pid " in process.stderr.readline()
         assert node.mpsctl("resume", "gpu0").returncode == 0
         stdout, _ = process.communicate(timeout=20)
         assert process.returncode == 1

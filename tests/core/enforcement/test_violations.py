@@ -242,7 +242,7 @@ def test_verify_without_processes() -> None:
     verdict = verify(granted, [], {}, (), memory=True)
     assert (verdict.ok, [each.mps for each in verdict.processes]) == (False, [None])
     assert "is a client of MPS yet" in verdict.because
-    for state, word in ((LeaseState.ENDED, "has ended: it was revoked"), (LeaseState.WAITING, "waits")):
+    for state, word in ((LeaseState.ENDED, "has ended: it was revoked"), (LeaseState.WAITING, "is waiting")):
         other = structs.replace(granted, state=state, because="it was revoked")
         verdict = verify(other, [client(of=granted)], {}, (), memory=True)
         assert (verdict.ok, verdict.processes) == (False, ())

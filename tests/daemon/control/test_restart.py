@@ -315,7 +315,7 @@ class TestLeaving:
             assert node.process is not None
             node.process.send_signal(signal.SIGTERM)
             node.wait_for_state("gpu0", "draining")
-            told = f"it waits for client {client.pid}"
+            told = f"waiting for client {client.pid}"
             wait_until(lambda: told in node.daemons()["gpu0"]["because"], what="it to say for whom it waits")
             assert "to keep it running: systemctl start mpsd" in node.daemons()["gpu0"]["hint"]
             assert node.request("POST", "/v1/leases", SMALL).json["code"] == "stopping"

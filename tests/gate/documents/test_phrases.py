@@ -1,0 +1,227 @@
+"""What a user reads is plain English: helps, errors, hints, and every other sentence that the code has.
+
+A phrase is checked for how it begins and ends, and every text for words that this project no longer uses, since each
+of them hides who does what: "nobody is let in" is "admission is stopped", "it waited in vain" is "it timed out".
+"""
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import click
+import pytest
+
+from mpsd.__main__ import cli as mpsd
+from mpsd.cli.group import mpsctl
+from mpsd.core.errors import MpsdError, catalogue
+from mpsd.core.settings import quota_rows, rows
+from tests.gate.source import dotted, modules
+
+Check = Callable[[str], Iterator[str]]
+"""Yields what is wrong with a text."""
+
+_START: Final = re.compile(r"[A-Z`0-9]|mpsctl |mpsd ")
+"""A capital, a literal, a number, or the name of a program, which has no capital."""
+
+_SHORTHAND: Final = re.compile(
+    r"(?:For which|Of|That|Those|These|Who|Whose|Whom|Which|With which|(?:After|Before|Between|On|In|To) (?:which|so)"
+    r"|What (?:is|are|was|were|becomes|it|they)|And|But|It|Its|They|There|As (?:many|much)|So|Somebody|Something)\b"
+)
+"""Openings that complete a sentence which stands elsewhere, or that name nothing."""
+
+_DEFAULT: Final = re.compile(r"  \[[^\[\]]+\]$")
+"""What stands behind an option's help, as click writes it."""
+
+_UNWANTED: Final = {
+    r"\bwhoever\b": "name them: clients, the caller, processes",
+    r"\b(?:nobody|anybody|everybody)\b": "name them: no client, all users",
+    r"\b(?:let|lets|letting) (?:\w+ ){0,3}in\b": "admit, grant a lease, resume admission",
+    r"\blets (?:no|uid)\b": "may not traverse",
+    r"\b(?:those|anyone|one) who\b": "name them: clients that, users that",
+    r"\bwho (?:is|are|was|were) (?:there|here|left)\b": "clients that are still connected",
+    r"\bwho asks\b": "the caller",
+    r"\bpeople\b": "users, clients",
+    r"\bin vain\b": "timed out",
+    r"\b(?:is|are|was|were|be) told\b(?! apart)": "say what the program does: reports, logs, answers",
+    r"\b(?:go|goes|going|went) on\b": "continue, keep running",
+    r"\b(?:gets?|got) (?:on|round|past)\b": "continue, bypass",
+    r"\bcomes? to\b": "is, results in",
+    r"\bmend(?:s|ed|ing)?\b": "fix",
+    r"\bway (?:out|in|to)\b": "fix, access, path",
+    r"\bof others'": "of other users",
+    r"\bas (?:many|much) as (?:it|they|one|you|who) ": "the maximum",
+    r"\basked for\b": "requested",
+    r"\bask for (?:less|more|fewer|it)\b": "request less",
+    r"\bunderst(?:and|ood)\b": "parse",
+    r"\bno client notices\b": "clients are not affected",
+    r"\blooks? again\b": "retries, try again",
+    r"\b(?:gives|gave|given) (?:\w+ ){0,2}back\b|\bgive \w+ back\b": "restore",
+    r"\bstruck out\b": "removed",
+    r"(?<!there )\bis no (?!longer)": "is not a",
+    r"\bh[ua]ngs? up\b|\bhung up\b": "disconnected",
+    r"\bmake room\b": "free space",
+    r"\bis (?:over|done|done with)\b": "has expired, has finished",
+    r"\bhas gone\b": "is gone",
+    r"\btheir time to leave\b": "the timeout",
+    r"\bwho (?:has|have) (?:it|them)\b": "the holder",
+    r"\bwas to\b|\bis to be\b|\bare to be\b": "say when or why: must, will",
+}
+"""What no text says, by a regular expression, with what to say instead."""
+
+
+def _words(text: str) -> Iterator[str]:
+    for unwanted, instead in _UNWANTED.items():
+        found = re.search(unwanted, text, re.IGNORECASE)
+        if found is not None:
+            yield f"says {found.group()!r}; say instead: {instead}"
+
+
+def _phrase(text: str) -> Iterator[str]:
+    """Check what stands alone: in a table, a manual page, or a comment."""
+    if not _START.match(text):
+        yield "does not begin with a capital, a number or a literal"
+    if found := _SHORTHAND.match(text):
+        yield f"begins with {found.group()!r}, as if it continued a sentence"
+    if not text.endswith("."):
+        yield "does not end with a full stop"
+    yield from _words(text)
+
+
+def _summary(text: str) -> Iterator[str]:
+    """Check the first sentence of a command's help, which tells it what to do: List, not Lists."""
+    if not re.match(r"[A-Z][a-z]+(?<!s)\b", text):
+        yield "does not begin with a verb in the imperative"
+    yield from _phrase(text)
+
+
+def _detail(text: str) -> Iterator[str]:
+    """Check what is wrong, which its code follows on the same line."""
+    if text.endswith("."):
+        yield "ends with a full stop"
+    yield from _words(text)
+
+
+# -- what there is to read ---------------------------------------------------------------------------------------------
+
+
+def _settings() -> Iterator[tuple[str, str, Check]]:
+    yield from ((row.key, row.help, _phrase) for row in (*rows(), *quota_rows()))
+
+
+def _commands() -> Iterator[tuple[str, str, Check]]:
+    for program in (mpsd, mpsctl):
+        assert program.name is not None
+        yield from _command(program, click.Context(program, info_name="mpsctl" if program is mpsctl else "mpsd"))
+
+
+def _command(command: click.Command, context: click.Context) -> Iterator[tuple[str, str, Check]]:
+    name = context.command_path
+    first, *more = (" ".join(each.split()) for each in (command.help or "").split("\n\n"))
+    yield name, first, _summary
+    yield from ((name, each, _words) for each in more)
+    for parameter in command.get_params(context):
+        if isinstance(parameter, click.Option) and not parameter.hidden:
+            yield f"{name} {parameter.opts[-1]}", _DEFAULT.sub("", parameter.help or ""), _phrase
+    if isinstance(command, click.Group):
+        for each in command.list_commands(context):
+            inner = command.get_command(context, each)
+            assert inner is not None
+            yield from _command(inner, click.Context(inner, info_name=each, parent=context))
+
+
+def _errors() -> Iterator[tuple[str, str, Check]]:
+    yield from ((error.code, " ".join((error.__doc__ or "").split()), _phrase) for error in catalogue())
+
+
+_RAISED: Final = {error.__name__ for error in catalogue()} | {MpsdError.__name__}
+
+
+def _code() -> Iterator[tuple[str, str, Check]]:
+    """Yield each text of the code that is no docstring, and what errors are raised with as what it is."""
+    for module in modules("mpsd"):
+        details = {id(each) for call in ast.walk(module.tree) for each in _details(call)}
+        silent = set(_silent(module.tree))
+        for node in ast.walk(module.tree):
+            text = _text(node)
+            if " " in text and id(node) not in silent:
+                check = _detail if id(node) in details else _words
+                yield f"{module.path}:{getattr(node, 'lineno', 0)}", text, check
+
+
+def _details(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the detail of an error that is made here."""
+    if isinstance(node, ast.Call) and dotted(node.func).rpartition(".")[2] in _RAISED:
+        yield from node.args[:1]
+        yield from (each.value for each in node.keywords if each.arg == "detail")
+
+
+def _silent(tree: ast.Module) -> Iterator[int]:
+    """Yield the texts that are read as part of another, or by nobody but a reader of the code."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield from (id(each) for each in ast.walk(node) if each is not node)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield id(node.value)
+
+
+def _text(node: ast.AST) -> str:
+    """Return a text that is written here, with `{}` for what is put into it; an empty one for all else."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(each.value if isinstance(each, ast.Constant) else "{}" for each in parts)
+        case _:
+            return ""
+
+
+# -- the gate ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("texts", [_settings, _commands, _errors, _code], ids=lambda texts: texts.__name__.strip("_"))
+def test_reads_well(texts: Callable[[], Iterator[tuple[str, str, Check]]]) -> None:
+    """Every help, error and sentence begins and ends as it must, and says nothing in words that are not used."""
+    all_of_it = list(texts())
+    assert len(all_of_it) > 30  # of each kind there are more: none was lost on the way here
+    wrong = [f"{where}: {text!r} {what}" for where, text, check in all_of_it for what in check(text)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("check", "text"),
+    [
+        (_phrase, "for which an event is kept"),
+        (_phrase, "For which an event is kept."),
+        (_phrase, "How long events are kept"),
+        (_phrase, "Of the GPU's threads, in steps of 0.1."),
+        (_phrase, "It ends after that, unless it is renewed."),
+        (_summary, "Lists the control daemons."),
+        (_detail, "the lease has ended."),
+        (_words, "nobody is let in"),
+        (_words, "let people in again: mpsctl resume gpu0"),
+        (_words, "it waited in vain for as long as it was to"),
+        (_words, "mend the cause, then: mpsctl reset gpu0"),
+        (_words, "the control daemons go on"),
+        (_words, "60.0 % of the threads were asked for, and 50 % are left"),
+        (_words, "it is no FIFO"),
+    ],
+)
+def test_what_it_finds(check: Check, text: str) -> None:
+    """The gate finds what users had to read before there was one."""
+    assert list(check(text))
+
+
+@pytest.mark.parametrize(
+    ("check", "text"),
+    [
+        (_phrase, "How long events are kept."),
+        (_phrase, "`leave` does not change the GPU's compute mode."),
+        (_summary, "List the control daemons and the limits that they report."),
+        (_detail, "only 50 % are left"),
+        (_words, "there is no lease 'lease-1'"),
+    ],
+)
+def test_what_it_lets_pass(check: Check, text: str) -> None:
+    """The gate has nothing to say about plain sentences."""
+    assert not list(check(text))

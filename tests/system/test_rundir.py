@@ -115,7 +115,7 @@ class TestDirectories:
         settings.paths.runtime_dir.mkdir(parents=True)
         for each in (0o777, 0o1777, 0o757):
             settings.paths.runtime_dir.chmod(each)
-            with pytest.raises(ConfigurationError, match="writable for everybody"):
+            with pytest.raises(ConfigurationError, match="writable for all users"):
                 RunDir.claim(settings)
         settings.paths.runtime_dir.chmod(0o775)
         RunDir.claim(settings).close()  # the group is mpsd's own
@@ -125,7 +125,7 @@ class TestDirectories:
         """And one that belongs to another user."""
         settings.paths.runtime_dir.mkdir(parents=True)
         os.chown(settings.paths.runtime_dir, 65534, 65534)
-        with pytest.raises(ConfigurationError, match="another user's"):
+        with pytest.raises(ConfigurationError, match="belongs to another user"):
             RunDir.claim(settings)
 
     def test_what_an_operator_chose(self, settings: Settings) -> None:
@@ -140,7 +140,7 @@ class TestDirectories:
         (short_tmp / "file").write_bytes(b"")
         with pytest.raises(ConfigurationError) as refused:
             RunDir.claim(settings.under(short_tmp / "file"))
-        assert f"cannot make {short_tmp / 'file' / 'run'}: File exists" in refused.value.detail
+        assert f"cannot create {short_tmp / 'file' / 'run'}: File exists" in refused.value.detail
         assert "--root" in refused.value.hint
 
 
@@ -177,7 +177,7 @@ class TestCheck:
             if length == 107:
                 rundir.check(settings, ["gpu0"], private=True)
             else:
-                with pytest.raises(ConfigurationError, match="107 at most"):
+                with pytest.raises(ConfigurationError, match="the maximum is 107"):
                     rundir.check(settings, ["gpu0"], private=True)
 
     def test_nothing_is_made(self, settings: Settings) -> None:

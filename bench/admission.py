@@ -156,7 +156,7 @@ def _fill(service: Service, holders: list[int]) -> None:
         structs.replace(models[number % len(models)], id=f"lease-{number:010x}", arrival=number)
         for number in range(len(models) + 1, _LEASES + 1)
     )
-    kept = keeping.keep({lease.id: lease for lease in copies}, news=())
+    kept = keeping.keep({lease.id: lease for lease in copies}, events=())
     assert not kept.because, kept.because
     database.close()
 

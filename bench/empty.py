@@ -59,8 +59,8 @@ def committing(path: Path) -> Callable[[LeaseState], None]:
         else:
             happened, name = EventName.LEASE_GRANTED, f"lease-{next(numbers):010x}"
             held.append(name)
-        if keeping.turn % _TOLD_AFTER == 0:
-            keeping.note_told(keeping.turn)
+        if keeping.batch % _TOLD_AFTER == 0:
+            keeping.note_published(keeping.batch)
         kept = keeping.keep({name: structs.replace(lease, id=name, state=state)}, [LeaseEvent(name, happened, facts)])
         assert not kept.because, kept.because
 

@@ -104,7 +104,7 @@ def run(
             if error.exit_code != OperatorError.exit_code:
                 raise  # the next mpsd may be luckier, and whoever waits is its caller
             _say(error)
-            manager.tell(f"STATUS=refused: {plain(error.detail)}")
+            manager.notify(f"STATUS=refused: {plain(error.detail)}")
             if manager.listener is None or not answer_refused_start(manager.listener, error, wanted):
                 sys.exit(error.exit_code)
 
@@ -151,13 +151,13 @@ def check(config: Path | None) -> None:
 
     settings = read_configuration(config)
     rundir.check(settings, ["gpu0"], private=False)
-    rundir.check_reach(settings)
+    rundir.check_acl_support(settings)
     click.echo(document(settings), nl=False)
     try:
-        told = driver.find(settings.daemon.control, settings.daemon.driver_root).told()
+        facts = driver.find(settings.daemon.control, settings.daemon.driver_root).facts()
     except ConfigurationError as error:
-        told = {"driver": f"{error.detail}; {error.hint}"}
-    for part, where in told.items():
+        facts = {"driver": f"{error.detail}; {error.hint}"}
+    for part, where in facts.items():
         click.echo(f"# {part}: {plain(where)}")
 
 

@@ -289,16 +289,16 @@ class _Connection:
 
     def pieces(self, status: int, headers: Mapping[bytes, bytes]) -> Iterator[bytes]:
         """Yield the body of the answer as it comes, to its end."""
-        kept = headers.get(b"connection", b"").lower() != b"close"
+        reusable = headers.get(b"connection", b"").lower() != b"close"
         if status not in {204, 304}:
             if headers.get(b"transfer-encoding", b"").lower() == b"chunked":
                 yield from self._chunks()
             elif b"content-length" in headers:
                 yield self._take(int(headers[b"content-length"]))
             else:
-                kept = False
+                reusable = False
                 yield from self._rest()
-        self.reusable = kept
+        self.reusable = reusable
 
     def _status(self) -> int:
         version, _, rest = self._line().partition(b" ")

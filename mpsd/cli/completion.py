@@ -27,8 +27,8 @@ def _offering(names: _Names) -> Callable[[click.Context, click.Parameter, str], 
 
         api = Api(context.find_root().params["socket"]) if context.obj is None else context.obj
         try:
-            with api.another(deadline=_DEADLINE) as asked:
-                found = [(plain(name), plain(text)) for name, text in names(asked)]
+            with api.another(deadline=_DEADLINE) as api_now:
+                found = [(plain(name), plain(text)) for name, text in names(api_now)]
         except (MpsdError, LookupError, TypeError, ValueError):
             return []
         return [CompletionItem(name, help=text) for name, text in found if name.startswith(incomplete)]

@@ -85,12 +85,16 @@ async def _observe(api: "Api", where: Where) -> Observed:
     process = proc.process(socket.listener[0]) if socket.listener is not None and socket.listener[0] else None
     if process is not None and not proc.is_mpsd(process.arguments):
         process = None  # a service manager listens, and hands the socket on
-    told = service.Told() if process is None else service.told(process.pid, process.arguments, where.socket)
-    root = where.root or told.root
-    configuration = service.configuration(where.config or told.config, root)
+    arguments_of = (
+        service.ServiceArguments()
+        if process is None
+        else service.arguments_of(process.pid, process.arguments, where.socket)
+    )
+    root = where.root or arguments_of.root
+    configuration = service.configuration(where.config or arguments_of.config, root)
     settings = service.in_force(in_force, configuration.settings)
     holder = service.lock_holder(settings.paths.runtime_dir)
-    processes = proc.processes((told.control or settings.daemon.control,))
+    processes = proc.processes((arguments_of.control or settings.daemon.control,))
     process = process or _holder(holder, processes)
     simulated = isinstance(answers, Known) and answers.value.simulated
     seen = ServiceSeen(
@@ -112,7 +116,7 @@ async def _observe(api: "Api", where: Where) -> Observed:
         service=seen,
         files=disk.look(settings, private=root is not None, apart=_apart(settings, socket, process)),
         processes=processes,
-        gpus=await gpus.look(settings, told.control, simulated=simulated),
+        gpus=await gpus.look(settings, arguments_of.control, simulated=simulated),
         host=machine.look({name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}),
     )
 

@@ -49,19 +49,21 @@ def admit(api: Api, request: Mapping[str, object], *, wait: float) -> "answer_ty
     api.connect()
     with signals.raised():
         try:
-            return _asked_until_answered(api, queue, {**request, "request_id": request_id}, end)
+            return _repeat_until_answered(api, queue, {**request, "request_id": request_id}, end)
         except signals.SignalledError:
             queue.leave()
             raise
 
 
-def _asked_until_answered(api: Api, queue: "_Queue", request: Mapping[str, object], end: float) -> "answer_types.Lease":
+def _repeat_until_answered(
+    api: Api, queue: "_Queue", request: Mapping[str, object], end: float
+) -> "answer_types.Lease":
     pause = _ASK_AGAIN
     while True:
         left = max(end - time.monotonic(), 0.0)
-        asked = {**request, "wait": None if left == inf else left}
+        request = {**request, "wait": None if left == inf else left}
         try:
-            return api.admit(asked, deadline=left + DEADLINE, meanwhile=queue.look)
+            return api.admit(request, deadline=left + DEADLINE, meanwhile=queue.look)
         except (UnreachableError, StoppingError) as error:
             if time.monotonic() >= end or not error.retryable:
                 raise
@@ -78,7 +80,7 @@ class _Queue:
         self._request_id = request_id
         self._lease: str | None = None
         self._pause = 1.0
-        self._told: object = None
+        self._shown: object = None
         self._lost = False
 
     def look(self) -> float:
@@ -90,19 +92,19 @@ class _Queue:
         lease = None
         with suppress(MpsdError, KeyError):  # whatever it is, the connection that waits will meet it too
             lease = self._find()
-        self._tell(lease)
+        self._show(lease)
         if not sys.stderr.isatty():
             return inf
         pause, self._pause = self._pause, min(self._pause * 2, _LONGEST_PAUSE)
         return pause
 
-    def _tell(self, lease: "answer_types.Lease | None") -> None:
+    def _show(self, lease: "answer_types.Lease | None") -> None:
         wait = lease["wait"] if lease is not None else None
-        if wait is not None and (wait["position"], wait["waits_for"]) != self._told:
-            self._told = wait["position"], wait["waits_for"]
+        if wait is not None and (wait["position"], wait["waits_for"]) != self._shown:
+            self._shown = wait["position"], wait["waits_for"]
             note(f"waiting in place {wait['position']} for {wait['waits_for']}: {wait['because']}")
-        elif self._told is None:
-            self._told = ()
+        elif self._shown is None:
+            self._shown = ()
             note("waiting")
 
     def lose(self, error: MpsdError) -> None:

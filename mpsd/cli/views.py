@@ -242,7 +242,7 @@ def leases(answer: "answer_types.Leases", now: datetime) -> str:
     rows = [
         (
             lease["id"],
-            _standing(lease),
+            _place(lease),
             _alike(share["daemon"] for share in lease["shares"]) or "-",
             *_share(lease),
             str(lease["owner"]["uid"]),
@@ -250,18 +250,18 @@ def leases(answer: "answer_types.Leases", now: datetime) -> str:
             age(lease["created"], now),
             lease["name"] or "-",
         )
-        for lease in sorted(answer["leases"], key=_place)
+        for lease in sorted(answer["leases"], key=_queue_position)
     ]
     headings = ("LEASE", "STATE", "DAEMON", "THREADS", "MEMORY", "UID", "PID", "AGE", "NAME")
     return "\n".join([table(headings, rows, none="no leases"), *_of_others(answer["others"])])
 
 
-def _place(lease: "answer_types.Lease") -> int:
+def _queue_position(lease: "answer_types.Lease") -> int:
     """Return its place in the queue; what has been granted stands before that."""
     return lease["wait"]["position"] if lease["wait"] else 0
 
 
-def _standing(lease: "answer_types.Lease") -> str:
+def _place(lease: "answer_types.Lease") -> str:
     """Print the state, and of what waits, where it stands and what for."""
     wait = lease["wait"]
     return f"{lease['state']}, place {wait['position']}, for {wait['waits_for']}" if wait else lease["state"]
@@ -281,8 +281,8 @@ def _share(lease: "answer_types.Lease") -> tuple[str, str]:
     if lease["shares"]:
         threads = _alike(percent(share["active_thread_percentage"]) for share in lease["shares"])
         return threads, _alike(size(share["pinned_device_mem_limit"]) for share in lease["shares"])
-    asked, memory = lease["active_thread_percentage"], lease["pinned_device_mem_limit"]
-    return "-" if asked is None else percent(asked), "-" if memory is None else size(memory)
+    wanted, memory = lease["active_thread_percentage"], lease["pinned_device_mem_limit"]
+    return "-" if wanted is None else percent(wanted), "-" if memory is None else size(memory)
 
 
 def _alike(values: Iterable[str]) -> str:

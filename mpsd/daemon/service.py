@@ -22,7 +22,7 @@ from mpsd.daemon.leases.limit_gates import LimitGates
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record import log as logs
 from mpsd.daemon.record.events import Events
-from mpsd.daemon.record.history import HISTORY_SCHEMA, known_usage, note_usage
+from mpsd.daemon.record.history import HISTORY_SCHEMA, note_usage, stored_usage
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.daemon.service_manager import ServiceNotifier
 from mpsd.system import driver as drivers
@@ -100,7 +100,7 @@ async def serve(plan: Plan) -> None:
             _report(log, events, store, history)
             half_life = settings.admission.usage_half_life
             lease_store = LeaseStore(store)
-            ledger = Ledger(AdmissionRules(), Usage(half_life, known_usage(history, half_life)))
+            ledger = Ledger(AdmissionRules(), Usage(half_life, stored_usage(history, half_life)))
             live = LiveSettings(settings)
             pipe_access = NodePipeAccess(run_dir.daemon, ledger.holders, live, log)
             limit_gates = LimitGates(live, pipe_access)
@@ -110,8 +110,8 @@ async def serve(plan: Plan) -> None:
                 limit_gates,
                 log,
                 settings=live,
-                tell=events.tell,
-                told=events.turn,
+                publish=events.publish,
+                published=events.batch,
                 note_usage=lambda usage: note_usage(history, usage, events.trouble),
             )
             node = Node(
@@ -145,7 +145,7 @@ async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
     settings = plan.settings
     api = Api(node, events, log)
     listener, withdraw = _listen(plan, log)
-    notifier = ServiceNotifier(plan.manager, log, heartbeats=node.heartbeats, told=node.status)
+    notifier = ServiceNotifier(plan.manager, log, heartbeats=node.heartbeats, status_of=node.status)
     over, at_once = asyncio.Event(), asyncio.Event()
 
     def end() -> None:
@@ -155,7 +155,7 @@ async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
     loop.add_signal_handler(signal.SIGHUP, _reload, plan, node, notifier, log)
-    found = {"program": " ".join(plan.program.argv)} if plan.driver is None else plan.driver.told()
+    found = {"program": " ".join(plan.program.argv)} if plan.driver is None else plan.driver.facts()
     log.info(EventName.NODE_STARTED, **found, simulated=plan.simulated)
     try:
         async with asyncio.TaskGroup() as group:
@@ -226,7 +226,7 @@ def _reload(plan: Plan, node: Node, notifier: ServiceNotifier, log: Logger) -> N
     notifier.reloading()
     try:
         wanted = plan.reread()
-        rundir.check_reach(wanted)
+        rundir.check_acl_support(wanted)
     except ConfigurationError as error:
         log.error(EventName.SETTINGS_REFUSED, because=error.detail, hint=error.hint)
         notifier.reloaded(refused=error.detail)

@@ -31,13 +31,13 @@ class ServiceNotifier:
         log: Logger,
         *,
         heartbeats: Callable[[], dict[str, Heartbeat]],
-        told: Callable[[str], str],
+        status_of: Callable[[str], str],
     ) -> None:
         """`beats` are those of the supervisors, by name; `told` makes a status, given why a reload was refused."""
         self._manager = manager
         self._log = log
         self._heartbeats = heartbeats
-        self._told = told
+        self._status_of = status_of
         self._refused = ""
         self._last = ""
         self._late: list[str] = []
@@ -52,40 +52,40 @@ class ServiceNotifier:
         interval = min(self._manager.watchdog or inf, _EXTENSION) / 3
         while True:
             await asyncio.sleep(min(clock.until_next(_TICK), interval))
-            assignments = self._news()
+            assignments = self._new_status()
             if clock.monotonic() >= self._due and not self._is_late():
                 self._due = clock.monotonic() + interval - _TICK / 2
                 assignments.append("WATCHDOG=1")
                 if self._stopping:
                     assignments.append(f"EXTEND_TIMEOUT_USEC={int(_EXTENSION * 1_000_000)}")
             if assignments:
-                self._manager.tell(*assignments)
+                self._manager.notify(*assignments)
 
     def ready(self) -> None:
         """Tell that the API answers."""
-        self._manager.tell("READY=1", *self._news())
+        self._manager.notify("READY=1", *self._new_status())
 
     def stopping(self) -> None:
         """Tell that mpsd ends."""
         self._stopping = True
         self._due = 0.0
-        self._manager.tell("STOPPING=1")
+        self._manager.notify("STOPPING=1")
 
     def ended(self, left: int, *, of: int) -> None:
         """Tell what mpsd leaves behind: a status stays until the next start."""
-        self._manager.tell(f"STATUS=ended; {left} of {of} control daemons keep running")
+        self._manager.notify(f"STATUS=ended; {left} of {of} control daemons keep running")
 
     def reloading(self) -> None:
         """Tell that a reload begins."""
-        self._manager.tell_reloading()
+        self._manager.notify_reloading()
 
     def reloaded(self, refused: str = "") -> None:
         """Tell that a reload is over, and why it changed nothing, if so."""
         self._refused = refused
         self.ready()
 
-    def _news(self) -> list[str]:
-        line = self._told(self._refused)
+    def _new_status(self) -> list[str]:
+        line = self._status_of(self._refused)
         if line == self._last:
             return []
         self._last = line

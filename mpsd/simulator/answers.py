@@ -263,7 +263,7 @@ class ControlDaemon:
         named = arguments[0].removeprefix("-p") or arguments[1]
         if not self._ask_named(reply, "ps", [named]):
             reply.say(f"Server {figures.integer(named)} not found")
-            reply.tell("")
+            reply.say_and_log("")
 
     def _terminate_client(self, reply: Reply, arguments: list[str], _uid: int) -> None:
         if not self._ask_named(reply, "terminate_client", arguments):

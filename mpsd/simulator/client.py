@@ -126,11 +126,11 @@ class Client:
     def sync(self, seconds: float | None = 0.0) -> None:
         """Raise the error that has come up, or that does within some time; no time is for ever."""
         if self._error is None:
-            self._error = self._bad_news(seconds)
+            self._error = self._failure(seconds)
         if self._error is not None:
             raise _FailedError(self._error)
 
-    def _bad_news(self, seconds: float | None) -> CudaError | None:
+    def _failure(self, seconds: float | None) -> CudaError | None:
         """Return the error that comes up within some time; the end of the server is one too."""
         if self._device.lost:
             return CudaError.DEVICE_UNAVAILABLE
@@ -148,7 +148,7 @@ class Client:
     def leave(self) -> None:
         """Say goodbye to the server: a process that is killed does not."""
         if self._connection is not None:
-            self._bad_news(0.0)  # what is left unread would take the goodbye with it
+            self._failure(0.0)  # what is left unread would take the goodbye with it
             try:
                 self._connection.send(b"exit")
             except ConnectionError:
@@ -192,7 +192,7 @@ def _failed(error: CudaError) -> dict[str, Any]:
     return {"ok": False, "error": error.symbol, "code": int(error)}
 
 
-def _obey(client: Client, verb: str, arguments: list[str]) -> dict[str, Any]:
+def _execute(client: Client, verb: str, arguments: list[str]) -> dict[str, Any]:
     """Do what one line says, and return the answer. Raises _FailedError, and ValueError for what makes no sense."""
     match verb, arguments:
         case "alloc", [size]:
@@ -248,7 +248,7 @@ def main() -> int:
             status = int(arguments[0]) if arguments else 0
             break
         try:
-            _say({"ok": True, **_obey(client, verb, arguments)})
+            _say({"ok": True, **_execute(client, verb, arguments)})
         except _FailedError as failed:
             _say(_failed(failed.error))
         except (ValueError, KeyError, InvalidRequestError) as error:

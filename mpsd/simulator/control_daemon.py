@@ -248,9 +248,9 @@ class _Service:
         if self._gpus is not None:
             defaults, control = self._daemon.defaults, self._directory.path / "control"
             link.start(self._gpus.start(uid=uid, socket_path=control, defaults=defaults))
-            self._on(link, lambda: self._meet(pid, link))
+            self._on(link, lambda: self._register(pid, link))
 
-    def _meet(self, pid: int, link: Link) -> None:
+    def _register(self, pid: int, link: Link) -> None:
         """Take note that a server is ready, and pass on those that waited for it; or leave its end to its pidfd."""
         if pid not in self._daemon.servers:
             return
@@ -290,9 +290,9 @@ class _Service:
         """Hear who a client is once it says so, and what becomes of it."""
         connection, _ = listener.accept()
         self._log("Accepting connection...")
-        self._on(connection, lambda: self._hear_client(connection))
+        self._on(connection, lambda: self._receive_from_client(connection))
 
-    def _hear_client(self, connection: socket.socket) -> None:
+    def _receive_from_client(self, connection: socket.socket) -> None:
         self._events.unregister(connection)
         client = Waiting.read(connection)
         if client is None:

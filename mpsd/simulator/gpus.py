@@ -37,7 +37,7 @@ class SimulatedGpus:
         self._directory = directory
         self._modes: dict[str, ComputeMode] = {}
         """By UUID, where no directory keeps them."""
-        self._told = len(self._reported())
+        self._seen = len(self._reported())
 
     async def inventory(self) -> Inventory:
         """Return all GPUs; none of them is ever unknown."""
@@ -72,7 +72,7 @@ class SimulatedGpus:
         """Return what the GPUs reported since the last time, or since the start; wait a while when that is nothing."""
         for _ in range(_LOOKS):
             reported = self._reported()
-            new, self._told = reported[self._told :], len(reported)
+            new, self._seen = reported[self._seen :], len(reported)
             if new:
                 return Known(tuple(new))
             await asyncio.sleep(_LOOK_INTERVAL)

@@ -55,7 +55,7 @@ class Reply:
         """Log a line that the front-end never sees."""
         self.logged.append(line)
 
-    def tell(self, line: str) -> None:
+    def say_and_log(self, line: str) -> None:
         """Print a line that the log never sees."""
         self.printed.append(line)
 

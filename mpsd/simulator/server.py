@@ -67,7 +67,7 @@ class _Service:
             self._log("MPS server failed to start")
             sys.exit(1)
         self._server.begin()
-        self._events.register(link, selectors.EVENT_READ, self._hear)
+        self._events.register(link, selectors.EVENT_READ, self._receive_message)
         self._send(link, {"ready": True})
 
     def _log(self, text: str) -> None:
@@ -92,7 +92,7 @@ class _Service:
 
     # -- the control daemon --
 
-    def _hear(self) -> None:
+    def _receive_message(self) -> None:
         """Take what the control daemon says; its end changes nothing but that no more clients come."""
         try:
             packet, descriptors, _, _ = socket.recv_fds(self._link, PACKET, 1)

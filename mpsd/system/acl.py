@@ -106,7 +106,7 @@ def write(path: Path, acl: Acl) -> None:
         path.chmod(owner.permissions << 6 | group.permissions << 3 | others.permissions)
 
 
-def is_kept(path: Path) -> bool:
+def is_supported(path: Path) -> bool:
     """Tell whether the file system of a path keeps ACLs. Raises OSError."""
     try:
         os.getxattr(path, _ATTRIBUTE)

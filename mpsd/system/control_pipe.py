@@ -54,8 +54,8 @@ def variables(pipe_directory: Path, log_directory: Path) -> dict[str, str]:
 class Pending(Generic[T]):
     """An answer that a conversation will bring."""
 
-    def __init__(self, asked: Command[T] | Setting[T]) -> None:
-        self.asked = asked
+    def __init__(self, question: Command[T] | Setting[T]) -> None:
+        self.question = question
         self._lines: list[str] | None = None
 
     def bring(self, lines: list[str]) -> None:
@@ -70,18 +70,18 @@ class Pending(Generic[T]):
         """
         if self._lines is None:
             raise ControlBrokenError(
-                f"{'; '.join(self.asked.script)!r} was never answered", hint="the conversation ended early"
+                f"{'; '.join(self.question.script)!r} was never answered", hint="the conversation ended early"
             )
-        if not isinstance(self.asked, Setting):
-            return self.asked.parse(self._lines)
-        found = self.asked.read_back(self._lines)
-        if found != self.asked.wanted:
+        if not isinstance(self.question, Setting):
+            return self.question.parse(self._lines)
+        found = self.question.read_back(self._lines)
+        if found != self.question.wanted:
             raise LimitNotHeldError(
-                f"after {self.asked.setter!r}, the control daemon reports {_said(self._lines)}: the limit"
+                f"after {self.question.setter!r}, the control daemon reports {_said(self._lines)}: the limit"
                 " does not hold",
                 hint="see the control daemon's log for the reason; another front-end may have changed the limit"
                 " in between",
-                limit=self.asked.limit,
+                limit=self.question.limit,
             )
         return found
 
@@ -113,7 +113,7 @@ class Conversation:
         segment: list[Pending[Any]] = []
         for each in self.pending:
             segment.append(each)
-            if each.asked.expects is None:
+            if each.question.expects is None:
                 yield segment
                 segment = []
         if segment:
@@ -123,7 +123,7 @@ class Conversation:
         """Return the lines to send: a mark first, and one behind each segment."""
         lines = [mark(nonce, 0)]
         for number, segment in enumerate(self._segments(), start=1):
-            lines += [line for each in segment for line in each.asked.script]
+            lines += [line for each in segment for line in each.question.script]
             lines.append(mark(nonce, number))
         return lines
 
@@ -169,7 +169,7 @@ def _share(segment: list[Pending[Any]], lines: list[str]) -> None:
     it could take for its own: that is an error for those, and never a success.
     """
     for each in segment[:-1]:
-        count = each.asked.expects or 0
+        count = each.question.expects or 0
         each.bring(lines[:count])
         lines = lines[count:]
     segment[-1].bring(lines)
@@ -190,7 +190,7 @@ class ControlPipe:
         self._program = program
         self._environment = process.environment(variables(pipe_directory, log_directory))
         self._pipe_directory = pipe_directory
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._key = key or secrets.token_hex(8)
         """What the nonces of all its marks begin with: by this its conversations are known in the daemon's log."""
         self.deadline = deadline
@@ -224,7 +224,7 @@ class ControlPipe:
             return
 
     async def _say(self, conversation: Conversation | _Farewell, seconds: float) -> None:
-        async with self._turn:
+        async with self._lock:
             until = clock.monotonic() + seconds
             try:
                 async for attempt in retry.collisions(seconds):

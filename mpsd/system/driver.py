@@ -54,7 +54,7 @@ class Driver:
         programs = (self.control, self.server) if self.server is not None else (self.control,)
         return tuple(dict.fromkeys(str(each.parent) for each in programs))
 
-    def told(self) -> dict[str, str]:
+    def facts(self) -> dict[str, str]:
         """Say where each part was found."""
         return {
             "program": str(self.control),
@@ -72,7 +72,7 @@ def find(control: str, root: Path | None = None, roots: Sequence[Path] = _ROOTS,
         found = shutil.which(control)
         if found is not None:
             program = Path(found).absolute()
-            libraries = _libraries(root) if root is not None else _out_of_the_way(here)
+            libraries = _libraries(root) if root is not None else _unambiguous(here)
             return Driver(program, _server(program, root), libraries)
     if os.sep not in control:
         for each in roots if root is None else (root,):
@@ -104,7 +104,7 @@ def _libraries(root: Path) -> Path | None:
     return next((root / place for place in _LIBRARIES if (root / place / _NVML).exists()), None)
 
 
-def _out_of_the_way(here: Path) -> Path | None:
+def _unambiguous(here: Path) -> Path | None:
     """Return where this system has the libraries, if its loader does not find them there.
 
     CDI has them where the host has them, which may be another distribution.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-_NEWS: Final = 0x002 | 0x080 | 0x100 | 0x01000000
+_EVENTS: Final = 0x002 | 0x080 | 0x100 | 0x01000000
 """IN_MODIFY | IN_MOVED_TO | IN_CREATE | IN_ONLYDIR: a file was written or truncated, or it came. Source: inotify(7)."""
 
 _PAUSE: Final = 0.05
@@ -41,7 +41,7 @@ class DirectoryWatch:
             self._descriptor = _checked(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
             asyncio.get_running_loop().add_reader(self._descriptor, self._notice)
         # For a directory that is watched already the kernel returns the watch that there is (inotify_add_watch(2)).
-        watch = _checked(_libc.inotify_add_watch(self._descriptor, os.fsencode(self._directory), _NEWS))
+        watch = _checked(_libc.inotify_add_watch(self._descriptor, os.fsencode(self._directory), _EVENTS))
         if self._watch not in {None, watch}:
             _libc.inotify_rm_watch(self._descriptor, self._watch)  # it may be gone by itself
         self._watch = watch

@@ -140,7 +140,9 @@ class Installation:
             raise NotFoundError(
                 f"nothing is installed: there is no {MANIFEST}", hint="for the details: mpsctl service status"
             )
-        kept = _kept() if purge else ()  # asked for first: a wrong configuration is told before anything is gone
+        stored = (
+            _stored_paths() if purge else ()
+        )  # asked for first: a wrong configuration is told before anything is gone
         units = [Path(each).name for each in self._noted if Path(each).parent.name == "system"]
         self._run("systemctl", "disable", "--now", *units)
         for noted in self._noted:
@@ -152,7 +154,7 @@ class Installation:
                 MANIFEST.parent.rmdir()
         self._run("systemctl", "daemon-reload")
         self._run("systemctl", "reset-failed", "mpsd*")  # or what failed would be listed to the next boot, though gone
-        for each in kept:
+        for each in stored:
             self._purge(each)
 
     def _remove(self, path: Path) -> None:
@@ -189,8 +191,8 @@ class Installation:
             if there is None:
                 yield f"{path} is missing"
             elif there != data:
-                whose = "from another version of mpsd" if self._is_ours(path, there) else "changed since"
-                yield f"{path} is {whose}"
+                which = "from another version of mpsd" if self._is_ours(path, there) else "changed since"
+                yield f"{path} is {which}"
 
     # -- doing --------------------------------------------------------------------------------------------------------
 
@@ -225,7 +227,7 @@ def files() -> dict[Path, bytes]:
     return found
 
 
-def _kept() -> tuple[Path, ...]:
+def _stored_paths() -> tuple[Path, ...]:
     """Return the configuration, and where it has mpsd keep what it keeps. Raises ConfigurationError where it is wrong.
 
     The runtime directory is not among them: a control daemon that goes on has its sockets there. It ends with the boot.

@@ -71,7 +71,7 @@ class ServiceManager:
         """Whether there is anybody to tell anything."""
         return self._socket is not None
 
-    def tell(self, *assignments: str) -> None:
+    def notify(self, *assignments: str) -> None:
         """Send assignments such as `READY=1`; what a busy manager does not take goes with the next ones.
 
         mpsd does not wait for it, and lives on where nobody is there any more.
@@ -89,9 +89,9 @@ class ServiceManager:
         except OSError:
             return
 
-    def tell_reloading(self) -> None:
+    def notify_reloading(self) -> None:
         """Say that a reload begins; it is over with the next `READY=1`."""
-        self.tell("RELOADING=1", f"MONOTONIC_USEC={int(clock.monotonic() * 1_000_000)}")
+        self.notify("RELOADING=1", f"MONOTONIC_USEC={int(clock.monotonic() * 1_000_000)}")
 
     def close(self) -> None:
         """Tell nobody anything any more."""

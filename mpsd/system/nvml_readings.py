@@ -12,15 +12,15 @@ def condition(lib: Any, uuid: str) -> Reading[Condition]:  # noqa: ANN401 - pynv
     """Read what ails a GPU by its own count; what this GPU, or this driver, does not tell is None."""
     try:
         handle = lib.nvmlDeviceGetHandleByUUID(uuid)
-        remapped = _told(lib, lambda: lib.nvmlDeviceGetRemappedRows(handle))
-        uncorrected = _told(
+        remapped = _ask(lib, lambda: lib.nvmlDeviceGetRemappedRows(handle))
+        uncorrected = _ask(
             lib,
             lambda: lib.nvmlDeviceGetTotalEccErrors(
                 handle, lib.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, lib.NVML_VOLATILE_ECC
             ),
         )
-        retirement = _told(lib, lambda: lib.nvmlDeviceGetRetiredPagesPendingStatus(handle))
-        persistence = _told(lib, lambda: lib.nvmlDeviceGetPersistenceMode(handle))
+        retirement = _ask(lib, lambda: lib.nvmlDeviceGetRetiredPagesPendingStatus(handle))
+        persistence = _ask(lib, lambda: lib.nvmlDeviceGetPersistenceMode(handle))
     except lib.NVMLError as error:
         return Unknown(f"NVML: {error}")
     return Known(
@@ -70,7 +70,7 @@ def cuda(lib: Any) -> Reading[int]:  # noqa: ANN401 - pynvml has no types
         return Unknown(f"NVML: {error}")
 
 
-def _told(lib: Any, ask: Callable[[], T]) -> T | None:  # noqa: ANN401 - pynvml has no types
+def _ask(lib: Any, ask: Callable[[], T]) -> T | None:  # noqa: ANN401 - pynvml has no types
     try:
         return ask()
     except (lib.NVMLError_NotSupported, lib.NVMLError_FunctionNotFound, lib.NVMLError_NoPermission):

@@ -28,7 +28,7 @@ class NvmlThread:
     def __init__(self, name: str) -> None:
         self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # Requests are numbered from 1 in the order asked. The thread alone writes `_served`, the event loop the others.
-        self._asked = 0
+        self._questions = 0
         self._served = 0
         self._overdue = 0
         threading.Thread(target=self._serve, name=name, daemon=True).start()
@@ -46,11 +46,11 @@ class NvmlThread:
         """
         if self._served < self._overdue:
             raise SilentError("NVML does not answer: a call hangs in the driver and has not returned yet")
-        if self._asked - self._served >= _BACKLOG:
+        if self._questions - self._served >= _BACKLOG:
             raise SilentError(f"NVML is overloaded: {_BACKLOG} requests are waiting for it")
         answer: Future[T] = Future()
-        self._asked += 1
-        number = self._asked
+        self._questions += 1
+        number = self._questions
         self._requests.put(partial(_answer, work, answer))
         try:
             async with asyncio.timeout(seconds):

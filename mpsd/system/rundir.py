@@ -85,7 +85,7 @@ class RunDir:
         logs = (*paths.log_dir.glob("*/control.log"), *paths.log_dir.glob("*/server.log"))
         for path in (*paths.runtime_dir.iterdir(), *paths.state_dir.iterdir(), *paths.log_dir.iterdir(), *logs):
             path_safety.check_file(path)
-        check_reach(settings)
+        check_acl_support(settings)
         path = paths.runtime_dir / "mpsd.lock"
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
@@ -123,9 +123,9 @@ class RunDir:
         return self._settings.paths.state_dir / "history.db"
 
     @property
-    def found_modes(self) -> Path:
+    def saved_compute_modes(self) -> Path:
         """The compute modes that GPUs are to get back."""
-        return found_modes(self._settings)
+        return saved_compute_modes(self._settings)
 
     @property
     def last_event(self) -> Path:
@@ -149,7 +149,7 @@ def libraries(settings: Settings) -> Path:
     return settings.paths.runtime_dir / "driver"
 
 
-def found_modes(settings: Settings) -> Path:
+def saved_compute_modes(settings: Settings) -> Path:
     """Say where the compute modes are written down that GPUs are to get back."""
     return settings.paths.state_dir / "compute-modes.json"
 
@@ -178,7 +178,7 @@ def check(settings: Settings, names: Sequence[str], *, private: bool) -> None:
             )
 
 
-def check_reach(settings: Settings) -> None:
+def check_acl_support(settings: Settings) -> None:
     """Refuse a runtime directory whose file system cannot keep who may reach a control daemon, where that matters.
 
     An mpsd that is not root's serves its own uid, which owns the directories. Raises ConfigurationError.
@@ -187,7 +187,7 @@ def check_reach(settings: Settings) -> None:
     if os.geteuid() != 0 or settings.unadmitted is not Unadmitted.DENY:
         return
     there = next(path for path in (runtime_dir, *runtime_dir.parents) if path.exists())
-    if not acl.is_kept(there):
+    if not acl.is_supported(there):
         raise ConfigurationError(
             f"the file system of {there} does not support POSIX ACLs, which limit pipe access to the uids"
             ' that hold a lease (enforcement.unadmitted = "deny")',

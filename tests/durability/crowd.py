@@ -293,16 +293,16 @@ class Crowd:
         assert set(counted.values()) <= {1}, f"there twice: {counted}"
         here = {lease["id"]: lease for lease in leases}
         for lease in receipts.owed:
-            told = receipts.granted[lease]
-            if told["owner"]["pid"] in self._gone:
+            published = receipts.granted[lease]
+            if published["owner"]["pid"] in self._gone:
                 assert lease not in here, f"{lease} outlived its holder"
                 continue
             assert lease in here, f"{lease} was granted, not released, and is lost"
             same = ("id", "shares", "env", "gpus", "owner", "granted", "created", "active_thread_percentage")
-            assert {key: here[lease][key] for key in same} == {key: told[key] for key in same}
-            if told["expires"] is not None:
+            assert {key: here[lease][key] for key in same} == {key: published[key] for key in same}
+            if published["expires"] is not None:
                 # Whether it was renewed is told apart by the day, not by how exactly the clock is read.
-                assert here[lease]["expires"][:10] >= told["expires"][:10], f"{lease} forgot that it was renewed"
+                assert here[lease]["expires"][:10] >= published["expires"][:10], f"{lease} forgot that it was renewed"
         back = receipts.released & here.keys()
         assert not back, f"released, and there again: {back}"
         strange = [lease for lease in here if lease not in receipts.granted and here[lease]["state"] == "granted"]

@@ -21,7 +21,7 @@ def commits(node: Node) -> list[int]:
     """Return of how many leases each commit told, after mpsd was killed."""
     with closing(sqlite3.connect(node.root / "run" / "leases.db")) as database:
         said = chain.from_iterable(json.loads(row) for (row,) in database.execute("SELECT news FROM leases"))
-        return [len(news) for _, news in said]
+        return [len(events) for _, events in said]
 
 
 def ask(node: Node, *, together: bool) -> None:
@@ -69,7 +69,7 @@ def decide(node: Node) -> list[str]:
         return leases
 
 
-def told(lines: list[str]) -> list[tuple[str, str | None]]:
+def published(lines: list[str]) -> list[tuple[str, str | None]]:
     """Return what is told of leases, each with its lease."""
     facts = [json.loads(line) for line in lines]
     return [(fact["event"], fact.get("lease")) for fact in facts if fact["event"].startswith("lease_")]
@@ -85,8 +85,8 @@ def test_nobody_overtakes(make_node: Start) -> None:
     """What waits to be told comes before what is told at once, in the log and among the events, and is there to see."""
     node = make_node().start()
     leases = decide(node)
-    assert told(node.get("/v1/events").body.decode().splitlines()) == decided(leases)
-    assert told(node.stderr.read_text().splitlines()) == decided(leases)
+    assert published(node.get("/v1/events").body.decode().splitlines()) == decided(leases)
+    assert published(node.stderr.read_text().splitlines()) == decided(leases)
 
 
 def test_seen_and_told(make_node: Start) -> None:
@@ -96,10 +96,10 @@ def test_seen_and_told(make_node: Start) -> None:
         for _ in range(_MANY):
             lease = caller.ask("POST", "/v1/leases", {"threads": 1, "memory": "1MiB"}).json["id"]
             assert caller.ask("GET", f"/v1/leases/{lease}").json["state"] == "granted"
-            assert told(node.stderr.read_text().splitlines())[-1] == ("lease_granted", lease)
+            assert published(node.stderr.read_text().splitlines())[-1] == ("lease_granted", lease)
             assert caller.ask("DELETE", f"/v1/leases/{lease}").status == 204
             assert caller.ask("GET", "/v1/leases").json["leases"] == []
-            assert told(node.stderr.read_text().splitlines())[-1] == ("lease_ended", lease)
+            assert published(node.stderr.read_text().splitlines())[-1] == ("lease_ended", lease)
 
 
 def test_killed_before_it_was_told(make_node: Start) -> None:
@@ -110,6 +110,6 @@ def test_killed_before_it_was_told(make_node: Start) -> None:
         leases.append(caller.ask("POST", "/v1/leases", {"threads": 1, "memory": "1MiB"}).json["id"])
         node.end(signal.SIGKILL)
     node.start()
-    events = told(node.get("/v1/events").body.decode().splitlines())
+    events = published(node.get("/v1/events").body.decode().splitlines())
     wanted = [each for each in decided(leases) if each[1]]  # a refusal is in no store yet
     assert [each for each in events if each[1]][: len(wanted) - 1] == wanted[:-1]

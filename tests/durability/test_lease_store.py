@@ -37,7 +37,7 @@ def opened(directory: Path, *, schema: tuple[str, ...] = LEASES_SCHEMA) -> Itera
         assert database.aside is None
 
 
-def news(lease: Lease) -> LeaseEvent:
+def events(lease: Lease) -> LeaseEvent:
     """Return what there is to tell of a lease."""
     return LeaseEvent(
         lease.id, EventName.LEASE_ENDED if lease.state is LeaseState.ENDED else EventName.LEASE_GRANTED, {}
@@ -46,7 +46,7 @@ def news(lease: Lease) -> LeaseEvent:
 
 def keep(keeping: LeaseStore, *leases: Lease) -> None:
     """Store leases in one turn, with the news of each."""
-    assert not keeping.keep({lease.id: lease for lease in leases}, [news(lease) for lease in leases]).because
+    assert not keeping.keep({lease.id: lease for lease in leases}, [events(lease) for lease in leases]).because
 
 
 def numbered(count: int) -> list[Lease]:
@@ -73,10 +73,10 @@ def test_rows_are_used_again(tmp_path: Path) -> None:
         for lease in others:
             keep(keeping, lease)
             keep(keeping, ended(lease))
-            keeping.note_told(keeping.turn - 1)
+            keeping.note_published(keeping.batch - 1)
     assert rows(tmp_path) == 3
     with opened(tmp_path) as keeping:
-        assert keeping.read(told=399).leases == [first]
+        assert keeping.read(published=399).leases == [first]
         keep(keeping, *others[:2])
     assert rows(tmp_path) == 3
 
@@ -87,22 +87,26 @@ def test_untold(tmp_path: Path) -> None:
     with opened(tmp_path) as keeping:
         keep(keeping, first)
         keep(keeping, ended(first))
-        keeping.note_told(2)
+        keeping.note_published(2)
         for lease in reversed(leases):
             keep(keeping, lease)
         keep(keeping, *map(ended, leases))
-        keeping.note_told(12)
+        keeping.note_published(12)
         keep(keeping, first)
     with opened(tmp_path) as keeping:
-        found = keeping.read(told=12)
+        found = keeping.read(published=12)
         assert found.leases == [first]
-        assert found.untold == [*map(news, leases[9::-1]), *(news(ended(lease)) for lease in leases), news(first)]
-        assert keeping.turn == 24
+        assert found.unpublished == [
+            *map(events, leases[9::-1]),
+            *(events(ended(lease)) for lease in leases),
+            events(first),
+        ]
+        assert keeping.batch == 24
         keep(keeping, leases[0])
     with opened(tmp_path) as keeping:
-        assert len(keeping.read(told=22).untold) == 22
+        assert len(keeping.read(published=22).unpublished) == 22
     with opened(tmp_path) as keeping:
-        assert keeping.read(told=25).untold == []
+        assert keeping.read(published=25).unpublished == []
 
 
 def test_a_history_that_was_lost(tmp_path: Path) -> None:
@@ -110,13 +114,13 @@ def test_a_history_that_was_lost(tmp_path: Path) -> None:
     first, second = numbered(2)
     with opened(tmp_path) as keeping:
         keep(keeping, first)
-        keeping.note_told(1)
+        keeping.note_published(1)
         keep(keeping, second)
     with opened(tmp_path) as keeping:
-        found = keeping.read(told=0)
+        found = keeping.read(published=0)
         assert found.leases == [first, second]
-        assert found.untold == [news(second)]
-        assert keeping.turn == 2
+        assert found.unpublished == [events(second)]
+        assert keeping.batch == 2
 
 
 def test_another_boot(tmp_path: Path) -> None:
@@ -129,11 +133,11 @@ def test_another_boot(tmp_path: Path) -> None:
         database.commit([(put, summed(1, "another", 0, data, said))])
     with opened(tmp_path) as keeping:
         found = keeping.read()
-        assert (found.leases, found.untold) == ([], [news(LEASE)])
+        assert (found.leases, found.unpublished) == ([], [events(LEASE)])
         keep(keeping, LEASE)
     assert rows(tmp_path) == 2
     with opened(tmp_path) as keeping:
-        assert keeping.read(told=2).leases == [LEASE]
+        assert keeping.read(published=2).leases == [LEASE]
         keep(keeping, *numbered(2)[1:])
     assert rows(tmp_path) == 2
 
@@ -146,19 +150,19 @@ def test_the_first_version(tmp_path: Path) -> None:
         for lease in leases:
             row = summed(lease.id, clock.boot_id(), msgspec.json.encode(lease).decode())
             database.commit([("INSERT INTO leases VALUES (?, ?, ?, ?)", row)])
-        for turn, said in ((12, leases[1:]), (11, [leases[0], ended(leases[0])])):
-            text = json.dumps([[each.lease, each.event, each.facts] for each in map(news, said)])
-            database.commit([("INSERT INTO news VALUES (?, ?, ?)", summed(turn, text))])
+        for batch, said in ((12, leases[1:]), (11, [leases[0], ended(leases[0])])):
+            text = json.dumps([[each.lease, each.event, each.facts] for each in map(events, said)])
+            database.commit([("INSERT INTO news VALUES (?, ?, ?)", summed(batch, text))])
     with opened(tmp_path) as keeping:
-        found = keeping.read(told=10)
+        found = keeping.read(published=10)
         assert found.leases == leases
-        assert found.untold == [news(leases[0]), news(ended(leases[0])), news(leases[1]), news(leases[2])]
-        assert keeping.turn == 12
+        assert found.unpublished == [events(leases[0]), events(ended(leases[0])), events(leases[1]), events(leases[2])]
+        assert keeping.batch == 12
         keep(keeping, *map(ended, leases))
     with opened(tmp_path) as keeping:
-        found = keeping.read(told=12)
+        found = keeping.read(published=12)
         assert found.leases == []
-        assert found.untold == [news(ended(lease)) for lease in leases]
+        assert found.unpublished == [events(ended(lease)) for lease in leases]
 
 
 @as_root
@@ -177,5 +181,5 @@ def test_an_end_needs_no_room(short_tmp: Path) -> None:
                 keep(keeping, ended(lease))
             assert not keeping.is_late()
         with opened(short_tmp) as keeping:
-            found = keeping.read(told=400)
-            assert (len(found.leases), len(found.untold)) == (0, 400)
+            found = keeping.read(published=400)
+            assert (len(found.leases), len(found.unpublished)) == (0, 400)

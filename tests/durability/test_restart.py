@@ -88,10 +88,10 @@ def test_restart(make_node: Start, number: signal.Signals) -> None:
         here = leases(node)
         assert here.keys() == {mine["id"], theirs["id"]}
         changing = {"expires"}
-        for told in (mine, theirs):
-            found = here[told["id"]]
+        for published in (mine, theirs):
+            found = here[published["id"]]
             assert {k: v for k, v in found.items() if k not in changing} == {
-                k: v for k, v in told.items() if k not in changing
+                k: v for k, v in published.items() if k not in changing
             }
         assert granted(node, request_id="once")["id"] == mine["id"]
     assert because(node, theirs["id"]) == f"its holder, pid {holder.pid}, has exited"
@@ -158,9 +158,9 @@ def test_ten_thousand(make_node: Start) -> None:
         node = make_node(
             simulate=1, config="[admission]\nleases = 20000\nthreads_oversubscription = 100\nmemory_reserve = 0\n"
         ).start()
-        told = granted(node, threads=0.1, pid=processes.pids[0])
+        published = granted(node, threads=0.1, pid=processes.pids[0])
         node.end(signal.SIGKILL)
-        multiply(node, told, processes.pids)
+        multiply(node, published, processes.pids)
         node.start()
         here = leases(node)
         assert len(here) == 10_000
@@ -174,12 +174,12 @@ def test_ten_thousand(make_node: Start) -> None:
         assert all(lease["owner"]["pid"] != gone for lease in left.values())
 
 
-def multiply(node: Node, told: dict[str, Any], pids: list[int]) -> None:
+def multiply(node: Node, published: dict[str, Any], pids: list[int]) -> None:
     """Make ten thousand leases of one, tied to these processes in turn."""
     with rewritten(node) as store:
-        ((boot, told_of, data, news),) = store.execute("SELECT boot, told, data, news FROM leases").fetchall()
+        ((boot, told_of, data, events),) = store.execute("SELECT boot, told, data, news FROM leases").fetchall()
         store.execute("DELETE FROM leases")
-        before = {"id": told["id"], "pid": f'"pid":{pids[0]},', "ticks": f'"start_ticks":{start_ticks(pids[0])}'}
+        before = {"id": published["id"], "pid": f'"pid":{pids[0]},', "ticks": f'"start_ticks":{start_ticks(pids[0])}'}
         assert all(text in data for text in before.values())
         for number in range(10_000):
             pid = pids[number % len(pids)]
@@ -189,7 +189,7 @@ def multiply(node: Node, told: dict[str, Any], pids: list[int]) -> None:
                 .replace(before["pid"], f'"pid":{pid},')
                 .replace(before["ticks"], f'"start_ticks":{start_ticks(pid)}')
             )
-            values = (number + 1, boot, told_of, row, news)
+            values = (number + 1, boot, told_of, row, events)
             store.execute("INSERT INTO leases VALUES (?1, ?2, ?3, ?4, ?5, checksum(?1, ?2, ?3, ?4, ?5))", values)
 
 
@@ -224,8 +224,8 @@ async def mpsd(directory: Path) -> AsyncIterator[Leases]:
             LimitGates(settings, pipe_access),
             log,
             settings=settings,
-            tell=lambda turn: turn,
-            told=0,
+            publish=lambda batch: batch,
+            published=0,
             note_usage=lambda _: None,
         )
         leases.offer([OFFER])

@@ -74,7 +74,7 @@ def log(data: bytes) -> None:
     events = whole.read(lines)
     step = data[0] % 7 + 1 if data else 1
     assert [each for at in range(0, len(lines), step) for each in pieces.read(lines[at : at + step])] == events
-    assert (pieces.whose, pieces.unknown, pieces.latest) == (whole.whose, whole.unknown, whole.latest)
+    assert (pieces.origin, pieces.unknown, pieces.latest) == (whole.origin, whole.unknown, whole.latest)
     assert len(events) + whole.unknown <= len(lines)
     assert len(whole.latest) <= 32
     assert all(len(each) <= 200 for each in whole.latest)
@@ -134,7 +134,7 @@ _ASKED: Final[tuple[Callable[[Conversation], object], ...]] = (
     lambda talk: talk.ask(PERCENTAGE.ask_server(SERVER)),
     lambda talk: talk.ask(MEM_LIMIT.ask_server(SERVER)),
     lambda talk: talk.ask(commands.terminate_client(SERVER, 9)),
-    lambda talk: talk.ask(PERCENTAGE.tell_server(SERVER, WANTED)),
+    lambda talk: talk.ask(PERCENTAGE.set_on_server(SERVER, WANTED)),
     lambda talk: talk.set(PERCENTAGE.default_setting(WANTED)),
     lambda talk: talk.set(MEM_LIMIT.default_setting(WANTED)),
     lambda talk: talk.set(MEM_LIMIT.default_setting(UNLIMITED)),
@@ -166,8 +166,8 @@ def answers(data: bytes) -> None:
             answer = pending.answer
         except ControlError:
             continue
-        if isinstance(pending.asked, Setting):
-            assert answer == pending.asked.wanted
+        if isinstance(pending.question, Setting):
+            assert answer == pending.question.wanted
         for number in answer if isinstance(answer, tuple) else (answer,):
             assert not isinstance(number, int) or 0 <= number < 10**20 * GIB
 

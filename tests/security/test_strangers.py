@@ -90,7 +90,7 @@ def container(node: Node) -> Iterator[Caller]:
         yield caller
 
 
-class TestTold:
+class TestRefusalLog:
     """Whoever asks for what it may not have is told of in mpsd's log, in one line for each."""
 
     def test_break_ins(self, make_node: Start, make_line: MakeLine) -> None:
@@ -121,9 +121,9 @@ class TestTold:
         stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
         refusals = RefusalLog(configure(LogFormat.JSON, stream=stream))
         for _ in range(20):
-            refusals.tell(PeerCredentials(ANN, ANN, 1), "GET /" + "x" * 1000, "no")
+            refusals.record(PeerCredentials(ANN, ANN, 1), "GET /" + "x" * 1000, "no")
         refusals._since -= 60
-        refusals.tell(PeerCredentials(ANN, ANN, 1), "GET /", "no")
+        refusals.record(PeerCredentials(ANN, ANN, 1), "GET /", "no")
         stream.seek(0)
         told = [json.loads(each) for each in stream]
         assert len(told) == 17

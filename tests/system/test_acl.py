@@ -18,7 +18,7 @@ _ALL = READ | WRITE | EXECUTE
 def path(request: pytest.FixtureRequest, short_tmp: Path) -> Iterator[Path]:
     """Give a directory on a disk, and one in memory."""
     place = short_tmp if request.param == "/tmp" else Path(f"{request.param}/mt-acl-{os.getpid()}")
-    if not os.access(place.parent, os.W_OK) or not acl.is_kept(place.parent):
+    if not os.access(place.parent, os.W_OK) or not acl.is_supported(place.parent):
         pytest.skip(f"{request.param} keeps no ACLs here")
     place.mkdir(exist_ok=True)
     directory = place / "d"
@@ -62,14 +62,14 @@ def test_text() -> None:
 
 def test_no_acls() -> None:
     """A file system that keeps none says so; what is all in the mode needs none."""
-    assert not acl.is_kept(Path("/proc"))
+    assert not acl.is_supported(Path("/proc"))
     with pytest.raises(OSError, match="not supported"):
         acl.write(Path("/proc"), acl.private(_ALL, {1}, READ | EXECUTE))
 
 
 def test_path_that_is_gone(path: Path) -> None:
     """A path that is not there is no path without ACLs."""
-    for look in (acl.read, acl.is_kept):
+    for look in (acl.read, acl.is_supported):
         with pytest.raises(FileNotFoundError):
             look(path / "gone")
     with pytest.raises(FileNotFoundError):

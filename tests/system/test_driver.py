@@ -46,7 +46,7 @@ class TestHere:
         found = driver.find(CONTROL, roots=[operators], here=tmp_path / "none")
         assert found == driver.Driver(tmp_path / "bin" / CONTROL, tmp_path / "bin" / SERVER, None)
         assert found.directories == (str(tmp_path / "bin"),)
-        assert found.told()["nvml"] == f"{LIBRARY}, found by the dynamic loader"
+        assert found.facts()["nvml"] == f"{LIBRARY}, found by the dynamic loader"
 
     def test_of_another_distribution(self, tmp_path: Path) -> None:
         """Libraries that CDI has put where the host has them are found where this system's loader does not look."""
@@ -75,7 +75,7 @@ class TestHere:
         make(tmp_path, "bin", names=(CONTROL,))
         found = driver.find(CONTROL)
         assert found.server is None
-        assert found.told()["server"] == f"not found: {SERVER}"
+        assert found.facts()["server"] == f"not found: {SERVER}"
 
     def test_none(self, tmp_path: Path) -> None:
         """Where there is none, the refusal says where it was looked for, and the ways out."""
@@ -107,7 +107,7 @@ class TestRoot:
         found = driver.find(CONTROL, roots=[tmp_path / "not there", root, later])
         assert found == driver.Driver(root / programs / CONTROL, root / programs / SERVER, root / libraries)
         assert found.nvml == root / libraries / LIBRARY
-        assert found.told() == {
+        assert found.facts() == {
             "program": str(root / programs / CONTROL),
             "server": str(root / programs / SERVER),
             "nvml": str(root / libraries / LIBRARY),

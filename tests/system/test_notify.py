@@ -31,7 +31,7 @@ def test_nobody(short_tmp: Path) -> None:
     manager = ServiceManager.take({})
     assert not manager.listens
     assert manager.watchdog is None
-    manager.tell("READY=1")
+    manager.notify("READY=1")
     assert not list(short_tmp.iterdir())
 
 
@@ -57,8 +57,8 @@ def test_busy_manager(short_tmp: Path) -> None:
         ears.setblocking(False)
         manager = ServiceManager(f"{short_tmp}/notify")
         for number in range(1000):  # more than the kernel keeps for it
-            manager.tell(f"STATUS={number}")
-        manager.tell("READY=1", "STATUS=latest", "WATCHDOG=1")
+            manager.notify(f"STATUS={number}")
+        manager.notify("READY=1", "STATUS=latest", "WATCHDOG=1")
         heard = []
         while True:
             try:
@@ -67,6 +67,6 @@ def test_busy_manager(short_tmp: Path) -> None:
                 break
         assert heard[0] == b"STATUS=0"
         assert len(heard) < 1000
-        manager.tell("STOPPING=1")
+        manager.notify("STOPPING=1")
         assert ears.recv(4096) == b"STATUS=latest\nREADY=1\nSTOPPING=1"
         manager.close()

@@ -14,7 +14,7 @@ from mpsd.core.sanitize import plain
 if TYPE_CHECKING:
     from mpsd.core.doctor.finding import Check, Result
 
-_TOLD: Final = ("fail", "warn", "unknown", "ok")
+_SHOWN: Final = ("fail", "warn", "unknown", "ok")
 """The verdicts, the worst first."""
 
 
@@ -93,18 +93,18 @@ def report(results: "Sequence[Result]", done: Sequence[str], *, everything: bool
     Checks that are unknown for one reason stand on one line.
     """
     lines = [f"fixed    {plain(each)}" for each in done]
-    for verdict in _TOLD:
+    for verdict in _SHOWN:
         if verdict == "ok" and not everything:
             continue
         for (because, remedy), names in _grouped([each for each in results if each.finding.verdict == verdict]):
             lines.append(f"{verdict:<7}  {', '.join(names)}: {plain(because)}")
             if remedy and verdict != "ok":
                 lines.append(f"         remedy: {plain(remedy)}")
-    counts = {verdict: sum(each.finding.verdict == verdict for each in results) for verdict in _TOLD}
-    told = (
+    counts = {verdict: sum(each.finding.verdict == verdict for each in results) for verdict in _SHOWN}
+    shown = (
         f"{counts['fail']} failed, {plural(counts['warn'], 'warning')}, {counts['unknown']} unknown, {counts['ok']} ok"
     )
-    return "\n".join([*lines, *([""] if lines else []), f"{plural(len(results), 'finding')}: {told}"])
+    return "\n".join([*lines, *([""] if lines else []), f"{plural(len(results), 'finding')}: {shown}"])
 
 
 def _grouped(results: "Sequence[Result]") -> "list[tuple[tuple[str, str | None], list[str]]]":

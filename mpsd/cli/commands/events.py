@@ -43,7 +43,7 @@ def events(api: Api, form: str, after: int, *, follow: bool) -> None:
     With --follow, a restart of mpsd leaves no gap. With -o json, each line is the JSON that mpsd sent.
     """
     gc.enable()  # it may take days
-    for line, event in _told(api, after, follow=follow):
+    for line, event in _shown(api, after, follow=follow):
         text = harmless_json(line) if form == "json" else _in_words(event)
         sys.stdout.write(f"{text}\n")  # click.echo looks at the terminal each time; there may be thousands of lines
         sys.stdout.flush()
@@ -54,7 +54,7 @@ def _in_words(event: "answer_types.Event") -> str:
         return views.event(plain(event))
 
 
-def _told(api: Api, after: int, *, follow: bool) -> Iterator[tuple[str, "answer_types.Event"]]:
+def _shown(api: Api, after: int, *, follow: bool) -> Iterator[tuple[str, "answer_types.Event"]]:
     """Yield the events; whoever follows them comes back for the next one when mpsd was away, or had them leave."""
     api.connect()
     away = False

@@ -77,7 +77,7 @@ def _of_daemons(verb: str, text: str, function: Callable[..., None]) -> click.Co
 
 def _follow(api: Api, operation: "answer_types.Operation") -> "answer_types.Operation":
     """Tell how an operation gets on, and return it when it is over; an mpsd that goes away is waited for."""
-    told, pause = None, _FIRST_PAUSE
+    shown, pause = None, _FIRST_PAUSE
     with signals.raised():
         try:
             while operation["state"] == _RUNNING:
@@ -85,12 +85,14 @@ def _follow(api: Api, operation: "answer_types.Operation") -> "answer_types.Oper
                 pause = min(pause * 1.5, _LONGEST_PAUSE)
                 try:
                     operation = api.operation(operation["id"])
-                    news = operation["because"] if operation["state"] == _RUNNING and operation["waits_for"] else told
+                    progress = (
+                        operation["because"] if operation["state"] == _RUNNING and operation["waits_for"] else shown
+                    )
                 except UnreachableError:
-                    news = "mpsd is gone; the next mpsd continues the operation"
-                if news != told:
-                    told = news
-                    note(f"{operation['daemon']}: {told}")
+                    progress = "mpsd is gone; the next mpsd continues the operation"
+                if progress != shown:
+                    shown = progress
+                    note(f"{operation['daemon']}: {shown}")
         except signals.SignalledError as signal:
             note(f"{operation['id']} continues; to cancel it: mpsctl resume {operation['daemon']}")
             signal.end()

@@ -218,15 +218,15 @@ def _beyond_limits(need: Amount, offer: Offer) -> Shortage | None:
     """Compare what each client process would get with what its control daemon gives any of them."""
     threads, memory = offer.limits.active_thread_percentage, offer.limits.pinned_device_mem_limit
     tenths, mebibytes = need.threads // need.clients, need.memory // MIB // need.clients
-    asked = "were requested" if need.clients == 1 else "were requested for each process"
+    requested = "were requested" if need.clients == 1 else "were requested for each process"
     if tenths > threads.tenths:
         limit = "limits.active_thread_percentage"
-        asked = f"{tenths / 10:g} % of the threads {asked}"
-        because = f"{asked}, but the control daemon allows a client {threads} % at most"
+        requested = f"{tenths / 10:g} % of the threads {requested}"
+        because = f"{requested}, but the control daemon allows a client {threads} % at most"
     elif memory is not None and mebibytes > memory.mebibytes:
         limit = "limits.pinned_device_mem_limit"
-        asked = f"{format_size(mebibytes * MIB)} of memory {asked}"
-        because = f"{asked}, but the control daemon allows a client {memory} at most"
+        requested = f"{format_size(mebibytes * MIB)} of memory {requested}"
+        because = f"{requested}, but the control daemon allows a client {memory} at most"
     else:
         return None
     return Shortage(limit, because, f"request less, or raise {limit}", ExceedsDaemonLimitError, offer.gpu)

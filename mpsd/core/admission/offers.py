@@ -66,17 +66,17 @@ class Offers:
             return admission.why_never(admission.needs(request, self.named(request)))
         count, hint = len(list(self.named(request))), "for the reason: mpsctl gpus"
         if request.gpu != "any":
-            asked = f"{request.gpu} was requested"
+            requested = f"{request.gpu} was requested"
         else:
-            asked = "a GPU was requested" if request.gpus == 1 else f"{request.gpus} GPUs were requested"
+            requested = "a GPU was requested" if request.gpus == 1 else f"{request.gpus} GPUs were requested"
         if request.among is not None and self.has(structs.replace(request, among=None)):
-            may = f"{asked}, but of this node's {len(self.by_gpu)} GPUs you may use {self._listed(request.among)}"
+            may = f"{requested}, but of this node's {len(self.by_gpu)} GPUs you may use {self._listed(request.among)}"
             return Shortage(
                 "quota.gpus", may, "request one of those, or ask an administrator to change quota.gpus", QuotaError
             )
         if count:
-            return Shortage("gpus", f"{asked}, but this node has {count}", "request fewer GPUs", NeverFitsError)
-        return Shortage("gpu", f"{asked}, but mpsd cannot use any at present", hint, DaemonNotReadyError)
+            return Shortage("gpus", f"{requested}, but this node has {count}", "request fewer GPUs", NeverFitsError)
+        return Shortage("gpu", f"{requested}, but mpsd cannot use any at present", hint, DaemonNotReadyError)
 
     def _listed(self, gpus: Iterable[str]) -> str:
         return ", ".join(gpu for gpu in gpus if gpu in self.by_gpu) or "none"

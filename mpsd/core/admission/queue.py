@@ -51,7 +51,7 @@ class Queue:
 
     def order(self, lease: Lease, now: float, patience: float) -> Order:
         """Return the place in the order of a lease, be it in the queue or about to join it."""
-        return self._order(lease, now - patience, self._usage.standing(lease.owner.uid, now))
+        return self._order(lease, now - patience, self._usage.rank(lease.owner.uid, now))
 
     def in_order(
         self, now: float, patience: float, *, before: Order | None = None, anew: bool = False
@@ -62,8 +62,8 @@ class Queue:
         meanwhile counts `anew`, or not before the next time.
         """
         uids = {lease.owner.uid for lease in self.leases.values()}
-        standing, since = {uid: self._usage.standing(uid, now) for uid in uids}, now - patience
-        queue = [(self._order(lease, since, standing[lease.owner.uid]), lease) for lease in self.leases.values()]
+        rank, since = {uid: self._usage.rank(uid, now) for uid in uids}, now - patience
+        queue = [(self._order(lease, since, rank[lease.owner.uid]), lease) for lease in self.leases.values()]
         if before is not None:
             queue = [each for each in queue if each[0] < before]
         heapq.heapify(queue)
@@ -75,9 +75,9 @@ class Queue:
                 heapq.heappop(queue)
                 yield lease
 
-    def _order(self, lease: Lease, since: float, standing: float) -> Order:
+    def _order(self, lease: Lease, since: float, rank: float) -> Order:
         first = self._first_since.get(lease.id, _NEVER)
-        return -lease.request.priority, first if first <= since else _NEVER, standing, lease.arrival, lease.id
+        return -lease.request.priority, first if first <= since else _NEVER, rank, lease.arrival, lease.id
 
 
 def keep(lease: Lease, candidates: Sequence[Candidate], reserved: dict[str, Reservation]) -> bool:

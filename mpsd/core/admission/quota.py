@@ -60,12 +60,12 @@ def check(quota: Quota, has: UserTotals, priority: int, worth: Amount) -> None:
         )
 
 
-def time_to_live(quota: Quota, asked: float | None) -> float | None:
+def time_to_live(quota: Quota, requested: float | None) -> float | None:
     """Return the time to live that a lease gets, in seconds. Raises QuotaError when the quota allows less."""
-    if quota.ttl is not None and asked is not None and asked > quota.ttl:
+    if quota.ttl is not None and requested is not None and requested > quota.ttl:
         raise QuotaError(
-            f"a time to live of {asked:g} s was requested, but your quota allows {quota.ttl:g} s at most",
+            f"a time to live of {requested:g} s was requested, but your quota allows {quota.ttl:g} s at most",
             hint="request a shorter time to live, and renew the lease before it expires",
             limit="quota.ttl",
         )
-    return quota.ttl if asked is None else asked
+    return quota.ttl if requested is None else requested

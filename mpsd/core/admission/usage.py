@@ -37,7 +37,7 @@ class Usage:
         account = self._accounts.get(uid)
         return 0.0 if account is None else self._value(account, now)
 
-    def standing(self, uid: int, now: float) -> float:
+    def rank(self, uid: int, now: float) -> float:
         """Return by what users are compared, the lesser first: what one has had, and what it holds, for a second more.
 
         Without that second, all that comes free at one moment would go to one user, who had had nothing of it yet. It

@@ -82,11 +82,11 @@ def _of_package(seen: Observed, node: NodeGpus) -> Iterator[Finding]:
 def _of_logs(seen: Observed, node: NodeGpus) -> Iterator[Finding]:
     """Compare the driver with what control daemons and servers said of themselves (R580 on)."""
     for each in seen.files.servers.value if isinstance(seen.files.servers, Known) else ():
-        met = gpus.driver_branch(each.driver or "")
-        if met is not None:
+        branch = gpus.driver_branch(each.driver or "")
+        if branch is not None:
             because = f"its last server ran with driver {each.driver}, but the driver is now {node.driver}"
             evidence: dict[str, object] = {"log": str(each.log), "server": each.driver, "driver": node.driver}
-            verdict = Verdict.OK if met == gpus.driver_branch(node.driver) else Verdict.WARN
+            verdict = Verdict.OK if branch == gpus.driver_branch(node.driver) else Verdict.WARN
             yield Finding(verdict, because, evidence, "mpsctl restart, which waits for its clients", each.name)
         if each.cuda is not None and node.cuda is not None:
             because = f"the control program is for CUDA {_cuda(each.cuda)}, but the driver for CUDA {_cuda(node.cuda)}"
@@ -128,11 +128,11 @@ def _memory_limit(seen: Observed) -> Iterator[Finding]:
             f"driver {node.driver} was not tested with a memory limit; driver {limit.measured} was", "mpsctl verify"
         )
         return
-    asked = seen.settings.limits.pinned_device_mem_limit is not None
+    is_set = seen.settings.limits.pinned_device_mem_limit is not None
     because = f"driver {node.driver} has no pinned device memory limit, which needs driver {limit.since}"
-    because += ", and limits.pinned_device_mem_limit is set" if asked else ""
+    because += ", and limits.pinned_device_mem_limit is set" if is_set else ""
     remedy = "install driver 535 or newer, or remove the memory limit"
-    yield Finding(Verdict.FAIL if asked else Verdict.WARN, because, evidence, remedy)
+    yield Finding(Verdict.FAIL if is_set else Verdict.WARN, because, evidence, remedy)
 
 
 def _many_users(seen: Observed) -> Iterator[Finding]:

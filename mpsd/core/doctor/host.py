@@ -118,7 +118,7 @@ def _lines(seen: Observed) -> tuple[LogLine, ...]:
     return seen.host.kernel_log.value if isinstance(seen.host.kernel_log, Known) else ()
 
 
-def _told(lines: list[LogLine]) -> dict[str, object]:
+def _report_of(lines: list[LogLine]) -> dict[str, object]:
     return {"times": len(lines), "seconds_ago": round(lines[-1].age), "lines": [each.text for each in lines[-5:]]}
 
 
@@ -137,7 +137,7 @@ def _denied(seen: Observed, by: str, word: str, remedy: str) -> Iterator[Finding
     lines = [each for each in both if by in each.text and word in each.text and _NAMES.search(each.text)]
     if lines:
         because = f"{len(lines)} denials, the last one {lines[-1].age:.0f} s ago: {lines[-1].text}"
-        yield Finding(_how_bad(lines), because, _told(lines), remedy)
+        yield Finding(_how_bad(lines), because, _report_of(lines), remedy)
 
 
 def _selinux(seen: Observed) -> Iterator[Finding]:
@@ -164,7 +164,7 @@ def _xid(seen: Observed) -> Iterator[Finding]:
         because = (
             f"the GPU at {where} reported {gpus.describe_xid(number)}, most recently {last.age:.0f} s ago: {last.text}"
         )
-        evidence = {"pci": where, "xid": number, **_told(lines)}
+        evidence = {"pci": where, "xid": number, **_report_of(lines)}
         verdict, remedy = Verdict.WARN, "find the program that caused it; the GPU can still be used"
         if gpus.condemns(number):
             verdict, remedy = (
@@ -184,7 +184,7 @@ def _oom(seen: Observed) -> Iterator[Finding]:
         remedy = (
             "free -h; give more memory to the control group of mpsd and its servers (MemoryMax=, a container's limit)"
         )
-        yield Finding(_how_bad(lines), because + lines[-1].text, _told(lines), remedy)
+        yield Finding(_how_bad(lines), because + lines[-1].text, _report_of(lines), remedy)
 
 
 def _sandbox(seen: Observed) -> Iterator[Finding]:

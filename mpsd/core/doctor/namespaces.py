@@ -5,7 +5,7 @@ from typing import Final
 
 from mpsd.core.doctor.finding import AS_ROOT, Check, Finding, Verdict, unknown
 from mpsd.core.doctor.observed import Observed
-from mpsd.core.doctor.processes import DAEMON, FRONT_END, belongs, hidden, living, untold
+from mpsd.core.doctor.processes import DAEMON, FRONT_END, belongs, hidden, living, unreadable_processes
 from mpsd.core.model import Known, Unknown
 
 
@@ -59,7 +59,7 @@ def _pid_namespace(seen: Observed) -> Iterator[Finding]:
     looked = [*([mpsd] if mpsd else []), *daemons]
     closed = [each for each in looked if isinstance(each.pid_namespace, Unknown)]
     if closed:
-        yield untold(seen, closed)
+        yield unreadable_processes(seen, closed)
     for each in looked:
         if isinstance(each.pid_namespace, Known) and each.pid_namespace.value != seen.host.pid_namespace:
             because = f"pid {each.pid} ({each.part}) is in its own pid namespace, and sees clients outside it as pid 0"
@@ -79,7 +79,7 @@ def _shm_shared(seen: Observed) -> Iterator[Finding]:
     looked = [each for each in living(seen) if each.part != FRONT_END and belongs(seen, each)]
     closed = [each for each in looked if isinstance(each.shared_memory, Unknown)]
     if closed:
-        yield untold(seen, closed)
+        yield unreadable_processes(seen, closed)
     for each in looked:
         if isinstance(each.shared_memory, Known) and each.shared_memory.value != own.value.device:
             because = f"pid {each.pid} ({each.part}) has another /dev/shm than mpsctl: clients that share mpsctl's"

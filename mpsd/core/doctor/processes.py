@@ -52,17 +52,17 @@ def _unseen(seen: Observed) -> Iterator[Finding]:
         yield unknown("not all processes of the machine are visible in this pid namespace", AS_ROOT)
     closed = [each for each in living(seen) if each.part in {DAEMON, SERVER} and isinstance(each.variables, Unknown)]
     if closed:
-        yield untold(seen, closed)
+        yield unreadable_processes(seen, closed)
 
 
-def untold(seen: Observed, processes: Iterable[ProcessSeen]) -> Finding:
+def unreadable_processes(seen: Observed, processes: Iterable[ProcessSeen]) -> Finding:
     """Return that these processes could not be looked at closely enough."""
     pids = [each.pid for each in processes]
     because = f"uid {seen.host.uid} has no permission to inspect pid {', '.join(map(str, pids))}"
     return Finding(Verdict.UNKNOWN, because, {"pids": pids}, AS_ROOT)
 
 
-def _told(each: ProcessSeen) -> dict[str, object]:
+def _report_of(each: ProcessSeen) -> dict[str, object]:
     executable = each.executable.value if isinstance(each.executable, Known) else None
     return {
         "pid": each.pid,
@@ -122,7 +122,7 @@ def _foreign(seen: Observed) -> Iterator[Finding]:
         directory = each.pipe_directory or ""
         because = f"pid {each.pid} (uid {each.uid}) is a control daemon on {directory} that mpsd did not start"
         remedy = f"{_quit(each, directory)}; mpsctl reset {Path(directory).name}"
-        yield Finding(Verdict.FAIL, because, _told(each), remedy, Path(directory).name)
+        yield Finding(Verdict.FAIL, because, _report_of(each), remedy, Path(directory).name)
 
 
 def _usual(seen: Observed) -> Iterator[Finding]:
@@ -137,7 +137,7 @@ def _usual(seen: Observed) -> Iterator[Finding]:
             f"pid {each.pid} (uid {each.uid}) is a control daemon on {directory}, the directory that clients use by"
         )
         because += " default: such clients run on its GPUs with its limits, not with those of mpsd"
-        yield Finding(Verdict.FAIL, because, _told(each), _quit(each, directory), directory)
+        yield Finding(Verdict.FAIL, because, _report_of(each), _quit(each, directory), directory)
     for usual in seen.files.usual:
         if str(usual.path) in there or (isinstance(usual.entries, Known) and not usual.entries.value):
             continue
@@ -170,7 +170,7 @@ def _other(seen: Observed) -> Iterator[Finding]:
         because = f"pid {each.pid} (uid {each.uid}) is a control daemon on {where} that sees"
         because += f" CUDA_VISIBLE_DEVICES={devices}" if devices else " all GPUs"
         because += ": its clients share GPUs with mpsd's clients, and mpsd does not count them"
-        yield Finding(Verdict.WARN, because, _told(each), _quit(each, directory), directory)
+        yield Finding(Verdict.WARN, because, _report_of(each), _quit(each, directory), directory)
 
 
 def _sees_none(seen: Observed, devices: str) -> bool:
@@ -193,7 +193,7 @@ def _other_mpsd(seen: Observed) -> Iterator[Finding]:
         if own is None:
             because = f"pid {each.pid} (uid {each.uid}) is an mpsd, but not the one that was queried"
             remedy = f"query that one: its arguments give its --root or --config: {' '.join(each.arguments)}"
-        yield Finding(Verdict.WARN, because, _told(each), remedy, f"pid {each.pid}")
+        yield Finding(Verdict.WARN, because, _report_of(each), remedy, f"pid {each.pid}")
 
 
 def _orphans(seen: Observed) -> Iterator[Finding]:
@@ -212,7 +212,7 @@ def _orphans(seen: Observed) -> Iterator[Finding]:
             )
             because += " any more"
             remedy = f"when its clients have exited: kill {each.pid}"
-            yield Finding(Verdict.FAIL, because, _told(each), remedy, f"pid {each.pid}")
+            yield Finding(Verdict.FAIL, because, _report_of(each), remedy, f"pid {each.pid}")
 
 
 def _front_end(seen: Observed) -> Iterator[Finding]:
@@ -225,7 +225,7 @@ def _front_end(seen: Observed) -> Iterator[Finding]:
                 " s: MPS serves"
             )
             because += " one front-end at a time, and refuses all others"
-            yield Finding(Verdict.FAIL, because, _told(each), f"end it: kill {each.pid}", f"pid {each.pid}")
+            yield Finding(Verdict.FAIL, because, _report_of(each), f"end it: kill {each.pid}", f"pid {each.pid}")
 
 
 def _stopped(seen: Observed) -> Iterator[Finding]:
@@ -238,13 +238,13 @@ def _stopped(seen: Observed) -> Iterator[Finding]:
                 if each.state == "T"
                 else f"detach its tracer: grep Tracer /proc/{each.pid}/status"
             )
-            yield Finding(Verdict.FAIL, because, _told(each), remedy, f"pid {each.pid}")
+            yield Finding(Verdict.FAIL, because, _report_of(each), remedy, f"pid {each.pid}")
         elif each.state == "D":
             because = f"pid {each.pid} ({each.part}) is blocked in the kernel (state D), where signals do not reach it"
             yield Finding(
                 Verdict.WARN,
                 because,
-                _told(each),
+                _report_of(each),
                 "if this persists: dmesg | grep -i -e nvrm -e xid",
                 f"pid {each.pid}",
             )
@@ -269,7 +269,7 @@ def _nofile(seen: Observed) -> Iterator[Finding]:
     yield from hidden(seen)
     closed = [each for each in living(seen) if isinstance(each.open_files, Unknown)]
     if closed:
-        yield untold(seen, closed)
+        yield unreadable_processes(seen, closed)
     for each in living(seen):
         if each.part == FRONT_END:
             continue
@@ -293,7 +293,7 @@ def _program(seen: Observed) -> Iterator[Finding]:
                 f"pid {each.pid} ({each.part}) runs {path.removesuffix(' (deleted)')}, which was replaced on disk since"
             )
             remedy = "systemctl restart mpsd" if each.part == MPSD else "mpsctl restart, which waits for its clients"
-            yield Finding(Verdict.WARN, because, _told(each), remedy, f"pid {each.pid}")
+            yield Finding(Verdict.WARN, because, _report_of(each), remedy, f"pid {each.pid}")
 
 
 CHECKS: Final = (

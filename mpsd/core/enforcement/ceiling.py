@@ -37,14 +37,14 @@ class CeilingRules:
 
 
 @dataclass(slots=True)
-class _Turn:
+class _Slot:
     """In strict mode, whose turn it is, and since when."""
 
     lease: str
     since: float
     held: bool = False
     """Whether it does not pass, since the lease waits for its turn on another GPU."""
-    told: bool = False
+    answered: bool = False
     """Whether somebody who waited for it was told: it has begun then, and nobody who asks again makes it longer."""
 
 
@@ -80,7 +80,7 @@ class ExpectedClients:
         """How many of them are to get what: thousands mostly ask for the same few sizes."""
         self._since: dict[str, float] = {}
         """Those that have some of their processes, and since when the others are waited for; the earliest first."""
-        self._turn: _Turn | None = None
+        self._slot: _Slot | None = None
 
     def expect(self, lease_id: str, limits: Limits, *, some: bool, now: float) -> bool:
         """Wait for processes of a lease, which has `some` or none; its window begins now.
@@ -106,16 +106,16 @@ class ExpectedClients:
 
         Who holds turns here and there takes them in the order of the GPUs, so that no two wait for each other.
         """
-        if self._turn is not None and self._turn.lease == lease_id and not self._turn.told:
-            self._turn.held = True
+        if self._slot is not None and self._slot.lease == lease_id and not self._slot.answered:
+            self._slot.held = True
 
-    def tell(self, lease_id: str, *, some: bool, now: float) -> None:
+    def answer(self, lease_id: str, *, some: bool, now: float) -> None:
         """Have the window and the turn of a lease, which has `some` of its processes or none, begin: it is told now."""
         if some and self.expects(lease_id):
             self._since.pop(lease_id, None)
             self._since[lease_id] = now
-        if self._turn is not None and self._turn.lease == lease_id and not self._turn.told:
-            self._turn = _Turn(lease_id, now, told=True)
+        if self._slot is not None and self._slot.lease == lease_id and not self._slot.answered:
+            self._slot = _Slot(lease_id, now, answered=True)
 
     def forget(self, lease_id: str) -> bool:
         """Wait no more for processes of a lease: it has all, or has ended; return as `expect` does."""
@@ -134,30 +134,30 @@ class ExpectedClients:
 
     def is_open_to(self, lease_id: str) -> bool:
         """Tell whether processes of a lease may attach now, as it was settled last."""
-        return self.expects(lease_id) and (self._turn is None or self._turn.lease == lease_id)
+        return self.expects(lease_id) and (self._slot is None or self._slot.lease == lease_id)
 
     def settle(self, rules: CeilingRules, now: float) -> Ceiling:
         """Return how far it is open now."""
         if rules.strict:
             return self._strictly(rules, now)
-        self._turn = None
+        self._slot = None
         while self._since and next(iter(self._since.values())) + rules.window <= now:
             self.forget(next(iter(self._since)))
         ends = next(iter(self._since.values())) + rules.window if self._since else NEVER
         return Ceiling(reduce(widest_limits, self._sizes, rules.closed), ends)
 
     def _strictly(self, rules: CeilingRules, now: float) -> Ceiling:
-        turn = self._turn
-        if turn is not None and turn.lease in self._expected and not turn.held and now >= turn.since + rules.window:
-            if turn.lease in self._since:
-                self.forget(turn.lease)
+        slot = self._slot
+        if slot is not None and slot.lease in self._expected and not slot.held and now >= slot.since + rules.window:
+            if slot.lease in self._since:
+                self.forget(slot.lease)
             else:  # it has another turn, after all others
-                self._expected[turn.lease] = self._expected.pop(turn.lease)
-            turn = None
-        if turn is None or turn.lease not in self._expected:
+                self._expected[slot.lease] = self._expected.pop(slot.lease)
+            slot = None
+        if slot is None or slot.lease not in self._expected:
             first = next(iter(self._expected), None)
-            turn = None if first is None else _Turn(first, now)
-        self._turn = turn
-        if turn is None:
+            slot = None if first is None else _Slot(first, now)
+        self._slot = slot
+        if slot is None:
             return Ceiling(rules.closed)
-        return Ceiling(self._expected[turn.lease], NEVER if turn.held else turn.since + rules.window)
+        return Ceiling(self._expected[slot.lease], NEVER if slot.held else slot.since + rules.window)

@@ -61,14 +61,14 @@ def part(lease: Lease, share: Share) -> ReadBack:
 
 def exceeds(found: ReadBack, allowed: ReadBack, *, memory: bool) -> str:
     """Say in which way one is more than the other; nothing where it is not. `memory`: whether the driver limits it."""
-    ways = []
+    excesses = []
     for limit in LIMITS:
         has, may = limit.found(found), limit.found(allowed)
         if may is None or wider(has, may) == may or (limit is PINNED_DEVICE_MEM_LIMIT and not memory):
             continue
         much = "unlimited" if has is None else f"{limit.amount(has)} of"
-        ways.append(f"{much} {limit.resource} instead of {limit.amount(may)}")
-    return " and ".join(ways)
+        excesses.append(f"{much} {limit.resource} instead of {limit.amount(may)}")
+    return " and ".join(excesses)
 
 
 def share_on(lease: Lease, daemon: str) -> Share | None:

@@ -125,7 +125,7 @@ class Limit:
         """Ask what the next server starts with."""
         return command(self.default_getter, self._device, self.parse)
 
-    def tell_server(self, server: int, wanted: Limits) -> Command[None]:
+    def set_on_server(self, server: int, wanted: Limits) -> Command[None]:
         """Give the next clients of a server this limit, which may be wider than the default (V2).
 
         What a server answers is not known, and means nothing here: only `ask_server` says what came of it.

@@ -156,7 +156,7 @@ LogEvent = (
     | ClientLost
 )
 
-NEWS: Final = (
+REASONS_TO_ASK: Final = (
     ServerStarting,
     ServerReady,
     ServerFailed,

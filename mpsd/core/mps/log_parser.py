@@ -38,7 +38,7 @@ from mpsd.core.mps.log_events import (
 _STAMP: Final = re.compile(r"\[(?P<at>[0-9-]+ [0-9:.]+) +(?P<source>[A-Za-z]+(?: [A-Za-z]+)*) +(?P<pid>[0-9]{1,10})\] ")
 """What stands before the text of each line."""
 
-_MOST_KEPT: Final = 32
+_MOST_REMEMBERED: Final = 32
 """Lines that nobody understood which are kept, the latest last."""
 
 _MOST_WORDS: Final = 200
@@ -201,12 +201,12 @@ class LogReader:
     key, with which the nonces of mpsd's marks begin.
     """
 
-    def __init__(self, key: str = "", whose: CommandOrigin = CommandOrigin.NOBODYS) -> None:
+    def __init__(self, key: str = "", origin: CommandOrigin = CommandOrigin.NOBODYS) -> None:
         """`whose` is where an earlier reader stopped."""
-        self.whose = whose
+        self.origin = origin
         self.unknown = 0
         """Lines that nobody understood."""
-        self.latest: deque[str] = deque(maxlen=_MOST_KEPT)
+        self.latest: deque[str] = deque(maxlen=_MOST_REMEMBERED)
         """The latest of them."""
         self._key = key
 
@@ -223,20 +223,20 @@ class LogReader:
             if text.startswith("Cmd:"):
                 self._command(text.removeprefix("Cmd:"), events)
             elif text == "NEW UI":
-                self.whose = CommandOrigin.UNKNOWN
+                self.origin = CommandOrigin.UNKNOWN
             elif text == "UI closed":
-                self.whose = CommandOrigin.NOBODYS
+                self.origin = CommandOrigin.NOBODYS
             else:
                 self._other(stamp, text, line, events)
         return events
 
     def _command(self, command: str, events: list[LogEvent]) -> None:
         """Judge a conversation by its first command. Where that was not seen, it counts as a stranger's."""
-        if self.whose is CommandOrigin.UNKNOWN:
-            self.whose = CommandOrigin.OURS if is_mark(command, self._key) else CommandOrigin.FOREIGN
-        elif self.whose is CommandOrigin.NOBODYS:
-            self.whose = CommandOrigin.FOREIGN
-        if self.whose is CommandOrigin.FOREIGN and changes_something(command):
+        if self.origin is CommandOrigin.UNKNOWN:
+            self.origin = CommandOrigin.OURS if is_mark(command, self._key) else CommandOrigin.FOREIGN
+        elif self.origin is CommandOrigin.NOBODYS:
+            self.origin = CommandOrigin.FOREIGN
+        if self.origin is CommandOrigin.FOREIGN and changes_something(command):
             events.append(ForeignCommand(command))
 
     def _other(self, stamp: re.Match[str], text: str, line: str, events: list[LogEvent]) -> None:
@@ -245,10 +245,10 @@ class LogReader:
             form, found = known
             event = None if form.event is None else form.event(_behind(stamp, line), found)
             if isinstance(event, DaemonStarted):
-                self.whose = CommandOrigin.NOBODYS  # whoever talked to the one before it
+                self.origin = CommandOrigin.NOBODYS  # whoever talked to the one before it
             if event is not None:
                 events.append(event)
-        elif not text.isdecimal() and (self.whose is CommandOrigin.NOBODYS or stamp["source"] != "Control"):
+        elif not text.isdecimal() and (self.origin is CommandOrigin.NOBODYS or stamp["source"] != "Control"):
             self._wonder(line)
         # What else the daemon says within a conversation is an answer, and a number is one, or one of a list.
 

@@ -133,43 +133,45 @@ class DrainStep(StrEnum):
     """What was wanted is so."""
 
 
-def next_step(wish: DesiredState, scene: ObservedState) -> DrainStep:
+def next_step(desired: DesiredState, observed: ObservedState) -> DrainStep:
     """Return what is to be done next, however often it was asked before, and by whichever mpsd."""
-    if not wish.waits:
+    if not desired.waits:
         return DrainStep.NOTHING
-    if wish.intent is Intent.DRAIN:
-        return DrainStep.DONE if scene.answers and not scene.blockers else _empty(wish, scene)
-    if wish.replaced is None or scene.process != wish.replaced:
+    if desired.intent is Intent.DRAIN:
+        return DrainStep.DONE if observed.answers and not observed.blockers else _empty(desired, observed)
+    if desired.replaced is None or observed.process != desired.replaced:
         # The old one is gone, by our word or its own: what is there now, or comes, is its successor.
-        return DrainStep.DONE if scene.process is not None and scene.answers else DrainStep.WAIT
-    if not wish.quitting and (scene.blockers or not scene.answers):
+        return DrainStep.DONE if observed.process is not None and observed.answers else DrainStep.WAIT
+    if not desired.quitting and (observed.blockers or not observed.answers):
         # Who is there is not known of one that does not answer.
-        step = _empty(wish, scene)
-        return DrainStep.FORCE if step is DrainStep.WAIT and wish.is_late(scene.now) else step
-    return DrainStep.FORCE if wish.is_late(scene.now) and wish.quitting else DrainStep.QUIT
+        step = _empty(desired, observed)
+        return DrainStep.FORCE if step is DrainStep.WAIT and desired.is_late(observed.now) else step
+    return DrainStep.FORCE if desired.is_late(observed.now) and desired.quitting else DrainStep.QUIT
 
 
-def met(wish: DesiredState, process: ProcessIdentity | None, started: float) -> DesiredState:
+def identify(desired: DesiredState, process: ProcessIdentity | None, started: float) -> DesiredState:
     """Return a wish as it stands now that it is known which process there is, `started` so many seconds after boot.
 
     A restart may be wanted of an mpsd that has just started and not found the control daemon yet: one that ran by then
     is the one to be replaced, and one that came later is its successor.
     """
-    if wish.intent is Intent.RESTART and wish.replaced is None and process is not None and started <= wish.at:
-        return replace(wish, replaced=process)
-    return wish
+    if desired.intent is Intent.RESTART and desired.replaced is None and process is not None and started <= desired.at:
+        return replace(desired, replaced=process)
+    return desired
 
 
-def _empty(wish: DesiredState, scene: ObservedState) -> DrainStep:
+def _empty(desired: DesiredState, observed: ObservedState) -> DrainStep:
     """Wait for those who are there, or end them when they are late and not everything was tried."""
-    return DrainStep.END if scene.blockers and not scene.tried and wish.is_late(scene.now) else DrainStep.WAIT
+    return (
+        DrainStep.END if observed.blockers and not observed.tried and desired.is_late(observed.now) else DrainStep.WAIT
+    )
 
 
-def take_up(wish: DesiredState, boot: str) -> DesiredState:
+def take_up(desired: DesiredState, boot: str) -> DesiredState:
     """Return a wish as it stands in this boot: of an earlier one no process is left, and no deadline matters."""
-    if wish.boot == boot:
-        return wish
-    return replace(wish, boot=boot, at=0.0, deadline=None, replaced=None, quitting=False)
+    if desired.boot == boot:
+        return desired
+    return replace(desired, boot=boot, at=0.0, deadline=None, replaced=None, quitting=False)
 
 
 def revise(before: DesiredState, after: DesiredState, *, silent: bool = False) -> DesiredState:

@@ -69,7 +69,7 @@ class Dispatcher(Generic[H]):
             endpoint = None if message.trouble else methods.get(message.method)
             settings = self._settings()
             principal = _authorise(message, endpoint, settings)
-            self._in_flight.came(uid, settings.api.requests_per_uid)
+            self._in_flight.begin(uid, settings.api.requests_per_uid)
             counted = True
             if endpoint is None:
                 answer: Answer | Stream = unroutable(message, methods)
@@ -88,7 +88,7 @@ class Dispatcher(Generic[H]):
             await connection.send(message, self._defect(error, message.path))
         finally:
             if counted:
-                self._in_flight.went(uid)
+                self._in_flight.end(uid)
 
     async def _answer(
         self, endpoint: _Endpoint, message: Message, principal: Principal, names: Mapping[str, str]
@@ -118,7 +118,7 @@ class Dispatcher(Generic[H]):
         """Log who asked for what it may not have."""
         if isinstance(error, NotPermittedError):
             credentials = message.connection.peer.principal(self._settings()).credentials
-            self._refusal_log.tell(credentials, f"{message.method} {message.path}".strip(), error.detail)
+            self._refusal_log.record(credentials, f"{message.method} {message.path}".strip(), error.detail)
 
     def _defect(self, error: Exception, path: str) -> Answer:
         """Log a defect, and return the answer to its request, which tells nothing of it."""

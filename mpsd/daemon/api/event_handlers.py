@@ -24,7 +24,7 @@ class EventHandlers:
         """
         query, events = request.query, self._events
         assert isinstance(query, schema.EventsQuery)  # noqa: S101 - the route table says so
-        self._node.leases.tell()
+        self._node.leases.publish()
         events.flush()  # what has no number yet may take the place of what is asked for
         if query.after > events.latest:
             raise InvalidRequestError(

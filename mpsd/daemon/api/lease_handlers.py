@@ -80,9 +80,9 @@ class LeaseHandlers:
         self, request: Request, body: lease_schema.LeaseRequest, holder: Process, uid: int, gid: int
     ) -> Awaitable[Lease]:
         owner = Owner(uid, gid, holder.pid, holder.started)
-        asked = _lease_request(body)
+        requested = _lease_request(body)
         return self._node.admit(
-            asked, owner, holder, request.user, wait=body.wait, ttl=body.ttl, has_left=request.has_left
+            requested, owner, holder, request.user, wait=body.wait, ttl=body.ttl, has_left=request.has_left
         )
 
     async def release(self, request: Request) -> None:

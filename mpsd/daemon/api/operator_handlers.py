@@ -12,7 +12,7 @@ from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.node.node import Node
 from mpsd.system import clock
 
-_KEPT: Final = 256
+_MOST_DONE: Final = 256
 """Operations that were done at once, and still can be asked for."""
 
 
@@ -69,7 +69,7 @@ class OperatorHandlers:
         because = f"uid {request.credentials.uid} {did} {name}; it is {state}"
         done = schema.OperationOut(_operation_id(), name, verb, Outcome.DONE, because, now, now, [])
         self._operations[done.id] = done
-        while len(self._operations) > _KEPT:
+        while len(self._operations) > _MOST_DONE:
             self._operations.popitem(last=False)
         return done
 

@@ -11,8 +11,8 @@ from mpsd.core.roles import Role
 from mpsd.daemon.api import answers, lease_schema, schema
 from mpsd.daemon.api.answers import AnswerKind
 from mpsd.daemon.api.event_handlers import EventHandlers
-from mpsd.daemon.api.handlers import NodeHandlers
 from mpsd.daemon.api.lease_handlers import LeaseHandlers
+from mpsd.daemon.api.node_handlers import NodeHandlers
 from mpsd.daemon.api.openapi import OpenApiHandlers
 from mpsd.daemon.api.operator_handlers import OperatorHandlers
 from mpsd.daemon.api.request import RequestBody, RequestQuery

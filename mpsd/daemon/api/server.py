@@ -35,7 +35,7 @@ class Api:
         """Answer on this socket until cancelled."""
         self._listener = Listener(self._dispatcher.receive, listener, self._log)
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._listener.keep(lambda: self._node.settings.current))
+            group.create_task(self._listener.accept(lambda: self._node.settings.current))
             group.create_task(self._listener.sweep())
 
     async def leave(self) -> None:
@@ -48,7 +48,7 @@ class Api:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_WORDS):
                     await asyncio.sleep(_PAUSE)
-                    await self._listener.all_heard()
+                    await self._listener.wait_for_requests()
 
     async def close(self) -> None:
         """Finish what is being answered, and stop; a second call does nothing."""

@@ -10,7 +10,7 @@ import msgspec
 
 from mpsd.core.enforcement.server_health import ServerHealth
 from mpsd.core.model import UnknownLines
-from mpsd.core.mps.log_events import NEWS, ForeignCommand, LogEvent, ServerExited, ServerFailed, ServerFaulted
+from mpsd.core.mps.log_events import REASONS_TO_ASK, ForeignCommand, LogEvent, ServerExited, ServerFailed, ServerFaulted
 from mpsd.core.mps.log_parser import CommandOrigin, LogReader, parse
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import atomic_file, clock
@@ -27,15 +27,15 @@ _MOST_WORDS: Final = 200
 _MOST_COMMANDS: Final = 64
 """Strangers' commands that are remembered until mpsd can ask what came of them; the latest count."""
 
-_MOST_TOLD: Final = 16
+_MOST_LOGGED: Final = 16
 """Things of one kind, in one reading of the log, that are told one by one: nobody may fill mpsd's own log with them."""
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True):
+class _File(msgspec.Struct, forbid_unknown_fields=True, rename={"origin": "whose"}):
     """What the next mpsd needs in order to go on with the reading. The key in it is for nobody else."""
 
     key: str
-    whose: CommandOrigin
+    origin: CommandOrigin
     control: Position
     server: Position
     serving: ServerHealth
@@ -57,10 +57,10 @@ class ControlLog:
 
         `changed` is called when its servers serve otherwise than before.
         """
-        kept = _kept(paths)
+        stored = _stored_position(paths)
         self.size = size
         """Bytes that each of the two files may keep."""
-        self.key = kept.key if kept else secrets.token_hex(8)
+        self.key = stored.key if stored else secrets.token_hex(8)
         """By what mpsd's own conversations are known in the log: those of the mpsd before as well."""
         self.foreign = 0
         """Commands of others, so far."""
@@ -73,17 +73,17 @@ class ControlLog:
         self._woken = woken
         self._changed = changed
         self._watch = DirectoryWatch(paths.log_directory, self._look_now)
-        self._control = LogFollower(paths.control_log, kept.control if kept else None)
+        self._control = LogFollower(paths.control_log, stored.control if stored else None)
         # How a server opens its log is not known, and one that does not append to it must not have it cut.
-        self._server = LogFollower(paths.server_log, kept.server if kept else None, collapses=False)
-        self._reader = LogReader(self.key, kept.whose if kept else CommandOrigin.NOBODYS)
+        self._server = LogFollower(paths.server_log, stored.server if stored else None, collapses=False)
+        self._reader = LogReader(self.key, stored.origin if stored else CommandOrigin.NOBODYS)
         self._server_reader = LogReader()
         self._again: asyncio.TimerHandle | None = None
-        self._news = False
+        self._has_reason_to_ask = False
         """Whether there was anything since the last glance for which the daemon is to be asked."""
         self._last_line = ""
         self._complaints: dict[EventName, str] = {}
-        self.serving = kept.serving if kept else ServerHealth()
+        self.serving = stored.serving if stored else ServerHealth()
         """Whether the servers serve."""
 
     # -- what was seen ------------------------------------------------------------------------------------------------
@@ -98,8 +98,8 @@ class ControlLog:
     def check(self) -> bool:
         """Look, and tell whether a stranger, a server or a client did something since the last glance."""
         self.look()
-        news, self._news = self._news, False
-        return news
+        has_reason_to_ask, self._has_reason_to_ask = self._has_reason_to_ask, False
+        return has_reason_to_ask
 
     def last_words(self) -> str:
         """Return the last thing that the daemon wrote, or nothing; for right after its death."""
@@ -183,36 +183,38 @@ class ControlLog:
             self._again = None
         with contextlib.suppress(OSError):
             self.look()
-        if self._news:
+        if self._has_reason_to_ask:
             self._woken()
 
     def _note_events(self, events: Sequence[LogEvent]) -> None:
         foreign = [event.text for event in events if isinstance(event, ForeignCommand)]
         self.foreign += len(foreign)
         self.unexplained = (*self.unexplained, *foreign)[-_MOST_COMMANDS:]
-        self._tell(EventName.FOREIGN_COMMAND, [{"command": command} for command in foreign])
+        self._log_events(EventName.FOREIGN_COMMAND, [{"command": command} for command in foreign])
         exits = [event for event in events if isinstance(event, ServerExited) and event.status]
-        self._tell(EventName.SERVER_EXITED, [{"server": each.server, "status": each.status} for each in exits])
+        self._log_events(EventName.SERVER_EXITED, [{"server": each.server, "status": each.status} for each in exits])
         failed = [event for event in events if isinstance(event, ServerFailed)]
-        self._tell(EventName.SERVER_FAILED, [{"server": each.server, "words": each.words} for each in failed])
+        self._log_events(EventName.SERVER_FAILED, [{"server": each.server, "words": each.words} for each in failed])
         faults = [event for event in events if isinstance(event, ServerFaulted)]
-        self._tell(EventName.SERVER_FAULTED, [{"server": each.server} for each in faults])
+        self._log_events(EventName.SERVER_FAULTED, [{"server": each.server} for each in faults])
         before = self.serving.state
         self.serving.note(events, clock.now())
         self._compare(before)
-        self._news = self._news or bool(foreign) or any(isinstance(event, NEWS) for event in events)
+        self._has_reason_to_ask = (
+            self._has_reason_to_ask or bool(foreign) or any(isinstance(event, REASONS_TO_ASK) for event in events)
+        )
 
-    def _tell(self, event: EventName, each: Sequence[dict[str, object]]) -> None:
-        for facts in each[:_MOST_TOLD]:
+    def _log_events(self, event: EventName, each: Sequence[dict[str, object]]) -> None:
+        for facts in each[:_MOST_LOGGED]:
             self._log.warning(event, **facts)
-        if len(each) > _MOST_TOLD:
-            self._log.warning(event, **each[-1], left_out=len(each) - _MOST_TOLD - 1)
+        if len(each) > _MOST_LOGGED:
+            self._log.warning(event, **each[-1], left_out=len(each) - _MOST_LOGGED - 1)
 
     # -- keeping ------------------------------------------------------------------------------------------------------
 
     def _keep(self) -> None:
         """Note how far the log was read, and what follows of that: nobody will read it again."""
-        file = _File(self.key, self._reader.whose, self._control.position, self._server.position, self.serving)
+        file = _File(self.key, self._reader.origin, self._control.position, self._server.position, self.serving)
         try:
             atomic_file.write(self._paths.reading, msgspec.json.encode(file))
         except OSError as error:
@@ -240,7 +242,7 @@ class ControlLog:
             self._log.warning(event, because=because)
 
 
-def _kept(paths: DaemonPaths) -> _File | None:
+def _stored_position(paths: DaemonPaths) -> _File | None:
     """Return what an earlier mpsd noted, if it can be understood: the file is mpsd's own, and so is a damaged one."""
     raw = atomic_file.read(paths.reading)
     if raw is None:

@@ -103,7 +103,7 @@ class Drainer:
         if not revised.is_late(now):
             self._stop_ending()
         for each in ended:
-            self._tell(each)
+            self._log_end(each)
         if command.operation:
             self._log.info(
                 EventName.OPERATION_BEGUN, operation=revised.operation, verb=command.intent, because=command.because
@@ -153,7 +153,7 @@ class Drainer:
         ended = self._ended(desired, outcome, because)
         # Its time to leave was for those who were there then, and not for whoever comes one day.
         self._stored.keep(replace(then, operation="", deadline=None), ended)
-        self._tell(ended)
+        self._log_end(ended)
 
     def operation(self, operation: str) -> Operation | None:
         """Return an operation on this daemon, if it goes on, or is one of those that ended last."""
@@ -171,7 +171,7 @@ class Drainer:
             )
         return next((each for each in self._stored.ended if each.id == operation), None)
 
-    def _tell(self, ended: Operation) -> None:
+    def _log_end(self, ended: Operation) -> None:
         self._log.info(
             EventName.OPERATION_ENDED, operation=ended.id, verb=ended.verb, state=ended.state, because=ended.because
         )
@@ -226,10 +226,12 @@ class Drainer:
         """Return what is wanted, of the daemon that is there."""
         desired = self.desired
         # A clock tick later than it began at the latest: in doubt it is the successor, and not replaced once more.
-        met = desired if there is None else drain.met(desired, there, clock.since_boot(there.start_ticks + 1))
-        if met is not desired:
-            self._keep(met)
-        return met
+        identified = (
+            desired if there is None else drain.identify(desired, there, clock.since_boot(there.start_ticks + 1))
+        )
+        if identified is not desired:
+            self._keep(identified)
+        return identified
 
     def has_to_force(self, there: ProcessIdentity | None) -> bool:
         """Tell whether a daemon that is to quit has to be made to: an operator's word, or those left had their time."""

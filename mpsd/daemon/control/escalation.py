@@ -14,7 +14,7 @@ from mpsd.system.process import Process
 Terminate: TypeAlias = Callable[[], Awaitable[None]]
 """Has a server end the contexts of a client, and returns when it says that this is done. Raises ControlError."""
 
-_RUNG: Final = 5
+_STEP: Final = 5
 """Seconds for each rung of a control daemon's ladder."""
 
 
@@ -26,15 +26,15 @@ def terminate_contexts_of(pipe: ControlPipe, server: int, client: int) -> Termin
 async def end_daemon(daemon: Process, pipe: ControlPipe, log: Logger) -> None:
     """End a control daemon by `quit`, SIGTERM and SIGKILL; its pidfd says when it is gone."""
     try:
-        await pipe.quit(_RUNG)
-        if await daemon.gone_within(_RUNG):
+        await pipe.quit(_STEP)
+        if await daemon.gone_within(_STEP):
             return
     except ControlError as error:
-        log.warning(EventName.DAEMON_FORCED, rung="quit", because=error.detail)
+        log.warning(EventName.DAEMON_FORCED, step="quit", because=error.detail)
     for number in (signal.SIGTERM, signal.SIGKILL):
-        log.warning(EventName.DAEMON_FORCED, rung=number.name, pid=daemon.pid)
+        log.warning(EventName.DAEMON_FORCED, step=number.name, pid=daemon.pid)
         daemon.signal(number)
-        if await daemon.gone_within(_RUNG):
+        if await daemon.gone_within(_STEP):
             return
 
 
@@ -46,8 +46,8 @@ async def end_client(client: Process, terminate: Terminate | None, grace: float,
     `0`, and not at all where that does not come. A process that is no client of a server has no such rung.
     """
 
-    def forced(rung: str, **facts: object) -> None:
-        log.warning(EventName.CLIENT_FORCED, rung=rung, pid=client.pid, because=because, **facts)
+    def forced(step: str, **facts: object) -> None:
+        log.warning(EventName.CLIENT_FORCED, step=step, pid=client.pid, because=because, **facts)
 
     try:
         forced(signal.SIGTERM.name)

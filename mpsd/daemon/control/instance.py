@@ -24,7 +24,7 @@ LISTEN_POLL: Final = 0.0005
 The loop's timers make some 1.5 ms of it.
 """
 
-_TELL_AGAIN: Final = 30.0
+_QUIT_INTERVAL: Final = 30.0
 """Seconds between two times that a control daemon is told to quit, while it waits for clients."""
 
 
@@ -114,7 +114,7 @@ class Instance:
         assert self.process is not None  # noqa: S101 - there is one that is to quit
         if force:
             await end_daemon(self.process, pipe, self._log)
-        elif self._quit_at is None or clock.monotonic() >= self._quit_at + _TELL_AGAIN:
+        elif self._quit_at is None or clock.monotonic() >= self._quit_at + _QUIT_INTERVAL:
             await pipe.quit(None)
             self._quit_at = clock.monotonic()
 

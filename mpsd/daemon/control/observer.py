@@ -41,7 +41,7 @@ class _Questions:
         pid = identity.pid
         if wanted is not None:
             for limit in limits:
-                talk.ask(limit.tell_server(pid, wanted))
+                talk.ask(limit.set_on_server(pid, wanted))
         self._clients = talk.ask(commands.get_client_list(pid))
         self._status = talk.ask(commands.get_server_status(pid))
         self._limits = {limit: talk.ask(limit.ask_server(pid)) for limit in limits}
@@ -167,15 +167,17 @@ class Observer:
         before, self.read_back = self.read_back, found
         if before != found or not self._held_since:
             self._held_since = clock.since_boot()
-        met = await self._register(pids.answer, known, limits)
-        if any(not self._lists_only_known_clients(identity, server) for identity, server in met.items()):
+        registered = await self._register(pids.answer, known, limits)
+        if any(not self._lists_only_known_clients(identity, server) for identity, server in registered.items()):
             self.control_log.look()  # what others did to limits while somebody connected counts for that client
-        self._servers = {identity: self._with_ceilings(identity, met[identity], before, found) for identity in met}
-        for identity in self._ceilings.keys() - met.keys():
+        self._servers = {
+            identity: self._with_ceilings(identity, registered[identity], before, found) for identity in registered
+        }
+        for identity in self._ceilings.keys() - registered.keys():
             if process.start_ticks(identity.pid) != identity.start_ticks:
                 del self._ceilings[identity]
         gone = {pid for pid in self.control_log.serving.faults if process.start_ticks(pid) is None}
-        self.control_log.statuses({each.pid: each.status for each in met.values()}, gone)
+        self.control_log.statuses({each.pid: each.status for each in registered.values()}, gone)
         return found
 
     def _default(self, talk: Conversation, limit: Limit, wanted: Limits, *, apply: bool) -> Pending[LimitValue]:

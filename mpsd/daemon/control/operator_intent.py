@@ -23,19 +23,19 @@ class OperatorIntent:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._kept = _File(DesiredState(Intent.RUN, "no operator holds it", clock.now(), boot=clock.boot_id()))
+        self._stored = _File(DesiredState(Intent.RUN, "no operator holds it", clock.now(), boot=clock.boot_id()))
         self.damaged = ""
         """Why what an earlier mpsd kept could not be understood, if so."""
 
     @property
     def desired(self) -> DesiredState:
         """What is wanted."""
-        return self._kept.desired
+        return self._stored.desired
 
     @property
     def ended(self) -> tuple[Operation, ...]:
         """The operations that ended last, the latest last."""
-        return self._kept.ended
+        return self._stored.ended
 
     def load(self) -> None:
         """Read what an earlier mpsd was told. A file that cannot be understood may have said `hold`, and so it does."""
@@ -43,23 +43,23 @@ class OperatorIntent:
         if raw is None:
             return
         try:
-            kept = msgspec.json.decode(raw, type=_File)
+            stored = msgspec.json.decode(raw, type=_File)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             self.damaged = f"{self._path} cannot be parsed: {error}"
             desired = DesiredState(Intent.HOLD, f"held because {self.damaged}", clock.now(), boot=clock.boot_id())
-            self._kept = _File(desired)
+            self._stored = _File(desired)
         else:
-            self._kept = _File(take_up(kept.desired, clock.boot_id()), kept.ended)
+            self._stored = _File(take_up(stored.desired, clock.boot_id()), stored.ended)
 
     def keep(self, desired: DesiredState, *ended: Operation) -> None:
         """Want this from now on, and note what has ended by that. Raises StorageError: nothing has changed, then."""
-        kept = _File(desired, (*self._kept.ended, *ended)[-_MOST_ENDED:])
+        stored = _File(desired, (*self._stored.ended, *ended)[-_MOST_ENDED:])
         try:
-            atomic_file.write(self._path, msgspec.json.encode(kept), lasting=True)
+            atomic_file.write(self._path, msgspec.json.encode(stored), lasting=True)
         except OSError as error:
             raise StorageError(
                 f"{self._path} cannot be written: {error.strerror}",
                 hint="free space on the file system of the state directory",
                 limit="paths.state_dir",
             ) from error
-        self._kept, self.damaged = kept, ""
+        self._stored, self.damaged = stored, ""

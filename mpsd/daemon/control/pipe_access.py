@@ -43,9 +43,9 @@ class PipeAccess:
 
     def _was_shut(self) -> bool:
         """Tell whether an earlier mpsd let nobody in, as until the limits hold: it may have died before that."""
-        path, nobody = next(self._acls(frozenset()))
+        path, closed = next(self._acls(frozenset()))
         try:
-            return acl.read(path) == nobody
+            return acl.read(path) == closed
         except OSError:
             return False  # there is nothing yet, or nothing that can be read: a start, or a look, says so
 

@@ -64,5 +64,5 @@ class Lifecycle:
         elif self.ready_since is None:
             self.ready_since = self.since
         # As the journal's priorities have it: what an operator has to mend, and what he may have to.
-        tell = {State.FAILED: self._log.error, State.UNRESPONSIVE: self._log.warning}.get(target, self._log.info)
-        tell(EventName.DAEMON_STATE, state=target, before=before, because=because, pid=pid)
+        write = {State.FAILED: self._log.error, State.UNRESPONSIVE: self._log.warning}.get(target, self._log.info)
+        write(EventName.DAEMON_STATE, state=target, before=before, because=because, pid=pid)

@@ -26,7 +26,7 @@ class ComputeModes:
 
     def __init__(self, source: GpuSource, found: SavedComputeModes, log: Logger) -> None:
         self._source = source
-        self._found = found
+        self._saved = found
         self._log = log
         self._wanted = False
         self._because = ""
@@ -34,19 +34,19 @@ class ComputeModes:
         """GPUs seen in exclusive-process since it is wanted, since they are there, and since an operator reset them."""
         self._refused: dict[str, tuple[str, str]] = {}
         """Why a GPU's mode could not be changed, and what to do about it. It is not tried again before an occasion."""
-        self._told: dict[str, str] = {}
+        self._logged: dict[str, str] = {}
         """What was last told of each GPU's trouble."""
 
     def load(self) -> None:
         """Read what an earlier mpsd wrote down. What cannot be understood is set aside, and told."""
         try:
             try:
-                self._found.load()
+                self._saved.load()
             except ValueError as error:
-                aside = self._found.set_aside()
-                self._tell_not_kept(f"{self._found.path} cannot be parsed, and was moved to {aside}: {error}")
+                aside = self._saved.set_aside()
+                self._log_not_stored(f"{self._saved.path} cannot be parsed, and was moved to {aside}: {error}")
         except OSError as error:
-            self._tell_not_kept(f"{self._found.path} cannot be read: {error.strerror}")
+            self._log_not_stored(f"{self._saved.path} cannot be read: {error.strerror}")
 
     def want(self, wanted: WantedComputeMode, because: str) -> None:
         """Want a mode from now on, or none in particular: then what was found is given back, with this `because`."""
@@ -78,7 +78,7 @@ class ComputeModes:
     def notes(self, there: Mapping[Gpu, ComputeMode | None]) -> list[str]:
         """Return what should be known of the modes that GPUs have, and of the GPUs that are not there."""
         default = [gpu for gpu, mode in there.items() if mode is ComputeMode.DEFAULT and gpus.unsupported(gpu) is None]
-        found = self._found.by_gpu
+        found = self._saved.by_gpu
         missing = found.keys() - {gpu.uuid for gpu in there}
         notes = [
             f"{gpu} cannot be read now; mpsd has changed its compute mode, and will restore {found[gpu]}"
@@ -101,7 +101,7 @@ class ComputeModes:
         now = usage.value.compute_mode
         if now is _EXCLUSIVE:
             self._held.add(gpu.uuid)
-        found = self._found.by_gpu.get(gpu.uuid)
+        found = self._saved.by_gpu.get(gpu.uuid)
         reading: Reading[ComputeMode | None] = Known(now)
         try:
             match step(wanted=self._wanted_on(gpu), found=found, now=now, held=gpu.uuid in self._held):
@@ -119,16 +119,16 @@ class ComputeModes:
             self._refused[gpu.uuid] = error.detail, error.hint
         if isinstance(reading, Unknown):
             return reading
-        self._tell_trouble(gpu, reading.value)
+        self._log_trouble(gpu, reading.value)
         return Known(replace(usage.value, compute_mode=reading.value))
 
     async def _take(self, gpu: Gpu, now: ComputeMode) -> Reading[ComputeMode | None]:
         """Write down what is there, and only then change it. Raises ComputeModeError, and then it is as it was."""
         try:
-            self._found.note(gpu.uuid, now)
+            self._saved.note(gpu.uuid, now)
         except OSError as error:
             raise ComputeModeError(
-                f"its compute mode {now} cannot be recorded in {self._found.path}, so the mode was not"
+                f"its compute mode {now} cannot be recorded in {self._saved.path}, so the mode was not"
                 f" changed: {error.strerror}",
                 hint=_NO_ROOM.format(index=gpu.index),
             ) from error
@@ -139,7 +139,7 @@ class ComputeModes:
             raise
         if isinstance(reading, Known):
             self._held.add(gpu.uuid)
-            facts = {**_of(gpu), "mode": _EXCLUSIVE, "found": self._found.by_gpu[gpu.uuid], "because": self._because}
+            facts = {**_of(gpu), "mode": _EXCLUSIVE, "found": self._saved.by_gpu[gpu.uuid], "because": self._because}
             self._log.info(EventName.COMPUTE_MODE_SET, **facts)
         return reading
 
@@ -155,18 +155,18 @@ class ComputeModes:
     def _forget(self, gpu: Gpu) -> None:
         self._refused.pop(gpu.uuid, None)
         try:
-            self._found.forget(gpu.uuid)
+            self._saved.forget(gpu.uuid)
         except OSError as error:
-            self._tell_not_kept(f"GPU {gpu.index} cannot be removed from {self._found.path}: {error.strerror}")
+            self._log_not_stored(f"GPU {gpu.index} cannot be removed from {self._saved.path}: {error.strerror}")
 
-    def _tell_trouble(self, gpu: Gpu, now: ComputeMode | None) -> None:
+    def _log_trouble(self, gpu: Gpu, now: ComputeMode | None) -> None:
         """Log what is wrong with a GPU's mode, once."""
         because, _ = self.trouble(gpu, now) or self.left_behind(gpu) or ("", "")
-        if because and because != self._told.get(gpu.uuid):
+        if because and because != self._logged.get(gpu.uuid):
             self._log.error(EventName.COMPUTE_MODE_TROUBLE, **_of(gpu), mode=now, because=because)
-        self._told[gpu.uuid] = because
+        self._logged[gpu.uuid] = because
 
-    def _tell_not_kept(self, because: str) -> None:
+    def _log_not_stored(self, because: str) -> None:
         self._log.error(EventName.COMPUTE_MODE_NOT_STORED, because=because)
 
 

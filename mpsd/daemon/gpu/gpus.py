@@ -141,15 +141,15 @@ class Gpus:
         if isinstance(usage, Unknown):
             return GpuView(index, gpu, usage, Health.UNKNOWN, usage.reason, _LOOK)
         reported, at = self._reported.get(gpu.uuid, (0, clock.now()))
-        told = f"at {at.isoformat(timespec='seconds')} it reported {gpus.describe_xid(reported)}" if reported else ""
+        report = f"at {at.isoformat(timespec='seconds')} it reported {gpus.describe_xid(reported)}" if reported else ""
         if reported and gpus.condemns(reported):
             hint = f"look it up in NVIDIA's list of XID errors, repair or reset the GPU, then: mpsctl reset gpu{index}"
-            return GpuView(index, gpu, usage, Health.FAULTY, told, hint)
+            return GpuView(index, gpu, usage, Health.FAULTY, report, hint)
         closed = self.modes.trouble(gpu, usage.value.compute_mode)
         if closed is not None:
             return GpuView(index, gpu, usage, Health.MISCONFIGURED, *closed)
         left = self.modes.left_behind(gpu)
-        because = "; ".join(filter(None, ("it answers", told, left and left[0])))
+        because = "; ".join(filter(None, ("it answers", report, left and left[0])))
         return GpuView(index, gpu, usage, Health.OK, because, left and left[1])
 
     def notes(self) -> list[str]:

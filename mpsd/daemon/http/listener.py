@@ -33,13 +33,13 @@ class Listener:
         self._serve = serve
         self._listener = listener
         self._log = log
-        self._inside: set[Connection] = set()
+        self._connections: set[Connection] = set()
         self._shut = False
-        self._knock: asyncio.Future[None] | None = None
+        self._arrival: asyncio.Future[None] | None = None
         self._stuck = False
         """Whether no descriptor was left for the last one who came: that is told once, not ten times a second."""
 
-    async def keep(self, settings: Callable[[], Settings]) -> None:
+    async def accept(self, settings: Callable[[], Settings]) -> None:
         """Accept until the door is shut; whoever has too many connections is turned away, and told so."""
         loop = asyncio.get_running_loop()
         while not self._shut:
@@ -56,7 +56,7 @@ class Listener:
             peer = Peer(accepted)
             most = settings().api.connections_per_uid
             refused = None
-            if sum(each.peer.uid == peer.uid for each in self._inside) >= most:
+            if sum(each.peer.uid == peer.uid for each in self._connections) >= most:
                 refused = _too_many(
                     f"uid {peer.uid} has {most} open connections, the maximum (api.connections_per_uid)",
                     "api.connections_per_uid",
@@ -67,41 +67,41 @@ class Listener:
                 )
                 self._note_stuck(refused.detail)
             if refused is not None:
-                _turn_away(accepted, refused)
+                _refuse(accepted, refused)
                 await asyncio.sleep(0)  # those who are in come first, however many are turned away
                 continue
             self._stuck = False
-            make = partial(Connection, peer, self._serve, self._inside, settings().api.header_deadline)
+            make = partial(Connection, peer, self._serve, self._connections, settings().api.header_deadline)
             await loop.connect_accepted_socket(make, accepted)
 
     async def _wait(self) -> None:
         """Wait until somebody is at the door, or it is shut; nobody who came in can get lost on the way."""
         loop = asyncio.get_running_loop()
-        self._knock = knock = loop.create_future()
-        loop.add_reader(self._listener, _settle, knock)
+        self._arrival = arrival = loop.create_future()
+        loop.add_reader(self._listener, _settle, arrival)
         try:
-            await knock
+            await arrival
         finally:
-            self._knock = None
+            self._arrival = None
             loop.remove_reader(self._listener)
 
     def shut(self) -> None:
         """Let nobody else in: they wait outside, for whoever opens next, as those who are in are told to."""
         self._shut = True
-        for each in self._inside:
+        for each in self._connections:
             each.parting = True
-        if self._knock is not None:
-            _settle(self._knock)
+        if self._arrival is not None:
+            _settle(self._arrival)
 
-    async def all_heard(self) -> None:
+    async def wait_for_requests(self) -> None:
         """Return once everybody who is in has said what it wants, or left."""
-        for each in tuple(self._inside):
+        for each in tuple(self._connections):
             await each.spoken
 
     async def empty(self, seconds: float) -> None:
         """Have everybody leave: who is being answered has so many seconds for that, and everybody else goes at once."""
-        answering = [each.task for each in self._inside if each.is_answering and each.task is not None]
-        for each in tuple(self._inside):
+        answering = [each.task for each in self._connections if each.is_answering and each.task is not None]
+        for each in tuple(self._connections):
             each.leave()
         if answering:
             _, late = await asyncio.wait(answering, timeout=seconds)
@@ -109,7 +109,7 @@ class Listener:
                 task.cancel()
             if late:
                 await asyncio.wait(late)
-        for each in tuple(self._inside):
+        for each in tuple(self._connections):
             each.abort()
 
     def _note_stuck(self, because: str) -> None:
@@ -122,14 +122,14 @@ class Listener:
         while True:
             await asyncio.sleep(clock.until_next(_SWEEP))
             now = clock.monotonic()
-            for each in self._inside:
+            for each in self._connections:
                 if now > each.deadline or each.was_left():
                     each.abort()
 
 
-def _settle(knock: "asyncio.Future[None]") -> None:
-    if not knock.done():
-        knock.set_result(None)
+def _settle(arrival: "asyncio.Future[None]") -> None:
+    if not arrival.done():
+        arrival.set_result(None)
 
 
 def _too_many(because: str, limit: str) -> TooManyRequestsError:
@@ -142,7 +142,7 @@ def _is_spare(descriptor: int) -> bool:
     return descriptor >= most - min(_SPARE, most // 4)
 
 
-def _turn_away(connection: socket.socket, refusal: TooManyRequestsError) -> None:
+def _refuse(connection: socket.socket, refusal: TooManyRequestsError) -> None:
     """Answer without reading anything, and close; a peer that does not take the answer misses it."""
     with connection:
         try:

@@ -15,7 +15,7 @@ from mpsd.system.credentials import PeerCredentials, groups, peer_credentials, p
 from mpsd.system.process import Process
 
 _MINUTE: Final = 60.0
-_MOST_TOLD: Final = 16
+_MOST_LOGGED: Final = 16
 """Refusals for want of a right that are told in a minute."""
 
 _MOST_WORDS: Final = 200
@@ -74,7 +74,7 @@ class RequestsInFlight:
     def __init__(self) -> None:
         self._requests: dict[int, int] = {}
 
-    def came(self, uid: int, most: int) -> None:
+    def begin(self, uid: int, most: int) -> None:
         """Count a request, until it `went`. Raises TooManyRequestsError, and then it is not counted."""
         here = self._requests.get(uid, 0)
         if here >= most:
@@ -85,7 +85,7 @@ class RequestsInFlight:
             )
         self._requests[uid] = here + 1
 
-    def went(self, uid: int) -> None:
+    def end(self, uid: int) -> None:
         """Count a request no more: it was answered."""
         left = self._requests.pop(uid) - 1
         if left:
@@ -98,18 +98,18 @@ class RefusalLog:
     def __init__(self, log: Logger) -> None:
         self._log = log
         self._since = -inf
-        self._told = 0
+        self._logged = 0
         self._left_out = 0
 
-    def tell(self, credentials: PeerCredentials, asked: str, because: str) -> None:
+    def record(self, credentials: PeerCredentials, request: str, because: str) -> None:
         """Tell it in one line of the log; the next line that is told says how many were left out."""
         now = clock.monotonic()
         if now - self._since >= _MINUTE:
-            self._since, self._told = now, 0
-        if self._told >= _MOST_TOLD:
+            self._since, self._logged = now, 0
+        if self._logged >= _MOST_LOGGED:
             self._left_out += 1
             return
         more = {"left_out": self._left_out} if self._left_out else {}
-        self._told, self._left_out = self._told + 1, 0
-        facts = {"uid": credentials.uid, "pid": credentials.pid, "asked": asked[:_MOST_WORDS], "because": because}
+        self._logged, self._left_out = self._logged + 1, 0
+        facts = {"uid": credentials.uid, "pid": credentials.pid, "asked": request[:_MOST_WORDS], "because": because}
         self._log.warning(EventName.PEER_REFUSED, **facts, **more)

@@ -46,14 +46,14 @@ def answer_refused_start(listener: socket.socket, error: MpsdError, wanted: Call
         if wanted() != before:
             return True
         if came:
-            _tell(listener, root, others)
+            _answer(listener, root, others)
         elif not wait:
             break
         wait = _LOOK
     return False
 
 
-def _tell(listener: socket.socket, root: bytes, others: bytes) -> None:
+def _answer(listener: socket.socket, root: bytes, others: bytes) -> None:
     with contextlib.suppress(OSError):  # it hung up
         connection, _ = listener.accept()
         with connection:

@@ -32,7 +32,7 @@ class GroupCommit:
         store: LeaseStore,
         log: Logger,
         *,
-        tell: Callable[[int], int],
+        publish: Callable[[int], int],
         finish: Callable[[], None],
         refuse: Callable[[Lease, StorageError], None],
     ) -> None:
@@ -45,7 +45,7 @@ class GroupCommit:
         """Why nothing can be stored at the moment, if so."""
         self._store = store
         self._log = log
-        self._tell = tell
+        self._publish_to = publish
         self._finish = finish
         self._refuse = refuse
         self._due = False
@@ -55,12 +55,12 @@ class GroupCommit:
         self._fresh = True
         """Whether nothing was stored in this turn yet."""
         self._changed: dict[str, Lease] = {}
-        self._news: list[LeaseEvent] = []
-        self._untold: list[tuple[datetime, Sequence[LeaseEvent]]] = []
+        self._events: list[LeaseEvent] = []
+        self._unpublished: list[tuple[datetime, Sequence[LeaseEvent]]] = []
         """What is stored, since when, and has to be told."""
         self._reached = 0
         """The latest turn of which the news are among that, or were told."""
-        self._telling: asyncio.TimerHandle | None = None
+        self._publishing: asyncio.TimerHandle | None = None
         log.before(self.catch_up)
 
     def change(self, lease: Lease, event: EventName | None = None, **facts: object) -> None:
@@ -69,7 +69,7 @@ class GroupCommit:
         self._changed[lease.id] = lease
         if event is not None:
             owner = lease.owner
-            self._news.append(LeaseEvent(lease.id, event, {"uid": owner.uid, "pid": owner.pid, **facts}))
+            self._events.append(LeaseEvent(lease.id, event, {"uid": owner.uid, "pid": owner.pid, **facts}))
 
     def decided(self, lease: Lease) -> None:
         """Have a request stored that was decided, and tell what was decided."""
@@ -131,57 +131,57 @@ class GroupCommit:
         self._finish()
         self._due = self._fresh = False
         changed, self._changed = self._changed, {}
-        news, self._news = self._news, []
-        kept = self._store.keep(changed, news)
-        if kept.because:
-            news = self._without(kept, news)
-        if news:
-            self._add(news)
-            if self._telling is None:
-                self._telling = asyncio.get_running_loop().call_later(_DELAY, self._tell_untold)
+        events, self._events = self._events, []
+        result = self._store.keep(changed, events)
+        if result.because:
+            events = self._without(result, events)
+        if events:
+            self._add(events)
+            if self._publishing is None:
+                self._publishing = asyncio.get_running_loop().call_later(_DELAY, self._publish)
 
     def close(self) -> None:
         """Store and tell what is left."""
         self.end()
-        self._tell_untold()
+        self._publish()
 
-    def _without(self, kept: CommitResult, news: list[LeaseEvent]) -> list[LeaseEvent]:
+    def _without(self, result: CommitResult, events: list[LeaseEvent]) -> list[LeaseEvent]:
         """Return the news of what is stored; what is not stored is not told: it comes with the next turn, or never."""
         if not self.trouble:
-            self._log.error(EventName.STORE_FULL, because=kept.because)
-        self.trouble = kept.because
-        for lease in kept.refused:
-            because = f"it was not granted because it could not be stored: {kept.because}"
+            self._log.error(EventName.STORE_FULL, because=result.because)
+        self.trouble = result.because
+        for lease in result.refused:
+            because = f"it was not granted because it could not be stored: {result.because}"
             self._refuse(lease, StorageError(because, hint=_MAKE_ROOM))
-        refused = {lease.id for lease in kept.refused}
-        self._news += [each for each in news if self._store.is_late(each.lease)]
-        return [each for each in news if each.lease not in refused and not self._store.is_late(each.lease)]
+        refused = {lease.id for lease in result.refused}
+        self._events += [each for each in events if self._store.is_late(each.lease)]
+        return [each for each in events if each.lease not in refused and not self._store.is_late(each.lease)]
 
-    def tell_again(self, news: Sequence[LeaseEvent]) -> None:
+    def publish_again(self, events: Sequence[LeaseEvent]) -> None:
         """Tell what an earlier mpsd has stored, and had not told when it died."""
-        self._add(news)
-        self._tell_untold()
+        self._add(events)
+        self._publish()
 
     def catch_up(self) -> None:
         """Tell what waits for that, if anything does: something else is about to be told."""
-        if self._untold:
-            self._tell_untold()
+        if self._unpublished:
+            self._publish()
 
-    def _add(self, news: Sequence[LeaseEvent]) -> None:
-        self._untold.append((clock.now(), news))
-        self._reached = self._store.turn
+    def _add(self, events: Sequence[LeaseEvent]) -> None:
+        self._unpublished.append((clock.now(), events))
+        self._reached = self._store.batch
 
-    def _tell_untold(self) -> None:
+    def _publish(self) -> None:
         """Log what is stored, and note what of that is in the history, and need not be told again."""
-        if self._telling is not None:
-            self._telling.cancel()
-            self._telling = None
-        untold, self._untold = self._untold, []
+        if self._publishing is not None:
+            self._publishing.cancel()
+            self._publishing = None
+        unpublished, self._unpublished = self._unpublished, []
         self._log.waited(
             [
                 LogRecord(at, "info", each.event, {"lease": each.lease, **each.facts})
-                for at, news in untold
-                for each in news
+                for at, events in unpublished
+                for each in events
             ]
         )
-        self._store.note_told(self._tell(self._reached))
+        self._store.note_published(self._publish_to(self._reached))

@@ -61,7 +61,7 @@ class LeaseEvent(msgspec.Struct, frozen=True, array_like=True):
     facts: dict[str, object]
 
 
-_Said: TypeAlias = tuple[tuple[int, Sequence[LeaseEvent]], ...]
+_Batches: TypeAlias = tuple[tuple[int, Sequence[LeaseEvent]], ...]
 """News, by turn."""
 
 
@@ -74,7 +74,7 @@ class CommitResult:
     """Those that are not on disk, or only as a place in the queue: nobody may be told that they were granted."""
 
 
-_ALL_KEPT: Final = CommitResult()
+_ALL_STORED: Final = CommitResult()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class StoredLeases:
 
     leases: Sequence[Lease] = ()
     """The leases of this boot, the oldest first. Those of other boots are over."""
-    untold: Sequence[LeaseEvent] = ()
+    unpublished: Sequence[LeaseEvent] = ()
     """What was decided and is not in the history, since mpsd died between."""
     because: str = ""
     """Why there is nothing, where the store made no sense."""
@@ -95,7 +95,7 @@ class _Row(msgspec.Struct):
     number: int
     state: LeaseState | None = None
     """None while it is not there."""
-    news: _Said = ()
+    events: _Batches = ()
     """What is in the row and may have to be told yet."""
 
 
@@ -106,15 +106,15 @@ class LeaseStore:
         self._database = database
         self._rows: dict[str, _Row] = {}
         """By lease."""
-        self._telling: deque[tuple[int, str]] = deque()
+        self._unpublished_batches: deque[tuple[int, str]] = deque()
         """The turns that are not told yet, in order, each with a lease of which it wrote the row."""
         self._free: list[int] = []
         self._new = itertools.count(1)
         """The numbers of the rows that there are not yet."""
         self._late: dict[str, Lease] = {}
-        self.turn = 0
+        self.batch = 0
         """The number of the latest turn of the loop that had news."""
-        self._told = 0
+        self._published = 0
         """The number of the latest of which the news are in the history."""
 
     def is_late(self, lease_id: str | None = None) -> bool:
@@ -125,57 +125,57 @@ class LeaseStore:
         """Tell whether there is room for more leases."""
         return self._database.has_room()
 
-    def note_told(self, turn: int) -> None:
+    def note_published(self, batch: int) -> None:
         """Note that the news up to a turn are in the history: they are not told again, and their rows may be used."""
-        self._told = max(self._told, turn)
-        while self._telling and self._telling[0][0] <= self._told:
-            _, lease_id = self._telling.popleft()
+        self._published = max(self._published, batch)
+        while self._unpublished_batches and self._unpublished_batches[0][0] <= self._published:
+            _, lease_id = self._unpublished_batches.popleft()
             row = self._rows.get(lease_id)
             if row is None:
                 continue  # its row was written twice since
-            row.news = self._untold(row.news)
-            if row.state is LeaseState.ENDED and not row.news:
+            row.events = self._unpublished(row.events)
+            if row.state is LeaseState.ENDED and not row.events:
                 del self._rows[lease_id]
                 self._free.append(row.number)
 
-    def _untold(self, news: _Said) -> _Said:
-        return tuple(each for each in news if each[0] > self._told)
+    def _unpublished(self, events: _Batches) -> _Batches:
+        return tuple(each for each in events if each[0] > self._published)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    def read(self, told: int = 0) -> StoredLeases:
+    def read(self, published: int = 0) -> StoredLeases:
         """Return what is there; `told` is the latest turn of which the news are in the history.
 
         Raises StorageError when a store that made no sense cannot be replaced.
         """
         ((noted, last),) = self._database.rows("SELECT ifnull(max(told), 0), ifnull(max(number), 0) FROM leases")
-        self._told = max(told, _whole(noted))  # a history that was lost knows of nothing that was told
+        self._published = max(published, _whole(noted))  # a history that was lost knows of nothing that was told
         self._new = itertools.count(_whole(last) + 1)
-        leases, untold = list[Lease](), list[tuple[int, Sequence[LeaseEvent]]]()
+        leases, unpublished = list[Lease](), list[tuple[int, Sequence[LeaseEvent]]]()
         try:
-            for number, boot, data, said in self._database.rows("SELECT number, boot, data, news FROM leases"):
-                news = self._untold(msgspec.json.decode(str(said), type=_Said))
-                untold += news
+            for number, boot, data, batches in self._database.rows("SELECT number, boot, data, news FROM leases"):
+                events = self._unpublished(msgspec.json.decode(str(batches), type=_Batches))
+                unpublished += events
                 if data and boot == clock.boot_id():
                     lease = msgspec.json.decode(str(data), type=Lease)
                     leases.append(lease)
-                    self._rows[lease.id] = _Row(_whole(number), lease.state, news)
-                elif not news:  # or it is free when another mpsd comes
+                    self._rows[lease.id] = _Row(_whole(number), lease.state, events)
+                elif not events:  # or it is free when another mpsd comes
                     self._free.append(_whole(number))
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             because = f"a lease in it cannot be parsed: {error}"
             self._database.start_anew(because)
             self._rows.clear()
             return StoredLeases(because=because)
-        untold.sort(key=itemgetter(0))
-        self.turn = max([self._told, *(turn for turn, _ in untold)])
+        unpublished.sort(key=itemgetter(0))
+        self.batch = max([self._published, *(batch for batch, _ in unpublished)])
         return StoredLeases(
-            sorted(leases, key=lambda lease: lease.arrival), [each for _, news in untold for each in news]
+            sorted(leases, key=lambda lease: lease.arrival), [each for _, events in unpublished for each in events]
         )
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def keep(self, changed: Mapping[str, Lease], news: Sequence[LeaseEvent]) -> CommitResult:
+    def keep(self, changed: Mapping[str, Lease], events: Sequence[LeaseEvent]) -> CommitResult:
         """Store leases as they are now in one commit, with those that are late; those that have ended go.
 
         What there is to tell about them is stored with them, so that it is told even if mpsd dies before it has told
@@ -185,18 +185,18 @@ class LeaseStore:
             changed = {**self._late, **changed}
             self._late = {}
         if not changed:
-            return _ALL_KEPT
+            return _ALL_STORED
         try:
-            self._commit(changed.values(), news)
+            self._commit(changed.values(), events)
         except StorageError as error:
-            return self._keep_apart(changed.values(), news, error.detail)
-        return _ALL_KEPT
+            return self._keep_apart(changed.values(), events, error.detail)
+        return _ALL_STORED
 
-    def _keep_apart(self, changed: Collection[Lease], news: Sequence[LeaseEvent], because: str) -> CommitResult:
+    def _keep_apart(self, changed: Collection[Lease], events: Sequence[LeaseEvent], because: str) -> CommitResult:
         ended = {lease.id: lease for lease in changed if lease.state is LeaseState.ENDED}
         alive = [lease for lease in changed if lease.id not in ended]
         try:
-            self._commit(ended.values(), [each for each in news if each.lease in ended])
+            self._commit(ended.values(), [each for each in events if each.lease in ended])
         except StorageError as error:
             self._late.update(ended)
             because = error.detail
@@ -209,25 +209,25 @@ class LeaseStore:
         state = self._rows[lease.id].state
         return state is not None and (state is not LeaseState.WAITING or lease.state is LeaseState.WAITING)
 
-    def _commit(self, leases: Collection[Lease], news: Sequence[LeaseEvent]) -> None:
-        turn = self.turn + bool(news)
-        said = ((turn, news),) if news else ()
+    def _commit(self, leases: Collection[Lease], events: Sequence[LeaseEvent]) -> None:
+        batch = self.batch + bool(events)
+        batches = ((batch, events),) if events else ()
         statements, written, needed = [], [], True
         for lease in leases:
             row = self._rows.get(lease.id) or self._row(lease.id)
             ended = lease.state is LeaseState.ENDED
             needed = needed and ended
-            untold = row.news + said
-            said = ()
+            unpublished = row.events + batches
+            batches = ()
             data = "" if ended else _JSON.encode(lease).decode()
-            text = _JSON.encode(untold).decode()
-            statements.append((PUT_LEASE, summed(row.number, clock.boot_id(), self._told, data, text)))
-            written.append((row, lease, untold))
+            text = _JSON.encode(unpublished).decode()
+            statements.append((PUT_LEASE, summed(row.number, clock.boot_id(), self._published, data, text)))
+            written.append((row, lease, unpublished))
         self._database.commit(statements, needed=needed)
-        self.turn = turn
-        for row, lease, untold in written:
-            row.state, row.news = lease.state, untold
-            self._telling.append((turn, lease.id))
+        self.batch = batch
+        for row, lease, unpublished in written:
+            row.state, row.events = lease.state, unpublished
+            self._unpublished_batches.append((batch, lease.id))
 
     def _row(self, lease_id: str) -> _Row:
         """Return a row for a lease, which may not be on disk yet."""

@@ -27,7 +27,7 @@ from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock
 from mpsd.system.process import Process
 
-_ENDED_KEPT: Final = 256
+_MOST_ENDED: Final = 256
 """Leases that ended and can still be asked for."""
 
 _TICK: Final = 0.5
@@ -48,9 +48,9 @@ class Leases:
         log: Logger,
         *,
         settings: LiveSettings,
-        tell: Callable[[int], int],
+        publish: Callable[[int], int],
         note_usage: Callable[[Usage], None],
-        told: int,
+        published: int,
     ) -> None:
         """`tell` stores, as events, what was logged up to a turn, and `told` is the latest turn for which it has.
 
@@ -61,12 +61,12 @@ class Leases:
         self._store = store
         self._limit_gates = limit_gates
         self._log = log
-        self._group_commit = GroupCommit(store, log, tell=tell, finish=self._finish, refuse=self._refuse)
+        self._group_commit = GroupCommit(store, log, publish=publish, finish=self._finish, refuse=self._refuse)
         self._note_usage = note_usage
-        self._told = told
+        self._published = published
         self._watch = ProcessWatch(self._process_gone)
         self.clients = Clients(ledger, self._watch, self._group_commit, limit_gates)
-        self._asked: dict[tuple[int, str], str] = {}
+        self._by_request_id: dict[tuple[int, str], str] = {}
         """By uid and request_id, the lease that it was given."""
         self._pending: dict[str, PendingRequest] = {}
         """By lease whose outcome nobody has heard yet."""
@@ -109,10 +109,10 @@ class Leases:
 
         Those whose processes died meanwhile end now, and places in the queue that nobody can come back to.
         """
-        found = self._store.read(self._told)
+        found = self._store.read(self._published)
         if found.because:
             self._log.error(EventName.STORE_SET_ASIDE, because=found.because)
-        self._group_commit.tell_again(found.untold)
+        self._group_commit.publish_again(found.unpublished)
         now = clock.monotonic()
         for lease in found.leases:
             self.ledger.restore(lease, now)
@@ -134,7 +134,7 @@ class Leases:
         elif lease.request.request_id is None:
             self._end(lease.id, "mpsd was restarted, and the request has no request_id with which to continue")
         else:
-            self._pending[lease.id] = PendingRequest.waiting(kept_until=now + self._grace)
+            self._pending[lease.id] = PendingRequest.waiting(held_until=now + self._grace)
 
     def _process_gone(self, lease_id: str, gone: ProcessIdentity) -> None:
         """End a lease whose last process is gone, however it went; otherwise remove that process from its clients."""
@@ -159,7 +159,7 @@ class Leases:
                 self._end(lease.id, because, refusal=DoesNotFitError(because, hint=lacks.hint, limit=lacks.limit))
             else:
                 self._end(lease.id, f"its time to live of {lease.ttl:g} s has expired")
-        for lease_id in [each for each, pending in self._pending.items() if (pending.kept_until or now) < now]:
+        for lease_id in [each for each, pending in self._pending.items() if (pending.held_until or now) < now]:
             self._end(lease_id, "its caller disconnected and did not come back")
 
     # -- asking for a lease, and ending one ---------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class Leases:
         has heard, one that left, or is cancelled, loses its place, unless it has a request_id to come back with.
         """
         now = self._now()
-        asked = Lease(
+        requested = Lease(
             id=f"lease-{os.urandom(5).hex()}",  # as secrets.token_hex has it, in four calls less
             state=LeaseState.WAITING,
             because="",
@@ -192,11 +192,11 @@ class Leases:
             until=None if wait is None else now.seconds + wait,
             ttl=ttl,
         )
-        self._watch.watch(asked.id, holder)  # first, since it fails where mpsd has no descriptor left
+        self._watch.watch(requested.id, holder)  # first, since it fails where mpsd has no descriptor left
         try:
-            lease = self.ledger.submit(asked, now)
+            lease = self.ledger.submit(requested, now)
         except MpsdError as refusal:
-            self._watch.unwatch(asked.id)
+            self._watch.unwatch(requested.id)
             facts = {"code": refusal.code, "limit": refusal.limit, "because": refusal.detail}
             self._log.info(EventName.LEASE_REFUSED, uid=owner.uid, pid=owner.pid, **facts)
             raise
@@ -210,11 +210,11 @@ class Leases:
         """Return the lease, or the place in the queue, that this request was given when it was made before."""
         if request.request_id is None:
             return None
-        return self.ledger.find(self._asked.get((owner.uid, request.request_id), ""))
+        return self.ledger.find(self._by_request_id.get((owner.uid, request.request_id), ""))
 
     def _note_request(self, lease: Lease) -> None:
         if lease.request.request_id is not None:
-            self._asked[lease.owner.uid, lease.request.request_id] = lease.id
+            self._by_request_id[lease.owner.uid, lease.request.request_id] = lease.id
 
     async def answer(self, lease: Lease, has_left: Callable[[], bool]) -> Lease:
         """Return the lease once it is granted, stored and open, or raise why it has ended, once that is stored.
@@ -225,7 +225,7 @@ class Leases:
         if pending is None:
             return lease  # somebody has heard of it before, so it is stored
         pending.listeners += 1
-        pending.kept_until = None
+        pending.held_until = None
         try:
             if pending.decided is not None:
                 await asyncio.shield(pending.decided)
@@ -259,7 +259,7 @@ class Leases:
         if lease.request.request_id is None:
             self._end(lease_id, "its caller disconnected before the answer was sent")
         else:
-            pending.kept_until = clock.monotonic() + self._grace
+            pending.held_until = clock.monotonic() + self._grace
 
     async def release(self, lease_id: str, because: str) -> None:
         """End a lease, and return when that is stored; one that has ended already is fine. Raises StorageError."""
@@ -330,14 +330,14 @@ class Leases:
             self._decided(lease)
             self._pending[lease.id].decide(None)
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         """Tell what was decided so far, and waits to be told: somebody is about to look."""
         self._group_commit.catch_up()
 
     async def as_stored(self) -> None:
         """Wait until what can be seen here now is stored, and told: who reads it finds in the log how it came to be."""
         await self._group_commit.over()
-        self.tell()
+        self.publish()
 
     def _finish(self) -> None:
         if self._unsettled:
@@ -375,11 +375,11 @@ class Leases:
         self._unsettled = True
         self._limit_gates.follow(ended)
         self._ended[lease_id] = ended
-        while len(self._ended) > _ENDED_KEPT:
+        while len(self._ended) > _MOST_ENDED:
             del self._ended[next(iter(self._ended))]
         self._watch.unwatch(lease_id)
         if ended.request.request_id is not None:
-            self._asked.pop((ended.owner.uid, ended.request.request_id), None)
+            self._by_request_id.pop((ended.owner.uid, ended.request.request_id), None)
         pending = self._pending.pop(lease_id, None)
         if pending is not None:
             pending.decide(refusal or DoesNotFitError(f"the request has ended: {because}", hint="try again"))

@@ -43,7 +43,7 @@ class LimitGates:
     def __init__(self, settings: LiveSettings, pipe_access: NodePipeAccess) -> None:
         self._pipe_access = pipe_access
         self._gates: dict[str, _Gate] = {}
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._wakes = NEVER
         """When `run` looks again by itself."""
         self._moved = asyncio.Event()
@@ -64,18 +64,18 @@ class LimitGates:
     async def run(self) -> None:
         """Follow the clock and what the supervisors find, until cancelled."""
         while True:
-            self._news.clear()
+            self._changed.clear()
             self._settle_all()
             self._moved.set()
             self._moved = asyncio.Event()
             self._wakes = min((min(each.lower_at, each.until) for each in self._gates.values()), default=NEVER)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None if self._wakes == NEVER else self._wakes - clock.monotonic()):
-                    await self._news.wait()
+                    await self._changed.wait()
 
     def look(self) -> None:
         """Look again soon: something has changed about a control daemon."""
-        self._news.set()
+        self._changed.set()
 
     def follow(self, lease: Lease) -> None:
         """Wait for processes of a lease, or no more, by what it is now; its window begins anew."""
@@ -93,14 +93,14 @@ class LimitGates:
                 self._settle(gate, linger=lease.state is not LeaseState.ACTIVE)  # behind a client, the door is shut
             elif is_other:  # whoever asks next may well need what this one leaves
                 gate.lower_at = min(gate.lower_at, clock.monotonic() + _LINGER)
-            self._tell(gate)
+            self._wake_if_needed(gate)
         if lease.state is LeaseState.ENDED:
             self._pipe_access.close(lease)
 
-    def _tell(self, gate: _Gate) -> None:
+    def _wake_if_needed(self, gate: _Gate) -> None:
         """It is settled already: those who wait look again, and the clock is followed anew where it has to be."""
         if self._waiting or gate.lower_at < self._wakes or gate.until < self._wakes:
-            self._news.set()
+            self._changed.set()
 
     def _is_open(self, lease: Lease) -> bool:
         """Tell whether a lease's clients can attach as it is: no turns, no window that has begun, no trouble."""
@@ -133,9 +133,9 @@ class LimitGates:
                     return
         finally:
             for gate in gates:
-                gate.expected.tell(lease.id, some=bool(lease.clients), now=clock.monotonic())
+                gate.expected.answer(lease.id, some=bool(lease.clients), now=clock.monotonic())
                 self._settle(gate)
-                self._tell(gate)
+                self._wake_if_needed(gate)
 
     async def _open(self, gate: _Gate, lease_id: str) -> None:
         supervisor, patience = gate.supervisor, None

@@ -25,10 +25,10 @@ def narrowed(request: LeaseRequest, holder: Process, offers: Sequence[Offer], lo
     pid = holder.pid
     directories = {offer.gpu: Path(offer.pipe_directory) for offer in offers}
     hidden = host_environment.hidden(pid, (*directories.values(), host_environment.SHARED_MEMORY))
-    out_of_sight = {gpu for gpu, path in directories.items() if path in hidden}
-    if out_of_sight:
+    invisible = {gpu for gpu, path in directories.items() if path in hidden}
+    if invisible:
         wanted = directories if request.gpu == "any" else {request.gpu}
-        seen = (gpu for gpu in wanted if gpu not in out_of_sight and (request.among is None or gpu in request.among))
+        seen = (gpu for gpu in wanted if gpu not in invisible and (request.among is None or gpu in request.among))
         request = structs.replace(request, among=tuple(seen))
         if not request.among:
             raise NotPermittedError(

@@ -17,13 +17,13 @@ class PendingRequest:
     """Why it has ended, if it has."""
     listeners: int = 0
     """How many connections wait for the answer: a request may be repeated by its request_id."""
-    kept_until: float | None = None
+    held_until: float | None = None
     """Where nobody listens: until when it is kept for a peer that may come back, in seconds of the monotonic clock."""
 
     @classmethod
-    def waiting(cls, kept_until: float | None = None) -> Self:
+    def waiting(cls, held_until: float | None = None) -> Self:
         """Return one that waits in the queue."""
-        return cls(asyncio.get_running_loop().create_future(), kept_until=kept_until)
+        return cls(asyncio.get_running_loop().create_future(), held_until=held_until)
 
     def decide(self, refusal: MpsdError | None) -> None:
         """Wake those who wait for the outcome: a grant, or a refusal."""

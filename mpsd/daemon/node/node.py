@@ -79,13 +79,13 @@ class Node:
         self._log = log
         self._stopping = False
         self._group: asyncio.TaskGroup | None = None
-        modes = ComputeModes(source, SavedComputeModes(run_dir.found_modes), log)
+        modes = ComputeModes(source, SavedComputeModes(run_dir.saved_compute_modes), log)
         self.gpus = Gpus(source, modes, log, self._look)
         self._supervisors: dict[str, Supervisor] = {}
         self._offers: list[Offer] = []
         self._is_offered = False
         """Whether that is what there is to offer now: nothing has changed since."""
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._touched = asyncio.Event()
         """Set, and replaced, whenever something has changed."""
         self.leases = leases
@@ -133,8 +133,8 @@ class Node:
     async def _follow_offers(self) -> None:
         """Let those who wait have what becomes possible when a daemon or a GPU changes."""
         while True:
-            await self._news.wait()
-            self._news.clear()
+            await self._changed.wait()
+            self._changed.clear()
             before = self._offers
             if self.offers() is not before:
                 self.leases.offer(self._offers)
@@ -149,8 +149,8 @@ class Node:
 
     async def refresh(self, lease: Lease) -> list[str]:
         """Ask the control daemons and the GPUs of a lease anew; return which daemons have not answered in time."""
-        asked = [each for each in self._supervisors.values() if violations.share_on(lease, each.name) is not None]
-        answered = {each.name: each.ask() for each in asked}
+        supervisors = [each for each in self._supervisors.values() if violations.share_on(lease, each.name) is not None]
+        answered = {each.name: each.ask() for each in supervisors}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.settings.current.daemon.answer_deadline):
                 while not all(done() for done in answered.values()):
@@ -163,7 +163,7 @@ class Node:
     def _look(self) -> None:
         """Look again soon: something has changed about a daemon, a GPU or the settings."""
         self._is_offered = False
-        self._news.set()
+        self._changed.set()
         self._touched.set()
         self._touched = asyncio.Event()
         self._limit_gates.look()

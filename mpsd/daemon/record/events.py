@@ -48,22 +48,22 @@ class Events:
         if not counter.certain or (rows and rows[-1][0] != last):
             self.lost = f"no event up to {last} is kept: the history was changed from outside"
             rows = []
-        kept = [(line, float(str(at))) for _, at, data in rows for line in str(data).encode().split(b"\n")][-count:]
-        self._lines, self._times = [line for line, _ in kept], [at for _, at in kept]
+        stored = [(line, float(str(at))) for _, at, data in rows for line in str(data).encode().split(b"\n")][-count:]
+        self._lines, self._times = [line for line, _ in stored], [at for _, at in stored]
         self._next = last + 1
-        self._base = self._next - len(kept)
+        self._base = self._next - len(stored)
         """The number of the first of these."""
         self._first = self._base
         self._on_disk = self._base - (_SLACK if self.lost else 0)
         """The number of the first event that is still on disk, or less: what comes before a gap goes at once."""
         noted = list(database.rows("SELECT value FROM notes WHERE name = 'turn'"))
-        self.turn = int(str(noted[0][0])) if noted else 0
+        self.batch = int(str(noted[0][0])) if noted else 0
         """The latest turn of which the news of the leases are stored here."""
-        self._turn = self.turn
+        self._batch = self.batch
         self._pending: list[tuple[float, bytes]] = []
         self._held_up = False
         self._scheduled: asyncio.Handle | None = None
-        self._news = asyncio.Event()
+        self._arrived = asyncio.Event()
         self._closed = False
 
     # -- recording ----------------------------------------------------------------------------------------------------
@@ -77,14 +77,14 @@ class Events:
         if self._scheduled is None:
             self._scheduled = asyncio.get_running_loop().call_later(_DELAY, self.flush)
 
-    def tell(self, turn: int) -> int:
+    def publish(self, batch: int) -> int:
         """Note that what was recorded holds the news of the leases up to this turn of the loop.
 
         They can wait for a moment, since the lease store has them too, should mpsd die before they are stored here.
         Return the latest turn whose news are.
         """
-        self._turn = max(self._turn, turn)
-        return self.turn
+        self._batch = max(self._batch, batch)
+        return self.batch
 
     def flush(self) -> None:
         """Store in one commit what was recorded, and tell it; or try again later. What is too much then is dropped."""
@@ -105,8 +105,8 @@ class Events:
         self._lines += lines
         self._times += times
         self._trim()
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        arrived, self._arrived = self._arrived, asyncio.Event()
+        arrived.set()
 
     def _store(self, lines: list[bytes], times: list[float]) -> None:
         last = self._next + len(lines) - 1
@@ -114,10 +114,10 @@ class Events:
         rows = [("INSERT INTO events VALUES (?, ?, ?, ?)", summed(last, times[-1], b"\n".join(lines).decode()))]
         if self._first - self._on_disk >= _SLACK:
             rows.append(("DELETE FROM events WHERE seq < ?", (self._first,)))
-        if self._turn > self.turn:
-            rows.append(("INSERT OR REPLACE INTO notes VALUES (?, ?, ?)", summed("turn", self._turn)))
+        if self._batch > self.batch:
+            rows.append(("INSERT OR REPLACE INTO notes VALUES (?, ?, ?)", summed("turn", self._batch)))
         self._database.commit(rows)
-        self.turn = self._turn
+        self.batch = self._batch
         self._next = last + 1
         if self._first - self._on_disk >= _SLACK:
             self._on_disk = self._first
@@ -171,12 +171,12 @@ class Events:
             elif self._closed:
                 return
             else:
-                await self._news.wait()
+                await self._arrived.wait()
 
     def close(self) -> None:
         """Store what is left, and let those who follow go, once they have all."""
         self.flush()
         self._closed = True
-        self._news.set()
+        self._arrived.set()
         if self._scheduled is not None:
             self._scheduled.cancel()

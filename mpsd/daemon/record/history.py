@@ -45,7 +45,7 @@ def note_usage(history: Database, usage: Usage, trouble: Callable[[str], None]) 
         trouble(error.detail)
 
 
-def known_usage(history: Database, half_life: float) -> dict[int, Account]:
+def stored_usage(history: Database, half_life: float) -> dict[int, Account]:
     """Return what every user had, decayed by the time since it was noted; a clock that was set back is no time."""
     now, wall = clock.monotonic(), clock.now().timestamp()
     accounts = {}

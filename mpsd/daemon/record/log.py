@@ -114,16 +114,16 @@ class Logger:
     """
 
     def __init__(
-        self, tell: Callable[[Sequence[LogRecord]], None], before: list[Callable[[], None]], **bound: object
+        self, write: Callable[[Sequence[LogRecord]], None], before: list[Callable[[], None]], **bound: object
     ) -> None:
         """`tell` is called with lines, and each of `before` before that; `bound` are facts of all that it tells."""
-        self._tell = tell
+        self._write = write
         self._before = before
         self._bound = bound
 
     def bind(self, **bound: object) -> "Logger":
         """Return one that tells these facts with all that it tells."""
-        return Logger(self._tell, self._before, **self._bound, **bound)
+        return Logger(self._write, self._before, **self._bound, **bound)
 
     def info(self, event: EventName, **facts: object) -> None:
         """Tell what is as it should be."""
@@ -140,7 +140,7 @@ class Logger:
     def _say(self, level: str, event: EventName, facts: Mapping[str, object]) -> None:
         for each in self._before:
             each()
-        self._tell((LogRecord(clock.now(), level, event, {**self._bound, **facts}),))
+        self._write((LogRecord(clock.now(), level, event, {**self._bound, **facts}),))
 
     def before(self, call: Callable[[], None]) -> None:
         """Have this called before anything else is told, also through others: it tells what has waited until then."""
@@ -148,7 +148,7 @@ class Logger:
 
     def waited(self, lines: Sequence[LogRecord]) -> None:
         """Tell lines that have waited, so that they cost less together; see `before`."""
-        self._tell(lines)
+        self._write(lines)
 
     def defect(self, event: EventName, error: BaseException, **facts: object) -> None:
         """Tell a defect of mpsd's own, with its traceback."""
@@ -177,9 +177,9 @@ def _harmless(line: bytes) -> bytes:
     return line if line.isascii() and b"\x7f" not in line else harmless_json(line.decode()).encode()
 
 
-def _one_by_one(tell: Callable[[LogRecord], None], lines: Sequence[LogRecord]) -> None:
+def _one_by_one(write: Callable[[LogRecord], None], lines: Sequence[LogRecord]) -> None:
     for line in lines:
-        tell(line)
+        write(line)
 
 
 def configure(
@@ -213,27 +213,27 @@ def configure(
 
     # The stream may be a file on a full disk, or a pipe that nobody reads any more: a line is lost, and mpsd lives on.
 
-    def tell_lines(lines: Sequence[LogRecord]) -> None:
+    def write_lines(lines: Sequence[LogRecord]) -> None:
         text = b"".join([rendered(line) + b"\n" for line in lines])
         with suppress(OSError):
             stream.buffer.write(text)
             stream.buffer.flush()
 
-    def tell_text(console: Callable[[object, str, dict[str, object]], str], line: LogRecord) -> None:
+    def write_text(console: Callable[[object, str, dict[str, object]], str], line: LogRecord) -> None:
         known, trace = parts(line)
         with suppress(OSError):
             print(console(None, line.level, {**known, **trace}), file=stream, flush=True)
 
-    def tell_journal(to: Journal, line: LogRecord) -> None:
+    def write_journal(to: Journal, line: LogRecord) -> None:
         known, trace = parts(line)
         del known["at"], known["level"]  # the journal has its own
         to.send(_entry(line.level, known, trace.get("exception", "")))
 
     if form is LogFormat.AUTO and journal is not None:
-        return Logger(partial(_one_by_one, partial(tell_journal, journal)), [])
+        return Logger(partial(_one_by_one, partial(write_journal, journal)), [])
     if form is LogFormat.TEXT or (form is LogFormat.AUTO and stream.isatty()):
         from structlog.dev import ConsoleRenderer  # noqa: PLC0415 - a third of all imports, and no service needs it
 
         console = ConsoleRenderer(colors=stream.isatty())
-        return Logger(partial(_one_by_one, partial(tell_text, console)), [])
-    return Logger(tell_lines, [])
+        return Logger(partial(_one_by_one, partial(write_text, console)), [])
+    return Logger(write_lines, [])

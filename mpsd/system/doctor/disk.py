@@ -34,7 +34,7 @@ def look(settings: Settings, *, private: bool, apart: tuple[Path, ...] = ()) -> 
     takers = listened()
     mps = paths.runtime_dir / "mps"
     reached = paths.runtime_dir not in apart
-    kept = [each for each in (paths.runtime_dir, paths.state_dir) if each not in apart]
+    stores = [each for each in (paths.runtime_dir, paths.state_dir) if each not in apart]
     directories = (
         ("paths.runtime_dir", paths.runtime_dir), ("paths.state_dir", paths.state_dir), ("paths.log_dir", paths.log_dir)
     )  # fmt: skip
@@ -47,9 +47,9 @@ def look(settings: Settings, *, private: bool, apart: tuple[Path, ...] = ()) -> 
         own=tuple(_pipe_directory(path.name, path, takers) for path in _inside(mps)) if reached else (),
         usual=tuple(_pipe_directory(path, Path(path), takers) for path in USUAL),
         shared_memory=tuple(_shared_memory()),
-        damaged=_damaged(kept),
+        damaged=_damaged(stores),
         servers=_servers(paths.log_dir) if paths.log_dir not in apart else elsewhere,
-        ahead=_ahead(kept),
+        ahead=_ahead(stores),
     )
 
 
@@ -71,7 +71,7 @@ def _directory(setting: str, path: Path) -> DirectorySeen:
     there = next(each for each in (path, *path.parents) if os.access(each, os.F_OK))
     try:
         room = os.statvfs(there)
-        keeps_acls = acl.is_kept(there)
+        keeps_acls = acl.is_supported(there)
     except OSError:
         return DirectorySeen(setting, path, there == path, _strange(path), there)
     return DirectorySeen(

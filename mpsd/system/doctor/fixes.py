@@ -83,7 +83,7 @@ def _open(path: Path) -> bool:
 
 async def _give_back(settings: Settings, uuids: Sequence[str]) -> list[str]:
     """Give GPUs the compute mode back that mpsd found on them. Raises GpuError, and what is not done stays written."""
-    found = SavedComputeModes(rundir.found_modes(settings))
+    found = SavedComputeModes(rundir.saved_compute_modes(settings))
     found.load()
     done: list[str] = []
     there = gpus.find(settings)

@@ -73,7 +73,7 @@ def library(root: Path | None, places: Sequence[Path] = _LIBRARIES) -> Library |
 
 def left(settings: Settings) -> Left:
     """Read the record of the compute modes that GPUs are to get back."""
-    modes = SavedComputeModes(rundir.found_modes(settings))
+    modes = SavedComputeModes(rundir.saved_compute_modes(settings))
     aside = saved_compute_modes.aside(modes.path)
     seen = Left(modes.path, Known({}), aside=aside if _is_there(aside) else None)
     try:

@@ -75,7 +75,7 @@ def _seen(pid: int, part: str, arguments: tuple[str, ...]) -> ProcessSeen:
         line.split(":", 1) for line in (at / "status").read_text(errors="replace").splitlines() if ":" in line
     )
     variables = _variables(at)
-    told = variables.value.get("CUDA_MPS_PIPE_DIRECTORY", "") if isinstance(variables, Known) else ""
+    arguments_of = variables.value.get("CUDA_MPS_PIPE_DIRECTORY", "") if isinstance(variables, Known) else ""
     ticks = int((at / "stat").read_bytes().rpartition(b")")[2].split()[19])
     return ProcessSeen(
         pid=pid,
@@ -91,7 +91,7 @@ def _seen(pid: int, part: str, arguments: tuple[str, ...]) -> ProcessSeen:
         capabilities=int(status["CapEff"], 16),
         pid_namespace=_link(at / "ns/pid"),
         shared_memory=_shared_memory(at),
-        apart=part != MPSD and bool(host_environment.hidden(pid, [Path(told or USUAL[0])])),
+        apart=part != MPSD and bool(host_environment.hidden(pid, [Path(arguments_of or USUAL[0])])),
     )
 
 

@@ -88,7 +88,7 @@ def configuration(path: Path | None, root: Path | None) -> ConfigurationSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ServiceArguments:
     """What an mpsd was started with, where it was told it."""
 
     config: Path | None = None
@@ -96,20 +96,20 @@ class Told:
     control: str | None = None
 
 
-def told(pid: int, arguments: Sequence[str], socket: Path) -> Told:
+def arguments_of(pid: int, arguments: Sequence[str], socket: Path) -> ServiceArguments:
     """Return what an mpsd that listens on this socket was started with, by its arguments.
 
     `mpsd demo` is told nothing, and has all that it writes in the directory that its runtime directory is in.
     """
     if "run" not in arguments:
-        return Told(root=socket.parent.parent)
+        return ServiceArguments(root=socket.parent.parent)
     found: dict[str, str] = {}
     for each, behind in zip(arguments, (*arguments[1:], ""), strict=True):
         name, equals, value = each.partition("=")
         if name in {"--config", "--root", "--control"}:
             found[name] = value if equals else behind
     paths = {name: _of_process(pid, Path(value)) for name, value in found.items()}
-    return Told(paths.get("--config"), paths.get("--root"), found.get("--control"))
+    return ServiceArguments(paths.get("--config"), paths.get("--root"), found.get("--control"))
 
 
 def _of_process(pid: int, path: Path) -> Path:

@@ -123,8 +123,8 @@ class Books:
         """Return a key of the order: priority, patience, what the user had, arrival."""
         since = self.first_since.get(lease.id, math.inf)
         due = since if self.now - since >= self.rules.patience else math.inf
-        standing = self.had(lease.owner.uid) + self.share(lease.owner.uid)  # what one holds counts a second ahead
-        return -lease.request.priority, due, round(standing, 6), lease.arrival, lease.id
+        rank = self.had(lease.owner.uid) + self.share(lease.owner.uid)  # what one holds counts a second ahead
+        return -lease.request.priority, due, round(rank, 6), lease.arrival, lease.id
 
     def in_order(self) -> list[Lease]:
         """Return those who wait, the first one first."""

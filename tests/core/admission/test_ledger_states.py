@@ -407,7 +407,7 @@ class Node(RuleBasedStateMachine):
         for uid in UIDS:
             had, share = self.books.used.get(uid, 0.0), self.books.share(uid)
             assert abs(self.ledger.usage.of(uid, self.books.now) - had) <= 1e-3 + 1e-6 * had
-            assert abs(self.ledger.usage.standing(uid, self.books.now) - had - share) <= 2e-3 + 1e-6 * had
+            assert abs(self.ledger.usage.rank(uid, self.books.now) - had - share) <= 2e-3 + 1e-6 * had
 
     @invariant()
     def places_are_in_order(self) -> None:

@@ -128,10 +128,10 @@ class TestStrictly:
         expected.hold("b")  # not its turn: there is nothing to be held
         expected.hold("a")
         assert expected.settle(STRICT, 1000.0) == Ceiling(QUARTER)
-        expected.tell("a", some=False, now=1000.0)
+        expected.answer("a", some=False, now=1000.0)
         assert expected.settle(STRICT, 1000.0) == Ceiling(QUARTER, 1030.0)
         expected.hold("a")
-        expected.tell("a", some=False, now=1010.0)
+        expected.answer("a", some=False, now=1010.0)
         assert expected.settle(STRICT, 1010.0) == Ceiling(QUARTER, 1030.0)
         assert expected.settle(STRICT, 1030.0) == Ceiling(HALF, 1060.0)
 
@@ -154,7 +154,7 @@ class TestStrictly:
             expected.ask("a")
             expected.settle(rules, 31.0)
             assert open_to(expected) == {"a"}
-            expected.tell("a", some=True, now=40.0)
+            expected.answer("a", some=True, now=40.0)
             assert expected.settle(rules, 69.9) == Ceiling(QUARTER, 70.0)
             expected.settle(rules, 70.0)
             assert not expected.expects("a")

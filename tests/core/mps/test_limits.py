@@ -115,7 +115,7 @@ def test_what_is_said() -> None:
         "get_default_device_pinned_mem_limit 0",
     )
     assert memory.default_setting(OPEN).setter == "set_default_device_pinned_mem_limit 0 0"
-    assert [limit.tell_server(7, QUARTER).line for limit in LIMITS] == [
+    assert [limit.set_on_server(7, QUARTER).line for limit in LIMITS] == [
         "set_active_thread_percentage 7 25.0",
         "set_device_pinned_mem_limit 7 0 1536M",
     ]
@@ -136,7 +136,7 @@ def test_what_is_wanted_is_understood(limit: Limit, wanted: Limits) -> None:
     reported, said = limit.wanted(wanted), limit.foreign(limit.default_setting(wanted).setter.split()[1:])
     exact = said if limit is ACTIVE_THREAD_PERCENTAGE or said is None else said // GIB * GIB if said >= GIB else said
     assert exact == reported
-    assert limit.foreign(limit.tell_server(7, wanted).line.split()[2:]) == said
+    assert limit.foreign(limit.set_on_server(7, wanted).line.split()[2:]) == said
     assert limit.lowered(limit.found(EVERYTHING), limit.for_client(wanted), GPU) == said
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mpsd.core.mps.commands import ROWS, Effect, mark
 from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE, PINNED_DEVICE_MEM_LIMIT
 from mpsd.core.mps.log_events import (
-    NEWS,
+    REASONS_TO_ASK,
     ClientArrived,
     ClientConnected,
     ClientLeft,
@@ -259,8 +259,8 @@ _DAEMONS: Final[list[tuple[str, list[LogEvent]]]] = [
 )
 def test_known_lines(line: str, events: list[LogEvent]) -> None:
     """Each line that is known says what it says, by itself and within somebody's conversation."""
-    for whose in CommandOrigin:
-        reader = LogReader(whose=whose)
+    for origin in CommandOrigin:
+        reader = LogReader(origin=origin)
         assert reader.read([line]) == events
         assert reader.unknown == 0
 
@@ -269,7 +269,7 @@ def test_what_mpsd_asks_is_no_news() -> None:
     """What comes of a question is no news, so that asking never makes mpsd ask again; what others do is."""
     asked = [*ROWS, "Server 5 not found", "Server 5 is <busy>", "5", "100.0", 'Unknown command "x"']
     events = LogReader("k").read(conversation(mark("k", 0), *map(str, asked)) + [line(f"{each}") for each in asked])
-    assert not any(isinstance(event, NEWS) for event in events)
+    assert not any(isinstance(event, REASONS_TO_ASK) for event in events)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_goes_on_where_another_stopped() -> None:
         first = LogReader("k")
         second = LogReader("k", CommandOrigin.NOBODYS)
         assert foreign(log[:size], first) == ()
-        second.whose = first.whose
+        second.origin = first.origin
         assert foreign(log[size:], second) == ()
 
 

@@ -18,7 +18,7 @@ SOMEBODY = (Blocker("client", None, 77, THEN),)
 EARLY, LATE = 5.0, 15.0
 
 
-def wish(intent: Intent = Intent.RESTART, **other: Any) -> DesiredState:
+def desired(intent: Intent = Intent.RESTART, **other: Any) -> DesiredState:
     """Return the wish of an operator, with a deadline at 10."""
     defaults = {
         "operation": "op-1",
@@ -29,7 +29,7 @@ def wish(intent: Intent = Intent.RESTART, **other: Any) -> DesiredState:
     return DesiredState(intent, "uid 0 wants it", THEN, **{**defaults, **other})
 
 
-def scene(**other: Any) -> ObservedState:
+def observed(**other: Any) -> ObservedState:
     """Return how it stands: nobody is there, and the daemon answers."""
     return ObservedState(**{"process": OLD, "answers": True, "blockers": (), "tried": False, "now": EARLY, **other})
 
@@ -37,31 +37,31 @@ def scene(**other: Any) -> ObservedState:
 @pytest.mark.parametrize(
     ("wanted", "stands", "step"),
     [
-        (wish(Intent.RUN), scene(), DrainStep.NOTHING),
-        (wish(Intent.HOLD), scene(blockers=SOMEBODY, now=LATE), DrainStep.NOTHING),
-        (wish(Intent.DRAIN), scene(), DrainStep.DONE),
-        (wish(Intent.DRAIN), scene(answers=False), DrainStep.WAIT),
-        (wish(Intent.DRAIN), scene(answers=False, now=LATE), DrainStep.WAIT),
-        (wish(Intent.DRAIN), scene(blockers=SOMEBODY), DrainStep.WAIT),
-        (wish(Intent.DRAIN), scene(blockers=SOMEBODY, now=LATE), DrainStep.END),
-        (wish(Intent.DRAIN), scene(blockers=SOMEBODY, now=LATE, tried=True), DrainStep.WAIT),
-        (wish(), scene(), DrainStep.QUIT),
-        (wish(), scene(answers=False), DrainStep.WAIT),
-        (wish(), scene(answers=False, now=LATE), DrainStep.FORCE),
-        (wish(), scene(blockers=SOMEBODY), DrainStep.WAIT),
-        (wish(deadline=None), scene(blockers=SOMEBODY, now=LATE), DrainStep.WAIT),
-        (wish(), scene(blockers=SOMEBODY, now=LATE), DrainStep.END),
-        (wish(), scene(blockers=SOMEBODY, answers=False, now=LATE), DrainStep.END),
-        (wish(), scene(blockers=SOMEBODY, now=LATE, tried=True), DrainStep.FORCE),
-        (wish(quitting=True), scene(answers=False), DrainStep.QUIT),
-        (wish(quitting=True), scene(blockers=SOMEBODY), DrainStep.QUIT),
-        (wish(quitting=True), scene(now=LATE), DrainStep.FORCE),
-        (wish(quitting=True), scene(process=None, answers=False), DrainStep.WAIT),
-        (wish(quitting=True), scene(process=NEW, answers=False), DrainStep.WAIT),
-        (wish(quitting=True), scene(process=NEW), DrainStep.DONE),
-        (wish(), scene(process=NEW, blockers=SOMEBODY, now=LATE), DrainStep.DONE),
-        (wish(replaced=None), scene(process=None, answers=False, now=LATE), DrainStep.WAIT),
-        (wish(replaced=None), scene(process=NEW), DrainStep.DONE),
+        (desired(Intent.RUN), observed(), DrainStep.NOTHING),
+        (desired(Intent.HOLD), observed(blockers=SOMEBODY, now=LATE), DrainStep.NOTHING),
+        (desired(Intent.DRAIN), observed(), DrainStep.DONE),
+        (desired(Intent.DRAIN), observed(answers=False), DrainStep.WAIT),
+        (desired(Intent.DRAIN), observed(answers=False, now=LATE), DrainStep.WAIT),
+        (desired(Intent.DRAIN), observed(blockers=SOMEBODY), DrainStep.WAIT),
+        (desired(Intent.DRAIN), observed(blockers=SOMEBODY, now=LATE), DrainStep.END),
+        (desired(Intent.DRAIN), observed(blockers=SOMEBODY, now=LATE, tried=True), DrainStep.WAIT),
+        (desired(), observed(), DrainStep.QUIT),
+        (desired(), observed(answers=False), DrainStep.WAIT),
+        (desired(), observed(answers=False, now=LATE), DrainStep.FORCE),
+        (desired(), observed(blockers=SOMEBODY), DrainStep.WAIT),
+        (desired(deadline=None), observed(blockers=SOMEBODY, now=LATE), DrainStep.WAIT),
+        (desired(), observed(blockers=SOMEBODY, now=LATE), DrainStep.END),
+        (desired(), observed(blockers=SOMEBODY, answers=False, now=LATE), DrainStep.END),
+        (desired(), observed(blockers=SOMEBODY, now=LATE, tried=True), DrainStep.FORCE),
+        (desired(quitting=True), observed(answers=False), DrainStep.QUIT),
+        (desired(quitting=True), observed(blockers=SOMEBODY), DrainStep.QUIT),
+        (desired(quitting=True), observed(now=LATE), DrainStep.FORCE),
+        (desired(quitting=True), observed(process=None, answers=False), DrainStep.WAIT),
+        (desired(quitting=True), observed(process=NEW, answers=False), DrainStep.WAIT),
+        (desired(quitting=True), observed(process=NEW), DrainStep.DONE),
+        (desired(), observed(process=NEW, blockers=SOMEBODY, now=LATE), DrainStep.DONE),
+        (desired(replaced=None), observed(process=None, answers=False, now=LATE), DrainStep.WAIT),
+        (desired(replaced=None), observed(process=NEW), DrainStep.DONE),
     ],
 )
 def test_next_step(wanted: DesiredState, stands: ObservedState, step: DrainStep) -> None:
@@ -77,8 +77,8 @@ SCENES = st.builds(
     tried=st.booleans(),
     now=st.sampled_from([EARLY, LATE]),
 )
-WISHES = st.builds(
-    wish,
+DESIRED = st.builds(
+    desired,
     st.sampled_from(Intent),
     deadline=st.sampled_from([None, 10.0]),
     replaced=st.sampled_from([None, OLD]),
@@ -86,7 +86,7 @@ WISHES = st.builds(
 )
 
 
-@given(WISHES, SCENES)
+@given(DESIRED, SCENES)
 def test_nobody_is_harmed_before_time(wanted: DesiredState, stands: ObservedState) -> None:
     """Without a deadline, or before it, nobody is ended and nothing forced; only a restart stops a daemon at all."""
     step = drain.next_step(wanted, stands)
@@ -96,7 +96,7 @@ def test_nobody_is_harmed_before_time(wanted: DesiredState, stands: ObservedStat
         assert step not in {DrainStep.QUIT, DrainStep.FORCE}
 
 
-@given(WISHES, SCENES)
+@given(DESIRED, SCENES)
 def test_a_successor_is_left_alone(wanted: DesiredState, stands: ObservedState) -> None:
     """What came in the place of the daemon that was to be replaced is not stopped, however often it is asked."""
     if stands.process != wanted.replaced:
@@ -109,19 +109,19 @@ def test_a_successor_is_left_alone(wanted: DesiredState, stands: ObservedState) 
 @pytest.mark.parametrize(
     ("wanted", "process", "started", "replaced"),
     [
-        (wish(replaced=None, at=5.0), OLD, 5.0, OLD),
-        (wish(replaced=None, at=5.0), NEW, 5.01, None),
-        (wish(replaced=None, at=5.0), None, 5.0, None),
-        (wish(replaced=None), OLD, 0.01, None),
-        (wish(at=5.0), NEW, 4.0, OLD),
-        (wish(Intent.DRAIN, at=5.0), OLD, 4.0, None),
+        (desired(replaced=None, at=5.0), OLD, 5.0, OLD),
+        (desired(replaced=None, at=5.0), NEW, 5.01, None),
+        (desired(replaced=None, at=5.0), None, 5.0, None),
+        (desired(replaced=None), OLD, 0.01, None),
+        (desired(at=5.0), NEW, 4.0, OLD),
+        (desired(Intent.DRAIN, at=5.0), OLD, 4.0, None),
     ],
 )
 def test_met(
     wanted: DesiredState, process: ProcessIdentity | None, started: float, replaced: ProcessIdentity | None
 ) -> None:
     """A restart is of the process that ran when it was wanted, also where that was found only later."""
-    assert drain.met(wanted, process, started) == replace(wanted, replaced=replaced)
+    assert drain.identify(wanted, process, started) == replace(wanted, replaced=replaced)
 
 
 class TestAnotherBoot:
@@ -129,16 +129,16 @@ class TestAnotherBoot:
 
     def test_restart(self) -> None:
         """There is nobody to wait for, and nothing to replace: what runs is new."""
-        found = drain.take_up(wish(quitting=True, at=5.0), "another")
+        found = drain.take_up(desired(quitting=True, at=5.0), "another")
         assert (found.deadline, found.replaced, found.quitting, found.boot) == (None, None, False, "another")
-        assert drain.met(found, OLD, 4.0) == found
-        assert drain.next_step(found, scene(process=OLD)) is DrainStep.DONE
+        assert drain.identify(found, OLD, 4.0) == found
+        assert drain.next_step(found, observed(process=OLD)) is DrainStep.DONE
 
     @pytest.mark.parametrize("intent", Intent)
     def test_what_is_wanted(self, intent: Intent) -> None:
         """It is wanted still; and in the same boot nothing has changed."""
-        assert drain.take_up(wish(intent), "another").intent is intent
-        assert drain.take_up(wish(intent), "b") == wish(intent)
+        assert drain.take_up(desired(intent), "another").intent is intent
+        assert drain.take_up(desired(intent), "b") == desired(intent)
 
 
 class TestRevising:
@@ -146,31 +146,31 @@ class TestRevising:
 
     def test_the_same_again(self) -> None:
         """It is the same operation, with the latest deadline and the latest reason."""
-        again = replace(wish(operation="op-2"), deadline=99.0, because="uid 1 wants it")
-        assert drain.revise(wish(), again) == replace(wish(), deadline=99.0, because="uid 1 wants it")
+        again = replace(desired(operation="op-2"), deadline=99.0, because="uid 1 wants it")
+        assert drain.revise(desired(), again) == replace(desired(), deadline=99.0, because="uid 1 wants it")
 
     def test_a_successor_that_is_silent(self) -> None:
         """It is replaced as well where an operator says so once more, and only then."""
-        before, again = wish(quitting=True), wish(operation="op-2", replaced=NEW)
+        before, again = desired(quitting=True), desired(operation="op-2", replaced=NEW)
         assert drain.revise(before, again) == before
-        assert drain.revise(before, again, silent=True) == wish(replaced=NEW)
+        assert drain.revise(before, again, silent=True) == desired(replaced=NEW)
         assert drain.revise(before, replace(again, replaced=OLD), silent=True) == before
 
     def test_a_drain_that_is_over(self) -> None:
         """It is begun anew."""
-        assert drain.revise(wish(Intent.DRAIN, operation=""), wish(Intent.DRAIN)) == wish(Intent.DRAIN)
+        assert drain.revise(desired(Intent.DRAIN, operation=""), desired(Intent.DRAIN)) == desired(Intent.DRAIN)
 
     @pytest.mark.parametrize("intent", [Intent.RUN, Intent.HOLD, Intent.DRAIN])
     def test_before_it_is_beyond_recall(self, intent: Intent) -> None:
         """A restart is given up for what is wanted then."""
-        assert drain.revise(wish(), wish(intent)) == wish(intent)
+        assert drain.revise(desired(), desired(intent)) == desired(intent)
 
     @pytest.mark.parametrize("intent", [Intent.RUN, Intent.HOLD, Intent.DRAIN])
     def test_beyond_recall(self, intent: Intent) -> None:
         """A restart goes on, and what is wanted then holds when it is over."""
-        assert drain.revise(wish(quitting=True), wish(intent)) == wish(quitting=True, then=intent)
+        assert drain.revise(desired(quitting=True), desired(intent)) == desired(quitting=True, then=intent)
 
     @pytest.mark.parametrize("intent", [Intent.RUN, Intent.HOLD, Intent.DRAIN])
     def test_restart(self, intent: Intent) -> None:
         """After it there holds what held before."""
-        assert drain.revise(wish(intent), wish()) == wish(then=intent)
+        assert drain.revise(desired(intent), desired()) == desired(then=intent)

@@ -281,11 +281,17 @@ def test_tasks() -> None:
 def test_what_mpsd_was_told() -> None:
     """Its own arguments say which files are its; a relative path is one of its own directory."""
     socket = Path("/tmp/mpsd-demo-x/run/mpsd.sock")
-    told = service.told(os.getpid(), ("mpsd", "run", "--root", "/r", "--config=c.toml", "--control", "prog"), socket)
-    assert told == service.Told(Path.cwd() / "c.toml", Path("/r"), "prog")
-    assert service.told(os.getpid(), ("mpsd", "run", "--simulate", "2"), socket) == service.Told()
-    assert service.told(os.getpid(), ("mpsd", "run", "--control", "demo"), socket) == service.Told(control="demo")
-    assert service.told(os.getpid(), ("mpsd", "demo"), socket) == service.Told(root=Path("/tmp/mpsd-demo-x"))
+    arguments_of = service.arguments_of(
+        os.getpid(), ("mpsd", "run", "--root", "/r", "--config=c.toml", "--control", "prog"), socket
+    )
+    assert arguments_of == service.ServiceArguments(Path.cwd() / "c.toml", Path("/r"), "prog")
+    assert service.arguments_of(os.getpid(), ("mpsd", "run", "--simulate", "2"), socket) == service.ServiceArguments()
+    assert service.arguments_of(os.getpid(), ("mpsd", "run", "--control", "demo"), socket) == service.ServiceArguments(
+        control="demo"
+    )
+    assert service.arguments_of(os.getpid(), ("mpsd", "demo"), socket) == service.ServiceArguments(
+        root=Path("/tmp/mpsd-demo-x")
+    )
 
 
 def test_units() -> None:

@@ -1,0 +1,86 @@
+"""Names are the field's words, one for each concept: the glossary of docs/architecture.md, held to the code."""
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import Final
+
+import pytest
+
+from mpsd.core.errors import catalogue
+from mpsd.daemon.record.log import EventName
+from tests.gate.source import Module, modules
+
+INSTEAD_OF: Final = {
+    "access, pipe access, or path": ("way", "ways", "reach"),
+    "peer, principal or user": ("caller", "callers", "visitor", "visitors", "person", "persons"),
+    "holder, or owner": ("tenant", "tenants", "occupant", "occupants"),
+    "desired state, command, or observed": ("wish", "wishes", "asked", "scene"),
+    "reservation, or stored": ("kept",),
+    "event, log, publish, or notify": ("happened", "told", "tell", "tells", "untold", "news"),
+    "fork server": ("nursery", "nurse"),
+    "path safety": ("trust",),
+    "batch, slot, or group commit": ("turn", "turns"),
+    "watch": ("tie", "ties"),
+    "lifecycle, rank, or state": ("standing",),
+    "mount visibility": ("sight",),
+    "listener": ("door", "doors", "knock"),
+    "step": ("rung", "rungs", "ladder"),
+    "exit": ("bury", "bereave"),
+    "check": ("glance",),
+    "receive": ("hear", "heard"),
+    "register": ("meet", "met"),
+}
+"""For each word of the glossary the words that stood in its place, and say nothing to a stranger."""
+
+BANNED: Final = {word: instead for instead, words in INSTEAD_OF.items() for word in words}
+
+_WORD: Final = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+
+
+def words(name: str) -> Iterator[str]:
+    """Yield the words of a name: `_turn_away` and `TurnAway` have two."""
+    return (word.lower() for word in _WORD.findall(name))
+
+
+def names(module: Module) -> Iterator[tuple[int, str]]:
+    """Yield each name that a module gives to something, with its line."""
+    yield 1, module.name.rpartition(".")[2]
+    for node in ast.walk(module.tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield node.lineno, name
+            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield node.lineno, name
+            case _:
+                pass
+
+
+def found(module: Module) -> list[str]:
+    """Return each name of a module that has a banned word in it, and the word of the glossary."""
+    return [
+        f"{module.path}:{line}: {name} (the glossary has: {BANNED[word]})"
+        for line, name in names(module)
+        for word in words(name)
+        if word in BANNED
+    ]
+
+
+def test_code_has_the_words_of_the_glossary() -> None:
+    """No module, class, function, argument or variable of mpsd has a word that the glossary replaced."""
+    wrong = [place for module in modules("mpsd") for place in found(module)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_wire_has_the_words_of_the_glossary() -> None:
+    """No event and no error code has one either."""
+    codes = [error.code for error in catalogue()]
+    assert not [name for name in (*EventName, *codes) if set(words(name)) & BANNED.keys()]
+
+
+@pytest.mark.parametrize(
+    "text", ["def tell(): ...", "class Turn: ...", "def f(way): ...", "self._news = 1", "told = 1"]
+)
+def test_a_banned_word_is_seen(text: str) -> None:
+    """Wherever a name is given, the word is seen in it."""
+    assert found(Module("mpsd/x.py", text, ast.parse(text)))

@@ -125,7 +125,7 @@ class TestDirectories:
         """And one that belongs to another user."""
         settings.paths.runtime_dir.mkdir(parents=True)
         os.chown(settings.paths.runtime_dir, 65534, 65534)
-        with pytest.raises(ConfigurationError, match="another user's"):
+        with pytest.raises(ConfigurationError, match="belongs to another user"):
             RunDir.claim(settings)
 
     def test_what_an_operator_chose(self, settings: Settings) -> None:
@@ -140,7 +140,7 @@ class TestDirectories:
         (short_tmp / "file").write_bytes(b"")
         with pytest.raises(ConfigurationError) as refused:
             RunDir.claim(settings.under(short_tmp / "file"))
-        assert f"cannot make {short_tmp / 'file' / 'run'}: File exists" in refused.value.detail
+        assert f"cannot create {short_tmp / 'file' / 'run'}: File exists" in refused.value.detail
         assert "--root" in refused.value.hint
 
 

@@ -149,7 +149,7 @@ class TestAnswers:
         """A wrong method is answered with those that are right, in the header and in the hint."""
         answer = node.request("PUT", "/v1/leases", b"{}")
         assert answer.headers["Allow"].split(",") == ["GET", "POST"]
-        assert problem(answer, 405, "method_not_allowed")["hint"] == "it takes GET, POST"
+        assert problem(answer, 405, "method_not_allowed")["hint"] == "use GET, POST"
 
     def test_unknown_daemon(self, node: Node) -> None:
         """A daemon that is not there is refused with those that are."""

@@ -132,7 +132,7 @@ def test_priority(line: Line) -> None:
     """Above 0 only with a quota, and not above that."""
     set_quotas(line, ann="priority = 5", bob="priority = -1")
     assert line.granted(uid=ANN, **SMALL, priority=5, gpu="0")["priority"] == 5
-    assert "yours is 5 at most" in over(line.ask(uid=ANN, **SMALL, priority=6), "priority")
+    assert "your quota allows 5 at most" in over(line.ask(uid=ANN, **SMALL, priority=6), "priority")
     over(line.ask(uid=CAT, **SMALL, priority=1), "priority")
     over(line.ask(uid=BOB, **SMALL), "priority")
     assert line.granted(uid=BOB, **SMALL, priority=-1, gpu="1")["priority"] == -1
@@ -141,7 +141,7 @@ def test_priority(line: Line) -> None:
 def test_time_to_live(line: Line) -> None:
     """The longest that may be asked for, also when it is renewed, and the one that a lease gets which asks for none."""
     set_quotas(line, ann="ttl = 100")
-    assert "yours is 100 s at most" in over(line.ask(uid=ANN, **SMALL, ttl=101), "ttl")
+    assert "your quota allows 100 s at most" in over(line.ask(uid=ANN, **SMALL, ttl=101), "ttl")
     lease = line.granted(uid=ANN, **SMALL)
     assert lease["expires"] is not None
     path = f"/v1/leases/{lease['id']}/renew"

@@ -171,7 +171,7 @@ def _text(node: ast.AST) -> str:
         case ast.Constant(value=str(text)):
             return text
         case ast.JoinedStr(values=parts):
-            return "".join(each.value if isinstance(each, ast.Constant) else "{}" for each in parts)
+            return "".join(str(each.value) if isinstance(each, ast.Constant) else "{}" for each in parts)
         case _:
             return ""
 

@@ -191,8 +191,8 @@ class Book:
 
     def _check_restart(self, operation: Operation, ended: datetime, because: str) -> None:
         words = because.split()
-        if "in the place of" in because:
-            assert words[words.index("pid") + 1].strip(",") != words[words.index("of") + 1].strip(","), because
+        if "which replaced" in because:
+            assert words[words.index("pid") + 1].strip(",") != words[words.index("replaced") + 1].strip(","), because
         begun = operation.timeouts[0][0]
         started = self._between(begun, ended, operation.daemon, "daemon_state", "was started")
         deaths = self._between(begun, ended, operation.daemon, "daemon_death", "")

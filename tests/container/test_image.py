@@ -141,7 +141,7 @@ class TestSidecar:
             assert "hostIPC: true" in event(sidecar, "shared_memory_differs", pid=pid)["hint"]
             sidecar.podman.call("kill", client.name)
             wait_until(lambda: lease_of(sidecar, pid) is None, what="the lease to end")
-        assert "is gone" in event(sidecar, "lease_ended", lease=lease["id"])["because"]
+        assert "has exited" in event(sidecar, "lease_ended", lease=lease["id"])["because"]
 
     def test_shared_memory(self, sidecar: Sidecar) -> None:
         """Who has the servers' /dev/shm is not told of."""
@@ -181,7 +181,7 @@ class TestSidecar:
         volumes = [f"{sidecar.socket}:{sidecar.socket}"]
         done = sidecar.client("run", "--fraction", "0.2", "--", "true", volumes=volumes)
         assert done.returncode == 77
-        assert f"mount {sidecar.root}/run there" in done.stderr
+        assert f"mount {sidecar.root}/run into the container" in done.stderr
         assert sidecar.client("status", volumes=volumes).returncode == 0
 
     def test_doctor(self, sidecar: Sidecar) -> None:

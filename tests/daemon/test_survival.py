@@ -192,7 +192,9 @@ def test_impostor(make_node: Start, real: RealDaemon) -> None:
         impostor.bind(str(its))
         impostor.listen()
         daemon = node.wait_for_state("gpu0", "unresponsive")
-        wait_until(lambda: "somebody else's" in node.daemons()["gpu0"]["because"], what="the impostor to be named")
+        wait_until(
+            lambda: "belongs to another process" in node.daemons()["gpu0"]["because"], what="the impostor to be named"
+        )
         assert (daemon["pid"], is_running(pid)) == (pid, True)
         assert node.request("POST", "/v1/leases", SMALL).json["code"] == "daemon_not_ready"
     away.rename(its)

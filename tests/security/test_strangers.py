@@ -152,7 +152,7 @@ class TestContainer:
         assert found is not None
         assert found.parent == container.pid
         container.kill()
-        assert "is gone" in line.gone(lease)["because"]
+        assert "has exited" in line.gone(lease)["because"]
 
     def test_cannot_name_another(self, node: Node, container: Caller) -> None:
         """A pid that it names is one of its own namespace, and so is refused: outside it may be anybody's."""

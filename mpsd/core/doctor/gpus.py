@@ -251,7 +251,7 @@ CHECKS: Final = (
     ),
     Check(
         "compute-mode-left",
-        "every GPU has its own compute mode back",
+        "no GPU was left in a changed compute mode",
         "Processes outside MPS fail with CUDA_ERROR_DEVICE_UNAVAILABLE (46).",
         _left,
         "restores the mode if no mpsd is running",

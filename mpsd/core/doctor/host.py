@@ -239,7 +239,12 @@ CHECKS: Final = (
         "Clients cannot connect, or mpsd cannot label or open files.",
         _selinux,
     ),
-    Check("apparmor", "AppArmor has not denied MPS anything", "Likewise.", _apparmor),
+    Check(
+        "apparmor",
+        "AppArmor has not denied MPS anything",
+        "Clients cannot connect, or mpsd cannot open files.",
+        _apparmor,
+    ),
     Check(
         "xid",
         "no GPU reported an error since boot",

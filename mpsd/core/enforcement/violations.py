@@ -91,8 +91,8 @@ def of_client(attached: AttributedClient, *, denied: bool, memory: bool) -> Viol
         kind, lease_id = ViolationKind.NO_LEASE, None
     elif not attached.counted:
         because = (
-            f"process {identity.pid} exceeds the {lease.request.processes} client processes that lease"
-            f" {lease.id} may have"
+            f"process {identity.pid} is an extra client of lease {lease.id}, which may have at most"
+            f" {lease.request.processes}"
         )
         kind, lease_id = ViolationKind.PROCESSES, lease.id
     else:

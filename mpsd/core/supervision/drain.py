@@ -13,13 +13,12 @@ from typing import Final, Self
 from mpsd.core.model import ProcessIdentity
 
 _DRAIN: Final = (
-    "Stop admission, and finish when the control daemon has no leases and no clients left. Running clients"
-    " continue for as long as they need. Admission is stopped until it is resumed."
+    "Stop admission and wait until no leases and no clients are left. Running clients continue for as long as they"
+    " need. Admission stays stopped until it is resumed."
 )
 _RESTART: Final = (
-    "Stop admission, wait until the control daemon has no leases and no clients left, then replace it by a"
-    " new one with the same limits, which are read back before admission resumes. Running clients continue"
-    " for as long as they need."
+    "Drain a control daemon, then replace it with a new one. Running clients continue for as long as they need. The new"
+    " control daemon has the same limits, which are read back before admission resumes."
 )
 
 

@@ -120,7 +120,7 @@ def test_servers_that_do_not_start(make_node: Start) -> None:
     assert refused.status == 409
     assert "servers in a row failed to start" in refused.json["detail"]
     assert "nvidia-smi" in refused.json["hint"]
-    assert "could not start" in node.get("/v1/status").json["because"]
+    assert "failed to start" in node.get("/v1/status").json["because"]
     # It is as true for the next mpsd, which does not read of it again.
     node.end(signal.SIGKILL)
     node.start(ready=False)

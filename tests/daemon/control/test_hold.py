@@ -95,7 +95,7 @@ class TestOutlives:
         path = node.root / "state" / "gpu0.intention.json"
         path.write_bytes(path.read_bytes().replace(b"hold", damaged))
         node.start(ready=False)
-        assert "cannot be understood" in node.wait_for_state("gpu0", "held")["because"]
+        assert "cannot be parsed" in node.wait_for_state("gpu0", "held")["because"]
         operate(node, "resume")
         node.wait_for_state("gpu0", "ready")
 

@@ -349,7 +349,7 @@ class TestHolder:
             assert f"uid {NOBODY}" in detail
             for method in ("GET", "DELETE"):
                 detail = refused(stranger.request(method, f"/v1/leases/{mine['id']}"), 403, "not_permitted")
-                assert "another user's" in detail
+                assert "belongs to another user" in detail
             assert node.get(f"/v1/leases/{mine['id']}").json["state"] == "granted"
 
             theirs = granted(stranger.admit(threads=10, memory="1GiB"))
@@ -377,7 +377,7 @@ class TestHolder:
             mine = granted(admit(node, threads=10, memory="1GiB"))  # root passes everywhere
             node.root.chmod(0o711)
             # A control daemon serves one uid at a time, so it is not yet the other's turn.
-            assert "uid 0 has the GPU" in refused(
+            assert "uid 0 holds leases on the GPU" in refused(
                 stranger.admit(threads=10, memory="1GiB"), 409, "does_not_fit", "user"
             )
             node.request("DELETE", f"/v1/leases/{mine['id']}")

@@ -108,7 +108,7 @@ class TestWaiting:
         fill(line, **taken)
         answer = line.ask(**{**SMALL, **asked, "wait": 0.01})
         detail = refused(answer, 409, "does_not_fit", limit)
-        assert "in vain" in detail
+        assert "timed out in the queue" in detail
         assert words in detail
         assert line.queue() == []
 
@@ -126,7 +126,7 @@ class TestWaiting:
         large, _ = line.waits(threads=1, memory="78GiB", wait=None)
         small, _ = line.waits(threads=1, memory="10GiB", wait=None)
         line.node.reload('[admission]\nmemory_reserve = "10GiB"\n')
-        assert "the GPU has 70GiB to give" in refused(large.answer(), 409, "never_fits", "memory")
+        assert "the GPU can grant only 70GiB" in refused(large.answer(), 409, "never_fits", "memory")
         line.release(first)
         assert small.answer().status == 201
 
@@ -161,7 +161,7 @@ class TestWhatItWaitsFor:
         first = line.granted(uid=ANN, **SMALL)
         call, lease = line.waits(uid=BOB, **SMALL)
         assert lease["wait"]["waits_for"] == "user"
-        assert f"uid {ANN} has the GPU" in lease["wait"]["because"]
+        assert f"uid {ANN} holds leases on the GPU" in lease["wait"]["because"]
         refused(line.ask(uid=BOB, **SMALL), 409, "does_not_fit", "user")
         # Whoever has it may not stretch its turn over the head of the one who waits.
         refused(line.ask(uid=ANN, **SMALL), 409, "does_not_fit", "turn")

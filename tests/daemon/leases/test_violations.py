@@ -104,7 +104,7 @@ def test_processes(node: Node) -> None:
         with SimulatedClient(environment(granted)) as second:
             told = event(node, "violation", pid=second.hello["pid"])
             assert (told["kind"], told["lease"]) == ("processes", granted["id"])
-            assert "exceeds the" in told["because"]
+            assert "an extra client of lease" in told["because"]
             assert [line["pid"] for line in node.events("violation")] == [second.pid]
             first.end()
             over(node, kind="processes", pid=second.pid)

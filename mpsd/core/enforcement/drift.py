@@ -52,16 +52,15 @@ def opened(commands: Iterable[str], server: int, *, fresh: bool) -> ReadBack:
     """
     result = NOTHING
     for command in commands:
-        match words(command):
-            case [name, *arguments]:
-                for limit in LIMITS:
-                    if name == limit.default_setter and fresh:
-                        given = limit.foreign(arguments)
-                    elif name == limit.server_setter and arguments and _may_be(arguments[0], server):
-                        given = limit.foreign(arguments[1:])
-                    else:
-                        continue
-                    result = limit.put(result, wider(limit.found(result), given))
+        name, *arguments = words(command) or [""]
+        for limit in LIMITS:
+            if name == limit.default_setter and fresh:
+                given = limit.foreign(arguments)
+            elif name == limit.server_setter and arguments and _may_be(arguments[0], server):
+                given = limit.foreign(arguments[1:])
+            else:
+                continue
+            result = limit.put(result, wider(limit.found(result), given))
     return result
 
 

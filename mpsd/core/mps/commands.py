@@ -1,7 +1,7 @@
 """The commands of the control pipe: what each is called, what it takes, what it answers, and since which driver.
 
-The table is data, and everything that speaks or imitates the control pipe reads it: `system/control` to talk, the
-contract suite to know what each driver answers, the simulator to answer. A command that a driver does not know is
+The table is data, and everything that speaks or imitates the control pipe reads it: `system/control_pipe` to talk,
+the contract suite to know what each driver answers, the simulator to answer. A command that a driver does not know is
 answered with `Unknown command "..."` and status 0 by every driver (measured: 470.256.02, 535.261.03, 550.163.01,
 555.58.02), which is how mpsd finds out, and also how it frames a conversation (see `mark`).
 """

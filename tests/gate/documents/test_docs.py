@@ -1,4 +1,4 @@
-"""What the documents promise is shown by tests, and each test that they name is there."""
+"""What the documents promise is shown by tests, and each test, file and room that they name is there."""
 
 import ast
 import re
@@ -9,11 +9,36 @@ from typing import Final
 
 import pytest
 
-from tests.gate.source import ROOT
+from mpsd.core.settings import rows
+from tests.gate.source import ROOT, imports, modules
 
-DOCUMENTS: Final = tuple(sorted((ROOT / "docs").glob("*.md")))
+DOCUMENTS: Final = (
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "tests/README.md",
+)
 
 _NAMED: Final = re.compile(r"`(tests/[\w/]+\.py)((?:::\w+)*)`")
+
+_PATH: Final = re.compile(
+    r"`((?:mpsd|tests|docs|bench|systemd|debian|container|completions)/[\w./-]+|"
+    r"(?:core|system|daemon|cli|simulator)/[\w./-]+\.py)(?:::\w+)*`"
+)
+"""What looks like a file or a folder of this tree, or like a module of mpsd."""
+
+_PLACEHOLDER: Final = re.compile(r"/[A-Z]{2,}\b")
+
+_MEMBER: Final = re.compile(r"`([A-Za-z_]\w*)\.([A-Za-z_]\w*)`")
+"""What looks like a member of a class, or of a module."""
+
+_SUFFIXES: Final = {"db", "log", "md", "py", "toml"}
+
+_LINK: Final = re.compile(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)")
+"""Where a link within this tree leads."""
+
+_NODE: Final = re.compile(r"(\w+)\[\"([\w/]+)\"\]")
+_ARROW: Final = re.compile(r"(\w+)(?:\[[^]]*\])? --> (\w+)")
 
 
 @cache
@@ -36,14 +61,67 @@ def _is_there(path: str, test: str) -> bool:
     return file.is_file() and (not test or test in _tests(file))
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def _name(document: Path) -> str:
+    return str(document.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
 def test_named_tests_exist(document: Path) -> None:
     """A test, or a file of tests, that a document names can be run under that name."""
     named = _NAMED.findall(document.read_text(encoding="utf-8"))
     assert [f"{path}{test}" for path, test in named if not _is_there(path, test.removeprefix("::"))] == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
+def test_named_files_exist(document: Path) -> None:
+    """A file, or a folder, that a document names is in the tree, and so is what it links to."""
+    text = document.read_text(encoding="utf-8")
+    named = [path for path in _PATH.findall(text) if not _PLACEHOLDER.search(path)]
+    assert [path for path in named if not (ROOT / path).exists() and not (ROOT / "mpsd" / path).exists()] == []
+    assert [link for link in _LINK.findall(text) if not (document.parent / link).exists()] == []
+
+
+@cache
+def _members() -> dict[str, set[str]]:
+    """Return what each class of mpsd, and each module, defines."""
+    found: dict[str, set[str]] = {}
+    for module in modules("mpsd"):
+        if module.path.endswith("__init__.py"):
+            continue
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef | ast.Module):
+                owner = node.name if isinstance(node, ast.ClassDef) else module.name.rpartition(".")[2]
+                found.setdefault(owner, set()).update(_defined(node.body))
+    return found
+
+
+def _defined(body: list[ast.stmt]) -> Iterator[str]:
+    for node in body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
+                yield name
+
+
+@pytest.mark.parametrize("document", [ROOT / "docs/architecture.md", ROOT / "CONTRIBUTING.md"], ids=_name)
+def test_named_functions_exist(document: Path) -> None:
+    """A method of a class of mpsd, or a function of a module, that the map names is defined there."""
+    text = document.read_text(encoding="utf-8")
+    known, settings = _members(), {row.key for row in rows()}
+    named = [(owner, name) for owner, name in _MEMBER.findall(text) if owner in known and name not in _SUFFIXES]
+    missing = [f"{owner}.{name}" for owner, name in named if name not in known[owner]]
+    assert [each for each in missing if each not in settings] == []
+
+
+def test_the_index_is_complete() -> None:
+    """docs/README.md names every document of its folder."""
+    index = (ROOT / "docs/README.md").read_text(encoding="utf-8")
+    named = set(_LINK.findall(index))
+    assert {each.name for each in (ROOT / "docs").glob("*.md")} - {"README.md"} <= named
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
 def test_promises_are_shown(document: Path) -> None:
     """In a table whose last column is called `shown by`, every row names a test that shows what it says."""
     is_promise, bare = False, []
@@ -56,3 +134,32 @@ def test_promises_are_shown(document: Path) -> None:
         elif is_promise and set(last) != {"-"} and not any(test for _, test in _NAMED.findall(last)):
             bare.append(line)
     assert bare == []
+
+
+def _rooms_imported() -> set[tuple[str, str]]:
+    """Return which room imports which, beside what docs/architecture.md says that every room of a layer does."""
+    rooms = {module.name: "/".join(module.path.split("/")[1:-1]) for module in modules("mpsd")}
+    found = {
+        (rooms[module.name], rooms[name])
+        for module in modules("mpsd")
+        for each in imports(module)
+        for name in (f"{each.module}.{each.name}", each.module)
+        if name in rooms
+    }
+    return {
+        (importer, imported)
+        for importer, imported in found
+        if importer != imported and importer.split("/")[0] == imported.split("/")[0]
+        if importer != "daemon" and imported not in {"core", "daemon/record"}
+    }
+
+
+def test_the_picture_of_the_rooms() -> None:
+    """docs/architecture.md draws every room, and an arrow for every import between rooms of a layer, and no other."""
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    picture = text.partition("<!-- rooms:begin -->")[2].partition("<!-- rooms:end -->")[0]
+    labels = dict(_NODE.findall(picture))
+    arrows = {(labels[one], labels[other]) for one, other in _ARROW.findall(picture) if one in labels}
+    assert arrows == _rooms_imported()
+    rooms = {"/".join(module.path.split("/")[1:-1]) for module in modules("mpsd")}
+    assert {*labels.values()} == rooms - {"", "core", "daemon", "daemon/record"}

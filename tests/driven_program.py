@@ -14,7 +14,7 @@ _DEADLINE: Final = 30.0
 """Seconds for any answer: none should come near it."""
 
 
-class Told:
+class DrivenProgram:
     """A process that says one line first, then answers each line that it is told; it ends with the `with` around it.
 
     Every answer is a dict with `ok`, and with `error` and `code` where that is false.

@@ -7,14 +7,14 @@ from typing import Any, Final
 
 from mpsd.simulator.client import program
 from mpsd.simulator.devices import VARIABLE, Device, there
-from tests.driven_program import Told
+from tests.driven_program import DrivenProgram
 from tests.node import Node
 
 WAITS: Final = ("sh", "-c", 'read go || exit 0; exec "$@"', "sh")
 """Becomes what follows once it is told to: so it can hold a lease before it looks for a GPU."""
 
 
-class SimulatedClient(Told):
+class SimulatedClient(DrivenProgram):
     """A process that uses CUDA on a simulated GPU (see mpsd.simulator.client).
 
     It says first: `mps`, `server`, `gpu`, `active_thread_percentage`, `pinned_device_mem_limit`, and more.

@@ -22,9 +22,9 @@ from typing import Final
 
 import pytest
 
-from tests.chaos.cast import figures
+from tests.chaos.actors import figures
+from tests.chaos.chaos import CONFIG, Chaos
 from tests.chaos.conftest import Start
-from tests.chaos.scene import CONFIG, Chaos
 from tests.real import real_daemons
 
 pytestmark = pytest.mark.slow
@@ -64,10 +64,10 @@ def run(chaos: Chaos, goes_on: Callable[[], bool]) -> None:
 
 def summary(chaos: Chaos) -> str:
     """Say what this was worth as a test."""
-    book = chaos.book
-    faults = ", ".join(f"{count} {what}" for what, count in book.faults.most_common())
+    records = chaos.records
+    faults = ", ".join(f"{count} {what}" for what, count in records.faults.most_common())
     return (
-        f"{len(book.granted)} leases, {len(book.operations)} operations, {len(book.events)} events,"
+        f"{len(records.granted)} leases, {len(records.operations)} operations, {len(records.events)} events,"
         f" {chaos.kills} kills of mpsd; {faults}"
     )
 

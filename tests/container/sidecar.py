@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Final
 
 from tests.container.podman import Podman
-from tests.driven_program import Told
+from tests.driven_program import DrivenProgram
 from tests.harness import remove_tree
 from tests.node import Node
 
@@ -98,7 +98,7 @@ class Sidecar(Node):
         return Contained(self.podman, name, self.podman.command(self.image, *command, options=own))
 
 
-class Contained(Told):
+class Contained(DrivenProgram):
     """A process in a container that is told what to do; it ends with its container, and not with podman alone."""
 
     def __init__(self, podman: Podman, name: str, command: Sequence[str]) -> None:

@@ -20,8 +20,8 @@ from tests.container.conftest import IMAGE
 from tests.container.manifests import overlay, pod
 from tests.container.podman import Podman
 from tests.container.sidecar import CONTROL, PRIVILEGED, USER, Sidecar
-from tests.daemon.scene import event
-from tests.driven_program import Told
+from tests.daemon.helpers import event
+from tests.driven_program import DrivenProgram
 from tests.harness import look_at, wait_until
 from tests.node import Node
 
@@ -258,7 +258,7 @@ class TestClients:
             # Nobody's descendant in the container, as one that `kubectl exec` starts.
             variables = [f"--env={name}={value}" for name, value in lease["shares"][0]["env"].items()]
             command = ["podman", "exec", "--interactive", *variables, client.name, *client_program]
-            with Told(command, sidecar.podman.environment) as other:
+            with DrivenProgram(command, sidecar.podman.environment) as other:
                 assert other.hello["ok"], other.hello
                 seen = wait_until(
                     lambda: (found := sidecar.get("/v1/clients").json["clients"]) and len(found) == 2 and found,

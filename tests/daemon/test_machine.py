@@ -14,7 +14,7 @@ import pytest
 
 from tests.daemon.conftest import Start
 from tests.daemon.gpu.test_compute_mode import GPU_IS_LOST, HANG, TWO_GPUS
-from tests.daemon.scene import by_hand, event, kill, next_ready
+from tests.daemon.helpers import by_hand, event, kill, next_ready
 from tests.harness import wait_until
 from tests.node import Node
 from tests.system.fake_nvml import FakeNvml

@@ -11,7 +11,7 @@ import pytest
 
 from tests.daemon.caller import needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.scene import is_running, untouched
+from tests.daemon.helpers import is_running, untouched
 from tests.harness import look_at, pids, remove_tree, wait_until
 from tests.node import Node
 

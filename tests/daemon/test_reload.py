@@ -3,7 +3,7 @@
 import pytest
 
 from tests.daemon.conftest import Start
-from tests.daemon.scene import BRISK, GIB, LIMITS, MIB, branches, by_hand
+from tests.daemon.helpers import BRISK, GIB, LIMITS, MIB, branches, by_hand
 from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon

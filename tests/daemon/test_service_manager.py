@@ -16,7 +16,7 @@ from typing import Any, Final
 import pytest
 
 from tests.daemon.caller import NOBODY, calling, needs_root
-from tests.daemon.leases.asking import Talk
+from tests.daemon.leases.line import Talk
 from tests.harness import wait_until
 from tests.node import Answer, Node
 

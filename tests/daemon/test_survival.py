@@ -15,7 +15,7 @@ import pytest
 
 from tests.daemon.caller import calling
 from tests.daemon.conftest import Start
-from tests.daemon.scene import (
+from tests.daemon.helpers import (
     BRISK,
     LIMITS,
     PERCENTAGE,

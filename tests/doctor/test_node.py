@@ -25,7 +25,7 @@ from tests.daemon.gpu.test_compute_mode import (
     WANTED,
     written,
 )
-from tests.daemon.scene import stopped
+from tests.daemon.helpers import stopped
 from tests.gate.source import ROOT
 from tests.harness import look_at, wait_until
 from tests.node import Node

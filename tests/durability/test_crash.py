@@ -13,8 +13,8 @@ from typing import Final
 import pytest
 
 from tests.durability.conftest import Fork
-from tests.durability.crowd import DEAD, Crowd
 from tests.durability.forked import ForkedNode
+from tests.durability.load import DEAD, Load
 from tests.harness import wait_until
 
 pytestmark = pytest.mark.slow
@@ -30,13 +30,13 @@ EACH: Final = -(-KILLS // (2 * GROUPS))
 
 
 @contextmanager
-def crowd_on(node: ForkedNode, seed: int) -> Iterator[Crowd]:
+def crowd_on(node: ForkedNode, seed: int) -> Iterator[Load]:
     """Give the callers of a node, and end them."""
-    crowd = Crowd(node, seed)
+    load = Load(node, seed)
     try:
-        yield crowd
+        yield load
     finally:
-        crowd.holders.close()
+        load.holders.close()
 
 
 def begin(node: ForkedNode, *, kill_at: int = 0, torn: bool = False) -> bool:
@@ -62,17 +62,17 @@ def end(node: ForkedNode) -> None:
     assert node.ended() == -9, node.stderr.read_text()[-3000:]
 
 
-async def one_life(crowd: Crowd, *, kill_after: int = 0) -> None:
+async def one_life(load: Load, *, kill_after: int = 0) -> None:
     """Hold mpsd to its earlier lives' word, and give it a life, which ends by SIGKILL."""
     with suppress(*DEAD):
-        await crowd.check()
-    await crowd.live(kill_after=kill_after)
+        await load.check()
+    await load.live(kill_after=kill_after)
 
 
-def last_words(crowd: Crowd) -> None:
+def last_words(load: Load) -> None:
     """Hold the last mpsd to the word of all others."""
-    assert begin(crowd.node)
-    asyncio.run(crowd.check())
+    assert begin(load.node)
+    asyncio.run(load.check())
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
@@ -81,17 +81,17 @@ def test_killed_at_every_store_operation(fork: Fork, group: int) -> None:
 
     The operations of a life are counted from its start: opening and restoring come first, then what the callers do.
     """
-    with crowd_on(fork(), group) as crowd:
-        assert begin(crowd.node)
-        asyncio.run(crowd.live(kill_after=50))
-        end(crowd.node)
+    with crowd_on(fork(), group) as load:
+        assert begin(load.node)
+        asyncio.run(load.live(kill_after=50))
+        end(load.node)
         for life in range(EACH):
             operation = 1 + life * GROUPS + group
-            if begin(crowd.node, kill_at=operation, torn=life % 2 == 1):
-                asyncio.run(one_life(crowd))
-            end(crowd.node)
-        last_words(crowd)
-        print(crowd.receipts.summary())  # noqa: T201 - pytest -rP shows it
+            if begin(load.node, kill_at=operation, torn=life % 2 == 1):
+                asyncio.run(one_life(load))
+            end(load.node)
+        last_words(load)
+        print(load.receipts.summary())  # noqa: T201 - pytest -rP shows it
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
@@ -101,13 +101,13 @@ def test_killed_anywhere(fork: Fork, group: int) -> None:
     Most kills come while requests are on their way, so that it is not known which of them took effect.
     """
     chance = random.Random(group)
-    with crowd_on(fork(), 1000 + group) as crowd:
+    with crowd_on(fork(), 1000 + group) as load:
         for _ in range(EACH):
-            assert begin(crowd.node)
-            asyncio.run(one_life(crowd, kill_after=chance.randint(1, 60)))
-            end(crowd.node)
+            assert begin(load.node)
+            asyncio.run(one_life(load, kill_after=chance.randint(1, 60)))
+            end(load.node)
             if chance.random() < 0.3:
-                crowd.kill_a_holder()
-        last_words(crowd)
-        print(crowd.receipts.summary())  # noqa: T201 - pytest -rP shows it
-        assert crowd.receipts.unheard.total() >= EACH, "the kills came when nothing was going on"
+                load.kill_a_holder()
+        last_words(load)
+        print(load.receipts.summary())  # noqa: T201 - pytest -rP shows it
+        assert load.receipts.unheard.total() >= EACH, "the kills came when nothing was going on"

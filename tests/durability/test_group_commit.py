@@ -9,7 +9,7 @@ from contextlib import closing
 from itertools import chain
 from typing import Final
 
-from tests.daemon.leases.asking import Talk, message
+from tests.daemon.leases.line import Talk, message
 from tests.durability.conftest import Start
 from tests.node import Node
 

@@ -31,7 +31,7 @@ from mpsd.system.database import Database
 from mpsd.system.rundir import RunDir
 from tests.daemon.caller import calling
 from tests.durability.conftest import Start
-from tests.durability.crowd import Holders
+from tests.durability.load import Holders
 from tests.harness import eventually, wait_until
 from tests.node import Node
 

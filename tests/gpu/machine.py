@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from tests.driven_program import Told
+from tests.driven_program import DrivenProgram
 from tests.node import Node
 
 REQUIRE: Final = "MPSD_REQUIRE_GPU"
@@ -64,7 +64,7 @@ def control() -> Path:
     return Path(found)
 
 
-class Client(Told):
+class Client(DrivenProgram):
     """A process that uses CUDA on a real GPU (see tests.gpu.client).
 
     It says first: `gpu`, `cuda`, `multiprocessors`, `free` and `total`; or why it has no context.

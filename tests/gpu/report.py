@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from tests.daemon.scene import GIB, MIB, is_running, kill, next_ready, undone
+from tests.daemon.helpers import GIB, MIB, is_running, kill, next_ready, undone
 from tests.gpu import machine
 from tests.gpu.machine import Client, leased, outside, unadmitted
 from tests.harness import remove_tree, wait_until

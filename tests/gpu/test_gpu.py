@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import pytest
 
-from tests.daemon.scene import GIB, is_running, kill, next_ready, undone
+from tests.daemon.helpers import GIB, is_running, kill, next_ready, undone
 from tests.gpu.client import PIECE
 from tests.gpu.machine import Client, leased, unadmitted
 from tests.harness import wait_until

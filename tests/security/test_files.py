@@ -199,7 +199,7 @@ class TestPlanted:
         node.wait_for_state("gpu0", "ready")
 
 
-class TestWay:
+class TestPathComponents:
     """What leads to mpsd's directories."""
 
     def refused(self, node: Node) -> str:

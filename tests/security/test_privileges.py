@@ -14,9 +14,9 @@ from typing import Final
 import pytest
 
 from tests.daemon.caller import needs_root
-from tests.daemon.leases.asking import Talk
-from tests.daemon.scene import event
-from tests.driven_program import Told
+from tests.daemon.helpers import event
+from tests.daemon.leases.line import Talk
+from tests.driven_program import DrivenProgram
 from tests.harness import look_at, wait_until
 from tests.node import Node
 from tests.simulated_clients import variables
@@ -75,12 +75,12 @@ def status_of(pid: int, name: str) -> str:
     return next(line.split("\t")[1] for line in lines if line.startswith(f"{name}:"))
 
 
-def client_of(node: Node, environment: Mapping[str, str]) -> Told:
+def client_of(node: Node, environment: Mapping[str, str]) -> DrivenProgram:
     """Start another user's client, in this environment."""
-    return Told([sys.executable, "-c", CLIENT], {**variables(node), **environment})
+    return DrivenProgram([sys.executable, "-c", CLIENT], {**variables(node), **environment})
 
 
-def leased(node: Node) -> Told:
+def leased(node: Node) -> DrivenProgram:
     """Start another user's client with a lease, whose holder is this very process, as it was that user."""
     with Talk(node.socket, uid=ANN) as talk:
         answer = talk.ask("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})

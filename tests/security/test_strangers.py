@@ -19,8 +19,8 @@ from mpsd.daemon.record.log import configure
 from mpsd.system.credentials import PeerCredentials
 from tests.daemon.caller import Caller, calling, needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.leases.asking import Line
-from tests.daemon.scene import event
+from tests.daemon.helpers import event
+from tests.daemon.leases.line import Line
 from tests.harness import look_at, wait_until
 from tests.node import Node
 from tests.real import real_daemons

@@ -12,8 +12,8 @@ import pytest
 from mpsd.core.settings import LogFormat
 from mpsd.daemon.record.log import EventName, configure
 from tests.daemon.conftest import Start
-from tests.daemon.scene import event
-from tests.driven_program import Told
+from tests.daemon.helpers import event
+from tests.driven_program import DrivenProgram
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import leased, variables
@@ -39,13 +39,13 @@ def node(make_node: Start, request: pytest.FixtureRequest) -> Node:
 
 
 @pytest.fixture
-def client(node: Node, short_tmp: Path) -> Iterator[Told]:
+def client(node: Node, short_tmp: Path) -> Iterator[DrivenProgram]:
     """Start a client with such a name, which no lease let in."""
     program = short_tmp / NAME
     program.write_text(f"#!{sys.executable}\n{CLIENT}\n", encoding="utf-8")
     program.chmod(0o755)
     root = str(Path(__file__).resolve().parents[2])
-    with Told([str(program)], {**variables(node), "PYTHONPATH": root}) as told:
+    with DrivenProgram([str(program)], {**variables(node), "PYTHONPATH": root}) as told:
         assert told.hello["ok"], told.hello
         yield told
 
@@ -60,7 +60,7 @@ def names(node: Node) -> dict[int, str]:
     return {each["pid"]: each["name"] for each in node.get("/v1/clients").json["clients"]}
 
 
-def test_names(node: Node, client: Told) -> None:
+def test_names(node: Node, client: DrivenProgram) -> None:
     """A program's name and a lease's, in every table, as JSON, as events and in the log."""
     with leased(node, "--threads", "10", "--memory", "1GiB", "--name", TURNED, "--label", f"team={TURNED}") as holder:
         found = wait_until(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mpsd.simulator.devices import Held, Kind
-from tests.daemon.scene import kill, next_ready
+from tests.daemon.helpers import kill, next_ready
 from tests.harness import wait_until
 from tests.node import Node, running
 from tests.simulated_clients import SimulatedClient, gpus, leased, outside, variables

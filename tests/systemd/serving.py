@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 
 from mpsd.daemon.record.log import MESSAGE_IDS, EventName
-from tests.driven_program import Told
+from tests.driven_program import DrivenProgram
 from tests.harness import wait_until
 from tests.systemd import Suite
 from tests.systemd.machine import Machine
@@ -184,7 +184,7 @@ class ServerHealth:
         lease = ("mpsctl", "run", "--threads", "25", "--memory", "2GiB", "--")
         client = ("/opt/mpsd/bin/python3", "-I", "-m", "mpsd.simulator.client")
         someone = ("setpriv", "--reuid=2601", "--regid=2601", "--clear-groups")
-        with Told(machine.command(*someone, *lease, *client), {}) as told:
+        with DrivenProgram(machine.command(*someone, *lease, *client), {}) as told:
             assert told.hello["active_thread_percentage"] == 25
             server = machine.path(f"/proc/{told.hello['server']}")
             assert server.stat().st_uid == 2601

@@ -12,7 +12,7 @@ import pytest
 
 from tests.cli.answering import answering, http
 from tests.cli.conftest import run_mpsctl
-from tests.daemon.scene import LIMITS
+from tests.daemon.helpers import LIMITS
 from tests.harness import wait_until
 from tests.node import Node
 

@@ -28,7 +28,7 @@ class Reservation:
 
 
 @dataclass
-class Books:
+class HandLedger:
     """Everything that bears on a decision: what is offered, by which rules, who holds what, who waits, who had what."""
 
     rules: AdmissionRules

@@ -491,7 +491,7 @@ class TestPatience:
         desk.end(held)
 
 
-class TestKept:
+class TestReservations:
     """What the first in the queue waits for is kept for it, and no more than that."""
 
     @pytest.mark.parametrize(

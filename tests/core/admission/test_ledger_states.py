@@ -36,7 +36,7 @@ from mpsd.core.model import Lease, LeaseRequest, LeaseState, Limits, ProcessIden
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import Placement
 from mpsd.core.units import MIB
-from tests.core.admission.hand_ledger import Books
+from tests.core.admission.hand_ledger import HandLedger
 from tests.core.admission.scenarios import FREE, ILL, ON_HOLD, asked, gpu, granted_on, now, offer
 
 pytestmark = pytest.mark.slow
@@ -88,7 +88,7 @@ class Node(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.ledger = Ledger(self.first_rules, Usage(HALF_LIFE))
-        self.books = Books(self.first_rules, lambda uid: self.ledger.usage.of(uid, self.books.now), HALF_LIFE)
+        self.books = HandLedger(self.first_rules, lambda uid: self.ledger.usage.of(uid, self.books.now), HALF_LIFE)
         self.ended: set[str] = set()
         self.head: str | None = None
         """Who has stood first since nobody was let in before it,"""

@@ -25,7 +25,7 @@ from mpsd.daemon.api.openapi import document
 from mpsd.daemon.api.routes import ROUTES
 from tests.daemon.caller import needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.leases.asking import Talk, connect
+from tests.daemon.leases.line import Talk, connect
 from tests.node import Node
 
 pytestmark = pytest.mark.real_daemon(535)

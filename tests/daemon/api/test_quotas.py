@@ -9,7 +9,7 @@ import pytest
 from tests.daemon.api.conftest import MakeLine
 from tests.daemon.caller import calling, needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.leases.asking import OWN_UID, Line
+from tests.daemon.leases.line import OWN_UID, Line
 from tests.node import Answer, Node
 
 pytestmark = pytest.mark.real_daemon(535)

@@ -9,7 +9,7 @@ from mpsd.daemon.api.routes import ROUTES
 from tests.daemon.api.conftest import MakeLine
 from tests.daemon.caller import NOBODY, Caller, calling, needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.leases.asking import Line, Talk
+from tests.daemon.leases.line import Line, Talk
 from tests.node import Answer, Node
 
 pytestmark = [pytest.mark.real_daemon(535), needs_root]

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from tests.daemon.conftest import Start
-from tests.daemon.scene import LIMITS, by_hand, is_running, kill, untouched
+from tests.daemon.helpers import LIMITS, by_hand, is_running, kill, untouched
 from tests.harness import wait_until
 from tests.node import Node
 

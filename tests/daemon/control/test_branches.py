@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from tests.daemon.conftest import Start
-from tests.daemon.scene import GIB, branches, by_hand, is_running, kill, limits_for, next_ready, undone, untouched
+from tests.daemon.helpers import GIB, branches, by_hand, is_running, kill, limits_for, next_ready, undone, untouched
 from tests.node import Node
 from tests.real import RealDaemon
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.conftest import Start
-from tests.daemon.scene import LIMITS, by_hand, kill, next_ready, program, undone
+from tests.daemon.helpers import LIMITS, by_hand, kill, next_ready, program, undone
 from tests.harness import remove_tree, wait_until
 from tests.node import Node
 

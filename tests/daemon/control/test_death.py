@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.conftest import Start
-from tests.daemon.scene import LIMITS, by_hand, is_running, kill, next_ready, program, states, untouched
+from tests.daemon.helpers import LIMITS, by_hand, is_running, kill, next_ready, program, states, untouched
 from tests.harness import wait_until
 from tests.node import Node
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.conftest import Start
-from tests.daemon.scene import BRISK, LIMITS, PERCENTAGE, SOON, branches, by_hand, holding, program, undone, untouched
+from tests.daemon.helpers import BRISK, LIMITS, PERCENTAGE, SOON, branches, by_hand, holding, program, undone, untouched
 from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon

@@ -8,7 +8,7 @@ import pytest
 from mpsd.system import process
 from tests import real
 from tests.daemon.conftest import Start
-from tests.daemon.scene import event
+from tests.daemon.helpers import event
 from tests.harness import look_at
 from tests.system.fake_nvml import LIBRARY, FakeNvml
 

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from tests.daemon.conftest import Start
-from tests.daemon.scene import event
+from tests.daemon.helpers import event
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import gpus, leased

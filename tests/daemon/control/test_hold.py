@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.daemon.conftest import Start
-from tests.daemon.scene import branches, is_running, kill, stopped
+from tests.daemon.helpers import branches, is_running, kill, stopped
 from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon

@@ -20,7 +20,7 @@ import pytest
 
 from tests.daemon.caller import Caller, calling, needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.scene import BRISK, branches, is_running, kill, next_ready, program
+from tests.daemon.helpers import BRISK, branches, is_running, kill, next_ready, program
 from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon

@@ -11,7 +11,7 @@ import pytest
 
 from tests.daemon.conftest import Start
 from tests.daemon.control.operations import begin, ended, look, waiting
-from tests.daemon.scene import BRISK, branches, event, is_running, kill, limits_for, next_ready, stopped
+from tests.daemon.helpers import BRISK, branches, event, is_running, kill, limits_for, next_ready, stopped
 from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon

@@ -9,7 +9,7 @@ import pytest
 
 from tests.daemon.conftest import Start
 from tests.daemon.control.operations import begin, ended
-from tests.daemon.scene import BRISK, branches, is_running, kill, next_ready
+from tests.daemon.helpers import BRISK, branches, is_running, kill, next_ready
 from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from tests.daemon.conftest import Start
-from tests.daemon.scene import BRISK, LIMITS, holding, is_running, kill, next_ready, stopped, untouched
+from tests.daemon.helpers import BRISK, LIMITS, holding, is_running, kill, next_ready, stopped, untouched
 from tests.harness import look_at
 from tests.node import Node
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.daemon.caller import needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.http.test_load import MIB, memory
-from tests.daemon.leases.asking import Talk, message
+from tests.daemon.leases.line import Talk, message
 from tests.node import Node
 
 pytestmark = pytest.mark.real_daemon(535)

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.daemon.conftest import Start
-from tests.daemon.scene import is_running
+from tests.daemon.helpers import is_running
 from tests.harness import wait_until
 from tests.node import Node
 

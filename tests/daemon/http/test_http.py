@@ -18,7 +18,7 @@ import pytest
 from mpsd.daemon.http.connection import Connection, Message
 from mpsd.daemon.http.peer import Peer
 from tests.daemon.conftest import Start
-from tests.daemon.leases.asking import Talk, message
+from tests.daemon.leases.line import Talk, message
 from tests.harness import wait_until
 from tests.node import Node
 

@@ -15,7 +15,7 @@ import pytest
 from tests.daemon.api.conftest import MakeLine
 from tests.daemon.caller import needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.leases.asking import OWN_UID, Line, Talk, message
+from tests.daemon.leases.line import OWN_UID, Line, Talk, message
 from tests.harness import wait_until
 from tests.node import Answer, Node
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests import real
 from tests.daemon.conftest import Start, make_node, node_for_all
-from tests.daemon.leases.asking import Line
+from tests.daemon.leases.line import Line
 from tests.node import Node
 
 __all__ = ["MANY", "MakeLine", "make_line", "make_node", "many", "node_for_all", "one"]

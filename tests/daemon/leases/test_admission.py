@@ -12,7 +12,7 @@ import pytest
 
 from tests.daemon.caller import NOBODY, Caller, calling, needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.scene import GIB, MIB
+from tests.daemon.helpers import GIB, MIB
 from tests.harness import wait_until
 from tests.node import Answer, Node
 

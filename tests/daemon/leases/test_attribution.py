@@ -16,7 +16,7 @@ import pytest
 from mpsd.simulator.client import program
 from tests.daemon.caller import Caller, calling
 from tests.daemon.conftest import Start
-from tests.daemon.scene import GIB, MIB, event, kill, needs_last_pid, with_pid
+from tests.daemon.helpers import GIB, MIB, event, kill, needs_last_pid, with_pid
 from tests.harness import look_at, wait_until
 from tests.node import Node
 from tests.simulated_clients import WAITS, SimulatedClient, leased, variables

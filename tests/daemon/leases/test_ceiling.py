@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 
 from tests.daemon.conftest import Start
-from tests.daemon.scene import BRISK, GIB, MIB, branches, by_hand, program
+from tests.daemon.helpers import BRISK, GIB, MIB, branches, by_hand, program
 from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon

@@ -22,11 +22,11 @@ import pytest
 from tests import real
 from tests.daemon.caller import needs_root
 from tests.daemon.conftest import Start
+from tests.daemon.helpers import GIB, MIB
 from tests.daemon.leases import fighters
-from tests.daemon.leases.asking import Line
 from tests.daemon.leases.conftest import MANY, MakeLine
 from tests.daemon.leases.fighters import Plan, Receipt
-from tests.daemon.scene import GIB, MIB
+from tests.daemon.leases.line import Line
 from tests.harness import wait_until
 
 SECONDS: Final = float(os.environ.get("MPSD_FIGHT_SECONDS", "20"))

@@ -19,7 +19,7 @@ from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.simulator.client import program
 from tests.daemon.caller import needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.scene import GIB, MIB, event
+from tests.daemon.helpers import GIB, MIB, event
 from tests.environments import any_environment
 from tests.harness import wait_until
 from tests.node import Node

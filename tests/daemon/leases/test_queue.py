@@ -9,9 +9,9 @@ import pytest
 
 from tests.daemon.caller import calling, needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.leases.asking import Call, Line
+from tests.daemon.helpers import BRISK, GIB, stopped
 from tests.daemon.leases.conftest import MakeLine
-from tests.daemon.scene import BRISK, GIB, stopped
+from tests.daemon.leases.line import Call, Line
 from tests.harness import wait_until
 from tests.node import Answer, Node
 

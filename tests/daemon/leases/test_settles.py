@@ -19,7 +19,7 @@ from typing import Final
 import pytest
 
 from tests.daemon.conftest import Start
-from tests.daemon.scene import GIB, MIB, branches, kill
+from tests.daemon.helpers import GIB, MIB, branches, kill
 from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon

@@ -15,8 +15,8 @@ import pytest
 
 from tests.daemon.caller import calling
 from tests.daemon.conftest import Start
-from tests.daemon.leases.asking import Talk, message
-from tests.daemon.scene import BRISK, GIB, event, holding, program, stopped
+from tests.daemon.helpers import BRISK, GIB, event, holding, program, stopped
+from tests.daemon.leases.line import Talk, message
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, gpus, leased, outside, variables

@@ -12,7 +12,7 @@ import pytest
 from mpsd.simulator.control import program as simulator
 from tests.daemon.caller import calling
 from tests.daemon.conftest import Start
-from tests.daemon.scene import BRISK, GIB, event, is_running, needs_last_pid, program, stopped, with_pid
+from tests.daemon.helpers import BRISK, GIB, event, is_running, needs_last_pid, program, stopped, with_pid
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, leased, outside, variables

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tests.daemon.scene import GIB, MIB
+from tests.daemon.helpers import GIB, MIB
 
 if TYPE_CHECKING:
-    from tests.chaos.scene import Chaos
+    from tests.chaos.chaos import Chaos
 
 
 @dataclass
-class Peace:
+class Settled:
     """Looks whether all of a node has settled."""
 
     chaos: "Chaos"
@@ -35,17 +35,19 @@ class Peace:
         if gone := [each.pid for each in self.chaos.members if each.may_end and not each.ended]:
             return f"{gone} are still there"
         granted = {name: lease for name, lease in leases.items() if lease["state"] in {"granted", "active"}}
-        if given_up := [each for each in granted if self.chaos.book.given_up.get(each, "it expires") != "it expires"]:
+        if given_up := [
+            each for each in granted if self.chaos.records.given_up.get(each, "it expires") != "it expires"
+        ]:
             return f"{given_up} are not over"
-        if untold := granted.keys() - self.chaos.book.granted.keys():
+        if unpublished := granted.keys() - self.chaos.records.granted.keys():
             # Whoever did not hear of it has ended, and it ends with them.
-            return f"nobody was told of {untold}"
+            return f"nobody was told of {unpublished}"
         running = []
         for name, daemon in daemons.items():
             if reason := self._unsettled(daemon, granted):
                 return f"{name}: {reason}"
             running += self._running(name)
-        self.chaos.book.check_operations(running)
+        self.chaos.records.check_operations(running)
         clients = {
             name: {pid for each in daemon["servers"] if not each["orphan"] for pid in each["clients"]}
             for name, daemon in daemons.items()
@@ -57,7 +59,7 @@ class Peace:
     def _running(self, daemon: str) -> list[str]:
         """Return the operations of a daemon that go on, and note how those ended that do not."""
         running = []
-        for each in self.chaos.book.operations.values():
+        for each in self.chaos.records.operations.values():
             if each.daemon != daemon or each.is_over:
                 continue
             answer = self.chaos.node.get(f"/v1/operations/{each.id}")
@@ -75,8 +77,8 @@ class Peace:
             return ""  # somebody came when it had been told to quit, and it waits for him, as `quit` does
         if not daemon["verified"] or daemon["drift"]:
             return f"it is {state}: {daemon['because']}; its limits are not verified"
-        wishes = self.chaos.book.wishes.get(name, {"run"})
-        may_be = {{"run": "ready", "hold": "held", "drain": "draining"}[each] for each in wishes}
+        desired = self.chaos.records.desired.get(name, {"run"})
+        may_be = {{"run": "ready", "hold": "held", "drain": "draining"}[each] for each in desired}
         if daemon["operation"] is None:
             return "" if state in may_be else f"it is {state}, and is to be {may_be}"
         leases = [each for each in granted.values() if each["daemon"] == name]

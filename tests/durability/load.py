@@ -118,7 +118,7 @@ class Receipts:
         )
 
 
-class Crowd:
+class Load:
     """The callers of one node, through all its lives."""
 
     def __init__(self, node: ForkedNode, seed: int) -> None:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from tests.chaos.book import Book, now
-from tests.chaos.cast import Member, Request, front_ends, signalled
-from tests.chaos.peace import Peace
-from tests.daemon.scene import GIB
+from tests.chaos.actors import Member, Request, front_ends, signalled
+from tests.chaos.records import Records, now
+from tests.chaos.settled import Settled
+from tests.daemon.helpers import GIB
 from tests.harness import remove_tree, wait_until
 from tests.node import Node
 
@@ -55,7 +55,7 @@ class Chaos:
 
     def __post_init__(self) -> None:
         """Begin the book."""
-        self.book = Book(self.node)
+        self.records = Records(self.node)
         self.steps: dict[str, int] = {"grant": 12, "release": 2, "wait": 3, "hang_up": 1, "operate": 6, "reload": 1}
         self.steps |= {"foreign_command": 2, "kill_daemon": 2, "freeze_daemon": 1, "kill_front_end": 1, "die": 2}
         self.steps |= {"kill_mpsd": 2, "freeze_mpsd": 1, "remove_pipe": 1, "two_at_once": 2}
@@ -72,7 +72,7 @@ class Chaos:
 
     def _do(self, step: str) -> None:
         sys.stdout.write(f"{step} ")
-        self.book.faults[step] += 1
+        self.records.faults[step] += 1
         getattr(self, step)()
 
     def _daemon(self) -> str:
@@ -128,7 +128,7 @@ class Chaos:
             member.lease = answer.json["id"]
             if member.may_end:
                 why_it_may_end = member.may_end
-            self.book.note_grant(answer.json, why_it_may_end)
+            self.records.note_grant(answer.json, why_it_may_end)
             return
         # It is full, held, or its control daemon was killed a moment ago; or its holder was.
         assert answer.json["code"] in {"does_not_fit", "daemon_not_ready", "invalid_request", "stopping"}, answer.body
@@ -147,7 +147,7 @@ class Chaos:
             request.hang_up()
             member.cut_down()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         """Take in what those who wait were answered."""
         for each in tuple(self.waiting):
             request, member = each
@@ -160,9 +160,9 @@ class Chaos:
         """End a lease; its holder runs on."""
         if holding := self._holding():
             lease = self.dice.choice(holding).lease
-            self.book.given_up.setdefault(lease, "it was released")
+            self.records.given_up.setdefault(lease, "it was released")
             if self.node.request("DELETE", f"/v1/leases/{lease}").status == 204:
-                self.book.released.add(lease)
+                self.records.released.add(lease)
 
     def attach(self) -> None:
         """Have a holder become a client."""
@@ -195,7 +195,7 @@ class Chaos:
             self._let_go(self.dice.choice(here), way)
 
     def _let_go(self, member: Member, way: Callable[[Member], None]) -> None:
-        self.book.given_up.setdefault(member.lease, "its holder ended")
+        self.records.given_up.setdefault(member.lease, "its holder ended")
         way(member)
 
     def fault(self) -> None:
@@ -220,7 +220,7 @@ class Chaos:
         if kill:
             self._kill_while(request)
         request.look(20)
-        self.book.note_asked(daemon, verb, request, timeout if takes else None, asked)
+        self.records.note_request(daemon, verb, request, timeout if takes else None, asked)
 
     def reload(self) -> None:
         """Send mpsd SIGHUP."""
@@ -236,7 +236,7 @@ class Chaos:
     def kill_daemon(self) -> None:
         """Kill a control daemon."""
         daemon = self._daemon()
-        self.book.kills.append((now(), daemon))
+        self.records.kills.append((now(), daemon))
         signalled(self._pid(daemon), signal.SIGKILL)
 
     def freeze_daemon(self) -> None:
@@ -277,7 +277,7 @@ class Chaos:
         self._replace(daemon)
 
     def _replace(self, daemon: str) -> None:
-        self.book.kills.append((now(), daemon))
+        self.records.kills.append((now(), daemon))
         self._operate(daemon, "restart", 0)
 
     def _replace_unreachable(self) -> None:
@@ -340,7 +340,7 @@ class Chaos:
                 match each:
                     case "daemon":
                         number = self.dice.randrange(len(self.daemons))
-                        self.book.kills.append((now(), self.daemons[number]))
+                        self.records.kills.append((now(), self.daemons[number]))
                         signalled(pids[0][number], signal.SIGKILL)
                     case "server" if pids[1]:
                         signalled(self.dice.choice(pids[1]), signal.SIGKILL)
@@ -351,8 +351,8 @@ class Chaos:
 
     def look(self) -> dict[str, Any]:
         """Look at the node from outside, and hold it to its word; return the leases that there are."""
-        self._hear()
-        return self.book.look(self.members)
+        self._receive()
+        return self.records.look(self.members)
 
     def settles(self) -> None:
         """Leave it in peace, wait until nothing is pending, and compare what is in force with what the leases say."""
@@ -361,7 +361,7 @@ class Chaos:
 
         def settled() -> bool:
             self._replace_unreachable()
-            last[:] = [Peace(self).pending()]
+            last[:] = [Settled(self).pending()]
             return not last[0]
 
         try:
@@ -391,7 +391,7 @@ class Chaos:
         for name in self.daemons:
             self._operate(name, "resume")
         self.settles()
-        assert all(each.is_over for each in self.book.operations.values()), self.book.operations
+        assert all(each.is_over for each in self.records.operations.values()), self.records.operations
         assert not self.look(), self.node.stderr
 
     def close(self) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from tests.chaos.cast import Member, Request
-from tests.durability.crowd import check_room
+from tests.chaos.actors import Member, Request
+from tests.durability.load import check_room
 from tests.node import Node
 
 LEFT = "the timeout has expired"
@@ -49,7 +49,7 @@ class Operation:
 
 
 @dataclass
-class Book:
+class Records:
     """Everything that mpsd said, and everything that was done to it and around it."""
 
     node: Node
@@ -62,7 +62,7 @@ class Book:
     operations: dict[str, Operation] = field(default_factory=dict)
     unheard: list[Operation] = field(default_factory=list)
     """What was asked for and may have begun: mpsd was killed before it said so."""
-    wishes: dict[str, set[str]] = field(default_factory=dict)
+    desired: dict[str, set[str]] = field(default_factory=dict)
     """By control daemon, what operators may want of it: more than one thing where an answer was not heard."""
     events: dict[int, str] = field(default_factory=dict)
     kills: list[tuple[datetime, str]] = field(default_factory=list)
@@ -80,18 +80,18 @@ class Book:
         if why_it_may_end:
             self.given_up[lease["id"]] = why_it_may_end
 
-    def note_asked(self, daemon: str, verb: str, request: Request, timeout: float | None, asked: datetime) -> None:
+    def note_request(self, daemon: str, verb: str, request: Request, timeout: float | None, asked: datetime) -> None:
         """Note what an operator asked for, and what mpsd said to it, if it lived to say anything."""
-        answer, wishes = request.answer, self.wishes.setdefault(daemon, {"run"})
-        wish = {"resume": "run", "restart": ""}.get(verb, verb)
+        answer, desired = request.answer, self.desired.setdefault(daemon, {"run"})
+        wanted = {"resume": "run", "restart": ""}.get(verb, verb)
         if answer is None:
-            wishes |= {wish} - {""}
+            desired |= {wanted} - {""}
             if verb in {"drain", "restart"}:
                 self.unheard.append(Operation("", daemon, verb, [(asked, timeout)]))
             return
         assert answer.status == 202, f"{request.what}: {answer.body!r}"
-        if wish and verb != "reset":
-            self.wishes[daemon] = {wish}
+        if wanted and verb != "reset":
+            self.desired[daemon] = {wanted}
         if verb in {"drain", "restart"}:
             # A restart beyond recall goes on, and a drain that is asked for then is part of it.
             said = answer.json

@@ -9,7 +9,7 @@ import socket
 from collections import Counter
 from pathlib import Path
 
-from tests.daemon.scene import is_running
+from tests.daemon.helpers import is_running
 from tests.harness import look_at
 from tests.node import Answer, Node
 from tests.simulated_clients import WAITS, SimulatedClient, variables

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from mpsd.core.errors import BodyTooLargeError, InternalError, InvalidRequestError, MpsdError, NotPermittedError
+from mpsd.core.reload import LiveSettings
 from mpsd.core.roles import Role, require
 from mpsd.core.settings import Settings
 from mpsd.daemon.api.answers import Encoder, Stream
@@ -48,10 +49,8 @@ class _Endpoint(NamedTuple):
 class Dispatcher(Generic[H]):
     """Answers requests from one table of routes, with one object that has the handlers."""
 
-    def __init__(
-        self, routes: Iterable[Route[H, Any]], handlers: H, settings: Callable[[], Settings], log: Logger
-    ) -> None:
-        """Make every row ready. `settings` returns the settings in force."""
+    def __init__(self, routes: Iterable[Route[H, Any]], handlers: H, settings: LiveSettings, log: Logger) -> None:
+        """Make every row ready."""
         self._settings = settings
         self._log = log
         self._in_flight = RequestsInFlight()
@@ -67,7 +66,7 @@ class Dispatcher(Generic[H]):
         try:
             methods, names = self._table.find(message.path)
             endpoint = None if message.trouble else methods.get(message.method)
-            settings = self._settings()
+            settings = self._settings.current
             principal = _authorise(message, endpoint, settings)
             self._in_flight.begin(uid, settings.api.requests_per_uid)
             counted = True
@@ -103,7 +102,7 @@ class Dispatcher(Generic[H]):
 
     async def _arrival(self, message: Message) -> None:
         """Wait for the rest of a request's body. Raises InvalidRequestError when the body does not come in time."""
-        seconds = self._settings().api.header_deadline
+        seconds = self._settings.current.api.header_deadline
         try:
             async with asyncio.timeout(seconds):
                 await message.arrival()
@@ -117,7 +116,7 @@ class Dispatcher(Generic[H]):
     def _note_refusal(self, error: MpsdError, message: Message) -> None:
         """Log who asked for what it may not have."""
         if isinstance(error, NotPermittedError):
-            credentials = message.connection.peer.principal(self._settings()).credentials
+            credentials = message.connection.peer.principal(self._settings.current).credentials
             self._refusal_log.record(credentials, f"{message.method} {message.path}".strip(), error.detail)
 
     def _defect(self, error: Exception, path: str) -> Answer:

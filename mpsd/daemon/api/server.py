@@ -28,14 +28,14 @@ class Api:
     def __init__(self, node: Node, events: Events, log: Logger) -> None:
         self._node = node
         self._log = log
-        self._dispatcher = Dispatcher(ROUTES, Handlers(node, events), lambda: node.settings.current, log)
+        self._dispatcher = Dispatcher(ROUTES, Handlers(node, events), node.settings, log)
         self._listener: Listener | None = None
 
     async def serve(self, listener: socket.socket) -> None:
         """Answer on this socket until cancelled."""
         self._listener = Listener(self._dispatcher.receive, listener, self._log)
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._listener.accept(lambda: self._node.settings.current))
+            group.create_task(self._listener.accept(self._node.settings))
             group.create_task(self._listener.sweep())
 
     async def leave(self) -> None:

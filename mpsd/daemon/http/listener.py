@@ -8,7 +8,7 @@ from functools import partial
 from typing import Final
 
 from mpsd.core.errors import TooManyRequestsError
-from mpsd.core.settings import Settings
+from mpsd.core.reload import LiveSettings
 from mpsd.daemon.http.connection import Connection, Message
 from mpsd.daemon.http.peer import Peer
 from mpsd.daemon.http.problems import closing_response
@@ -39,7 +39,7 @@ class Listener:
         self._stuck = False
         """Whether no descriptor was left for the last one who came: that is told once, not ten times a second."""
 
-    async def accept(self, settings: Callable[[], Settings]) -> None:
+    async def accept(self, settings: LiveSettings) -> None:
         """Accept until the door is shut; whoever has too many connections is turned away, and told so."""
         loop = asyncio.get_running_loop()
         while not self._shut:
@@ -54,7 +54,7 @@ class Listener:
                 await asyncio.sleep(_BREATH)
                 continue
             peer = Peer(accepted)
-            most = settings().api.connections_per_uid
+            most = settings.current.api.connections_per_uid
             refused = None
             if sum(each.peer.uid == peer.uid for each in self._connections) >= most:
                 refused = _too_many(
@@ -71,7 +71,7 @@ class Listener:
                 await asyncio.sleep(0)  # those who are in come first, however many are turned away
                 continue
             self._stuck = False
-            make = partial(Connection, peer, self._serve, self._connections, settings().api.header_deadline)
+            make = partial(Connection, peer, self._serve, self._connections, settings.current.api.header_deadline)
             await loop.connect_accepted_socket(make, accepted)
 
     async def _wait(self) -> None:

@@ -15,6 +15,7 @@ import pytest
 from msgspec import Meta, Struct
 
 from mpsd.core.errors import InvalidRequestError
+from mpsd.core.reload import LiveSettings
 from mpsd.core.roles import Role
 from mpsd.core.settings import LogFormat, Roles, Settings
 from mpsd.daemon.api import answers
@@ -136,7 +137,7 @@ def ask(
 ) -> Answer:
     """Ask a dispatcher with this table, as this user, and return the answer."""
     logger = configure(LogFormat.JSON, stream=log or io.TextIOWrapper(io.BytesIO()))
-    dispatcher = Dispatcher(table, words or Words(), lambda: settings, logger)
+    dispatcher = Dispatcher(table, words or Words(), LiveSettings(settings), logger)
 
     async def talk() -> bytes:
         os.seteuid(uid)  # the kernel notes who makes a socket

@@ -115,7 +115,7 @@ class TestDirectories:
         settings.paths.runtime_dir.mkdir(parents=True)
         for each in (0o777, 0o1777, 0o757):
             settings.paths.runtime_dir.chmod(each)
-            with pytest.raises(ConfigurationError, match="writable for everybody"):
+            with pytest.raises(ConfigurationError, match="writable for all users"):
                 RunDir.claim(settings)
         settings.paths.runtime_dir.chmod(0o775)
         RunDir.claim(settings).close()  # the group is mpsd's own
@@ -177,7 +177,7 @@ class TestCheck:
             if length == 107:
                 rundir.check(settings, ["gpu0"], private=True)
             else:
-                with pytest.raises(ConfigurationError, match="107 at most"):
+                with pytest.raises(ConfigurationError, match="the maximum is 107"):
                     rundir.check(settings, ["gpu0"], private=True)
 
     def test_nothing_is_made(self, settings: Settings) -> None:

@@ -209,7 +209,7 @@ class TestWithMpsd:
         )
         assert found.returncode == 0
         assert f"uid 65534 has no permission to inspect pid {node.pid}" in found.stdout
-        assert "remedy: look as root" in found.stdout
+        assert "remedy: run it as root" in found.stdout
         hide = 'mount -t proc -o hidepid=2 proc /proc && exec "$@"'
         before = ("unshare", "--mount", "sh", "-c", hide, "sh")
         found = as_nobody(
@@ -220,7 +220,7 @@ class TestWithMpsd:
         (node.root / "run").chmod(0o700)
         found = as_nobody(node, "doctor", "--root", str(node.root), *only("mpsd", "socket"))
         assert found.returncode == 1
-        assert f"{node.root / 'run'} lets uid 65534 not through" in found.stdout
+        assert f"uid 65534 may not traverse {node.root / 'run'}" in found.stdout
 
 
 def as_nobody(node: Node, *arguments: str, before: tuple[str, ...] = ()) -> "subprocess.CompletedProcess[str]":
@@ -276,7 +276,7 @@ class TestGpus:
             ((ONE_GPU[0], ONE_GPU[1].replace(" 9.0 0 ", " 6.1 -1 ")), "architecture", ("fail", "older than Volta")),
             (("driver 470.256.02", ONE_GPU[1]), "memory-limit", ("warn", "driver 470.256.02")),
             ((*ONE_GPU, "condition 0 0 0 0 0 0"), "persistence", ("warn", "persistence mode is off")),
-            ((*ONE_GPU, "condition 0 1 2 0 0 0"), "ecc", ("fail", "2 ECC errors")),
+            ((*ONE_GPU, "condition 0 1 2 0 0 0"), "ecc", ("fail", "2 uncorrected ECC errors")),
             ((*ONE_GPU, "condition 0 1 0 1 0 0"), "ecc", ("fail", "memory pages need a reset to be retired")),
             ((*ONE_GPU, "condition 0 1 0 0 1 1"), "ecc", ("fail", "no spare row is left")),
             ((*ONE_GPU, "process 0 Compute 1 4096"), "outside", ("warn", "pid 1 uses it outside MPS")),
@@ -392,7 +392,7 @@ class TestWithoutMpsd:
         done = as_nobody(left, "doctor", "--root", str(left.root), *only("compute-mode-left"))
         assert done.returncode == 0
         assert "compute-modes.json cannot be read: Permission denied" in done.stdout
-        assert "remedy: look as root" in done.stdout
+        assert "remedy: run it as root" in done.stdout
 
     @pytest.mark.root("see the sockets of everybody's processes")
     def test_leftovers(self, left: Node) -> None:

@@ -15,7 +15,7 @@ from mpsd.core.errors import catalogue
 from mpsd.system import clock
 from tests.harness import wait_until
 from tests.node import Node
-from tests.upgrades import RUNTIME, STATE, Release, dumped
+from tests.upgrades import RUNTIME, STATE, Release, dumped, releases
 
 ROOT = "{root}"
 BOOT = "{boot}"
@@ -39,6 +39,9 @@ def main() -> None:
     _write(release.folder / "openapi.json", _terse(document))
     _write(release.folder / "errors.json", {error.code: [error.status, error.exit_code] for error in catalogue()})
     _write(release.folder / "commands.json", commands())
+    *_, before, _ = releases()
+    (release.folder / "mpsd.toml").write_text(before.text("mpsd.toml"), encoding="utf-8")
+    print(f"now add the settings that are new to {release.folder / 'mpsd.toml'}")
 
 
 def _live(node: Node) -> None:

@@ -62,8 +62,12 @@ def inherit(release: Release, root: Path, pid: int) -> list[dict[str, Any]]:
     }
     stores = {name: json.loads(placed[f"{name}.json"]) for name in (*RUNTIME, *STATE)}
     rows = stores["leases.db"]["rows"]["leases"]
-    leases = [of_this_boot(json.loads(data), pid) for _, _, data in rows]
-    stores["leases.db"]["rows"]["leases"] = [[each["id"], clock.boot_id(), json.dumps(each)] for each in leases]
+    data = 2 if stores["leases.db"]["user_version"] == 1 else 3  # the column that holds a lease, empty for none
+    leases = []
+    for row in rows:
+        if row[data]:
+            leases.append(of_this_boot(json.loads(row[data]), pid))
+            row[data] = json.dumps(leases[-1])
     for directory, names in (("run", RUNTIME), ("state", STATE)):
         (root / directory).mkdir(mode=0o755)
         for name in names:

@@ -1,1 +1,4 @@
-"""`mpsctl`: a synchronous client of the socket, and the rendering of what it answers."""
+"""`mpsctl`: a synchronous client of the API, and the rendering of its answers.
+
+Imported by: cli/commands.
+"""

@@ -1,1 +1,4 @@
-"""What is true and what to do about it: the standard library only, no I/O, no clock, no logging."""
+"""What is true and what to do about it: values and pure functions, without I/O, clock or log.
+
+Imported by: every other room.
+"""

@@ -1,1 +1,4 @@
-"""The long-running process: it owns the state, and every task of it lives in a group."""
+"""The long-running process: `service` connects the rooms below and runs them; every task lives in a group.
+
+Imported by: mpsd/__main__.py.
+"""

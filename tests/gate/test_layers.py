@@ -137,7 +137,7 @@ def _room(name: str) -> str:
     return "/".join(name.split(".")[1:-1])
 
 
-def _modules_of(each: Import, names: frozenset[str]) -> str | None:
+def _module_of(each: Import, names: frozenset[str]) -> str | None:
     """Return the module of mpsd that an import is of, if it is of one."""
     whole = f"{each.module}.{each.name}"
     return next((name for name in (whole, each.module) if name in names), None)
@@ -151,7 +151,7 @@ def test_rooms_import_one_way() -> None:
         for module in modules("mpsd")
         if (room := _room(f"{module.name}.x" if module.path.endswith("__init__.py") else module.name)) in ROOMS
         for each in imports(module)
-        if (target := _modules_of(each, names)) is not None
+        if (target := _module_of(each, names)) is not None
         if _room(target).split("/")[0] == room.split("/")[0]
         if _room(target) not in ROOMS[room] | {room}
     ]
@@ -187,6 +187,23 @@ def test_every_room_says_what_it_is_for() -> None:
     assert not silent
 
 
+def test_every_room_says_who_imports_it() -> None:
+    """The docstring of a room names the rooms that import it, those of `every room` and `by name` aside."""
+    names, importers = frozenset(module.name for module in modules("mpsd")), dict[str, set[str]]()
+    for module in modules("mpsd"):
+        importer = _room(module.name) or module.path
+        for each in imports(module):
+            target = _module_of(each, names)
+            if target is not None and _room(target) != importer:
+                importers.setdefault(_room(target), set()).add(importer)
+    for room in ROOMS:
+        text = next(module.text for module in modules("mpsd") if module.path == f"mpsd/{room}/__init__.py")
+        said = " ".join(text.partition("Imported by: ")[2].partition(".\n")[0].split())
+        assert said, room
+        if "every" not in said and "by name" not in said:
+            assert {*said.split(", ")} == importers[room], room
+
+
 def test_what_reads_http_knows_no_node() -> None:
     """Importing all that reads HTTP imports nothing of the node: no daemon, no GPU, no lease, and no NVML."""
     by_name = {module.name: module for module in modules("mpsd")}
@@ -194,7 +211,7 @@ def test_what_reads_http_knows_no_node() -> None:
     reached, pending = set[str](), {name for name in names if name.startswith("mpsd.daemon.http")}
     while pending:
         reached |= pending
-        found = (_modules_of(each, names) for name in pending for each in imports(by_name[name]))
+        found = (_module_of(each, names) for name in pending for each in imports(by_name[name]))
         pending = {each for each in found if each is not None} - reached
     kinds = ("node", "control", "gpu", "leases", "api")
     assert not {name for name in reached if name.startswith(tuple(f"mpsd.daemon.{kind}" for kind in kinds))}

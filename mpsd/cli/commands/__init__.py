@@ -1,1 +1,4 @@
-"""The commands of `mpsctl`; each module is imported when one of its commands is called (mpsd/cli/group.py)."""
+"""The commands of `mpsctl`; `cli/group.py` imports a module when one of its commands is called.
+
+Imported by: cli/group.py, by name.
+"""

@@ -1,1 +1,4 @@
-"""What `mpsctl doctor` makes of a node: checks, each a function of what mpsd/system/doctor saw. Pure."""
+"""The checks of `mpsctl doctor`: each is a function of what `system/doctor` saw.
+
+Imported by: cli, cli/commands, system/doctor.
+"""

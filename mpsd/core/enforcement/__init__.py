@@ -1,1 +1,4 @@
-"""What the limits must be, whether they are, and what breaks a lease. `daemon/control` and `daemon/leases` call it."""
+"""What the limits must be, whether they are, and what breaks a lease.
+
+Imported by: daemon/api, daemon/control, daemon/leases, daemon/node.
+"""

@@ -1,4 +1,5 @@
 """NVIDIA's interface as values: commands, limits, flags, answers and log lines.
 
-It imports nothing from the other rooms of core; every room of mpsd may import it.
+Imported by: core/admission, core/doctor, core/enforcement, daemon/control, daemon/leases, simulator, system,
+    system/doctor.
 """

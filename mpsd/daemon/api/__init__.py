@@ -1,1 +1,4 @@
-"""The API: the route table, what each route does, and the schemas of requests and answers."""
+"""The API: the table of routes, what each route does, and the structs of requests and answers.
+
+Imported by: daemon.
+"""

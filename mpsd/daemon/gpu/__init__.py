@@ -1,1 +1,4 @@
-"""The GPUs of the node: their readings, their faults and their compute modes."""
+"""The GPUs of the node: their readings, their faults and their compute modes.
+
+Imported by: daemon/node.
+"""

@@ -1,1 +1,4 @@
-"""HTTP/1.1 on a unix socket: connections, who is connected, and errors as answers. It knows nothing of the node."""
+"""HTTP/1.1 on a unix socket: connections, who is connected, and errors as answers. It knows no node.
+
+Imported by: daemon/api, mpsd/__main__.py.
+"""

@@ -1,1 +1,4 @@
-"""Leases from request to end: stored, tied to processes, and held to their limits."""
+"""Leases from request to end: stored, tied to processes, and held to their limits.
+
+Imported by: daemon, daemon/node.
+"""

@@ -1,1 +1,4 @@
-"""The node: it owns the parts that the rooms below make, and decides in which order a request meets them."""
+"""The node: it owns what the rooms below make, and decides in which order a request meets them.
+
+Imported by: daemon, daemon/api.
+"""

@@ -1,1 +1,4 @@
-"""What mpsd decided: its log, its events, and the history that outlives a boot. Every other room may call it."""
+"""What mpsd decided: its log, its events, and the history that outlives a boot.
+
+Imported by: every room of the daemon.
+"""

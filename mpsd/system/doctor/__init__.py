@@ -1,1 +1,4 @@
-"""What `mpsctl doctor` looks at, and what it mends; mpsd/core/doctor decides. mpsd itself uses none of it."""
+"""What `mpsctl doctor` looks at, and what `--fix` does; `core/doctor` decides.
+
+Imported by: cli.
+"""

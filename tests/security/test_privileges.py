@@ -117,7 +117,7 @@ def ends(node: Node) -> bool:
         with client_of(node, {}) as second:
             event(node, "violation", pid=second.pid)
             wait_until(
-                lambda: second.process.poll() is not None or node.events("client_forced", rung="none", pid=second.pid),
+                lambda: second.process.poll() is not None or node.events("client_forced", step="none", pid=second.pid),
                 what="it to be ended, or that to be impossible",
             )
             return second.process.poll() is not None

@@ -1,4 +1,4 @@
-"""How what runs is ended: rung by rung, each with its time, and never the last one first."""
+"""How a process is ended: step by step, each with its time, and never the last step first."""
 
 import signal
 from collections.abc import Awaitable, Callable
@@ -15,7 +15,7 @@ Terminate: TypeAlias = Callable[[], Awaitable[None]]
 """Has a server end the contexts of a client, and returns when it says that this is done. Raises ControlError."""
 
 _STEP: Final = 5
-"""Seconds for each rung of a control daemon's ladder."""
+"""Seconds for each step of ending a control daemon."""
 
 
 def terminate_contexts_of(pipe: ControlPipe, server: int, client: int) -> Terminate:
@@ -43,7 +43,7 @@ async def end_client(client: Process, terminate: Terminate | None, grace: float,
 
     The client is taken over. A client that is killed while its server works for it takes the server's other clients
     with it; one whose contexts the server has ended does not (mps-facts B4.3). So SIGKILL comes after the server's
-    `0`, and not at all where that does not come. A process that is no client of a server has no such rung.
+    `0`, and not at all where that does not come. A process that is no client of a server has no such step.
     """
 
     def forced(step: str, **facts: object) -> None:

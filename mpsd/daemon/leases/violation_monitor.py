@@ -62,7 +62,7 @@ class ViolationMonitor:
         self._found: dict[Violation, None] = {}
         """The violations of now, in the order in which they were found."""
         self._endings: dict[ProcessIdentity, asyncio.Task[None]] = {}
-        """Who was put on the ladder, once, as long as that goes on or there is a reason for it."""
+        """The processes that are being ended, each once, for as long as that takes or there is a reason for it."""
         self._ended: set[ProcessIdentity] = set()
         """Those of them whose contexts their server has ended: there is no way back for them."""
 
@@ -251,7 +251,7 @@ class ViolationMonitor:
             daemon=violation.daemon,
         )
         del self._found[violation]
-        # Whoever is on the ladder for a reason that is over is let go.
+        # A process whose reason is over is no longer ended.
         if violation.process not in self._ended and not any(
             each.process == violation.process
             and self._settings.current.on_violation(each.kind) is OnViolation.TERMINATE

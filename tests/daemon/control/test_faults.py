@@ -78,7 +78,7 @@ def test_clients_that_linger(node: Node) -> None:
         node.reload(BRISK + '[violations]\nlingers = "terminate"\n')
         assert client.process.wait(20) == -15
         event(node, "server_recovered")
-    assert node.events("client_forced")[0]["rung"] == "SIGTERM"
+    assert node.events("client_forced")[0]["step"] == "SIGTERM"
     wait_until(lambda: node.get("/readyz").status == 200, what="the node to be ready")
 
 

@@ -118,7 +118,7 @@ class TestClients:
             assert "ends the remaining clients after 0.1 s" in found["because"]
             client.process.wait(timeout=5)
         forced = node.events("client_forced", pid=client.pid)
-        assert [each["rung"] for each in forced] == ["SIGTERM"]
+        assert [each["step"] for each in forced] == ["SIGTERM"]
         over = event(node, "lease_ended", lease=lease)
         assert "the timeout has expired" in over["because"]
         assert node.daemons()["gpu0"]["state"] == "draining"
@@ -133,7 +133,7 @@ class TestClients:
             assert client.hello["mps"]
             ended(node, begin(node, "restart", timeout=0))
             client.process.wait(timeout=5)
-        forced = [each["rung"] for each in node.events("client_forced", pid=client.pid)]
+        forced = [each["step"] for each in node.events("client_forced", pid=client.pid)]
         assert forced == ["SIGTERM", "terminate_client", "SIGKILL"]
 
     def test_asked_for_long_after(self, node: Node) -> None:

@@ -46,9 +46,9 @@ def look(node: Node, granted: dict[str, Any], times: int = 2) -> None:
         assert node.get(f"/v1/leases/{granted['id']}/verify").status == 200
 
 
-def rungs(node: Node, pid: int) -> list[str]:
+def steps(node: Node, pid: int) -> list[str]:
     """Return how a client was ended so far."""
-    return [line["rung"] for line in node.events("client_forced", pid=pid)]
+    return [line["step"] for line in node.events("client_forced", pid=pid)]
 
 
 def over(node: Node, **facts: object) -> None:
@@ -196,13 +196,13 @@ def test_report_and_terminate(node: Node) -> None:
             node.reload(GRACE + '[violations]\nno_lease = "terminate"\n')
             assert stray.process.wait(20) == -signal.SIGTERM
             over(node, kind="no_lease", pid=stray.pid)
-            assert rungs(node, stray.pid) == ["SIGTERM"]
+            assert steps(node, stray.pid) == ["SIGTERM"]
         assert good.compute(0.01)["ok"]
         assert good.alloc("2GiB")["ok"]
     assert {line["pid"] for line in node.events("client_forced")} == {stray.pid}
 
 
-def test_ladder(node: Node) -> None:
+def test_steps(node: Node) -> None:
     """Who ignores SIGTERM is killed only when its server has said that its contexts are ended; others compute on."""
     with leased(node, "--threads", "25", "--memory", "2GiB") as good, calling(node.socket) as another:
         event(node, "client_attributed", client=good.hello["pid"])
@@ -216,14 +216,14 @@ def test_ladder(node: Node) -> None:
             assert stray.process.wait(20) == -signal.SIGKILL
             asked = f"Cmd:terminate_client {server} {stray.pid}"
             assert asked in node.control_log("gpu0").read_text()
-            assert rungs(node, stray.pid) == ["SIGTERM", "terminate_client", "SIGKILL"]
-            assert "failed" not in node.events("client_forced", rung="terminate_client")[0]
+            assert steps(node, stray.pid) == ["SIGTERM", "terminate_client", "SIGKILL"]
+            assert "failed" not in node.events("client_forced", step="terminate_client")[0]
         assert good.compute(0.01)["ok"]
         assert node.ask("gpu0", f"get_client_list {server}") == [str(good.pid)]
     assert {line["pid"] for line in node.events("client_forced")} == {stray.pid}
 
 
-def test_ladder_outside(node: Node) -> None:
+def test_steps_outside(node: Node) -> None:
     """A process outside MPS has no server that could be asked: it gets SIGTERM, and then SIGKILL."""
     granted = lease(node)
     node.reload(TERMINATE)
@@ -231,7 +231,7 @@ def test_ladder_outside(node: Node) -> None:
         client.do("ignore TERM")
         look(node, granted)
         assert client.process.wait(20) == -signal.SIGKILL
-        assert rungs(node, client.pid) == ["SIGTERM", "SIGKILL"]
+        assert steps(node, client.pid) == ["SIGTERM", "SIGKILL"]
 
 
 _SAYS: Final = """
@@ -251,14 +251,14 @@ def test_no_zero(make_node: Start, short_tmp: Path, branch: int, instead: str | 
         stubborn.do("ignore TERM")
         event(node, "violation", pid=stubborn.pid)
         node.reload(TERMINATE)
-        told = event(node, "client_forced", pid=stubborn.pid, rung="terminate_client")
+        told = event(node, "client_forced", pid=stubborn.pid, step="terminate_client")
         assert told["failed"]
         # Another one goes all of its way meanwhile; this one stays, told and alive.
         with SimulatedClient(variables(node)) as other:
             assert other.process.wait(20) == -signal.SIGTERM
             over(node, pid=other.pid)
         assert stubborn.sync()["ok"]
-        assert rungs(node, stubborn.pid) == ["SIGTERM", "terminate_client"]
+        assert steps(node, stubborn.pid) == ["SIGTERM", "terminate_client"]
         assert node.events("violation_ended", pid=stubborn.pid) == []
 
 
@@ -268,12 +268,12 @@ def test_grace(node: Node) -> None:
     with SimulatedClient(variables(node)) as stray:
         assert stray.process.wait(20) == -signal.SIGTERM
         over(node, pid=stray.pid)
-    assert rungs(node, stray.pid) == ["SIGTERM"]
+    assert steps(node, stray.pid) == ["SIGTERM"]
 
 
 @pytest.mark.slow
 def test_let_go(node: Node) -> None:
-    """Who is on the ladder for a reason that is over is let go."""
+    """A process whose reason is over is no longer ended."""
     granted = lease(node)
     with SimulatedClient(environment(granted)) as first:
         event(node, "client_attributed", client=first.hello["pid"])
@@ -281,15 +281,15 @@ def test_let_go(node: Node) -> None:
             second.do("ignore TERM")
             event(node, "violation", pid=second.pid)
             node.reload('[enforcement]\ngrace = 2.0\non_violation = "terminate"\n')
-            event(node, "client_forced", pid=second.pid, rung="SIGTERM")
+            event(node, "client_forced", pid=second.pid, step="SIGTERM")
             first.end()
             over(node, pid=second.pid)
-            # A third goes up all rungs, and by then the second would have, too.
+            # A third takes all steps, and by then the second would have, too.
             with SimulatedClient(environment(granted)) as third:
                 third.do("ignore TERM")
                 assert third.process.wait(20) == -signal.SIGKILL
             assert second.sync()["ok"]
-            assert rungs(node, second.pid) == ["SIGTERM"]
+            assert steps(node, second.pid) == ["SIGTERM"]
 
 
 @needs_last_pid

@@ -159,17 +159,27 @@ class HandLedger:
             kept[offer.gpu] = Reservation(self.need(lease.request, offer), lease.owner.uid)
         return True
 
-    def places_of_new(self, lease: Lease) -> list[str]:
-        """Return the GPUs that a new request gets when all who come before it have got theirs."""
+    def can_stand_first(self, lease: Lease) -> bool:
+        """Tell whether as many GPUs as a lease needs are in order: while fewer are, nothing is promised to it."""
+        in_order = [offer for offer in self.candidates(lease.request) if offer.refusal is None]
+        return len(in_order) >= lease.request.gpus
+
+    def places_of_new(self, lease: Lease) -> tuple[list[str], str | None]:
+        """Return the GPUs that a new request gets when all who come before it have got theirs, and the first of them.
+
+        The first is the one to which something is promised, and that is asked before the new request.
+        """
         kept: dict[str, Reservation] = {}
-        held = list(self.leases.values())
+        held, first = list(self.leases.values()), None
         for each in self.in_order():
             if self.order(each) < self.order(lease):
+                if first is None and self.can_stand_first(each):
+                    first = each.id
                 gpus = self.places(each, kept, held)
                 held.append(structs.replace(each, shares=tuple(self.share_of(each.request, gpu) for gpu in gpus)))
                 if not gpus:
                     self.keeps(each, kept)
-        return self.places(lease, kept, held)
+        return self.places(lease, kept, held), first
 
     def share_of(self, request: LeaseRequest, gpu: str) -> Share:
         """Return a place on a GPU, as far as sums are concerned."""
@@ -177,21 +187,25 @@ class HandLedger:
         memory = PinnedDeviceMemLimit(need.memory // MIB)
         return Share(gpu, "", ActiveThreadPercentage(need.threads), memory, {})
 
-    def settle(self, granted: Iterable[Lease]) -> None:
+    def settle(self, granted: Iterable[Lease]) -> list[str | None]:
         """Go through those who wait, and compare who gets what, and when in turn, with what the ledger granted.
 
         What is granted changes the order. Where daemons serve many users, those who wait are put in order anew each
         time; where they serve one, the user whose turn it is gets all it can have first, and then all are asked again.
-        """
-        decided = list(granted)
-        while self._settle_once(decided):
-            pass
-        assert not decided, "these were granted, and should wait"
 
-    def _settle_once(self, decided: list[Lease]) -> bool:
-        """Go through them once; tell whether anything was granted."""
+        Return, for each that was granted, who stood first then: who had been asked in vain before it, the first of all.
+        """
+        decided, stood_first = list(granted), list[str | None]()
+        while firsts := self._settle_once(decided):
+            stood_first += firsts
+        assert not decided, "these were granted, and should wait"
+        return stood_first
+
+    def _settle_once(self, decided: list[Lease]) -> list[str | None]:
+        """Go through them once; return who stood first, for each that was granted."""
         kept: dict[str, Reservation] = {}
-        remaining, before = self.in_order(), len(decided)
+        first, stood_first = None, list[str | None]()
+        remaining = self.in_order()
         in_turn = all(offer.many_users for offer in self.offers.values())
         while remaining:
             lease = min(remaining, key=self.order) if in_turn else remaining[0]
@@ -201,9 +215,13 @@ class HandLedger:
                 assert decided, f"{lease.id} can be granted, and waits"
                 assert (decided[0].id, [share.gpu for share in decided[0].shares]) == (lease.id, gpus)
                 self.enter(decided.pop(0))
-            elif self.keeps(lease, kept):
+                stood_first.append(first)
+                continue
+            if first is None and self.can_stand_first(lease):
+                first = lease.id
+            if self.keeps(lease, kept):
                 self.first_since.setdefault(lease.id, self.now)
-        return len(decided) < before
+        return stood_first
 
     def enter(self, lease: Lease) -> None:
         """Note a lease as it is now."""

@@ -123,7 +123,8 @@ class Node(RuleBasedStateMachine):
         lease = asked(request, uid=self.pick(self.users, uid), wait=wait, ttl=ttl, at=books.now)
         newest = max((each.arrival for each in self.all()), default=0)
         placed = structs.replace(lease, arrival=newest + 1)
-        gpus = books.places_of_new(placed)
+        self.note_head()
+        gpus, first = books.places_of_new(placed)
         try:
             answer = self.ledger.submit(lease, now(books.now))
         except MpsdError as refusal:
@@ -139,7 +140,8 @@ class Node(RuleBasedStateMachine):
             assert wait != 0
             assert len(books.waiting) < books.rules.queue_length
         books.enter(answer)
-        self.note_behind([answer] if gpus else [])
+        if gpus:
+            self.note_let_in(answer, first)
 
     @precondition(lambda self: self.books.leases or self.books.waiting)
     @rule(which=picks, because=st.sampled_from(("released", "its holder is gone", "revoked", "its caller hung up")))
@@ -261,8 +263,8 @@ class Node(RuleBasedStateMachine):
         for lease in granted:
             self.check_grant(lease)
         before = dict(self.books.leases)
-        self.books.settle(granted)
-        self.note_behind(granted)
+        for lease, first in zip(granted, self.books.settle(granted), strict=True):
+            self.note_let_in(lease, first)
         assert self.books.leases.keys() - before.keys() == {lease.id for lease in granted}
         assert self.ledger.settle(now(self.books.now)) == []
 
@@ -344,23 +346,17 @@ class Node(RuleBasedStateMachine):
         """Begin anew to note who is let in behind the one that stands first."""
         self.head, self.behind = None, set()
 
-    def note_behind(self, granted: list[Lease]) -> None:
-        """Note who was let in behind the one that stands first, and begin anew when one was let in before it.
+    def note_let_in(self, lease: Lease, first: str | None) -> None:
+        """Note who was let in, and who stood first when that was decided; begin anew unless it is the one noted.
 
-        Nothing is promised to a request while fewer GPUs than it needs are in order.
+        The order does not tell it afterwards, since what is granted counts against its user at once. One who had less
+        than the head's user overtakes the head, and may come after it from then on: that is no delay. And what is let
+        in behind the head for the head's own user may put another first, with whom whoever is next reckons instead.
         """
-        head = self.books.waiting.get(self.head or "")
-        if head is None:
-            self.forget_head()
-            return
-        in_order = [at for at in self.books.candidates(head.request) if at.refusal is None]
-        if (
-            any(self.books.order(lease) < self.books.order(head) for lease in granted)
-            or len(in_order) < head.request.gpus
-        ):
-            self.behind = set()
+        if first is not None and first == self.head:
+            self.behind.add(lease.id)
         else:
-            self.behind |= {lease.id for lease in granted}
+            self.behind = set()
 
     @invariant()
     def head_is_not_delayed(self) -> None:
@@ -495,6 +491,59 @@ class Three(Node):
     """A node of three GPUs."""
 
     gpus = 3
+
+
+class TestOvertaken:
+    """What is let in before the head, or when another stands first, may take what the head waits for."""
+
+    def node(self, gpus: int) -> Node:
+        """Return a node of GPUs that are alike."""
+        node = Node()
+        node.gpus = gpus
+        node.start(memory=[1000 * MIB] * gpus, placement=Placement.BEST_FIT)
+        return node
+
+    def ask(self, node: Node, uid: int, fraction: float, **more: Any) -> str:
+        """Ask for a lease for one of the users, and return its id."""
+        before = {lease.id for lease in node.all()}
+        node.submit(LeaseRequest(fraction=fraction, **more), UIDS.index(uid), wait=None, ttl=None)
+        (lease_id,) = {lease.id for lease in node.all()} - before
+        return lease_id
+
+    def end(self, node: Node, *lease_ids: str) -> None:
+        """End leases before anybody is let in, and let the head be looked after."""
+        for lease in [lease for lease in node.all() if lease.id in lease_ids]:
+            node.end_one(lease, "released")
+        node.settle()
+        node.head_is_not_delayed()
+
+    @pytest.mark.parametrize(("held", "overtakes"), [(0.1, True), (0.0, False)])
+    def test_by_one_who_had_less(self, held: float, overtakes: bool) -> None:  # noqa: FBT001 - a row of the table
+        """Who had less goes first, also if it has more from then on; who did not waits for the head."""
+        node = self.node(1)
+        other = self.ask(node, 1002, 0.5)
+        if held:
+            self.ask(node, 1001, held)
+        head = self.ask(node, 1001, 0.6)
+        newcomer = self.ask(node, 1000, 0.4)
+        assert node.head == head
+        assert (newcomer in node.books.leases) == overtakes
+        self.end(node, other)
+        assert (head in node.books.waiting) == overtakes
+
+    def test_by_one_who_stands_first_meanwhile(self) -> None:
+        """What the head's user is granted puts it behind another, and then only that other's GPU is kept."""
+        node = self.node(2)
+        long, short = self.ask(node, 1002, 1.0, gpu=gpu(0)), self.ask(node, 1003, 0.9, gpu=gpu(1))
+        head = self.ask(node, 1001, 0.75, gpus=2)
+        of_its_user = self.ask(node, 1001, 0.25, gpu=gpu(1))
+        first = self.ask(node, 1000, 0.5, gpu=gpu(0))
+        last = self.ask(node, 1002, 0.5, gpu=gpu(1))
+        self.end(node, short)
+        assert list(node.books.leases) == [long, of_its_user, last]
+        assert [lease.id for lease in node.books.in_order()] == [first, head]
+        self.end(node, first, long)
+        assert list(node.books.waiting) == [head]
 
 
 def _steps(share: int) -> settings:

@@ -225,10 +225,14 @@ class Node(RuleBasedStateMachine):
         placement=st.sampled_from(Placement),
         queue_length=st.sampled_from((1, 4, 8)),
         leases=st.sampled_from((3, 8, 16)),
-        patience=st.sampled_from((0.0, 5.0, 50.0, 1e9)),
+        patience=st.sampled_from((0.25, 5.0, 50.0, 1e9)),
     )
     def reload(self, placement: Placement, queue_length: int, leases: int, patience: float) -> None:
-        """Change the rules."""
+        """Change the rules.
+
+        Patience is above zero, as the settings demand: with none at all, standing first would change the order at the
+        very moment when it is noted, and the same moment's next look at the queue could let in one more.
+        """
         self.change_rules(AdmissionRules(placement, queue_length, leases, patience))
         self.settle()
 

@@ -14,7 +14,7 @@ from mpsd.core.settings import Settings
 from mpsd.daemon.api import lease_schema, schema
 
 SHAPES = [shape for _, shape in inspect.getmembers(answer_types, is_typeddict)]
-"""Each is named as the type in wire, less its `Out`."""
+"""Each is named as the struct of the API, less its `Out`."""
 
 
 def takes(believed: Any, answered: Any) -> bool:

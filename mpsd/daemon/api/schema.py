@@ -1,4 +1,4 @@
-"""What goes over the API's wire about the node; what is about leases is in `lease_wire`.
+"""What goes over the API's wire about the node; what is about leases is in `lease_schema`.
 
 These types are the API's document too (`/v1/openapi.json` is made from them), so their docstrings are for its readers.
 Times are RFC 3339 in UTC, memory is bytes, threads are percent, and a list is always an object with one array.

@@ -115,7 +115,11 @@ class Call:
     def __init__(self, path: Path, method: str, target: str, body: object = None, *, uid: int | None = None) -> None:
         self._method = method
         self._talk = Talk(path, uid=uid)
-        self._talk.send(message(method, target, body))
+        try:
+            self._talk.send(message(method, target, body))
+        except OSError:  # it was turned away before it said anything
+            self._talk.close()
+            raise
 
     @property
     def answered(self) -> bool:

@@ -132,15 +132,15 @@ def ask(
     table: Iterable[Route[Words, Any]] = TABLE,
     words: Words | None = None,
     settings: Settings = OPEN,
-    uid: int = 0,
+    uid: int | None = None,
     log: TextIO | None = None,
 ) -> Answer:
-    """Ask a dispatcher with this table, as this user, and return the answer."""
+    """Ask a dispatcher with this table, as this user or as mpsd's own, and return the answer."""
     logger = configure(LogFormat.JSON, stream=log or io.TextIOWrapper(io.BytesIO()))
     dispatcher = Dispatcher(table, words or Words(), LiveSettings(settings), logger)
 
     async def talk() -> bytes:
-        os.seteuid(uid)  # the kernel notes who makes a socket
+        os.seteuid(os.getuid() if uid is None else uid)  # the kernel notes who makes a socket
         try:
             ours, theirs = socket.socketpair()
         finally:

@@ -124,7 +124,7 @@ class Api:
     mode: int = row(
         0o666,
         setting_parsers.octal_mode,
-        "Permissions of the socket. What a peer may do is decided by its uid, not by these permissions.",
+        "Permissions of the socket. The uid of a peer decides what it may do, not these permissions.",
         unit="octal",
     )
     group: str = row("", setting_parsers.text, "Group that owns the socket.")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from math import inf
 from typing import Final
 
-from mpsd.daemon.control.heartbeat import Heartbeat
+from mpsd.daemon.control.state import Heartbeat
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock
 from mpsd.system.notify import ServiceManager

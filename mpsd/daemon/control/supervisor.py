@@ -19,13 +19,12 @@ from mpsd.core.supervision.restart import RestartVerdict
 from mpsd.daemon.control.control_log import ControlLog
 from mpsd.daemon.control.death_tally import DeathTally
 from mpsd.daemon.control.drainer import DaemonLeases, Drainer
-from mpsd.daemon.control.heartbeat import Heartbeat, longest_round
 from mpsd.daemon.control.instance import LISTEN_POLL, Instance
 from mpsd.daemon.control.launcher import Launcher
 from mpsd.daemon.control.observer import Observer
 from mpsd.daemon.control.pipe_access import PipeAccess
 from mpsd.daemon.control.prober import Prober
-from mpsd.daemon.control.state import Lifecycle
+from mpsd.daemon.control.state import Heartbeat, Lifecycle, longest_round
 from mpsd.daemon.control.wanted_limits import WantedLimits
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock, process

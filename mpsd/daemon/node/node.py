@@ -29,8 +29,8 @@ from mpsd.core.settings import Settings, Users
 from mpsd.core.supervision.drain import Operation
 from mpsd.daemon.control.drainer import DaemonLeases
 from mpsd.daemon.control.escalation import Terminate, terminate_contexts_of
-from mpsd.daemon.control.heartbeat import Heartbeat
 from mpsd.daemon.control.pipe_access import NodePipeAccess
+from mpsd.daemon.control.state import Heartbeat
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.gpu.compute_modes import ComputeModes
 from mpsd.daemon.gpu.gpus import Gpus

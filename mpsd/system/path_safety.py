@@ -60,8 +60,8 @@ def is_own(directory: Path) -> bool:
     return True
 
 
-def check_file(path: Path, *, fifo: bool = False) -> None:
-    """Refuse what was planted where mpsd, or a control daemon, has a file or a socket; `fifo`: or a FIFO.
+def check_file(path: Path) -> None:
+    """Refuse what was planted where mpsd, or a control daemon, has a file or a socket.
 
     What has a second name may be somebody's: to write to it would be to write there. Nothing at all is fine. Raises
     ConfigurationError.
@@ -77,7 +77,7 @@ def check_file(path: Path, *, fifo: bool = False) -> None:
         strange = "is a symbolic link"
     elif stat.S_ISREG(found.st_mode) and found.st_nlink > 1:
         strange = "has another hard link"
-    elif stat.S_ISFIFO(found.st_mode) and not fifo:
+    elif stat.S_ISFIFO(found.st_mode):
         strange = "is a FIFO"
     if strange is not None:
         raise ConfigurationError(

@@ -44,6 +44,21 @@ class DaemonPaths:
         return self.pipe_directory / "control"
 
     @property
+    def control_lock(self) -> Path:
+        """The lock that makes a control daemon the only one on its pipe directory."""
+        return self.pipe_directory / "control_lock"
+
+    @property
+    def pid_file(self) -> Path:
+        """Where a control daemon of 550 and newer writes its pid (measured). mpsd does not read it."""
+        return self.pipe_directory / "nvidia-cuda-mps-control.pid"
+
+    @property
+    def log_fifo(self) -> Path:
+        """The FIFO by which the daemon and its servers write the log: the daemon alone reads it (measured)."""
+        return self.pipe_directory / "log"
+
+    @property
     def control_log(self) -> Path:
         """The file that the daemon's own output is appended to."""
         return self.log_directory / "control.log"
@@ -56,13 +71,27 @@ class DaemonPaths:
     def create(self) -> None:
         """Make both directories, for mpsd alone to write; a new pipe directory is closed until somebody opens it.
 
-        Raises ConfigurationError, also for what a stranger left in them: the control daemon would write to it, and open
-        it to everybody (control_lock gets the mode 0666, whatever it is).
+        Raises ConfigurationError.
         """
         _make(self.pipe_directory, 0o700)
         _make(self.log_directory, 0o755)
+
+    def clear(self) -> None:
+        """Remove the sockets, the FIFO and the lock that a dead control daemon left: the next one makes its own.
+
+        Somebody whom the dead one let in may still have them open: a lock that is waited for keeps the next daemon from
+        starting, and what is written into a FIFO ends its log (both measured, all versions).
+        """
+        for name in LEFT:
+            (self.pipe_directory / name).unlink(missing_ok=True)
+
+    def check(self) -> None:
+        """Refuse what lies in the pipe directory and is not mpsd's: the control daemon might write to it.
+
+        Raises ConfigurationError.
+        """
         for path in self.pipe_directory.iterdir():
-            path_safety.check_file(path, fifo=True)
+            path_safety.check_file(path)
 
 
 class RunDir:

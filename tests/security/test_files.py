@@ -48,9 +48,9 @@ MODES: Final = {
     "run/mps": "drwxr-xr-x",
     "run/mps/gpu0": "drwx------",
     "run/mps/gpu0/control": "srw-------",
-    "run/mps/gpu0/control_lock": "-rw-rw-rw-",
+    "run/mps/gpu0/control_lock": "-rw-------",
     "run/mps/gpu0/control_privileged": "srwxr-xr-x",
-    "run/mps/gpu0/log": "prwxrwxrwx",
+    "run/mps/gpu0/log": "prw-------",
     "run/mpsd.lock": "-rw-------",
     "run/mpsd.sock": "srw-rw-rw-",
 }
@@ -183,10 +183,20 @@ class TestPlanted:
         node.start()
 
     @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("path", ["run/mps/gpu0/control_lock", "run/mps/gpu0/log"])
-    def test_control_daemon(self, make_node: Start, victim: Path, path: str, kind: str) -> None:
-        """No control daemon is started on such a thing: it would write to it, or open it to everybody."""
+    @pytest.mark.parametrize("name", ["control", "control_lock", "log", "nvidia-cuda-mps-control.pid"])
+    def test_what_a_control_daemon_makes(self, make_node: Start, victim: Path, name: str, kind: str) -> None:
+        """Each control daemon makes its own: what has the name of one of its files is removed before it starts."""
         node = make_node(simulate=1)
+        planted = node.root / "run/mps/gpu0" / name
+        plant(kind, planted, victim)
+        inode = planted.lstat().st_ino
+        node.start()
+        assert not planted.exists() or planted.lstat().st_ino != inode
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_pipe_directory(self, make_node: Start, victim: Path, kind: str) -> None:
+        """No control daemon is started beside anything else: it might write to it."""
+        node, path = make_node(simulate=1), "run/mps/gpu0/control_lock.new"
         planted = node.root / path
         plant(kind, planted, victim)
         node.start(ready=False)

@@ -79,11 +79,12 @@ class Instance:
         self._looked = True
         adopted = process.adopt(found.daemon.identity) if found.daemon is not None else None
         if adopted is not None and found.daemon is not None:
+            self._launcher.adopted(found.daemon)
             self._watch(adopted, found.daemon, fresh=False)
         return found
 
     def start(self, users: Users) -> None:
-        """Start one. Raises ConfigurationError, ReachError and OSError."""
+        """Start one. Raises ConfigurationError, PipeAccessError and OSError."""
         self._watch(*self._launcher.start(users), fresh=True)
 
     async def find_orphans(self) -> None:

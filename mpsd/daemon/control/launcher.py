@@ -10,7 +10,7 @@ from mpsd.core.settings import Users
 from mpsd.daemon.control import discovery
 from mpsd.daemon.control.discovery import DiscoveredProcesses
 from mpsd.daemon.control.pipe_access import PipeAccess
-from mpsd.system import clock, log_file, process, rundir
+from mpsd.system import clock, file_locks, log_file, process, process_table, rundir
 from mpsd.system.control_pipe import ControlPipe, ControlProgram, variables
 from mpsd.system.process import Process
 
@@ -23,7 +23,6 @@ class Launcher:
         self._program = program
         self._pipe_access = pipe_access
         self._paths = pipe_access.paths
-        self._socket_before: tuple[int, int] | None = None
         self._its_socket: tuple[ProcessIdentity, int] | None = None
         """The inode of the socket of the daemon that runs, as it was seen first."""
         self._blocked: tuple[int, int] | None = None
@@ -42,11 +41,12 @@ class Launcher:
         return discovery.look(self._paths, self._program, self._environment())
 
     def start(self, users: Users) -> tuple[Process, DaemonProcess]:
-        """Start a control daemon in a session of its own. Raises ConfigurationError, ReachError and OSError."""
+        """Start a control daemon in a session of its own. Raises ConfigurationError, PipeAccessError and OSError."""
         # Also after a death: somebody may have removed them, and MPS would make one that everybody may write to.
         self._paths.create()
-        self._pipe_access.shut()
-        self._socket_before = self._socket()
+        self._paths.clear()
+        self._paths.check()
+        self._pipe_access.shut(many_users=users is Users.MANY)
         log = log_file.open_for_daemon(self._paths.control_log)
         try:
             command = (*self._program.argv, *daemon_flags.BY_USERS[users])
@@ -58,20 +58,26 @@ class Launcher:
         proof = DaemonProcess(started.identity, self._program.argv[0], directory, clock.now(), many_users)
         return started, proof
 
-    def remove_leftovers(self, shared_memory: Iterable[str]) -> None:
-        """Clear what a control daemon leaves that is gone, with all its servers: sockets, lock, FIFO, shared memory.
+    def lock_holder(self) -> str | None:
+        """Say who holds the lock that a control daemon needs to start; None when nobody does."""
+        for each in file_locks.holders(self._paths.control_lock):
+            return f"pid {each.pid} (uid {process_table.uid_of(each.pid)}) holds {self._paths.control_lock}"
+        return None
 
-        The next one takes stale ones over (measured, all versions): until then there is nothing that looks like one.
-        """
-        for name in rundir.LEFT:
-            (self._paths.pipe_directory / name).unlink(missing_ok=True)
+    def adopted(self, daemon: DaemonProcess) -> None:
+        """Note which daemon it is that an earlier mpsd started."""
+        self._pipe_access.adopted(many_users=daemon.many_users)
+
+    def remove_leftovers(self, shared_memory: Iterable[str]) -> None:
+        """Clear what a control daemon leaves that is gone, with all its servers: sockets, lock, FIFO, shared memory."""
+        self._paths.clear()
         for name in shared_memory:
             rundir.remove_shared_memory(name)
 
     @property
     def listens(self) -> bool:
-        """Whether the one that was started has bound its socket: a dead one's stays until another removes it."""
-        return self._socket() not in {self._socket_before, None}
+        """Whether the one that was started has bound its socket: that of a dead one was removed before."""
+        return self._socket() is not None
 
     @property
     def socket_is_gone(self) -> bool:
@@ -99,7 +105,7 @@ class Launcher:
 
         Raises OSError.
         """
-        fifo, log = self._paths.pipe_directory / "log", self._paths.control_log
+        fifo, log = self._paths.log_fifo, self._paths.control_log
         before, self._blocked = self._blocked, log_file.blocked(fifo, log)
         # Of a daemon that goes on by itself, lines would get out of order.
         return log_file.unblock(fifo, log) if self._blocked is not None and self._blocked == before else 0

@@ -3,8 +3,14 @@
 A control daemon obeys any local user who can connect to its socket, so the way there is what is guarded: the pipe
 directory, and the socket too, since a process that has opened the socket with O_PATH can connect to it later, however
 closed the directory is by then (both measured: docs/enforcement.md).
+
+What else it makes there it opens to everybody: the lock that its successor needs, its pid file, and the FIFO `log` that
+carries its own log and that of its servers. Whoever reads the FIFO takes lines away, and one byte that is written to it
+ends the log (measured, all versions). A server runs as its client's uid and writes there; with many users it runs as
+root.
 """
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
@@ -25,15 +31,8 @@ class PipeAccess:
     def __init__(self, paths: DaemonPaths, wanted: Callable[[], frozenset[int] | None], log: Logger) -> None:
         """`wanted` returns the uids to be let in now, beside root's and mpsd's own, or None for everybody."""
         self.paths = paths
-        self._parts = (
-            (paths.pipe_directory, READ | WRITE | EXECUTE, READ | EXECUTE),
-            (paths.control_socket, READ | WRITE, READ | WRITE),
-        )
-        """What is on the way, with what its owner may do there, and what the others may who are let in.
-
-        A client and its server, which runs as the same uid, go through the directory, write to the FIFO `log` in it,
-        and connect to the socket `control`; neither makes a file there.
-        """
+        self._many_users: bool | None = None
+        """Whether the control daemon serves many users; None before there is one."""
         self._admitted = wanted
         self._log = log
         self._is_shut = self._was_shut()
@@ -49,25 +48,28 @@ class PipeAccess:
         except OSError:
             return False  # there is nothing yet, or nothing that can be read: a start, or a look, says so
 
-    def shut(self) -> None:
-        """Let nobody in, where not everybody is let in, until `admit`: a control daemon that starts has no limits yet.
+    def shut(self, *, many_users: bool) -> None:
+        """Let nobody in until `admit`: a control daemon that starts has no limits yet, and makes its lock.
 
-        Raises ReachError.
+        `many_users` tells whether it is to serve many users. Raises PipeAccessError.
         """
-        self._is_shut = True
+        self._is_shut, self._many_users = True, many_users
         self.hold()
 
+    def adopted(self, *, many_users: bool) -> None:
+        """Note that a control daemon runs that an earlier mpsd started, and whether it serves many users."""
+        self._sure, self._many_users = False, many_users
+
     def admit(self) -> None:
-        """Let those in who are wanted, now that the limits hold. Raises ReachError."""
+        """Let those in who are wanted, now that the limits hold. Raises PipeAccessError."""
         self._is_shut = False
         self.hold()
 
     def _wanted(self) -> frozenset[int] | None:
-        admitted = self._admitted()
-        return frozenset() if self._is_shut and admitted is not None else admitted
+        return frozenset() if self._is_shut else self._admitted()
 
     def open(self, uid: int) -> None:
-        """Let a uid in that is wanted by now. Raises ReachError."""
+        """Let a uid in that is wanted by now. Raises PipeAccessError."""
         if self._sure and (self._held is None or uid in self._held):
             return
         if not self.hold():
@@ -79,7 +81,7 @@ class PipeAccess:
 
     def close(self) -> None:
         """Let nobody in any more who is not wanted. What fails is told, and tried again at the next look."""
-        if self._sure and self._held == self._wanted():
+        if self._many_users is None or (self._sure and self._held == self._wanted()):
             return
         try:
             self.hold()
@@ -89,20 +91,22 @@ class PipeAccess:
     def hold(self) -> bool:
         """Let in just those who are wanted, and read it back; False where there is nothing yet to be let in to.
 
-        Raises ReachError.
+        Raises PipeAccessError.
         """
         wanted = self._wanted()
-        others = self._sure and self._held != wanted
+        before = dict(self._acls(self._held)) if self._sure and self._held != wanted else {}
         self._sure, self._held = False, wanted
         for path, meant in self._acls(wanted):
             try:
                 # Where others are let in so far than are wanted now, there is no use in asking first.
-                found = None if others else acl.read(path)
+                found = None if before.get(path, meant) != meant else acl.read(path)
                 if found != meant:
                     acl.write(path, meant)
                     found = acl.read(path)
             except FileNotFoundError:
-                return False
+                if path in {self.paths.pipe_directory, self.paths.control_socket}:
+                    return False
+                continue  # nobody can open what is not there, and older drivers make no pid file
             except OSError as error:
                 raise self._failed(path, meant, error.strerror or str(error)) from error
             if found != meant:
@@ -114,20 +118,31 @@ class PipeAccess:
         """See whether somebody else has changed who is let in, and put it back; False when that failed."""
         try:
             if self._sure and self._held == self._wanted():
-                for path, meant in self._acls(self._held):
-                    found = acl.read(path)
-                    if found != meant:
-                        facts = {"wanted": acl.text(meant), "found": acl.text(found)}
-                        self._log.warning(EventName.PIPE_ACCESS_DRIFT, path=str(path), **facts)
+                self._log_drift()
             self.hold()
-        except (OSError, PipeAccessError) as error:
-            return isinstance(error, FileNotFoundError)  # nobody can go there; the supervisor sees that by itself
+        except (OSError, PipeAccessError):
+            return False
         return True
 
+    def _log_drift(self) -> None:
+        for path, meant in self._acls(self._held):
+            with contextlib.suppress(FileNotFoundError):  # nobody can open it; the supervisor sees that by itself
+                found = acl.read(path)
+                if found != meant:
+                    facts = {"wanted": acl.text(meant), "found": acl.text(found)}
+                    self._log.warning(EventName.PIPE_ACCESS_DRIFT, path=str(path), **facts)
+
     def _acls(self, uids: frozenset[int] | None) -> Iterator[tuple[Path, Acl]]:
-        """Yield what each part of the way is to have."""
-        for path, owner, others in self._parts:
-            yield path, acl.public(owner, others) if uids is None else acl.private(owner, uids, others)
+        """Yield what each file is to have: what its owner may do with it, and what those may who are let in."""
+        servers_write = frozenset() if self._many_users else uids
+        for path, owner, users, others in (
+            (self.paths.pipe_directory, READ | WRITE | EXECUTE, uids, READ | EXECUTE),
+            (self.paths.control_socket, READ | WRITE, uids, READ | WRITE),
+            (self.paths.log_fifo, READ | WRITE, servers_write, WRITE),
+            (self.paths.control_lock, READ | WRITE, frozenset(), 0),
+            (self.paths.pid_file, READ | WRITE, frozenset(), 0),
+        ):
+            yield path, acl.public(owner, others) if users is None else acl.private(owner, users, others)
 
     @staticmethod
     def _failed(path: Path, meant: Acl, because: str) -> PipeAccessError:
@@ -165,7 +180,7 @@ class NodePipeAccess:
         return access.admitted(self._settings.current.unadmitted, self._holders(gpu), process_table.own_uid())
 
     def open(self, lease: Lease) -> None:
-        """Let a lease's uid in wherever it was granted something. Raises ReachError."""
+        """Let a lease's uid in wherever it was granted something. Raises PipeAccessError."""
         if _is_let_in(lease.owner.uid):
             return
         for share in lease.shares:

@@ -382,6 +382,10 @@ class Supervisor:
             return
         if self._lifecycle.state is State.STOPPING:
             self._move(Event.DIED, how)
+        elif self._lifecycle.state is State.STARTING and (holder := self._launcher.lock_holder()) is not None:
+            # That is nobody's death: whoever holds the lock keeps each one from starting, and may be gone soon.
+            self._due = clock.monotonic() + _TICK
+            self._move(Event.DIED, f"it could not start: {holder}", "end that process; mpsd retries by itself")
         else:
             self._record_death(how)
 

@@ -114,7 +114,7 @@ class LimitGates:
     async def open(self, lease: Lease) -> None:
         """Return when a lease's clients can attach: the way is open, and so are its limits, which were read back.
 
-        Raises ReachError, and DaemonNotReadyError when a control daemon does not get that far.
+        Raises PipeAccessError, and DaemonNotReadyError when a control daemon does not get that far.
         """
         self._pipe_access.open(lease)
         if self._is_open(lease):

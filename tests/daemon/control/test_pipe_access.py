@@ -163,10 +163,10 @@ class TestEveryDriver:
         with two_callers(node) as (ann, _):
             granted(ann)
             pid = node.daemons()["gpu0"]["pid"]
-            gate.unlink()
-            kill(pid)
             socket = node.pipe_directory("gpu0") / "control"
             before = socket.stat().st_ino, socket.stat().st_ctime_ns
+            gate.unlink()
+            kill(pid)
             node.wait_for_state("gpu0", "starting")
             wait_until(
                 lambda: (socket.stat().st_ino, socket.stat().st_ctime_ns) != before,

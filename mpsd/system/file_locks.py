@@ -1,0 +1,27 @@
+"""Who holds a lock on a file, as the kernel says in /proc/locks. Source: proc(5)."""
+
+import os
+from pathlib import Path
+
+from mpsd.core.model import ProcessIdentity
+from mpsd.system import process
+
+_FIELDS = 8
+"""Of a lock that is held: number, kind, mode, access, pid, device and inode, start, end. One that is waited for has an
+arrow for its second field, and so one more."""
+
+
+def holders(path: Path) -> tuple[ProcessIdentity, ...]:
+    """Return the processes that hold a lock on a file; none where there is no such file.
+
+    A process in a pid namespace that mpsd does not see has no number here, and is not among them.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return ()
+    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    lines = (line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines())
+    pids = {int(fields[4]) for fields in lines if len(fields) == _FIELDS and fields[5] == device}
+    ticks = ((pid, process.start_ticks(pid)) for pid in sorted(pids) if pid > 0)
+    return tuple(ProcessIdentity(pid, started) for pid, started in ticks if started is not None)

@@ -133,6 +133,7 @@ class Daemon(TypedDict):
     undone: list[Drift]
     servers: list[Server]
     version: str | None
+    log_silent_since: str | None
     unknown_lines: int
     latest_unknown_lines: list[str]
     operation: str | None

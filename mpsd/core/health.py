@@ -38,6 +38,8 @@ class Kind(StrEnum):
     """The servers of the control daemon do not start."""
     DRIFT = "drift"
     """A limit is not as mpsd set it."""
+    LOG_SILENT = "log_silent"
+    """The log of the control daemon shows nothing, so that only reading limits back shows what others do."""
     STORE = "store"
     """Leases cannot be written to disk."""
     ORPHAN = "orphan"
@@ -164,6 +166,13 @@ def of_daemon(daemon: Daemon) -> Iterator[Reason]:
     for drift in daemon.drift:
         hint = f"mpsd sets it again by itself; if that fails, read the log of {name}, then: mpsctl restart {name}"
         yield Reason(Kind.DRIFT, name, drifted(name, drift), hint)
+    if daemon.log_silent_since is not None:
+        because = (
+            f"{name}: its log has shown nothing since {_time(daemon.log_silent_since)}, so mpsd cannot see who changes"
+            " its limits, and reads them back every second and at each grant"
+        )
+        hint = f"when its clients have exited: mpsctl restart {name}"
+        yield Reason(Kind.LOG_SILENT, name, because, hint)
     for server in daemon.servers:
         if server.orphan:
             because = f"{name}: server {server.pid} is an orphan: its control daemon is dead, so mpsd cannot limit it"

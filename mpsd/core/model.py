@@ -217,7 +217,8 @@ class Server:
     ceilings: Mapping[ProcessIdentity, ReadBack | None] = field(default_factory=dict)
     """By client, as it was when it was listed, the most that anybody got who connected when it did.
 
-    None where mpsd was not there. A client that lives where mpsd sees no processes is in `clients` alone.
+    None where mpsd was not there, or could not see it. A client that lives where mpsd sees no processes is in `clients`
+    alone.
     """
 
 
@@ -230,7 +231,7 @@ class Client:
     gpu: str
     server: int
     ceiling: ReadBack | None
-    """The most that anybody got who connected when it did; None where mpsd was not there."""
+    """The most that anybody got who connected when it did; None where mpsd was not there, or could not see it."""
     environment: Mapping[str, str] | None
     """What it was started with of CUDA's and MPS's variables; None where that cannot be read."""
 
@@ -265,6 +266,8 @@ class Daemon:
     """What they changed and mpsd put back, the latest last."""
     servers: tuple[Server, ...] = ()
     version: str | None = None
+    log_silent_since: datetime | None = None
+    """Since when its log has shown nothing, not even the conversations of mpsd; None while it shows them."""
     cannot_start: str | None = None
     """Why its servers do not start, if they do not."""
     has_mem_limit: bool = True

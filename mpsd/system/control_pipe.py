@@ -191,8 +191,10 @@ class ControlPipe:
         self._environment = process.environment(variables(pipe_directory, log_directory))
         self._pipe_directory = pipe_directory
         self._lock = asyncio.Lock()
-        self._key = key or secrets.token_hex(8)
+        self.key = key or secrets.token_hex(8)
         """What the nonces of all its marks begin with: by this its conversations are known in the daemon's log."""
+        self.nonce = ""
+        """That of the latest conversation that was answered to its end."""
         self.deadline = deadline
         """Seconds that a conversation may take from its first front-end on, strangers in the way included."""
 
@@ -229,9 +231,10 @@ class ControlPipe:
             try:
                 async for attempt in retry.collisions(seconds):
                     with attempt:
-                        nonce = self._key + secrets.token_hex(4)
+                        nonce = self.key + secrets.token_hex(4)
                         output = await self._front_end(conversation.script(nonce), until)
                         conversation.distribute(nonce, output)
+                        self.nonce = nonce
             except retry.CollisionError:
                 raise ControlBusyError(
                     f"other front-ends occupied the control daemon on {self._pipe_directory} for {seconds:g} s",

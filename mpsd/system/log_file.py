@@ -5,7 +5,6 @@ import ctypes
 import errno
 import fcntl
 import os
-import select
 import stat
 import sys
 import termios
@@ -36,20 +35,18 @@ def open_for_daemon(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o640)
 
 
-def blocked(fifo: Path, log: Path) -> tuple[int, int] | None:
-    """Tell how much a control daemon's FIFO and its log hold, where the FIFO has no room for a line; None: it has.
+def unread(fifo: Path) -> int:
+    """Return how many bytes a control daemon's FIFO holds; the daemon alone reads it, and mostly at once.
 
-    A control daemon writes its own lines into the FIFO that it alone reads. Once others have filled it, it waits for
-    itself for ever, and goes on as soon as there is room (measured, 470.256.02 to 555.58.02). One that is busy fills it
-    for a moment, too, and then what is held here changes. Raises OSError.
+    It writes its own lines there, too. Once somebody has written a byte that NVIDIA's programs would not, it reads no
+    more: its log says nothing, what it would have said stays here, and when the FIFO is full it waits for itself until
+    there is room (measured, 470.256.02 to 555.58.02). Raises OSError.
     """
     with _opened(fifo) as source:
-        size = fcntl.fcntl(source, fcntl.F_GETPIPE_SZ)
-        held = int.from_bytes(fcntl.ioctl(source, termios.FIONREAD, bytes(4)), sys.byteorder)
-    return (held, log.stat().st_size) if held + select.PIPE_BUF > size else None
+        return int.from_bytes(fcntl.ioctl(source, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
-def unblock(fifo: Path, log: Path) -> int:
+def move(fifo: Path, log: Path) -> int:
     """Move what a control daemon's FIFO holds into its log; return how many bytes that was. Raises OSError."""
     with _opened(fifo) as source:
         lines = os.read(source, fcntl.fcntl(source, fcntl.F_GETPIPE_SZ))

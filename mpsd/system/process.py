@@ -75,6 +75,21 @@ def start_ticks(pid: int) -> int | None:
     return None if fields is None else int(fields[19])
 
 
+def parent(pid: int) -> int | None:
+    """Return the pid of a process's parent, or None when there is no such process."""
+    fields = _stat(pid)
+    return None if fields is None else int(fields[1])
+
+
+def faults_of_children(pid: int) -> int | None:
+    """Return how many page faults the children had that a process has waited for, or None when there is none such.
+
+    The number grows with each child that has ended, and nobody but the kernel moves it. Source: proc(5), cminflt.
+    """
+    fields = _stat(pid)
+    return None if fields is None else int(fields[8])
+
+
 def ancestors(pid: int) -> Iterator[ProcessIdentity]:
     """Yield a process and its ancestors, as far as they can be seen."""
     for _ in range(_DEEPEST):

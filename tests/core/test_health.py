@@ -85,6 +85,11 @@ OF_DAEMONS: Final = [
     (daemon(servers=(replace(FAULTED, clients=(7, 8)),)), Kind.SERVER_FAULT, "until its 2 clients exit"),
     (daemon(cannot_start="6 servers did not start"), Kind.SERVERS_CANNOT_START, "gpu0: 6 servers did not start"),
     (daemon(drift=(DRIFT,)), Kind.DRIFT, "gpu0: active_thread_percentage is 10 % instead of 60 %"),
+    (
+        daemon(log_silent_since=datetime(2026, 11, 22, 3, tzinfo=UTC)),
+        Kind.LOG_SILENT,
+        "gpu0: its log has shown nothing since 2026-11-22T03:00:00Z",
+    ),
     (daemon(servers=(Server(42, orphan=True),)), Kind.ORPHAN, "gpu0: server 42 is an orphan"),
 ]
 
@@ -196,7 +201,7 @@ REFUSED: Final = [
     *(
         (GPU, found, "hold" if kind in {Kind.HOLD, Kind.OPERATION} else "health", kind)
         for found, kind, _ in OF_DAEMONS
-        if kind is not Kind.ORPHAN
+        if kind not in {Kind.ORPHAN, Kind.LOG_SILENT}
     ),
     (GPU, daemon(state=State.HELD, servers=(FAULTED,), drift=(DRIFT,)), "hold", Kind.HOLD),
     (gpu(Health.FAULTY), daemon(state=State.HELD), "health", Kind.GPU),
@@ -215,10 +220,15 @@ def test_refusals(view: GpuView, found: Daemon, limit: str, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize(
-    ("view", "found"), [(gpu(Health.OK), DAEMON), (GPU, daemon(servers=(Server(42, orphan=True), Server(43))))]
+    ("view", "found"),
+    [
+        (gpu(Health.OK), DAEMON),
+        (GPU, daemon(servers=(Server(42, orphan=True), Server(43)))),
+        (GPU, daemon(log_silent_since=datetime(2026, 11, 22, tzinfo=UTC))),
+    ],
 )
 def test_what_refuses_nobody(view: GpuView, found: Daemon) -> None:
-    """A GPU that was not restored, and a server that outlived its control daemon, keep nobody out."""
+    """A GPU that was not restored, a server that outlived its control daemon, and a silent log keep nobody out."""
     assert health.refusal(view, found) is None
 
 

@@ -218,7 +218,7 @@ def test_log_that_is_blocked(make_node: Start, real: RealDaemon) -> None:
         os.set_blocking(fifo.fileno(), False)
         while fifo.write(noise) is not None:
             pass
-    assert event(node, "log_fifo_full")["daemon"] == "gpu0"
+    assert event(node, "log_silent")["daemon"] == "gpu0"
     with node.control_log("gpu0").open("ab") as log:
         log.write(noise * 500)
     assert node.wait_for_state("gpu0", "ready")["pid"] == pid

@@ -79,12 +79,13 @@ class ServerHealth:
         while len(self.given) > _MOST_GIVEN:
             del self.given[next(iter(self.given))]
 
-    def statuses(self, words: Mapping[int, str | None], gone: Collection[int], now: datetime) -> None:
-        """Take in the servers' state words, where the driver has any: they count for more. Those gone have no fault.
+    def statuses(self, words: Mapping[int, str | None], idle: Collection[int], now: datetime) -> None:
+        """Take in the servers' state words, where the driver has any: they count for more than the log.
 
-        A busy server says nothing, and is not gone for that.
+        Those that are gone, or have no client left, are `idle`, and have no fault: a fault ends with the last client. A
+        busy server says nothing, and is not gone for that.
         """
-        for pid in gone:
+        for pid in idle:
             self.faults.pop(pid, None)
         for pid, word in words.items():
             if word == FAULT:

@@ -103,8 +103,8 @@ def _client(lease: Lease, share: Share, client: Client, on: GpuProcess | None, *
     pid, in_force = client.identity.pid, None if more and client.ceiling is None else found
     if more and client.ceiling is None:
         because = (
-            f"process {pid} connected before mpsd could see it; its limits are unknown, and its environment"
-            f" would allow {more}"
+            f"process {pid} connected when mpsd could not see which limits held; its limits are unknown, and its"
+            f" environment would allow {more}"
         )
     elif more:
         because = f"process {pid} can use {more}"

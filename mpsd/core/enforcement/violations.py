@@ -41,8 +41,8 @@ class AttributedClient(NamedTuple):
 def in_force(client: Client) -> ReadBack:
     """Return the most that a client can use for as long as it lives: what was open to it, lowered by its environment.
 
-    Where it connected before mpsd could see it, everything was open. The environment is what it was started with; what
-    it did to it later is not seen.
+    Where it connected when mpsd could not see what was open, everything was. The environment is what it was started
+    with; what it did to it later is not seen.
     """
     result, own = client.ceiling or EVERYTHING, client.environment or {}
     for limit in LIMITS:

@@ -129,6 +129,11 @@ def is_mark(line: str, key: str = "") -> bool:
     return line.startswith(f"mpsd-{key}")
 
 
+def nonce_of(line: str) -> str:
+    """Return the nonce of a mark."""
+    return line.removeprefix("mpsd-").partition("-")[0]
+
+
 def echo_of(line: str) -> str:
     """Return what a control daemon answers to a command it does not know."""
     return f'Unknown command "{line}"'

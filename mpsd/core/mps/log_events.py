@@ -21,6 +21,17 @@ class ForeignCommand:
 
 
 @dataclass(frozen=True, slots=True)
+class Unaccounted:
+    """A line of somebody else's conversation that changes nothing by its words, or a line without a stamp.
+
+    A command that holds the end of a line is logged as two lines, of which the second has no stamp, and can be any
+    command (measured): so each of these can stand for a change that nobody sees.
+    """
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class DaemonStarted:
     """`Starting control daemon using socket ...`: the first line of every control daemon (measured)."""
 
@@ -140,6 +151,7 @@ class ClientLost:
 
 LogEvent = (
     ForeignCommand
+    | Unaccounted
     | DaemonStarted
     | ServerStarting
     | ServerReady
@@ -157,6 +169,8 @@ LogEvent = (
 )
 
 REASONS_TO_ASK: Final = (
+    ForeignCommand,
+    Unaccounted,
     ServerStarting,
     ServerReady,
     ServerFailed,
@@ -170,5 +184,6 @@ REASONS_TO_ASK: Final = (
     ClientLeft,
     ClientLost,
 )
-"""Events after which servers or clients may be others than before. None of them comes of a question: what mpsd asks
-must not be what makes it ask again."""
+"""Events after which limits, servers or clients may be others than before.
+
+None of them comes of a question: what mpsd asks must not be what makes it ask again."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from mpsd.core.mps.commands import changes_something, is_mark
+from mpsd.core.mps.commands import changes_something, is_mark, nonce_of
 from mpsd.core.mps.limits import DEVICE, LIMITS, Limit
 from mpsd.core.mps.log_events import (
     ClientArrived,
@@ -33,6 +33,7 @@ from mpsd.core.mps.log_events import (
     ServerReady,
     ServerStarting,
     SharedMemoryMade,
+    Unaccounted,
 )
 
 _STAMP: Final = re.compile(r"\[(?P<at>[0-9-]+ [0-9:.]+) +(?P<source>[A-Za-z]+(?: [A-Za-z]+)*) +(?P<pid>[0-9]{1,10})\] ")
@@ -197,18 +198,24 @@ class CommandOrigin(StrEnum):
 class LogReader:
     """Reads a log in pieces, each of which follows those before it, and says what happened.
 
-    Any local user can write to a control daemon, and so into its log, whatever mpsd writes. What it cannot write is the
-    key, with which the nonces of mpsd's marks begin.
+    Whoever can write to a control daemon can write into its log whatever mpsd writes. What it cannot write is the key,
+    with which the nonces of mpsd's marks begin.
     """
 
     def __init__(self, key: str = "", origin: CommandOrigin = CommandOrigin.NOBODYS) -> None:
-        """`whose` is where an earlier reader stopped."""
+        """`origin` is where an earlier reader stopped."""
         self.origin = origin
+        self.last_nonce = ""
+        """The nonce of the conversation of mpsd's that was seen last."""
         self.unknown = 0
         """Lines that nobody understood."""
         self.latest: deque[str] = deque(maxlen=_MOST_REMEMBERED)
         """The latest of them."""
-        self._key = key
+        self._keys: tuple[str, ...] = (key,)
+
+    def renew(self, key: str) -> None:
+        """Take a key for a control daemon that is about to start; that of the one before it may still be in lines."""
+        self._keys = (key, *self._keys[:1])
 
     def read(self, lines: Iterable[str]) -> list[LogEvent]:
         """Return what these lines say, in their order; most say nothing that mpsd needs to know."""
@@ -218,6 +225,7 @@ class LogReader:
             stamp = _STAMP.match(line)
             if stamp is None:
                 self._wonder(line)
+                events.append(Unaccounted(line[:_MOST_WORDS]))
                 continue
             text = line[stamp.end() :]
             if text.startswith("Cmd:"):
@@ -233,11 +241,14 @@ class LogReader:
     def _command(self, command: str, events: list[LogEvent]) -> None:
         """Judge a conversation by its first command. Where that was not seen, it counts as a stranger's."""
         if self.origin is CommandOrigin.UNKNOWN:
-            self.origin = CommandOrigin.OURS if is_mark(command, self._key) else CommandOrigin.FOREIGN
+            ours = any(is_mark(command, key) for key in self._keys)
+            self.origin = CommandOrigin.OURS if ours else CommandOrigin.FOREIGN
+            self.last_nonce = nonce_of(command) if ours else self.last_nonce
         elif self.origin is CommandOrigin.NOBODYS:
             self.origin = CommandOrigin.FOREIGN
-        if self.origin is CommandOrigin.FOREIGN and changes_something(command):
-            events.append(ForeignCommand(command))
+        if self.origin is CommandOrigin.FOREIGN:
+            changes = changes_something(command)
+            events.append(ForeignCommand(command) if changes else Unaccounted(command[:_MOST_WORDS]))
 
     def _other(self, stamp: re.Match[str], text: str, line: str, events: list[LogEvent]) -> None:
         known = _form(text)
@@ -246,6 +257,7 @@ class LogReader:
             event = None if form.event is None else form.event(_behind(stamp, line), found)
             if isinstance(event, DaemonStarted):
                 self.origin = CommandOrigin.NOBODYS  # whoever talked to the one before it
+                self._keys = self._keys[:1]
             if event is not None:
                 events.append(event)
         elif not text.isdecimal() and (self.origin is CommandOrigin.NOBODYS or stamp["source"] != "Control"):

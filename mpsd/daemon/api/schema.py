@@ -103,6 +103,8 @@ class DaemonOut(Struct):
     servers: list[ServerOut]
     version: str | None
     """The driver's."""
+    log_silent_since: datetime | None
+    """Since when its log has shown nothing, not even the conversations of mpsd."""
     unknown_lines: int
     """Lines of its log in words that mpsd does not know, since mpsd started."""
     latest_unknown_lines: list[str]
@@ -133,6 +135,7 @@ class DaemonOut(Struct):
             undone=[DriftOut.of(daemon.name, each) for each in daemon.undone],
             servers=[ServerOut.of(each) for each in daemon.servers],
             version=daemon.version,
+            log_silent_since=daemon.log_silent_since,
             unknown_lines=daemon.unknown_lines.count,
             latest_unknown_lines=list(daemon.unknown_lines.latest),
             operation=daemon.operation,

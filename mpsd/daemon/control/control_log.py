@@ -3,17 +3,27 @@
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
 
 from mpsd.core.enforcement.server_health import ServerHealth
-from mpsd.core.model import UnknownLines
-from mpsd.core.mps.log_events import REASONS_TO_ASK, ForeignCommand, LogEvent, ServerExited, ServerFailed, ServerFaulted
+from mpsd.core.model import ProcessIdentity, UnknownLines
+from mpsd.core.mps.log_events import (
+    REASONS_TO_ASK,
+    ForeignCommand,
+    LogEvent,
+    ServerExited,
+    ServerFailed,
+    ServerFaulted,
+    ServerStarting,
+    Unaccounted,
+)
 from mpsd.core.mps.log_parser import CommandOrigin, LogReader, parse
+from mpsd.daemon.control.log_silence import LogSilence
 from mpsd.daemon.record.log import EventName, Logger
-from mpsd.system import atomic_file, clock
+from mpsd.system import atomic_file, clock, process
 from mpsd.system.inotify import DirectoryWatch
 from mpsd.system.log_file import LogFollower, Position
 from mpsd.system.rundir import DaemonPaths
@@ -29,6 +39,9 @@ _MOST_COMMANDS: Final = 64
 
 _MOST_LOGGED: Final = 16
 """Things of one kind, in one reading of the log, that are told one by one: nobody may fill mpsd's own log with them."""
+
+
+_OF_CONVERSATIONS: Final = (ForeignCommand, Unaccounted)
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True, rename={"origin": "whose"}):
@@ -61,13 +74,22 @@ class ControlLog:
         self.size = size
         """Bytes that each of the two files may keep."""
         self.key = stored.key if stored else secrets.token_hex(8)
-        """By what mpsd's own conversations are known in the log: those of the mpsd before as well."""
+        """By what mpsd's own conversations with this daemon are known in the log: those of the mpsd before as well."""
+        self.silence = LogSilence(paths, log, changed)
         self.foreign = 0
         """Commands of others, so far."""
         self.unexplained: tuple[str, ...] = ()
         """Those of them of which is not known yet what they did."""
         self._settled = 0
         """How many of them are known to have come to nothing more."""
+        self.is_unaccounted = False
+        """Whether others said anything, since it was asked what came of that, which can have been any command."""
+        self._daemon = 0
+        """The pid of the control daemon that runs."""
+        self._seen: dict[int, int] = {}
+        """The servers of this daemon that the kernel, or the daemon itself, has shown: each with its start time."""
+        self._reaped: int | None = None
+        """What the kernel had counted for the daemon's dead children when one was last told."""
         self._paths = paths
         self._log = log
         self._woken = woken
@@ -95,11 +117,29 @@ class ControlLog:
         latest = tuple(line for reader in readers for line in reader.latest)
         return UnknownLines(sum(reader.unknown for reader in readers), latest)
 
-    def check(self) -> bool:
-        """Look, and tell whether a stranger, a server or a client did something since the last glance."""
+    def check(self, *, awake: bool) -> bool:
+        """Look, and tell whether a stranger, a server or a client did something since the last glance, or may have.
+
+        `awake` tells that the daemon is not stopped.
+        """
         self.look()
         has_reason_to_ask, self._has_reason_to_ask = self._has_reason_to_ask, False
-        return has_reason_to_ask
+        return self.silence.check(awake=awake) or has_reason_to_ask
+
+    def begin(self) -> None:
+        """Draw a key for a control daemon that is about to start: who knows that of the one before has no use of it."""
+        self.key = secrets.token_hex(8)
+        self._reader.renew(self.key)
+        self._keep()
+
+    def follow(self, daemon: ProcessIdentity) -> None:
+        """Note which process the control daemon is from now on."""
+        self._daemon, self._reaped = daemon.pid, process.faults_of_children(daemon.pid)
+        self.silence.forget()
+
+    def see(self, servers: Iterable[ProcessIdentity]) -> None:
+        """Note servers that the daemon itself has named: what the log says of any other is not believed."""
+        self._seen = {each.pid: each.start_ticks for each in servers}
 
     def last_words(self) -> str:
         """Return the last thing that the daemon wrote, or nothing; for right after its death."""
@@ -115,22 +155,24 @@ class ControlLog:
 
     def settle(self, foreign: int) -> None:
         """What the first so many commands of others did is known now; those that came later may have come too late."""
+        self.is_unaccounted = False
         self._settled, late = foreign, self.foreign - foreign
         self.unexplained = self.unexplained[-late:] if late else ()
 
     def forget(self) -> None:
         """The daemon is gone, and what it said last are not the words of the next one."""
-        self._last_line = ""
+        self._last_line, self._daemon = "", 0
+        self.silence.forget()
 
     def remove_leftovers(self, clear: Callable[[Iterable[str]], None]) -> None:
         """Have that cleared which servers left, all of which are gone."""
         clear(self.serving.shared_memory)
         self.serving.shared_memory.clear()
 
-    def statuses(self, words: Mapping[int, str | None], gone: Collection[int]) -> None:
-        """Take in the state words that the servers have said, and which of those that had a fault are gone."""
+    def statuses(self, words: Mapping[int, str | None], idle: Collection[int]) -> None:
+        """Take in the state words that the servers have said, and which of those that had a fault have no clients."""
         before = self.serving.state
-        self.serving.statuses(words, gone, clock.now())
+        self.serving.statuses(words, idle, clock.now())
         self._compare(before)
 
     def _compare(self, before: tuple[object, ...]) -> None:
@@ -151,6 +193,7 @@ class ControlLog:
     def close(self) -> None:
         """Stop watching; the next mpsd goes on from here."""
         self._watch.close()
+        self.silence.close()
         if self._again is not None:
             self._again.cancel()
 
@@ -166,8 +209,9 @@ class ControlLog:
         if lines or servers:
             self._last_line = next((line for line in reversed(lines) if line.strip()), self._last_line)
             # A server's log has nobody's commands: whatever looks like one there is not.
-            said = [event for event in self._server_reader.read(servers) if not isinstance(event, ForeignCommand)]
+            said = [each for each in self._server_reader.read(servers) if not isinstance(each, _OF_CONVERSATIONS)]
             self._note_events([*self._reader.read(lines), *said])
+            self.silence.shown(self._reader.last_nonce)
             self._keep()
             if self._again is None and (self._control.behind or self._server.behind):
                 self._again = asyncio.get_running_loop().call_later(_BREATH, self._look_now)
@@ -197,12 +241,39 @@ class ControlLog:
         self._log_events(EventName.SERVER_FAILED, [{"server": each.server, "words": each.words} for each in failed])
         faults = [event for event in events if isinstance(event, ServerFaulted)]
         self._log_events(EventName.SERVER_FAULTED, [{"server": each.server} for each in faults])
+        self.is_unaccounted = self.is_unaccounted or any(isinstance(event, Unaccounted) for event in events)
         before = self.serving.state
-        self.serving.note(events, clock.now())
+        self.serving.note(self._believed(events), clock.now())
         self._compare(before)
-        self._has_reason_to_ask = (
-            self._has_reason_to_ask or bool(foreign) or any(isinstance(event, REASONS_TO_ASK) for event in events)
-        )
+        self._has_reason_to_ask = self._has_reason_to_ask or any(isinstance(each, REASONS_TO_ASK) for each in events)
+
+    def _believed(self, events: Iterable[LogEvent]) -> Iterator[LogEvent]:
+        """Yield what the log says of servers that are the daemon's, as the kernel or the daemon itself has shown.
+
+        Whoever may write to the FIFO can have the log say anything. A server that could not start may be gone before
+        mpsd looks: an end of such a one is believed where the kernel has counted a child that ended since the last.
+        """
+        for event in events:
+            match event:
+                case ServerStarting(server=server):
+                    self._see_child(server)
+                case ServerExited(server=server) if server not in self._seen:
+                    reaped = process.faults_of_children(self._daemon)
+                    if reaped is not None and reaped != self._reaped:
+                        self._reaped = reaped
+                        yield event
+                case ServerExited(server=server):
+                    if process.start_ticks(server) != self._seen[server]:
+                        del self._seen[server]
+                        self._reaped = process.faults_of_children(self._daemon)
+                        yield event
+                case _ if getattr(event, "server", None) in self._seen:
+                    yield event
+
+    def _see_child(self, server: int) -> None:
+        ticks = process.start_ticks(server)
+        if ticks is not None and process.parent(server) == self._daemon:
+            self._seen[server] = ticks
 
     def _log_events(self, event: EventName, each: Sequence[dict[str, object]]) -> None:
         for facts in each[:_MOST_LOGGED]:

@@ -85,6 +85,7 @@ class Instance:
 
     def start(self, users: Users) -> None:
         """Start one. Raises ConfigurationError, PipeAccessError and OSError."""
+        self._observer.begin()
         self._watch(*self._launcher.start(users), fresh=True)
 
     async def find_orphans(self) -> None:
@@ -146,6 +147,7 @@ class Instance:
 
     def _watch(self, taken: Process, proof: DaemonProcess, *, fresh: bool) -> None:
         self.process, self.evidence, self.is_fresh = taken, proof, fresh
+        self._observer.follow(taken.identity)
         self._watching = asyncio.get_running_loop().create_task(self._note_end(taken))
 
     async def _note_end(self, watched: Process) -> None:

@@ -25,8 +25,6 @@ class Launcher:
         self._paths = pipe_access.paths
         self._its_socket: tuple[ProcessIdentity, int] | None = None
         """The inode of the socket of the daemon that runs, as it was seen first."""
-        self._blocked: tuple[int, int] | None = None
-        """What its FIFO and its log held when they were looked at last, if there was no room."""
 
     def pipe(self, deadline: float, key: str) -> ControlPipe:
         """Return the control pipe to the daemon; the log shows each of its conversations with this key."""
@@ -99,16 +97,6 @@ class Launcher:
                 " can reach it",
                 hint=f"when its clients have exited, end it (kill {daemon.pid}); mpsd then starts a new one at once",
             )
-
-    def unblock_log(self) -> int:
-        """Make room in the FIFO, where it was as full when this was asked last; return how many bytes that was.
-
-        Raises OSError.
-        """
-        fifo, log = self._paths.log_fifo, self._paths.control_log
-        before, self._blocked = self._blocked, log_file.blocked(fifo, log)
-        # Of a daemon that goes on by itself, lines would get out of order.
-        return log_file.unblock(fifo, log) if self._blocked is not None and self._blocked == before else 0
 
     def _environment(self) -> dict[str, str]:
         """Return the environment that the daemon gets: an allow-list, its directories, and its one GPU by UUID."""

@@ -176,8 +176,10 @@ class Observer:
         for identity in self._ceilings.keys() - registered.keys():
             if process.start_ticks(identity.pid) != identity.start_ticks:
                 del self._ceilings[identity]
+        self.control_log.see(registered)
+        idle = {each.pid for each in registered.values() if not each.clients}
         gone = {pid for pid in self.control_log.serving.faults if process.start_ticks(pid) is None}
-        self.control_log.statuses({each.pid: each.status for each in registered.values()}, gone)
+        self.control_log.statuses({each.pid: each.status for each in registered.values()}, idle | gone)
         return found
 
     def _default(self, talk: Conversation, limit: Limit, wanted: Limits, *, apply: bool) -> Pending[LimitValue]:
@@ -204,6 +206,7 @@ class Observer:
     async def _hold(self, talk: Conversation) -> None:
         try:
             await self.pipe.hold(talk)
+            self.control_log.silence.expect(self.pipe.nonce)
         except ControlBusyError as error:
             found = await asyncio.to_thread(
                 process_table.on_pipe_directory, self._paths.pipe_directory, self._program.argv
@@ -246,10 +249,12 @@ class Observer:
         if ceiling is not None:
             ceiling = widest_read_back(ceiling, self._opened(server, fresh=earlier is None))
         given = self.control_log.serving.given.pop(server.pid, None)
-        if given is not None and ceiling is not None and (wider := widest_read_back(ceiling, given)) != ceiling:
-            # Its log is the proof of what is applied, so that counts for its clients.
-            command, ceiling = ceiling, wider
-            self._log.error(EventName.LIMITS_NOT_GIVEN, server=server.pid, command=shown(command), given=shown(given))
+        if given is not None and ceiling is not None and widest_read_back(ceiling, given) != ceiling:
+            # The log of an honest server is the proof of what is applied; whether this one is, nobody knows.
+            self._log.error(EventName.LIMITS_NOT_GIVEN, server=server.pid, command=shown(ceiling), given=shown(given))
+            ceiling = None
+        if self.control_log.is_unaccounted or self.control_log.has_forgotten or self.control_log.silence.since:
+            ceiling = None  # whoever came meanwhile may have got anything; nobody is to blame for that
         known = self._ceilings.get(identity, {})
         started = ((pid, process.start_ticks(pid)) for pid in server.clients)
         clients = (ProcessIdentity(pid, ticks) for pid, ticks in started if ticks is not None)
@@ -258,8 +263,6 @@ class Observer:
 
     def _opened(self, server: Server, *, fresh: bool) -> ReadBack:
         """Return what others may have opened for its clients since mpsd talked to the daemon last."""
-        if self.control_log.has_forgotten:
-            return EVERYTHING
         return drift.opened(self.control_log.unexplained, server.pid, fresh=fresh)
 
     def _compare(self, wanted: Limits, found: ReadBack, known: tuple[ProcessIdentity, ...]) -> None:
@@ -289,10 +292,22 @@ class Observer:
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
-    def check(self) -> bool:
-        """Look at the log, and which orphans are left; tell whether there is reason to ask the daemon at once."""
+    def begin(self) -> None:
+        """Take a new key for a control daemon that is about to start."""
+        self.control_log.begin()
+        self.pipe.key = self.control_log.key
+
+    def follow(self, daemon: ProcessIdentity) -> None:
+        """Note which process the control daemon is from now on."""
+        self.control_log.follow(daemon)
+
+    def check(self, *, awake: bool) -> bool:
+        """Look at the log, and which orphans are left; tell whether there is reason to ask the daemon at once.
+
+        `awake` tells that the daemon is not stopped.
+        """
         self.forget_dead_orphans()
-        return self.control_log.check()
+        return self.control_log.check(awake=awake)
 
     def orphaned(self, found: tuple[ProcessIdentity, ...] = ()) -> None:
         """The daemon is gone: nothing that it said holds any more, and those of its servers that live are orphans."""

@@ -1,6 +1,5 @@
 """Proves that a control daemon can be reached, answers, and holds every limit; or says what is wrong with it."""
 
-import contextlib
 from dataclasses import dataclass
 
 from mpsd.core.errors import (
@@ -53,16 +52,6 @@ class Prober:
             self._log.error(event, because=error.detail)
             return ProbeResult(Event.UNPROVEN, error.detail, error.hint)
         except ControlError as error:
-            self._unblock_log()
             reached = not isinstance(error, ControlUnreachableError)
             return ProbeResult(Event.SILENT, error.detail, error.hint, reached)
         return ProbeResult(Event.VERIFIED, "it answers, and every limit reads back as set", None)
-
-    def _unblock_log(self) -> None:
-        """Where it is silent because others have filled its FIFO, have it go on; it answers when it is asked again."""
-        with contextlib.suppress(OSError):  # there is no FIFO: that is known by then, or will be
-            if moved := self._launcher.unblock_log():
-                because = (
-                    f"its FIFO was full: {moved} bytes were moved into its log, and the control daemon can continue"
-                )
-                self._log.warning(EventName.LOG_FIFO_FULL, because=because)

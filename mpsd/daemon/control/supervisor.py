@@ -107,6 +107,7 @@ class Supervisor:
             undone=self._observer.undone,
             servers=self._observer.servers,
             version=self.gpu.driver_version,
+            log_silent_since=self._control_log.silence.since,
             cannot_start=self._observer.cannot_start,
             has_mem_limit=self._observer.has_mem_limit,
             unknown_lines=self._control_log.unknown,
@@ -146,12 +147,12 @@ class Supervisor:
         """Why it is not certain that the limits that are wanted hold for its next client; empty when it is."""
         if self._lifecycle.state not in ANSWERED:
             return f"it is {self._lifecycle.state}: {self._lifecycle.because}"
-        if not self._wanted_limits.proved:
-            return "its limits were not read back in time"
-        if starting := self._observer.starting:
-            pids = ", ".join(map(str, starting))
-            return f"server {pids} is starting, and does not report the limits of its clients yet"
-        return ""
+        return self._wanted_limits.trouble
+
+    @property
+    def log_is_silent(self) -> bool:
+        """Whether its log shows nothing, so that what holds is known only of the moment at which it was asked."""
+        return self._control_log.silence.since is not None
 
     def intend(self, command: OperatorCommand) -> str:
         """Do what an operator wants, from now on; return the operation that it is part of now, if it is one.
@@ -312,7 +313,7 @@ class Supervisor:
         desired = self.drainer.desired
         stopped = process.is_stopped(self._instance.process.pid)
         is_stuck = stopped and self._lifecycle.state is State.UNRESPONSIVE
-        if any((self._observer.check(), not self._pipe_access.look(), is_stuck)):
+        if any((self._observer.check(awake=not stopped), not self._pipe_access.look(), is_stuck)):
             # There is reason to ask at once; one that is known to be stopped cannot answer before it goes on.
             self._due = 0.0
         if stopped:

@@ -1,5 +1,7 @@
 """Which limits a control daemon is to hold, and whether it was seen to hold them."""
 
+from typing import Final
+
 from msgspec import structs
 
 from mpsd.core.errors import ControlUnknownCommandError
@@ -7,6 +9,10 @@ from mpsd.core.model import Limits
 from mpsd.core.settings import Settings
 from mpsd.daemon.control.observer import Observer
 from mpsd.daemon.record.log import EventName, Logger
+from mpsd.system import clock
+
+_MOMENT: Final = 0.2
+"""Seconds for which limits that were read back are known to hold where the log does not show who changes them."""
 
 
 class WantedLimits:
@@ -20,6 +26,8 @@ class WantedLimits:
         """Whether an operator asked for a memory limit, so that a driver without one will not do."""
         self.proved = False
         """Whether the limits that are wanted now were set, or found set, and read back from this process."""
+        self._proved_at = 0.0
+        """When they were read back last, in seconds of the clock that does not jump."""
         self._others = False
         """Whether others are wanted than before, so that there is no use in asking first whether they hold."""
 
@@ -46,6 +54,19 @@ class WantedLimits:
         self.proved, self._others = False, True
         return True
 
+    @property
+    def trouble(self) -> str:
+        """Why it is not certain that the limits hold for the next client; empty when it is."""
+        if not self.proved:
+            return "its limits were not read back in time"
+        silent = self._observer.control_log.silence.since is not None
+        if silent and clock.monotonic() > self._proved_at + _MOMENT:
+            return "its log is silent, and its limits were not read back at this moment"
+        if starting := self._observer.starting:
+            pids = ", ".join(map(str, starting))
+            return f"server {pids} is starting, and does not report the limits of its clients yet"
+        return ""
+
     def forget(self) -> None:
         """It is another process now, or it does not hold what it held."""
         self.proved = self._others = False
@@ -69,6 +90,7 @@ class WantedLimits:
             else:
                 if self.limits == wanted:
                     break
+        self._proved_at = clock.monotonic()
         if not self.proved:
             self.proved, memory = True, wanted.pinned_device_mem_limit
             self._log.info(

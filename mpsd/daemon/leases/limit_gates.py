@@ -147,6 +147,8 @@ class LimitGates:
                 patience = None
             elif is_open and patience is None:
                 patience = clock.monotonic() + self._patience
+                if supervisor.log_is_silent:
+                    supervisor.ask()
             # Its turn may pass meanwhile: what was not opened in time is not waited for turn after turn.
             if patience is not None and clock.monotonic() >= patience:
                 raise self._not_ready(supervisor)

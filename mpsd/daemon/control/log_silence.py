@@ -1,0 +1,112 @@
+"""Notices that a control daemon's log says nothing when it should, since that is where the hands of others are seen.
+
+The daemon writes its log through a FIFO, to which its servers write as well, and with one user at a time these run as
+the user: one byte of his there ends the log for good, and nothing else about the daemon changes (measured, 470.256.02
+to 555.58.02). Two things tell: a conversation of mpsd's does not show, and what the daemon would have said stays in
+the FIFO, until it is full and the daemon waits for itself. mpsd then moves it into the log, again and again.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from datetime import datetime
+from typing import Final
+
+from mpsd.daemon.record.log import EventName, Logger
+from mpsd.system import clock, log_file
+from mpsd.system.rundir import DaemonPaths
+
+_LATE: Final = 1.0
+"""Seconds after which a conversation that does not show is missing: it shows within 3 ms (measured, all versions)."""
+
+_PAUSE: Final = 0.05
+"""Seconds between two looks into a FIFO that nobody reads."""
+
+
+class LogSilence:
+    """Whether the log of one control daemon says what it should."""
+
+    def __init__(self, paths: DaemonPaths, log: Logger, changed: Callable[[], None]) -> None:
+        """`changed` is called when the log falls silent, and when it shows something again."""
+        self.since: datetime | None = None
+        """Since when it is known to be silent; None where it is not."""
+        self._paths = paths
+        self._log = log
+        self._changed = changed
+        self._nonce = ""
+        self._missing_since: float | None = None
+        """When the first conversation ended that has not shown yet."""
+        self._unread_since: tuple[float, int] | None = None
+        """Since when the FIFO has held something while the log did not grow, and what the log held then."""
+        self._moving: asyncio.TimerHandle | None = None
+        """The next look into a FIFO that nobody reads."""
+
+    def forget(self) -> None:
+        """It is another daemon from now on, or none."""
+        self._nonce, self._missing_since, self._unread_since, self.since = "", None, None, None
+        self.close()
+
+    def close(self) -> None:
+        """Look no more by itself."""
+        if self._moving is not None:
+            self._moving.cancel()
+        self._moving = None
+
+    def expect(self, nonce: str) -> None:
+        """Note that a conversation with this nonce has ended, and is to show."""
+        self._nonce = nonce
+        if self._missing_since is None:
+            self._missing_since = clock.monotonic()
+
+    def shown(self, nonce: str) -> None:
+        """Note which conversation of mpsd's has shown last; what mpsd itself moved into the log does not count."""
+        if self._nonce != nonce or self._moving is not None:
+            return
+        self._missing_since = None
+        if self.since is not None:
+            self._log.info(EventName.LOG_RESUMED, because="the log shows the conversations of mpsd again")
+            self.since = None
+            self._changed()
+
+    def check(self, *, awake: bool) -> bool:
+        """Look whether the daemon says what it should, and tell whether there is reason to ask it.
+
+        `awake` tells that it is not stopped: one that is stopped reads its FIFO when it continues. Raises OSError.
+        """
+        if self._missing_since is not None and clock.monotonic() > self._missing_since + _LATE:
+            self._note(
+                "the log does not show the conversations of mpsd, so that it may not show those of others either"
+            )
+        if self._moving is not None:
+            return True
+        held = self._unread(awake=awake)
+        if held and self._unread_since is not None and clock.monotonic() > self._unread_since[0] + _LATE:
+            self._note("the control daemon does not read its FIFO any more; mpsd moves what comes there into the log")
+            self._moving = asyncio.get_running_loop().call_later(_PAUSE, self._move)
+        return held or self.since is not None
+
+    def _note(self, because: str) -> None:
+        if self.since is None:
+            self.since = clock.now()
+            self._log.warning(EventName.LOG_SILENT, because=because)
+            self._changed()
+
+    def _unread(self, *, awake: bool) -> bool:
+        """Tell whether anything waits in the FIFO to be read, and note since when nothing of it is."""
+        try:
+            held, size = log_file.unread(self._paths.log_fifo), self._paths.control_log.stat().st_size
+        except FileNotFoundError:
+            return False
+        if not (held and awake):
+            self._unread_since = None
+        elif self._unread_since is None or self._unread_since[1] != size:
+            self._unread_since = clock.monotonic(), size
+        return bool(held)
+
+    def _move(self) -> None:
+        """Move what waits in the FIFO, unless the log has grown since the last look: the daemon reads it after all."""
+        self._moving = asyncio.get_running_loop().call_later(_PAUSE, self._move)
+        with contextlib.suppress(OSError):  # whoever looks next can say what follows of it
+            before = self._unread_since
+            if self._unread(awake=True) and self._unread_since == before:
+                log_file.move(self._paths.log_fifo, self._paths.control_log)

@@ -1,0 +1,202 @@
+"""A control daemon's log, which others can write to and end: what it says decides nothing by itself, nor does silence.
+
+The subjects are NVIDIA's own control daemons.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tests.daemon.caller import Caller, calling, needs_root
+from tests.daemon.conftest import Start
+from tests.daemon.helpers import branches, event, kill, next_ready, stopped
+from tests.harness import wait_until
+from tests.node import Node
+from tests.real import RealDaemon
+from tests.simulated_clients import WAITS, SimulatedClient, variables
+
+ANN: Final = 61201
+"""A uid that has no rights and no name."""
+
+QUIET: Final = "[daemon]\nprobe_interval = 600\n[limits]\nactive_thread_percentage = 50\n"
+"""A daemon of which nothing happens is not asked for the time of a test."""
+
+STAMP: Final = b"[2026-11-22 01:02:03.004 Control     1] "
+
+SETS: Final = "set_default_active_thread_percentage 77"
+
+WRITE: Final = """
+import os, sys
+uid = int(sys.argv[1])
+os.setgroups([])
+os.setresgid(uid, uid, uid)
+os.setresuid(uid, uid, uid)
+fifo = os.open(sys.argv[2], os.O_WRONLY | os.O_NONBLOCK)
+os.write(fifo, bytes.fromhex(sys.argv[3]))
+"""
+
+
+def write(uid: int, fifo: Path, what: bytes) -> None:
+    """Have a uid write to a FIFO."""
+    subprocess.run([sys.executable, "-I", "-c", WRITE, str(uid), str(fifo), what.hex()], check=True, timeout=30)
+
+
+def granted(caller: Caller) -> str:
+    """Ask for a small lease, and return its id."""
+    answer = caller.admit(threads=10, memory="1GiB", gpu="0")
+    assert answer.status == 201, answer.body
+    lease: str = answer.json["id"]
+    return lease
+
+
+def reasons(node: Node) -> list[str]:
+    """Return the kinds of reasons for which a node is not healthy."""
+    return [each["kind"] for each in node.get("/v1/status").json["reasons"]]
+
+
+def is_put_back(node: Node) -> bool:
+    """Tell whether the limit that was changed is as mpsd wants it again, in the daemon's own words."""
+    wanted = node.daemons()["gpu0"]["limits_wanted"]["active_thread_percentage"]
+    return node.ask("gpu0", "get_default_active_thread_percentage") == [str(wanted)]
+
+
+def conversations(node: Node) -> int:
+    """Count the conversations of mpsd's in the log."""
+    key = json.loads((node.root / "run/gpu0.reading.json").read_text())["key"]
+    return node.control_log("gpu0").read_text(errors="replace").count(f"Cmd:mpsd-{key}")
+
+
+@needs_root
+@pytest.mark.parametrize("real", branches())
+class TestSilence:
+    """A holder ends the log of its control daemon."""
+
+    def test_it_is_noticed(self, make_node: Start, real: RealDaemon) -> None:
+        """It is told, limits are put back all the same, grants go on, and a restart heals it."""
+        node = make_node(simulate=1, control=real.control, config=QUIET).start()
+        with calling(node.socket, uid=ANN) as ann:
+            lease = granted(ann)
+            write(ANN, node.pipe_directory("gpu0") / "log", b"x")
+            # The last that anybody could have seen of it.
+            node.ask("gpu0", SETS)
+            assert event(node, "log_silent")["daemon"] == "gpu0"
+            wait_until(lambda: is_put_back(node), what="the limit to be put back")
+            assert reasons(node) == ["log_silent"]
+            assert granted(ann)
+            node.ask("gpu0", SETS)
+            wait_until(lambda: is_put_back(node), what="the next one to be put back")
+            assert node.daemons()["gpu0"]["state"] == "ready"
+            ann.request("DELETE", f"/v1/leases/{lease}")
+        before = node.daemons()["gpu0"]["pid"]
+        assert node.mpsctl("restart", "gpu0", "--timeout", "0").returncode == 0
+        next_ready(node, "gpu0", before)
+        wait_until(lambda: not reasons(node), what="the node to be healthy")
+
+    def test_it_never_waits_for_itself(self, make_node: Start, real: RealDaemon) -> None:
+        """What nobody reads is moved out of its way, so that a daemon without a log answers as long as one likes."""
+        node = make_node(simulate=1, control=real.control, config=QUIET).start()
+        log = node.control_log("gpu0")
+        with calling(node.socket, uid=ANN) as ann:
+            granted(ann)
+            write(ANN, node.pipe_directory("gpu0") / "log", os.urandom(64))
+            size = log.stat().st_size
+
+            def is_moved() -> bool:
+                node.front_end("gpu0", "get_server_list\n" * 50)
+                return log.stat().st_size > size + 256 * 1024
+
+            wait_until(is_moved, what="four times what the FIFO holds to be in the log", deadline=50)
+            assert event(node, "log_silent")["daemon"] == "gpu0"
+            node.ask("gpu0", SETS)
+            wait_until(lambda: is_put_back(node), what="the limit to be put back")
+
+
+@pytest.mark.parametrize("real", branches())
+class TestWhatItSays:
+    """Lines that anybody can have written."""
+
+    def hidden(self, node: Node, change: Callable[[], Any], line: bytes) -> None:
+        """Change something, and have the log show only this line of it."""
+        log = node.control_log("gpu0")
+        wait_until(lambda: log.read_bytes().endswith(b"UI closed\n"), what="the log to be whole")
+        with stopped(node.pid):
+            size = log.stat().st_size
+            change()
+            wait_until(lambda: log.read_bytes()[size:].endswith(b"UI closed\n"), what="the change to be logged")
+            os.truncate(log, size)
+            with log.open("ab") as file:
+                file.write(line)
+
+    @pytest.mark.parametrize(
+        "line",
+        [
+            b"a line that has no stamp\n",
+            b"".join(STAMP + text for text in (b"NEW UI\n", b"Cmd:ps\n", b"UI closed\n")),
+        ],
+        ids=["no stamp", "a question"],
+    )
+    def test_more_than_shows(self, make_node: Start, real: RealDaemon, line: bytes) -> None:
+        """Behind a conversation of others, or a part of a line, can be any command: the daemon is asked at once."""
+        node = make_node(simulate=1, control=real.control, config=QUIET).start()
+        self.hidden(node, lambda: node.front_end("gpu0", f"{SETS}\n"), line)
+        wait_until(lambda: is_put_back(node), what="the limit to be put back")
+        assert event(node, "limit_drift")["command"] is None
+
+    def test_ends_of_servers(self, make_node: Start, real: RealDaemon) -> None:
+        """Servers that nobody but the log knows of close no GPU, by whatever is said of them."""
+        node = make_node(simulate=1, control=real.control, config=QUIET).start()
+        forged = [f"Server {server} exited with status 1" for server in (1, os.getpid(), 4194305, 77, 78, 79, 80)]
+        forged += ["Starting new server 1 for user 0", "Server 1 exited with status 1"]
+        stamp, its = "[2026-11-22 01:02:03.004 Control     1]", "[2026-11-22 01:02:03.004 Server     1]"
+        lines = [f"{stamp} {each}" for each in forged]
+        lines += [f"{its} Volta MPS: Server is handling a fatal GPU error.", f"{its} MPS server failed to start"]
+        with node.control_log("gpu0").open("a") as log:
+            log.write("".join(f"{each}\n" for each in lines))
+        event(node, "server_faulted")
+        assert not reasons(node)
+        answer = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
+        assert answer.status == 201, answer.body
+
+    def test_a_key_for_each(self, make_node: Start, real: RealDaemon) -> None:
+        """Who knows how mpsd's conversations with one daemon are marked knows nothing about the next."""
+        node = make_node(simulate=1, control=real.control, config=QUIET).start()
+        reading = node.root / "run/gpu0.reading.json"
+        key, pid = json.loads(reading.read_text())["key"], node.daemons()["gpu0"]["pid"]
+        kill(pid)
+        next_ready(node, "gpu0", pid)
+        wait_until(lambda: conversations(node), what="a conversation with the new key")
+        assert json.loads(reading.read_text())["key"] != key
+        node.ask("gpu0", f"mpsd-{key}00000000-0\n{SETS}")
+        assert event(node, "foreign_command")["command"] == SETS
+        # The next mpsd knows it again.
+        node.end(signal.SIGKILL)
+        node.start()
+        assert len(node.events("foreign_command")) == 1
+
+
+@pytest.mark.parametrize("disturbed", [False, True])
+def test_who_connects_meanwhile(make_node: Start, *, disturbed: bool) -> None:
+    """What a client got that connected while others said anything is unknown: it is not verified, nor to blame."""
+    node = make_node(simulate=1, control=None, config='[violations]\nlimits = "terminate"\n').start()
+    with SimulatedClient(variables(node), before=WAITS) as client:
+        answer = node.request("POST", "/v1/leases", {"threads": 20, "memory": "1GiB", "pid": client.pid})
+        assert answer.status == 201, answer.body
+        with stopped(node.pid):
+            if disturbed:
+                with node.control_log("gpu0").open("ab") as log:
+                    log.write(b"a line that has no stamp\n")
+            assert client.process.stdin is not None
+            client.process.stdin.write(b"\n")
+            assert client.hello["ok"], client.hello
+        event(node, "client_attributed", client=client.pid)
+        (process,) = node.get(f"/v1/leases/{answer.json['id']}/verify").json["processes"]
+        assert process["ok"] is not disturbed
+        assert ("mpsd could not see which limits held" in process["because"]) is disturbed
+        assert not node.events("violation")

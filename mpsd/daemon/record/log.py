@@ -64,6 +64,8 @@ class EventName(StrEnum):
     LOG_NOT_WATCHED = "log_not_watched"
     LOG_POSITION_NOT_STORED = "log_position_not_stored"
     DEATH_TALLY_NOT_STORED = "death_tally_not_stored"
+    DAEMON_RECORD_NOT_STORED = "daemon_record_not_stored"
+    FILE_DAMAGED = "file_damaged"
     SHARED_MEMORY_DIFFERS = "shared_memory_differs"
     LEASE_GRANTED = "lease_granted"
     LEASE_REFUSED = "lease_refused"

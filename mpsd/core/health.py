@@ -40,6 +40,8 @@ class Kind(StrEnum):
     """A limit is not as mpsd set it."""
     STORE = "store"
     """Leases cannot be written to disk."""
+    UNRESTORED = "unrestored"
+    """A lease of an earlier mpsd could not be restored, and what it holds may be in use."""
     ORPHAN = "orphan"
     """A server has outlived its control daemon."""
     NO_GPU = "no_gpu"
@@ -64,6 +66,7 @@ _LIMITS: Final = {
     Kind.SERVER_FAULT: "health",
     Kind.SERVERS_CANNOT_START: "health",
     Kind.DRIFT: "health",
+    Kind.UNRESTORED: "health",
     Kind.GPU_UNSUPPORTED: "health",
 }
 """The kinds that admit nobody on a GPU, and the `limit` that the refusal names."""
@@ -164,6 +167,9 @@ def of_daemon(daemon: Daemon) -> Iterator[Reason]:
     for drift in daemon.drift:
         hint = f"mpsd sets it again by itself; if that fails, read the log of {name}, then: mpsctl restart {name}"
         yield Reason(Kind.DRIFT, name, drifted(name, drift), hint)
+    for unrestored in daemon.unrestored:
+        hint = f"when nothing of that lease uses the GPU any more: mpsctl reset {name}"
+        yield Reason(Kind.UNRESTORED, name, f"{name}: {unrestored}", hint)
     for server in daemon.servers:
         if server.orphan:
             because = f"{name}: server {server.pid} is an orphan: its control daemon is dead, so mpsd cannot limit it"

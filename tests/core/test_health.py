@@ -85,6 +85,7 @@ OF_DAEMONS: Final = [
     (daemon(servers=(replace(FAULTED, clients=(7, 8)),)), Kind.SERVER_FAULT, "until its 2 clients exit"),
     (daemon(cannot_start="6 servers did not start"), Kind.SERVERS_CANNOT_START, "gpu0: 6 servers did not start"),
     (daemon(drift=(DRIFT,)), Kind.DRIFT, "gpu0: active_thread_percentage is 10 % instead of 60 %"),
+    (daemon(unrestored=("lease x could not be restored",)), Kind.UNRESTORED, "gpu0: lease x could not be restored"),
     (daemon(servers=(Server(42, orphan=True),)), Kind.ORPHAN, "gpu0: server 42 is an orphan"),
 ]
 

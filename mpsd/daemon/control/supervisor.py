@@ -61,7 +61,7 @@ class Supervisor:
         self.name = name
         self.gpu = gpu
         self._pipe_access = pipe_access
-        self._settings = settings
+        self._settings, self._leases = settings, leases
         self._log = log.bind(daemon=name)
         self._death_tally = DeathTally(pipe_access.paths.death_tally, self._log)
         self._launcher = Launcher(gpu, program, pipe_access, self._log)
@@ -112,6 +112,7 @@ class Supervisor:
             unknown_lines=self._control_log.unknown,
             operation=self.drainer.summary if desired.waits and desired.operation else None,
             restart_for=self._instance.outdated(self._settings.current),
+            unrestored=self._leases.unrestored(self.gpu.uuid),
         )
 
     def reset(self) -> None:

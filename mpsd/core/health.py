@@ -42,6 +42,8 @@ class Kind(StrEnum):
     """The log of the control daemon shows nothing, so that only reading limits back shows what others do."""
     STORE = "store"
     """Leases cannot be written to disk."""
+    UNRESTORED = "unrestored"
+    """A lease of an earlier mpsd could not be restored, and what it holds may be in use."""
     ORPHAN = "orphan"
     """A server has outlived its control daemon."""
     NO_GPU = "no_gpu"
@@ -66,6 +68,7 @@ _LIMITS: Final = {
     Kind.SERVER_FAULT: "health",
     Kind.SERVERS_CANNOT_START: "health",
     Kind.DRIFT: "health",
+    Kind.UNRESTORED: "health",
     Kind.GPU_UNSUPPORTED: "health",
 }
 """The kinds that admit nobody on a GPU, and the `limit` that the refusal names."""
@@ -173,6 +176,9 @@ def of_daemon(daemon: Daemon) -> Iterator[Reason]:
         )
         hint = f"when its clients have exited: mpsctl restart {name}"
         yield Reason(Kind.LOG_SILENT, name, because, hint)
+    for unrestored in daemon.unrestored:
+        hint = f"when nothing of that lease uses the GPU any more: mpsctl reset {name}"
+        yield Reason(Kind.UNRESTORED, name, f"{name}: {unrestored}", hint)
     for server in daemon.servers:
         if server.orphan:
             because = f"{name}: server {server.pid} is an orphan: its control daemon is dead, so mpsd cannot limit it"

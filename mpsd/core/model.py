@@ -278,6 +278,8 @@ class Daemon:
     """What an operator wants of it that is not done yet, and what that waits for."""
     restart_for: tuple[str, ...] = ()
     """The settings that it was not started with: a restart brings them."""
+    unrestored: tuple[str, ...] = ()
+    """Why its GPU is held for leases of an earlier mpsd that could not be restored."""
 
 
 # -- leases ------------------------------------------------------------------------------------------------------------

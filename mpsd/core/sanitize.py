@@ -1,14 +1,51 @@
-"""What makes foreign text harmless on a terminal.
+"""What makes foreign text harmless: on a terminal, and for whatever takes nothing but UTF-8.
 
 Names of leases and of processes, and commands in a control daemon's log, are chosen by others. On a terminal, a control
 character in one of them could hide a line, or forge one. So each answer passes `plain` on its way to a table and
 `harmless_json` on its way out as JSON, and each line of mpsd's log passes one of them on its way to wherever that goes.
+
+Paths, names, arguments and environments are bytes, and any bytes. Python's own word for those that are not UTF-8, a
+surrogate, is one that JSON and SQLite refuse. So whatever comes from the kernel or from a directory is made text by
+`text`, and each value that goes into the log, an answer or a store passes `encodable` when its encoder refused it.
 """
 
 import json
+from collections.abc import Mapping
 from typing import TypeVar, cast
 
 T = TypeVar("T")
+
+
+def text(raw: bytes | str) -> str:
+    r"""Return what others wrote as text that can be encoded: what is not UTF-8 in it stands there as `\xff`.
+
+    A text may have been decoded with surrogates, as Python decodes paths and arguments.
+    """
+    if isinstance(raw, bytes):
+        return raw.decode("utf-8", "backslashreplace")
+    if raw.isascii():
+        return raw
+    return raw.encode("utf-8", "surrogateescape" if _is_escaped(raw) else "backslashreplace").decode(
+        "utf-8", "backslashreplace"
+    )
+
+
+def _is_escaped(value: str) -> bool:
+    """Tell whether each surrogate in a text stands for a byte, as `os.fsdecode` leaves them."""
+    return all(not "\ud800" <= each <= "\udfff" or "\udc80" <= each <= "\udcff" for each in value)
+
+
+def encodable(value: object) -> object:
+    """Return a value with every text in it as `text` has it; for one that an encoder refused, and so for few."""
+    match value:
+        case str():
+            return text(value)
+        case Mapping():
+            return {encodable(key): encodable(each) for key, each in value.items()}
+        case list() | tuple() | set() | frozenset():
+            return [encodable(each) for each in value]
+        case _:
+            return value
 
 
 def plain(value: T) -> T:

@@ -2,6 +2,17 @@
 
 import os
 from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+
+from mpsd.core.model import Known, Reading, Unknown
+from mpsd.core.sanitize import text
+
+T = TypeVar("T")
+
+_MOST: Final = 16 * 1024 * 1024
+"""Bytes of a file of JSON that are read; mpsd's own have some thousand."""
 
 
 def write(path: Path, data: bytes, *, lasting: bool = False) -> None:
@@ -40,3 +51,23 @@ def read(path: Path) -> bytes | None:
         return path.read_bytes()
     except FileNotFoundError:
         return None
+
+
+def load(path: Path, kind: type[T]) -> Reading[T] | None:
+    """Return what a file of JSON says; None where there is none, and why not where it cannot be read or understood.
+
+    No file keeps mpsd from its work: whoever asks decides what one that is damaged stands for, and tells of it.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_MOST + 1)
+        if len(raw) > _MOST:
+            return Unknown(f"{text(str(path))} has more than {_MOST} bytes")
+        return Known(msgspec.json.decode(raw, type=kind))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return Unknown(f"{text(str(path))} cannot be read: {error.strerror}")
+    except (ValueError, OverflowError, RecursionError) as error:
+        # What msgspec raises for what it cannot parse is a ValueError, and so is text that is not UTF-8.
+        return Unknown(f"{text(str(path))} cannot be parsed: {text(str(error))}")

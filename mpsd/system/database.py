@@ -141,15 +141,6 @@ class Database:
                 Path(f"{self._path}{suffix}").rename(f"{target}{suffix}")
         self.aside, self.because = target, because
 
-    def start_anew(self, because: str) -> None:
-        """Set aside a file whose rows turn out to make no sense, and go on with an empty one. Raises StorageError."""
-        self._connection.close()
-        try:
-            self._set_aside(because)
-            self._connection = self._open_or_set_aside()
-        except (OSError, sqlite3.Error) as error:
-            raise self._failed(error) from error
-
     # -- reading and writing ------------------------------------------------------------------------------------------
 
     def rows(self, query: str, *values: object) -> Iterator[tuple[object, ...]]:

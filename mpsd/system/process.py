@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from mpsd.core.model import Known, ProcessIdentity
 from mpsd.system import clock, host_environment
@@ -34,6 +34,10 @@ _MAXIMUM_STAT: Final = 4096
 """Bytes of /proc/PID/stat that are read; it has some 50 numbers, and a name of 64 bytes at most."""
 
 _MAXIMUM_OUTPUT: Final = 16 * 1024 * 1024
+
+_NO_PROCESS: Final = frozenset({errno.ESRCH, errno.ENOENT, errno.EINVAL})
+"""What the kernel says of a pid that no process has. The number of a thread that leads no process is ENOENT (measured,
+kernel 6.18), and EINVAL before; a number that no process can have is EINVAL. Source: pidfd_open(2)."""
 
 SHORTAGES: Final = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT})
 """What the kernel says when it has no process, memory, descriptor or disk to give: no fault of what was to be started.
@@ -67,6 +71,25 @@ def _stat(pid: int) -> list[bytes] | None:
         os.close(descriptor)
     # The second field is the program's name, in parentheses, and may itself hold any of these characters.
     return stat.rpartition(b")")[2].split()
+
+
+class ProcessStat(NamedTuple):
+    """What /proc/PID/stat says of a process, as far as mpsd asks."""
+
+    is_zombie: bool
+    """Whether it has ended, and nobody has waited for it."""
+    parent: int
+    session: int
+    """The pid of the process that began its session."""
+    start_ticks: int
+
+
+def stat_of(pid: int) -> ProcessStat | None:
+    """Return what there is to say of a process, or None when there is none."""
+    fields = _stat(pid)
+    if fields is None:
+        return None
+    return ProcessStat(fields[0] in {b"Z", b"X"}, int(fields[1]), int(fields[3]), int(fields[19]))
 
 
 def start_ticks(pid: int) -> int | None:
@@ -304,7 +327,11 @@ def adopt(identity: ProcessIdentity) -> Process | None:
     """Watch a process that is no child of mpsd; None when it is gone, or when its pid belongs to another by now."""
     try:
         pidfd = os.pidfd_open(identity.pid)
-    except ProcessLookupError:
+    except OverflowError:
+        return None  # nor can a process have a number that no int of C's has
+    except OSError as error:
+        if error.errno not in _NO_PROCESS:
+            raise
         return None
     # The look comes after the descriptor is held, so that what is looked at cannot change under it.
     if start_ticks(identity.pid) != identity.start_ticks:

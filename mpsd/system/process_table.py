@@ -1,9 +1,15 @@
-"""Other processes of the node, looked at through psutil: which of them belong to a pipe directory, and as what."""
+"""Other processes of the node: what the kernel says of them, and what they call themselves.
 
+Whose a process is, what it runs, which session it is in and which sockets it has open is the kernel's word. Its name,
+its arguments and its environment are its own: anybody starts a program under any name and with any variables. By those
+alone a process is at most a look-alike, which `mpsctl doctor` mentions and nothing else believes.
+"""
+
+import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -13,10 +19,17 @@ import psutil
 
 from mpsd.core.model import ProcessIdentity
 from mpsd.core.mps import daemon_flags
-from mpsd.system import host_environment, process
+from mpsd.core.sanitize import text
+from mpsd.system import clock, process
 
 CONTROL: Final = "nvidia-cuda-mps-control"
 SERVER: Final = "nvidia-cuda-mps-server"
+
+_UNSEEN: Final = (FileNotFoundError, ProcessLookupError, PermissionError)
+"""What is raised about a process that is gone, or that may not be looked at."""
+
+_MOST_SCRIPT: Final = 256
+"""Bytes of a script's first line that the kernel looks at (BINPRM_BUF_SIZE)."""
 
 
 class ProgramKind(StrEnum):
@@ -28,62 +41,154 @@ class ProgramKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class MpsProcess:
-    """A process of MPS on some pipe directory, with what the kernel says about it."""
+class ProcessDetails:
+    """A process as the kernel has it, with what it says of itself."""
 
     identity: ProcessIdentity
-    part: ProgramKind
     uid: int
+    """Its real uid: a setuid program has its own as the effective one, and the environment of whoever started it."""
+    parent: int
+    started: datetime
     executable: str
     arguments: tuple[str, ...]
-    variables: dict[str, str]
+    variables: Mapping[str, str]
     """Its CUDA_* environment, as it was started with."""
-    started: datetime
-    parent: int
 
 
-def on_pipe_directory(pipe_directory: Path, program: Sequence[str]) -> list[MpsProcess]:
-    """Return the MPS processes that were started with this pipe directory.
+def pids() -> Iterator[int]:
+    """Yield the pid of every process that mpsd sees."""
+    for name in os.listdir("/proc"):  # noqa: PTH208 - names, not paths
+        if name.isdecimal():
+            yield int(name)
 
-    `program` is the control program in use, in case it goes by another name than NVIDIA's. A process whose environment
-    cannot be read is not among them: it belongs to another user, and mpsd has not the right to look. Nor is one to
-    which the same path is another directory: it is in another container, which may have an mpsd of its own.
+
+def real_uid(pid: int) -> int | None:
+    """Return a process's real uid, or None when it is gone."""
+    with contextlib.suppress(*_UNSEEN):
+        for line in Path(f"/proc/{pid}/status").read_bytes().splitlines():
+            if line.startswith(b"Uid:"):
+                return int(line.split()[1])
+    return None
+
+
+def process_of_thread(pid: int) -> int | None:
+    """Return the pid of the process that has a thread of this number; None where that is no thread of another's.
+
+    The kernel numbers threads as it does processes, and /proc has a folder for each, though it lists none.
     """
-    return [
-        found
-        for found in _mps_processes(tuple(program))
-        if found.variables.get("CUDA_MPS_PIPE_DIRECTORY", "").rstrip("/") == str(pipe_directory)
-        and not host_environment.hidden(found.identity.pid, [pipe_directory])
-    ]
+    try:
+        status = Path(f"/proc/{pid}/status").read_bytes()
+    except _UNSEEN:
+        return None
+    leader = next((int(line.split()[1]) for line in status.splitlines() if line.startswith(b"Tgid:")), pid)
+    return leader if leader != pid else None
 
 
-def _mps_processes(program: tuple[str, ...]) -> Iterator[MpsProcess]:
-    for each in psutil.process_iter():
-        try:
-            with each.oneshot():
-                part = kind_of(each.cmdline(), program)
-                if part is None or each.status() == psutil.STATUS_ZOMBIE:
-                    continue
-                ticks = process.start_ticks(each.pid)
-                variables = {name: value for name, value in each.environ().items() if name.startswith("CUDA_")}
-                found = MpsProcess(
-                    identity=ProcessIdentity(each.pid, ticks or 0),
-                    part=part,
-                    uid=each.uids().effective,
-                    executable=each.exe().removesuffix(" (deleted)"),
-                    arguments=tuple(each.cmdline()),
-                    variables=variables,
-                    started=datetime.fromtimestamp(each.create_time(), UTC),
-                    parent=each.ppid(),
-                )
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
+def is_trusted(uid: int | None) -> bool:
+    """Tell whether a real uid is root's or mpsd's own: a process of any other is no evidence of anything."""
+    return uid is not None and uid in {0, os.getuid()}
+
+
+def details(pid: int) -> ProcessDetails | None:
+    """Return what is known of a process; None when it is gone, has ended, or may not be looked at."""
+    at = Path(f"/proc/{pid}")
+    with contextlib.suppress(*_UNSEEN):
+        stat, uid = process.stat_of(pid), real_uid(pid)
+        if stat is None or uid is None or stat.is_zombie:
+            return None
+        return ProcessDetails(
+            identity=ProcessIdentity(pid, stat.start_ticks),
+            uid=uid,
+            parent=stat.parent,
+            started=clock.at_ticks(stat.start_ticks),
+            executable=text(os.readlink(os.fsencode(at / "exe")).removesuffix(b" (deleted)")),  # noqa: PTH115
+            arguments=arguments_of(pid),
+            variables=_variables((at / "environ").read_bytes()),
+        )
+    return None
+
+
+def arguments_of(pid: int) -> tuple[str, ...]:
+    """Return what a process was started with, or calls itself since. Raises OSError when that cannot be read."""
+    raw = Path(f"/proc/{pid}/cmdline").read_bytes().removesuffix(b"\0")
+    return tuple(map(text, raw.split(b"\0"))) if raw else ()
+
+
+def _variables(raw: bytes) -> dict[str, str]:
+    pairs = (text(each).partition("=") for each in raw.split(b"\0") if each.startswith(b"CUDA_"))
+    return {name: value for name, _, value in pairs}
+
+
+# -- what cannot be imitated -------------------------------------------------------------------------------------------
+
+
+def holding(sockets: Collection[int]) -> list[int]:
+    """Return the pids of the processes that have one of these sockets open, by inode, as far as mpsd may look."""
+    wanted = {f"socket:[{inode}]" for inode in sockets}
+    return [pid for pid in pids() if wanted and any(each in wanted for each in _descriptors(pid))]
+
+
+def _descriptors(pid: int) -> Iterator[str]:
+    folder = f"/proc/{pid}/fd"
+    with contextlib.suppress(*_UNSEEN):
+        for name in os.listdir(folder):  # noqa: PTH208 - names, not paths
+            with contextlib.suppress(*_UNSEEN):
+                yield os.readlink(f"{folder}/{name}")  # noqa: PTH115 - what it says is no path
+
+
+def in_sessions(leaders: Collection[ProcessIdentity]) -> dict[ProcessIdentity, ProcessIdentity]:
+    """Return the processes in the sessions that these began, each with its leader, which is not among them.
+
+    Nobody can join a session: one is in it by birth. Nor can another process get the leader's pid while anybody is in
+    its session. Source: setsid(2), and the kernel's pid.c: a number is free when no process, group or session has it.
+    """
+    by_pid = {each.pid: each for each in leaders}
+    found = dict[ProcessIdentity, ProcessIdentity]()
+    for pid in pids() if by_pid else ():
+        stat = process.stat_of(pid)
+        leader = by_pid.get(stat.session) if stat is not None else None
+        if stat is None or leader is None or pid == leader.pid or stat.is_zombie:
             continue
-        if ticks is not None:
-            yield found
+        if stat.start_ticks >= leader.start_ticks:
+            found[ProcessIdentity(pid, stat.start_ticks)] = leader
+    return found
+
+
+def leader_with(variable: str, value: str) -> int | None:
+    """Return the pid of a process of mpsd's own uid that leads a session, and was started with this variable."""
+    wanted = os.fsencode(f"{variable}={value}")
+    for pid in pids():
+        stat = process.stat_of(pid)
+        if stat is None or stat.session != pid or stat.is_zombie or real_uid(pid) != os.getuid():
+            continue
+        with contextlib.suppress(*_UNSEEN):
+            if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                return pid
+    return None
+
+
+def runs(pid: int, program: Path) -> bool:
+    """Tell whether a process runs this very program, by device and inode; of a script its interpreter counts."""
+    try:
+        own = os.stat(f"/proc/{pid}/exe")  # noqa: PTH116 - the kernel's own link, also to a file that is deleted
+        wanted = (program, *_interpreter(program))
+        return any(os.path.samestat(own, each.stat()) for each in wanted)
+    except OSError:
+        return False
+
+
+def _interpreter(program: Path) -> Iterator[Path]:
+    with program.open("rb") as file:
+        first = file.read(_MOST_SCRIPT).partition(b"\n")[0]
+    if first.startswith(b"#!") and (words := first[2:].split()):
+        yield Path(os.fsdecode(words[0]))
+
+
+# -- what a process calls itself ---------------------------------------------------------------------------------------
 
 
 def kind_of(arguments: Sequence[str], program: tuple[str, ...]) -> ProgramKind | None:
-    """Tell what a process is to MPS, by what it was started as; None for any other."""
+    """Tell what a process looks like to MPS, by what it calls itself; None for any other."""
     if not arguments:
         return None
     # A script is run by its interpreter, so that its own name stands second.
@@ -95,12 +200,7 @@ def kind_of(arguments: Sequence[str], program: tuple[str, ...]) -> ProgramKind |
     return None
 
 
-def started(pid: int) -> datetime | None:
-    """Return when a process started, on the wall clock, for people; None when it is gone."""
-    try:
-        return datetime.fromtimestamp(psutil.Process(pid).create_time(), UTC)
-    except psutil.NoSuchProcess:
-        return None
+# -- for people, and for the owner of a lease --------------------------------------------------------------------------
 
 
 def uid_of(pid: int) -> int | None:
@@ -123,7 +223,7 @@ def user_of(pid: int) -> tuple[int, int] | None:
 def command_of(pid: int) -> str:
     """Return a process's name for people, or an empty text when it is gone or hidden."""
     try:
-        return psutil.Process(pid).name()
+        return text(psutil.Process(pid).name())
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return ""
 

@@ -33,6 +33,8 @@ class DaemonPaths:
     log_directory: Path
     death_tally: Path
     """The file that its deaths are kept in."""
+    record: Path
+    """The file that tells which process mpsd started."""
     reading: Path
     """The file that tells how far its log was read."""
     operator_intent: Path
@@ -57,6 +59,11 @@ class DaemonPaths:
     def log_fifo(self) -> Path:
         """The FIFO by which the daemon and its servers write the log: the daemon alone reads it (measured)."""
         return self.pipe_directory / "log"
+
+    @property
+    def control_sockets(self) -> tuple[Path, Path]:
+        """All sockets of the daemon: that one, and the one that root's front-ends use."""
+        return self.control_socket, self.pipe_directory / "control_privileged"
 
     @property
     def control_log(self) -> Path:
@@ -168,6 +175,7 @@ class RunDir:
             self.daemons / name,
             paths.log_dir / name,
             death_tally=paths.runtime_dir / f"{name}.tally.json",
+            record=paths.runtime_dir / f"{name}.process.json",
             reading=paths.runtime_dir / f"{name}.reading.json",
             operator_intent=paths.state_dir / f"{name}.intention.json",
         )

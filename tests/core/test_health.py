@@ -90,6 +90,7 @@ OF_DAEMONS: Final = [
         Kind.LOG_SILENT,
         "gpu0: its log has shown nothing since 2026-11-22T03:00:00Z",
     ),
+    (daemon(unrestored=("lease x could not be restored",)), Kind.UNRESTORED, "gpu0: lease x could not be restored"),
     (daemon(servers=(Server(42, orphan=True),)), Kind.ORPHAN, "gpu0: server 42 is an orphan"),
 ]
 

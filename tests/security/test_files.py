@@ -41,6 +41,7 @@ MODES: Final = {
     "c/log/gpu0": "drwxr-xr-x",
     "c/log/gpu0/control.log": "-rw-r-----",
     "run": "drwxr-xr-x",
+    "run/gpu0.process.json": "-rw-------",
     "run/gpu0.reading.json": "-rw-------",
     "run/leases.ballast": "-rw-------",
     "run/leases.db": "-rw-------",
@@ -141,7 +142,8 @@ class TestPlanted:
         settings = Settings().under(short_tmp / "root")
         run, state = settings.paths.runtime_dir, settings.paths.state_dir
         RunDir.claim(settings).close()
-        names = ("leases.db", "leases.db-journal", "leases.ballast", "gpu0.tally.json", "gpu0.reading.json", "mps")
+        names = ["leases.db", "leases.db-journal", "leases.ballast", "mps"]
+        names += [f"gpu0.{name}.json" for name in ("process", "tally", "reading")]
         mine = [run / "mpsd.lock", *(run / name for name in names)]
         mine += [state / name for name in ("history.db", "history.db-wal", "last-event", "gpu0.intention.json")]
         for path in mine:

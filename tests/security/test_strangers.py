@@ -122,7 +122,7 @@ class TestRefusalLog:
         refusals = RefusalLog(configure(LogFormat.JSON, stream=stream))
         for _ in range(20):
             refusals.record(PeerCredentials(ANN, ANN, 1), "GET /" + "x" * 1000, "no")
-        refusals._since -= 60
+        refusals._limit._since -= 60
         refusals.record(PeerCredentials(ANN, ANN, 1), "GET /", "no")
         stream.seek(0)
         told = [json.loads(each) for each in stream]

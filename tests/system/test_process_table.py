@@ -1,9 +1,13 @@
-"""Which processes of the node belong to a pipe directory, and as what."""
+"""What the kernel says of other processes, and what they call themselves."""
 
+import concurrent.futures
 import contextlib
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -40,11 +44,6 @@ def running(name: str, *arguments: str, pipe_directory: Path, **options: str) ->
         process.communicate()
 
 
-def found(pipe_directory: Path, program: tuple[str, ...] = PROGRAM) -> dict[int, ProgramKind]:
-    """Return what was found on a pipe directory."""
-    return {each.identity.pid: each.part for each in process_table.on_pipe_directory(pipe_directory, program)}
-
-
 @pytest.mark.parametrize(
     ("name", "arguments", "part"),
     [
@@ -61,50 +60,26 @@ def found(pipe_directory: Path, program: tuple[str, ...] = PROGRAM) -> dict[int,
 def test_parts(tmp_path: Path, name: str, arguments: list[str], part: ProgramKind | None) -> None:
     """A process is a control daemon, a front-end or a server by its name and its arguments, or none of them."""
     with running(name, *arguments, pipe_directory=tmp_path) as process:
-        assert found(tmp_path).get(process.pid) is part
+        assert process_table.kind_of(process_table.arguments_of(process.pid), PROGRAM) is part
 
 
-def test_by_pipe_directory(tmp_path: Path) -> None:
-    """Only processes with this very pipe directory are found, with or without a slash at its end."""
-    first, second = tmp_path / "gpu1", tmp_path / "gpu10"
-    with (
-        running("nvidia-cuda-mps-control", "-f", pipe_directory=first) as one,
-        running("nvidia-cuda-mps-control", "-f", pipe_directory=second) as two,
-        running(
-            "nvidia-cuda-mps-control", "-f", pipe_directory=Path("x"), CUDA_MPS_PIPE_DIRECTORY=f"{first}/"
-        ) as three,
-    ):
-        assert found(first).keys() == {one.pid, three.pid}
-        assert found(second).keys() == {two.pid}
-        assert found(tmp_path) == {}
-
-
-def test_program_of_another_name(tmp_path: Path) -> None:
+def test_program_of_another_name() -> None:
     """The control program in use is known by whatever it is called; a script's name stands behind its interpreter's."""
-    with running("/opt/simulator/control", "-f", pipe_directory=tmp_path) as process:
-        assert found(tmp_path) == {}
-        assert found(tmp_path, ("/opt/simulator/control", "-c")) == {process.pid: ProgramKind.DAEMON}
-    with running("/bin/sh", "-f", pipe_directory=tmp_path) as process:
-        assert found(tmp_path) == {}
-    script = tmp_path / "nvidia-cuda-mps-server"
-    script.write_text(f"#!{sys.executable}\n{WAITS}\n")
-    script.chmod(0o755)
-    server = subprocess.Popen(
-        [str(script)], env={"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    try:
-        wait_until(lambda: found(tmp_path) == {server.pid: ProgramKind.SERVER}, what="the script to be found")
-    finally:
-        server.communicate()
+    assert process_table.kind_of(("/opt/simulator/control", "-c", "-f"), PROGRAM) is None
+    assert process_table.kind_of(("/opt/x/control", "-c", "-f"), ("/opt/x/control", "-c")) is ProgramKind.DAEMON
+    assert process_table.kind_of(("/bin/sh", "-f"), PROGRAM) is None
+    assert process_table.kind_of(("/bin/sh", "/x/nvidia-cuda-mps-server"), PROGRAM) is ProgramKind.SERVER
+    assert process_table.kind_of((), PROGRAM) is None
 
 
 def test_what_is_known_of_it(tmp_path: Path) -> None:
     """What the kernel says is told: identity, uid, executable, arguments, parent, CUDA's part of the environment."""
     variables = {"CUDA_VISIBLE_DEVICES": "GPU-1", "CUDA_MPS_LOG_DIRECTORY": "/log", "SECRET": "x"}
     with running("nvidia-cuda-mps-control", "-f", pipe_directory=tmp_path, **variables) as process:
-        (each,) = process_table.on_pipe_directory(tmp_path, PROGRAM)
+        each = process_table.details(process.pid)
+        assert each is not None
         assert each.identity == ProcessIdentity(process.pid, start_ticks(process.pid) or 0)
-        assert (each.uid, each.parent) == (os.geteuid(), os.getpid())
+        assert (each.uid, each.parent) == (os.getuid(), os.getpid())
         assert each.executable == os.path.realpath(sys.executable)
         assert each.arguments == ("nvidia-cuda-mps-control", "-c", WAITS, "-f")
         assert each.variables == {
@@ -114,16 +89,66 @@ def test_what_is_known_of_it(tmp_path: Path) -> None:
         }
         # To the tick of the kernel's clock, which is a hundredth of a second, and however busy this machine is.
         assert abs(each.started - datetime.now(UTC)) < timedelta(minutes=1)
-        assert process_table.started(process.pid) == each.started
-
-
-def test_zombies_are_gone(tmp_path: Path) -> None:
-    """A process that ended and was not waited for is none any more."""
-    with running("nvidia-cuda-mps-control", "-f", pipe_directory=tmp_path) as process:
-        assert len(found(tmp_path)) == 1
         process.kill()
         wait_until(lambda: (look := look_at(process.pid)) is not None and look.zombie, what="it to end")
-        assert found(tmp_path) == {}
+        assert process_table.details(process.pid) is None
+
+
+def test_which_program_it_runs(tmp_path: Path) -> None:
+    """A program is known by device and inode, whatever a process calls itself; of a script its interpreter counts."""
+    script = tmp_path / "script"
+    script.write_text(f"#!{sys.executable} -I\n{WAITS}\n")
+    copy = tmp_path / "copy"
+    shutil.copyfile(sys.executable, copy)
+    with running("nvidia-cuda-mps-control", "-f", pipe_directory=tmp_path) as process:
+        assert process_table.runs(process.pid, Path(sys.executable))
+        assert process_table.runs(process.pid, script)
+        assert not process_table.runs(process.pid, copy)
+        assert not process_table.runs(process.pid, tmp_path / "absent")
+    assert not process_table.runs(process.pid, Path(sys.executable))
+
+
+def test_sessions(tmp_path: Path) -> None:
+    """Who was born in a session is found by its leader, dead or alive, and nobody else; nor does a reused pid count."""
+    script = "sleep 600 >/dev/null & echo $!; read line"
+    leader = subprocess.Popen(
+        ["sh", "-c", script], start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert leader.stdout is not None
+    member = int(leader.stdout.readline())
+    identity = ProcessIdentity(leader.pid, start_ticks(leader.pid) or 0)
+    child = ProcessIdentity(member, start_ticks(member) or 0)
+    try:
+        with running("sleeps", pipe_directory=tmp_path):
+            assert process_table.in_sessions([identity]) == {child: identity}
+            leader.communicate()
+            assert process_table.in_sessions([identity]) == {child: identity}
+            assert process_table.in_sessions([ProcessIdentity(leader.pid, child.start_ticks + 1)]) == {}
+            assert process_table.in_sessions([]) == {}
+    finally:
+        os.kill(member, signal.SIGKILL)
+    wait_until(lambda: not process_table.in_sessions([identity]), what="it to be gone")
+
+
+def test_leader_with() -> None:
+    """A process is found by a variable that it alone has, if it leads its session."""
+    command = [sys.executable, "-I", "-S", "-c", WAITS]
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": {"TOKEN": "abc"}}
+    with subprocess.Popen(command, **options) as member:  # type: ignore[call-overload]
+        assert member.stdout.readline() == b"\n"
+        assert process_table.leader_with("TOKEN", "abc") is None
+        with subprocess.Popen(command, start_new_session=True, **options) as leader:  # type: ignore[call-overload]
+            wait_until(lambda: process_table.leader_with("TOKEN", "abc") == leader.pid, what="it to be found")
+            assert process_table.leader_with("TOKEN", "ab") is None
+
+
+def test_threads() -> None:
+    """The number of a thread is known as such; that of a process, and of nobody, is not."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        thread = pool.submit(threading.get_native_id).result()
+        assert process_table.process_of_thread(thread) == os.getpid()
+    assert process_table.process_of_thread(os.getpid()) is None
+    assert process_table.process_of_thread(2**22 + 1) is None
 
 
 def test_facts_about_one_process() -> None:
@@ -133,21 +158,21 @@ def test_facts_about_one_process() -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
     assert process_table.uid_of(gone.pid) is None
-    assert process_table.started(gone.pid) is None
     assert process_table.command_of(gone.pid) == ""
 
 
 @pytest.mark.root("be another user")
 def test_process_that_may_not_be_looked_at(tmp_path: Path) -> None:
-    """To one who may not read its environment, another user's process is not among them; it is no error either."""
+    """To one who may not read its environment, nothing is known of another user's process; it is no error either."""
     program = (
         "import os, sys; from pathlib import Path; import psutil; from mpsd.system import process_table;"
         "os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534);"
-        "print(process_table.on_pipe_directory(Path(sys.argv[1]), ('x',)), process_table.uid_of(int(sys.argv[2])))"
+        "pid = int(sys.argv[1]);"
+        "print(process_table.details(pid), process_table.runs(pid, Path('/bin/sh')), process_table.uid_of(pid))"
     )
     with running("nvidia-cuda-mps-control", "-f", pipe_directory=tmp_path) as process:
         done = subprocess.run(
-            [sys.executable, "-c", program, str(tmp_path), str(process.pid)],
+            [sys.executable, "-c", program, str(process.pid)],
             capture_output=True, text=True, check=False, timeout=30, cwd=Path(__file__).parents[2],
         )  # fmt: skip
-        assert done.stdout == "[] 0\n", done.stderr
+        assert done.stdout == "None False 0\n", done.stderr

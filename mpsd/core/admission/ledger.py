@@ -356,8 +356,9 @@ class Ledger:
 
     def _join(self, lease: Lease) -> None:
         uid, has = lease.owner.uid, self.user(lease.owner.uid)
+        worth = self.worth(lease.request)  # first, since it refuses what makes no sense
         self._queue.join(lease)
-        worth = self._worth[lease.id] = self.worth(lease.request)
+        self._worth[lease.id] = worth
         self._users[uid] = UserTotals(has.leases + 1, has.holds, has.awaits + worth)
         if lease.until is not None:
             self._expiring[lease.id] = lease.until

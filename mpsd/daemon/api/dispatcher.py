@@ -7,7 +7,7 @@ document, which daemon/http/problems renders.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from mpsd.core.errors import BodyTooLargeError, InternalError, InvalidRequestError, MpsdError, NotPermittedError
 from mpsd.core.reload import LiveSettings
@@ -20,9 +20,15 @@ from mpsd.daemon.api.table import Route, Table
 from mpsd.daemon.http.connection import MAXIMUM_BODY, Answer, Message
 from mpsd.daemon.http.peer import Principal, RefusalLog, RequestsInFlight
 from mpsd.daemon.http.problems import problem_answer, unreadable, unroutable
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import EventName, Logger, LogLimit
 
 H = TypeVar("H")
+
+_MOST_DEFECTS: Final = 16
+"""Defects that are logged in a minute, each with its traceback: a request that meets one can be repeated."""
+
+_MOST_PATH: Final = 200
+"""Characters of a path that are worth repeating."""
 
 
 class _Endpoint(NamedTuple):
@@ -55,6 +61,7 @@ class Dispatcher(Generic[H]):
         self._log = log
         self._in_flight = RequestsInFlight()
         self._refusal_log = RefusalLog(log)
+        self._defects = LogLimit(_MOST_DEFECTS)
         self._table = Table[_Endpoint]()
         for route in routes:
             self._table.add(route.method, route.path, _Endpoint.of(route, handlers))
@@ -120,8 +127,10 @@ class Dispatcher(Generic[H]):
             self._refusal_log.record(credentials, f"{message.method} {message.path}".strip(), error.detail)
 
     def _defect(self, error: Exception, path: str) -> Answer:
-        """Log a defect, and return the answer to its request, which tells nothing of it."""
-        self._log.defect(EventName.API_DEFECT, error, path=path)
+        """Log a defect, so many times a minute, and return the answer to its request, which tells nothing of it."""
+        more = self._defects.next()
+        if more is not None:
+            self._log.defect(EventName.API_DEFECT, error, path=path[:_MOST_PATH], **more)
         return problem_answer(
             InternalError("an internal error occurred in mpsd", hint="see mpsd's log for the details, and report them")
         )

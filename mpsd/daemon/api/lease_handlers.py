@@ -173,7 +173,7 @@ def _connected(request: Request) -> Process:
 
 
 def _named(request: Request, pid: int) -> Process:
-    """Watch the process that a caller named by its pid. Raises InvalidRequestError when there is none."""
+    """Watch the process that a caller named by its pid. Raises InvalidRequestError when it is none."""
     if request.credentials.pid == 0 or process.is_nested(request.credentials.pid):
         raise InvalidRequestError(
             f"process {pid} was named from another pid namespace, where this pid means another process",
@@ -181,6 +181,10 @@ def _named(request: Request, pid: int) -> Process:
             limit="pid",
         )
     found = process.find(pid)
+    if found is None and (leader := process_table.process_of_thread(pid)) is not None:
+        raise InvalidRequestError(
+            f"{pid} is the number of a thread of process {leader}", hint=f"name the process: {leader}", limit="pid"
+        )
     if found is None:
         raise _no_process(pid)
     return found

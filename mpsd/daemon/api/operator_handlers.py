@@ -24,9 +24,13 @@ class OperatorHandlers:
         self._operations: OrderedDict[str, schema.OperationOut] = OrderedDict()
 
     async def reset(self, request: Request) -> schema.OperationOut:
-        """Forget a control daemon's deaths, what its GPU reported, and who changed its mode; try again."""
+        """Forget a control daemon's deaths, what its GPU reported, and who changed its mode; try again.
+
+        The GPU is not held any more for leases that could not be restored.
+        """
         supervisor = self._node.supervisor(request.names["name"])
         supervisor.reset()
+        self._node.leases.unrestored.clear(supervisor.gpu.uuid)
         self._node.gpus.reset(supervisor.gpu.uuid)
         return self._done(request, supervisor, "reset", "reset")
 

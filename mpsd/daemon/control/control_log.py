@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from mpsd.core.enforcement.server_health import ServerHealth
-from mpsd.core.model import ProcessIdentity, UnknownLines
+from mpsd.core.model import Known, ProcessIdentity, Unknown, UnknownLines
 from mpsd.core.mps.log_events import (
     REASONS_TO_ASK,
     ForeignCommand,
@@ -70,7 +70,7 @@ class ControlLog:
 
         `changed` is called when its servers serve otherwise than before.
         """
-        stored = _stored_position(paths)
+        stored = _stored_position(paths, log)
         self.size = size
         """Bytes that each of the two files may keep."""
         self.key = stored.key if stored else secrets.token_hex(8)
@@ -313,12 +313,9 @@ class ControlLog:
             self._log.warning(event, because=because)
 
 
-def _stored_position(paths: DaemonPaths) -> _File | None:
-    """Return what an earlier mpsd noted, if it can be understood: the file is mpsd's own, and so is a damaged one."""
-    raw = atomic_file.read(paths.reading)
-    if raw is None:
-        return None
-    try:
-        return msgspec.json.decode(raw, type=_File)
-    except (msgspec.DecodeError, msgspec.ValidationError):
-        return None
+def _stored_position(paths: DaemonPaths, log: Logger) -> _File | None:
+    """Return what an earlier mpsd noted; one that is damaged is told of, and counts as none."""
+    found = atomic_file.load(paths.reading, _File)
+    if isinstance(found, Unknown):
+        log.warning(EventName.FILE_DAMAGED, because=found.reason)
+    return found.value if isinstance(found, Known) else None

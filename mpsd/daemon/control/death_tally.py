@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from mpsd.core.model import Unknown
 from mpsd.core.settings import ControlDaemon
 from mpsd.core.supervision.restart import Death, Decision, RestartPolicy, RestartVerdict, decide, recent
 from mpsd.daemon.record.log import EventName, Logger
@@ -30,18 +31,14 @@ class DeathTally:
     def load(self) -> None:
         """Read what an earlier mpsd noted in this boot; deaths before a reboot are forgiven.
 
-        A file that cannot be understood counts as none: it is mpsd's own, in its runtime directory, and forgiving a
-        death harms nobody.
+        A file that is damaged is told of, and counts as none: it is mpsd's own, in its runtime directory, and forgiving
+        a death harms nobody.
         """
-        raw = atomic_file.read(self._path)
-        if raw is None:
-            return
-        try:
-            file = msgspec.json.decode(raw, type=_File)
-        except (msgspec.DecodeError, msgspec.ValidationError):
-            return
-        if file.boot_id == clock.boot_id():
-            self._deaths, self.failed = tuple(file.deaths), file.failed
+        found = atomic_file.load(self._path, _File)
+        if isinstance(found, Unknown):
+            self._log.warning(EventName.FILE_DAMAGED, because=found.reason)
+        elif found is not None and found.value.boot_id == clock.boot_id():
+            self._deaths, self.failed = tuple(found.value.deaths), found.value.failed
 
     def count(self, how: str, settings: ControlDaemon) -> Decision:
         """Note a death, and say what follows from it and those before it."""

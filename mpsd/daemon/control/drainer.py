@@ -42,6 +42,8 @@ class DaemonLeases:
     """Those that hold something of a control daemon."""
     end: Callable[[str, str], Awaitable[None]]
     """Ends a lease, and says why. Raises StorageError when that could not be stored."""
+    unrestored: Callable[[str], tuple[str, ...]]
+    """By the UUID of a GPU, why it is held for leases of an earlier mpsd that could not be restored."""
 
 
 class Drainer:

@@ -1,12 +1,10 @@
 """The one process of a control daemon at a time: started or adopted, watched to its end, and buried."""
 
 import asyncio
-import contextlib
 import signal
 from collections.abc import Callable
 from typing import Final
 
-from mpsd.core.errors import ForeignDaemonError
 from mpsd.core.model import DaemonProcess, ProcessIdentity
 from mpsd.core.settings import Settings, Users
 from mpsd.daemon.control.discovery import DiscoveredProcesses
@@ -96,9 +94,7 @@ class Instance:
         if self._looked:
             return
         self._looked = True
-        with contextlib.suppress(ForeignDaemonError):
-            found = await asyncio.to_thread(self._launcher.look)
-            self._observer.found_orphans(found.orphans)
+        self._observer.found_orphans(await asyncio.to_thread(self._launcher.orphans))
 
     async def listens_by(self, moment: float) -> bool:
         """Wait until one that was started listens, until it is dead, or until then; tell whether it does."""

@@ -8,8 +8,9 @@ from mpsd.core.model import DaemonProcess, Gpu, ProcessIdentity
 from mpsd.core.mps import daemon_flags
 from mpsd.core.settings import Users
 from mpsd.daemon.control import discovery
-from mpsd.daemon.control.discovery import DiscoveredProcesses
+from mpsd.daemon.control.discovery import DaemonRecord, DiscoveredProcesses
 from mpsd.daemon.control.pipe_access import PipeAccess
+from mpsd.daemon.record.log import Logger
 from mpsd.system import clock, file_locks, log_file, process, process_table, rundir
 from mpsd.system.control_pipe import ControlPipe, ControlProgram, variables
 from mpsd.system.process import Process
@@ -18,10 +19,11 @@ from mpsd.system.process import Process
 class Launcher:
     """Starts the control daemon of one GPU, finds one that runs, and tells whether it listens."""
 
-    def __init__(self, gpu: Gpu, program: ControlProgram, pipe_access: PipeAccess) -> None:
+    def __init__(self, gpu: Gpu, program: ControlProgram, pipe_access: PipeAccess, log: Logger) -> None:
         self._gpu = gpu
         self._program = program
         self._pipe_access = pipe_access
+        self._record = DaemonRecord(pipe_access.paths, log)
         self._paths = pipe_access.paths
         self._its_socket: tuple[ProcessIdentity, int] | None = None
         """The inode of the socket of the daemon that runs, as it was seen first."""
@@ -31,12 +33,20 @@ class Launcher:
         paths = self._paths
         return ControlPipe(self._program, paths.pipe_directory, paths.log_directory, deadline=deadline, key=key)
 
+    def load(self) -> None:
+        """Read which process an earlier mpsd started."""
+        self._record.load()
+
+    def orphans(self) -> tuple[ProcessIdentity, ...]:
+        """Look for servers that dead control daemons left, in all of /proc: it takes its time."""
+        return discovery.orphans(self._record)
+
     def look(self) -> DiscoveredProcesses:
         """Look for a control daemon of ours, and for servers that a dead one left, in all of /proc: it takes its time.
 
-        Raises ForeignDaemonError when somebody else's daemon has the pipe directory.
+        Raises ForeignDaemonError when another daemon has the pipe directory, and OSError.
         """
-        return discovery.look(self._paths, self._program, self._environment())
+        return discovery.look(self._paths, self._program, self._environment(), self._record)
 
     def start(self, users: Users) -> tuple[Process, DaemonProcess]:
         """Start a control daemon in a session of its own. Raises ConfigurationError, PipeAccessError and OSError."""
@@ -46,14 +56,16 @@ class Launcher:
         self._paths.check()
         self._pipe_access.shut(many_users=users is Users.MANY)
         log = log_file.open_for_daemon(self._paths.control_log)
+        executable, environment, many_users = self._program.argv[0], self._environment(), users is Users.MANY
         try:
             command = (*self._program.argv, *daemon_flags.BY_USERS[users])
-            started = process.spawn(command, env=self._environment(), stdout=log, new_session=True)
+            token = {discovery.START: self._record.begin(executable, environment, many_users=many_users)}
+            started = process.spawn(command, env={**environment, **token}, stdout=log, new_session=True)
         finally:
             os.close(log)
         directory = str(self._paths.pipe_directory)
-        many_users = users is Users.MANY
-        proof = DaemonProcess(started.identity, self._program.argv[0], directory, clock.now(), many_users)
+        proof = DaemonProcess(started.identity, executable, directory, clock.now(), many_users)
+        self._record.note(proof, environment)
         return started, proof
 
     def lock_holder(self) -> str | None:

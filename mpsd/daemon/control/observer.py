@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 from mpsd.core.enforcement import drift
@@ -21,9 +22,8 @@ from mpsd.core.mps.limits import (
 )
 from mpsd.daemon.control.control_log import ControlLog
 from mpsd.daemon.record.log import EventName, Logger
-from mpsd.system import clock, process, process_table
-from mpsd.system.control_pipe import ControlPipe, ControlProgram, Conversation, Pending
-from mpsd.system.process_table import ProgramKind
+from mpsd.system import clock, process, process_table, unix_sockets
+from mpsd.system.control_pipe import ControlPipe, Conversation, Pending
 from mpsd.system.rundir import DaemonPaths
 
 _MOST_UNDONE: Final = 8
@@ -64,9 +64,7 @@ class _Questions:
 class Observer:
     """The knowledge about one control daemon, and the ways to renew it."""
 
-    def __init__(
-        self, program: ControlProgram, paths: DaemonPaths, control_log: ControlLog, pipe: ControlPipe, log: Logger
-    ) -> None:
+    def __init__(self, paths: DaemonPaths, control_log: ControlLog, pipe: ControlPipe, log: Logger) -> None:
         self.control_log = control_log
         self.pipe = pipe
         self.read_back: ReadBack | None = None
@@ -76,7 +74,6 @@ class Observer:
         """What they changed and mpsd put back, the latest last."""
         self._limits: tuple[Limit, ...] = LIMITS
         """Those that the driver has, as far as is known."""
-        self._program = program
         self._paths = paths
         self._log = log
         self._servers: dict[ProcessIdentity, Server] = {}
@@ -208,13 +205,7 @@ class Observer:
             await self.pipe.hold(talk)
             self.control_log.silence.expect(self.pipe.nonce)
         except ControlBusyError as error:
-            found = await asyncio.to_thread(
-                process_table.on_pipe_directory, self._paths.pipe_directory, self._program.argv
-            )
-            holders = [
-                f"pid {each.identity.pid} (uid {each.uid})" for each in found if each.part is ProgramKind.FRONT_END
-            ]
-            error.detail += f"; front-ends connected to it: {', '.join(holders) or 'one in another pid namespace'}"
+            error.detail += await asyncio.to_thread(_connected, self._paths.control_sockets)
             raise
 
     async def _register(
@@ -327,6 +318,18 @@ class Observer:
         """Forget the orphans that are gone; tell whether any is left."""
         self._orphans = tuple(each for each in self._orphans if process.start_ticks(each.pid) == each.start_ticks)
         return bool(self._orphans)
+
+
+def _connected(sockets: Iterable[Path]) -> str:
+    """Say who is connected to a control daemon, as the kernel has it: one of those has its only seat."""
+    try:
+        peers = [inode for each in sockets for inode in unix_sockets.connected(each)]
+        pids = process_table.holding(peers)
+    except OSError as error:
+        return f"; who is connected to it is not known: {error.strerror}"
+    holders = [f"pid {pid} (uid {process_table.real_uid(pid)})" for pid in pids]
+    unseen = ["one in another pid namespace"] if peers else []
+    return f"; connected to it: {', '.join(holders or unseen)}" if peers else ""
 
 
 def _read_back(values: Mapping[Limit, LimitValue]) -> ReadBack:

@@ -6,6 +6,7 @@ from typing import Final
 import msgspec
 
 from mpsd.core.errors import StorageError
+from mpsd.core.model import Unknown
 from mpsd.core.supervision.drain import DesiredState, Intent, Operation, take_up
 from mpsd.system import atomic_file, clock
 
@@ -39,16 +40,13 @@ class OperatorIntent:
 
     def load(self) -> None:
         """Read what an earlier mpsd was told. A file that cannot be understood may have said `hold`, and so it does."""
-        raw = atomic_file.read(self._path)
-        if raw is None:
-            return
-        try:
-            stored = msgspec.json.decode(raw, type=_File)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            self.damaged = f"{self._path} cannot be parsed: {error}"
+        found = atomic_file.load(self._path, _File)
+        if isinstance(found, Unknown):
+            self.damaged = found.reason
             desired = DesiredState(Intent.HOLD, f"held because {self.damaged}", clock.now(), boot=clock.boot_id())
             self._stored = _File(desired)
-        else:
+        elif found is not None:
+            stored = found.value
             self._stored = _File(take_up(stored.desired, clock.boot_id()), stored.ended)
 
     def keep(self, desired: DesiredState, *ended: Operation) -> None:

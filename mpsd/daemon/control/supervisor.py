@@ -61,16 +61,16 @@ class Supervisor:
         self.name = name
         self.gpu = gpu
         self._pipe_access = pipe_access
-        self._settings = settings
+        self._settings, self._leases = settings, leases
         self._log = log.bind(daemon=name)
         self._death_tally = DeathTally(pipe_access.paths.death_tally, self._log)
-        self._launcher = Launcher(gpu, program, pipe_access)
+        self._launcher = Launcher(gpu, program, pipe_access, self._log)
         self._reset_hint = f"fix the cause, then: mpsctl reset {name}"
         self._wake = asyncio.Event()
         paths, daemon = pipe_access.paths, settings.current.daemon
         self._control_log = ControlLog(paths, daemon.log_size, self._log, woken=self._wake.set, changed=changed)
         self.pipe = self._launcher.pipe(daemon.answer_deadline, self._control_log.key)
-        self._observer = Observer(program, paths, self._control_log, self.pipe, self._log)
+        self._observer = Observer(paths, self._control_log, self.pipe, self._log)
         self._instance = Instance(self._launcher, self._observer, self._log, self._wake.set)
         self._wanted_limits = WantedLimits(self._observer, settings.current, self._log)
         self._prober = Prober(self._launcher, self._wanted_limits, pipe_access, self._log)
@@ -113,6 +113,7 @@ class Supervisor:
             unknown_lines=self._control_log.unknown,
             operation=self.drainer.summary if desired.waits and desired.operation else None,
             restart_for=self._instance.outdated(self._settings.current),
+            unrestored=self._leases.unrestored(self.gpu.uuid),
         )
 
     def reset(self) -> None:
@@ -183,6 +184,7 @@ class Supervisor:
     async def run(self) -> None:
         """Supervise until cancelled, and then leave the daemon running: its clients must not notice."""
         self._death_tally.load()
+        self._launcher.load()
         self.drainer.load()
         try:
             while True:

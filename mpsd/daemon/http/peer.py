@@ -3,18 +3,16 @@
 import select
 import socket
 from dataclasses import dataclass
-from math import inf
 from typing import Final
 
 from mpsd.core.errors import TooManyRequestsError
 from mpsd.core.roles import Role, UserIdentity, role_of
 from mpsd.core.settings import Settings
-from mpsd.daemon.record.log import EventName, Logger
-from mpsd.system import clock, process_table
+from mpsd.daemon.record.log import EventName, Logger, LogLimit
+from mpsd.system import process_table
 from mpsd.system.credentials import PeerCredentials, groups, peer_credentials, process_of, user_name
 from mpsd.system.process import Process
 
-_MINUTE: Final = 60.0
 _MOST_LOGGED: Final = 16
 """Refusals for want of a right that are told in a minute."""
 
@@ -97,19 +95,12 @@ class RefusalLog:
 
     def __init__(self, log: Logger) -> None:
         self._log = log
-        self._since = -inf
-        self._logged = 0
-        self._left_out = 0
+        self._limit = LogLimit(_MOST_LOGGED)
 
     def record(self, credentials: PeerCredentials, request: str, because: str) -> None:
         """Tell it in one line of the log; the next line that is told says how many were left out."""
-        now = clock.monotonic()
-        if now - self._since >= _MINUTE:
-            self._since, self._logged = now, 0
-        if self._logged >= _MOST_LOGGED:
-            self._left_out += 1
+        more = self._limit.next()
+        if more is None:
             return
-        more = {"left_out": self._left_out} if self._left_out else {}
-        self._logged, self._left_out = self._logged + 1, 0
         facts = {"uid": credentials.uid, "pid": credentials.pid, "asked": request[:_MOST_WORDS], "because": because}
         self._log.warning(EventName.PEER_REFUSED, **facts, **more)

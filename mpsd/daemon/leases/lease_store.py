@@ -1,5 +1,6 @@
 """The leases on disk: what is there, what is to be there, and what a full disk makes of the difference."""
 
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
@@ -11,6 +12,7 @@ import msgspec
 
 from mpsd.core.errors import StorageError
 from mpsd.core.model import Lease, LeaseState
+from mpsd.daemon.leases.unrestored import NOT_UNDERSTOOD, UnrestoredLease
 from mpsd.daemon.record.log import EventName
 from mpsd.system import clock
 from mpsd.system.database import Database, summed
@@ -85,8 +87,8 @@ class StoredLeases:
     """The leases of this boot, the oldest first. Those of other boots are over."""
     unpublished: Sequence[LeaseEvent] = ()
     """What was decided and is not in the history, since mpsd died between."""
-    because: str = ""
-    """Why there is nothing, where the store made no sense."""
+    unrestored: Sequence[UnrestoredLease] = ()
+    """Those of this boot that make no sense; their rows stay until `discard`."""
 
 
 class _Row(msgspec.Struct):
@@ -144,34 +146,46 @@ class LeaseStore:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def read(self, published: int = 0) -> StoredLeases:
-        """Return what is there; `told` is the latest turn of which the news are in the history.
+        """Return what is there; `published` is the latest turn of which the news are in the history.
 
-        Raises StorageError when a store that made no sense cannot be replaced.
+        Whatever makes no sense in a row is that row's trouble, and no other's.
         """
         ((noted, last),) = self._database.rows("SELECT ifnull(max(told), 0), ifnull(max(number), 0) FROM leases")
         self._published = max(published, _whole(noted))  # a history that was lost knows of nothing that was told
         self._new = itertools.count(_whole(last) + 1)
-        leases, unpublished = list[Lease](), list[tuple[int, Sequence[LeaseEvent]]]()
-        try:
-            for number, boot, data, batches in self._database.rows("SELECT number, boot, data, news FROM leases"):
+        leases, unpublished, unrestored = list[Lease](), list[tuple[int, Sequence[LeaseEvent]]](), []
+        for number, boot, data, batches in self._database.rows("SELECT number, boot, data, news FROM leases"):
+            events: _Batches = ()
+            with contextlib.suppress(*NOT_UNDERSTOOD):
                 events = self._unpublished(msgspec.json.decode(str(batches), type=_Batches))
-                unpublished += events
-                if data and boot == clock.boot_id():
-                    lease = msgspec.json.decode(str(data), type=Lease)
-                    leases.append(lease)
-                    self._rows[lease.id] = _Row(_whole(number), lease.state, events)
-                elif not events:  # or it is free when another mpsd comes
+            unpublished += events
+            if not data or boot != clock.boot_id():
+                if not events:  # or it is free when another mpsd comes
                     self._free.append(_whole(number))
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            because = f"a lease in it cannot be parsed: {error}"
-            self._database.start_anew(because)
-            self._rows.clear()
-            return StoredLeases(because=because)
+                continue
+            try:
+                lease = msgspec.json.decode(str(data), type=Lease)
+            except NOT_UNDERSTOOD as error:
+                unrestored.append(UnrestoredLease.of_row(_whole(number), str(data), error))
+                continue
+            leases.append(lease)
+            self._rows[lease.id] = _Row(_whole(number), lease.state, events)
         unpublished.sort(key=itemgetter(0))
         self.batch = max([self._published, *(batch for batch, _ in unpublished)])
-        return StoredLeases(
-            sorted(leases, key=lambda lease: lease.arrival), [each for _, events in unpublished for each in events]
-        )
+        published_again = [each for _, events in unpublished for each in events]
+        return StoredLeases(sorted(leases, key=lambda lease: lease.arrival), published_again, unrestored)
+
+    def set_aside(self, lease_id: str) -> int:
+        """Leave the row of a lease as it is until `discard`, and return its number; 0 where it has none."""
+        row = self._rows.pop(lease_id, None)
+        return row.number if row is not None else 0
+
+    def discard(self, row: int) -> None:
+        """Remove a row that was left as it is. Raises StorageError."""
+        if not row:
+            return
+        self._database.commit([("DELETE FROM leases WHERE number = ?", (row,))], needed=True)
+        self._free.append(row)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -236,4 +250,5 @@ class LeaseStore:
 
 
 def _whole(value: object) -> int:
-    return int(str(value))
+    """Return a number of the store; 0 for what is none, as only damage could have left it."""
+    return value if isinstance(value, int) else 0

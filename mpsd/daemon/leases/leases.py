@@ -7,13 +7,14 @@ stored in one commit; only then is it told, as an event and to the callers.
 import asyncio
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Final
 
 from mpsd.core.admission.admission import Offer
 from mpsd.core.admission.ledger import AdmissionRules, Ledger, Now
 from mpsd.core.admission.usage import Usage
 from mpsd.core.enforcement import attribution
-from mpsd.core.errors import CapacityError, DoesNotFitError, MpsdError, NotFoundError, StoppingError, StorageError
+from mpsd.core.errors import CapacityError, DoesNotFitError, MpsdError, NotFoundError, StorageError
 from mpsd.core.model import Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import Settings
@@ -21,8 +22,9 @@ from mpsd.daemon.leases.clients import Clients
 from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.lease_store import LeaseStore
 from mpsd.daemon.leases.limit_gates import LimitGates
-from mpsd.daemon.leases.pending_request import PendingRequest
+from mpsd.daemon.leases.pending_request import PendingRequest, stopping
 from mpsd.daemon.leases.process_watch import ProcessWatch
+from mpsd.daemon.leases.unrestored import UnrestoredLeases
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock
 from mpsd.system.process import Process
@@ -66,6 +68,7 @@ class Leases:
         self._published = published
         self._watch = ProcessWatch(self._process_gone)
         self.clients = Clients(ledger, self._watch, self._group_commit, limit_gates)
+        self.unrestored = UnrestoredLeases(store.discard, log)
         self._by_request_id: dict[tuple[int, str], str] = {}
         """By uid and request_id, the lease that it was given."""
         self._pending: dict[str, PendingRequest] = {}
@@ -109,21 +112,24 @@ class Leases:
 
         Those whose processes died meanwhile end now, and places in the queue that nobody can come back to.
         """
-        found = self._store.read(self._published)
-        if found.because:
-            self._log.error(EventName.STORE_SET_ASIDE, because=found.because)
+        found, now = self._store.read(self._published), clock.monotonic()
+        self.unrestored.set_aside(found.unrestored)
         self._group_commit.publish_again(found.unpublished)
-        now = clock.monotonic()
-        for lease in found.leases:
-            self.ledger.restore(lease, now)
-            self._note_request(lease)
-            self.clients.restore(lease)
+        enter = (partial(self.ledger.restore, now=now), self._note_request, self.clients.restore)
+        entered = [each for each in found.leases if self.unrestored.attempt(each, enter, self._set_aside)]
         # All of them stand in the ledger before the first ends: what it leaves must not be granted twice.
-        for lease in found.leases:
-            self._take_up(lease, now)
+        for lease in entered:
+            self.unrestored.attempt(lease, [partial(self._take_up, now=now)], self._set_aside)
         if found.leases:
             left = sum(1 for _ in self.ledger.all())
-            self._log.info(EventName.LEASES_RESTORED, leases=left, ended=len(found.leases) - left)
+            self._log.info(EventName.LEASES_RESTORED, leases=left, ended=len(entered) - left)
+
+    def _set_aside(self, lease: Lease) -> int:
+        """Have nothing of a lease but its row on disk, and return the number of that."""
+        self.ledger.end(lease.id, "it could not be restored", self._now())
+        self._watch.unwatch(lease.id)
+        self._pending.pop(lease.id, None)
+        return self._store.set_aside(lease.id)
 
     def _take_up(self, lease: Lease, now: float) -> None:
         if not self._watch.of(lease.id):
@@ -391,9 +397,3 @@ class Leases:
     @staticmethod
     def _now() -> Now:
         return Now(clock.monotonic(), clock.now())
-
-
-def stopping() -> StoppingError:
-    """Return that mpsd is on its way out."""
-    hint = "try again in a moment: the next mpsd takes over, unless this one stops the control daemons (mpsctl status)"
-    return StoppingError("mpsd is stopping", hint=hint)

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Self
 
-from mpsd.core.errors import MpsdError
+from mpsd.core.errors import MpsdError, StoppingError
 
 
 @dataclass(slots=True)
@@ -30,3 +30,9 @@ class PendingRequest:
         self.refusal = refusal
         if self.decided is not None and not self.decided.done():
             self.decided.set_result(None)
+
+
+def stopping() -> StoppingError:
+    """Return that mpsd is on its way out."""
+    hint = "try again in a moment: the next mpsd takes over, unless this one stops the control daemons (mpsctl status)"
+    return StoppingError("mpsd is stopping", hint=hint)

@@ -144,6 +144,15 @@ class ViolationMonitor:
         for client in self._seen.values():
             yield self._clients.lease_of(client)
 
+    def occupied(self) -> set[str]:
+        """Return the GPUs on which somebody may be whose lease is not known: a client without one, or an orphan's."""
+        unknown = {each.client.gpu for each in self.attached() if each.lease is None}
+        return unknown | {
+            each.gpu
+            for each in self._daemons.values()
+            if each.state not in ANSWERED or any(server.orphan for server in each.servers)
+        }
+
     def held(self, lease_id: str, gpu: str) -> Mapping[ProcessIdentity, GpuProcess]:
         """Return what the processes of a lease held on a GPU when it was read last."""
         return self._held.get((lease_id, gpu), {})
@@ -186,8 +195,10 @@ class ViolationMonitor:
         for attached in self.attached():
             client = attached.client
             servers[client.identity] = client.server
-            found = violations.of_client(attached, denied=denied, memory=self._daemons[client.daemon].has_mem_limit)
-            if found is not None:
+            daemon = self._daemons[client.daemon]
+            found = violations.of_client(attached, denied=denied, memory=daemon.has_mem_limit)
+            # While a lease is not restored, a client without one may be its.
+            if found is not None and not (daemon.unrestored and found.kind is ViolationKind.NO_LEASE):
                 yield found
             since = self._faults.get((client.daemon, client.server))
             seconds = (clock.now() - since).total_seconds() if since is not None else 0.0

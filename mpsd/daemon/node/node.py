@@ -35,8 +35,9 @@ from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.gpu.compute_modes import ComputeModes
 from mpsd.daemon.gpu.gpus import Gpus
 from mpsd.daemon.leases import mount_visibility
-from mpsd.daemon.leases.leases import Leases, stopping
+from mpsd.daemon.leases.leases import Leases
 from mpsd.daemon.leases.limit_gates import LimitGates
+from mpsd.daemon.leases.pending_request import stopping
 from mpsd.daemon.leases.violation_monitor import ViolationMonitor
 from mpsd.daemon.node.status_line import status_line
 from mpsd.daemon.record.log import EventName, Logger
@@ -91,7 +92,8 @@ class Node:
         self.leases = leases
         self._limit_gates = limit_gates
         self._pipe_access = pipe_access
-        self._daemon_leases = DaemonLeases(leases.ledger.on, leases.release)
+        leases.unrestored.changed = self._look
+        self._daemon_leases = DaemonLeases(leases.ledger.on, leases.release, leases.unrestored.on)
         self.violation_monitor = ViolationMonitor(leases.clients, leases.ledger.find, settings, self._terminate, log)
 
     # -- running ------------------------------------------------------------------------------------------------------
@@ -113,6 +115,7 @@ class Node:
             self.leases.offer(self.offers())
             # Nobody was served yet: this task has not let go of the loop since mpsd began to listen.
             self.leases.restore()
+            self._look()
             self._pipe_access.apply()
             # What is here now is here to stay: the collector need not look at it again, some thousand times a day.
             gc.freeze()
@@ -142,7 +145,9 @@ class Node:
 
     def _inspect(self, *, read: bool) -> None:
         """See what the processes on the GPUs do; `read` tells whether the GPUs were read since the last time."""
-        self.violation_monitor.inspect(self.daemons(), self.gpus.usages, read=read)
+        daemons = self.daemons()
+        self.violation_monitor.inspect(daemons, self.gpus.usages, read=read)
+        self.leases.unrestored.look(self.violation_monitor.occupied(), [each.gpu for each in daemons])
 
     def _terminate(self, daemon: str, server: int, client: int) -> Terminate:
         return terminate_contexts_of(self._supervisors[daemon].pipe, server, client)

@@ -1,6 +1,7 @@
 """What outlives a boot: the events, and who used how much."""
 
 from collections.abc import Callable
+from math import isfinite
 from typing import Final
 
 from mpsd.core.admission.usage import Account, Usage
@@ -50,6 +51,10 @@ def stored_usage(history: Database, half_life: float) -> dict[int, Account]:
     now, wall = clock.monotonic(), clock.now().timestamp()
     accounts = {}
     for uid, value, noted in history.rows("SELECT uid, value, noted FROM usage"):
-        passed = max(wall - float(str(noted)), 0.0)
-        accounts[int(str(uid))] = Account(float(str(value)) * 0.5 ** (passed / half_life), 0.0, now)
+        if not (isinstance(uid, int) and isinstance(value, float) and isinstance(noted, float)):
+            continue
+        if not isfinite(value + noted):
+            continue  # as only a defect could write it; to forget what one user had harms nobody
+        passed = max(wall - noted, 0.0)
+        accounts[uid] = Account(value * 0.5 ** (passed / half_life), 0.0, now)
     return accounts

@@ -1,0 +1,71 @@
+"""Who listens at a path, and who is connected there, as the kernel has it."""
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mpsd.system import process_table, unix_sockets
+
+
+def inode(of: socket.socket) -> int:
+    """Return the inode of a socket, as /proc/PID/fd has it."""
+    return os.fstat(of.fileno()).st_ino
+
+
+@contextlib.contextmanager
+def unix(kind: socket.SocketKind) -> Iterator[socket.socket]:
+    """Give a unix socket."""
+    with socket.socket(socket.AF_UNIX, kind) as made:
+        yield made
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_SEQPACKET])
+def test_listener_and_peer(short_tmp: Path, kind: socket.SocketKind) -> None:
+    """The one that listens and the one that is connected are told apart, and each is found as the process that it is.
+
+    The listener sees nothing of it.
+    """
+    path = short_tmp / "s"
+    with unix(kind) as listener, unix(kind) as peer:
+        assert unix_sockets.listening(path) == frozenset()
+        listener.bind(os.fspath(path))
+        assert unix_sockets.listening(path) == frozenset()
+        listener.listen()
+        listener.setblocking(False)
+        assert unix_sockets.listening(path) == {inode(listener)}
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+        peer.connect(os.fspath(path))
+        with listener.accept()[0]:
+            assert unix_sockets.connected(path) == {inode(peer)}
+        assert process_table.holding([inode(listener)]) == [os.getpid()]
+        assert process_table.holding([]) == []
+
+
+def test_name_is_no_evidence(short_tmp: Path) -> None:
+    """Who bound a socket at this path that is not there any more, or is at another one of this name, does not count."""
+    path = short_tmp / "s"
+    with unix(socket.SOCK_STREAM) as old, unix(socket.SOCK_STREAM) as new:
+        old.bind(os.fspath(path))
+        old.listen()
+        path.rename(short_tmp / "moved")
+        new.bind(os.fspath(path))
+        new.listen()
+        assert unix_sockets.listening(path) == {inode(new)}
+        assert unix_sockets.listening(short_tmp / "moved") == {inode(old)}
+        path.unlink()
+        assert unix_sockets.listening(path) == frozenset()
+
+
+def test_many(short_tmp: Path) -> None:
+    """One is found among more than fit into one message of the kernel."""
+    with contextlib.ExitStack() as open_sockets:
+        made = [open_sockets.enter_context(unix(socket.SOCK_STREAM)) for _ in range(700)]
+        for number, each in enumerate(made):
+            each.bind(os.fspath(short_tmp / f"{number}"))
+            each.listen()
+        assert unix_sockets.listening(short_tmp / "650") == {inode(made[650])}

@@ -32,6 +32,8 @@ class Kind(StrEnum):
     """The control daemon is not ready, and an operator's command on it is not finished."""
     HOLD = "hold"
     """An operator holds or drains the control daemon."""
+    LEASES_INCOMPLETE = "leases_incomplete"
+    """There may be clients whose leases were lost, so that what is granted to them would be granted again."""
     SERVER_FAULT = "server_fault"
     """A server handles a fatal GPU fault."""
     SERVERS_CANNOT_START = "servers_cannot_start"
@@ -61,6 +63,7 @@ _LIMITS: Final = {
     Kind.DAEMON: "health",
     Kind.OPERATION: "hold",
     Kind.HOLD: "hold",
+    Kind.LEASES_INCOMPLETE: "hold",
     Kind.SERVER_FAULT: "health",
     Kind.SERVERS_CANNOT_START: "health",
     Kind.DRIFT: "health",
@@ -151,6 +154,10 @@ def of_daemon(daemon: Daemon) -> Iterator[Reason]:
     name = daemon.name
     if daemon.state is not State.READY:
         yield _not_ready(daemon)
+    if daemon.incomplete:
+        because = f"{name} is held because its leases may be incomplete: {daemon.incomplete}"
+        hint = f"end its clients, listed by mpsctl clients; or, where none of them had a lease: mpsctl resume {name}"
+        yield Reason(Kind.LEASES_INCOMPLETE, name, because, hint)
     for server in daemon.servers:
         if server.faulted is not None:
             hint = f"end the clients that remain on {name}; list them: mpsctl clients"

@@ -275,6 +275,8 @@ class Daemon:
     """What an operator wants of it that is not done yet, and what that waits for."""
     restart_for: tuple[str, ...] = ()
     """The settings that it was not started with: a restart brings them."""
+    incomplete: str = ""
+    """Why there may be clients of it whose leases mpsd does not know; nothing is granted on it then."""
 
 
 # -- leases ------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import Settings
 from mpsd.daemon.api.server import Api
 from mpsd.daemon.control.pipe_access import NodePipeAccess
-from mpsd.daemon.leases.lease_store import LEASES_BALLAST, LEASES_SCHEMA, LeaseStore
+from mpsd.daemon.leases.completeness import Completeness
+from mpsd.daemon.leases.lease_store import LEASES_BALLAST, LEASES_FIRST, LEASES_SCHEMA, LeaseStore
 from mpsd.daemon.leases.leases import Leases
 from mpsd.daemon.leases.limit_gates import LimitGates
 from mpsd.daemon.node.node import Node
@@ -90,7 +91,7 @@ async def serve(plan: Plan) -> None:
                 drivers.link(plan.driver, run_dir.libraries)
             history = Database(run_dir.history, HISTORY_SCHEMA, lasting=True)
             stack.callback(history.close)
-            store = Database(run_dir.leases, LEASES_SCHEMA, ballast=LEASES_BALLAST)
+            store = Database(run_dir.leases, LEASES_SCHEMA, ballast=LEASES_BALLAST, first=LEASES_FIRST)
             stack.callback(store.close)
             counter = Counter(run_dir.last_event)
             stack.callback(counter.close)
@@ -120,6 +121,7 @@ async def serve(plan: Plan) -> None:
                 run_dir=run_dir,
                 settings=live,
                 leases=leases,
+                completeness=Completeness(lease_store, log),
                 limit_gates=limit_gates,
                 pipe_access=pipe_access,
                 log=log,

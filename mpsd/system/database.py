@@ -44,9 +44,12 @@ _CIRCUMSTANCES: Final = {
 class Database:
     """One file, one connection, one writer."""
 
-    def __init__(self, path: Path, schema: Sequence[str], *, lasting: bool = False, ballast: int = 0) -> None:
+    def __init__(
+        self, path: Path, schema: Sequence[str], *, lasting: bool = False, ballast: int = 0, first: str = ""
+    ) -> None:
         """Open the file, or make it. `schema` holds one script for each version of it, the oldest first.
 
+        `first` is what a file that is new has in it besides, in the same commit.
         `lasting` is for what must survive a power cut, though perhaps not the last seconds before it. `ballast` is how
         many bytes are kept aside on the file system, to be given up when it is full. A file that is damaged, of another
         program, or newer than this mpsd is set aside, whole. Raises ConfigurationError when that is not the trouble.
@@ -56,6 +59,7 @@ class Database:
         self.because = ""
         self._path = path
         self._schema = schema
+        self._first = first
         self._lasting = lasting
         self._ballast = _Ballast(path.with_suffix(".ballast"), ballast)
         try:
@@ -125,8 +129,11 @@ class Database:
         return int(version)
 
     def _migrate(self, connection: sqlite3.Connection, version: int) -> None:
-        """Bring the file to the newest version, one step at a time, each done wholly or not at all."""
-        for number, script in enumerate(self._schema[version:], start=version + 1):
+        """Bring the file to the newest version, one step at a time, each done wholly or not at all; make it in one."""
+        steps = list(enumerate(self._schema[version:], start=version + 1))
+        if not version:
+            steps = [(len(self._schema), ";".join((*self._schema, self._first)))]
+        for number, script in steps:
             connection.executescript(
                 f"BEGIN; {script}; PRAGMA user_version = {number}; PRAGMA application_id = {_APPLICATION}; COMMIT;"
             )

@@ -14,6 +14,7 @@ from tests.durability.conftest import Start
 from tests.durability.streams import connection, events, following, gapless, in_line, submit, wait_for_line
 from tests.harness import wait_until
 from tests.node import Answer, Node
+from tests.simulated_clients import SimulatedClient, leased
 
 
 def admit(node: Node, **asked: object) -> Answer:
@@ -160,3 +161,74 @@ def test_full_state_directory_and_death(small: Callable[..., Node]) -> None:
     said = [event["event"] for event in events(node) if event.get("lease") == lease]
     assert said == ["lease_granted", "lease_ended"]
     assert gapless(events(node), 0)
+
+
+# -- what was lost with a store ----------------------------------------------------------------------------------------
+
+
+class TestLostLeases:
+    """A store that went while a control daemon ran on: its clients hold what no lease says."""
+
+    @pytest.fixture
+    def node(self, make_node: Start) -> Node:
+        """Start a node with two simulated GPUs, on which clients can hold memory."""
+        return make_node(simulate=2, control=None).start()
+
+    @pytest.fixture
+    def client(self, node: Node) -> Iterator[SimulatedClient]:
+        """Give a client on the first GPU, whose lease is lost with the store while mpsd is away."""
+        with leased(node, "--threads", "60", "--memory", "4GiB", "--gpu", "0") as started:
+            assert started.hello["ok"], started.hello
+            wait_until(lambda: node.get("/v1/clients").json["clients"], what="the client to be seen")
+            yield started
+
+    def lose(self, node: Node, damage: Callable[[Path], None]) -> None:
+        """Have mpsd find, when it starts, that its leases are lost."""
+        node.end(signal.SIGKILL)
+        damage(node.root / "run" / "leases.db")
+        self.begin(node)
+
+    def begin(self, node: Node) -> None:
+        """Start mpsd, which has adopted its control daemons when this returns."""
+        node.start(ready=False)
+        for name in ("gpu0", "gpu1"):
+            node.wait_for_state(name, "ready")
+
+    def held(self, node: Node, client: SimulatedClient) -> None:
+        """See that nothing is granted on the first GPU, that it is said why and what to do, and that others go on."""
+        answer = admit(node, gpu="0")
+        assert (answer.status, answer.json["code"], answer.json["limit"]) == (409, "daemon_not_ready", "hold")
+        assert f"it waits for the end of pid {client.pid}" in answer.json["detail"]
+        assert "mpsctl resume gpu0" in answer.json["hint"]
+        status = node.get("/v1/status").json
+        (reason,) = [each for each in status["reasons"] if each["kind"] == "leases_incomplete"]
+        assert (reason["subject"], status["healthy"]) == ("gpu0", False)
+        assert node.get("/readyz").status == 503
+        assert admit(node, gpu="1").status == 201
+
+    @pytest.mark.parametrize("damage", [noise, Path.unlink])
+    def test_held_until_its_clients_are_gone(
+        self, node: Node, client: SimulatedClient, damage: Callable[[Path], None]
+    ) -> None:
+        """Nothing is granted there, after further restarts either, until the client whose lease was lost has ended."""
+        self.lose(node, damage)
+        self.held(node, client)
+        node.end(signal.SIGKILL)
+        self.begin(node)
+        self.held(node, client)
+        assert {tuple(each["pids"]) for each in node.events("leases_incomplete", daemon="gpu0")} == {(client.pid,)}
+        assert node.events("leases_incomplete", daemon="gpu1") == []
+        client.kill()
+        wait_until(lambda: admit(node, gpu="0").status == 201, what="the GPU to be granted again")
+        assert node.events("leases_complete")
+        assert node.get("/v1/status").json["healthy"]
+
+    def test_resumed(self, node: Node, client: SimulatedClient) -> None:
+        """An operator who knows better says so, once: it is granted at once, and after a restart."""
+        self.lose(node, Path.unlink)
+        self.held(node, client)
+        assert node.mpsctl("resume", "gpu0").returncode == 0
+        assert admit(node, gpu="0").status == 201
+        node.end(signal.SIGKILL)
+        node.start()
+        assert admit(node, gpu="0").status == 201

@@ -39,7 +39,7 @@ class OperatorHandlers:
     async def resume(self, request: Request) -> schema.OperationOut:
         """Let people in again; stored before it is answered."""
         supervisor = self._node.supervisor(request.names["name"])
-        supervisor.intend(OperatorCommand(Intent.RUN, f"uid {request.credentials.uid} resumed it"))
+        self._node.resume(supervisor, f"uid {request.credentials.uid} resumed it")
         return self._done(request, supervisor, "resume", "resumed")
 
     async def drain(self, request: Request) -> schema.OperationOut:

@@ -37,13 +37,27 @@ LEASES_SCHEMA: Final = (
     DROP TABLE leases_1;
     DROP TABLE news
     """,
+    """
+    CREATE TABLE incomplete (
+        gpu TEXT PRIMARY KEY, because TEXT NOT NULL, sum INTEGER NOT NULL, CHECK (sum = checksum(gpu, because))
+    ) WITHOUT ROWID
+    """,
 )
 """The versions of the lease store, the oldest first; a later mpsd adds to them and changes none.
 
 In the second, `data` is a lease that has not ended, or nothing. The `news` of a turn of the loop, [[turn, news], ...],
 are in one of the rows that it changed: most turns change one lease, and are one row and one statement. `told` is up to
 which turn the news were in the history when the row was written.
+
+The third has why the leases of a GPU may be incomplete, or nothing where they are complete; the row `*` is for every
+GPU that has none of its own.
 """
+
+LEASES_FIRST: Final = """
+    INSERT INTO incomplete
+    SELECT '*', because, checksum('*', because) FROM (SELECT 'the lease store began anew while it ran' AS because)
+"""
+"""What a new store says: what was granted before it is not in it."""
 
 LEASES_BALLAST: Final = 512 * 1024
 """Bytes for the ends of leases on a full disk: an end must always find room."""
@@ -112,6 +126,8 @@ class LeaseStore:
         self._new = itertools.count(1)
         """The numbers of the rows that there are not yet."""
         self._late: dict[str, Lease] = {}
+        self._incomplete: dict[str, str] | None = None
+        """What is stored about the completeness of the leases, by GPU, once it was read."""
         self.batch = 0
         """The number of the latest turn of the loop that had news."""
         self._published = 0
@@ -124,6 +140,22 @@ class LeaseStore:
     def has_room(self) -> bool:
         """Tell whether there is room for more leases."""
         return self._database.has_room()
+
+    def incomplete(self, gpu: str) -> str:
+        """Say why the leases of a GPU may be incomplete; nothing where they are complete."""
+        if self._incomplete is None:
+            rows = self._database.rows("SELECT gpu, because FROM incomplete")
+            self._incomplete = {str(gpu): str(because) for gpu, because in rows}
+        return self._incomplete.get(gpu, self._incomplete.get("*", ""))
+
+    def note_completeness(self, gpu: str, because: str) -> None:
+        """Store why the leases of a GPU may be incomplete, or, by nothing, that they are complete.
+
+        Raises StorageError: nothing has changed, then.
+        """
+        row = ("INSERT OR REPLACE INTO incomplete VALUES (?, ?, ?)", summed(gpu, because))
+        self._database.commit([row], needed=True)
+        self._incomplete = {**(self._incomplete or {}), gpu: because}
 
     def note_published(self, batch: int) -> None:
         """Note that the news up to a turn are in the history: they are not told again, and their rows may be used."""
@@ -166,6 +198,7 @@ class LeaseStore:
             because = f"a lease in it cannot be parsed: {error}"
             self._database.start_anew(because)
             self._rows.clear()
+            self._incomplete = None
             return StoredLeases(because=because)
         unpublished.sort(key=itemgetter(0))
         self.batch = max([self._published, *(batch for batch, _ in unpublished)])

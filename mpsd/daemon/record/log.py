@@ -70,6 +70,8 @@ class EventName(StrEnum):
     LEASE_WAITS = "lease_waits"
     LEASE_RENEWED = "lease_renewed"
     LEASES_RESTORED = "leases_restored"
+    LEASES_INCOMPLETE = "leases_incomplete"
+    LEASES_COMPLETE = "leases_complete"
     CLIENT_ATTRIBUTED = "client_attributed"
     VIOLATION = "violation"
     VIOLATION_ENDED = "violation_ended"

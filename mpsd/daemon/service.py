@@ -157,6 +157,7 @@ async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
     loop.add_signal_handler(signal.SIGHUP, _reload, plan, node, notifier, log)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # one that came since the start is served now
     found = {"program": " ".join(plan.program.argv)} if plan.driver is None else plan.driver.facts()
     log.info(EventName.NODE_STARTED, **found, simulated=plan.simulated)
     try:
@@ -193,6 +194,7 @@ async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
             telling.cancel()
         notifier.ended(left, of=len(node.daemons()))
     finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # the loop's handler ends with the loop
         withdraw()
         await api.close()
         listener.close()

@@ -148,16 +148,7 @@ async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
     api = Api(node, events, log)
     listener, withdraw = _listen(plan, log)
     notifier = ServiceNotifier(plan.manager, log, heartbeats=node.heartbeats, status_of=node.status)
-    over, at_once = asyncio.Event(), asyncio.Event()
-
-    def end() -> None:
-        (at_once if over.is_set() else over).set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, end)
-    loop.add_signal_handler(signal.SIGHUP, _reload, plan, node, notifier, log)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # one that came since the start is served now
+    over, at_once = _heed_signals(lambda: _reload(plan, node, notifier, log))
     found = {"program": " ".join(plan.program.argv)} if plan.driver is None else plan.driver.facts()
     log.info(EventName.NODE_STARTED, **found, simulated=plan.simulated)
     try:
@@ -199,6 +190,21 @@ async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
         await api.close()
         listener.close()
         plan.manager.close()
+
+
+def _heed_signals(reload: Callable[[], None]) -> tuple[asyncio.Event, asyncio.Event]:
+    """Have SIGHUP reload; return what is set when mpsd is to end, and when it is to end at once."""
+    over, at_once = asyncio.Event(), asyncio.Event()
+
+    def end() -> None:
+        (at_once if over.is_set() else over).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)
+    loop.add_signal_handler(signal.SIGHUP, reload)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # one that came since the start is served now
+    return over, at_once
 
 
 async def _drain(node: Node, at_once: asyncio.Event, group: asyncio.TaskGroup) -> None:

@@ -7,7 +7,6 @@ from mpsd import __version__
 from tests.gate.source import ROOT
 from tests.systemd import SUITES
 
-
 BY_NAME: Final = re.compile(r"\b(pgrep|pkill|pidof|killall)\b")
 """Programs that take a process for what it calls itself, as anybody's may."""
 

@@ -233,8 +233,12 @@ def _priority() -> str:
 
 def _say(error: MpsdError) -> None:
     """Say what went wrong: one sentence, its code, and a hint."""
+    from mpsd.system.log_output import LogOutput
+
+    output, priority = LogOutput(sys.stderr.fileno()), _priority()
     for line in (f"mpsd: {plain(error.detail)} [{error.code}]", f"  hint: {plain(error.hint)}"):
-        click.echo(f"{_priority()}{line}", err=True)
+        output.write([f"{priority}{line}\n".encode(errors="backslashreplace")])
+    output.close(0.5)
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ def now() -> datetime:
 
 def _elsewhere(context: click.Context, _: click.Parameter, path: str | None) -> None:
     if path is not None:
-        context.obj = context.with_resource(Api(path, trusted=context.find_root().params["trust_uid"]))
+        context.obj = context.with_resource(Api(path, trusted=context.find_root().params["trusted"]))
 
 
 def with_api(function: Callable[..., None]) -> Callable[..., None]:

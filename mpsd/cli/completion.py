@@ -26,7 +26,7 @@ def _offering(names: _Names) -> Callable[[click.Context, click.Parameter, str], 
         from click.shell_completion import CompletionItem
 
         given = context.find_root().params
-        api = Api(given["socket"], trusted=given["trust_uid"]) if context.obj is None else context.obj
+        api = Api(given["socket"], trusted=given["trusted"]) if context.obj is None else context.obj
         try:
             with api.another(deadline=_DEADLINE) as api_now:
                 found = [(plain(name), plain(text)) for name, text in names(api_now)]

@@ -86,6 +86,7 @@ _EPILOG: Final = "\n".join(
 )
 @click.option(
     "--trust-uid",
+    "trusted",
     metavar="UID",
     type=click.IntRange(0, 2**32 - 2),
     multiple=True,
@@ -95,6 +96,6 @@ _EPILOG: Final = "\n".join(
 )
 @click.version_option(__version__, prog_name="mpsctl")
 @click.pass_context
-def mpsctl(context: click.Context, socket: str, trust_uid: tuple[int, ...]) -> None:
+def mpsctl(context: click.Context, socket: str, trusted: tuple[int, ...]) -> None:
     """Inspect NVIDIA MPS on this node, and take out leases on its GPUs."""
-    context.obj = context.with_resource(Api(socket, trusted=trust_uid))
+    context.obj = context.with_resource(Api(socket, trusted=trusted))

@@ -98,6 +98,8 @@ async def serve(plan: Plan) -> None:
             events = Events(history, counter, count=settings.api.events, age=settings.api.events_age)
             stack.callback(events.close)
             log = logs.configure(settings.log.format, events.record, journal=plan.manager.journal)
+            stack.callback(log.close)
+            stack.callback(logs.LibraryReports(log).close)
             _report(log, events, store, history)
             half_life = settings.admission.usage_half_life
             lease_store = LeaseStore(store)

@@ -81,9 +81,9 @@ class Completeness:
 
 def _present(daemon: Daemon) -> set[ProcessIdentity] | None:
     """Return the clients of a control daemon, and servers that outlived one; None while that is not known."""
-    asked = [each for each in daemon.servers if not each.orphan]
-    if daemon.state not in ANSWERED or not daemon.verified or any(each.limits is None for each in asked):
+    servers = [each for each in daemon.servers if not each.orphan]
+    if daemon.state not in ANSWERED or not daemon.verified or any(each.limits is None for each in servers):
         return None  # a busy server says nothing, as one without clients does
-    pids = {pid for each in asked for pid in each.clients} | {each.pid for each in daemon.servers if each.orphan}
+    pids = {pid for each in servers for pid in each.clients} | {each.pid for each in daemon.servers if each.orphan}
     started = ((pid, process.start_ticks(pid)) for pid in pids)
     return {ProcessIdentity(pid, ticks) for pid, ticks in started if ticks is not None}

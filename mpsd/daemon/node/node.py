@@ -253,6 +253,11 @@ class Node:
                 while any(each.state in {State.DOWN, State.STARTING} for each in self.daemons()):
                     await self._touched.wait()
 
+    @property
+    def lost_lines(self) -> int:
+        """How many lines of mpsd's log were lost since it started."""
+        return self._log.lost
+
     # -- admitting ----------------------------------------------------------------------------------------------------
 
     async def admit(

@@ -113,7 +113,7 @@ def of_node(gpus: Iterable[GpuView], daemons: Iterable[Daemon], *, store: str = 
     found = [reason for view in gpus for reason in of_gpu(view)]
     found += [reason for daemon in daemons for reason in of_daemon(daemon)]
     if store:
-        hint = "free space on the file system of paths.runtime_dir; mpsd tries again by itself"
+        hint = "free space on the file system of paths.runtime_dir, or restore it; mpsd tries again by itself"
         found.append(Reason(Kind.STORE, "leases", f"no lease can be granted: {store}", hint))
     found.sort(key=lambda each: _ORDER[each.kind])
     reasons = tuple(each for each in found if each.kind not in _WARNINGS)

@@ -138,6 +138,7 @@ async def serve(plan: Plan) -> None:
 def _report(log: Logger, events: Events, *databases: Database) -> None:
     """Say what became of what an earlier mpsd left, and from now on what becomes of the events."""
     events.trouble = lambda because: log.error(EventName.STORE_FULL, because=because)
+    events.rewritten = lambda because: log.error(EventName.STORE_REWRITTEN, because=because)
     for database in databases:
         if database.aside is not None:
             log.error(EventName.STORE_SET_ASIDE, because=database.because, file=str(database.aside))
@@ -157,6 +158,7 @@ async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
         async with asyncio.TaskGroup() as group:
             running = group.create_task(node.run())
             telling = group.create_task(notifier.run())
+            keeping = group.create_task(events.run())
             if plan.manager.listener is not None or plan.stop_now:
                 # Those who waited at the socket for this mpsd are not to hear that it does not know yet.
                 await asyncio.sleep(0)
@@ -185,6 +187,7 @@ async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
             left = sum(each.process is not None for each in node.daemons())
             running.cancel()
             telling.cancel()
+            keeping.cancel()
         notifier.ended(left, of=len(node.daemons()))
     finally:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # the loop's handler ends with the loop

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from mpsd.core.errors import ConfigurationError, StorageError
+from mpsd.system.store_file import StoreFile
 
 _APPLICATION: Final = 0x6D707364
 """"mpsd", so that another program's database is never taken for ours."""
@@ -62,6 +63,8 @@ class Database:
         self._first = first
         self._lasting = lasting
         self._ballast = _Ballast(path.with_suffix(".ballast"), ballast)
+        self._file: StoreFile | None = None
+        self._commits = 0
         try:
             self._connection = self._open_or_set_aside()
         except (OSError, sqlite3.Error) as error:
@@ -83,10 +86,10 @@ class Database:
 
     def _open(self) -> sqlite3.Connection:
         # Made here, and not by SQLite, for its mode: leases are no business of other users.
-        os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
-        self._path.chmod(0o600)
+        file = StoreFile(self._path)
         connection = sqlite3.connect(self._path, isolation_level=None, timeout=_PATIENCE)
         with contextlib.ExitStack() as on_failure:
+            on_failure.callback(file.close)
             on_failure.callback(connection.close)
             connection.create_function("checksum", -1, checksum, deterministic=True)
             connection.execute("PRAGMA trusted_schema = ON")  # for `checksum`; whose schema it is is checked before
@@ -103,6 +106,8 @@ class Database:
             connection.execute("COMMIT")
             self._migrate(connection, version)
             on_failure.pop_all()
+        file.begin()
+        self._file = file
         return connection
 
     def _check(self, connection: sqlite3.Connection) -> int:
@@ -148,9 +153,19 @@ class Database:
                 Path(f"{self._path}{suffix}").rename(f"{target}{suffix}")
         self.aside, self.because = target, because
 
+    def changed_from_outside(self) -> str:
+        """Say what others did to the file that mpsd writes, so that it is not what the next mpsd would find.
+
+        Nothing where all is well. It is for twice a second, and reads the file when it was written since the last time.
+        """
+        if self._file is None:
+            return "it could not be made anew"
+        content = None if self._lasting else self._connection.serialize
+        return self._file.changed(content, written=self._commits)
+
     def start_anew(self, because: str) -> None:
-        """Set aside a file whose rows turn out to make no sense, and go on with an empty one. Raises StorageError."""
-        self._connection.close()
+        """Set aside a file that is not what was written, and go on with an empty one. Raises StorageError."""
+        self.close()
         try:
             self._set_aside(because)
             self._connection = self._open_or_set_aside()
@@ -185,6 +200,7 @@ class Database:
 
     def _attempt(self, statements: Sequence[tuple[str, Sequence[object]]]) -> None:
         connection = self._connection
+        self._commits += 1
         if len(statements) == 1:
             connection.execute(*statements[0])  # it is a transaction of its own
             return
@@ -210,6 +226,9 @@ class Database:
     def close(self) -> None:
         """Close the file; everything was committed before."""
         self._connection.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 class _Ballast:

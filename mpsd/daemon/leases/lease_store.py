@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Final, TypeAlias
@@ -75,6 +75,9 @@ class LeaseEvent(msgspec.Struct, frozen=True, array_like=True):
     facts: dict[str, object]
 
 
+Statement: TypeAlias = tuple[str, Sequence[object]]
+"""What SQLite is told, and the values in it."""
+
 _Batches: TypeAlias = tuple[tuple[int, Sequence[LeaseEvent]], ...]
 """News, by turn."""
 
@@ -126,6 +129,8 @@ class LeaseStore:
         self._new = itertools.count(1)
         """The numbers of the rows that there are not yet."""
         self._late: dict[str, Lease] = {}
+        self._unwritten = ""
+        """Why the file is new and has nothing of this in it yet, if so: what is not beside all else is not stored."""
         self._incomplete: dict[str, str] | None = None
         """What is stored about the completeness of the leases, by GPU, once it was read."""
         self.batch = 0
@@ -181,12 +186,15 @@ class LeaseStore:
         Raises StorageError when a store that made no sense cannot be replaced.
         """
         ((noted, last),) = self._database.rows("SELECT ifnull(max(told), 0), ifnull(max(number), 0) FROM leases")
-        self._published = max(published, _whole(noted))  # a history that was lost knows of nothing that was told
+        newest = _whole(noted)
+        self._published = max(published, newest)  # a history that was lost knows of nothing that was told
         self._new = itertools.count(_whole(last) + 1)
         leases, unpublished = list[Lease](), list[tuple[int, Sequence[LeaseEvent]]]()
         try:
             for number, boot, data, batches in self._database.rows("SELECT number, boot, data, news FROM leases"):
-                events = self._unpublished(msgspec.json.decode(str(batches), type=_Batches))
+                decoded = msgspec.json.decode(str(batches), type=_Batches)
+                newest = max([newest, *(batch for batch, _ in decoded)])
+                events = self._unpublished(decoded)
                 unpublished += events
                 if data and boot == clock.boot_id():
                     lease = msgspec.json.decode(str(data), type=Lease)
@@ -195,16 +203,22 @@ class LeaseStore:
                 elif not events:  # or it is free when another mpsd comes
                     self._free.append(_whole(number))
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            because = f"a lease in it cannot be parsed: {error}"
-            self._database.start_anew(because)
-            self._rows.clear()
-            self._incomplete = None
-            return StoredLeases(because=because)
+            return self._begin_anew(f"a lease in it cannot be parsed: {error}")
+        if leases and newest < published:
+            # What is in the history was in this store before: somebody has put an older one in its place.
+            return self._begin_anew(f"it ends with turn {newest}, and the history knows of turn {published}")
         unpublished.sort(key=itemgetter(0))
         self.batch = max([self._published, *(batch for batch, _ in unpublished)])
         return StoredLeases(
             sorted(leases, key=lambda lease: lease.arrival), [each for _, events in unpublished for each in events]
         )
+
+    def _begin_anew(self, because: str) -> StoredLeases:
+        self._database.start_anew(because)
+        self._rows.clear()
+        self._free.clear()
+        self._incomplete, self._new = None, itertools.count(1)
+        return StoredLeases(because=because)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -242,6 +256,39 @@ class LeaseStore:
         state = self._rows[lease.id].state
         return state is not None and (state is not LeaseState.WAITING or lease.state is LeaseState.WAITING)
 
+    def mend(self, find: Callable[[str], Lease | None]) -> str:
+        """Write everything into a new file, if others have changed the one that is written; return why, or nothing.
+
+        `find` returns a lease that has not ended. What there was in the file's place is set aside. Raises StorageError:
+        it has to be tried again, and nothing is stored until then.
+        """
+        because = self._database.changed_from_outside()
+        if because:
+            self._unwritten = because
+            self._database.start_anew(because)
+        because = self._unwritten
+        if because:
+            self._database.commit([*self._completeness_rows(), *self._all_rows(find)])
+            self._unwritten = ""
+        return because
+
+    def _completeness_rows(self) -> list[Statement]:
+        if self._incomplete is None:
+            return []  # it was never read, and the new file says that nothing is complete
+        put = "INSERT INTO incomplete VALUES (?, ?, ?)"
+        rows: list[Statement] = [(put, summed(gpu, because)) for gpu, because in self._incomplete.items()]
+        return [("DELETE FROM incomplete", ()), *rows]
+
+    def _all_rows(self, find: Callable[[str], Lease | None]) -> Iterator[Statement]:
+        for lease_id, row in self._rows.items():
+            lease = find(lease_id) if row.state not in {None, LeaseState.ENDED} else None
+            if lease is not None or row.events:
+                yield self._statement(row, lease, row.events)
+
+    def _statement(self, row: _Row, lease: Lease | None, events: _Batches) -> Statement:
+        data = "" if lease is None else _JSON.encode(lease).decode()
+        return PUT_LEASE, summed(row.number, clock.boot_id(), self._published, data, _JSON.encode(events).decode())
+
     def _commit(self, leases: Collection[Lease], events: Sequence[LeaseEvent]) -> None:
         batch = self.batch + bool(events)
         batches = ((batch, events),) if events else ()
@@ -252,10 +299,10 @@ class LeaseStore:
             needed = needed and ended
             unpublished = row.events + batches
             batches = ()
-            data = "" if ended else _JSON.encode(lease).decode()
-            text = _JSON.encode(unpublished).decode()
-            statements.append((PUT_LEASE, summed(row.number, clock.boot_id(), self._published, data, text)))
+            statements.append(self._statement(row, None if ended else lease, unpublished))
             written.append((row, lease, unpublished))
+        if self._unwritten:  # all the others are not in the file
+            raise StorageError(self._unwritten, hint="restore the runtime directory")
         self._database.commit(statements, needed=needed)
         self.batch = batch
         for row, lease, unpublished in written:

@@ -82,6 +82,7 @@ class EventName(StrEnum):
     STORE_FULL = "store_full"
     STORE_WRITABLE = "store_writable"
     STORE_SET_ASIDE = "store_set_aside"
+    STORE_REWRITTEN = "store_rewritten"
     EVENTS_LOST = "events_lost"
     SETTINGS_RELOADED = "settings_reloaded"
     SETTINGS_REFUSED = "settings_refused"

@@ -3,7 +3,14 @@
 What each command needs is imported when it runs, so that `mpsd --help` costs nothing.
 """
 
+import signal
 import sys
+
+if __name__ == "__main__" or sys.argv[0].endswith("/mpsd"):
+    # A reload that is asked for before mpsd can do it waits until then; the usual action would end mpsd. Everything
+    # that is imported below takes its time, so this comes first, and only where this is the program that runs.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -226,8 +233,12 @@ def _priority() -> str:
 
 def _say(error: MpsdError) -> None:
     """Say what went wrong: one sentence, its code, and a hint."""
+    from mpsd.system.log_output import LogOutput
+
+    output, priority = LogOutput(sys.stderr.fileno()), _priority()
     for line in (f"mpsd: {plain(error.detail)} [{error.code}]", f"  hint: {plain(error.hint)}"):
-        click.echo(f"{_priority()}{line}", err=True)
+        output.write([f"{priority}{line}\n".encode(errors="backslashreplace")])
+    output.close(0.5)
 
 
 def main() -> None:

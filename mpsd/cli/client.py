@@ -7,12 +7,12 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from math import inf
 from typing import Final, Self, TypeAlias
 
 from mpsd import __version__
-from mpsd.core.errors import MpsdError, UnreachableError, catalogue
+from mpsd.core.errors import MpsdError, UnreachableError, UntrustedSocketError, catalogue
 
 DEADLINE: Final = 10.0
 """Seconds for one request, from connecting to the last byte of its answer, unless it is one that takes its time."""
@@ -39,13 +39,15 @@ _EXIT_CODES: Final = {401: 77, 403: 77, 404: 1, 409: 75, 429: 75, 503: 75}
 class Client:
     """One connection to mpsd, opened when it is first needed and kept for the requests that follow.
 
-    Every request raises UnreachableError when no mpsd answers it within the deadline, and else the error that mpsd
-    answered, as the class it had there.
+    Every request raises UnreachableError when no mpsd answers it within the deadline, UntrustedSocketError when who
+    listens is neither root nor the caller nor trusted, and else the error that mpsd answered, as its class there.
     """
 
-    def __init__(self, path: str, *, deadline: float = DEADLINE) -> None:
+    def __init__(self, path: str, *, deadline: float = DEADLINE, trusted: Collection[int] = ()) -> None:
+        """`trusted` are the uids that are believed besides root's and the caller's own."""
         self.path = path
         """Where mpsd listens, or is to."""
+        self.trusted = frozenset(trusted)
         self._deadline = deadline
         self._connection: _Connection | None = None
 
@@ -59,12 +61,17 @@ class Client:
 
     def another(self, *, deadline: float) -> Self:
         """Return a client of the same mpsd, with a connection of its own."""
-        return type(self)(self.path, deadline=deadline)
+        return type(self)(self.path, deadline=deadline, trusted=self.trusted)
 
-    def connect(self) -> None:
-        """Connect now, and not only with the first request. Raises UnreachableError."""
+    def at(self, path: str) -> Self:
+        """Return a client of the mpsd that listens there, which believes the same users."""
+        return type(self)(path, deadline=self._deadline, trusted=self.trusted)
+
+    def connect(self) -> "_Connection":
+        """Connect, unless that was done. Raises UnreachableError and UntrustedSocketError."""
         if self._connection is None:
-            self._connection = _Connection(_connect(self.path, self._deadline))
+            self._connection = _Connection(_connect(self.path, self._deadline, self.trusted))
+        return self._connection
 
     def close(self) -> None:
         """Close the connection; the next request opens another."""
@@ -167,14 +174,13 @@ class Client:
 
     def _send(self, method: str, path: str, body: bytes, deadline: float, meanwhile: Meanwhile | None) -> "_Connection":
         """Send a request, and return the connection on which its answer comes."""
-        if self._connection is None:
-            self._connection = _Connection(_connect(self.path, self._deadline))
-        self._connection.begin(deadline, meanwhile)
+        connection = self.connect()
+        connection.begin(deadline, meanwhile)
         lines = [f"{method} {path} HTTP/1.1", "Host: mpsd", f"User-Agent: mpsctl/{__version__}"]
         if body:
             lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
-        self._connection.send("\r\n".join([*lines, "", ""]).encode() + body)
-        return self._connection
+        connection.send("\r\n".join([*lines, "", ""]).encode() + body)
+        return connection
 
 
 def segment(text: str) -> str:
@@ -207,8 +213,12 @@ def error_of(status: int, document: object) -> MpsdError:
     return unknown
 
 
-def _connect(path: str, deadline: float) -> socket.socket:
-    """Connect, waiting for a busy mpsd to accept. Raises UnreachableError, which says why not."""
+_PEER: Final = struct.Struct("iII")
+"""struct ucred: pid, uid, gid. Source: unix(7)."""
+
+
+def _connect(path: str, deadline: float, trusted: Collection[int]) -> socket.socket:
+    """Connect, waiting for a busy mpsd to accept. Raises UnreachableError, and UntrustedSocketError."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         # In the kernel's own time: a non-blocking connect would fail at once when the queue of callers is full.
@@ -218,7 +228,16 @@ def _connect(path: str, deadline: float) -> socket.socket:
     except OSError as error:
         connection.close()
         raise _unreachable(path, deadline, error) from None
-    return connection
+    # Of who called listen(), as the kernel noted it then; for a socket that systemd passes on, that is root.
+    pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    if uid in {0, os.getuid(), os.geteuid(), *trusted}:
+        return connection
+    connection.close()
+    raise UntrustedSocketError(
+        f"pid {pid} of uid {uid} listens on {path}, which is neither root's mpsd nor your own",
+        hint=f"if it is an mpsd that you trust as you trust root: --trust-uid {uid}, or MPSD_TRUST_UID={uid};"
+        f" otherwise, {_ANOTHER_SOCKET}",
+    )
 
 
 def _unreachable(path: str, deadline: float, error: OSError) -> UnreachableError:

@@ -1,9 +1,10 @@
 """What the commands of mpsctl have in common: the API, the form of their output, and one way to print it."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import click
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_VARIABLE: Final = re.compile(r"(?!CUDA_INJECTION)(?:CUDA|NVIDIA|MPSD)_[A-Z0-9_]+")
+"""The names that are taken from a lease's environment. CUDA loads the library that CUDA_INJECTION64_PATH names."""
+
 
 def now() -> datetime:
     """Return the time, for ages."""
@@ -26,7 +30,7 @@ def now() -> datetime:
 
 def _elsewhere(context: click.Context, _: click.Parameter, path: str | None) -> None:
     if path is not None:
-        context.obj = context.with_resource(Api(path))
+        context.obj = context.with_resource(Api(path, trusted=context.find_root().params["trusted"]))
 
 
 def with_api(function: Callable[..., None]) -> Callable[..., None]:
@@ -81,7 +85,8 @@ def environment(lease: "answer_types.Lease", share: int | None = None) -> dict[s
     """Return the environment of a lease's processes: on its only GPU, or on the one of that number.
 
     Raises DoesNotFitError while it waits, NotFoundError when it has ended, and InvalidRequestError when that number is
-    missing or too high: without an environment of MPS, a process would run without limits.
+    missing or too high: without an environment of MPS, a process would run without limits. Raises InternalError for a
+    variable that is none of CUDA's, NVIDIA's or mpsd's: another could have a process run what the lease says.
     """
     with of_one_version():
         state, gpus = lease["state"], len(lease["gpus"])
@@ -109,6 +114,11 @@ def environment(lease: "answer_types.Lease", share: int | None = None) -> dict[s
         raise InternalError(
             f"mpsd gave {lease['id']} no environment, and without it no limits apply",
             hint="look at the lease: mpsctl show LEASE -o json",
+        )
+    if odd := [name for name in variables if not _VARIABLE.fullmatch(name)]:
+        raise InternalError(
+            f"the environment of {lease['id']} has {odd[0]!r}, a variable of neither CUDA, NVIDIA nor mpsd",
+            hint="nothing was run or printed; find out what listens on the socket, and report this if it is mpsd",
         )
     return variables
 

@@ -25,7 +25,8 @@ def _offering(names: _Names) -> Callable[[click.Context, click.Parameter, str], 
     def offer(context: click.Context, _: click.Parameter, incomplete: str) -> "list[CompletionItem]":
         from click.shell_completion import CompletionItem
 
-        api = Api(context.find_root().params["socket"]) if context.obj is None else context.obj
+        given = context.find_root().params
+        api = Api(given["socket"], trusted=given["trusted"]) if context.obj is None else context.obj
         try:
             with api.another(deadline=_DEADLINE) as api_now:
                 found = [(plain(name), plain(text)) for name, text in names(api_now)]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, cast
 from mpsd import __version__
 from mpsd.core.doctor.finding import Check, Finding, Mend, Result, Verdict, examine
 from mpsd.core.doctor.observed import Answers, DaemonAnswer, GpuAnswer, Observed, ProcessSeen, ServiceSeen, SocketSeen
-from mpsd.core.errors import MpsdError, UnreachableError
+from mpsd.core.errors import MpsdError, UnreachableError, UntrustedSocketError
 from mpsd.core.health import Kind, Reason
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.sanitize import plain
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 _VARIABLES: Final = ("CUDA_", "MPSD_", "NVIDIA_VISIBLE_DEVICES")
 """How the names begin of what MPS, or mpsd, looks at in an environment."""
+
+
+_OWN: Final = frozenset({0, os.geteuid()})
+"""The uids whose mpsd has its files where the caller may change things by its word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,12 @@ def run(api: "Api", where: Where, checks: Collection[Check], *, fix: bool) -> tu
 
 async def _run(api: "Api", where: Where, checks: Collection[Check], *, fix: bool) -> tuple[list[Result], list[str]]:
     observed = await _observe(api, where)
+    listener = observed.service.socket.listener
+    if fix and listener is not None and listener[1] in api.trusted - _OWN:
+        raise UntrustedSocketError(
+            f"--fix acts on what mpsd says of its settings, and uid {listener[1]} listens on {where.socket}",
+            hint=f"run mpsctl doctor --fix as uid {listener[1]}",
+        )
     results = examine(checks, observed)
     wanted = [(each, each.finding.mend) for each in results if each.finding.mend is not None]
     if not fix or not wanted:
@@ -82,7 +92,8 @@ async def _observe(api: "Api", where: Where) -> Observed:
     units = await service.units()  # before anybody connects: that starts an mpsd whose socket systemd listens on
     socket = service.look_at_socket(where.socket)
     answers, remedy, in_force = _ask(api)
-    process = proc.process(socket.listener[0]) if socket.listener is not None and socket.listener[0] else None
+    believed = socket.listener is not None and socket.listener[1] in {*_OWN, *api.trusted}
+    process = proc.process(socket.listener[0]) if believed and socket.listener and socket.listener[0] else None
     if process is not None and not proc.is_mpsd(process.arguments):
         process = None  # a service manager listens, and hands the socket on
     arguments_of = (
@@ -99,7 +110,7 @@ async def _observe(api: "Api", where: Where) -> Observed:
     simulated = isinstance(answers, Known) and answers.value.simulated
     seen = ServiceSeen(
         version=__version__,
-        socket=socket,
+        socket=socket if believed or socket.listener is None else replace(socket, untrusted=True),
         answers=answers,
         remedy=remedy,
         process=process,
@@ -141,6 +152,9 @@ def _ask(api: "Api") -> tuple[Reading[Answers], str, Reading[Settings]]:
     try:
         status, config = api.status(), api.config()
     except UnreachableError as error:
+        silent = Unknown(error.detail)
+        return silent, error.hint, silent
+    except UntrustedSocketError as error:
         silent = Unknown(error.detail)
         return silent, error.hint, silent
     except MpsdError as error:

@@ -84,8 +84,18 @@ _EPILOG: Final = "\n".join(
     show_default=True,
     help="The socket of mpsd.",
 )
+@click.option(
+    "--trust-uid",
+    "trusted",
+    metavar="UID",
+    type=click.IntRange(0, 2**32 - 2),
+    multiple=True,
+    envvar="MPSD_TRUST_UID",
+    show_envvar=True,
+    help="Believe an mpsd of this user too; may be repeated. Root's and the caller's own are always believed.",
+)
 @click.version_option(__version__, prog_name="mpsctl")
 @click.pass_context
-def mpsctl(context: click.Context, socket: str) -> None:
+def mpsctl(context: click.Context, socket: str, trusted: tuple[int, ...]) -> None:
     """Inspect NVIDIA MPS on this node, and take out leases on its GPUs."""
-    context.obj = context.with_resource(Api(socket))
+    context.obj = context.with_resource(Api(socket, trusted=trusted))

@@ -300,6 +300,14 @@ class UnreachableError(MpsdError):
     retryable = True
 
 
+class UntrustedSocketError(MpsdError):
+    """The process that listens on the socket belongs to a user whom `mpsctl` does not trust, so nothing was sent."""
+
+    code = "untrusted_socket"
+    status = 403
+    exit_code = 77
+
+
 class InternalError(MpsdError):
     """mpsd has a defect; its log has the details."""
 

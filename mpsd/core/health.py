@@ -32,6 +32,8 @@ class Kind(StrEnum):
     """The control daemon is not ready, and an operator's command on it is not finished."""
     HOLD = "hold"
     """An operator holds or drains the control daemon."""
+    LEASES_INCOMPLETE = "leases_incomplete"
+    """There may be clients whose leases were lost, so that what is granted to them would be granted again."""
     SERVER_FAULT = "server_fault"
     """A server handles a fatal GPU fault."""
     SERVERS_CANNOT_START = "servers_cannot_start"
@@ -65,6 +67,7 @@ _LIMITS: Final = {
     Kind.DAEMON: "health",
     Kind.OPERATION: "hold",
     Kind.HOLD: "hold",
+    Kind.LEASES_INCOMPLETE: "hold",
     Kind.SERVER_FAULT: "health",
     Kind.SERVERS_CANNOT_START: "health",
     Kind.DRIFT: "health",
@@ -115,7 +118,7 @@ def of_node(gpus: Iterable[GpuView], daemons: Iterable[Daemon], *, store: str = 
     found = [reason for view in gpus for reason in of_gpu(view)]
     found += [reason for daemon in daemons for reason in of_daemon(daemon)]
     if store:
-        hint = "free space on the file system of paths.runtime_dir; mpsd tries again by itself"
+        hint = "free space on the file system of paths.runtime_dir, or restore it; mpsd tries again by itself"
         found.append(Reason(Kind.STORE, "leases", f"no lease can be granted: {store}", hint))
     found.sort(key=lambda each: _ORDER[each.kind])
     reasons = tuple(each for each in found if each.kind not in _WARNINGS)
@@ -156,6 +159,7 @@ def of_daemon(daemon: Daemon) -> Iterator[Reason]:
     name = daemon.name
     if daemon.state is not State.READY:
         yield _not_ready(daemon)
+    yield from _of_leases(daemon)
     for server in daemon.servers:
         if server.faulted is not None:
             hint = f"end the clients that remain on {name}; list them: mpsctl clients"
@@ -176,13 +180,22 @@ def of_daemon(daemon: Daemon) -> Iterator[Reason]:
         )
         hint = f"when its clients have exited: mpsctl restart {name}"
         yield Reason(Kind.LOG_SILENT, name, because, hint)
-    for unrestored in daemon.unrestored:
-        hint = f"when nothing of that lease uses the GPU any more: mpsctl reset {name}"
-        yield Reason(Kind.UNRESTORED, name, f"{name}: {unrestored}", hint)
     for server in daemon.servers:
         if server.orphan:
             because = f"{name}: server {server.pid} is an orphan: its control daemon is dead, so mpsd cannot limit it"
             yield Reason(Kind.ORPHAN, name, because, f"when its clients have exited: kill {server.pid}")
+
+
+def _of_leases(daemon: Daemon) -> Iterator[Reason]:
+    """Yield why what is granted on a control daemon's GPU may not be all that is in use."""
+    name = daemon.name
+    if daemon.incomplete:
+        because = f"{name} is held because its leases may be incomplete: {daemon.incomplete}"
+        hint = f"end its clients, listed by mpsctl clients; or, where none of them had a lease: mpsctl resume {name}"
+        yield Reason(Kind.LEASES_INCOMPLETE, name, because, hint)
+    for unrestored in daemon.unrestored:
+        hint = f"when nothing of that lease uses the GPU any more: mpsctl resume {name}"
+        yield Reason(Kind.UNRESTORED, name, f"{name}: {unrestored}", hint)
 
 
 def _not_ready(daemon: Daemon) -> Reason:

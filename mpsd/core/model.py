@@ -280,6 +280,8 @@ class Daemon:
     """The settings that it was not started with: a restart brings them."""
     unrestored: tuple[str, ...] = ()
     """Why its GPU is held for leases of an earlier mpsd that could not be restored."""
+    incomplete: str = ""
+    """Why there may be clients of it whose leases mpsd does not know; nothing is granted on it then."""
 
 
 # -- leases ------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import Settings
 from mpsd.daemon.api.server import Api
 from mpsd.daemon.control.pipe_access import NodePipeAccess
-from mpsd.daemon.leases.lease_store import LEASES_BALLAST, LEASES_SCHEMA, LeaseStore
+from mpsd.daemon.leases.completeness import Completeness
+from mpsd.daemon.leases.lease_store import LEASES_BALLAST, LEASES_FIRST, LEASES_SCHEMA, LeaseStore
 from mpsd.daemon.leases.leases import Leases
 from mpsd.daemon.leases.limit_gates import LimitGates
 from mpsd.daemon.node.node import Node
@@ -90,13 +91,15 @@ async def serve(plan: Plan) -> None:
                 drivers.link(plan.driver, run_dir.libraries)
             history = Database(run_dir.history, HISTORY_SCHEMA, lasting=True)
             stack.callback(history.close)
-            store = Database(run_dir.leases, LEASES_SCHEMA, ballast=LEASES_BALLAST)
+            store = Database(run_dir.leases, LEASES_SCHEMA, ballast=LEASES_BALLAST, first=LEASES_FIRST)
             stack.callback(store.close)
             counter = Counter(run_dir.last_event)
             stack.callback(counter.close)
             events = Events(history, counter, count=settings.api.events, age=settings.api.events_age)
             stack.callback(events.close)
             log = logs.configure(settings.log.format, events.record, journal=plan.manager.journal)
+            stack.callback(log.close)
+            stack.callback(logs.LibraryReports(log).close)
             _report(log, events, store, history)
             half_life = settings.admission.usage_half_life
             lease_store = LeaseStore(store)
@@ -120,6 +123,7 @@ async def serve(plan: Plan) -> None:
                 run_dir=run_dir,
                 settings=live,
                 leases=leases,
+                completeness=Completeness(lease_store, log),
                 limit_gates=limit_gates,
                 pipe_access=pipe_access,
                 log=log,
@@ -134,6 +138,7 @@ async def serve(plan: Plan) -> None:
 def _report(log: Logger, events: Events, *databases: Database) -> None:
     """Say what became of what an earlier mpsd left, and from now on what becomes of the events."""
     events.trouble = lambda because: log.error(EventName.STORE_FULL, because=because)
+    events.rewritten = lambda because: log.error(EventName.STORE_REWRITTEN, because=because)
     for database in databases:
         if database.aside is not None:
             log.error(EventName.STORE_SET_ASIDE, because=database.because, file=str(database.aside))
@@ -146,21 +151,14 @@ async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
     api = Api(node, events, log)
     listener, withdraw = _listen(plan, log)
     notifier = ServiceNotifier(plan.manager, log, heartbeats=node.heartbeats, status_of=node.status)
-    over, at_once = asyncio.Event(), asyncio.Event()
-
-    def end() -> None:
-        (at_once if over.is_set() else over).set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, end)
-    loop.add_signal_handler(signal.SIGHUP, _reload, plan, node, notifier, log)
+    over, at_once = _heed_signals(lambda: _reload(plan, node, notifier, log))
     found = {"program": " ".join(plan.program.argv)} if plan.driver is None else plan.driver.facts()
     log.info(EventName.NODE_STARTED, **found, simulated=plan.simulated)
     try:
         async with asyncio.TaskGroup() as group:
             running = group.create_task(node.run())
             telling = group.create_task(notifier.run())
+            keeping = group.create_task(events.run())
             if plan.manager.listener is not None or plan.stop_now:
                 # Those who waited at the socket for this mpsd are not to hear that it does not know yet.
                 await asyncio.sleep(0)
@@ -189,12 +187,29 @@ async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
             left = sum(each.process is not None for each in node.daemons())
             running.cancel()
             telling.cancel()
+            keeping.cancel()
         notifier.ended(left, of=len(node.daemons()))
     finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # the loop's handler ends with the loop
         withdraw()
         await api.close()
         listener.close()
         plan.manager.close()
+
+
+def _heed_signals(reload: Callable[[], None]) -> tuple[asyncio.Event, asyncio.Event]:
+    """Have SIGHUP reload; return what is set when mpsd is to end, and when it is to end at once."""
+    over, at_once = asyncio.Event(), asyncio.Event()
+
+    def end() -> None:
+        (at_once if over.is_set() else over).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)
+    loop.add_signal_handler(signal.SIGHUP, reload)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # one that came since the start is served now
+    return over, at_once
 
 
 async def _drain(node: Node, at_once: asyncio.Event, group: asyncio.TaskGroup) -> None:

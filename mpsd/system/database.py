@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from mpsd.core.errors import ConfigurationError, StorageError
+from mpsd.system.store_file import StoreFile
 
 _APPLICATION: Final = 0x6D707364
 """"mpsd", so that another program's database is never taken for ours."""
@@ -44,9 +45,12 @@ _CIRCUMSTANCES: Final = {
 class Database:
     """One file, one connection, one writer."""
 
-    def __init__(self, path: Path, schema: Sequence[str], *, lasting: bool = False, ballast: int = 0) -> None:
+    def __init__(
+        self, path: Path, schema: Sequence[str], *, lasting: bool = False, ballast: int = 0, first: str = ""
+    ) -> None:
         """Open the file, or make it. `schema` holds one script for each version of it, the oldest first.
 
+        `first` is what a file that is new has in it besides, in the same commit.
         `lasting` is for what must survive a power cut, though perhaps not the last seconds before it. `ballast` is how
         many bytes are kept aside on the file system, to be given up when it is full. A file that is damaged, of another
         program, or newer than this mpsd is set aside, whole. Raises ConfigurationError when that is not the trouble.
@@ -56,8 +60,11 @@ class Database:
         self.because = ""
         self._path = path
         self._schema = schema
+        self._first = first
         self._lasting = lasting
         self._ballast = _Ballast(path.with_suffix(".ballast"), ballast)
+        self._file: StoreFile | None = None
+        self._commits = 0
         try:
             self._connection = self._open_or_set_aside()
         except (OSError, sqlite3.Error) as error:
@@ -79,10 +86,10 @@ class Database:
 
     def _open(self) -> sqlite3.Connection:
         # Made here, and not by SQLite, for its mode: leases are no business of other users.
-        os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
-        self._path.chmod(0o600)
+        file = StoreFile(self._path)
         connection = sqlite3.connect(self._path, isolation_level=None, timeout=_PATIENCE)
         with contextlib.ExitStack() as on_failure:
+            on_failure.callback(file.close)
             on_failure.callback(connection.close)
             connection.create_function("checksum", -1, checksum, deterministic=True)
             connection.execute("PRAGMA trusted_schema = ON")  # for `checksum`; whose schema it is is checked before
@@ -99,6 +106,8 @@ class Database:
             connection.execute("COMMIT")
             self._migrate(connection, version)
             on_failure.pop_all()
+        file.begin()
+        self._file = file
         return connection
 
     def _check(self, connection: sqlite3.Connection) -> int:
@@ -125,8 +134,11 @@ class Database:
         return int(version)
 
     def _migrate(self, connection: sqlite3.Connection, version: int) -> None:
-        """Bring the file to the newest version, one step at a time, each done wholly or not at all."""
-        for number, script in enumerate(self._schema[version:], start=version + 1):
+        """Bring the file to the newest version, one step at a time, each done wholly or not at all; make it in one."""
+        steps = list(enumerate(self._schema[version:], start=version + 1))
+        if not version:
+            steps = [(len(self._schema), ";".join((*self._schema, self._first)))]
+        for number, script in steps:
             connection.executescript(
                 f"BEGIN; {script}; PRAGMA user_version = {number}; PRAGMA application_id = {_APPLICATION}; COMMIT;"
             )
@@ -140,6 +152,25 @@ class Database:
             with suppress(FileNotFoundError):
                 Path(f"{self._path}{suffix}").rename(f"{target}{suffix}")
         self.aside, self.because = target, because
+
+    def changed_from_outside(self) -> str:
+        """Say what others did to the file that mpsd writes, so that it is not what the next mpsd would find.
+
+        Nothing where all is well. It is for twice a second, and reads the file when it was written since the last time.
+        """
+        if self._file is None:
+            return "it could not be made anew"
+        content = None if self._lasting else self._connection.serialize
+        return self._file.changed(content, written=self._commits)
+
+    def start_anew(self, because: str) -> None:
+        """Set aside a file that is not what was written, and go on with an empty one. Raises StorageError."""
+        self.close()
+        try:
+            self._set_aside(because)
+            self._connection = self._open_or_set_aside()
+        except (OSError, sqlite3.Error) as error:
+            raise self._failed(error) from error
 
     # -- reading and writing ------------------------------------------------------------------------------------------
 
@@ -169,6 +200,7 @@ class Database:
 
     def _attempt(self, statements: Sequence[tuple[str, Sequence[object]]]) -> None:
         connection = self._connection
+        self._commits += 1
         if len(statements) == 1:
             connection.execute(*statements[0])  # it is a transaction of its own
             return
@@ -194,6 +226,9 @@ class Database:
     def close(self) -> None:
         """Close the file; everything was committed before."""
         self._connection.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 class _Ballast:

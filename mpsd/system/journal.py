@@ -6,7 +6,7 @@ Source: https://systemd.io/JOURNAL_NATIVE_PROTOCOL/. mpsd never waits for the jo
 import contextlib
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 _SOCKET: Final = "/run/systemd/journal/socket"
@@ -30,16 +30,31 @@ class Journal:
     """The way to the journal."""
 
     def __init__(self, path: str = _SOCKET) -> None:
+        self.gap: Callable[[int], Mapping[str, str]] | None = None
+        """Makes the entry that tells how many were lost before it."""
+        self.lost = 0
+        """Entries that were lost since mpsd started."""
+        self._not_logged = 0
+        """Those of them that the journal does not tell of yet."""
         self._path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
 
     def send(self, fields: Mapping[str, str]) -> None:
-        """Send an entry, or drop it: one that is lost must not hurt mpsd."""
+        """Send an entry, or drop it and count it: one that is lost must not hurt mpsd."""
+        if self._not_logged and self.gap is not None and self._sent(self.gap(self._not_logged)):
+            self._not_logged = 0
+        if self._not_logged or not self._sent(fields):
+            self.lost += 1
+            self._not_logged += 1
+
+    def _sent(self, fields: Mapping[str, str]) -> bool:
         with contextlib.suppress(OSError):
             self._socket.sendto(b"".join(_field(name, value) for name, value in fields.items()), self._path)
+            return True
+        return False
 
-    def close(self) -> None:
-        """Send nothing any more."""
+    def close(self, _: float = 0.0) -> None:
+        """Send nothing any more; no entry waits."""
         self._socket.close()
 
 

@@ -66,6 +66,7 @@ OF_DAEMONS: Final = [
     ),
     (daemon(state=State.HELD, because="uid 0 holds it"), Kind.HOLD, "gpu0 is held: uid 0 holds it"),
     (daemon(state=State.DRAINING, operation="it waits for pid 7"), Kind.HOLD, "it answers; it waits for pid 7"),
+    (daemon(incomplete="why"), Kind.LEASES_INCOMPLETE, "gpu0 is held because its leases may be incomplete: why"),
     (
         daemon(state=State.STOPPING, because="a restart", operation="a restart"),
         Kind.OPERATION,
@@ -200,7 +201,7 @@ def test_the_gravest_reason_comes_first() -> None:
 REFUSED: Final = [
     *((view, DAEMON, "health", kind) for view, kind, _ in OF_GPUS if kind is not Kind.GPU_NOT_RESTORED),
     *(
-        (GPU, found, "hold" if kind in {Kind.HOLD, Kind.OPERATION} else "health", kind)
+        (GPU, found, "hold" if kind in {Kind.HOLD, Kind.OPERATION, Kind.LEASES_INCOMPLETE} else "health", kind)
         for found, kind, _ in OF_DAEMONS
         if kind not in {Kind.ORPHAN, Kind.LOG_SILENT}
     ),

@@ -1,5 +1,11 @@
 """SIGHUP: new settings for the control daemons that run, and no restart of anything; or the old ones, and why."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
 import pytest
 
 from tests.daemon.conftest import Start
@@ -153,3 +159,53 @@ def test_limit_that_the_driver_does_not_know(make_node: Start, real: RealDaemon)
     node.reload("")
     wait_until(lambda: node.get("/readyz").status == 200, what="the node to be ready again")
     assert node.request("POST", "/v1/leases", asked).status == 201
+
+
+# -- before mpsd is ready for it ---------------------------------------------------------------------------------------
+
+SLOW: Final = """
+import sys
+sys.path.remove({folder!r})
+del sys.modules["click"]
+print("begun", flush=True)
+sys.stdin.readline()
+import click
+sys.modules["click"] = click
+"""
+"""Stands in for the first library that mpsd imports, and waits until it is told to go on."""
+
+SCRIPT: Final = "from mpsd.__main__ import main\nmain()\n"
+"""What an installer makes of mpsd's entry point."""
+
+
+@pytest.mark.real_daemon(535)
+@pytest.mark.parametrize("how", ["module", "script"])
+def test_while_it_is_imported(make_node: Start, short_tmp: Path, how: str) -> None:
+    """A SIGHUP that comes when mpsd has hardly begun does not end it: the reload follows when mpsd runs."""
+    node = make_node(config="")
+    (short_tmp / "lib").mkdir()
+    (short_tmp / "lib" / "click.py").write_text(SLOW.format(folder=f"{short_tmp}/lib"))
+    (short_tmp / "mpsd").write_text(SCRIPT)
+    begin = ["-m", "mpsd"] if how == "module" else [f"{short_tmp}/mpsd"]
+    root = Path(__file__).resolve().parents[2]
+    with node.stderr.open("ab") as log:
+        node.process = subprocess.Popen(
+            [sys.executable, *begin, *node.command[3:]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env={**os.environ, "PYTHONPATH": f"{short_tmp}/lib:{root}"},
+            cwd=root,
+        )
+    assert node.process.stdin is not None
+    assert node.process.stdout is not None
+    with node.process.stdin as stdin, node.process.stdout as stdout:
+        assert stdout.readline() == b"begun\n"
+        node.hang_up()
+        stdin.write(b"\n")
+    wait_until(
+        lambda: node.exited() is None and node.reloads(),
+        what=f"the reload; the log is {node.stderr}",
+        deadline=20,
+    )
+    assert node.end() == 0

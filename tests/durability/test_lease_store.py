@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+import pytest
 from msgspec.structs import replace
 
+from mpsd.core.errors import StorageError
 from mpsd.core.model import Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
-from mpsd.daemon.leases.lease_store import LEASES_SCHEMA, LeaseEvent, LeaseStore
+from mpsd.daemon.leases.lease_store import LEASES_FIRST, LEASES_SCHEMA, LeaseEvent, LeaseStore
 from mpsd.daemon.record.log import EventName
 from mpsd.system import clock
 from mpsd.system.database import Database, summed
@@ -183,3 +185,31 @@ def test_an_end_needs_no_room(short_tmp: Path) -> None:
         with opened(short_tmp) as keeping:
             found = keeping.read(published=400)
             assert (len(found.leases), len(found.unpublished)) == (0, 400)
+
+
+def test_directory_is_gone(tmp_path: Path) -> None:
+    """Without its directory nothing is stored, and that is said; when it is back, all of it is stored again, once."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    leases = numbered(3)
+    living = {lease.id: lease for lease in leases[:2]}
+    with closing(Database(directory / "leases.db", LEASES_SCHEMA, first=LEASES_FIRST)) as database:
+        keeping = LeaseStore(database)
+        keep(keeping, *leases)
+        keep(keeping, ended(leases[2]))
+        assert keeping.incomplete("GPU-1")
+        keeping.note_completeness("GPU-0", "")
+        assert not keeping.mend(living.get)
+        directory.rename(tmp_path / "away")
+        for _ in range(2):
+            with pytest.raises(StorageError):
+                keeping.mend(living.get)
+        assert keeping.keep({"lease-9": replace(LEASE, id="lease-9")}, []).because
+        (tmp_path / "away").rename(directory)
+        assert keeping.mend(living.get)
+        assert not keeping.mend(living.get)
+    with closing(Database(directory / "leases.db", LEASES_SCHEMA, first=LEASES_FIRST)) as database:
+        found = LeaseStore(database)
+        assert {lease.id for lease in found.read().leases} == living.keys()
+        assert found.incomplete("GPU-1")
+        assert not found.incomplete("GPU-0")

@@ -1,11 +1,12 @@
 """A store that cannot be used, or that cannot be written: mpsd says so, starts, and never dies of it."""
 
+import itertools
 import signal
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.durability.conftest import Start
 from tests.durability.streams import connection, events, following, gapless, in_line, submit, wait_for_line
 from tests.harness import wait_until
 from tests.node import Answer, Node
+from tests.simulated_clients import SimulatedClient, leased
 
 
 def admit(node: Node, **asked: object) -> Answer:
@@ -160,3 +162,186 @@ def test_full_state_directory_and_death(small: Callable[..., Node]) -> None:
     said = [event["event"] for event in events(node) if event.get("lease") == lease]
     assert said == ["lease_granted", "lease_ended"]
     assert gapless(events(node), 0)
+
+
+# -- what was lost with a store ----------------------------------------------------------------------------------------
+
+
+class TestLostLeases:
+    """A store that went while a control daemon ran on: its clients hold what no lease says."""
+
+    @pytest.fixture
+    def node(self, make_node: Start) -> Node:
+        """Start a node with two simulated GPUs, on which clients can hold memory."""
+        return make_node(simulate=2, control=None).start()
+
+    @pytest.fixture
+    def client(self, node: Node) -> Iterator[SimulatedClient]:
+        """Give a client on the first GPU, whose lease is lost with the store while mpsd is away."""
+        with leased(node, "--threads", "60", "--memory", "4GiB", "--gpu", "0") as started:
+            assert started.hello["ok"], started.hello
+            wait_until(lambda: node.get("/v1/clients").json["clients"], what="the client to be seen")
+            yield started
+
+    def lose(self, node: Node, damage: Callable[[Path], None]) -> None:
+        """Have mpsd find, when it starts, that its leases are lost."""
+        node.end(signal.SIGKILL)
+        damage(node.root / "run" / "leases.db")
+        self.begin(node)
+
+    def begin(self, node: Node) -> None:
+        """Start mpsd, which has adopted its control daemons when this returns."""
+        node.start(ready=False)
+        for name in ("gpu0", "gpu1"):
+            node.wait_for_state(name, "ready")
+
+    def held(self, node: Node, client: SimulatedClient) -> None:
+        """See that nothing is granted on the first GPU, that it is said why and what to do, and that others go on."""
+        answer = admit(node, gpu="0")
+        assert (answer.status, answer.json["code"], answer.json["limit"]) == (409, "daemon_not_ready", "hold")
+        assert f"it waits for the end of pid {client.pid}" in answer.json["detail"]
+        assert "mpsctl resume gpu0" in answer.json["hint"]
+        status = node.get("/v1/status").json
+        (reason,) = [each for each in status["reasons"] if each["kind"] == "leases_incomplete"]
+        assert (reason["subject"], status["healthy"]) == ("gpu0", False)
+        assert node.get("/readyz").status == 503
+        assert admit(node, gpu="1").status == 201
+
+    @pytest.mark.parametrize("damage", [noise, Path.unlink])
+    def test_held_until_its_clients_are_gone(
+        self, node: Node, client: SimulatedClient, damage: Callable[[Path], None]
+    ) -> None:
+        """Nothing is granted there, after further restarts either, until the client whose lease was lost has ended."""
+        self.lose(node, damage)
+        self.held(node, client)
+        node.end(signal.SIGKILL)
+        self.begin(node)
+        self.held(node, client)
+        assert {tuple(each["pids"]) for each in node.events("leases_incomplete", daemon="gpu0")} == {(client.pid,)}
+        assert node.events("leases_incomplete", daemon="gpu1") == []
+        client.kill()
+        wait_until(lambda: admit(node, gpu="0").status == 201, what="the GPU to be granted again")
+        assert node.events("leases_complete")
+        assert node.get("/v1/status").json["healthy"]
+
+    def test_resumed(self, node: Node, client: SimulatedClient) -> None:
+        """An operator who knows better says so, once: it is granted at once, and after a restart."""
+        self.lose(node, Path.unlink)
+        self.held(node, client)
+        assert node.mpsctl("resume", "gpu0").returncode == 0
+        assert admit(node, gpu="0").status == 201
+        node.end(signal.SIGKILL)
+        node.start()
+        assert admit(node, gpu="0").status == 201
+
+
+# -- a store that others change while mpsd runs ------------------------------------------------------------------------
+
+
+def put_back(path: Path, old: bytes) -> None:
+    """Write what was in a file before into it again."""
+    path.write_bytes(old)
+
+
+def replace(path: Path, old: bytes) -> None:
+    """Put another file into its place, with what was in it before."""
+    path.with_suffix(".new").write_bytes(old)
+    path.with_suffix(".new").rename(path)
+
+
+def into_directory(path: Path, _: bytes) -> None:
+    """Put a directory into its place."""
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES: Final[dict[str, Callable[[Path, bytes], object]]] = {
+    "removed": lambda path, _: path.unlink(),
+    "replaced": replace,
+    "put back": put_back,
+    "noise": lambda path, _: noise(path),
+    "one byte": lambda path, _: path.write_bytes(path.read_bytes()[:-1] + b"!"),
+    "emptied": lambda path, _: path.write_bytes(b""),
+    "a directory": into_directory,
+    "journal removed": lambda path, _: next(path.parent.glob(f"{path.name}-*")).unlink(),
+}
+
+
+class TestWhileItRuns:
+    """mpsd notices, and writes what it knows anew: the next mpsd finds all of it, and grants nothing twice."""
+
+    def rewritten(self, node: Node, path: Path, number: int = 1) -> None:
+        """Wait until mpsd says that it has written this store anew."""
+
+        def look() -> bool:
+            told = [each for each in node.events("store_rewritten") if f"{path}" in each["because"]]
+            return len(told) >= number
+
+        wait_until(look, what=f"{path} to be written anew; the log is {node.stderr}")
+
+    @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+    @pytest.mark.parametrize("damage", DAMAGES)
+    def test_leases(self, make_node: Start, damage: str, *, busy: bool) -> None:
+        """No lease is lost, whatever is done to the file.
+
+        Where mpsd writes to it all the time, it may write over what is wrong before it looks: that is as good.
+        """
+        node = make_node(simulate=1).start()
+        path = node.root / "run" / "leases.db"
+        first = admit(node, threads=40).json["id"]
+        old = path.read_bytes()
+        second = admit(node, threads=40).json["id"]
+        DAMAGES[damage](path, old)
+
+        turns = itertools.count()
+
+        def noticed() -> bool:
+            if busy:
+                lease = admit(node, threads=1)
+                assert lease.status in {201, 507}, lease.json
+                if lease.status == 201:
+                    assert node.request("DELETE", f"/v1/leases/{lease.json['id']}").status == 204
+            return bool(node.events("store_rewritten")) or (busy and next(turns) > 30)
+
+        wait_until(noticed, what=f"it to be noticed; the log is {node.stderr}")
+        third = admit(node, threads=10).json["id"]
+        assert node.get("/v1/status").json["healthy"]
+        node.end(signal.SIGKILL)
+        node.start()
+        assert {each["id"] for each in node.get("/v1/leases").json["leases"]} == {first, second, third}
+        assert admit(node, threads=20).status == 409
+        assert node.events("leases_incomplete") == []
+        assert len(node.events("store_rewritten")) == 1 or busy
+
+    def test_older_one_while_away(self, make_node: Start) -> None:
+        """An older store that was put in its place while mpsd was away is not believed: leases are missing in it."""
+        node = make_node(simulate=1).start()
+        path = node.root / "run" / "leases.db"
+        assert admit(node, threads=40).status == 201
+        old = path.read_bytes()
+        second = admit(node, threads=40).json["id"]
+        wait_until(lambda: any(each.get("lease") == second for each in events(node)), what="the grant to be told")
+        node.end(signal.SIGKILL)
+        path.write_bytes(old)
+        node.start()
+        assert "the history knows of turn" in node.events("store_set_aside")[0]["because"]
+        assert node.get("/v1/leases").json["leases"] == []
+
+    @pytest.mark.parametrize("damage", ["removed", "replaced", "emptied", "journal removed"])
+    def test_events(self, make_node: Start, damage: str) -> None:
+        """No event is lost that was told, and their numbers go on without a gap."""
+        node = make_node(simulate=1).start()
+        lease = admit(node, threads=40).json["id"]
+        before = events(node)
+        path = node.root / "state" / "history.db"
+        DAMAGES[damage](path, path.read_bytes())
+        self.rewritten(node, path)
+        assert node.request("DELETE", f"/v1/leases/{lease}").status == 204
+        wait_until(lambda: node.events("lease_ended", lease=lease), what="the end to be told")
+        wait_until(lambda: any(each["event"] == "lease_ended" for each in events(node)), what="the event")
+        node.end(signal.SIGKILL)
+        node.start()
+        after = events(node)
+        assert after[: len(before)] == before
+        assert {"store_rewritten", "lease_ended"} <= {each["event"] for each in after}
+        assert gapless(after, 0)

@@ -36,6 +36,7 @@ _MPSD_ENDS: Final = {
 
 _ENVIRONMENT: Final = {
     "MPSD_SOCKET": "The socket of mpsd, if --socket is not given.",
+    "MPSD_TRUST_UID": "Uids whose mpsd is believed as root's is, separated by spaces, if --trust-uid is not given.",
     "MPSD_LEASE": "The lease of the calling process. mpsctl run sets it for its COMMAND, and mpsctl verify reads it.",
     ", ".join(VARIABLES): (
         "The environment of a lease. mpsctl run sets it for its COMMAND, and mpsctl admit -o env prints it. A process"

@@ -1,6 +1,5 @@
 """Who may not, cannot, from wherever it asks: another user, a container's root, and one who was at the socket first."""
 
-import io
 import json
 import os
 import socket
@@ -9,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Final
 
 import pytest
@@ -118,14 +118,14 @@ class TestRefusalLog:
 
     def test_no_flood(self) -> None:
         """Not more than 16 in a minute, of whatever length; the next one says how many were left out."""
-        stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
-        refusals = RefusalLog(configure(LogFormat.JSON, stream=stream))
-        for _ in range(20):
-            refusals.record(PeerCredentials(ANN, ANN, 1), "GET /" + "x" * 1000, "no")
-        refusals._limit._since -= 60
-        refusals.record(PeerCredentials(ANN, ANN, 1), "GET /", "no")
-        stream.seek(0)
-        told = [json.loads(each) for each in stream]
+        with TemporaryFile("w+", encoding="utf-8") as stream:
+            refusals = RefusalLog(configure(LogFormat.JSON, stream=stream))
+            for _ in range(20):
+                refusals.record(PeerCredentials(ANN, ANN, 1), "GET /" + "x" * 1000, "no")
+            refusals._limit._since -= 60
+            refusals.record(PeerCredentials(ANN, ANN, 1), "GET /", "no")
+            stream.seek(0)
+            told = [json.loads(each) for each in stream]
         assert len(told) == 17
         assert [each.get("left_out") for each in told[15:]] == [None, 4]
         assert max(len(each["asked"]) for each in told) == 200

@@ -1,10 +1,10 @@
 """What strangers choose, such as names and commands, does nothing to a terminal, and forges no line of a log."""
 
-import io
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Final
 
 import pytest
@@ -131,10 +131,10 @@ def test_commands_as_text(make_node: Start) -> None:
 
 def test_defects_as_text() -> None:
     """The traceback of a defect keeps its lines, and nothing in them acts on a terminal, whatever structlog shows."""
-    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
-    configure(LogFormat.TEXT, stream=stream).defect(EventName.API_DEFECT, ValueError(f"no {NAME}\nin"), path=NAME)
-    stream.seek(0)
-    first, *trace = stream.read().splitlines()
+    with TemporaryFile("w+", encoding="utf-8") as stream:
+        configure(LogFormat.TEXT, stream=stream).defect(EventName.API_DEFECT, ValueError(f"no {NAME}\nin"), path=NAME)
+        stream.seek(0)
+        first, *trace = stream.read().splitlines()
     assert "api_defect" in first
     assert trace == ["ValueError: no \\x1b[2J\\x9b31m\\u202ex", "in"]
     assert harmless(first)

@@ -148,7 +148,7 @@ class TestStored:
                 assert refused.status == 409, refused.json
                 assert f"lease {lease['id']} of an earlier mpsd could not be restored" in refused.json["detail"]
                 assert f"until pid {held.pid}" in refused.json["detail"]
-                assert "mpsctl reset gpu0" in refused.json["hint"]
+                assert "mpsctl resume gpu0" in refused.json["hint"]
                 assert node.request("POST", "/v1/leases", {**SMALL, "gpu": "1"}).status == 201
                 assert node.get("/v1/status").json["healthy"] is False
         event(node, "lease_not_restored_ended", lease=lease["id"])
@@ -168,7 +168,7 @@ class TestStored:
             node.start(ready=False)
             node.wait_for_state("gpu0", "ready")
             assert node.request("POST", "/v1/leases", SMALL).status == 409
-            assert node.mpsctl("reset", "gpu0").returncode == 0
+            assert node.mpsctl("resume", "gpu0").returncode == 0
             assert "operator" in event(node, "lease_not_restored_ended", lease=lease["id"])["because"]
             assert node.request("POST", "/v1/leases", SMALL).status == 201
             assert is_running(held.pid)

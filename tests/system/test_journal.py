@@ -1,10 +1,13 @@
 """Entries for the journal: every byte of a value arrives, none of them forges a field, and no trouble is mpsd's."""
 
-import io
 import os
+import select
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import TextIO
 
 import pytest
 
@@ -36,6 +39,10 @@ class Heard:
             fields[name.decode()] = value.decode()
         return fields
 
+    def waits(self) -> bool:
+        """Tell whether there is an entry to read."""
+        return bool(select.select([self._socket], [], [], 0)[0])
+
     def close(self) -> None:
         """Hear no more."""
         self.journal.close()
@@ -50,9 +57,9 @@ def heard(short_tmp: Path) -> Iterator[Heard]:
     heard.close()
 
 
-def logger(heard: Heard, form: LogFormat = LogFormat.AUTO, stream: io.TextIOBase | None = None) -> logs.Logger:
+def logger(heard: Heard, form: LogFormat = LogFormat.AUTO, stream: TextIO = sys.stderr) -> logs.Logger:
     """Return a logger whose stream leads to that journal."""
-    return logs.configure(form, None, stream or io.TextIOWrapper(io.BytesIO()), journal=heard.journal)  # type: ignore[arg-type]
+    return logs.configure(form, None, stream, journal=heard.journal)
 
 
 def test_fields(heard: Heard) -> None:
@@ -103,10 +110,10 @@ def test_long_values(heard: Heard) -> None:
 
 def test_explicit_form_decides(heard: Heard) -> None:
     """With a form that was asked for, lines go to the stream, journal or not."""
-    lines = io.BytesIO()
-    stream = io.TextIOWrapper(lines)
-    logger(heard, LogFormat.JSON, stream).info(EventName.GPU_FOUND, index=0)
-    assert b'"event":"gpu_found"' in lines.getvalue()
+    with TemporaryFile("w+", encoding="utf-8") as stream:
+        logger(heard, LogFormat.JSON, stream).info(EventName.GPU_FOUND, index=0)
+        stream.seek(0)
+        assert '"event":"gpu_found"' in stream.read()
 
 
 def test_journal_is_gone(short_tmp: Path) -> None:
@@ -118,6 +125,21 @@ def test_journal_is_gone(short_tmp: Path) -> None:
             for _ in range(2000):
                 journal.send({"MESSAGE": "x" * 1000})
             journal.close()
+
+
+def test_what_was_lost_is_told(heard: Heard) -> None:
+    """After entries that the journal did not take, the next one that it takes is preceded by how many were lost."""
+    log = logger(heard)
+    while not log.lost:
+        log.info(EventName.GPU_FOUND, index=0)
+    log.info(EventName.GPU_FOUND, index=1)
+    assert log.lost == 2
+    while heard.waits():
+        assert heard.entry()["MPSD_INDEX"] == "0"
+    log.info(EventName.GPU_FOUND, index=2)
+    gap = heard.entry()
+    assert (gap["MPSD_EVENT"], gap["MPSD_LINES"], gap["PRIORITY"]) == ("log_lines_lost", "2", "4")
+    assert heard.entry()["MPSD_INDEX"] == "2"
 
 
 def test_behind(short_tmp: Path) -> None:

@@ -60,7 +60,7 @@ def doctor(
 
     context = click.get_current_context()
     if root is not None:
-        api = context.with_resource(Api(f"{root}/run/mpsd.sock"))
+        api = context.with_resource(api.at(f"{root}/run/mpsd.sock"))
     where = doctor_run.Where(
         Path(api.path), Path(config) if config else None, Path(root).absolute() if root is not None else None
     )

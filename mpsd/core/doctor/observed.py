@@ -114,6 +114,8 @@ class SocketSeen:
     """The pid and uid that listen; pid 0 where that process is in a pid namespace that the caller does not see."""
     closed: Path | None = None
     """The first directory on the way that the caller cannot traverse."""
+    untrusted: bool = False
+    """Whether who listens is neither root, nor the caller, nor anybody whom the caller trusts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,8 @@ class NodeHandlers:
         """Return what is not wrong and should be known."""
         notes = [f"{each.because}; it needs {each.remedy}" for each in self._node.missing]
         notes += self._node.gpus.notes()
+        if lost := self._node.lost_lines:
+            notes.append(f"{lost} lines of mpsd's log were lost, since its reader is gone or slow (mpsctl events)")
         notes += [
             f"{each.name}: this driver has no pinned device memory limit (535 has), so memory is counted only"
             for each in daemons

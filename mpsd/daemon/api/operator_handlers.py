@@ -24,13 +24,9 @@ class OperatorHandlers:
         self._operations: OrderedDict[str, schema.OperationOut] = OrderedDict()
 
     async def reset(self, request: Request) -> schema.OperationOut:
-        """Forget a control daemon's deaths, what its GPU reported, and who changed its mode; try again.
-
-        The GPU is not held any more for leases that could not be restored.
-        """
+        """Forget a control daemon's deaths, what its GPU reported, and who changed its mode; try again."""
         supervisor = self._node.supervisor(request.names["name"])
         supervisor.reset()
-        self._node.leases.unrestored.clear(supervisor.gpu.uuid)
         self._node.gpus.reset(supervisor.gpu.uuid)
         return self._done(request, supervisor, "reset", "reset")
 
@@ -43,7 +39,7 @@ class OperatorHandlers:
     async def resume(self, request: Request) -> schema.OperationOut:
         """Let people in again; stored before it is answered."""
         supervisor = self._node.supervisor(request.names["name"])
-        supervisor.intend(OperatorCommand(Intent.RUN, f"uid {request.credentials.uid} resumed it"))
+        self._node.resume(supervisor, f"uid {request.credentials.uid} resumed it")
         return self._done(request, supervisor, "resume", "resumed")
 
     async def drain(self, request: Request) -> schema.OperationOut:

@@ -34,12 +34,14 @@ class GroupCommit:
         *,
         publish: Callable[[int], int],
         finish: Callable[[], None],
+        find: Callable[[str], Lease | None],
         refuse: Callable[[Lease, StorageError], None],
     ) -> None:
         """`tell` takes note that the news up to a turn were logged, and returns up to which they are in the history.
 
-        `finish` is called before a turn is stored, to decide what follows from what was decided in it, and `refuse`
-        for each lease that was to be granted, or to wait, and could not be stored.
+        `find` returns a lease that has not ended. `finish` is called before a turn is stored, to decide what follows
+        from what was decided in it, and `refuse` for each lease that was to be granted, or to wait, and could not be
+        stored.
         """
         self.trouble = ""
         """Why nothing can be stored at the moment, if so."""
@@ -47,6 +49,7 @@ class GroupCommit:
         self._log = log
         self._publish_to = publish
         self._finish = finish
+        self._find = find
         self._refuse = refuse
         self._due = False
         """Whether something has to be stored."""
@@ -118,7 +121,19 @@ class GroupCommit:
             raise StorageError(f"the state of lease {lease_id} could not be stored: {self.trouble}", hint=_MAKE_ROOM)
 
     def look_for_room(self) -> None:
-        """Try again what failed, and grant again when there is room where there was none."""
+        """Try again what failed, and grant again when there is room where there was none.
+
+        A file that others have removed, replaced or written into is written anew, out of what is known here.
+        """
+        try:
+            because = self._store.mend(self._find)
+        except StorageError as error:
+            if not self.trouble:
+                self._log.error(EventName.STORE_FULL, because=error.detail)
+            self.trouble = error.detail
+            return
+        if because:
+            self._log.error(EventName.STORE_REWRITTEN, because=because)
         if self._store.is_late():
             self._schedule()
         if not self.trouble or not self._store.has_room():

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Final, TypeAlias
@@ -39,13 +39,27 @@ LEASES_SCHEMA: Final = (
     DROP TABLE leases_1;
     DROP TABLE news
     """,
+    """
+    CREATE TABLE incomplete (
+        gpu TEXT PRIMARY KEY, because TEXT NOT NULL, sum INTEGER NOT NULL, CHECK (sum = checksum(gpu, because))
+    ) WITHOUT ROWID
+    """,
 )
 """The versions of the lease store, the oldest first; a later mpsd adds to them and changes none.
 
 In the second, `data` is a lease that has not ended, or nothing. The `news` of a turn of the loop, [[turn, news], ...],
 are in one of the rows that it changed: most turns change one lease, and are one row and one statement. `told` is up to
 which turn the news were in the history when the row was written.
+
+The third has why the leases of a GPU may be incomplete, or nothing where they are complete; the row `*` is for every
+GPU that has none of its own.
 """
+
+LEASES_FIRST: Final = """
+    INSERT INTO incomplete
+    SELECT '*', because, checksum('*', because) FROM (SELECT 'the lease store began anew while it ran' AS because)
+"""
+"""What a new store says: what was granted before it is not in it."""
 
 LEASES_BALLAST: Final = 512 * 1024
 """Bytes for the ends of leases on a full disk: an end must always find room."""
@@ -62,6 +76,9 @@ class LeaseEvent(msgspec.Struct, frozen=True, array_like=True):
     event: EventName
     facts: dict[str, object]
 
+
+Statement: TypeAlias = tuple[str, Sequence[object]]
+"""What SQLite is told, and the values in it."""
 
 _Batches: TypeAlias = tuple[tuple[int, Sequence[LeaseEvent]], ...]
 """News, by turn."""
@@ -89,6 +106,8 @@ class StoredLeases:
     """What was decided and is not in the history, since mpsd died between."""
     unrestored: Sequence[UnrestoredLease] = ()
     """Those of this boot that make no sense; their rows stay until `discard`."""
+    because: str = ""
+    """Why there is nothing, where the store made no sense as a whole."""
 
 
 class _Row(msgspec.Struct):
@@ -114,6 +133,10 @@ class LeaseStore:
         self._new = itertools.count(1)
         """The numbers of the rows that there are not yet."""
         self._late: dict[str, Lease] = {}
+        self._unwritten = ""
+        """Why the file is new and has nothing of this in it yet, if so: what is not beside all else is not stored."""
+        self._incomplete: dict[str, str] | None = None
+        """What is stored about the completeness of the leases, by GPU, once it was read."""
         self.batch = 0
         """The number of the latest turn of the loop that had news."""
         self._published = 0
@@ -126,6 +149,22 @@ class LeaseStore:
     def has_room(self) -> bool:
         """Tell whether there is room for more leases."""
         return self._database.has_room()
+
+    def incomplete(self, gpu: str) -> str:
+        """Say why the leases of a GPU may be incomplete; nothing where they are complete."""
+        if self._incomplete is None:
+            rows = self._database.rows("SELECT gpu, because FROM incomplete")
+            self._incomplete = {str(gpu): str(because) for gpu, because in rows}
+        return self._incomplete.get(gpu, self._incomplete.get("*", ""))
+
+    def note_completeness(self, gpu: str, because: str) -> None:
+        """Store why the leases of a GPU may be incomplete, or, by nothing, that they are complete.
+
+        Raises StorageError: nothing has changed, then.
+        """
+        row = ("INSERT OR REPLACE INTO incomplete VALUES (?, ?, ?)", summed(gpu, because))
+        self._database.commit([row], needed=True)
+        self._incomplete = {**(self._incomplete or {}), gpu: because}
 
     def note_published(self, batch: int) -> None:
         """Note that the news up to a turn are in the history: they are not told again, and their rows may be used."""
@@ -151,13 +190,16 @@ class LeaseStore:
         Whatever makes no sense in a row is that row's trouble, and no other's.
         """
         ((noted, last),) = self._database.rows("SELECT ifnull(max(told), 0), ifnull(max(number), 0) FROM leases")
-        self._published = max(published, _whole(noted))  # a history that was lost knows of nothing that was told
+        newest = _whole(noted)
+        self._published = max(published, newest)  # a history that was lost knows of nothing that was told
         self._new = itertools.count(_whole(last) + 1)
         leases, unpublished, unrestored = list[Lease](), list[tuple[int, Sequence[LeaseEvent]]](), []
         for number, boot, data, batches in self._database.rows("SELECT number, boot, data, news FROM leases"):
             events: _Batches = ()
             with contextlib.suppress(*NOT_UNDERSTOOD):
-                events = self._unpublished(msgspec.json.decode(str(batches), type=_Batches))
+                decoded = msgspec.json.decode(str(batches), type=_Batches)
+                newest = max([newest, *(batch for batch, _ in decoded)])
+                events = self._unpublished(decoded)
             unpublished += events
             if not data or boot != clock.boot_id():
                 if not events:  # or it is free when another mpsd comes
@@ -170,6 +212,9 @@ class LeaseStore:
                 continue
             leases.append(lease)
             self._rows[lease.id] = _Row(_whole(number), lease.state, events)
+        if leases and newest < published:
+            # What is in the history was in this store before: somebody has put an older one in its place.
+            return self._begin_anew(f"it ends with turn {newest}, and the history knows of turn {published}")
         unpublished.sort(key=itemgetter(0))
         self.batch = max([self._published, *(batch for batch, _ in unpublished)])
         published_again = [each for _, events in unpublished for each in events]
@@ -186,6 +231,13 @@ class LeaseStore:
             return
         self._database.commit([("DELETE FROM leases WHERE number = ?", (row,))], needed=True)
         self._free.append(row)
+
+    def _begin_anew(self, because: str) -> StoredLeases:
+        self._database.start_anew(because)
+        self._rows.clear()
+        self._free.clear()
+        self._incomplete, self._new = None, itertools.count(1)
+        return StoredLeases(because=because)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -223,6 +275,39 @@ class LeaseStore:
         state = self._rows[lease.id].state
         return state is not None and (state is not LeaseState.WAITING or lease.state is LeaseState.WAITING)
 
+    def mend(self, find: Callable[[str], Lease | None]) -> str:
+        """Write everything into a new file, if others have changed the one that is written; return why, or nothing.
+
+        `find` returns a lease that has not ended. What there was in the file's place is set aside. Raises StorageError:
+        it has to be tried again, and nothing is stored until then.
+        """
+        because = self._database.changed_from_outside()
+        if because:
+            self._unwritten = because
+            self._database.start_anew(because)
+        because = self._unwritten
+        if because:
+            self._database.commit([*self._completeness_rows(), *self._all_rows(find)])
+            self._unwritten = ""
+        return because
+
+    def _completeness_rows(self) -> list[Statement]:
+        if self._incomplete is None:
+            return []  # it was never read, and the new file says that nothing is complete
+        put = "INSERT INTO incomplete VALUES (?, ?, ?)"
+        rows: list[Statement] = [(put, summed(gpu, because)) for gpu, because in self._incomplete.items()]
+        return [("DELETE FROM incomplete", ()), *rows]
+
+    def _all_rows(self, find: Callable[[str], Lease | None]) -> Iterator[Statement]:
+        for lease_id, row in self._rows.items():
+            lease = find(lease_id) if row.state not in {None, LeaseState.ENDED} else None
+            if lease is not None or row.events:
+                yield self._statement(row, lease, row.events)
+
+    def _statement(self, row: _Row, lease: Lease | None, events: _Batches) -> Statement:
+        data = "" if lease is None else _JSON.encode(lease).decode()
+        return PUT_LEASE, summed(row.number, clock.boot_id(), self._published, data, _JSON.encode(events).decode())
+
     def _commit(self, leases: Collection[Lease], events: Sequence[LeaseEvent]) -> None:
         batch = self.batch + bool(events)
         batches = ((batch, events),) if events else ()
@@ -233,10 +318,10 @@ class LeaseStore:
             needed = needed and ended
             unpublished = row.events + batches
             batches = ()
-            data = "" if ended else _JSON.encode(lease).decode()
-            text = _JSON.encode(unpublished).decode()
-            statements.append((PUT_LEASE, summed(row.number, clock.boot_id(), self._published, data, text)))
+            statements.append(self._statement(row, None if ended else lease, unpublished))
             written.append((row, lease, unpublished))
+        if self._unwritten:  # all the others are not in the file
+            raise StorageError(self._unwritten, hint="restore the runtime directory")
         self._database.commit(statements, needed=needed)
         self.batch = batch
         for row, lease, unpublished in written:

@@ -54,16 +54,15 @@ class Leases:
         note_usage: Callable[[Usage], None],
         published: int,
     ) -> None:
-        """`tell` stores, as events, what was logged up to a turn, and `told` is the latest turn for which it has.
-
-        `note_usage` is called every now and then with what each user has had.
-        """
+        """`publish` stores, as events, what was logged up to a turn; it has done so up to the turn `published`."""
         self.ledger = ledger
         self._settings = settings
         self._store = store
         self._limit_gates = limit_gates
         self._log = log
-        self._group_commit = GroupCommit(store, log, publish=publish, finish=self._finish, refuse=self._refuse)
+        self._group_commit = GroupCommit(
+            store, log, publish=publish, finish=self._finish, find=ledger.find, refuse=self._refuse
+        )
         self._note_usage = note_usage
         self._published = published
         self._watch = ProcessWatch(self._process_gone)

@@ -1,7 +1,7 @@
 """Leases of an earlier mpsd that could not be taken up again: set aside on disk, told, and their GPUs held.
 
 Whatever is wrong with one lease, mpsd starts and takes up the others. What that lease holds may be in use, and so
-nobody is admitted on its GPUs until its processes are gone or an operator says that all is clear (`mpsctl reset`).
+nobody is admitted on its GPUs until its processes are gone or an operator says that all is clear (`mpsctl resume`).
 Where it is not known which processes it has, nobody may be left on the GPU whose lease is not known.
 """
 

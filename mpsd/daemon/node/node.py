@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 
 from msgspec import structs
 
@@ -11,7 +12,7 @@ from mpsd.core import gpus, health, mps_facts
 from mpsd.core.admission import quota
 from mpsd.core.admission.admission import Amount, Offer, Refusal
 from mpsd.core.enforcement import violations
-from mpsd.core.errors import DaemonNotReadyError, MpsdError, NotFoundError, NotPermittedError
+from mpsd.core.errors import DaemonNotReadyError, MpsdError, NotFoundError, NotPermittedError, StorageError
 from mpsd.core.health import NodeHealth
 from mpsd.core.lifecycle import State
 from mpsd.core.model import (
@@ -26,7 +27,7 @@ from mpsd.core.model import (
 from mpsd.core.reload import LiveSettings
 from mpsd.core.roles import UserIdentity
 from mpsd.core.settings import Settings, Users
-from mpsd.core.supervision.drain import Operation
+from mpsd.core.supervision.drain import Intent, Operation, OperatorCommand
 from mpsd.daemon.control.drainer import DaemonLeases
 from mpsd.daemon.control.escalation import Terminate, terminate_contexts_of
 from mpsd.daemon.control.pipe_access import NodePipeAccess
@@ -35,6 +36,7 @@ from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.gpu.compute_modes import ComputeModes
 from mpsd.daemon.gpu.gpus import Gpus
 from mpsd.daemon.leases import mount_visibility
+from mpsd.daemon.leases.completeness import Completeness
 from mpsd.daemon.leases.leases import Leases
 from mpsd.daemon.leases.limit_gates import LimitGates
 from mpsd.daemon.leases.pending_request import stopping
@@ -65,6 +67,7 @@ class Node:
         run_dir: RunDir,
         settings: LiveSettings,
         leases: Leases,
+        completeness: Completeness,
         limit_gates: LimitGates,
         pipe_access: NodePipeAccess,
         log: Logger,
@@ -90,6 +93,7 @@ class Node:
         self._touched = asyncio.Event()
         """Set, and replaced, whenever something has changed."""
         self.leases = leases
+        self.completeness = completeness
         self._limit_gates = limit_gates
         self._pipe_access = pipe_access
         leases.unrestored.changed = self._look
@@ -132,6 +136,8 @@ class Node:
         """The GPUs were read."""
         self._inspect(read=True)
         self._supervise()
+        if self.completeness.is_waiting:
+            self._look()  # for processes that nothing else tells the end of
 
     async def _follow_offers(self) -> None:
         """Let those who wait have what becomes possible when a daemon or a GPU changes."""
@@ -215,7 +221,23 @@ class Node:
 
     def daemons(self) -> list[Daemon]:
         """Return the control daemons in the order of their GPUs."""
-        return [supervisor.snapshot() for supervisor in self._supervisors.values()]
+        return [self._snapshot(supervisor) for supervisor in self._supervisors.values()]
+
+    def _snapshot(self, supervisor: Supervisor) -> Daemon:
+        """Return a control daemon, and whether it may have clients whose leases were lost."""
+        daemon = supervisor.snapshot()
+        try:
+            incomplete = self.completeness.look(daemon)
+        except StorageError as error:
+            incomplete = error.detail
+        return replace(daemon, incomplete=incomplete) if incomplete else daemon
+
+    def resume(self, supervisor: Supervisor, because: str) -> None:
+        """Let people in again at an operator's word, who knows of clients without a lease. Raises StorageError."""
+        self.completeness.clear(supervisor.gpu.uuid, because)
+        self.leases.unrestored.clear(supervisor.gpu.uuid)
+        supervisor.intend(OperatorCommand(Intent.RUN, because))
+        self._look()
 
     def health(self) -> NodeHealth:
         """Return the GPUs and the control daemons at this moment, and what is not well about them."""
@@ -236,6 +258,11 @@ class Node:
             async with asyncio.timeout(seconds):
                 while any(each.state in {State.DOWN, State.STARTING} for each in self.daemons()):
                     await self._touched.wait()
+
+    @property
+    def lost_lines(self) -> int:
+        """How many lines of mpsd's log were lost since it started."""
+        return self._log.lost
 
     # -- admitting ----------------------------------------------------------------------------------------------------
 
@@ -312,7 +339,7 @@ class Node:
         return self._offers
 
     def _offer(self, view: GpuView, supervisor: Supervisor) -> Offer:
-        settings, daemon, gpu = self.settings.current, supervisor.snapshot(), supervisor.gpu
+        settings, daemon, gpu = self.settings.current, self._snapshot(supervisor), supervisor.gpu
         reason = health.refusal(view, daemon)
         return Offer(
             gpu=gpu.uuid,

@@ -23,6 +23,9 @@ _BATCH: Final = 100
 _DELAY: Final = 0.02
 """Seconds for which a decision may wait for others to be stored and told with it; see `Events.tell`."""
 
+_LOOK: Final = 0.5
+"""Seconds between two looks for what others did to the file."""
+
 _PAUSE: Final = 1.0
 """Seconds between two attempts to store what could not be stored."""
 
@@ -34,6 +37,8 @@ class Events:
         """Go on from where an earlier mpsd was. `count` events are kept, none for longer than `age` seconds."""
         self.trouble: Callable[[str], None] = lambda _: None
         """Called with the reason when events cannot be stored any more."""
+        self.rewritten: Callable[[str], None] = lambda _: None
+        """Called with the reason when others had changed the file, and it was written anew."""
         self.lost = ""
         """What happened to the events before this mpsd's, where they do not lead up to its own."""
         self._database = database
@@ -62,6 +67,8 @@ class Events:
         self._batch = self.batch
         self._pending: list[tuple[float, bytes]] = []
         self._held_up = False
+        self._unwritten = ""
+        """Why the file is new and has nothing in it yet, if so."""
         self._scheduled: asyncio.Handle | None = None
         self._arrived = asyncio.Event()
         self._closed = False
@@ -107,6 +114,36 @@ class Events:
         self._trim()
         arrived, self._arrived = self._arrived, asyncio.Event()
         arrived.set()
+
+    async def run(self) -> None:
+        """Look after the file until cancelled."""
+        while True:
+            await asyncio.sleep(clock.until_next(_LOOK))
+            try:
+                self._look()
+            except StorageError as error:
+                if not self._held_up:
+                    self._held_up = True
+                    self.trouble(error.detail)
+
+    def _look(self) -> None:
+        """Write all that is kept into a new file, where others have changed the one that is written."""
+        because = self._database.changed_from_outside()
+        if because:
+            self._unwritten = because
+            self._database.start_anew(because)
+        because = self._unwritten
+        if because:
+            self._trim()
+            start = self._first - self._base
+            data = b"\n".join(self._lines[start:]).decode()
+            rows = [("INSERT OR REPLACE INTO notes VALUES (?, ?, ?)", summed("turn", self.batch))]
+            if data:
+                at = self._times[-1]
+                rows.append(("INSERT INTO events VALUES (?, ?, ?, ?)", summed(self._next - 1, at, data)))
+            self._database.commit(rows)
+            self._unwritten, self._on_disk = "", self._first
+            self.rewritten(because)
 
     def _store(self, lines: list[bytes], times: list[float]) -> None:
         last = self._next + len(lines) - 1

@@ -1,10 +1,10 @@
 """mpsd's own log: one line for each decision, to stderr, with the facts as keys. Configured once, at start."""
 
+import logging
 import sys
 import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from datetime import datetime
 from enum import StrEnum
 from functools import partial
@@ -17,6 +17,7 @@ from mpsd.core.sanitize import harmless_json, plain
 from mpsd.core.settings import LogFormat
 from mpsd.system import clock
 from mpsd.system.journal import Journal
+from mpsd.system.log_output import LogOutput
 
 _JSON: Final = msgspec.json.Encoder(enc_hook=str)
 
@@ -76,6 +77,8 @@ class EventName(StrEnum):
     LEASES_RESTORED = "leases_restored"
     LEASE_NOT_RESTORED = "lease_not_restored"
     LEASE_NOT_RESTORED_ENDED = "lease_not_restored_ended"
+    LEASES_INCOMPLETE = "leases_incomplete"
+    LEASES_COMPLETE = "leases_complete"
     CLIENT_ATTRIBUTED = "client_attributed"
     VIOLATION = "violation"
     VIOLATION_ENDED = "violation_ended"
@@ -85,10 +88,13 @@ class EventName(StrEnum):
     STORE_FULL = "store_full"
     STORE_WRITABLE = "store_writable"
     STORE_SET_ASIDE = "store_set_aside"
+    STORE_REWRITTEN = "store_rewritten"
     EVENTS_LOST = "events_lost"
     SETTINGS_RELOADED = "settings_reloaded"
     SETTINGS_REFUSED = "settings_refused"
     SUPERVISOR_STUCK = "supervisor_stuck"
+    LOG_LINES_LOST = "log_lines_lost"
+    LIBRARY_REPORT = "library_report"
 
 
 _NAMESPACE: Final = uuid.UUID("6e9c2f64-0d5b-4f0e-9a55-b1c1a1d7f2c3")
@@ -100,6 +106,9 @@ _MINUTE: Final = 60.0
 
 _SPECIAL: Final = set(' "=')
 """What a value has that is not a word, and stands between quotes in a text."""
+
+_LAST_WORDS: Final = 0.5
+"""Seconds for a slow reader to take what is left when mpsd ends."""
 
 _PRIORITIES: Final = {"info": "6", "warning": "4", "error": "3"}
 """Levels as syslog(3) has them."""
@@ -122,16 +131,30 @@ class Logger:
     """
 
     def __init__(
-        self, write: Callable[[Sequence[LogRecord]], None], before: list[Callable[[], None]], **bound: object
+        self,
+        write: Callable[[Sequence[LogRecord]], None],
+        before: list[Callable[[], None]],
+        sink: "Journal | LogOutput",
+        **bound: object,
     ) -> None:
-        """`tell` is called with lines, and each of `before` before that; `bound` are facts of all that it tells."""
+        """`write` is called with lines, and each of `before` before that; `bound` are facts of all that it tells."""
         self._write = write
+        self._sink = sink
         self._before = before
         self._bound = bound
 
     def bind(self, **bound: object) -> "Logger":
         """Return one that tells these facts with all that it tells."""
-        return Logger(self._write, self._before, **self._bound, **bound)
+        return Logger(self._write, self._before, self._sink, **{**self._bound, **bound})
+
+    @property
+    def lost(self) -> int:
+        """How many lines were lost since mpsd started, for want of a reader, or of room."""
+        return self._sink.lost
+
+    def close(self) -> None:
+        """Write what waits, for a moment at most, since its reader may be gone; nothing can be told any more."""
+        self._sink.close(_LAST_WORDS)
 
     def info(self, event: EventName, **facts: object) -> None:
         """Tell what is as it should be."""
@@ -183,6 +206,30 @@ class LogLimit:
         more = {"left_out": self._left_out} if self._left_out else {}
         self._logged, self._left_out = self._logged + 1, 0
         return more
+
+
+class LibraryReports(logging.Handler):
+    """What libraries, asyncio among them, report by Python's own logging, as lines of mpsd's log.
+
+    By itself it would go to stderr, and wait there for whoever does not read it.
+    """
+
+    def __init__(self, log: Logger) -> None:
+        super().__init__(logging.WARNING)
+        self._log = log
+        logging.getLogger().addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Tell a report."""
+        facts: dict[str, object] = {"library": record.name, "because": record.getMessage()}
+        if record.exc_info:
+            facts["exception"] = logging.Formatter().formatException(record.exc_info)
+        self._log.error(EventName.LIBRARY_REPORT, **facts)
+
+    def close(self) -> None:
+        """Take no more reports."""
+        logging.getLogger().removeHandler(self)
+        super().close()
 
 
 def _entry(level: str, facts: Mapping[str, object], trace: str) -> dict[str, str]:
@@ -243,27 +290,32 @@ def configure(
 
     # The stream may be a file on a full disk, or a pipe that nobody reads any more: a line is lost, and mpsd lives on.
 
-    def write_lines(lines: Sequence[LogRecord]) -> None:
-        text = b"".join([rendered(line) + b"\n" for line in lines])
-        with suppress(OSError):
-            stream.buffer.write(text)
-            stream.buffer.flush()
+    def as_line(line: LogRecord) -> bytes:
+        return rendered(line) + b"\n"
 
-    def write_text(console: Callable[[object, str, dict[str, object]], str], line: LogRecord) -> None:
+    def as_text(console: Callable[[object, str, dict[str, object]], str], line: LogRecord) -> bytes:
         known, trace = parts(line)
-        with suppress(OSError):
-            print(console(None, line.level, {**known, **trace}), file=stream, flush=True)
+        return f"{console(None, line.level, {**known, **trace})}\n".encode(errors="backslashreplace")
 
-    def write_journal(to: Journal, line: LogRecord) -> None:
+    def as_entry(line: LogRecord) -> dict[str, str]:
         known, trace = parts(line)
         del known["at"], known["level"]  # the journal has its own
-        to.send(_entry(line.level, known, trace.get("exception", "")))
+        return _entry(line.level, known, trace.get("exception", ""))
 
     if form is LogFormat.AUTO and journal is not None:
-        return Logger(partial(_one_by_one, partial(write_journal, journal)), [])
+        journal.gap = lambda lines: as_entry(_gap(lines))
+        return Logger(partial(_one_by_one, lambda line: journal.send(as_entry(line))), [], journal)
+    render = as_line
     if form is LogFormat.TEXT or (form is LogFormat.AUTO and stream.isatty()):
         from structlog.dev import ConsoleRenderer  # noqa: PLC0415 - a third of all imports, and no service needs it
 
-        console = ConsoleRenderer(colors=stream.isatty())
-        return Logger(partial(_one_by_one, partial(write_text, console)), [])
-    return Logger(write_lines, [])
+        render = partial(as_text, ConsoleRenderer(colors=stream.isatty()))
+    output = LogOutput(stream.fileno())
+    output.gap = lambda lines: render(_gap(lines))
+    return Logger(lambda lines: output.write([render(line) for line in lines]), [], output)
+
+
+def _gap(lines: int) -> LogRecord:
+    """Return the line that stands where others are missing."""
+    because = "its reader was gone or too slow, or its file system full"
+    return LogRecord(clock.now(), "warning", EventName.LOG_LINES_LOST, {"lines": lines, "because": because})

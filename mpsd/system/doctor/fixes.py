@@ -9,10 +9,10 @@ from typing import BinaryIO, Final
 
 from mpsd.core.compute_mode import ComputeModeStep, step
 from mpsd.core.doctor.finding import Means, Mend
-from mpsd.core.errors import ComputeModeError, GpuUnknownError
+from mpsd.core.errors import ComputeModeError, ConfigurationError, GpuUnknownError
 from mpsd.core.model import Known
 from mpsd.core.settings import Settings
-from mpsd.system import clock, rundir
+from mpsd.system import clock, path_safety, rundir
 from mpsd.system.doctor import disk, gpus, proc
 from mpsd.system.gpu import NvmlGpus, change_compute_mode
 from mpsd.system.journal import Journal
@@ -49,7 +49,7 @@ async def _mend(settings: Settings, wanted: Mend) -> list[str]:
         case Means.REMOVE_SHARED_MEMORY:
             return [f"removed /dev/shm/{name}" for name in wanted.targets if rundir.remove_shared_memory(name)]
         case Means.OPEN:
-            return [f"opened {path} to every uid (o+x)" for path in wanted.targets if _open(Path(path))]
+            return [f"opened {path} to every uid (o+x)" for path in wanted.targets if _open(settings, Path(path))]
         case Means.GIVE_BACK:
             return await _give_back(settings, wanted.targets)
 
@@ -75,9 +75,23 @@ def _remove(path: Path) -> bool:
     return True
 
 
-def _open(path: Path) -> bool:
-    mode = path.stat().st_mode & 0o7777
-    path.chmod(mode | 0o001)
+def _open(settings: Settings, path: Path) -> bool:
+    """Let every uid traverse one of mpsd's own two directories, and nothing that was put in its place.
+
+    Raises ConfigurationError for a path that another user could have made lead elsewhere.
+    """
+    runtime_dir = settings.paths.runtime_dir
+    path_safety.check_path(path)
+    if path not in {runtime_dir, runtime_dir / "mps"} or not path_safety.is_own(path):
+        raise ConfigurationError(
+            f"{path} is not a directory of mpsd's own", hint="find out what it is, and who made it"
+        )
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(descriptor).st_mode & 0o7777
+        os.fchmod(descriptor, mode | 0o001)
+    finally:
+        os.close(descriptor)
     return not mode & 0o001
 
 

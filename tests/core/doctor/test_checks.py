@@ -128,6 +128,7 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
     ("socket", service(socket=replace(SOCKET, refused="Permission denied")), "fail", "mode 0666, uid 0"),
     ("socket", service(socket=replace(SOCKET, closed=Path("/run"))), "fail", "uid 0 may not traverse /run"),
     ("socket", service(socket=replace(SOCKET, listener=(9, 1000))), "warn", "pid 9 of uid 1000"),
+    ("socket", service(socket=replace(SOCKET, listener=(9, 1000), untrusted=True)), "fail", "pid 9 of uid 1000"),
     ("version", answers(version="0.9"), "warn", "mpsd has version 0.9, but mpsctl has 1.0"),
     ("version", service(**SILENT), "unknown", "does not answer"),
     (

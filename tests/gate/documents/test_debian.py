@@ -1,10 +1,22 @@
 """The Debian package is of this version, and for the suites that are tested."""
 
 import re
+from typing import Final
 
 from mpsd import __version__
 from tests.gate.source import ROOT
 from tests.systemd import SUITES
+
+BY_NAME: Final = re.compile(r"\b(pgrep|pkill|pidof|killall)\b")
+"""Programs that take a process for what it calls itself, as anybody's may."""
+
+
+def test_no_process_is_known_by_its_name() -> None:
+    """No script or unit that is installed asks for processes by name: any user's can have NVIDIA's."""
+    files = [path for folder in ("debian", "systemd", "container") for path in (ROOT / folder).rglob("*")]
+    assert len(files) > 20
+    found = {path: BY_NAME.findall(path.read_text(encoding="utf-8")) for path in files if path.is_file()}
+    assert {path: names for path, names in found.items() if names} == {}
 
 
 def test_version() -> None:

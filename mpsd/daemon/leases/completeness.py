@@ -1,0 +1,89 @@
+"""Whether the leases of each GPU are all there: where some may be lost, nothing is granted until their clients end.
+
+A lease store that begins anew knows of no lease. A control daemon that ran before it may have clients whose leases were
+in the store before: what they hold would be granted once more. So a GPU counts as incomplete until its control daemon
+has said who its clients are and those are gone, or an operator says that it is well. The store keeps that, and a new
+one says it of every GPU in the same commit as it is made, so that no death of mpsd comes between.
+"""
+
+from typing import Final
+
+from mpsd.core.lifecycle import ANSWERED
+from mpsd.core.model import Daemon, ProcessIdentity
+from mpsd.daemon.leases.lease_store import LeaseStore
+from mpsd.daemon.record.log import EventName, Logger
+from mpsd.system import process
+
+_MOST_NAMED: Final = 8
+"""Processes that are named in a sentence."""
+
+
+class Completeness:
+    """What is known of the completeness of each GPU's leases."""
+
+    def __init__(self, store: LeaseStore, log: Logger) -> None:
+        self._store = store
+        self._log = log
+        self._awaited: dict[str, set[ProcessIdentity]] = {}
+        """By UUID of a GPU, the processes that may have had a lease, and have not ended."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are processes that have to end before a GPU's leases are complete again."""
+        return bool(self._awaited)
+
+    def because(self, gpu: str) -> str:
+        """Say why the leases of a GPU may be incomplete; nothing where they are complete."""
+        because = self._store.incomplete(gpu)
+        awaited = sorted(each.pid for each in self._awaited.get(gpu, ()))
+        if not because or not awaited:
+            return because
+        named = ", ".join(map(str, awaited[:_MOST_NAMED])) + (", ..." if len(awaited) > _MOST_NAMED else "")
+        return f"{because}; it waits for the end of pid {named}"
+
+    def hold(self, gpu: str, because: str) -> None:
+        """Grant nothing on a GPU until its clients of now are gone, or an operator resumes it. Raises StorageError."""
+        self._store.note_completeness(gpu, because)
+        self._awaited.pop(gpu, None)
+
+    def clear(self, gpu: str, because: str) -> None:
+        """Take the leases of a GPU for complete from now on. Raises StorageError: nothing has changed, then."""
+        if not self._store.incomplete(gpu):
+            return
+        self._store.note_completeness(gpu, "")
+        if self._awaited.pop(gpu, None) is not None:
+            self._log.info(EventName.LEASES_COMPLETE, gpu=gpu, because=because)
+
+    def look(self, daemon: Daemon) -> str:
+        """Look who is left on a GPU whose leases may be incomplete; return why they still are, or nothing.
+
+        Raises StorageError when they are complete and that could not be stored.
+        """
+        gpu = daemon.gpu
+        because = self._store.incomplete(gpu)
+        if not because:
+            return ""
+        if gpu not in self._awaited:
+            present = _present(daemon)
+            if present is None:
+                return because
+            if present:
+                self._awaited[gpu] = present
+                pids = sorted(each.pid for each in present)
+                self._log.error(EventName.LEASES_INCOMPLETE, daemon=daemon.name, gpu=gpu, because=because, pids=pids)
+        left = {each for each in self._awaited.get(gpu, ()) if process.start_ticks(each.pid) == each.start_ticks}
+        if not left:
+            self.clear(gpu, "every process that may have had a lease has ended")
+            return ""
+        self._awaited[gpu] = left
+        return self.because(gpu)
+
+
+def _present(daemon: Daemon) -> set[ProcessIdentity] | None:
+    """Return the clients of a control daemon, and servers that outlived one; None while that is not known."""
+    servers = [each for each in daemon.servers if not each.orphan]
+    if daemon.state not in ANSWERED or not daemon.verified or any(each.limits is None for each in servers):
+        return None  # a busy server says nothing, as one without clients does
+    pids = {pid for each in servers for pid in each.clients} | {each.pid for each in daemon.servers if each.orphan}
+    started = ((pid, process.start_ticks(pid)) for pid in pids)
+    return {ProcessIdentity(pid, ticks) for pid, ticks in started if ticks is not None}

@@ -112,6 +112,8 @@ class Leases:
         Those whose processes died meanwhile end now, and places in the queue that nobody can come back to.
         """
         found, now = self._store.read(self._published), clock.monotonic()
+        if found.because:
+            self._log.error(EventName.STORE_SET_ASIDE, because=found.because)
         self.unrestored.set_aside(found.unrestored)
         self._group_commit.publish_again(found.unpublished)
         enter = (partial(self.ledger.restore, now=now), self._note_request, self.clients.restore)

@@ -12,7 +12,8 @@ import msgspec
 
 from mpsd.core.errors import StorageError
 from mpsd.core.model import Lease, LeaseState
-from mpsd.daemon.leases.unrestored import NOT_UNDERSTOOD, UnrestoredLease
+from mpsd.daemon.leases.unrestored import UnrestoredLease
+from mpsd.daemon.record.encoding import NOT_UNDERSTOOD, to_json
 from mpsd.daemon.record.log import EventName
 from mpsd.system import clock
 from mpsd.system.database import Database, summed
@@ -51,8 +52,6 @@ LEASES_BALLAST: Final = 512 * 1024
 """Bytes for the ends of leases on a full disk: an end must always find room."""
 
 PUT_LEASE: Final = "INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?, ?)"
-
-_JSON: Final = msgspec.json.Encoder()
 
 
 class LeaseEvent(msgspec.Struct, frozen=True, array_like=True):
@@ -233,8 +232,8 @@ class LeaseStore:
             needed = needed and ended
             unpublished = row.events + batches
             batches = ()
-            data = "" if ended else _JSON.encode(lease).decode()
-            text = _JSON.encode(unpublished).decode()
+            data = "" if ended else to_json(lease).decode()
+            text = to_json(unpublished).decode()
             statements.append((PUT_LEASE, summed(row.number, clock.boot_id(), self._published, data, text)))
             written.append((row, lease, unpublished))
         self._database.commit(statements, needed=needed)

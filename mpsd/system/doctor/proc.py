@@ -9,11 +9,12 @@ from typing import Final
 from mpsd.core.doctor.observed import ProcessSeen
 from mpsd.core.doctor.processes import MPSD, USUAL
 from mpsd.core.model import Known, Reading, Unknown
+from mpsd.core.sanitize import text
 from mpsd.system import clock, host_environment, process_table
 
 _PROC: Final = Path("/proc")
 
-_COMM: Final = "nvidia-cuda-mps"
+_COMM: Final = b"nvidia-cuda-mps"
 """What the kernel keeps of the names of NVIDIA's two programs: 15 bytes. Source: proc(5), /proc/PID/comm."""
 
 _COMMANDS: Final = frozenset({"run", "demo"})
@@ -50,7 +51,7 @@ def _process(pid: int, program: tuple[str, ...]) -> Iterator[ProcessSeen]:
         if arguments:
             part = MPSD if is_mpsd(arguments) else process_table.kind_of(arguments, program)
         else:
-            part = "process of MPS" if (_PROC / f"{pid}/comm").read_text().strip() == _COMM else None
+            part = "process of MPS" if (_PROC / f"{pid}/comm").read_bytes().strip() == _COMM else None
         if part is not None:
             yield _seen(pid, part, arguments)
 
@@ -101,7 +102,7 @@ def _denied(path: Path, error: OSError) -> Unknown:
 
 def _link(path: Path) -> Reading[str]:
     try:
-        return Known(os.readlink(path))  # noqa: PTH115 - what it says is no path
+        return Known(text(os.readlink(path)))  # noqa: PTH115 - what it says is no path
     except OSError as error:
         return _denied(path, error)
 

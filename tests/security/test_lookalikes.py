@@ -121,6 +121,24 @@ class TestStranger:
 
 @needs_root
 @pytest.mark.real_daemon(535)
+def test_doctor(make_node: Start) -> None:
+    """The doctor mentions who looks like a part of MPS, and finds nothing wrong for it."""
+    node = make_node(simulate=1).start()
+    env = environment(node)
+    checks = ("foreign-daemon", "orphans", "front-end", "other-daemon", "stopped", "look-alikes")
+    with disguised(*CONTROL, env=env) as control, disguised(*SERVER, env=env) as server:
+        os.kill(server.pid, signal.SIGSTOP)
+        done = node.mpsctl("doctor", "-o", "json", *(each for check in checks for each in ("--only", check)))
+        # Others on this machine may run control daemons of their own, beside these tests.
+        pids = {control.pid, server.pid}
+        found = [each for each in json.loads(done.stdout)["checks"] if each["evidence"].get("pid") in pids]
+        assert {each["evidence"]["pid"] for each in found} == pids
+        assert {(each["id"], each["verdict"]) for each in found} == {("look-alikes", "note")}
+        assert "note" in node.mpsctl("doctor", "--only", "look-alikes").stdout
+
+
+@needs_root
+@pytest.mark.real_daemon(535)
 class TestAnyBytes:
     """A stranger's executable at a path that is not UTF-8."""
 

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from tests.daemon.caller import needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.control.operations import begin, ended
-from tests.daemon.helpers import branches, is_running, kill, next_ready
+from tests.daemon.helpers import BRISK, branches, is_running, kill, next_ready
 from tests.harness import look_at, wait_until
 from tests.node import Node
 from tests.real import RealDaemon
@@ -190,6 +191,18 @@ class TestRecord:
         assert node.daemons()["gpu0"]["pid"] == before
         assert bool(node.events("file_damaged", daemon="gpu0")) is (damage is not None)
         assert json.loads(record(node).read_text())["start"]["process"]["pid"] == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("real", branches())
+def test_seat(make_node: Start, real: RealDaemon) -> None:
+    """Who keeps a daemon's only seat by a connection that says nothing is named, though it is no front-end."""
+    node = make_node(control=real.control, simulate=1, config=BRISK).start()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as held:
+        held.connect(os.fspath(node.pipe_directory("gpu0") / "control"))
+        daemon = node.wait_for_state("gpu0", "unresponsive")
+        assert f"connected to it: pid {os.getpid()} (uid {os.getuid()})" in daemon["because"]
+    node.wait_for_state("gpu0", "ready")
 
 
 @pytest.mark.real_daemon(535)

@@ -134,8 +134,9 @@ def ask(
     settings: Settings = OPEN,
     uid: int | None = None,
     log: TextIO | None = None,
+    times: int = 1,
 ) -> Answer:
-    """Ask a dispatcher with this table, as this user or as mpsd's own, and return the answer."""
+    """Ask a dispatcher with this table, as this user or as mpsd's own, and return the last answer."""
     logger = configure(LogFormat.JSON, stream=log or io.TextIOWrapper(io.BytesIO()))
     dispatcher = Dispatcher(table, words or Words(), LiveSettings(settings), logger)
 
@@ -160,6 +161,8 @@ def ask(
         await writer.wait_closed()
         return said
 
+    for _ in range(times - 1):
+        asyncio.run(talk())
     head, _, rest = asyncio.run(talk()).partition(b"\r\n\r\n")
     first, *lines = head.decode().split("\r\n")
     return Answer(int(first.split()[1]), dict(line.split(": ", 1) for line in lines), rest)
@@ -267,6 +270,16 @@ class TestRequests:
         assert (answer.status, answer.json["code"]) == (500, "internal")
         assert b"milk" not in answer.body
         assert b"ZeroDivisionError" in said
+
+    def test_defects_are_no_flood(self) -> None:
+        """However often a request meets one, 16 of them are logged in a minute, and each request is answered."""
+        written = io.BytesIO()
+        with io.TextIOWrapper(written) as log:
+            answer = ask("GET", f"/spill/milk{'k' * 1000}", log=log, times=20)
+            lines = written.getvalue().splitlines()
+        assert answer.status == 500
+        assert len(lines) == 16
+        assert max(len(json.loads(each)["path"]) for each in lines) <= 200
 
 
 @needs_root

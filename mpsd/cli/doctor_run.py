@@ -105,7 +105,7 @@ async def _observe(api: "Api", where: Where) -> Observed:
     configuration = service.configuration(where.config or arguments_of.config, root)
     settings = service.in_force(in_force, configuration.settings)
     holder = service.lock_holder(settings.paths.runtime_dir)
-    processes = proc.processes((arguments_of.control or settings.daemon.control,))
+    processes = proc.processes((arguments_of.control or settings.daemon.control,), settings.paths.runtime_dir)
     process = process or _holder(holder, processes)
     simulated = isinstance(answers, Known) and answers.value.simulated
     seen = ServiceSeen(

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import Generic, TypeAlias, TypeVar
+from typing import Annotated, Generic, TypeAlias, TypeVar
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.lifecycle import State
@@ -38,11 +38,18 @@ Reading: TypeAlias = Known[T] | Unknown
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
+Pid: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+"""A number that the kernel may have given to a process; what is read from a store is held to that."""
+
+Moment: TypeAlias = Annotated[datetime, Meta(tz=True)]
+"""A time of day that says in which zone, so that it can be compared."""
+
+
 class ProcessIdentity(Struct, frozen=True):
     """Which process this is: a pid alone is reused, a pid with its start time is not (within one boot)."""
 
-    pid: int
-    start_ticks: int
+    pid: Pid
+    start_ticks: Annotated[int, Meta(ge=0, le=2**40)]
     """Start time in clock ticks since boot, as /proc/PID/stat has it: no wall clock can move it."""
 
 
@@ -341,15 +348,15 @@ class Lease(Struct, frozen=True):
     holder: ProcessIdentity
     request: LeaseRequest
     arrival: int
-    created: datetime
+    created: Moment
     shares: tuple[Share, ...] = ()
     clients: tuple[ProcessIdentity, ...] = ()
     """Client processes that were attributed to it, the living ones."""
     until: float | None = None
     ttl: float | None = None
     expires: float | None = None
-    granted: datetime | None = None
-    ended: datetime | None = None
+    granted: Moment | None = None
+    ended: Moment | None = None
 
 
 # -- violations --------------------------------------------------------------------------------------------------------

@@ -6,11 +6,10 @@ character in one of them could hide a line, or forge one. So each answer passes 
 
 Paths, names, arguments and environments are bytes, and any bytes. Python's own word for those that are not UTF-8, a
 surrogate, is one that JSON and SQLite refuse. So whatever comes from the kernel or from a directory is made text by
-`text`, and each value that goes into the log, an answer or a store passes `encodable` when its encoder refused it.
+`text`, and whatever becomes JSON in mpsd does so by `mpsd/daemon/record/encoding.py`, which lets no other pass.
 """
 
 import json
-from collections.abc import Mapping
 from typing import TypeVar, cast
 
 T = TypeVar("T")
@@ -33,19 +32,6 @@ def text(raw: bytes | str) -> str:
 def _is_escaped(value: str) -> bool:
     """Tell whether each surrogate in a text stands for a byte, as `os.fsdecode` leaves them."""
     return all(not "\ud800" <= each <= "\udfff" or "\udc80" <= each <= "\udcff" for each in value)
-
-
-def encodable(value: object) -> object:
-    """Return a value with every text in it as `text` has it; for one that an encoder refused, and so for few."""
-    match value:
-        case str():
-            return text(value)
-        case Mapping():
-            return {encodable(key): encodable(each) for key, each in value.items()}
-        case list() | tuple() | set() | frozenset():
-            return [encodable(each) for each in value]
-        case _:
-            return value
 
 
 def plain(value: T) -> T:

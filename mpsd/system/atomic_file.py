@@ -1,18 +1,12 @@
 """Small files that must be whole or not there: written beside their place and renamed into it."""
 
+import errno
 import os
 from pathlib import Path
-from typing import Final, TypeVar
-
-import msgspec
-
-from mpsd.core.model import Known, Reading, Unknown
-from mpsd.core.sanitize import text
-
-T = TypeVar("T")
+from typing import Final
 
 _MOST: Final = 16 * 1024 * 1024
-"""Bytes of a file of JSON that are read; mpsd's own have some thousand."""
+"""Bytes of a file that are read; mpsd's own have some thousand."""
 
 
 def write(path: Path, data: bytes, *, lasting: bool = False) -> None:
@@ -46,28 +40,15 @@ def _sync(directory: Path) -> None:
 
 
 def read(path: Path) -> bytes | None:
-    """Return a file's content, or None when there is none. Raises OSError for one that cannot be read."""
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
+    """Return a file's content, or None when there is none. Raises OSError for one that cannot be read, or is too large.
 
-
-def load(path: Path, kind: type[T]) -> Reading[T] | None:
-    """Return what a file of JSON says; None where there is none, and why not where it cannot be read or understood.
-
-    No file keeps mpsd from its work: whoever asks decides what one that is damaged stands for, and tells of it.
+    It is none that was written here, if it is.
     """
     try:
         with path.open("rb") as file:
             raw = file.read(_MOST + 1)
-        if len(raw) > _MOST:
-            return Unknown(f"{text(str(path))} has more than {_MOST} bytes")
-        return Known(msgspec.json.decode(raw, type=kind))
     except FileNotFoundError:
         return None
-    except OSError as error:
-        return Unknown(f"{text(str(path))} cannot be read: {error.strerror}")
-    except (ValueError, OverflowError, RecursionError) as error:
-        # What msgspec raises for what it cannot parse is a ValueError, and so is text that is not UTF-8.
-        return Unknown(f"{text(str(path))} cannot be parsed: {text(str(error))}")
+    if len(raw) > _MOST:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.fspath(path))
+    return raw

@@ -178,8 +178,9 @@ def _found_again(descriptor: int, position: Position) -> Position:
     """
     found = os.fstat(descriptor)
     if found.st_ino == position.inode:
-        for offset in range(position.offset, len(position.before) - 1, -_BLOCK):
-            if offset <= found.st_size and _at(descriptor, offset).before == position.before:
+        beyond = max(0, position.offset - found.st_size)
+        for offset in range(position.offset - -(-beyond // _BLOCK) * _BLOCK, len(position.before) - 1, -_BLOCK):
+            if _at(descriptor, offset).before == position.before:
                 return replace(position, offset=offset)
     return Position(found.st_ino, 0, b"")
 

@@ -81,7 +81,11 @@ class ServiceManager:
         lines = (*self._unsent, *assignments)
         self._unsent = ()
         try:
-            self._socket.sendto("\n".join(lines).encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL, self._address)
+            self._socket.sendto(
+                "\n".join(lines).encode(errors="backslashreplace"),
+                socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL,
+                self._address,
+            )
         except BlockingIOError:
             # Of each thing the latest counts; and a sign of life is worth nothing later.
             latest = {line.partition("=")[0]: line for line in lines if not line.startswith("WATCHDOG=")}

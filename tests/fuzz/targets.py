@@ -4,10 +4,13 @@ Each target feeds a parser, lets only the error pass that the parser documents, 
 promises of it. Hypothesis, the corpus and the coverage-guided fuzzer all go through these functions.
 """
 
+import io
 import json
 import os
+import sqlite3
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -18,26 +21,38 @@ import msgspec
 
 from mpsd.cli.render import as_json
 from mpsd.core import settings
+from mpsd.core.admission.ledger import AdmissionRules, Ledger
+from mpsd.core.admission.usage import Usage
 from mpsd.core.enforcement import drift, violations
-from mpsd.core.errors import ConfigurationError, ControlError, InvalidRequestError
-from mpsd.core.model import Client, Limits, ProcessIdentity, ReadBack
+from mpsd.core.errors import ConfigurationError, ControlError, ForeignDaemonError, InvalidRequestError
+from mpsd.core.model import Client, DaemonProcess, Lease, Limits, ProcessIdentity, ReadBack
 from mpsd.core.mps import commands, log_parser
 from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE as PERCENTAGE
 from mpsd.core.mps.limits import NOTHING, Setting, parse_foreign_mem_limit, widest_read_back
 from mpsd.core.mps.limits import PINNED_DEVICE_MEM_LIMIT as MEM_LIMIT
 from mpsd.core.mps.log_events import ForeignCommand
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
-from mpsd.core.sanitize import harmless_json, plain
+from mpsd.core.sanitize import harmless_json, plain, text
+from mpsd.core.settings import ControlDaemon, LogFormat, Settings
 from mpsd.core.supervision.drain import Intent
 from mpsd.core.units import GIB, format_size, parse_duration, parse_size
 from mpsd.daemon.api import lease_handlers, lease_schema
 from mpsd.daemon.api.decoding import body_decoder, query_decoder
 from mpsd.daemon.api.routes import ROUTES
+from mpsd.daemon.control import control_log
+from mpsd.daemon.control.death_tally import DeathTally
+from mpsd.daemon.control.discovery import DaemonRecord, orphans
 from mpsd.daemon.control.operator_intent import OperatorIntent
+from mpsd.daemon.http.problems import problem_answer
+from mpsd.daemon.leases.unrestored import UnrestoredLease, UnrestoredLeases
+from mpsd.daemon.record.encoding import NOT_UNDERSTOOD, to_json
+from mpsd.daemon.record.log import EventName, configure
 from mpsd.simulator.cuda import Pinned, pinned
+from mpsd.system import clock, process_table
 from mpsd.system.control_pipe import Conversation
 from mpsd.system.log_file import LogFollower
 from mpsd.system.retry import CollisionError
+from mpsd.system.rundir import RunDir
 from tests.fuzz.conversing import conversation
 
 KEY: Final = "4f9d2c"
@@ -313,6 +328,95 @@ def intention(data: bytes) -> None:
         assert len(again.ended) <= 16
 
 
+def record(data: bytes) -> None:
+    """The files of one control daemon are understood and kept as they are, or told as damaged; all else goes on.
+
+    The first byte says which boot they are of: this one, or what stands there.
+    """
+    if data[:1] == b"b":
+        data = data.replace(b"BOOT", clock.boot_id().encode())
+    with tempfile.TemporaryDirectory() as folder:
+        paths = RunDir(Settings().under(Path(folder)), -1).daemon("gpu0")
+        for path in (paths.record, paths.death_tally, paths.reading, paths.control_log):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data[1:])
+        seen = io.BytesIO()
+        with io.TextIOWrapper(seen) as stream:
+            log = configure(LogFormat.JSON, stream=stream)
+            found = DaemonRecord(paths, log)
+            found.load()
+            found.find()
+            orphans(found)
+            found.note(DaemonProcess(ProcessIdentity(9, 1), "x", "y", NOW, many_users=False), {})
+            deaths = DeathTally(paths.death_tally, log)
+            deaths.load()
+            deaths.count("it died", ControlDaemon())
+            position = control_log._stored_position(paths, log)
+            if position is not None:
+                LogFollower(paths.control_log, position.control).read()
+                position.serving.cannot_start(NOW)
+                position.serving.statuses({}, tuple(position.serving.faults), NOW)
+                assert msgspec.json.decode(to_json(position), type=type(position)) == position
+            stream.flush()
+            assert all(json.loads(line) for line in seen.getvalue().splitlines())
+
+
+def stored_lease(data: bytes) -> None:
+    """A stored lease is restored as it was, or set aside; mpsd starts, and a lease that it did not take holds."""
+    told = io.BytesIO()
+    with io.TextIOWrapper(told) as stream:
+        unrestored = UnrestoredLeases(lambda _: None, configure(LogFormat.JSON, stream=stream))
+        ledger = Ledger(AdmissionRules(), Usage(60.0, {}))
+        try:
+            lease = msgspec.json.decode(text_of(data), type=Lease)
+        except NOT_UNDERSTOOD as error:
+            unrestored.set_aside([UnrestoredLease.of_row(1, text_of(data), error)])
+        else:
+            unrestored.attempt(lease, [lambda each: ledger.restore(each, 1.0)], lambda _: 1)
+            assert msgspec.json.decode(to_json(lease), type=Lease) == lease
+            clock.at_ticks(lease.holder.start_ticks)
+        held = unrestored.on(GPU)
+        assert all(plain(each).isprintable() for each in held)
+        unrestored.look([GPU], [GPU])
+        unrestored.clear(GPU)
+        assert not unrestored.on(GPU)
+        stream.flush()
+        assert all(json.loads(line) for line in told.getvalue().splitlines())
+
+
+def foreign(data: bytes) -> None:
+    """What is not UTF-8 in a path, a name, an argument or a variable is logged, answered and stored as text."""
+    decoded = data.decode("utf-8", errors="surrogateescape")
+    for value in (data, decoded, f"\ud800{decoded}"):
+        safe = text(value)
+        assert text(safe.encode()) == text(safe) == safe
+    assert text(data) == text(decoded)
+    facts: dict[str, object] = {
+        "path": Path(decoded),
+        "words": [decoded, {"x": decoded}],
+        "error": OSError(1, "x", decoded),
+    }
+    for form in (LogFormat.JSON, LogFormat.TEXT):
+        seen = io.BytesIO()
+        with io.TextIOWrapper(seen, encoding="utf-8") as stream:
+            configure(form, stream=stream).warning(EventName.SOCKET_REPLACED, **facts)
+            stream.flush()
+            assert harmless(seen.getvalue())
+    assert json.loads(to_json({decoded: facts}))
+    answer = problem_answer(ForeignDaemonError(f"it is {decoded}", hint=decoded))
+    assert json.loads(answer.body)
+    variables = process_table._variables(b"A=1\0CUDA_" + data + b"\0")
+    assert all(text(each) == each for pair in variables.items() for each in pair)
+    with closing(sqlite3.connect(":memory:")) as store:
+        assert store.execute("SELECT ?", (text(data),)).fetchone() == (text(data),)
+
+
+def harmless(raw: bytes) -> bool:
+    """Tell whether one line was written, in which nothing acts on a terminal."""
+    line = raw.decode()
+    return line.endswith("\n") and line[:-1].replace("\n", "").isprintable()
+
+
 def terminal(data: bytes) -> None:
     """Whatever others chose acts on no terminal, and JSON stays the same document."""
     text = data.decode("utf-8", errors="surrogateescape")
@@ -339,6 +443,9 @@ TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
         units,
         environment,
         intention,
+        record,
+        stored_lease,
+        foreign,
         terminal,
     )
 }

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from tests.daemon.caller import needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.control.operations import begin, ended
-from tests.daemon.helpers import branches, is_running, kill, next_ready
+from tests.daemon.helpers import BRISK, branches, is_running, kill, next_ready
 from tests.harness import look_at, wait_until
 from tests.node import Node
 from tests.real import RealDaemon
@@ -121,6 +122,24 @@ class TestStranger:
 
 @needs_root
 @pytest.mark.real_daemon(535)
+def test_doctor(make_node: Start) -> None:
+    """The doctor mentions who looks like a part of MPS, and finds nothing wrong for it."""
+    node = make_node(simulate=1).start()
+    env = environment(node)
+    checks = ("foreign-daemon", "orphans", "front-end", "other-daemon", "stopped", "look-alikes")
+    with disguised(*CONTROL, env=env) as control, disguised(*SERVER, env=env) as server:
+        os.kill(server.pid, signal.SIGSTOP)
+        done = node.mpsctl("doctor", "-o", "json", *(each for check in checks for each in ("--only", check)))
+        # Others on this machine may run control daemons of their own, beside these tests.
+        pids = {control.pid, server.pid}
+        found = [each for each in json.loads(done.stdout)["checks"] if each["evidence"].get("pid") in pids]
+        assert {each["evidence"]["pid"] for each in found} == pids
+        assert {(each["id"], each["verdict"]) for each in found} == {("look-alikes", "note")}
+        assert "note" in node.mpsctl("doctor", "--only", "look-alikes").stdout
+
+
+@needs_root
+@pytest.mark.real_daemon(535)
 class TestAnyBytes:
     """A stranger's executable at a path that is not UTF-8."""
 
@@ -172,6 +191,18 @@ class TestRecord:
         assert node.daemons()["gpu0"]["pid"] == before
         assert bool(node.events("file_damaged", daemon="gpu0")) is (damage is not None)
         assert json.loads(record(node).read_text())["start"]["process"]["pid"] == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("real", branches())
+def test_seat(make_node: Start, real: RealDaemon) -> None:
+    """Who keeps a daemon's only seat by a connection that says nothing is named, though it is no front-end."""
+    node = make_node(control=real.control, simulate=1, config=BRISK).start()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as held:
+        held.connect(os.fspath(node.pipe_directory("gpu0") / "control"))
+        daemon = node.wait_for_state("gpu0", "unresponsive")
+        assert f"connected to it: pid {os.getpid()} (uid {os.getuid()})" in daemon["because"]
+    node.wait_for_state("gpu0", "ready")
 
 
 @pytest.mark.real_daemon(535)

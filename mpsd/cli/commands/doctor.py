@@ -14,7 +14,7 @@ from mpsd.core.sanitize import plain
 if TYPE_CHECKING:
     from mpsd.core.doctor.finding import Check, Result
 
-_SHOWN: Final = ("fail", "warn", "unknown", "ok")
+_SHOWN: Final = ("fail", "warn", "unknown", "note", "ok")
 """The verdicts, the worst first."""
 
 
@@ -101,9 +101,8 @@ def report(results: "Sequence[Result]", done: Sequence[str], *, everything: bool
             if remedy and verdict != "ok":
                 lines.append(f"         remedy: {plain(remedy)}")
     counts = {verdict: sum(each.finding.verdict == verdict for each in results) for verdict in _SHOWN}
-    shown = (
-        f"{counts['fail']} failed, {plural(counts['warn'], 'warning')}, {counts['unknown']} unknown, {counts['ok']} ok"
-    )
+    shown = f"{counts['fail']} failed, {plural(counts['warn'], 'warning')}, {counts['unknown']} unknown"
+    shown += f", {plural(counts['note'], 'note')}, {counts['ok']} ok" if counts["note"] else f", {counts['ok']} ok"
     return "\n".join([*lines, *([""] if lines else []), f"{plural(len(results), 'finding')}: {shown}"])
 
 

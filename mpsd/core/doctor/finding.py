@@ -19,6 +19,8 @@ class Verdict(StrEnum):
     """It works, and somebody will be surprised."""
     FAIL = "fail"
     """Something does not work, or a limit can be got round."""
+    NOTE = "note"
+    """Nothing is wrong, and somebody may want to know."""
     UNKNOWN = "unknown"
     """It could not be looked at. That is never taken for well, and is no failure either."""
 

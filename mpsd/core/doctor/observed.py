@@ -85,6 +85,8 @@ class ProcessSeen:
     pid_namespace: Reading[str]
     shared_memory: Reading[int]
     """The device that its /dev/shm is on."""
+    lookalike: bool = False
+    """Whether only its name, its arguments and its environment say what it is, which anybody can make up."""
     apart: bool = False
     """Whether the path of its pipe directory leads it elsewhere than who asks: it is in another container."""
 

@@ -35,8 +35,8 @@ def _all(seen: Observed) -> tuple[ProcessSeen, ...]:
 
 
 def living(seen: Observed) -> Iterator[ProcessSeen]:
-    """Yield the processes that have not ended."""
-    return (each for each in _all(seen) if each.state != "Z")
+    """Yield the processes that have not ended, and are what they look like."""
+    return (each for each in _all(seen) if each.state != "Z" and not each.lookalike)
 
 
 def hidden(seen: Observed) -> Iterator[Finding]:
@@ -252,7 +252,7 @@ def _stopped(seen: Observed) -> Iterator[Finding]:
 
 def _zombies(seen: Observed) -> Iterator[Finding]:
     yield from hidden(seen)
-    dead = [each for each in _all(seen) if each.state == "Z"]
+    dead = [each for each in _all(seen) if each.state == "Z" and not each.lookalike]
     if dead:
         parents = sorted({each.parent for each in dead})
         because = (
@@ -296,6 +296,16 @@ def _program(seen: Observed) -> Iterator[Finding]:
             yield Finding(Verdict.WARN, because, _report_of(each), remedy, f"pid {each.pid}")
 
 
+def _lookalikes(seen: Observed) -> Iterator[Finding]:
+    yield from hidden(seen)
+    for each in _all(seen):
+        if not each.lookalike or each.state == "Z":
+            continue
+        because = f"pid {each.pid} (uid {each.uid}) calls itself a {each.part}, and nothing else says that it is one"
+        remedy = f"none is needed; to know what it is: ls -l /proc/{each.pid}/exe"
+        yield Finding(Verdict.NOTE, because, _report_of(each), remedy, f"pid {each.pid}")
+
+
 CHECKS: Final = (
     Check(
         "foreign-daemon",
@@ -332,6 +342,12 @@ CHECKS: Final = (
         "no process keeps a control daemon's front-end open",
         "MPS serves one front-end at a time: limits can neither be set nor read back.",
         _front_end,
+    ),
+    Check(
+        "look-alikes",
+        "no process of another user only looks like one of MPS",
+        "Nothing: neither mpsd nor these checks believe in names. Its user may be confused, or up to something.",
+        _lookalikes,
     ),
     Check("stopped", "no process of MPS is stopped or stuck", "Front-ends and clients hang.", _stopped),
     Check("zombies", "no process of MPS is a zombie", "Zombies add up until no new process can be started.", _zombies),

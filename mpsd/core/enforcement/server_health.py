@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Final
 
-from mpsd.core.model import ReadBack
+from mpsd.core.model import Moment, Pid, ReadBack
 from mpsd.core.mps.limits import NOTHING
 from mpsd.core.mps.log_events import (
     ContextsMade,
@@ -35,11 +35,11 @@ _WINDOW: Final = timedelta(seconds=60)
 class ServerHealth:
     """What is known of the servers of one control daemon; it is kept with how far their logs were read."""
 
-    faults: dict[int, datetime] = field(default_factory=dict)
+    faults: dict[Pid, Moment] = field(default_factory=dict)
     """By the server's pid, since when it handles a fatal fault: it takes no client until those that it has are gone."""
     given: dict[int, ReadBack] = field(default_factory=dict)
     """By server, the limits that its log says it gives, since somebody last compared them with what was asked."""
-    failures: list[datetime] = field(default_factory=list)
+    failures: list[Moment] = field(default_factory=list)
     """When servers could not start, since one could."""
     words: str = ""
     """What the last of them said."""

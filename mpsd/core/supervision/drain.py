@@ -6,11 +6,10 @@ versions). So whoever is patient is sure that nobody is harmed who came at the l
 """
 
 from dataclasses import dataclass, replace
-from datetime import datetime
 from enum import StrEnum
 from typing import Final, Self
 
-from mpsd.core.model import ProcessIdentity
+from mpsd.core.model import Moment, ProcessIdentity
 
 _DRAIN: Final = (
     "Stop admission and wait until no leases and no clients are left. Running clients continue for as long as they"
@@ -65,7 +64,7 @@ class DesiredState:
 
     intent: Intent
     because: str
-    since: datetime
+    since: Moment
     operation: str = ""
     """By what the caller knows it."""
     boot: str = ""
@@ -98,7 +97,7 @@ class Blocker:
     what: str
     lease: str | None
     pid: int | None
-    since: datetime
+    since: Moment
     """Since when it is there."""
 
 
@@ -210,6 +209,6 @@ class Operation:
     verb: str
     state: Outcome
     because: str
-    started: datetime
-    ended: datetime | None
+    started: Moment
+    ended: Moment | None
     waits_for: tuple[Blocker, ...] = ()

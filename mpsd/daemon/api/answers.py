@@ -9,18 +9,16 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
-import msgspec
 from msgspec import Struct
 
 from mpsd.daemon.http.connection import Answer
+from mpsd.daemon.record.encoding import to_json
 
 A = TypeVar("A")
 S = TypeVar("S", bound=Struct)
 
 JSON: Final = "application/json"
 LINES: Final = "application/x-ndjson"
-
-_encode_json: Final = msgspec.json.Encoder().encode
 
 
 class Stream(NamedTuple):
@@ -62,12 +60,12 @@ def json(kind: type[S], status: int | StatusBy = 200) -> AnswerKind[S]:
     if isinstance(status, StatusBy):
         value_of, by_value = attrgetter(status.field), dict(status.statuses)
         return AnswerKind(
-            lambda answer: Answer(by_value[value_of(answer)], _encode_json(answer)),
+            lambda answer: Answer(by_value[value_of(answer)], to_json(answer)),
             tuple(by_value.values()),
             JSON,
             kind,
         )
-    return AnswerKind(lambda answer: Answer(status, _encode_json(answer)), (status,), JSON, kind)
+    return AnswerKind(lambda answer: Answer(status, to_json(answer)), (status,), JSON, kind)
 
 
 def text(media_type: str, description: str) -> AnswerKind[str]:

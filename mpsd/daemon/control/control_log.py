@@ -22,6 +22,7 @@ from mpsd.core.mps.log_events import (
 )
 from mpsd.core.mps.log_parser import CommandOrigin, LogReader, parse
 from mpsd.daemon.control.log_silence import LogSilence
+from mpsd.daemon.record import encoding
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import atomic_file, clock, process
 from mpsd.system.inotify import DirectoryWatch
@@ -287,7 +288,7 @@ class ControlLog:
         """Note how far the log was read, and what follows of that: nobody will read it again."""
         file = _File(self.key, self._reader.origin, self._control.position, self._server.position, self.serving)
         try:
-            atomic_file.write(self._paths.reading, msgspec.json.encode(file))
+            atomic_file.write(self._paths.reading, encoding.to_json(file))
         except OSError as error:
             self._complain(EventName.LOG_POSITION_NOT_STORED, error)
         else:
@@ -315,7 +316,7 @@ class ControlLog:
 
 def _stored_position(paths: DaemonPaths, log: Logger) -> _File | None:
     """Return what an earlier mpsd noted; one that is damaged is told of, and counts as none."""
-    found = atomic_file.load(paths.reading, _File)
+    found = encoding.load(paths.reading, _File)
     if isinstance(found, Unknown):
         log.warning(EventName.FILE_DAMAGED, because=found.reason)
     return found.value if isinstance(found, Known) else None

@@ -9,6 +9,7 @@ import msgspec
 from mpsd.core.model import Unknown
 from mpsd.core.settings import ControlDaemon
 from mpsd.core.supervision.restart import Death, Decision, RestartPolicy, RestartVerdict, decide, recent
+from mpsd.daemon.record import encoding
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import atomic_file, clock
 
@@ -34,7 +35,7 @@ class DeathTally:
         A file that is damaged is told of, and counts as none: it is mpsd's own, in its runtime directory, and forgiving
         a death harms nobody.
         """
-        found = atomic_file.load(self._path, _File)
+        found = encoding.load(self._path, _File)
         if isinstance(found, Unknown):
             self._log.warning(EventName.FILE_DAMAGED, because=found.reason)
         elif found is not None and found.value.boot_id == clock.boot_id():
@@ -58,6 +59,6 @@ class DeathTally:
         self._deaths, self.failed = deaths, failed
         plain = {"boot_id": clock.boot_id(), "deaths": [asdict(death) for death in deaths], "failed": failed}
         try:
-            atomic_file.write(self._path, msgspec.json.encode(plain))
+            atomic_file.write(self._path, encoding.to_json(plain))
         except OSError as error:
             self._log.error(EventName.DEATH_TALLY_NOT_STORED, because=str(error))

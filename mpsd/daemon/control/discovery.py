@@ -14,16 +14,16 @@ import os
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from mpsd.core.errors import ForeignDaemonError
-from mpsd.core.model import DaemonProcess, ProcessIdentity, Unknown
+from mpsd.core.model import DaemonProcess, Moment, ProcessIdentity, Unknown
 from mpsd.core.mps import daemon_flags
 from mpsd.core.settings import Users
+from mpsd.daemon.record import encoding
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import atomic_file, clock, process, process_table, unix_sockets
 from mpsd.system.control_pipe import ControlProgram
@@ -54,7 +54,7 @@ class _Start(msgspec.Struct, forbid_unknown_fields=True):
     variables: dict[str, str]
     """The CUDA_* environment that it was given."""
     many_users: bool
-    started: datetime
+    started: Moment
     process: ProcessIdentity | None = None
     """None until it is started."""
 
@@ -77,7 +77,7 @@ class DaemonRecord:
 
     def load(self) -> None:
         """Read what an earlier mpsd of this boot wrote. One that is damaged is told of, and counts as none."""
-        found = atomic_file.load(self._path, _File)
+        found = encoding.load(self._path, _File)
         if isinstance(found, Unknown):
             self._log.warning(EventName.FILE_DAMAGED, because=found.reason)
         elif found is not None and found.value.boot_id == clock.boot_id():
@@ -137,7 +137,7 @@ class DaemonRecord:
         """Replace what is known; where it cannot be written, a daemon is found by what the kernel says of it."""
         self._file = _File(clock.boot_id(), start, dead)
         try:
-            atomic_file.write(self._path, msgspec.json.encode(self._file))
+            atomic_file.write(self._path, encoding.to_json(self._file))
         except OSError as error:
             self._log.error(EventName.DAEMON_RECORD_NOT_STORED, because=str(error))
 

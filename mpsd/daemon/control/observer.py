@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Final
 
 from mpsd.core.enforcement import drift
-from mpsd.core.errors import ControlBusyError, ControlError, ControlUnknownCommandError, LimitNotHeldError
+from mpsd.core.errors import (
+    ControlBusyError,
+    ControlError,
+    ControlUnknownCommandError,
+    ControlUnresponsiveError,
+    LimitNotHeldError,
+)
 from mpsd.core.model import Drift, Limits, ProcessIdentity, ReadBack, Server
 from mpsd.core.mps import commands
 from mpsd.core.mps.limits import (
@@ -25,6 +31,9 @@ from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock, process, process_table, unix_sockets
 from mpsd.system.control_pipe import ControlPipe, Conversation, Pending
 from mpsd.system.rundir import DaemonPaths
+
+_MOST_NAMED: Final = 8
+"""Processes that are connected to a daemon, and that are named in a sentence."""
 
 _MOST_UNDONE: Final = 8
 """Changes of others that mpsd put back and still can tell about; its events have all of them."""
@@ -204,7 +213,7 @@ class Observer:
         try:
             await self.pipe.hold(talk)
             self.control_log.silence.expect(self.pipe.nonce)
-        except ControlBusyError as error:
+        except (ControlBusyError, ControlUnresponsiveError) as error:
             error.detail += await asyncio.to_thread(_connected, self._paths.control_sockets)
             raise
 
@@ -328,8 +337,8 @@ def _connected(sockets: Iterable[Path]) -> str:
     except OSError as error:
         return f"; who is connected to it is not known: {error.strerror}"
     holders = [f"pid {pid} (uid {process_table.real_uid(pid)})" for pid in pids]
-    unseen = ["one in another pid namespace"] if peers else []
-    return f"; connected to it: {', '.join(holders or unseen)}" if peers else ""
+    unseen = ["a process that mpsd cannot see, as in another pid namespace"]
+    return f"; connected to it: {', '.join(holders[:_MOST_NAMED] or unseen)}" if peers else ""
 
 
 def _read_back(values: Mapping[Limit, LimitValue]) -> ReadBack:

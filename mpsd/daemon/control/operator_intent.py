@@ -8,6 +8,7 @@ import msgspec
 from mpsd.core.errors import StorageError
 from mpsd.core.model import Unknown
 from mpsd.core.supervision.drain import DesiredState, Intent, Operation, take_up
+from mpsd.daemon.record import encoding
 from mpsd.system import atomic_file, clock
 
 _MOST_ENDED: Final = 16
@@ -40,7 +41,7 @@ class OperatorIntent:
 
     def load(self) -> None:
         """Read what an earlier mpsd was told. A file that cannot be understood may have said `hold`, and so it does."""
-        found = atomic_file.load(self._path, _File)
+        found = encoding.load(self._path, _File)
         if isinstance(found, Unknown):
             self.damaged = found.reason
             desired = DesiredState(Intent.HOLD, f"held because {self.damaged}", clock.now(), boot=clock.boot_id())
@@ -53,7 +54,7 @@ class OperatorIntent:
         """Want this from now on, and note what has ended by that. Raises StorageError: nothing has changed, then."""
         stored = _File(desired, (*self._stored.ended, *ended)[-_MOST_ENDED:])
         try:
-            atomic_file.write(self._path, msgspec.json.encode(stored), lasting=True)
+            atomic_file.write(self._path, encoding.to_json(stored), lasting=True)
         except OSError as error:
             raise StorageError(
                 f"{self._path} cannot be written: {error.strerror}",

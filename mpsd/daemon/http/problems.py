@@ -8,11 +8,11 @@ import http
 from collections.abc import Iterable
 from typing import Final
 
-import msgspec
 from msgspec import Struct
 
 from mpsd.core.errors import InvalidRequestError, MethodNotAllowedError, MpsdError, NotFoundError
 from mpsd.daemon.http.connection import Answer, Message
+from mpsd.daemon.record.encoding import to_json
 
 MEDIA_TYPE: Final = "application/problem+json"
 
@@ -46,7 +46,7 @@ def problem(error: MpsdError, status: int | None = None) -> Problem:
 def problem_answer(error: MpsdError, status: int | None = None, *, allow: str = "") -> Answer:
     """Return the answer for an error; `allow` names the methods that the path takes."""
     document = problem(error, status)
-    return Answer(document.status, msgspec.json.encode(document), MEDIA_TYPE, allow)
+    return Answer(document.status, to_json(document), MEDIA_TYPE, allow)
 
 
 def unreadable(message: Message) -> Answer:
@@ -71,7 +71,7 @@ def unroutable(message: Message, methods: Iterable[str]) -> Answer:
 def closing_response(error: MpsdError, status: int | None = None) -> bytes:
     """Return a whole HTTP/1.1 response for an error, after which the connection is closed."""
     document = problem(error, status)
-    body = msgspec.json.encode(document)
+    body = to_json(document)
     head = (
         f"HTTP/1.1 {document.status} {document.title}",
         f"Content-Type: {MEDIA_TYPE}",

@@ -12,7 +12,8 @@ import msgspec
 
 from mpsd.core.errors import StorageError
 from mpsd.core.model import Lease, LeaseState
-from mpsd.daemon.leases.unrestored import NOT_UNDERSTOOD, UnrestoredLease
+from mpsd.daemon.leases.unrestored import UnrestoredLease
+from mpsd.daemon.record.encoding import NOT_UNDERSTOOD, to_json
 from mpsd.daemon.record.log import EventName
 from mpsd.system import clock
 from mpsd.system.database import Database, summed
@@ -65,8 +66,6 @@ LEASES_BALLAST: Final = 512 * 1024
 """Bytes for the ends of leases on a full disk: an end must always find room."""
 
 PUT_LEASE: Final = "INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?, ?)"
-
-_JSON: Final = msgspec.json.Encoder()
 
 
 class LeaseEvent(msgspec.Struct, frozen=True, array_like=True):
@@ -305,8 +304,8 @@ class LeaseStore:
                 yield self._statement(row, lease, row.events)
 
     def _statement(self, row: _Row, lease: Lease | None, events: _Batches) -> Statement:
-        data = "" if lease is None else _JSON.encode(lease).decode()
-        return PUT_LEASE, summed(row.number, clock.boot_id(), self._published, data, _JSON.encode(events).decode())
+        data = "" if lease is None else to_json(lease).decode()
+        return PUT_LEASE, summed(row.number, clock.boot_id(), self._published, data, to_json(events).decode())
 
     def _commit(self, leases: Collection[Lease], events: Sequence[LeaseEvent]) -> None:
         batch = self.batch + bool(events)

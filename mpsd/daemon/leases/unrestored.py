@@ -16,14 +16,12 @@ import msgspec
 from mpsd.core.errors import StorageError
 from mpsd.core.model import Lease, LeaseState, ProcessIdentity
 from mpsd.core.sanitize import text
+from mpsd.daemon.record.encoding import NOT_UNDERSTOOD
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import process
 
 _MOST_WORDS: Final = 200
 """Characters of an error that are worth repeating."""
-
-NOT_UNDERSTOOD: Final = (ValueError, OverflowError, RecursionError)
-"""What is raised by the decoding of what makes no sense; msgspec's errors are ValueErrors."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,10 @@ import msgspec
 
 from mpsd.core.sanitize import harmless_json, plain
 from mpsd.core.settings import LogFormat
+from mpsd.daemon.record.encoding import to_json
 from mpsd.system import clock
 from mpsd.system.journal import Journal
 from mpsd.system.log_output import LogOutput
-
-_JSON: Final = msgspec.json.Encoder(enc_hook=str)
 
 
 class EventName(StrEnum):
@@ -234,10 +233,10 @@ class LibraryReports(logging.Handler):
 
 def _entry(level: str, facts: Mapping[str, object], trace: str) -> dict[str, str]:
     """Return the fields of an entry in the journal: what a person reads, and each fact by itself."""
-    texts = {name: value if isinstance(value, str) else _JSON.encode(value).decode() for name, value in facts.items()}
+    texts = {name: value if isinstance(value, str) else to_json(value).decode() for name, value in facts.items()}
     event = texts.pop("event")
     said = " ".join(
-        f"{name}={_JSON.encode(text).decode() if set(text) & _SPECIAL else text}" for name, text in texts.items()
+        f"{name}={to_json(text).decode() if set(text) & _SPECIAL else text}" for name, text in texts.items()
     )
     return {
         "MESSAGE": "\n".join(filter(None, (f"{event} {said}".rstrip(), trace))),
@@ -278,7 +277,7 @@ def configure(
     def rendered(line: LogRecord) -> bytes:
         # What a reader looks for first stands first: when, how bad, and what.
         at, level, event, facts = line
-        text = _harmless(_JSON.encode({"at": at, "level": level, "event": event, **facts}))
+        text = _harmless(to_json({"at": at, "level": level, "event": event, **facts}))
         if record is not None and "exception" not in facts:
             record(at.timestamp(), text)
         return text

@@ -56,7 +56,7 @@ async def _mend(settings: Settings, wanted: Mend) -> list[str]:
 
 def _free(settings: Settings, targets: Sequence[str]) -> list[Path]:
     """Return those that still no process of MPS has: one may have come before the lock was taken."""
-    found = proc.processes((settings.daemon.control,))
+    found = proc.processes((settings.daemon.control,), settings.paths.runtime_dir)
     listened = disk.listened()
     had = {each.pipe_directory for each in found.value} if isinstance(found, Known) else None
     paths = map(Path, targets)

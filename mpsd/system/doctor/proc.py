@@ -2,25 +2,32 @@
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from mpsd.core.doctor.observed import ProcessSeen
 from mpsd.core.doctor.processes import MPSD, USUAL
 from mpsd.core.model import Known, Reading, Unknown
-from mpsd.system import clock, host_environment, process_table
+from mpsd.core.sanitize import text
+from mpsd.system import clock, host_environment, process_table, unix_sockets
+from mpsd.system.process_table import ProgramKind
 
 _PROC: Final = Path("/proc")
 
-_COMM: Final = "nvidia-cuda-mps"
+_COMM: Final = b"nvidia-cuda-mps"
 """What the kernel keeps of the names of NVIDIA's two programs: 15 bytes. Source: proc(5), /proc/PID/comm."""
 
 _COMMANDS: Final = frozenset({"run", "demo"})
 
 
-def processes(program: Sequence[str]) -> Reading[tuple[ProcessSeen, ...]]:
-    """Return every process of MPS, and every mpsd; `program` is the control program, whatever it is called."""
+def processes(program: Sequence[str], runtime_dir: Path) -> Reading[tuple[ProcessSeen, ...]]:
+    """Return every process of MPS, and every mpsd, and what looks like one.
+
+    `program` is the control program, whatever it is called, and `runtime_dir` mpsd's.
+    """
     try:
         pids = sorted(int(name) for name in os.listdir(_PROC) if name.isdecimal())  # noqa: PTH208 - names, not paths
     except OSError as error:
@@ -28,9 +35,52 @@ def processes(program: Sequence[str]) -> Reading[tuple[ProcessSeen, ...]]:
     if 1 not in pids:
         return _hidden("/proc/1")
     try:
-        return Known(tuple(each for pid in pids for each in _process(pid, tuple(program))))
+        found = [each for pid in pids for each in _process(pid, tuple(program))]
+        return Known(_with_lookalikes(found, tuple(program), runtime_dir))
     except PermissionError as error:
         return _hidden(error.filename)
+
+
+def _with_lookalikes(
+    found: Sequence[ProcessSeen], program: tuple[str, ...], runtime_dir: Path
+) -> tuple[ProcessSeen, ...]:
+    """Mark those that only their own word is evidence of: of another uid than root's, mpsd's, or whose who asks is.
+
+    Another user's is what it looks like where it runs the control program itself, is the child of a control daemon, or
+    is connected to one of mpsd's.
+    """
+    trusted = {0, os.getuid()}
+    with contextlib.suppress(OSError):
+        trusted.add(runtime_dir.stat().st_uid)
+    strange = {each.pid: each for each in found if process_table.real_uid(each.pid) not in trusted}
+    control = Path(shutil.which(program[0]) or program[0])
+    daemons = {each.pid for each in found if each.part == ProgramKind.DAEMON and each.pid not in strange}
+    for pid, each in tuple(strange.items()):
+        if each.part == ProgramKind.DAEMON and process_table.runs(pid, control) and not _is_script(control):
+            del strange[pid]
+            daemons.add(pid)
+    connected = _connected(runtime_dir) if strange else set()
+    return tuple(
+        replace(each, lookalike=each.pid in strange and each.parent not in daemons and each.pid not in connected)
+        for each in found
+    )
+
+
+def _is_script(program: Path) -> bool:
+    """Tell whether a program is run by an interpreter, as others are: to run that is no evidence."""
+    try:
+        with program.open("rb") as file:
+            return file.read(2) == b"#!"
+    except OSError:
+        return False
+
+
+def _connected(runtime_dir: Path) -> set[int]:
+    """Return the pids of those who are connected to one of mpsd's control daemons, as far as that can be seen."""
+    with contextlib.suppress(OSError):
+        sockets = [*runtime_dir.glob("mps/*/control"), *runtime_dir.glob("mps/*/control_privileged")]
+        return {*process_table.holding([inode for each in sockets for inode in unix_sockets.connected(each)])}
+    return set()
 
 
 def _hidden(path: str) -> Unknown:
@@ -50,7 +100,7 @@ def _process(pid: int, program: tuple[str, ...]) -> Iterator[ProcessSeen]:
         if arguments:
             part = MPSD if is_mpsd(arguments) else process_table.kind_of(arguments, program)
         else:
-            part = "process of MPS" if (_PROC / f"{pid}/comm").read_text().strip() == _COMM else None
+            part = "process of MPS" if (_PROC / f"{pid}/comm").read_bytes().strip() == _COMM else None
         if part is not None:
             yield _seen(pid, part, arguments)
 
@@ -101,7 +151,7 @@ def _denied(path: Path, error: OSError) -> Unknown:
 
 def _link(path: Path) -> Reading[str]:
     try:
-        return Known(os.readlink(path))  # noqa: PTH115 - what it says is no path
+        return Known(text(os.readlink(path)))  # noqa: PTH115 - what it says is no path
     except OSError as error:
         return _denied(path, error)
 

@@ -235,6 +235,7 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
         "fail",
         "pid 400 (uid 0) has kept the front-end of /run",
     ),
+    ("look-alikes", processes(replace(FOREIGN, lookalike=True)), "note", "pid 201 (uid 1000) calls itself a control"),
     ("stopped", processes(replace(DAEMON, state="T")), "fail", "pid 200 (control daemon) is stopped"),
     ("stopped", processes(replace(SERVER, state="D")), "warn", "is blocked in the kernel"),
     ("zombies", processes(process(500, "process of MPS", state="Z", parent=9)), "warn", "pid 9 does not wait"),
@@ -427,7 +428,7 @@ def test_what_cannot_be_seen_is_never_well() -> None:
 
 def test_every_check_has_a_case() -> None:
     """There is no check of which no test shows that it finds what it looks for."""
-    assert {check for check, _, verdict, _ in CASES if verdict in {"warn", "fail"}} == CHECKS.keys()
+    assert {check for check, _, verdict, _ in CASES if verdict in {"note", "warn", "fail"}} == CHECKS.keys()
 
 
 def test_what_fix_may_do() -> None:

@@ -135,8 +135,9 @@ def ask(
     settings: Settings = OPEN,
     uid: int | None = None,
     log: TextIO | None = None,
+    times: int = 1,
 ) -> Answer:
-    """Ask a dispatcher with this table, as this user or as mpsd's own, and return the answer."""
+    """Ask a dispatcher with this table, as this user or as mpsd's own, and return the last answer."""
     logger = configure(LogFormat.JSON, stream=log or sys.stderr)
     dispatcher = Dispatcher(table, words or Words(), LiveSettings(settings), logger)
 
@@ -161,6 +162,8 @@ def ask(
         await writer.wait_closed()
         return said
 
+    for _ in range(times - 1):
+        asyncio.run(talk())
     head, _, rest = asyncio.run(talk()).partition(b"\r\n\r\n")
     first, *lines = head.decode().split("\r\n")
     return Answer(int(first.split()[1]), dict(line.split(": ", 1) for line in lines), rest)
@@ -268,6 +271,16 @@ class TestRequests:
         assert (answer.status, answer.json["code"]) == (500, "internal")
         assert b"milk" not in answer.body
         assert "ZeroDivisionError" in said
+
+    def test_defects_are_no_flood(self) -> None:
+        """However often a request meets one, 16 of them are logged in a minute, and each request is answered."""
+        with TemporaryFile("w+", encoding="utf-8") as log:
+            answer = ask("GET", f"/spill/milk{'k' * 1000}", log=log, times=20)
+            log.seek(0)
+            lines = log.read().splitlines()
+        assert answer.status == 500
+        assert len(lines) == 16
+        assert max(len(json.loads(each)["path"]) for each in lines) <= 200
 
 
 @needs_root

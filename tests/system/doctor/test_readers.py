@@ -1,6 +1,7 @@
 """How doctor's readers read: real files, sockets, processes, and what other programs print."""
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -8,6 +9,7 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ from mpsd.core.model import Known, Unknown
 from mpsd.core.settings import Settings
 from mpsd.system.doctor import disk, fixes, gpus, machine, proc, service
 from mpsd.system.rundir import RunDir
+from tests.harness import wait_until
 from tests.system.test_process_table import PROGRAM, running
 
 STAMP = "[2026-11-21 10:00:00.000 {} {}] {}\n"
@@ -91,7 +94,7 @@ def test_this_machine() -> None:
 def test_process(tmp_path: Path) -> None:
     """What /proc says of a process of MPS is told."""
     with running("nvidia-cuda-mps-control", "-f", pipe_directory=tmp_path, CUDA_X="1", OTHER="2") as control:
-        found = proc.processes(PROGRAM)
+        found = proc.processes(PROGRAM, tmp_path)
         assert isinstance(found, Known)
         (seen,) = [each for each in found.value if each.pid == control.pid]
     assert (seen.part, seen.uid, seen.parent) == ("control daemon", os.geteuid(), os.getpid())
@@ -100,6 +103,37 @@ def test_process(tmp_path: Path) -> None:
     assert seen.pid_namespace == Known(os.readlink("/proc/self/ns/pid"))  # noqa: PTH115 - no path
     assert seen.shared_memory == Known(Path("/dev/shm").stat().st_dev)
     assert 0 <= seen.age < 60
+
+
+@pytest.mark.root("run a process as another user")
+def test_lookalikes(short_tmp: Path) -> None:
+    """Another user's process is what it looks like by what it runs, or by its parent; otherwise it only looks so."""
+    short_tmp.chmod(0o755)
+    control = short_tmp / "nvidia-cuda-mps-control"
+    control.write_bytes(Path("/usr/bin/tail").read_bytes())
+    control.chmod(0o755)
+    ours = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "env": {}}
+    theirs = {**ours, "user": 2601, "group": 2601, "extra_groups": []}
+    with contextlib.ExitStack() as running_there:
+
+        def start(*arguments: str, executable: str | Path, **options: Any) -> int:
+            process = subprocess.Popen(arguments, executable=executable, **options)
+            running_there.callback(process.communicate)
+            return process.pid
+
+        expected = {
+            start(str(control), "-f", executable="/usr/bin/tail", **theirs): True,
+            start("nvidia-cuda-mps-server", "-f", executable="/usr/bin/tail", **theirs): True,
+            start(str(control), "-f", executable=control, **theirs): False,
+            start(str(control), "-f", executable="/usr/bin/tail", **ours): False,
+        }
+
+        def seen() -> dict[int, bool]:
+            found = proc.processes((str(control),), short_tmp)
+            assert isinstance(found, Known)
+            return {each.pid: each.lookalike for each in found.value if each.pid in expected and each.state != "Z"}
+
+        wait_until(lambda: seen() == expected, what="each to be seen as what it is")
 
 
 def test_program_that_was_replaced(short_tmp: Path) -> None:

@@ -1,0 +1,60 @@
+"""How values become JSON, and come back: the log, answers, stores and mpsd's small files, by `to_json` and `load`.
+
+Python's surrogates stand for bytes that are not UTF-8, as a path or a name may have, and JSON has no place for them: an
+encoder that met one would end what it was called for.
+"""
+
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+
+from mpsd.core.model import Known, Reading, Unknown
+from mpsd.core.sanitize import text
+from mpsd.system import atomic_file
+
+T = TypeVar("T")
+
+NOT_UNDERSTOOD: Final = (ValueError, OverflowError, RecursionError)
+"""What is raised by the decoding of what makes no sense; a ValueError by msgspec, and by text that is not UTF-8."""
+
+
+def _as_text(value: object) -> str:
+    return text(str(value))
+
+
+_encode: Final = msgspec.json.Encoder(enc_hook=_as_text).encode
+
+
+def to_json(value: object) -> bytes:
+    """Return a value as JSON, with every text in it as `text` has it; what JSON has no form for is given as text."""
+    try:
+        return _encode(value)
+    except UnicodeEncodeError:  # for few, so that all others cost nothing more
+        return _encode(_encodable(msgspec.to_builtins(value, enc_hook=_as_text)))
+
+
+def _encodable(value: object) -> object:
+    match value:
+        case str():
+            return text(value)
+        case dict():
+            return {_encodable(key): _encodable(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_encodable(each) for each in value]
+        case _:
+            return value
+
+
+def load(path: Path, kind: type[T]) -> Reading[T] | None:
+    """Return what a file of JSON says; None where there is none, and why not where it cannot be read or understood.
+
+    No file keeps mpsd from its work: whoever asks decides what one that is damaged stands for, and tells of it.
+    """
+    try:
+        raw = atomic_file.read(path)
+        return None if raw is None else Known(msgspec.json.decode(raw, type=kind))
+    except OSError as error:
+        return Unknown(f"{text(str(path))} cannot be read: {error.strerror}")
+    except NOT_UNDERSTOOD as error:
+        return Unknown(f"{text(str(path))} cannot be parsed: {text(str(error))}")

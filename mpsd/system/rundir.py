@@ -44,6 +44,11 @@ class DaemonPaths:
         return self.pipe_directory / "control"
 
     @property
+    def control_sockets(self) -> tuple[Path, Path]:
+        """The sockets that commands come by: root's front-end takes the second (measured, 535)."""
+        return self.control_socket, self.pipe_directory / "control_privileged"
+
+    @property
     def control_log(self) -> Path:
         """The file that the daemon's own output is appended to."""
         return self.log_directory / "control.log"

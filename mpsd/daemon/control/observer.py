@@ -7,7 +7,13 @@ from dataclasses import replace
 from typing import Final
 
 from mpsd.core.enforcement import drift
-from mpsd.core.errors import ControlBusyError, ControlError, ControlUnknownCommandError, LimitNotHeldError
+from mpsd.core.errors import (
+    ControlBusyError,
+    ControlError,
+    ControlUnknownCommandError,
+    ControlUnresponsiveError,
+    LimitNotHeldError,
+)
 from mpsd.core.model import Drift, Limits, ProcessIdentity, ReadBack, Server
 from mpsd.core.mps import commands
 from mpsd.core.mps.limits import (
@@ -21,10 +27,12 @@ from mpsd.core.mps.limits import (
 )
 from mpsd.daemon.control.control_log import ControlLog
 from mpsd.daemon.record.log import EventName, Logger
-from mpsd.system import clock, process, process_table
-from mpsd.system.control_pipe import ControlPipe, ControlProgram, Conversation, Pending
-from mpsd.system.process_table import ProgramKind
+from mpsd.system import clock, process, unix_diag
+from mpsd.system.control_pipe import ControlPipe, Conversation, Pending
 from mpsd.system.rundir import DaemonPaths
+
+_MOST_NAMED: Final = 8
+"""Who is connected to it, at most, that is named."""
 
 _MOST_UNDONE: Final = 8
 """Changes of others that mpsd put back and still can tell about; its events have all of them."""
@@ -64,9 +72,7 @@ class _Questions:
 class Observer:
     """The knowledge about one control daemon, and the ways to renew it."""
 
-    def __init__(
-        self, program: ControlProgram, paths: DaemonPaths, control_log: ControlLog, pipe: ControlPipe, log: Logger
-    ) -> None:
+    def __init__(self, paths: DaemonPaths, control_log: ControlLog, pipe: ControlPipe, log: Logger) -> None:
         self.control_log = control_log
         self.pipe = pipe
         self.read_back: ReadBack | None = None
@@ -76,7 +82,6 @@ class Observer:
         """What they changed and mpsd put back, the latest last."""
         self._limits: tuple[Limit, ...] = LIMITS
         """Those that the driver has, as far as is known."""
-        self._program = program
         self._paths = paths
         self._log = log
         self._servers: dict[ProcessIdentity, Server] = {}
@@ -204,14 +209,18 @@ class Observer:
     async def _hold(self, talk: Conversation) -> None:
         try:
             await self.pipe.hold(talk)
-        except ControlBusyError as error:
-            found = await asyncio.to_thread(
-                process_table.on_pipe_directory, self._paths.pipe_directory, self._program.argv
-            )
-            holders = [
-                f"pid {each.identity.pid} (uid {each.uid})" for each in found if each.part is ProgramKind.FRONT_END
-            ]
-            error.detail += f"; front-ends connected to it: {', '.join(holders) or 'one in another pid namespace'}"
+        except (ControlBusyError, ControlUnresponsiveError) as error:
+            # Whoever is connected, and says nothing, has its only seat, be it by NVIDIA's program or by its own socket.
+            try:
+                found = await asyncio.to_thread(unix_diag.connected_to, *self._paths.control_sockets)
+            except OSError as unknown:
+                error.detail += f"; who is connected to it is unknown: {unknown.strerror}"
+                raise error from None
+            others = [f"{each}" for each in found]
+            if others:
+                error.detail += f"; connected to it: {', '.join(others[:_MOST_NAMED])}"
+            elif isinstance(error, ControlBusyError):
+                error.detail += "; connected to it: nobody in mpsd's network namespace"
             raise
 
     async def _register(

@@ -238,7 +238,7 @@ class ControlPipe:
             except retry.CollisionError:
                 raise ControlBusyError(
                     f"other front-ends occupied the control daemon on {self._pipe_directory} for {seconds:g} s",
-                    hint="end the front-end that was left open (pgrep -af nvidia-cuda-mps-control)",
+                    hint="end the processes that are connected to it, or the leases of their uids",
                 ) from None
 
     async def _front_end(self, script: list[str], until: float) -> list[str]:

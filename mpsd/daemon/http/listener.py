@@ -3,6 +3,7 @@
 import asyncio
 import resource
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final
@@ -14,6 +15,7 @@ from mpsd.daemon.http.peer import Peer
 from mpsd.daemon.http.problems import closing_response
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock
+from mpsd.system.credentials import PeerCredentials, peer_credentials
 
 _BREATH: Final = 0.1
 """Seconds to wait when no descriptor is left for another connection."""
@@ -21,8 +23,36 @@ _BREATH: Final = 0.1
 _SPARE: Final = 64
 """Descriptors that no connection gets: mpsd needs some to look after control daemons, leases and its stores."""
 
+_BATCH: Final = 128
+"""Those who are turned away one after the other before those who are in have their turn."""
+
+_ANSWERED: Final = 32
+"""Of one process's connections beyond its uid's limit, in a second, those that are told why they are turned away: to
+tell takes longer than to close, and meanwhile everybody else waits at the door behind them."""
+
 _SWEEP: Final = 1.0
 """Seconds between two looks for connections that said nothing."""
+
+
+class _Inside(set[Connection]):
+    """The connections that there are, counted by uid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_uid = Counter[int]()
+
+    def add(self, connection: Connection, /) -> None:
+        """Take one in."""
+        super().add(connection)
+        self.by_uid[connection.peer.uid] += 1
+
+    def discard(self, connection: object, /) -> None:
+        """Let one go."""
+        if connection in self and isinstance(connection, Connection):
+            super().discard(connection)
+            self.by_uid[connection.peer.uid] -= 1
+            if not self.by_uid[connection.peer.uid]:
+                del self.by_uid[connection.peer.uid]
 
 
 class Listener:
@@ -33,7 +63,9 @@ class Listener:
         self._serve = serve
         self._listener = listener
         self._log = log
-        self._connections: set[Connection] = set()
+        self._connections = _Inside()
+        self._answered = Counter[PeerCredentials]()
+        """By peer, those that were told in this second why they are turned away."""
         self._shut = False
         self._arrival: asyncio.Future[None] | None = None
         self._stuck = False
@@ -42,6 +74,7 @@ class Listener:
     async def accept(self, settings: LiveSettings) -> None:
         """Accept until the door is shut; whoever has too many connections is turned away, and told so."""
         loop = asyncio.get_running_loop()
+        turned_away = 0
         while not self._shut:
             try:
                 accepted, _ = self._listener.accept()
@@ -53,26 +86,32 @@ class Listener:
                 self._note_stuck(str(error))
                 await asyncio.sleep(_BREATH)
                 continue
-            peer = Peer(accepted)
-            most = settings.current.api.connections_per_uid
-            refused = None
-            if sum(each.peer.uid == peer.uid for each in self._connections) >= most:
-                refused = _too_many(
-                    f"uid {peer.uid} has {most} open connections, the maximum (api.connections_per_uid)",
-                    "api.connections_per_uid",
-                )
-            elif _is_spare(accepted.fileno()):
-                refused = _too_many(
-                    "mpsd has the maximum number of open connections that its file descriptors allow", "descriptors"
-                )
-                self._note_stuck(refused.detail)
-            if refused is not None:
-                _refuse(accepted, refused)
-                await asyncio.sleep(0)  # those who are in come first, however many are turned away
+            who, most = peer_credentials(accepted), settings.current.api.connections_per_uid
+            if self._connections.by_uid[who.uid] >= most or _is_spare(accepted.fileno()):
+                self._turn_away(accepted, who, most)
+                turned_away += 1
+                if turned_away % _BATCH == 0:
+                    await asyncio.sleep(0)  # those who are in have their turn, however many are turned away
                 continue
             self._stuck = False
+            peer = Peer(accepted)
             make = partial(Connection, peer, self._serve, self._connections, settings.current.api.header_deadline)
             await loop.connect_accepted_socket(make, accepted)
+
+    def _turn_away(self, connection: socket.socket, who: PeerCredentials, most: int) -> None:
+        """Close a connection that is one too many, and say why, unless its process was told so often enough."""
+        if self._answered[who] >= _ANSWERED:
+            connection.close()
+            return
+        self._answered[who] += 1
+        if self._connections.by_uid[who.uid] >= most:
+            because = f"uid {who.uid} has {most} open connections, the maximum (api.connections_per_uid)"
+            refused = _too_many(because, "api.connections_per_uid")
+        else:
+            because = "mpsd has the maximum number of open connections that its file descriptors allow"
+            refused = _too_many(because, "descriptors")
+            self._note_stuck(because)
+        _refuse(connection, refused)
 
     async def _wait(self) -> None:
         """Wait until somebody is at the door, or it is shut; nobody who came in can get lost on the way."""
@@ -122,6 +161,7 @@ class Listener:
         while True:
             await asyncio.sleep(clock.until_next(_SWEEP))
             now = clock.monotonic()
+            self._answered.clear()
             for each in self._connections:
                 if now > each.deadline or each.was_left():
                     each.abort()

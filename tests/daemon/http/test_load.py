@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import resource
 import select
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -101,6 +102,14 @@ def readable(talk: Talk, seconds: float = 0) -> bool:
     return bool(select.select([talk], [], [], seconds)[0])
 
 
+def patient(node: Node) -> bool:
+    """Tell whether a newcomer is answered that waits for its turn at the door, as mpsctl does."""
+    with socket.socket(socket.AF_UNIX) as newcomer:
+        newcomer.connect(str(node.socket))
+        newcomer.sendall(message("GET", "/healthz"))
+        return newcomer.recv(1000).startswith(b"HTTP/1.1 200 ")
+
+
 def memory(node: Node) -> int:
     """Return the bytes of memory that mpsd has."""
     status = Path(f"/proc/{node.pid}/status").read_text()
@@ -175,6 +184,23 @@ class TestConnections:
         assert kept.ask("GET", "/healthz").status == 200
         wait_until(lambda: closed(silent), what="the silent one to be shown out")
         assert kept.ask("GET", "/healthz").status == 200
+
+    @needs_root
+    def test_newcomers(self, line: Line, connect: Connect) -> None:
+        """However fast processes connect whose user has too many connections, others come in, and are answered."""
+        for _ in range(256):
+            assert connect(line.node, ANN).ask("GET", "/healthz").status == 200
+        with contextlib.ExitStack() as stack:
+            for _ in range(2):
+                argv = [sys.executable, "-c", KNOCK, str(line.node.socket), str(ANN)]
+                knocking = stack.enter_context(subprocess.Popen(argv, stdout=subprocess.PIPE))
+                stack.callback(knocking.kill)
+                assert knocking.stdout is not None
+                assert knocking.stdout.readline() == b"429\n"
+            for _ in range(50):
+                assert patient(line.node)
+            assert line.node.mpsctl("status").returncode == 0
+        wait_until(lambda: line.node.get("/healthz").status == 200, what="the door to be clear", not_yet=(OSError,))
 
     @needs_root
     def test_coming_and_going(self, line: Line) -> None:

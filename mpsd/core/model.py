@@ -67,6 +67,17 @@ class Owner(Struct, frozen=True):
     started: datetime | None
 
 
+class UserNames(Struct, frozen=True):
+    """The numbers of the users and groups that the configuration names, as the user database had them when it was read.
+
+    `unknown` has the names for which it had none.
+    """
+
+    uids: Mapping[str, int] = {}
+    gids: Mapping[str, int] = {}
+    unknown: tuple[str, ...] = ()
+
+
 # -- GPUs --------------------------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias, TypeVar, assert_never, cast
 
 from mpsd.core import setting_parsers
 from mpsd.core.errors import ConfigurationError, MpsdError
-from mpsd.core.model import Limits, ViolationKind
+from mpsd.core.model import Limits, UserNames, ViolationKind
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import KIB, MIB, format_size
 
@@ -382,7 +382,10 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Who may do what, by user name, by %group, or * for everybody; root and mpsd's own user may do everything."""
+    """Who may do what, by user, by %group, or * for everybody; root and mpsd's own user may do everything.
+
+    Users and groups are names or numbers. An administrator is one only outside of containers (`daemon.http.peer`).
+    """
 
     observers: tuple[str, ...] = row(
         (), setting_parsers.names, "Users and %groups that may read; `*` means all users.", reload=True
@@ -393,10 +396,18 @@ class Roles:
         "Users and %groups that may read, take out leases, and end their own leases; `*` means all users.",
         reload=True,
     )
+    operators: tuple[str, ...] = row(
+        (),
+        setting_parsers.names,
+        "Users and %groups that may also hold, drain (without a timeout) and resume control daemons, from inside a"
+        " container too; `*` means all users.",
+        reload=True,
+    )
     admins: tuple[str, ...] = row(
         (),
         setting_parsers.names,
-        "Users and %groups that may do everything, including ending the leases of others; `*` means all users.",
+        "Users and %groups that may do everything, including ending the leases of others, except from inside a"
+        " container; `*` means all users.",
         reload=True,
     )
 
@@ -448,6 +459,8 @@ class Settings:
     log: Log = field(default_factory=Log)
     quota: Mapping[str, Quota] = field(default_factory=dict)
     """By user, %group, or *."""
+    names: UserNames = UserNames()
+    """What the names in `roles` and `quota` stand for: no setting, but looked up with them."""
 
     @property
     def socket(self) -> Path:
@@ -502,7 +515,7 @@ class SettingRow:
     reload: bool
 
 
-_SECTIONS: Final = {section.name: section for section in fields(Settings) if section.name != "quota"}
+_SECTIONS: Final = {section.name: section for section in fields(Settings) if section.name not in {"quota", "names"}}
 
 
 def _section(name: str) -> type[Any]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from mpsd.core import roles
 from mpsd.core.admission.ledger import AdmissionRules, Ledger
 from mpsd.core.admission.usage import Usage
 from mpsd.core.errors import ConfigurationError
@@ -157,6 +158,7 @@ async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
     loop.add_signal_handler(signal.SIGHUP, _reload, plan, node, notifier, log)
     found = {"program": " ".join(plan.program.argv)} if plan.driver is None else plan.driver.facts()
     log.info(EventName.NODE_STARTED, **found, simulated=plan.simulated)
+    _report_names(settings, log)
     try:
         async with asyncio.TaskGroup() as group:
             running = group.create_task(node.run())
@@ -234,4 +236,12 @@ def _reload(plan: Plan, node: Node, notifier: ServiceNotifier, log: Logger) -> N
     applied, waiting = node.settings.reload(wanted)
     daemons = {each.name: list(each.restart_for) for each in node.daemons() if each.restart_for}
     log.info(EventName.SETTINGS_RELOADED, applied=list(applied), needs_restart=list(waiting), daemons=daemons)
+    _report_names(wanted, log)
     notifier.reloaded()
+
+
+def _report_names(settings: Settings, log: Logger) -> None:
+    """Say which users and groups of the configuration are unknown: a misspelled quota holds for no user."""
+    because = roles.unknown_names(settings.names)
+    if because:
+        log.warning(EventName.NAMES_UNKNOWN, because=because, hint=roles.UNKNOWN_NAMES_HINT)

@@ -1,28 +1,24 @@
 """What one user may have: which quota is theirs, and whether a request is within it. Pure."""
 
-from collections.abc import Mapping
 from typing import Final
 
 from mpsd.core.admission.admission import Amount
 from mpsd.core.admission.ledger import UserTotals
 from mpsd.core.errors import QuotaError
 from mpsd.core.roles import UserIdentity
-from mpsd.core.settings import Quota
+from mpsd.core.settings import Quota, Settings
 from mpsd.core.units import format_size
 
 _FREE: Final = Quota()
 
 
-def quota_of(user: UserIdentity, quotas: Mapping[str, Quota]) -> Quota:
+def quota_of(user: UserIdentity, settings: Settings) -> Quota:
     """Return a user's quota: its own before its groups' (the first listed) before everybody's."""
-    if not quotas:
+    quotas = settings.quota
+    theirs = [name for name in quotas if user.is_called(name, settings.names)]
+    if not theirs:
         return _FREE
-    if user.name in quotas:
-        return quotas[user.name]
-    group = next((name for name in quotas if name.startswith("%") and name[1:] in user.groups), None)
-    if group is not None:
-        return quotas[group]
-    return quotas.get("*", _FREE)
+    return quotas[min(theirs, key=lambda name: (name == "*", name.startswith("%")))]
 
 
 def weighs(quota: Quota) -> bool:

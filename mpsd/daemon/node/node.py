@@ -257,7 +257,7 @@ class Node:
         try:
             offers = self.offers()
             self.leases.offer(offers)
-            limits_of = quota.quota_of(user, self.settings.current.quota)
+            limits_of = quota.quota_of(user, self.settings.current)
             if request.gpu != "any" or limits_of.gpus is not None:
                 request = structs.replace(request, gpu=self._named(request.gpu), among=limits_of.gpus)
             ttl = quota.time_to_live(limits_of, ttl)

@@ -82,6 +82,7 @@ class EventName(StrEnum):
     EVENTS_LOST = "events_lost"
     SETTINGS_RELOADED = "settings_reloaded"
     SETTINGS_REFUSED = "settings_refused"
+    NAMES_UNKNOWN = "names_unknown"
     SUPERVISOR_STUCK = "supervisor_stuck"
 
 

@@ -244,6 +244,8 @@ class Client:
     """The most that anybody got who connected when it did; None where mpsd was not there."""
     environment: Mapping[str, str] | None
     """What it was started with of CUDA's and MPS's variables; None where that cannot be read."""
+    uid: int
+    """Its real uid: whose process it is, whatever rights its program has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from mpsd.core.errors import NotPermittedError
 from mpsd.core.model import UserNames
 from mpsd.core.settings import Settings
 
-
 _LONGEST_NUMBER: Final = 10
 """Digits of a uid or gid, which has 32 bits."""
 
@@ -68,12 +67,12 @@ def role_of(user: UserIdentity, settings: Settings, *, administers: bool) -> Rol
 
 
 def may_administer(user: UserIdentity, settings: Settings, *, own_uid: int) -> bool:
-    """Tell whether a user is an administrator outside of containers: root, the uid that mpsd runs as, or as configured."""
+    """Tell whether a user is an administrator outside of containers: root, mpsd's own uid, or whom [roles] names."""
     return user.uid in {0, own_uid} or user.is_among(settings.roles.admins, settings.names)
 
 
 def require(role: Role | None, needed: Role, *, contained: bool = False) -> None:
-    """Raise NotPermittedError unless a role is sufficient. `contained`: it would be another one outside of a container."""
+    """Raise NotPermittedError unless a role is sufficient. `contained`: outside of a container it would be another."""
     if role is not None and role >= needed:
         return
     if contained:
@@ -100,7 +99,7 @@ def names_in(settings: Settings) -> tuple[str, ...]:
 
 
 def unknown_names(names: UserNames) -> str:
-    """Say which names of the configuration the user database did not have, and what follows; nothing where it had all."""
+    """Say which names of the configuration the user database did not have; nothing where it had all."""
     if not names.unknown:
         return ""
     listed = ", ".join(names.unknown)

@@ -126,6 +126,7 @@ async def serve(plan: Plan) -> None:
                 log=log,
                 simulated=plan.simulated,
             )
+            _report_names(settings, log)
             await node.open(inventory)
             await _run(plan, node, events, log)
     finally:
@@ -158,7 +159,6 @@ async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
     loop.add_signal_handler(signal.SIGHUP, _reload, plan, node, notifier, log)
     found = {"program": " ".join(plan.program.argv)} if plan.driver is None else plan.driver.facts()
     log.info(EventName.NODE_STARTED, **found, simulated=plan.simulated)
-    _report_names(settings, log)
     try:
         async with asyncio.TaskGroup() as group:
             running = group.create_task(node.run())

@@ -137,7 +137,7 @@ def hidden(pid: int, directories: Iterable[Path]) -> list[Path]:
 
 
 def is_contained(pid: int) -> bool:
-    """Tell whether a process is in a user or pid namespace of its own, as root of a container is; so if that is unknown.
+    """Tell whether a process is in a user or pid namespace of its own, as in a container; so if that is unknown.
 
     The answer is about whoever has the pid now: see afterwards that the process still lives. Mount namespaces say
     nothing, since services of the machine have their own.

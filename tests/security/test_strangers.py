@@ -249,7 +249,7 @@ class TestRootOfAContainer:
         node.wait_for_state("gpu0", "ready")
 
     def test_a_process_that_is_gone(self, node: Node) -> None:
-        """Of a process that left its connection to another nobody can tell where it was, and so it is no administrator."""
+        """Where a process was that left its connection to another, nobody can tell: it is no administrator."""
         with subprocess.Popen(
             [sys.executable, "-I", "-c", LEFT_BEHIND, str(node.socket)],
             stdin=subprocess.PIPE,
@@ -289,7 +289,7 @@ def test_mpsd_in_a_container(short_tmp: Path) -> None:
         assert node.events("host_requirement_missing", missing="pid namespace")
         assert node.mpsctl("status").returncode == 0
         assert node.request("POST", "/v1/daemons/gpu0/hold").status == 403
-        # As `podman exec` and `kubectl exec` do: the process is in the container's own pid namespace, under its process 1.
+        # As `podman exec` and `kubectl exec` do: the process is in the container's own pid namespace.
         (inside,) = Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()
         entered = ["nsenter", f"--target={inside}", "--pid", sys.executable, "-m", "mpsd.cli.main"]
         done = subprocess.run(

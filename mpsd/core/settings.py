@@ -343,6 +343,9 @@ class Admission:
     queue_length: int = row(
         1000, setting_parsers.count, "Maximum number of requests that wait at the same time.", reload=True
     )
+    queue_per_uid: int = row(
+        128, setting_parsers.count, "Maximum number of requests of one uid that wait at the same time.", reload=True
+    )
     leases: int = row(
         20_000,
         setting_parsers.count,
@@ -355,6 +358,13 @@ class Admission:
         "How long the place in the queue is kept for a caller whose connection was closed or lost; a"
         " request with the same request_id resumes it.",
         unit="s",
+        reload=True,
+    )
+    hang_ups_per_uid: int = row(
+        64,
+        setting_parsers.count,
+        "Maximum number of requests of one uid that are kept for callers whose connection was closed or lost; further"
+        " ones end at once.",
         reload=True,
     )
     usage_half_life: float = row(
@@ -422,6 +432,12 @@ class Quota:
     )
     memory: int | None = row(
         None, setting_parsers.size, "Maximum sum of device memory over all leases of the user.", unit="bytes"
+    )
+    clients: int | None = row(
+        None,
+        setting_parsers.count,
+        "Maximum sum of client processes over all leases of the user, counted on each GPU of a lease; a GPU has 48 or"
+        " 60.",
     )
     priority: int | None = row(None, setting_parsers.priority, "Highest priority that the user may request. Absent: 0.")
     ttl: float | None = row(

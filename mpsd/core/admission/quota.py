@@ -23,7 +23,7 @@ def quota_of(user: UserIdentity, settings: Settings) -> Quota:
 
 def weighs(quota: Quota) -> bool:
     """Tell whether a quota bounds how much a user may have, and not only how many leases."""
-    return quota.threads is not None or quota.memory is not None
+    return quota.threads is not None or quota.memory is not None or quota.clients is not None
 
 
 def check(quota: Quota, has: UserTotals, priority: int, worth: Amount) -> None:
@@ -53,6 +53,13 @@ def check(quota: Quota, has: UserTotals, priority: int, worth: Amount) -> None:
             f" and you already hold {format_size(has.amount.memory)}",
             hint=release,
             limit="quota.memory",
+        )
+    if quota.clients is not None and has.amount.clients + worth.clients > quota.clients:
+        raise QuotaError(
+            f"{worth.clients} client processes were requested, but your quota is {quota.clients}, and you already hold"
+            f" {has.amount.clients}",
+            hint="request fewer processes, or release a lease: mpsctl leases",
+            limit="quota.clients",
         )
 
 

@@ -503,8 +503,9 @@ class TestReservations:
             # On one that it cannot use, whoever comes.
             ({"threads": 50, "gpu": gpu(0)}, {"threads": 40}, [1]),
             ({"threads": 50, "among": (gpu(0),)}, {"threads": 40}, [1]),
-            # Where it would take any GPU, it might take the next that comes free.
-            ({"threads": 50}, {"threads": 1}, None),
+            # Where it would take any GPU, it is kept on the one that comes closest.
+            ({"threads": 50}, {"threads": 1}, [0]),
+            ({"threads": 50}, {"threads": 21}, None),
             # Of one that it can have already, what it leaves of it.
             ({"threads": 30, "gpus": 2}, {"threads": 10, "gpu": gpu(1)}, [1]),
             ({"threads": 30, "gpus": 2}, {"threads": 11, "gpu": gpu(1)}, None),

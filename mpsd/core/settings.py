@@ -142,6 +142,13 @@ class Api:
     )
     events: int = row(10_000, setting_parsers.count, "Number of events that are kept.")
     events_age: float = row(604_800.0, setting_parsers.seconds, "How long events are kept.", unit="s")
+    lines_per_uid: int = row(
+        100,
+        setting_parsers.count,
+        "Maximum number of log lines and events per minute, averaged over ten minutes, about the requests and leases of"
+        " one uid. Further ones are counted in `lines_left_out`.",
+        reload=True,
+    )
     open: bool = row(
         False,
         setting_parsers.flag,

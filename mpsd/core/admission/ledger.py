@@ -20,7 +20,7 @@ from mpsd.core.admission.offers import Offers
 from mpsd.core.admission.queue import Queue, keep
 from mpsd.core.admission.room import NOTHING_RESERVED, Reservations, Room
 from mpsd.core.admission.usage import Usage
-from mpsd.core.errors import QueueFullError, TooManyLeasesError
+from mpsd.core.errors import TooManyLeasesError
 from mpsd.core.model import Lease, LeaseRequest, LeaseState, ProcessIdentity
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import Admission, Placement
@@ -215,26 +215,10 @@ class Ledger:
         shortage = self._shortage(lease, candidates)
         if lease.until is not None and lease.until <= now.seconds:
             raise shortage.raised()
-        self._check_queue(lease.owner.uid)
+        self._queue.check(lease.owner.uid, self.rules.queue_per_uid, self.rules.queue_length)
         lease = structs.replace(lease, arrival=self._arrivals, because=shortage.because)
         self._join(lease)
         return lease
-
-    def _check_queue(self, uid: int) -> None:
-        """Refuse a place in a queue that is full, or in which a user has its share. Raises QueueFullError."""
-        share, length = self.rules.queue_per_uid, self.rules.queue_length
-        if self._queue.of(uid) >= share:
-            raise QueueFullError(
-                f"uid {uid} has {share} requests waiting, the maximum (admission.queue_per_uid)",
-                hint="wait until some of them are granted, or end them: mpsctl leases",
-                limit="admission.queue_per_uid",
-            )
-        if len(self.waiting) >= length:
-            raise QueueFullError(
-                f"{length} requests are waiting, the maximum (admission.queue_length)",
-                hint="try again later",
-                limit="queue",
-            )
 
     def settle(self, now: Now) -> list[Lease]:
         """Grant what can be granted to those who wait, in their order, and return those leases.

@@ -26,6 +26,7 @@ from typing import Final, TypeAlias
 from mpsd.core.admission.admission import Candidate
 from mpsd.core.admission.room import Reservation, Reservations, Room
 from mpsd.core.admission.usage import Usage
+from mpsd.core.errors import QueueFullError
 from mpsd.core.model import Lease
 
 _NEVER: Final = float("inf")
@@ -49,9 +50,20 @@ class Queue:
         self.leases[lease.id] = lease
         self._of[lease.owner.uid] += 1
 
-    def of(self, uid: int) -> int:
-        """Return how many of a user's requests wait."""
-        return self._of[uid]
+    def check(self, uid: int, share: int, length: int) -> None:
+        """Refuse a place in a queue that is full, or in which a user has its share. Raises QueueFullError."""
+        if self._of[uid] >= share:
+            raise QueueFullError(
+                f"uid {uid} has {share} requests waiting, the maximum (admission.queue_per_uid)",
+                hint="wait until some of them are granted, or end them: mpsctl leases",
+                limit="admission.queue_per_uid",
+            )
+        if len(self.leases) >= length:
+            raise QueueFullError(
+                f"{length} requests are waiting, the maximum (admission.queue_length)",
+                hint="try again later",
+                limit="queue",
+            )
 
     def part(self, lease_id: str) -> None:
         """Let a lease go, because it was granted or has ended."""

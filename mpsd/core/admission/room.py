@@ -97,7 +97,7 @@ class Room:
     def closest(
         self, candidates: Iterable[Candidate], uid: int, count: int, reserved: Reservations
     ) -> tuple[list[Candidate], bool]:
-        """Return the places that come closest to granting a user's request, of those that are not kept; none if too few.
+        """Return the places that come closest to granting a request, of those that are not kept; none if too few.
 
         Places where the user's own leases alone leave too little count only where there are too few others: what others
         leave there would not help. Of places that are equally close the first ones count, so that it is the same ones

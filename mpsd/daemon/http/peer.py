@@ -3,20 +3,19 @@
 import select
 import socket
 from dataclasses import dataclass
-from math import inf
 from typing import Final
 
 from mpsd.core.errors import TooManyRequestsError
 from mpsd.core.roles import Role, UserIdentity, may_administer, role_of
 from mpsd.core.settings import Settings
+from mpsd.daemon.record.line_shares import LineShares
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock, host_environment, process_table
 from mpsd.system.credentials import PeerCredentials, groups, peer_credentials, process_of
 from mpsd.system.process import Process
 
-_MINUTE: Final = 60.0
 _MOST_LOGGED: Final = 16
-"""Refusals for want of a right that are told in a minute."""
+"""Refusals for want of a right that are told of one uid in a minute."""
 
 _MOST_WORDS: Final = 200
 """Characters of what was asked that are worth repeating."""
@@ -112,23 +111,14 @@ class RequestsInFlight:
 
 
 class RefusalLog:
-    """Tells who asked for what it may not have, so many times a minute: anybody can go on asking."""
+    """Tells who asked for what it may not have, so many times a minute for each uid: anybody can go on asking."""
 
     def __init__(self, log: Logger) -> None:
         self._log = log
-        self._since = -inf
-        self._logged = 0
-        self._left_out = 0
+        self._shares = LineShares(log, lambda: _MOST_LOGGED, minutes=1, lines="requests without the right")
 
     def record(self, credentials: PeerCredentials, request: str, because: str) -> None:
-        """Tell it in one line of the log; the next line that is told says how many were left out."""
-        now = clock.monotonic()
-        if now - self._since >= _MINUTE:
-            self._since, self._logged = now, 0
-        if self._logged >= _MOST_LOGGED:
-            self._left_out += 1
-            return
-        more = {"left_out": self._left_out} if self._left_out else {}
-        self._logged, self._left_out = self._logged + 1, 0
-        facts = {"uid": credentials.uid, "pid": credentials.pid, "asked": request[:_MOST_WORDS], "because": because}
-        self._log.warning(EventName.PEER_REFUSED, **facts, **more)
+        """Tell it in one line of the log, unless that uid has had its share of them."""
+        if self._shares.take(credentials.uid):
+            facts = {"uid": credentials.uid, "pid": credentials.pid, "asked": request[:_MOST_WORDS], "because": because}
+            self._log.warning(EventName.PEER_REFUSED, **facts)

@@ -35,8 +35,9 @@ from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.gpu.compute_modes import ComputeModes
 from mpsd.daemon.gpu.gpus import Gpus
 from mpsd.daemon.leases import mount_visibility
-from mpsd.daemon.leases.leases import Leases, stopping
+from mpsd.daemon.leases.leases import Leases
 from mpsd.daemon.leases.limit_gates import LimitGates
+from mpsd.daemon.leases.pending_request import stopping
 from mpsd.daemon.leases.violation_monitor import ViolationMonitor
 from mpsd.daemon.node.status_line import status_line
 from mpsd.daemon.record.log import EventName, Logger
@@ -267,14 +268,7 @@ class Node:
             self._check_pipe_access(owner.uid)
             request = mount_visibility.narrowed(request, holder, offers, self._log)
         except MpsdError as refusal:
-            self._log.info(
-                EventName.LEASE_REFUSED,
-                uid=owner.uid,
-                pid=owner.pid,
-                code=refusal.code,
-                limit=refusal.limit,
-                because=refusal.detail,
-            )
+            self.leases.record_refusal(owner, refusal)
             raise
         return await self.leases.admit(request, owner, holder, wait=wait, ttl=ttl, has_left=has_left)
 

@@ -75,6 +75,7 @@ class EventName(StrEnum):
     VIOLATION_ENDED = "violation_ended"
     CLIENT_FORCED = "client_forced"
     LEASE_ENDED = "lease_ended"
+    LINES_LEFT_OUT = "lines_left_out"
     LISTENER_STUCK = "listener_stuck"
     STORE_FULL = "store_full"
     STORE_WRITABLE = "store_writable"

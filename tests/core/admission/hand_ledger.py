@@ -19,7 +19,6 @@ from mpsd.core.settings import Placement
 from mpsd.core.units import MIB
 from tests.core.admission.scenarios import granted_on
 
-
 Kept: TypeAlias = dict[str, list[tuple[int, Amount, int | None]]]
 """By GPU what is kept there: for whom, how much, and from whom alone; None: from all."""
 

@@ -203,7 +203,7 @@ class Node(RuleBasedStateMachine):
     @rule(which=picks, refusal=st.sampled_from((None, None, ILL, ON_HOLD)))
     def fall_ill(self, which: int, refusal: Any) -> None:
         """Let a GPU fall ill, be held, or recover."""
-        self.change_offer(which, lambda at: structs.replace(at, refusal=refusal), keeps_promises=True)
+        self.change_offer(which, lambda at: structs.replace(at, refusal=refusal))
 
     @rule(which=picks, threads=st.sampled_from((1000, 1000, 400, 1500)), memory=st.sampled_from((*SIZES, 0)))
     def resize(self, which: int, threads: int, memory: int) -> None:
@@ -464,13 +464,12 @@ class Node(RuleBasedStateMachine):
         self.ended.add(lease.id)
         self.behind.discard(lease.id)
 
-    def change_offer(self, which: int, to: Callable[[Offer], Offer], *, keeps_promises: bool = False) -> None:
+    def change_offer(self, which: int, to: Callable[[Offer], Offer]) -> None:
         """Offer something else on one GPU."""
         if self.books.offers:
             before = self.pick(list(self.books.offers.values()), which)
             self.books.offers[before.gpu] = to(before)
-            if not keeps_promises:
-                self.forget_head()
+            self.forget_head()
             self.offer()
             self.settle()
 

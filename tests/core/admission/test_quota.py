@@ -69,6 +69,13 @@ class TestWhose:
 @pytest.mark.parametrize(
     ("quota", "has", "priority", "limit", "words"),
     [
+        (
+            Quota(clients=48),
+            UserTotals(2, Amount(0, 0, 40), Amount(0, 0, 8)),
+            0,
+            "quota.clients",
+            "1 client processes were requested, but your quota is 48, and you already hold 48",
+        ),
         (Quota(), UserTotals(), 1, "quota.priority", "priority 1 was requested, but your quota allows 0 at most"),
         (
             Quota(priority=5),

@@ -161,7 +161,7 @@ def test_only_one_in_the_control_group() -> None:
 
 
 def test_another_uid_has_no_part_in_a_lease() -> None:
-    """A client of another uid is never a lease's, in its family or in its control group, and hides no lease of its own."""
+    """A client of another uid is no lease's, in its family or in its control group; and one lease hides no other."""
     near, far = lease(25), lease(50)
     bobs = structs.replace(far, owner=Owner(1000, 1000, THIRD.pid, None))
     assert attribution.by_family(client(THIRD, uid=1000), [THIRD, OTHER], lambda _: [near]).lease is None

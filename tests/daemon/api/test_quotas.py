@@ -82,6 +82,14 @@ def test_leases(line: Line) -> None:
             "threads",
             "40.2 %",
         ),
+        (
+            "clients = 50",
+            {"processes": 10},
+            {"processes": 20, "gpus": 2},
+            {"processes": 21, "gpus": 2},
+            "clients",
+            "42 cl",
+        ),
         ("threads = 150", {"fraction": 1.0}, {"fraction": 0.5}, {"fraction": 0.6}, "threads", "60 % of threads"),
     ],
 )

@@ -221,7 +221,7 @@ def test_another_user_in_the_control_group(make_node: Start, *, terminate: bool)
 
 @needs_root
 def test_another_user_in_the_family(make_node: Start) -> None:
-    """What a holder's child runs as another user, by su say, is not the holder's client, and takes no place from one."""
+    """What a holder's child runs as another user, by su say, is not the holder's client, and takes no place."""
     node = make_node(simulate=1, control=None, config=MANY).start()
     asked = {"threads": 25, "memory": 2 * GIB, "gpu": "0"}
     mine = node.request("POST", "/v1/leases", asked).json  # held by this process, from which both clients descend

@@ -104,7 +104,7 @@ class Room:
         from time to time. The second value tells whether the user's own leases are in the way of any.
         """
         free = [each for each in candidates if each[0].refusal is None and each[0].gpu not in reserved.from_all]
-        promising = [each for each in free if not self._is_in_own_way(*each, uid)]
+        promising = [each for each in free if not self._is_blocked_by_own(*each, uid)]
         own = len(promising) < count
         if own:
             promising = [each for each in free if (each[0].gpu, uid) not in reserved.from_own]
@@ -112,7 +112,7 @@ class Room:
             return [], own
         return sorted(promising, key=lambda each: self._missing(each, uid))[:count], own
 
-    def _is_in_own_way(self, offer: Offer, need: Amount, uid: int) -> bool:
+    def _is_blocked_by_own(self, offer: Offer, need: Amount, uid: int) -> bool:
         own = self._held[offer.gpu].uids.get(uid, NOTHING)
         return _lacking(offer, own, need) is not None
 

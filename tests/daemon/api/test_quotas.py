@@ -84,9 +84,9 @@ def test_leases(line: Line) -> None:
         ),
         (
             "clients = 50",
-            {"processes": 10},
-            {"processes": 20, "gpus": 2},
-            {"processes": 21, "gpus": 2},
+            {"threads": 5, "processes": 10},
+            {"threads": 5, "processes": 20, "gpus": 2},
+            {"threads": 5, "processes": 21, "gpus": 2},
             "clients",
             "42 cl",
         ),

@@ -152,6 +152,7 @@ def check(config: Path | None) -> None:
 
     Comments at the end show where NVIDIA's driver was found.
     """
+    from mpsd.core.roles import unknown_names
     from mpsd.core.settings import document
     from mpsd.system import driver, rundir
     from mpsd.system.configuration import read_configuration
@@ -164,8 +165,10 @@ def check(config: Path | None) -> None:
         facts = driver.find(settings.daemon.control, settings.daemon.driver_root).facts()
     except ConfigurationError as error:
         facts = {"driver": f"{error.detail}; {error.hint}"}
+    facts["roles and quotas"] = unknown_names(settings.names)
     for part, where in facts.items():
-        click.echo(f"# {part}: {plain(where)}")
+        if where:
+            click.echo(f"# {part}: {plain(where)}")
 
 
 @cli.command()

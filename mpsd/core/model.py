@@ -74,6 +74,17 @@ class Owner(Struct, frozen=True):
     started: datetime | None
 
 
+class UserNames(Struct, frozen=True):
+    """The numbers of the users and groups that the configuration names, as the user database had them when it was read.
+
+    `unknown` has the names for which it had none.
+    """
+
+    uids: Mapping[str, int] = {}
+    gids: Mapping[str, int] = {}
+    unknown: tuple[str, ...] = ()
+
+
 # -- GPUs --------------------------------------------------------------------------------------------------------------
 
 
@@ -241,6 +252,8 @@ class Client:
     """The most that anybody got who connected when it did; None where mpsd was not there, or could not see it."""
     environment: Mapping[str, str] | None
     """What it was started with of CUDA's and MPS's variables; None where that cannot be read."""
+    uid: int
+    """Its real uid: whose process it is, whatever rights its program has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ def changed(old: Settings, new: Settings) -> tuple[tuple[str, ...], tuple[str, .
 def reloaded(old: Settings, new: Settings) -> Settings:
     """Take from `new` what a reload may apply, and keep the rest of `old`."""
     applied, _ = changed(old, new)
-    result = old
+    result = replace(old, names=new.names)
     for key in applied:
         if key == "quota":
             result = replace(result, quota=new.quota)

@@ -1,11 +1,20 @@
-"""Who may use the API for what: roles, and the names by which the configuration grants them. Pure."""
+"""Who may use the API for what: roles, and the users and groups to whom the configuration grants them. Pure.
 
-from collections.abc import Sequence
+Users and groups are compared as numbers, which the kernel knows; what a name stands for was looked up when the
+configuration was read (`Settings.names`).
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Final
 
 from mpsd.core.errors import NotPermittedError
-from mpsd.core.settings import Roles
+from mpsd.core.model import UserNames
+from mpsd.core.settings import Settings
+
+_LONGEST_NUMBER: Final = 10
+"""Digits of a uid or gid, which has 32 bits."""
 
 
 class Role(IntEnum):
@@ -15,40 +24,95 @@ class Role(IntEnum):
     """Read."""
     USER = 2
     """Hold leases, and end its own."""
-    ADMIN = 3
+    OPERATOR = 3
+    """Hold, drain and resume control daemons, and end nobody's leases but its own."""
+    ADMIN = 4
     """Operate the node, and end anybody's leases."""
 
 
 @dataclass(frozen=True, slots=True)
 class UserIdentity:
-    """The name of a uid and the names of its groups; a number stands for what has no name."""
+    """A uid, and every group of the process: its own, and those that it is in besides."""
 
-    name: str
-    groups: Sequence[str] = ()
+    uid: int
+    gids: frozenset[int] = frozenset()
 
-    def is_among(self, names: Sequence[str]) -> bool:
-        """Tell whether a list of users, %groups and * names this user."""
-        return "*" in names or self.name in names or any(f"%{group}" in names for group in self.groups)
+    def is_called(self, name: str, names: UserNames) -> bool:
+        """Tell whether a user, a %group or * is this user. Digits are a number; a name that is unknown is nobody's."""
+        if name == "*":
+            return True
+        if name.startswith("%"):
+            return _number(name[1:], names.gids) in self.gids
+        return _number(name, names.uids) == self.uid
+
+    def is_among(self, listed: Sequence[str], names: UserNames) -> bool:
+        """Tell whether a list of users, %groups and * has this user."""
+        return any(self.is_called(name, names) for name in listed)
 
 
-def role_of(user: UserIdentity, roles: Roles, *, owns_mpsd: bool) -> Role | None:
+def role_of(user: UserIdentity, settings: Settings, *, administers: bool) -> Role | None:
     """Return the role of a user; None where the configuration grants none.
 
-    `owns_mpsd` is true for root and for the uid that mpsd runs as: both are administrators in any case.
+    `administers` tells whether it is an administrator: whether `may_administer` says so, and it calls from where that
+    counts.
     """
-    if owns_mpsd or user.is_among(roles.admins):
+    roles, names = settings.roles, settings.names
+    if administers:
         return Role.ADMIN
-    if user.is_among(roles.users):
+    if user.is_among(roles.operators, names):
+        return Role.OPERATOR
+    if user.is_among(roles.users, names):
         return Role.USER
-    return Role.OBSERVER if user.is_among(roles.observers) else None
+    return Role.OBSERVER if user.is_among(roles.observers, names) else None
 
 
-def require(role: Role | None, needed: Role) -> None:
-    """Raise NotPermittedError unless a role is sufficient."""
+def may_administer(user: UserIdentity, settings: Settings, *, own_uid: int) -> bool:
+    """Tell whether a user is an administrator outside of containers: root, mpsd's own uid, or whom [roles] names."""
+    return user.uid in {0, own_uid} or user.is_among(settings.roles.admins, settings.names)
+
+
+def require(role: Role | None, needed: Role, *, contained: bool = False) -> None:
+    """Raise NotPermittedError unless a role is sufficient. `contained`: outside of a container it would be another."""
+    if role is not None and role >= needed:
+        return
+    if contained:
+        has = "your uid has no role there" if role is None else f"your role there is {role.name.lower()}"
+        raise NotPermittedError(
+            f"this needs the role {needed.name.lower()}, and {has}: the calling process is in another user or pid"
+            " namespace than the node, or mpsd cannot read which, so your uid is not an administrator's",
+            hint="call from the host, or from mpsd's own container; roles.operators is for containers that hold,"
+            " drain and resume",
+        )
     if role is None:
         raise NotPermittedError("your uid has no role", hint="ask an administrator to add you to [roles]")
-    if role < needed:
-        raise NotPermittedError(
-            f"this needs the role {needed.name.lower()}, and your role is {role.name.lower()}",
-            hint="ask root to do it, or use sudo",
-        )
+    raise NotPermittedError(
+        f"this needs the role {needed.name.lower()}, and your role is {role.name.lower()}",
+        hint="ask root to do it, or use sudo",
+    )
+
+
+def names_in(settings: Settings) -> tuple[str, ...]:
+    """Return the names of users and %groups in a configuration that have to be looked up, each once."""
+    roles = settings.roles
+    listed = (*roles.observers, *roles.users, *roles.operators, *roles.admins, *settings.quota)
+    return tuple(name for name in dict.fromkeys(listed) if name != "*" and _digits(name.removeprefix("%")) is None)
+
+
+def unknown_names(names: UserNames) -> str:
+    """Say which names of the configuration the user database did not have; nothing where it had all."""
+    if not names.unknown:
+        return ""
+    listed = ", ".join(names.unknown)
+    return f"the user database has no {listed}: these names in [roles] and [quota] match no user until a reload"
+
+
+UNKNOWN_NAMES_HINT: Final = "fix the names, or write uids and %gids, which are not looked up; then reload (SIGHUP)"
+
+
+def _number(name: str, known: Mapping[str, int]) -> int | None:
+    digits = _digits(name)
+    return known.get(name) if digits is None else digits
+
+
+def _digits(name: str) -> int | None:
+    return int(name) if name.isascii() and name.isdecimal() and len(name) <= _LONGEST_NUMBER else None

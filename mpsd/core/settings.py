@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias, TypeVar, assert_never, cast
 
 from mpsd.core import setting_parsers
 from mpsd.core.errors import ConfigurationError, MpsdError
-from mpsd.core.model import Limits, ViolationKind
+from mpsd.core.model import Limits, UserNames, ViolationKind
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import KIB, MIB, format_size
 
@@ -142,6 +142,13 @@ class Api:
     )
     events: int = row(10_000, setting_parsers.count, "Number of events that are kept.")
     events_age: float = row(604_800.0, setting_parsers.seconds, "How long events are kept.", unit="s")
+    lines_per_uid: int = row(
+        100,
+        setting_parsers.count,
+        "Maximum number of log lines and events per minute, averaged over ten minutes, about the requests and leases of"
+        " one uid. Further ones are counted in `lines_left_out`.",
+        reload=True,
+    )
     open: bool = row(
         False,
         setting_parsers.flag,
@@ -343,6 +350,9 @@ class Admission:
     queue_length: int = row(
         1000, setting_parsers.count, "Maximum number of requests that wait at the same time.", reload=True
     )
+    queue_per_uid: int = row(
+        128, setting_parsers.count, "Maximum number of requests of one uid that wait at the same time.", reload=True
+    )
     leases: int = row(
         20_000,
         setting_parsers.count,
@@ -355,6 +365,13 @@ class Admission:
         "How long the place in the queue is kept for a caller whose connection was closed or lost; a"
         " request with the same request_id resumes it.",
         unit="s",
+        reload=True,
+    )
+    hang_ups_per_uid: int = row(
+        64,
+        setting_parsers.count,
+        "Maximum number of requests of one uid that are kept for callers whose connection was closed or lost; further"
+        " ones end at once.",
         reload=True,
     )
     usage_half_life: float = row(
@@ -382,7 +399,10 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Who may do what, by user name, by %group, or * for everybody; root and mpsd's own user may do everything."""
+    """Who may do what, by user, by %group, or * for everybody; root and mpsd's own user may do everything.
+
+    Users and groups are names or numbers. An administrator is one only outside of containers (`daemon.http.peer`).
+    """
 
     observers: tuple[str, ...] = row(
         (), setting_parsers.names, "Users and %groups that may read; `*` means all users.", reload=True
@@ -393,10 +413,18 @@ class Roles:
         "Users and %groups that may read, take out leases, and end their own leases; `*` means all users.",
         reload=True,
     )
+    operators: tuple[str, ...] = row(
+        (),
+        setting_parsers.names,
+        "Users and %groups that may also hold, drain (without a timeout) and resume control daemons, from inside a"
+        " container too; `*` means all users.",
+        reload=True,
+    )
     admins: tuple[str, ...] = row(
         (),
         setting_parsers.names,
-        "Users and %groups that may do everything, including ending the leases of others; `*` means all users.",
+        "Users and %groups that may do everything, including ending the leases of others, except from inside a"
+        " container; `*` means all users.",
         reload=True,
     )
 
@@ -411,6 +439,12 @@ class Quota:
     )
     memory: int | None = row(
         None, setting_parsers.size, "Maximum sum of device memory over all leases of the user.", unit="bytes"
+    )
+    clients: int | None = row(
+        None,
+        setting_parsers.count,
+        "Maximum sum of client processes over all leases of the user, counted on each GPU of a lease; a GPU has 48 or"
+        " 60.",
     )
     priority: int | None = row(None, setting_parsers.priority, "Highest priority that the user may request. Absent: 0.")
     ttl: float | None = row(
@@ -448,6 +482,8 @@ class Settings:
     log: Log = field(default_factory=Log)
     quota: Mapping[str, Quota] = field(default_factory=dict)
     """By user, %group, or *."""
+    names: UserNames = UserNames()
+    """What the names in `roles` and `quota` stand for: no setting, but looked up with them."""
 
     @property
     def socket(self) -> Path:
@@ -502,7 +538,7 @@ class SettingRow:
     reload: bool
 
 
-_SECTIONS: Final = {section.name: section for section in fields(Settings) if section.name != "quota"}
+_SECTIONS: Final = {section.name: section for section in fields(Settings) if section.name not in {"quota", "names"}}
 
 
 def _section(name: str) -> type[Any]:

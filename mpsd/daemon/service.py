@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from mpsd.core import roles
 from mpsd.core.admission.ledger import AdmissionRules, Ledger
 from mpsd.core.admission.usage import Usage
 from mpsd.core.errors import ConfigurationError
@@ -129,6 +130,7 @@ async def serve(plan: Plan) -> None:
                 log=log,
                 simulated=plan.simulated,
             )
+            _report_names(settings, log)
             await node.open(inventory)
             await _run(plan, node, events, log)
     finally:
@@ -249,4 +251,12 @@ def _reload(plan: Plan, node: Node, notifier: ServiceNotifier, log: Logger) -> N
     applied, waiting = node.settings.reload(wanted)
     daemons = {each.name: list(each.restart_for) for each in node.daemons() if each.restart_for}
     log.info(EventName.SETTINGS_RELOADED, applied=list(applied), needs_restart=list(waiting), daemons=daemons)
+    _report_names(wanted, log)
     notifier.reloaded()
+
+
+def _report_names(settings: Settings, log: Logger) -> None:
+    """Say which users and groups of the configuration are unknown: a misspelled quota holds for no user."""
+    because = roles.unknown_names(settings.names)
+    if because:
+        log.warning(EventName.NAMES_UNKNOWN, because=because, hint=roles.UNKNOWN_NAMES_HINT)

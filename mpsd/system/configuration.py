@@ -1,20 +1,24 @@
 """The configuration file, as it is read from the disk."""
 
+from dataclasses import replace
 from pathlib import Path
 
-from mpsd.core import settings
+from mpsd.core import roles, settings
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.settings import Settings
+from mpsd.system import credentials
 
 
 def read_configuration(path: Path | None) -> Settings:
     """Return the settings of a file, or the defaults where none is named and the usual one is absent.
 
+    What the names of users and groups in it stand for is looked up here, and never while somebody waits for an answer.
+
     Raises ConfigurationError for a file that cannot be read or does not parse.
     """
     where = path or Path("/etc/mpsd/mpsd.toml")
     try:
-        return settings.parse(where.read_text(encoding="utf-8"))
+        parsed = settings.parse(where.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if path is None:
             return Settings()
@@ -23,3 +27,4 @@ def read_configuration(path: Path | None) -> Settings:
         raise ConfigurationError(f"cannot read {where}: {error}", hint="check its permissions") from error
     except ConfigurationError as error:
         raise ConfigurationError(f"{where}: {error.detail}", hint=error.hint, limit=error.limit) from None
+    return replace(parsed, names=credentials.look_up(roles.names_in(parsed)))

@@ -3,16 +3,21 @@
 Only uid and gid authorise; the process is for binding a lease to its life.
 """
 
+import ctypes
 import errno
 import os
 import socket
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
-from grp import getgrgid
-from pwd import getpwuid
+from grp import getgrnam
+from math import inf
+from pwd import getpwnam
 from typing import Final
 
-from mpsd.system import process
+from mpsd.core.errors import NotPermittedError
+from mpsd.core.model import UserNames
+from mpsd.system import clock, process
 from mpsd.system.process import Process
 
 _SO_PEERPIDFD: Final = 77
@@ -20,8 +25,13 @@ _SO_PEERPIDFD: Final = 77
 
 _SO_PEERGROUPS: Final = 59
 _UCRED: Final = struct.Struct("iII")
-_MOST_GROUPS: Final = 256
-"""CPython's getsockopt takes 1024 bytes at most."""
+_FEW_GROUPS: Final = 64
+"""Groups for which there is room in the first question; who is in more costs one more."""
+
+_MOST_GROUPS: Final = 65536
+"""NGROUPS_MAX in the kernel's include/uapi/linux/limits.h."""
+
+_libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,44 +49,57 @@ def peer_credentials(connection: socket.socket) -> PeerCredentials:
     return PeerCredentials(uid, gid, pid)
 
 
-def user_name(uid: int) -> str:
-    """Return a user's name, or its number where the user database has no name for it."""
-    try:
-        return getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
+def groups(connection: socket.socket, who: PeerCredentials) -> frozenset[int]:
+    """Return every group that the caller's process was in when it connected, its own among them.
+
+    Raises NotPermittedError where the kernel does not tell all of them: some of them alone would be another user.
+    """
+    room = _FEW_GROUPS
+    while True:
+        buffer, size = (ctypes.c_uint32 * room)(), ctypes.c_uint32(4 * room)
+        # CPython's getsockopt takes 1024 bytes at most, and so 256 groups.
+        if _libc.getsockopt(connection.fileno(), socket.SOL_SOCKET, _SO_PEERGROUPS, buffer, ctypes.byref(size)) == 0:
+            return frozenset((who.gid, *buffer[: size.value // 4]))
+        number = ctypes.get_errno()
+        if number != errno.ERANGE or not room < size.value // 4 <= _MOST_GROUPS:
+            raise NotPermittedError(
+                f"the groups of the calling process cannot be read: {os.strerror(number)}",
+                hint="call from a process in fewer groups, or on a kernel that tells them (SO_PEERGROUPS)",
+                limit="groups",
+            )
+        room = size.value // 4  # as the kernel asks for: unix(7) does not have it, net/core/sock.c does
 
 
-def groups(connection: socket.socket, who: PeerCredentials) -> tuple[str, ...]:
-    """Return the names of the groups that the caller's process is in, its own first; numbers where there is no name."""
-    try:
-        raw = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MOST_GROUPS)
-    except OSError as error:
-        if error.errno not in {errno.ERANGE, errno.ENOPROTOOPT}:
-            raise
-        raw = b""
-    supplementary = struct.unpack(f"{len(raw) // 4}I", raw)
-    return tuple(_group_name(gid) for gid in dict.fromkeys((who.gid, *supplementary)))
+def look_up(names: Iterable[str]) -> UserNames:
+    """Ask the user database, once, for the numbers of users and %groups. It may be a directory on the network."""
+    uids, gids, unknown = dict[str, int](), dict[str, int](), list[str]()
+    for name in names:
+        try:
+            if name.startswith("%"):
+                gids[name[1:]] = getgrnam(name[1:]).gr_gid
+            else:
+                uids[name] = getpwnam(name).pw_uid
+        except (KeyError, ValueError):  # ValueError: no name at all, as with a character that the locale has not
+            unknown.append(name)
+    return UserNames(uids, gids, tuple(unknown))
 
 
-def _group_name(gid: int) -> str:
-    try:
-        return getgrgid(gid).gr_name
-    except KeyError:
-        return str(gid)
-
-
-def process_of(connection: socket.socket, who: PeerCredentials) -> Process | None:
+def process_of(connection: socket.socket, who: PeerCredentials, accepted: float = inf) -> Process | None:
     """Watch the process that connected; None when it is gone, or not visible in mpsd's pid namespace.
 
     SO_PEERPIDFD cannot be fooled by a reused pid. Without it (kernels before 6.5) the pid of the credentials is opened,
-    which is as good for as long as the connection is open and its process lives.
+    which is as good for as long as the process lives; if another has its pid by now, it started after the connection
+    was `accepted`, in seconds since boot.
     """
     try:
         pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError as error:
         if error.errno not in {errno.ENOPROTOOPT, errno.EINVAL, errno.ESRCH, errno.ENODATA}:
             raise
-        return process.find(who.pid) if who.pid > 0 else None
+        found = process.find(who.pid) if who.pid > 0 else None
+        if found is not None and clock.since_boot(found.identity.start_ticks) > accepted:
+            found.close()
+            return None
+        return found
     os.set_inheritable(pidfd, False)
     return process.from_pidfd(pidfd)

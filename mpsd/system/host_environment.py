@@ -136,6 +136,35 @@ def hidden(pid: int, directories: Iterable[Path]) -> list[Path]:
         return []
 
 
+def is_contained(pid: int) -> bool:
+    """Tell whether a process is in a user or pid namespace of its own, as in a container; so if that is unknown.
+
+    The answer is about whoever has the pid now: see afterwards that the process still lives. Mount namespaces say
+    nothing, since services of the machine have their own.
+    """
+    try:
+        return _rights(pid) != _rights_of_the_first()
+    except OSError:
+        return True
+
+
+def _rights(pid: int | str) -> tuple[str, str]:
+    """Return the namespaces in which uid 0 is who it is to the kernel, if any. Raises OSError."""
+    return os.readlink(f"/proc/{pid}/ns/user"), os.readlink(f"/proc/{pid}/ns/pid")  # noqa: PTH115
+
+
+@cache
+def _rights_of_the_first() -> tuple[str, str]:
+    """Return those of process 1 of mpsd's own pid namespace; mpsd's own, where it may not look at those (not as root).
+
+    That changes nothing but for an mpsd in a user namespace below that of process 1, where they are a container's.
+    """
+    try:
+        return _rights(1)
+    except OSError:
+        return _rights("self")
+
+
 def sees_alike(pid: int) -> Reading[bool]:
     """Tell whether every path leads a process where it leads mpsd, if that can be told.
 

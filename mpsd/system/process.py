@@ -159,17 +159,26 @@ def variables_of(pid: int, names: Collection[str]) -> dict[str, str] | None:
     }
 
 
+def real_uid(pid: int) -> int | None:
+    """Return a process's real uid: whose it is, whatever a setuid program lets it do; None when it is gone."""
+    return next((int(uid) for uid in _status(pid, "Uid")), None)
+
+
+def _status(pid: int, name: str) -> list[str]:
+    """Return the words of a field of /proc/PID/status (see proc(5)); none when there is no such process."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return next((line.split()[1:] for line in status.split("\n") if line.startswith(f"{name}:")), [])
+
+
 def is_nested(pid: int) -> bool:
     """Tell whether a process lives in a pid namespace below mpsd's own, where its numbers for processes mean others.
 
     NSpid in /proc/PID/status lists a process's pid in each namespace from that of /proc downwards. Source: proc(5).
     """
-    try:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    pids = next((line for line in status.splitlines() if line.startswith("NSpid:")), "NSpid: 0").split()[1:]
-    return len(pids) > 1
+    return len(_status(pid, "NSpid")) > 1
 
 
 def is_stopped(pid: int) -> bool:

@@ -102,7 +102,7 @@ def test_number_that_was_not_given(make_node: Start) -> None:
 
 def test_slow_reader(make_node: Start) -> None:
     """One who does not read is dropped; others have their events meanwhile, and mpsd holds no more for it."""
-    node = make_node(config="[api]\nevents = 3000\n").start()
+    node = make_node(config="[api]\nevents = 3000\nlines_per_uid = 1000\n").start()
     with connection(node, buffer=4096) as slow, following(node) as follower:
         silent = Follower(slow, 0)
         read: list[dict[str, Any]] = []

@@ -266,7 +266,7 @@ async def take(leases: Leases, pid: int, processes: int) -> Lease:
 
 def client(pid: int) -> Client:
     """Return a process as a client of the control daemon."""
-    return Client(ProcessIdentity(pid, start_ticks(pid)), OFFER.daemon, OFFER.gpu, 1, None, None)
+    return Client(ProcessIdentity(pid, start_ticks(pid)), OFFER.daemon, OFFER.gpu, 1, None, None, os.getuid())
 
 
 @pytest.mark.parametrize("restarted", [False, True])

@@ -295,7 +295,7 @@ def environment(data: bytes) -> None:
     percentage, _, limits = text_of(data).partition("\n")
     own = {PERCENTAGE.variable: percentage, MEM_LIMIT.variable: limits}
     ceiling = ReadBack(500, 8 * GIB)
-    found = violations.in_force(Client(ProcessIdentity(9, 1), "gpu-0", GPU, SERVER, ceiling, own))
+    found = violations.in_force(Client(ProcessIdentity(9, 1), "gpu-0", GPU, SERVER, ceiling, own, 0))
     assert 0 < found.active_thread_percentage_tenths <= 500
     if len(data) > 1000:
         return  # the simulator's own clients have no such figures

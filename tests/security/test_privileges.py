@@ -31,6 +31,7 @@ NEEDED: Final = ("chown", "kill", "setgid", "setuid", "sys_ptrace")
 CONFIG: Final = """
 [api]
 group = "daemon"
+open = true
 [enforcement]
 unadmitted = "deny"
 grace = 0.3

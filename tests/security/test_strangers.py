@@ -1,5 +1,6 @@
 """Who may not, cannot, from wherever it asks: another user, a container's root, and one who was at the socket first."""
 
+import asyncio
 import json
 import os
 import socket
@@ -49,6 +50,46 @@ libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: whoever ends the one that the
 assert (os.getuid(), os.getpid()) == (0, 1)
 """
 """Becomes root, and process 1, of namespaces of its own, as the root of a container that some user started."""
+
+OWN_PIDS, OWN_USERS, OWN_MOUNTS = 0x20000000, 0x10000000, 0x00020000
+"""CLONE_NEWPID, CLONE_NEWUSER, CLONE_NEWNS."""
+
+ROOT_OF: Final = """
+import ctypes, json, os, signal, socket, sys
+libc = ctypes.CDLL(None, use_errno=True)
+ready, go = os.pipe()
+helper = os.fork()
+if not helper:
+    os.close(go)
+    os.read(ready, 1)
+    if {flags} & 0x10000000:
+        for name in ("uid_map", "gid_map"):
+            with open(f"/proc/{{os.getppid()}}/{{name}}", "w") as file:
+                file.write("0 0 4294967295")
+    os._exit(0)
+assert libc.unshare({flags}) == 0, os.strerror(ctypes.get_errno())
+os.close(go)
+assert os.waitpid(helper, 0)[1] == 0
+os.close(ready)
+child = os.fork()
+if child:
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) % 256)
+libc.prctl(1, signal.SIGKILL)
+os.setgroups([]); os.setresgid({uid}, {uid}, {uid}); os.setresuid({uid}, {uid}, {uid})
+"""
+"""Becomes a user of namespaces of its own in which each uid is itself, as in a container that an operator started."""
+
+LEFT_BEHIND: Final = """
+import os, socket, sys
+with socket.socket(socket.AF_UNIX) as connection:
+    connection.connect(sys.argv[1])
+    if os.fork():
+        os._exit(0)
+    sys.stdin.readline()
+    connection.sendall(b"POST /v1/daemons/gpu0/hold HTTP/1.1\\r\\nHost: mpsd\\r\\nConnection: close\\r\\n\\r\\n")
+    sys.stdout.write(connection.makefile("rb").read().decode())
+"""
+"""Connects as root, and lets a child go on with the connection alone."""
 
 PATHS: Final = """
 [paths]
@@ -117,18 +158,23 @@ class TestRefusalLog:
         assert line.lease(lease) == lease
 
     def test_no_flood(self) -> None:
-        """Not more than 16 in a minute, of whatever length; the next one says how many were left out."""
+        """Of one uid not more than 16 in a minute, of whatever length; how many were left out is told, and others."""
+        asyncio.run(self.flood())
+
+    @staticmethod
+    async def flood() -> None:
+        """Ask for what one may not have, more often than is told."""
         with TemporaryFile("w+", encoding="utf-8") as stream:
             refusals = RefusalLog(configure(LogFormat.JSON, stream=stream))
             for _ in range(20):
                 refusals.record(PeerCredentials(ANN, ANN, 1), "GET /" + "x" * 1000, "no")
-            refusals._limit._since -= 60
-            refusals.record(PeerCredentials(ANN, ANN, 1), "GET /", "no")
+            refusals.record(PeerCredentials(BOB, BOB, 1), "GET /", "no")
+            refusals._shares._report(ANN)
             stream.seek(0)
             told = [json.loads(each) for each in stream]
-        assert len(told) == 17
-        assert [each.get("left_out") for each in told[15:]] == [None, 4]
-        assert max(len(each["asked"]) for each in told) == 200
+        assert [each["uid"] for each in told] == [ANN] * 16 + [BOB, ANN]
+        assert (told[-1]["event"], told[-1]["left_out"]) == ("lines_left_out", 4)
+        assert max(len(each["asked"]) for each in told[:-1]) == 200
 
 
 class TestContainer:
@@ -162,6 +208,65 @@ class TestContainer:
             assert "another pid namespace" in answer.json["detail"]
 
 
+class TestRootOfAContainer:
+    """Uid 0 in a container is uid 0 to the kernel; what it is not, is the administrator of the node."""
+
+    @pytest.fixture
+    def node(self, make_node: Start) -> Node:
+        """Start a node with an administrator and an operator who are not root."""
+        return make_node(simulate=1, config=f'[roles]\nadmins = ["{BOB}"]\noperators = ["{ANN}"]\n').start()
+
+    @pytest.mark.parametrize("flags", [OWN_PIDS, OWN_USERS, OWN_PIDS | OWN_USERS | OWN_MOUNTS])
+    @pytest.mark.parametrize("uid", [0, BOB])
+    def test_is_a_user(self, node: Node, line: Line, flags: int, uid: int) -> None:
+        """With a pid or user namespace of its own it has a user's role, whatever its uid, and is told why."""
+        lease = line.granted(uid=2603, **SMALL)
+        with calling(node.socket, before=ROOT_OF.format(flags=flags, uid=uid)) as contained:
+            for method, path in (
+                ("POST", "/v1/daemons/gpu0/hold"),
+                ("POST", "/v1/daemons/gpu0/restart"),
+                ("DELETE", f"/v1/leases/{lease['id']}"),
+            ):
+                answer = contained.request(method, path, {})
+                assert (answer.status, answer.json["code"]) == (403, "not_permitted"), answer.json
+            answer = contained.request("POST", "/v1/daemons/gpu0/hold")
+            assert "another user or pid namespace" in answer.json["detail"]
+            assert "roles.operators" in answer.json["hint"]
+            assert contained.request("GET", "/v1/leases").json["leases"] == []
+            line.release(lease)
+            mine = contained.admit(**SMALL)
+            assert (mine.status, mine.json["owner"]["uid"]) == (201, uid)
+        assert node.daemons()["gpu0"]["state"] == "ready"
+
+    @pytest.mark.parametrize("uid", [0, BOB])
+    def test_mounts_say_nothing(self, node: Node, uid: int) -> None:
+        """A service of the machine has mounts of its own, and is no container."""
+        with calling(node.socket, before=ROOT_OF.format(flags=OWN_MOUNTS, uid=uid)) as service:
+            for verb in ("hold", "resume"):
+                assert service.request("POST", f"/v1/daemons/gpu0/{verb}").status == 202
+
+    def test_operator(self, node: Node) -> None:
+        """Whom the configuration makes an operator holds, drains and resumes from a container, and no more."""
+        with calling(node.socket, before=ROOT_OF.format(flags=OWN_PIDS | OWN_USERS, uid=ANN)) as agent:
+            for verb in ("hold", "drain", "resume"):
+                assert agent.request("POST", f"/v1/daemons/gpu0/{verb}", {}).status == 202
+            for verb, body in (("reset", None), ("restart", {}), ("drain", {"timeout": 1})):
+                assert agent.request("POST", f"/v1/daemons/gpu0/{verb}", body).status == 403
+        node.wait_for_state("gpu0", "ready")
+
+    def test_a_process_that_is_gone(self, node: Node) -> None:
+        """Where a process was that left its connection to another, nobody can tell: it is no administrator."""
+        with subprocess.Popen(
+            [sys.executable, "-I", "-c", LEFT_BEHIND, str(node.socket)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as connected:
+            connected.wait(timeout=10)
+            said, _ = connected.communicate("go on\n", timeout=10)
+        assert said.startswith("HTTP/1.1 403 "), said
+
+
 @dataclass
 class Contained(Node):
     """An mpsd in a pid namespace of its own, as in a container without hostPID."""
@@ -189,6 +294,15 @@ def test_mpsd_in_a_container(short_tmp: Path) -> None:
         assert [each for each in node.get("/v1/status").json["notes"] if "hostPID: true" in each]
         assert node.events("host_requirement_missing", missing="pid namespace")
         assert node.mpsctl("status").returncode == 0
+        assert node.request("POST", "/v1/daemons/gpu0/hold").status == 403
+        # As `podman exec` and `kubectl exec` do: the process is in the container's own pid namespace.
+        (inside,) = Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()
+        entered = ["nsenter", f"--target={inside}", "--pid", sys.executable, "-m", "mpsd.cli.main"]
+        done = subprocess.run(
+            [*entered, "--socket", str(node.socket), "hold", "gpu0"], capture_output=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert node.daemons()["gpu0"]["state"] == "held"
     finally:
         node.clean_up()
 

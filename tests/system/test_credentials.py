@@ -6,13 +6,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from grp import getgrgid
 from pathlib import Path
 from typing import Final
 
 import pytest
 
-from mpsd.system import credentials
+from mpsd.core.errors import NotPermittedError
+from mpsd.system import clock, credentials
+from mpsd.system.configuration import read_configuration
 from mpsd.system.credentials import PeerCredentials
 from mpsd.system.process import start_ticks
 from tests.harness import wait_until
@@ -22,7 +23,7 @@ needs_root = pytest.mark.root("call as another user")
 
 _CALLER: Final = """
 import json, os, socket, sys
-uid, groups = int(sys.argv[2]), json.loads(sys.argv[3])
+uid, groups = int(sys.argv[2]), json.loads(sys.stdin.readline())
 if uid >= 0:
     os.setgroups(groups)
     os.setresgid(uid, uid, uid)
@@ -46,10 +47,10 @@ def called(
         listener.listen()
         listener.settimeout(20)
         process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _CALLER, str(path), str(uid), str(list(groups))],
-            stdin=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-I", "-c", _CALLER, str(path), str(uid)], stdin=subprocess.PIPE, text=True
         )
+        assert process.stdin is not None
+        print(list(groups), file=process.stdin, flush=True)
         try:
             connection, _ = listener.accept()
             with connection:
@@ -71,27 +72,41 @@ def test_another_user(short_tmp: Path) -> None:
     with called(short_tmp, NOBODY, (1, 2)) as (connection, process):
         who = credentials.peer_credentials(connection)
         assert who == PeerCredentials(NOBODY, NOBODY, process.pid)
-        own, *others = credentials.groups(connection, who)
-        assert own == getgrgid(NOBODY).gr_name
-        assert set(others) == {getgrgid(1).gr_name, getgrgid(2).gr_name}
+        assert credentials.groups(connection, who) == {NOBODY, 1, 2}
 
 
 @needs_root
-def test_user_and_groups_without_names(short_tmp: Path) -> None:
-    """A uid and a gid that the user database does not know are called by their numbers."""
-    with called(short_tmp, 54321, (65432, 2)) as (connection, _):
-        who = credentials.peer_credentials(connection)
-        assert credentials.user_name(who.uid) == "54321"
-        own, *others = credentials.groups(connection, who)
-        assert own == "54321"
-        assert set(others) == {"65432", getgrgid(2).gr_name}
+@pytest.mark.parametrize("count", [0, 64, 65, 300, 1000, 65536])
+def test_every_group(short_tmp: Path, count: int) -> None:
+    """A caller in more groups than one question has room for is known by each of them, up to what the kernel knows."""
+    with called(short_tmp, 54321, tuple(range(100000, 100000 + count))) as (connection, _):
+        found = credentials.groups(connection, credentials.peer_credentials(connection))
+        assert found == {54321, *range(100000, 100000 + count)}
 
 
-@needs_root
-def test_more_groups_than_can_be_asked_for(short_tmp: Path) -> None:
-    """A caller in more groups than one question returns is known by its own group, and is not refused for it."""
-    with called(short_tmp, NOBODY, tuple(range(1000, 1300))) as (connection, _):
-        assert credentials.groups(connection, credentials.peer_credentials(connection)) == (getgrgid(NOBODY).gr_name,)
+def test_groups_that_cannot_be_read() -> None:
+    """Who is in which groups is never guessed: without the kernel's word the caller is refused, with a way out."""
+    with socket.socket(socket.AF_UNIX) as nobody_s, pytest.raises(NotPermittedError) as refused:
+        credentials.groups(nobody_s, PeerCredentials(0, 0, 0))
+    assert "cannot be read" in refused.value.detail
+    assert refused.value.hint
+
+
+class TestNames:
+    """What the names in a configuration stand for."""
+
+    def test_look_up(self) -> None:
+        """Users and groups are two databases, and what neither has is told, whatever characters it has."""
+        found = credentials.look_up(["root", "%root", "%no-such", "no-such", "\udcff", "a\0b"])
+        assert (found.uids, found.gids) == ({"root": 0}, {"root": 0})
+        assert found.unknown == ("%no-such", "no-such", "\udcff", "a\0b")
+
+    def test_configuration(self, short_tmp: Path) -> None:
+        """Names are looked up when a configuration is read; numbers and `*` are not."""
+        path = short_tmp / "mpsd.toml"
+        path.write_text('[roles]\nusers = ["*", "12", "%34"]\nadmins = ["nobody"]\n[quota."%gone"]\n[quota."7"]\n')
+        names = read_configuration(path).names
+        assert (names.uids, names.gids, names.unknown) == ({"nobody": NOBODY}, {}, ("%gone",))
 
 
 def test_process_is_watched(short_tmp: Path) -> None:
@@ -139,6 +154,18 @@ class TestWithoutPeerPidfd:
         finally:
             process.communicate()
         assert credentials.process_of(connection, PeerCredentials(0, 0, process.pid)) is None
+
+    def test_pid_of_another(self, connection: socket.socket) -> None:
+        """A process that started after the connection was accepted is another, which has the caller's pid by now."""
+        accepted = clock.since_boot() - 1
+        process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+        try:
+            assert credentials.process_of(connection, PeerCredentials(0, 0, process.pid), accepted) is None
+            later = credentials.process_of(connection, PeerCredentials(0, 0, process.pid), clock.since_boot())
+            assert later is not None
+            later.close()
+        finally:
+            process.communicate()
 
     def test_not_visible(self, connection: socket.socket) -> None:
         """A process outside mpsd's pid namespace has pid 0, which is nobody's."""

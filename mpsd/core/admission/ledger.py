@@ -18,9 +18,9 @@ from mpsd.core.admission import admission
 from mpsd.core.admission.admission import NOTHING, Amount, Candidate, Offer, Shortage
 from mpsd.core.admission.offers import Offers
 from mpsd.core.admission.queue import Queue, keep
-from mpsd.core.admission.room import Reservation, Room
+from mpsd.core.admission.room import NOTHING_RESERVED, Reservations, Room
 from mpsd.core.admission.usage import Usage
-from mpsd.core.errors import QueueFullError, TooManyLeasesError
+from mpsd.core.errors import TooManyLeasesError
 from mpsd.core.model import Lease, LeaseRequest, LeaseState, ProcessIdentity
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import Admission, Placement
@@ -42,11 +42,14 @@ class AdmissionRules:
     leases: int = 10_000
     patience: float = 300.0
     """Seconds for which a request that stands first can be overtaken by those of users who had less."""
+    queue_per_uid: int = 128
 
     @classmethod
     def of(cls, settings: Admission) -> "AdmissionRules":
         """Return what the settings say of it."""
-        return cls(settings.placement, settings.queue_length, settings.leases, settings.patience)
+        return cls(
+            settings.placement, settings.queue_length, settings.leases, settings.patience, settings.queue_per_uid
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,12 +215,7 @@ class Ledger:
         shortage = self._shortage(lease, candidates)
         if lease.until is not None and lease.until <= now.seconds:
             raise shortage.raised()
-        if len(self.waiting) >= self.rules.queue_length:
-            raise QueueFullError(
-                f"{self.rules.queue_length} requests are waiting, the maximum (admission.queue_length)",
-                hint="try again later",
-                limit="queue",
-            )
+        self._queue.check(lease.owner.uid, self.rules.queue_per_uid, self.rules.queue_length)
         lease = structs.replace(lease, arrival=self._arrivals, because=shortage.because)
         self._join(lease)
         return lease
@@ -238,7 +236,7 @@ class Ledger:
 
     def _settle_once(self, now: Now) -> list[Lease]:
         granted: list[Lease] = []
-        reserved: dict[str, Reservation] = {}
+        reserved = Reservations()
         anew = all(offer.many_users for offer in self._offers.by_gpu.values())
         for lease in self._queue.in_order(now.seconds, self.rules.patience, anew=anew):
             candidates = self._candidates(lease)
@@ -246,7 +244,7 @@ class Ledger:
             if chosen:
                 self._part(lease)
                 granted.append(self._grant(lease, chosen, now, lease.arrival))
-            elif keep(lease, candidates, reserved):
+            elif keep(lease, candidates, self._room, reserved):
                 self._queue.stands_first(lease.id, now.seconds)
             else:
                 continue
@@ -285,16 +283,14 @@ class Ledger:
         """Return where a lease can be granted some day."""
         return self._offers.candidates(lease.request)
 
-    def _find(
-        self, lease: Lease, candidates: Sequence[Candidate], reserved: Mapping[str, Reservation]
-    ) -> list[Candidate]:
+    def _find(self, lease: Lease, candidates: Sequence[Candidate], reserved: Reservations) -> list[Candidate]:
         return self._room.find(candidates, lease.owner.uid, lease.request.gpus, reserved, self.rules.placement)
 
     def _choose(self, lease: Lease, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
         """Return the places that a new request gets when all who wait and come before it have got theirs."""
         if not self._queue.leases:
-            return self._find(lease, candidates, {})
-        reserved: dict[str, Reservation] = {}
+            return self._find(lease, candidates, NOTHING_RESERVED)
+        reserved = Reservations()
         taken: list[tuple[str, int, Amount]] = []
         order = self._queue.order(structs.replace(lease, arrival=self._arrivals), now, self.rules.patience)
         for each in self._queue.in_order(now, self.rules.patience, before=order):
@@ -302,14 +298,14 @@ class Ledger:
             for offer, need in chosen:
                 taken.append((offer.gpu, each.owner.uid, need))
                 self._room.enter(*taken[-1])
-            if not chosen and keep(each, self._candidates(each), reserved) and self._is_spent(reserved):
+            if not chosen and keep(each, self._candidates(each), self._room, reserved) and self._is_spent(reserved):
                 break
         chosen = self._find(lease, candidates, reserved)
         for gpu, uid, need in taken:  # they have it when they are let in, by settle
             self._room.leave(gpu, uid, need)
         return chosen
 
-    def _is_spent(self, reserved: Mapping[str, Reservation]) -> bool:
+    def _is_spent(self, reserved: Reservations) -> bool:
         return self._room.is_spent(self._offers.by_gpu.values(), reserved)
 
     def _shortage(self, lease: Lease, candidates: Sequence[Candidate]) -> Shortage:

@@ -4,21 +4,29 @@
 the user who had less lately (`Usage.standing`); then who came first. Without patience, one who needs a whole GPU could
 be overtaken for hours by a user who always holds a little of it, and who therefore had less whenever they are compared.
 
-**What is kept.** Those who wait are asked in that order. For one that cannot have what it asks for, it is kept, on
-every GPU where it could have it and for which nobody before it waits: it stands first there. Those behind it get what
-is left beside that. So nobody who comes later delays the first in the queue, nor, on GPUs that this one cannot use,
-the first of those who can. Nothing is kept for a request for several GPUs while fewer than it needs are there, in
-order, and not kept for others: it could not have them anyway, and the rest need not lie idle for it. On a daemon that
-serves one uid at a time, nobody joins the uid that has the GPU while it is kept for another: so every turn ends.
+**What is kept.** Those who wait are asked in that order. For one that cannot have what it asks for, it is kept on as
+many GPUs as it asks for: on those that come closest to it (`Room.closest`) and for which nobody before it waits. It
+stands first there, and those behind it get what is left beside that. So on these GPUs nobody who comes later delays it;
+what it lacks there only becomes less, also where others come closer, and it waits for them instead. Nothing is kept for
+a request for several GPUs while fewer than it needs are there, in order, and not kept for others: it could not have
+them anyway, and the rest need not lie idle for it. On a daemon that serves one uid at a time, nobody joins the uid that
+has the GPU while it is kept for another: so every turn ends.
+
+**What is kept from its own user alone.** What its user's own leases leave too little of, on all GPUs but fewer than it
+asks for: whatever others leave there, it could not have it before its user ends one of them. So one who holds a little
+everywhere, and waits for more than there is beside that, keeps nothing from others; and one who works alone still gets
+what came first before what came later.
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final, TypeAlias
 
 from mpsd.core.admission.admission import Candidate
-from mpsd.core.admission.room import Reservation
+from mpsd.core.admission.room import Reservation, Reservations, Room
 from mpsd.core.admission.usage import Usage
+from mpsd.core.errors import QueueFullError
 from mpsd.core.model import Lease
 
 _NEVER: Final = float("inf")
@@ -32,6 +40,7 @@ class Queue:
 
     def __init__(self, usage: Usage) -> None:
         self.leases: dict[str, Lease] = {}
+        self._of: Counter[int] = Counter()
         self._usage = usage
         self._first_since: dict[str, float] = {}
         """Since when a lease has stood first somewhere. One that was overtaken since has not lost that."""
@@ -39,10 +48,29 @@ class Queue:
     def join(self, lease: Lease) -> None:
         """Take a lease in."""
         self.leases[lease.id] = lease
+        self._of[lease.owner.uid] += 1
+
+    def check(self, uid: int, share: int, length: int) -> None:
+        """Refuse a place in a queue that is full, or in which a user has its share. Raises QueueFullError."""
+        if self._of[uid] >= share:
+            raise QueueFullError(
+                f"uid {uid} has {share} requests waiting, the maximum (admission.queue_per_uid)",
+                hint="wait until some of them are granted, or end them: mpsctl leases",
+                limit="admission.queue_per_uid",
+            )
+        if len(self.leases) >= length:
+            raise QueueFullError(
+                f"{length} requests are waiting, the maximum (admission.queue_length)",
+                hint="try again later",
+                limit="queue",
+            )
 
     def part(self, lease_id: str) -> None:
         """Let a lease go, because it was granted or has ended."""
-        del self.leases[lease_id]
+        uid = self.leases.pop(lease_id).owner.uid
+        self._of[uid] -= 1
+        if not self._of[uid]:
+            del self._of[uid]
         self._first_since.pop(lease_id, None)
 
     def stands_first(self, lease_id: str, now: float) -> None:
@@ -61,8 +89,7 @@ class Queue:
         They are put in order as they are asked for, since whoever asks has mostly enough after a few. What is granted
         meanwhile counts `anew`, or not before the next time.
         """
-        uids = {lease.owner.uid for lease in self.leases.values()}
-        rank, since = {uid: self._usage.rank(uid, now) for uid in uids}, now - patience
+        rank, since = {uid: self._usage.rank(uid, now) for uid in self._of}, now - patience
         queue = [(self._order(lease, since, rank[lease.owner.uid]), lease) for lease in self.leases.values()]
         if before is not None:
             queue = [each for each in queue if each[0] < before]
@@ -80,11 +107,13 @@ class Queue:
         return -lease.request.priority, first if first <= since else _NEVER, rank, lease.arrival, lease.id
 
 
-def keep(lease: Lease, candidates: Sequence[Candidate], reserved: dict[str, Reservation]) -> bool:
+def keep(lease: Lease, candidates: Sequence[Candidate], room: Room, reserved: Reservations) -> bool:
     """Keep for a lease that cannot be granted what it waits for, where nobody before it does; tell whether it is so."""
-    free = [(offer.gpu, need) for offer, need in candidates if offer.refusal is None and offer.gpu not in reserved]
-    if len(free) < lease.request.gpus:
-        return False
-    for gpu, need in free:
-        reserved[gpu] = Reservation(need, lease.owner.uid)
-    return True
+    uid = lease.owner.uid
+    places, own = room.closest(candidates, uid, lease.request.gpus, reserved)
+    for offer, need in places:
+        if own:
+            reserved.from_own[offer.gpu, uid] = Reservation(need, uid)
+        else:
+            reserved.from_all[offer.gpu] = Reservation(need, uid)
+    return bool(places)

@@ -1,33 +1,29 @@
 """What one user may have: which quota is theirs, and whether a request is within it. Pure."""
 
-from collections.abc import Mapping
 from typing import Final
 
 from mpsd.core.admission.admission import Amount
 from mpsd.core.admission.ledger import UserTotals
 from mpsd.core.errors import QuotaError
 from mpsd.core.roles import UserIdentity
-from mpsd.core.settings import Quota
+from mpsd.core.settings import Quota, Settings
 from mpsd.core.units import format_size
 
 _FREE: Final = Quota()
 
 
-def quota_of(user: UserIdentity, quotas: Mapping[str, Quota]) -> Quota:
+def quota_of(user: UserIdentity, settings: Settings) -> Quota:
     """Return a user's quota: its own before its groups' (the first listed) before everybody's."""
-    if not quotas:
+    quotas = settings.quota
+    theirs = [name for name in quotas if user.is_called(name, settings.names)]
+    if not theirs:
         return _FREE
-    if user.name in quotas:
-        return quotas[user.name]
-    group = next((name for name in quotas if name.startswith("%") and name[1:] in user.groups), None)
-    if group is not None:
-        return quotas[group]
-    return quotas.get("*", _FREE)
+    return quotas[min(theirs, key=lambda name: (name == "*", name.startswith("%")))]
 
 
 def weighs(quota: Quota) -> bool:
     """Tell whether a quota bounds how much a user may have, and not only how many leases."""
-    return quota.threads is not None or quota.memory is not None
+    return quota.threads is not None or quota.memory is not None or quota.clients is not None
 
 
 def check(quota: Quota, has: UserTotals, priority: int, worth: Amount) -> None:
@@ -57,6 +53,13 @@ def check(quota: Quota, has: UserTotals, priority: int, worth: Amount) -> None:
             f" and you already hold {format_size(has.amount.memory)}",
             hint=release,
             limit="quota.memory",
+        )
+    if quota.clients is not None and has.amount.clients + worth.clients > quota.clients:
+        raise QuotaError(
+            f"{worth.clients} client processes were requested, but your quota is {quota.clients}, and you already hold"
+            f" {has.amount.clients}",
+            hint="request fewer processes, or release a lease: mpsctl leases",
+            limit="quota.clients",
         )
 
 

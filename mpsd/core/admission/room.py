@@ -1,8 +1,9 @@
 """The room on every GPU: what is granted there and to whom, and what fits beside it. Pure."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from msgspec import Struct
 
@@ -19,12 +20,23 @@ class Reservation(Struct, frozen=True):
     uid: int
 
 
+@dataclass(frozen=True, slots=True)
+class Reservations:
+    """What is kept, by GPU, from all who come behind; and, by GPU and uid, from its own user's requests alone."""
+
+    from_all: dict[str, Reservation] = field(default_factory=dict)
+    from_own: dict[tuple[str, int], Reservation] = field(default_factory=dict)
+
+
+NOTHING_RESERVED: Final = Reservations()
+
+
 @dataclass(slots=True)
 class _Held:
-    """What is granted on one GPU, and how many leases each uid has there."""
+    """What is granted on one GPU, and to each uid there; a uid without a lease there is not among them."""
 
     amount: Amount = NOTHING
-    uids: dict[int, int] = field(default_factory=dict)
+    uids: dict[int, Amount] = field(default_factory=dict)
 
     def is_others(self, uid: int) -> bool:
         """Tell whether any uid but this one has something here."""
@@ -41,14 +53,14 @@ class Room:
         """Count a lease in."""
         held = self._held[gpu]
         held.amount += amount
-        held.uids[uid] = held.uids.get(uid, 0) + 1
+        held.uids[uid] = held.uids.get(uid, NOTHING) + amount
 
     def leave(self, gpu: str, uid: int, amount: Amount) -> None:
         """Count it out again."""
         held = self._held[gpu]
         held.amount -= amount
-        held.uids[uid] -= 1
-        if not held.uids[uid]:
+        held.uids[uid] -= amount
+        if held.uids[uid] == NOTHING:  # each lease has at least one client, so it was the last one
             del held.uids[uid]
 
     def taken(self, gpu: str) -> Amount:
@@ -64,7 +76,7 @@ class Room:
         candidates: Iterable[Candidate],
         uid: int,
         count: int,
-        reserved: Mapping[str, Reservation],
+        reserved: Reservations,
         placement: Placement,
     ) -> list[Candidate]:
         """Return the places that a user's request can have now, beside what is kept for others; none if too few.
@@ -74,13 +86,42 @@ class Room:
         fitting = [
             (offer, need)
             for offer, need in candidates
-            if _obstacle(offer, self._held[offer.gpu], need, uid, reserved.get(offer.gpu)) is None
+            if _obstacle(offer, self._held[offer.gpu], need, uid, reserved) is None
         ]
         if len(fitting) < count:
             return []
         if len(fitting) > 1:
             fitting.sort(key=self._left, reverse=placement is Placement.SPREAD)
         return fitting[:count]
+
+    def closest(
+        self, candidates: Iterable[Candidate], uid: int, count: int, reserved: Reservations
+    ) -> tuple[list[Candidate], bool]:
+        """Return the places that come closest to granting a request, of those that are not kept; none if too few.
+
+        Places where the user's own leases alone leave too little count only where there are too few others: what others
+        leave there would not help. Of places that are equally close the first ones count, so that it is the same ones
+        from time to time. The second value tells whether the user's own leases are in the way of any.
+        """
+        free = [each for each in candidates if each[0].refusal is None and each[0].gpu not in reserved.from_all]
+        promising = [each for each in free if not self._is_blocked_by_own(*each, uid)]
+        own = len(promising) < count
+        if own:
+            promising = [each for each in free if (each[0].gpu, uid) not in reserved.from_own]
+        if min(len(free), len(promising)) < count:
+            return [], own
+        return sorted(promising, key=lambda each: self._missing(each, uid))[:count], own
+
+    def _is_blocked_by_own(self, offer: Offer, need: Amount, uid: int) -> bool:
+        own = self._held[offer.gpu].uids.get(uid, NOTHING)
+        return _lacking(offer, own, need) is not None
+
+    def _missing(self, candidate: Candidate, uid: int) -> float:
+        """Return what part of what a request needs is missing on a GPU that is in order; 0 where nothing is."""
+        offer, need = candidate
+        held = self._held[offer.gpu]
+        limit = _obstacle(offer, held, need, uid, NOTHING_RESERVED)
+        return 0.0 if limit is None else _distance(limit, offer, held, need)[1]
 
     def _left(self, candidate: Candidate) -> tuple[int, int]:
         """Return the memory and the threads that are left where a request could be granted."""
@@ -92,7 +133,7 @@ class Room:
         lacking: list[tuple[tuple[bool, float], str, Candidate]] = []
         for offer, need in candidates:
             held = self._held[offer.gpu]
-            limit = _obstacle(offer, held, need, uid, None)
+            limit = _obstacle(offer, held, need, uid, NOTHING_RESERVED)
             if limit is not None:
                 lacking.append((_distance(limit, offer, held, need), limit, (offer, need)))
         if len(candidates) - len(lacking) >= count:
@@ -103,9 +144,11 @@ class Room:
         _, limit, (offer, need) = min(lacking, key=lambda each: each[0])
         return _shortage(limit, offer, self._held[offer.gpu], need, uid)
 
-    def is_spent(self, offers: Iterable[Offer], reserved: Mapping[str, Reservation]) -> bool:
+    def is_spent(self, offers: Iterable[Offer], reserved: Reservations) -> bool:
         """Tell whether nothing is left of any GPU, beside what is kept, so that nobody else needs to be asked."""
-        return all(offer.refusal is not None or self._is_spent(offer, reserved.get(offer.gpu)) for offer in offers)
+        return all(
+            offer.refusal is not None or self._is_spent(offer, reserved.from_all.get(offer.gpu)) for offer in offers
+        )
 
     def _is_spent(self, offer: Offer, reserved: Reservation | None) -> bool:
         if reserved is None:
@@ -114,7 +157,7 @@ class Room:
         return left.threads <= 0 or left.memory <= 0 or left.clients <= 0
 
 
-def _obstacle(offer: Offer, held: _Held, need: Amount, uid: int, reserved: Reservation | None) -> str | None:
+def _obstacle(offer: Offer, held: _Held, need: Amount, uid: int, reserved: Reservations) -> str | None:
     """Name what keeps a user from having this on a GPU now, as a shortage's limit does; None when nothing does.
 
     This is the one rule of what fits. It is `turn` when only what is kept for somebody who comes first is in the way.
@@ -123,17 +166,19 @@ def _obstacle(offer: Offer, held: _Held, need: Amount, uid: int, reserved: Reser
         return offer.refusal.limit
     if not offer.many_users and held.is_others(uid):
         return "user"
-    limit = _lacking(offer, held, need)
-    if limit is not None or reserved is None:
+    limit = _lacking(offer, held.amount, need)
+    if limit is not None:
         return limit
+    first, own = reserved.from_all.get(offer.gpu), reserved.from_own.get((offer.gpu, uid))
     # On a daemon that serves one uid at a time, whoever gets in before the other uid keeps it out for longer.
-    is_others = not offer.many_users and reserved.uid != uid
-    return "turn" if is_others or _lacking(offer, held, need + reserved.amount) is not None else None
+    if first is not None and not offer.many_users and first.uid != uid:
+        return "turn"
+    reservations = (each.amount for each in (first, own) if each is not None)
+    return "turn" if any(_lacking(offer, held.amount, need + each) is not None for each in reservations) else None
 
 
-def _lacking(offer: Offer, held: _Held, need: Amount) -> str | None:
-    """Name what a GPU has too little left of."""
-    taken = held.amount
+def _lacking(offer: Offer, taken: Amount, need: Amount) -> str | None:
+    """Name what a GPU has too little left of, beside what is taken."""
     if need.threads > offer.threads - taken.threads:
         return "threads"
     if need.memory > offer.memory - taken.memory:

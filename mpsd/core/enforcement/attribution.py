@@ -1,4 +1,8 @@
-"""To which lease a client of MPS belongs. Pure."""
+"""To which lease a client of MPS belongs. Pure.
+
+A lease is its owner's: only processes of that uid are its clients, wherever they run. A process of another uid in the
+family or the control group of its holder has no part in it, and takes no place in it.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -13,13 +17,19 @@ def by_family(
 ) -> AttributedClient:
     """Return the lease of the nearest in a client's family, itself first, that has one on its GPU with room for it.
 
+    Only leases of the client's own uid count.
+
     Where none has room, the nearest is told all the same. A descendant of a client counts too: its own parent, the
     holder, may be gone by then. Where somebody has several, it is the one that the client's environment is of, and the
     oldest of those.
     """
     nearest = None
     for ancestor in family:
-        there = [lease for lease in leases_of(ancestor) if violations.share_on(lease, client.daemon) is not None]
+        there = [
+            lease
+            for lease in leases_of(ancestor)
+            if lease.owner.uid == client.uid and violations.share_on(lease, client.daemon) is not None
+        ]
         for lease in sorted(there, key=lambda each: (not _is_of(client, each), each.arrival)):
             if client.identity in lease.clients or has_room(lease):
                 return AttributedClient(client, lease, counted=True)
@@ -28,10 +38,11 @@ def by_family(
 
 
 def by_cgroup(client: Client, leases: Sequence[Lease]) -> AttributedClient:
-    """Return the lease of a client without a family, where just one lease has processes in its control group."""
-    if len(leases) != 1:
+    """Return the lease of a client without a family, where just one of its uid has processes in its control group."""
+    own = [lease for lease in leases if lease.owner.uid == client.uid]
+    if len(own) != 1:
         return AttributedClient(client, None, counted=False)
-    return AttributedClient(client, leases[0], counted=client.identity in leases[0].clients or has_room(leases[0]))
+    return AttributedClient(client, own[0], counted=client.identity in own[0].clients or has_room(own[0]))
 
 
 def has_room(lease: Lease) -> bool:

@@ -1,12 +1,12 @@
 """What the processes of leases may do, what each of them can use at most, and what of it is a violation. Pure."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from mpsd.core.enforcement import ceiling
 from mpsd.core.model import Client, GpuProcess, Known, Lease, ProcessIdentity, ReadBack, Share, ViolationKind
-from mpsd.core.mps.limits import EVERYTHING, LIMITS, PINNED_DEVICE_MEM_LIMIT, wider
+from mpsd.core.mps.limits import EVERYTHING, LIMITS, PINNED_DEVICE_MEM_LIMIT, narrower, wider
 from mpsd.core.units import format_size
 
 PIPE_DIRECTORY: Final = "CUDA_MPS_PIPE_DIRECTORY"
@@ -25,6 +25,8 @@ class Violation:
     because: str = field(compare=False)
     server: int | None = None
     """The pid of the server whose client it is."""
+    own: bool = field(default=True, compare=False)
+    """Whether it is the process's own doing. What another user could have brought about is told, and ends nobody."""
 
 
 class AttributedClient(NamedTuple):
@@ -50,6 +52,19 @@ def in_force(client: Client) -> ReadBack:
         if text:
             result = limit.put(result, limit.lowered(limit.found(result), text, client.gpu))
     return result
+
+
+def _chose(client: Client, allowed: ReadBack, opened: ReadBack, *, memory: bool) -> bool:
+    """Tell whether a client can use too much by its own environment, beside what was opened for the leases there.
+
+    What a stranger opened in between is not held against it; nor is an environment that cannot be read.
+    """
+    if client.ceiling is None or client.environment is None:
+        return False
+    least = EVERYTHING
+    for limit in LIMITS:
+        least = limit.put(least, narrower(limit.found(client.ceiling), limit.found(opened)))
+    return bool(exceeds(in_force(replace(client, ceiling=least)), allowed, memory=memory))
 
 
 def part(lease: Lease, share: Share) -> ReadBack:
@@ -79,11 +94,14 @@ def share_on(lease: Lease, daemon: str) -> Share | None:
 # -- what is a violation -----------------------------------------------------------------------------------------------
 
 
-def of_client(attached: AttributedClient, *, denied: bool, memory: bool) -> Violation | None:
-    """Judge a client, of whose limits something has to be known. `denied`: whether one without a lease is too many."""
+def of_client(attached: AttributedClient, opened: ReadBack, *, denied: bool, memory: bool) -> Violation | None:
+    """Judge a client, of whose limits something has to be known. `denied`: whether one without a lease is too many.
+
+    `opened` is the most that the leases there give any client, and so the most that mpsd opens.
+    """
     client, lease = attached.client, attached.lease
     share = share_on(lease, client.daemon) if lease is not None else None
-    identity = client.identity
+    identity, own = client.identity, True
     if lease is None or share is None:
         if not denied:
             return None
@@ -96,16 +114,21 @@ def of_client(attached: AttributedClient, *, denied: bool, memory: bool) -> Viol
         )
         kind, lease_id = ViolationKind.PROCESSES, lease.id
     else:
-        more = exceeds(in_force(client), part(lease, share), memory=memory) if client.ceiling is not None else ""
+        allowed = part(lease, share)
+        more = exceeds(in_force(client), allowed, memory=memory) if client.ceiling is not None else ""
         if not more:
             return None
+        own = _chose(client, allowed, opened, memory=memory)
         because = f"process {identity.pid} can use {more}: its environment does not limit it to lease {lease.id}"
         kind, lease_id = ViolationKind.LIMITS, lease.id
-    return Violation(kind, identity, lease_id, client.daemon, because, client.server)
+    return Violation(kind, identity, lease_id, client.daemon, because, client.server, own)
 
 
-def of_lingering(attached: AttributedClient, seconds: float) -> Violation:
-    """Judge a client whose server has been handling a fatal fault for so long."""
+def of_lingering(attached: AttributedClient, seconds: float, *, proven: bool) -> Violation:
+    """Judge a client whose server has been handling a fatal fault for so long.
+
+    `proven`: its control daemon says so. A server's log is written by its clients' uids, too.
+    """
     client, pid = attached.client, attached.client.identity.pid
     because = (
         f"process {pid} is a client of server {client.server} of {client.daemon}, which met a fatal fault"
@@ -113,7 +136,7 @@ def of_lingering(attached: AttributedClient, seconds: float) -> Violation:
     )
     lease = attached.lease.id if attached.lease is not None else None
     # Its contexts are lost already, so that no server has to be asked to end them.
-    return Violation(ViolationKind.LINGERS, client.identity, lease, client.daemon, because)
+    return Violation(ViolationKind.LINGERS, client.identity, lease, client.daemon, because, own=proven)
 
 
 def of_memory(

@@ -123,7 +123,7 @@ class Dispatcher(Generic[H]):
     def _note_refusal(self, error: MpsdError, message: Message) -> None:
         """Log who asked for what it may not have."""
         if isinstance(error, NotPermittedError):
-            credentials = message.connection.peer.principal(self._settings.current).credentials
+            credentials = message.connection.peer.credentials
             self._refusal_log.record(credentials, f"{message.method} {message.path}".strip(), error.detail)
 
     def _defect(self, error: Exception, path: str) -> Answer:
@@ -142,7 +142,8 @@ def _authorise(message: Message, endpoint: _Endpoint | None, settings: Settings)
     What matches no route needs a role too: a stranger learns nothing, not even what exists.
     """
     principal = message.connection.peer.principal(settings)
-    require(principal.role, Role.OBSERVER if endpoint is None else endpoint.role)
+    needed = Role.OBSERVER if endpoint is None else endpoint.role
+    require(principal.role, needed, contained=principal.contained)
     return principal
 
 

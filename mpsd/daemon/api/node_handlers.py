@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from mpsd import __version__
-from mpsd.core import model, mps_facts, settings
+from mpsd.core import model, mps_facts, roles, settings
 from mpsd.core.admission.admission import Amount
 from mpsd.core.gpus import driver_branch
 from mpsd.core.model import GpuView, Known
@@ -50,6 +50,7 @@ class NodeHandlers:
     def _notes(self, daemons: Iterable[model.Daemon]) -> list[str]:
         """Return what is not wrong and should be known."""
         notes = [f"{each.because}; it needs {each.remedy}" for each in self._node.missing]
+        notes += filter(None, (roles.unknown_names(self._node.settings.current.names),))
         notes += self._node.gpus.notes()
         if lost := self._node.lost_lines:
             notes.append(f"{lost} lines of mpsd's log were lost, since its reader is gone or slow (mpsctl events)")

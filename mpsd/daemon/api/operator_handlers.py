@@ -4,7 +4,7 @@ import secrets
 from collections import OrderedDict
 from typing import Final
 
-from mpsd.core.errors import NotFoundError
+from mpsd.core.errors import NotFoundError, NotPermittedError
 from mpsd.core.supervision.drain import Intent, OperatorCommand, Outcome
 from mpsd.daemon.api import schema
 from mpsd.daemon.api.request import Request
@@ -54,6 +54,12 @@ class OperatorHandlers:
         """Begin what takes its time, or join what is begun already, and return it."""
         assert isinstance(request.body, schema.DrainRequest)  # noqa: S101 - the route table says so
         supervisor, timeout = self._node.supervisor(request.names["name"]), request.body.timeout
+        if timeout is not None and not request.admin:
+            raise NotPermittedError(
+                "a drain with a timeout ends the leases of other users, which needs the role admin",
+                hint="drain without a timeout, or ask an administrator",
+                limit="timeout",
+            )
         because = f"uid {request.credentials.uid} {does}"
         if timeout is not None:
             because += f", and ends the remaining clients after {timeout:g} s"

@@ -62,11 +62,12 @@ def _operation(
     verb: str,
     handler: Callable[[Handlers], Handler[schema.OperationOut]],
     *errors: int,
+    role: Role = Role.OPERATOR,
     body: type[RequestBody] | None = None,
 ) -> Route[Handlers, Any]:
     """Return the row of what an operator can have done to a control daemon."""
     path, answer = f"/v1/daemons/{{name}}/{verb}", answers.json(schema.OperationOut, 202)
-    return _row("POST", path, Role.ADMIN, handler, answer, body=body, errors=errors)
+    return _row("POST", path, role, handler, answer, body=body, errors=errors)
 
 
 ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
@@ -112,11 +113,11 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
     ),
     _get("/v1/leases/{id}/verify", lambda h: h.leases.verify, answers.json(lease_schema.VerifyOut)),
     _row("DELETE", "/v1/leases/{id}", Role.USER, lambda h: h.leases.release, answers.nothing(204), errors=(507,)),
-    _operation("reset", lambda h: h.operators.reset),
+    _operation("reset", lambda h: h.operators.reset, role=Role.ADMIN),
     _operation("hold", lambda h: h.operators.hold, 507),
     _operation("resume", lambda h: h.operators.resume, 507),
     _operation("drain", lambda h: h.operators.drain, 507, body=schema.DrainRequest),
-    _operation("restart", lambda h: h.operators.restart, 507, body=schema.DrainRequest),
+    _operation("restart", lambda h: h.operators.restart, 507, role=Role.ADMIN, body=schema.DrainRequest),
     _get(
         "/v1/events",
         lambda h: h.events.events,

@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from typing import Final
 
 from mpsd.core.errors import TooManyRequestsError
-from mpsd.core.roles import Role, UserIdentity, role_of
+from mpsd.core.roles import Role, UserIdentity, may_administer, role_of
 from mpsd.core.settings import Settings
-from mpsd.daemon.record.log import EventName, Logger, LogLimit
-from mpsd.system import process_table
-from mpsd.system.credentials import PeerCredentials, groups, peer_credentials, process_of, user_name
+from mpsd.daemon.record.line_shares import LineShares
+from mpsd.daemon.record.log import EventName, Logger
+from mpsd.system import clock, host_environment, process_table
+from mpsd.system.credentials import PeerCredentials, groups, peer_credentials, process_of
 from mpsd.system.process import Process
 
 _MOST_LOGGED: Final = 16
-"""Refusals for want of a right that are told in a minute."""
+"""Refusals for want of a right that are told of one uid in a minute."""
 
 _MOST_WORDS: Final = 200
 """Characters of what was asked that are worth repeating."""
@@ -27,33 +28,52 @@ class Principal:
     credentials: PeerCredentials
     user: UserIdentity
     role: Role | None
+    contained: bool = False
+    """Whether it would be an administrator, were it not in a container."""
 
 
 class Peer:
     """The process at the other end of one connection. The kernel recorded its credentials when it connected."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.uid = peer_credentials(connection).uid
+        self.credentials = peer_credentials(connection)
         self._connection = connection
+        self._accepted = clock.since_boot()
         self._process: Process | None = None
         self._principal: Principal | None = None
         self._settings: Settings | None = None
         self._hang_up = select.poll()
         self._hang_up.register(connection, 0)  # which leaves that it was hung up, and nothing else
 
+    @property
+    def uid(self) -> int:
+        """The uid that connected."""
+        return self.credentials.uid
+
     def principal(self, settings: Settings) -> Principal:
-        """Return who it is, and which role that is, by uid and groups alone; other settings may give it another."""
+        """Return who it is, and which role that is, by uid and groups; other settings may give it another.
+
+        An administrator is one only in the node's own user and pid namespaces: the root of a container is uid 0 to the
+        kernel, too. Raises NotPermittedError where its groups cannot be read.
+        """
         if self._principal is None or self._settings is not settings:
-            credentials = peer_credentials(self._connection)
-            user = UserIdentity(user_name(credentials.uid), groups(self._connection, credentials))
-            role = role_of(user, settings.roles, owns_mpsd=credentials.uid in {0, process_table.own_uid()})
-            self._principal, self._settings = Principal(credentials, user, role), settings
+            user = UserIdentity(self.uid, groups(self._connection, self.credentials))
+            may = may_administer(user, settings, own_uid=process_table.own_uid())
+            contained = may and self._is_contained()
+            role = role_of(user, settings, administers=may and not contained)
+            self._principal, self._settings = Principal(self.credentials, user, role, contained), settings
         return self._principal
+
+    def _is_contained(self) -> bool:
+        """Tell whether its process is in a container, or is not to be seen, or is gone: nobody could tell then."""
+        found = self.process()
+        # The look at the process comes last: while it lives, what was looked up by its pid was its own.
+        return found is None or host_environment.is_contained(found.pid) or found.is_gone()
 
     def process(self) -> Process | None:
         """Watch the process that connected; None when it is gone, or not visible. It stays the visitor's."""
         if self._process is None:
-            self._process = process_of(self._connection, peer_credentials(self._connection))
+            self._process = process_of(self._connection, self.credentials, self._accepted)
         return None if self._process is None or self._process.is_gone() else self._process
 
     def has_left(self) -> bool:
@@ -91,16 +111,14 @@ class RequestsInFlight:
 
 
 class RefusalLog:
-    """Tells who asked for what it may not have, so many times a minute: anybody can go on asking."""
+    """Tells who asked for what it may not have, so many times a minute for each uid: anybody can go on asking."""
 
     def __init__(self, log: Logger) -> None:
         self._log = log
-        self._limit = LogLimit(_MOST_LOGGED)
+        self._shares = LineShares(log, lambda: _MOST_LOGGED, minutes=1, lines="requests without the right")
 
     def record(self, credentials: PeerCredentials, request: str, because: str) -> None:
-        """Tell it in one line of the log; the next line that is told says how many were left out."""
-        more = self._limit.next()
-        if more is None:
-            return
-        facts = {"uid": credentials.uid, "pid": credentials.pid, "asked": request[:_MOST_WORDS], "because": because}
-        self._log.warning(EventName.PEER_REFUSED, **facts, **more)
+        """Tell it in one line of the log, unless that uid has had its share of them."""
+        if self._shares.take(credentials.uid):
+            facts = {"uid": credentials.uid, "pid": credentials.pid, "asked": request[:_MOST_WORDS], "because": because}
+            self._log.warning(EventName.PEER_REFUSED, **facts)

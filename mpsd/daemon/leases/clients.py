@@ -1,11 +1,13 @@
 """The clients of MPS, and the lease that each belongs to."""
 
 from collections.abc import Iterable, Iterator
+from functools import reduce
 
 from mpsd.core.admission.ledger import Ledger
-from mpsd.core.enforcement import attribution
+from mpsd.core.enforcement import attribution, violations
 from mpsd.core.enforcement.violations import AttributedClient
-from mpsd.core.model import Client, Lease, ProcessIdentity
+from mpsd.core.model import Client, Lease, ProcessIdentity, ReadBack
+from mpsd.core.mps.limits import NOTHING, widest_read_back
 from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.limit_gates import LimitGates
 from mpsd.daemon.leases.process_watch import ProcessWatch
@@ -59,9 +61,16 @@ class Clients:
         return attribution.by_cgroup(client, self._in_cgroup(cgroup, client.daemon))
 
     def leases_with(self, pid: int) -> Iterator[Lease]:
-        """Yield the leases that a process has, or its ancestors have, the nearest first."""
+        """Yield the leases of its own uid that a process has, or its ancestors have, the nearest first."""
+        uid = process.real_uid(pid)
         for ancestor in process.ancestors(pid):
-            yield from self._leases_of(ancestor)
+            yield from (lease for lease in self._leases_of(ancestor) if lease.owner.uid == uid)
+
+    def opened(self, daemon: str) -> ReadBack:
+        """Return the most that any lease on a control daemon gives each of its clients."""
+        found = ((lease, violations.share_on(lease, daemon)) for lease in self._ledger.on(daemon))
+        parts = (violations.part(lease, share) for lease, share in found if share is not None)
+        return reduce(widest_read_back, parts, NOTHING)
 
     def _leases_of(self, identity: ProcessIdentity) -> list[Lease]:
         found = (self._ledger.leases.get(lease_id) for lease_id in self._watch.leases_of(identity))

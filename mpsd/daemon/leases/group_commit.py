@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Final
 
-from mpsd.core.errors import StorageError
-from mpsd.core.model import Lease, LeaseState
+from mpsd.core.errors import MpsdError, StorageError
+from mpsd.core.model import Lease, LeaseState, Owner
+from mpsd.core.reload import LiveSettings
 from mpsd.daemon.leases.lease_store import CommitResult, LeaseEvent, LeaseStore
+from mpsd.daemon.record.line_shares import LineShares
 from mpsd.daemon.record.log import EventName, Logger, LogRecord
 from mpsd.system import clock
 
@@ -31,13 +33,14 @@ class GroupCommit:
         self,
         store: LeaseStore,
         log: Logger,
+        settings: LiveSettings,
         *,
         publish: Callable[[int], int],
         finish: Callable[[], None],
         find: Callable[[str], Lease | None],
         refuse: Callable[[Lease, StorageError], None],
     ) -> None:
-        """`tell` takes note that the news up to a turn were logged, and returns up to which they are in the history.
+        """`publish` takes note that the news up to a turn were logged, and returns up to which they are in the history.
 
         `find` returns a lease that has not ended. `finish` is called before a turn is stored, to decide what follows
         from what was decided in it, and `refuse` for each lease that was to be granted, or to wait, and could not be
@@ -47,6 +50,7 @@ class GroupCommit:
         """Why nothing can be stored at the moment, if so."""
         self._store = store
         self._log = log
+        self._shares = LineShares(log, lambda: settings.current.api.lines_per_uid, minutes=10, lines="leases")
         self._publish_to = publish
         self._finish = finish
         self._find = find
@@ -70,8 +74,9 @@ class GroupCommit:
         """Have a lease stored, as it is now, at the end of this turn of the loop, and then tell what happened to it."""
         self._schedule()
         self._changed[lease.id] = lease
-        if event is not None:
-            owner = lease.owner
+        owner = lease.owner
+        # What is beyond the uid's share of lines is not told; the lease is stored, and shown, all the same.
+        if event is not None and self._shares.take(owner.uid):
             self._events.append(LeaseEvent(lease.id, event, {"uid": owner.uid, "pid": owner.pid, **facts}))
 
     def decided(self, lease: Lease) -> None:
@@ -88,6 +93,12 @@ class GroupCommit:
             processes=lease.request.processes,
             because=lease.because,
         )
+
+    def refused(self, owner: Owner, refusal: MpsdError) -> None:
+        """Tell who was refused what, and why; there is nothing to store."""
+        if self._shares.take(owner.uid):
+            facts = {"code": refusal.code, "limit": refusal.limit, "because": refusal.detail}
+            self._log.info(EventName.LEASE_REFUSED, uid=owner.uid, pid=owner.pid, **facts)
 
     def _schedule(self) -> None:
         self._due = True

@@ -22,7 +22,7 @@ from mpsd.daemon.leases.clients import Clients
 from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.lease_store import LeaseStore
 from mpsd.daemon.leases.limit_gates import LimitGates
-from mpsd.daemon.leases.pending_request import PendingRequest, stopping
+from mpsd.daemon.leases.pending_request import PendingRequest, is_full, stopping
 from mpsd.daemon.leases.process_watch import ProcessWatch
 from mpsd.daemon.leases.unrestored import UnrestoredLeases
 from mpsd.daemon.record.log import EventName, Logger
@@ -61,7 +61,13 @@ class Leases:
         self._limit_gates = limit_gates
         self._log = log
         self._group_commit = GroupCommit(
-            store, log, publish=publish, finish=self._finish, find=ledger.find, refuse=self._refuse
+            store,
+            log,
+            settings,
+            publish=publish,
+            finish=self._finish,
+            find=ledger.find,
+            refuse=self._refuse,
         )
         self._note_usage = note_usage
         self._published = published
@@ -141,7 +147,7 @@ class Leases:
         elif lease.request.request_id is None:
             self._end(lease.id, "mpsd was restarted, and the request has no request_id with which to continue")
         else:
-            self._pending[lease.id] = PendingRequest.waiting(held_until=now + self._grace)
+            self._pending[lease.id] = PendingRequest.waiting(lease.owner.uid, held_until=now + self._grace)
 
     def _process_gone(self, lease_id: str, gone: ProcessIdentity) -> None:
         """End a lease whose last process is gone, however it went; otherwise remove that process from its clients."""
@@ -204,14 +210,17 @@ class Leases:
             lease = self.ledger.submit(requested, now)
         except MpsdError as refusal:
             self._watch.unwatch(requested.id)
-            facts = {"code": refusal.code, "limit": refusal.limit, "because": refusal.detail}
-            self._log.info(EventName.LEASE_REFUSED, uid=owner.uid, pid=owner.pid, **facts)
+            self.record_refusal(owner, refusal)
             raise
         self._note_request(lease)
         waits = lease.state is LeaseState.WAITING
-        self._pending[lease.id] = PendingRequest.waiting() if waits else PendingRequest()
+        self._pending[lease.id] = PendingRequest.waiting(owner.uid) if waits else PendingRequest(owner.uid)
         self._decided(lease)
         return await self.answer(lease, has_left)
+
+    def record_refusal(self, owner: Owner, refusal: MpsdError) -> None:
+        """Tell in the log who was refused what, and why."""
+        self._group_commit.refused(owner, refusal)
 
     def of_request(self, request: LeaseRequest, owner: Owner) -> Lease | None:
         """Return the lease, or the place in the queue, that this request was given when it was made before."""
@@ -265,6 +274,8 @@ class Leases:
             return  # others listen, or it has ended, or somebody has heard of it
         if lease.request.request_id is None:
             self._end(lease_id, "its caller disconnected before the answer was sent")
+        elif is_full(self._pending.values(), pending.uid, most := self._settings.current.admission.hang_ups_per_uid):
+            self._end(lease_id, f"its caller disconnected, as {most} others of its uid (admission.hang_ups_per_uid)")
         else:
             pending.held_until = clock.monotonic() + self._grace
 

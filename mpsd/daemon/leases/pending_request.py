@@ -1,6 +1,7 @@
 """A request whose outcome nobody has heard yet."""
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
@@ -11,6 +12,8 @@ from mpsd.core.errors import MpsdError, StoppingError
 class PendingRequest:
     """Who listens for the outcome of a request, and what it is."""
 
+    uid: int
+    """Whose it is."""
     decided: "asyncio.Future[None] | None" = None
     """For a request that waits in the queue: done when it is granted, or has ended without a grant."""
     refusal: MpsdError | None = None
@@ -21,15 +24,20 @@ class PendingRequest:
     """Where nobody listens: until when it is kept for a peer that may come back, in seconds of the monotonic clock."""
 
     @classmethod
-    def waiting(cls, held_until: float | None = None) -> Self:
+    def waiting(cls, uid: int, held_until: float | None = None) -> Self:
         """Return one that waits in the queue."""
-        return cls(asyncio.get_running_loop().create_future(), held_until=held_until)
+        return cls(uid, asyncio.get_running_loop().create_future(), held_until=held_until)
 
     def decide(self, refusal: MpsdError | None) -> None:
         """Wake those who wait for the outcome: a grant, or a refusal."""
         self.refusal = refusal
         if self.decided is not None and not self.decided.done():
             self.decided.set_result(None)
+
+
+def is_full(pending: Iterable[PendingRequest], uid: int, most: int) -> bool:
+    """Tell whether as many requests of a uid as may be are kept for callers that hung up."""
+    return sum(each.uid == uid and each.held_until is not None for each in pending) >= most
 
 
 def stopping() -> StoppingError:

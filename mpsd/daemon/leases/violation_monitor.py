@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import Final
 
 from mpsd.core.enforcement import verification, violations
+from mpsd.core.enforcement.server_health import FAULT
 from mpsd.core.enforcement.verification import Verification
 from mpsd.core.enforcement.violations import AttributedClient, Violation
 from mpsd.core.lifecycle import ANSWERED
@@ -22,6 +23,7 @@ from mpsd.core.model import (
     Share,
     ViolationKind,
 )
+from mpsd.core.mps.limits import EVERYTHING
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import OnViolation, Unadmitted
 from mpsd.daemon.control.escalation import Terminate, end_client
@@ -90,6 +92,8 @@ class ViolationMonitor:
             self._begin(each)
         for each in self._found.keys() - found:
             self._end(each)
+        now = {each: each for each in found}  # the same violation may be proven by now
+        self._found = {now[each]: None for each in self._found}
         for each in found:
             self._act(each)
         reasons = {each.process for each in found}
@@ -109,9 +113,10 @@ class ViolationMonitor:
                 for identity in server.ceilings:
                     key = (daemon.name, identity)
                     known = self._seen.get(key)
-                    if process.start_ticks(identity.pid) != identity.start_ticks:
-                        continue
-                    seen[key] = known if known and known.server == server.pid else _client(identity, daemon, server)
+                    found = known if known and known.server == server.pid else _client(identity, daemon, server)
+                    # The look at its start comes last, so that what was read by its pid was its own.
+                    if found is not None and process.start_ticks(identity.pid) == identity.start_ticks:
+                        seen[key] = found
         self._seen = seen
 
     def _follow_faults(self) -> None:
@@ -190,20 +195,23 @@ class ViolationMonitor:
                     self._held.setdefault((lease.id, gpu), {})[ProcessIdentity(pid, ticks)] = each
 
     def _find(self) -> Iterator[Violation]:
-        denied = self._settings.current.unadmitted is Unadmitted.DENY
+        settings = self._settings.current
+        denied = settings.unadmitted is Unadmitted.DENY
         servers = {}
         for attached in self.attached():
             client = attached.client
             servers[client.identity] = client.server
             daemon = self._daemons[client.daemon]
-            found = violations.of_client(attached, denied=denied, memory=daemon.has_mem_limit)
+            opened = self._clients.opened(daemon.name) if denied else EVERYTHING
+            found = violations.of_client(attached, opened, denied=denied, memory=daemon.has_mem_limit)
             # While a lease is not restored, a client without one may be its.
             if found is not None and not (daemon.unrestored and found.kind is ViolationKind.NO_LEASE):
                 yield found
             since = self._faults.get((client.daemon, client.server))
             seconds = (clock.now() - since).total_seconds() if since is not None else 0.0
-            if seconds > self._settings.current.enforcement.grace:
-                yield violations.of_lingering(attached, seconds)
+            if seconds > settings.enforcement.grace:
+                says = any(each.pid == client.server and each.status == FAULT for each in daemon.servers)
+                yield violations.of_lingering(attached, seconds, proven=says)
         for (lease_id, gpu), held in self._held.items():
             lease = self._find_lease(lease_id)
             share = next((each for each in lease.shares if each.gpu == gpu), None) if lease is not None else None
@@ -218,7 +226,7 @@ class ViolationMonitor:
     # -- acting -------------------------------------------------------------------------------------------------------
 
     def _begin(self, violation: Violation) -> None:
-        policy = self._settings.current.on_violation(violation.kind)
+        policy = self._policy(violation)
         self._log.warning(
             EventName.VIOLATION,
             kind=violation.kind,
@@ -230,10 +238,13 @@ class ViolationMonitor:
         )
         self._found[violation] = None
 
+    def _policy(self, violation: Violation) -> OnViolation:
+        """Return what policy says of a violation: nobody is ended for what another user could have brought about."""
+        return self._settings.current.on_violation(violation.kind) if violation.own else OnViolation.REPORT
+
     def _act(self, violation: Violation) -> None:
         """Do what policy says, once for a process."""
-        policy = self._settings.current.on_violation(violation.kind)
-        if policy is OnViolation.REPORT or violation.process in self._endings:
+        if self._policy(violation) is OnViolation.REPORT or violation.process in self._endings:
             return
         living = process.adopt(violation.process)
         if living is None:
@@ -264,9 +275,7 @@ class ViolationMonitor:
         del self._found[violation]
         # A process whose reason is over is no longer ended.
         if violation.process not in self._ended and not any(
-            each.process == violation.process
-            and self._settings.current.on_violation(each.kind) is OnViolation.TERMINATE
-            for each in self._found
+            each.process == violation.process and self._policy(each) is OnViolation.TERMINATE for each in self._found
         ):
             task = self._endings.get(violation.process)
             if task is not None and process.start_ticks(violation.process.pid) == violation.process.start_ticks:
@@ -278,7 +287,7 @@ def _is_on(lease: Lease, gpu: str) -> bool:
     return any(share.gpu == gpu for share in lease.shares)
 
 
-def _client(identity: ProcessIdentity, daemon: Daemon, server: Server) -> Client:
-    environment = process.variables_of(identity.pid, violations.VARIABLES)
+def _client(identity: ProcessIdentity, daemon: Daemon, server: Server) -> Client | None:
+    environment, uid = process.variables_of(identity.pid, violations.VARIABLES), process.real_uid(identity.pid)
     ceiling = server.ceilings[identity]
-    return Client(identity, daemon.name, daemon.gpu, server.pid, ceiling, environment)
+    return None if uid is None else Client(identity, daemon.name, daemon.gpu, server.pid, ceiling, environment, uid)

@@ -289,7 +289,7 @@ class Node:
         try:
             offers = self.offers()
             self.leases.offer(offers)
-            limits_of = quota.quota_of(user, self.settings.current.quota)
+            limits_of = quota.quota_of(user, self.settings.current)
             if request.gpu != "any" or limits_of.gpus is not None:
                 request = structs.replace(request, gpu=self._named(request.gpu), among=limits_of.gpus)
             ttl = quota.time_to_live(limits_of, ttl)
@@ -299,14 +299,7 @@ class Node:
             self._check_pipe_access(owner.uid)
             request = mount_visibility.narrowed(request, holder, offers, self._log)
         except MpsdError as refusal:
-            self._log.info(
-                EventName.LEASE_REFUSED,
-                uid=owner.uid,
-                pid=owner.pid,
-                code=refusal.code,
-                limit=refusal.limit,
-                because=refusal.detail,
-            )
+            self.leases.record_refusal(owner, refusal)
             raise
         return await self.leases.admit(request, owner, holder, wait=wait, ttl=ttl, has_left=has_left)
 

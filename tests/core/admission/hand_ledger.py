@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import TypeAlias
 
 from msgspec import structs
 
@@ -18,13 +19,8 @@ from mpsd.core.settings import Placement
 from mpsd.core.units import MIB
 from tests.core.admission.scenarios import granted_on
 
-
-@dataclass
-class Reservation:
-    """What is kept on a GPU for the first who waits for it."""
-
-    amount: Amount
-    uid: int
+Kept: TypeAlias = dict[str, list[tuple[int, Amount, int | None]]]
+"""By GPU what is kept there: for whom, how much, and from whom alone; None: from all."""
 
 
 @dataclass
@@ -82,7 +78,7 @@ class HandLedger:
         """Return the GPUs that could grant it were they empty."""
         return [offer for offer in self.named(request) if self.can_ever(request, offer)]
 
-    def lacking(self, lease: Lease, offer: Offer, held: Collection[Lease], kept: Reservation | None = None) -> set[str]:
+    def lacking(self, lease: Lease, offer: Offer, held: Collection[Lease], kept: "Kept | None" = None) -> set[str]:
         """Name everything that is in the way of a lease on a GPU, beside these leases and what is kept."""
         if offer.refusal is not None:
             return {offer.refusal.limit}
@@ -92,10 +88,13 @@ class HandLedger:
         found |= {"threads"} if taken.threads + need.threads > offer.threads else set()
         found |= {"memory"} if taken.memory + need.memory > offer.memory else set()
         found |= {"clients"} if taken.clients + need.clients > offer.clients else set()
-        if not found and kept is not None:
-            total = taken + need + kept.amount
+        for uid, amount, whose in kept.get(offer.gpu, []) if kept is not None and not found else []:
+            if whose is not None and whose != lease.owner.uid:
+                continue
+            total = taken + need + amount
             over = total.threads > offer.threads or total.memory > offer.memory or total.clients > offer.clients
-            found |= {"turn"} if over or (not offer.many_users and kept.uid != lease.owner.uid) else set()
+            alone = whose is None and not offer.many_users and uid != lease.owner.uid
+            found |= {"turn"} if over or alone else set()
         return found
 
     # -- who goes first ------------------------------------------------------------------------------------------------
@@ -132,14 +131,10 @@ class HandLedger:
 
     # -- deciding ------------------------------------------------------------------------------------------------------
 
-    def places(self, lease: Lease, kept: dict[str, Reservation], held: Collection[Lease] | None = None) -> list[str]:
+    def places(self, lease: Lease, kept: Kept, held: Collection[Lease] | None = None) -> list[str]:
         """Return the GPUs that a lease gets now; none if it gets none."""
         held = self.leases.values() if held is None else held
-        fitting = [
-            offer
-            for offer in self.candidates(lease.request)
-            if not self.lacking(lease, offer, held, kept.get(offer.gpu))
-        ]
+        fitting = [offer for offer in self.candidates(lease.request) if not self.lacking(lease, offer, held, kept)]
         if len(fitting) < lease.request.gpus:
             return []
         sign = 1 if self.rules.placement is Placement.BEST_FIT else -1
@@ -150,35 +145,70 @@ class HandLedger:
 
         return [offer.gpu for offer in sorted(fitting, key=left)[: lease.request.gpus]]
 
-    def keeps(self, lease: Lease, kept: dict[str, Reservation]) -> bool:
+    def keeps(self, lease: Lease, kept: Kept, held: Collection[Lease] | None = None) -> bool:
         """Keep for a lease what it waits for, where that is not kept for another, and tell whether it is the first."""
-        free = [offer for offer in self.candidates(lease.request) if offer.refusal is None and offer.gpu not in kept]
-        if len(free) < lease.request.gpus:
-            return False
-        for offer in free:
-            kept[offer.gpu] = Reservation(self.need(lease.request, offer), lease.owner.uid)
-        return True
+        held = self.leases.values() if held is None else held
+        uid = lease.owner.uid
+        there = [offer for offer in self.candidates(lease.request) if offer.refusal is None]
+        free = [offer for offer in there if not any(whose is None for _, _, whose in kept.get(offer.gpu, []))]
+        promising = [offer for offer in self.promising(lease, held) if offer in free]
+        whose = None
+        if len(promising) < lease.request.gpus <= len(free):  # its user's own leases are in its way
+            whose = uid
+            promising = [offer for offer in free if not any(each == uid for _, _, each in kept.get(offer.gpu, []))]
+        closest = self.closest(lease, promising, held)
+        for _, offer in closest:
+            kept.setdefault(offer.gpu, []).append((uid, self.need(lease.request, offer), whose))
+        return bool(closest)
 
-    def can_stand_first(self, lease: Lease) -> bool:
-        """Tell whether as many GPUs as a lease needs are in order: while fewer are, nothing is promised to it."""
-        in_order = [offer for offer in self.candidates(lease.request) if offer.refusal is None]
-        return len(in_order) >= lease.request.gpus
+    def promising(self, lease: Lease, held: Collection[Lease]) -> list[Offer]:
+        """Return the GPUs that a lease could have if all others left: they are in order, and its user leaves enough."""
+        own = [each for each in held if each.owner.uid == lease.owner.uid]
+        return [each for each in self.candidates(lease.request) if not self.lacking(lease, each, own)]
+
+    def closest(self, lease: Lease, offers: list[Offer], held: Collection[Lease]) -> list[tuple[Fraction, Offer]]:
+        """Return as many GPUs as a lease asks for, those where least is missing first, with what; none if too few."""
+        missing = [(self.missing(lease, offer, held), offer) for offer in offers]
+        missing.sort(key=lambda each: each[0])
+        return missing[: lease.request.gpus] if len(missing) >= lease.request.gpus else []
+
+    def missing(self, lease: Lease, offer: Offer, held: Collection[Lease]) -> Fraction:
+        """Return the part that is missing on a GPU of what a lease needs most of; all of it beside another user."""
+        need, taken = self.need(lease.request, offer), granted_on(held, offer.gpu)
+        if "user" in self.lacking(lease, offer, held):
+            return Fraction(1)
+        return max(
+            Fraction(0),
+            Fraction(taken.threads + need.threads - offer.threads, need.threads),
+            Fraction(taken.memory + need.memory - offer.memory, need.memory),
+            Fraction(taken.clients + need.clients - offer.clients, need.clients),
+        )
+
+    def lacks(self, lease: Lease) -> list[Fraction]:
+        """Return what is missing on each GPU that is kept for the first lease; none while nothing is promised to it."""
+        held = self.leases.values()
+        return [missing for missing, _ in self.closest(lease, self.promising(lease, held), held)]
+
+    def can_stand_first(self, lease: Lease, held: Collection[Lease] | None = None) -> bool:
+        """Tell whether something can be promised to a lease."""
+        promising = self.promising(lease, self.leases.values() if held is None else held)
+        return len(promising) >= lease.request.gpus
 
     def places_of_new(self, lease: Lease) -> tuple[list[str], str | None]:
         """Return the GPUs that a new request gets when all who come before it have got theirs, and the first of them.
 
         The first is the one to which something is promised, and that is asked before the new request.
         """
-        kept: dict[str, Reservation] = {}
+        kept: Kept = {}
         held, first = list(self.leases.values()), None
         for each in self.in_order():
             if self.order(each) < self.order(lease):
-                if first is None and self.can_stand_first(each):
+                if first is None and self.can_stand_first(each, held):
                     first = each.id
                 gpus = self.places(each, kept, held)
                 held.append(structs.replace(each, shares=tuple(self.share_of(each.request, gpu) for gpu in gpus)))
                 if not gpus:
-                    self.keeps(each, kept)
+                    self.keeps(each, kept, held)
         return self.places(lease, kept, held), first
 
     def share_of(self, request: LeaseRequest, gpu: str) -> Share:
@@ -203,7 +233,7 @@ class HandLedger:
 
     def _settle_once(self, decided: list[Lease]) -> list[str | None]:
         """Go through them once; return who stood first, for each that was granted."""
-        kept: dict[str, Reservation] = {}
+        kept: Kept = {}
         first, stood_first = None, list[str | None]()
         remaining = self.in_order()
         in_turn = all(offer.many_users for offer in self.offers.values())

@@ -503,8 +503,9 @@ class TestReservations:
             # On one that it cannot use, whoever comes.
             ({"threads": 50, "gpu": gpu(0)}, {"threads": 40}, [1]),
             ({"threads": 50, "among": (gpu(0),)}, {"threads": 40}, [1]),
-            # Where it would take any GPU, it might take the next that comes free.
-            ({"threads": 50}, {"threads": 1}, None),
+            # Where it would take any GPU, it is kept on the one that comes closest.
+            ({"threads": 50}, {"threads": 1}, [0]),
+            ({"threads": 50}, {"threads": 21}, None),
             # Of one that it can have already, what it leaves of it.
             ({"threads": 30, "gpus": 2}, {"threads": 10, "gpu": gpu(1)}, [1]),
             ({"threads": 30, "gpus": 2}, {"threads": 11, "gpu": gpu(1)}, None),
@@ -525,6 +526,47 @@ class TestReservations:
         else:
             assert where(desk.ask(**late)) == goes
         assert desk.end(*holding) == [first.id]
+
+    def test_as_many_gpus_as_it_asks_for(self) -> None:
+        """Of several GPUs it is kept on those that come closest; what comes closer later is kept in their place."""
+        desk = Desk(*(offer(index) for index in range(4)))
+        held = [desk.ask(threads, gpu=gpu(index), uid=BOB) for index, threads in enumerate((90, 40, 60, 80))]
+        head = desk.waits(90, gpus=2, uid=ANN)
+        assert [where(desk.ask(10, gpu=gpu(index), uid=CAT)) for index in (0, 3)] == [[0], [3]]
+        for index in (1, 2):
+            with pytest.raises(DoesNotFitError) as refusal:
+                desk.ask(1, gpu=gpu(index), uid=CAT)
+            assert refusal.value.limit == "turn"
+        assert desk.end(held[0]) == []
+        with pytest.raises(DoesNotFitError):
+            desk.ask(1, gpu=gpu(0), uid=CAT)
+        assert where(desk.ask(1, gpu=gpu(2), uid=CAT)) == [2]
+        assert desk.end(held[1]) == [head.id]
+
+    @pytest.mark.parametrize(
+        ("holds", "wants"),
+        [
+            ({"threads": 1}, {"threads": 100}),
+            ({"memory": 1}, {"memory": 80}),
+            ({"processes": 1}, {"threads": 5, "processes": 48}),
+            ({"threads": 1}, {"threads": 100, "gpus": 2}),
+        ],
+    )
+    def test_in_one_s_own_way(self, holds: dict[str, Any], wants: dict[str, Any]) -> None:
+        """Who holds a little everywhere, and waits for more than the rest, keeps nothing from others, however long."""
+        desk = Desk(offer(0), offer(1), patience=10)
+        mine = [desk.ask(**holds, gpu=gpu(index), uid=ANN) for index in range(2)]
+        wanted = desk.waits(**wants, uid=ANN)
+        for desk.at in (1, 1000):
+            assert desk.settle() == []
+            others = [desk.ask(90, 70, gpu=gpu(index), uid=BOB) for index in range(2)]
+            assert [where(each) for each in others] == [[0], [1]]
+            desk.end(*others)
+        # It goes before what its own user asks for later, or one who works alone would never have a whole GPU.
+        with pytest.raises(DoesNotFitError) as refusal:
+            desk.ask(1, gpu=gpu(0), uid=ANN)
+        assert refusal.value.limit == "turn"
+        assert desk.end(*mine) == [wanted.id]
 
     def test_each_gpu_has_its_first(self) -> None:
         """Who waits for a GPU that the first in the queue cannot use is not overtaken there by those behind it."""

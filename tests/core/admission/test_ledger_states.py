@@ -9,6 +9,7 @@ default more than 10,000 steps are taken in all. For more, say how many times as
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any, Final, TypeVar
 
 import pytest
@@ -93,7 +94,9 @@ class Node(RuleBasedStateMachine):
         self.head: str | None = None
         """Who has stood first since nobody was let in before it,"""
         self.behind: set[str] = set()
-        """and who was let in behind it meanwhile."""
+        """and who was let in behind it meanwhile,"""
+        self.lacked: list[Fraction] | None = None
+        """and what it lacked on the GPUs that are kept for it, when that was looked at last."""
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
@@ -139,6 +142,7 @@ class Node(RuleBasedStateMachine):
         else:
             assert wait != 0
             assert len(books.waiting) < books.rules.queue_length
+            assert sum(each.owner.uid == lease.owner.uid for each in books.waiting.values()) < books.rules.queue_per_uid
         books.enter(answer)
         if gpus:
             self.note_let_in(answer, first)
@@ -199,7 +203,7 @@ class Node(RuleBasedStateMachine):
     @rule(which=picks, refusal=st.sampled_from((None, None, ILL, ON_HOLD)))
     def fall_ill(self, which: int, refusal: Any) -> None:
         """Let a GPU fall ill, be held, or recover."""
-        self.change_offer(which, lambda at: structs.replace(at, refusal=refusal), keeps_promises=True)
+        self.change_offer(which, lambda at: structs.replace(at, refusal=refusal))
 
     @rule(which=picks, threads=st.sampled_from((1000, 1000, 400, 1500)), memory=st.sampled_from((*SIZES, 0)))
     def resize(self, which: int, threads: int, memory: int) -> None:
@@ -226,14 +230,15 @@ class Node(RuleBasedStateMachine):
         queue_length=st.sampled_from((1, 4, 8)),
         leases=st.sampled_from((3, 8, 16)),
         patience=st.sampled_from((0.25, 5.0, 50.0, 1e9)),
+        queue_per_uid=st.sampled_from((2, 8, 8)),
     )
-    def reload(self, placement: Placement, queue_length: int, leases: int, patience: float) -> None:
+    def reload(self, placement: Placement, queue_length: int, leases: int, patience: float, queue_per_uid: int) -> None:
         """Change the rules.
 
         Patience is above zero, as the settings demand: with none at all, standing first would change the order at the
         very moment when it is noted, and the same moment's next look at the queue could let in one more.
         """
-        self.change_rules(AdmissionRules(placement, queue_length, leases, patience))
+        self.change_rules(AdmissionRules(placement, queue_length, leases, patience, queue_per_uid))
         self.settle()
 
     @rule(order=st.randoms(use_true_random=False), offers_first=st.booleans(), settles=st.booleans())
@@ -304,8 +309,13 @@ class Node(RuleBasedStateMachine):
         elif len(books.leases) + len(books.waiting) >= books.rules.leases:
             assert (type(refusal), refusal.limit) == (TooManyLeasesError, "leases")
         elif lease.until is None or lease.until > books.now:
-            assert (type(refusal), refusal.limit) == (QueueFullError, "queue")
-            assert len(books.waiting) >= books.rules.queue_length
+            assert type(refusal) is QueueFullError
+            own = [each for each in books.waiting.values() if each.owner.uid == lease.owner.uid]
+            if len(own) >= books.rules.queue_per_uid:
+                assert refusal.limit == "admission.queue_per_uid"
+            else:
+                assert refusal.limit == "queue"
+                assert len(books.waiting) >= books.rules.queue_length
         else:
             assert isinstance(refusal, DoesNotFitError | DaemonNotReadyError)
             self.check_lack(lease, refusal.limit)
@@ -348,7 +358,7 @@ class Node(RuleBasedStateMachine):
 
     def forget_head(self) -> None:
         """Begin anew to note who is let in behind the one that stands first."""
-        self.head, self.behind = None, set()
+        self.head, self.behind, self.lacked = None, set(), None
 
     def note_let_in(self, lease: Lease, first: str | None) -> None:
         """Note who was let in, and who stood first when that was decided; begin anew unless it is the one noted.
@@ -360,15 +370,25 @@ class Node(RuleBasedStateMachine):
         if first is not None and first == self.head:
             self.behind.add(lease.id)
         else:
-            self.behind = set()
+            self.behind, self.lacked = set(), None
 
     @invariant()
     def head_is_not_delayed(self) -> None:
-        """Without all those who were let in behind it, the one that stands first would still have to wait."""
+        """What the one that stands first lacks, on as many GPUs as it asks for, never becomes more by others.
+
+        Those who are let in behind it take nothing of what it waits for: without them it would still have to wait for
+        these GPUs.
+        """
         head = self.books.waiting.get(self.head or "")
-        if head is not None and self.behind:
+        lacks = self.books.lacks(head) if head is not None else []
+        if head is not None and lacks:
+            for now_missing, before in zip(lacks, self.lacked or lacks, strict=True):
+                assert now_missing <= before
             others = [lease for lease in self.books.leases.values() if lease.id not in self.behind]
-            assert not self.books.places(head, {}, others)
+            held = self.books.leases.values()
+            kept = [offer for _, offer in self.books.closest(head, self.books.promising(head, held), held)]
+            assert any(self.books.lacking(head, offer, others) for offer in kept)
+        self.lacked = lacks or None
 
     # -- what always holds ---------------------------------------------------------------------------------------------
 
@@ -444,13 +464,12 @@ class Node(RuleBasedStateMachine):
         self.ended.add(lease.id)
         self.behind.discard(lease.id)
 
-    def change_offer(self, which: int, to: Callable[[Offer], Offer], *, keeps_promises: bool = False) -> None:
+    def change_offer(self, which: int, to: Callable[[Offer], Offer]) -> None:
         """Offer something else on one GPU."""
         if self.books.offers:
             before = self.pick(list(self.books.offers.values()), which)
             self.books.offers[before.gpu] = to(before)
-            if not keeps_promises:
-                self.forget_head()
+            self.forget_head()
             self.offer()
             self.settle()
 

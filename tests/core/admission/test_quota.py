@@ -10,16 +10,18 @@ from mpsd.core.admission.admission import Amount
 from mpsd.core.admission.ledger import UserTotals
 from mpsd.core.admission.quota import check, quota_of, time_to_live
 from mpsd.core.errors import QuotaError
+from mpsd.core.model import UserNames
 from mpsd.core.roles import UserIdentity
-from mpsd.core.settings import Quota
+from mpsd.core.settings import Quota, Settings
 from mpsd.core.units import GIB, MIB
 
-ANN: Final = UserIdentity("ann", ("staff", "physics"))
+ANN: Final = UserIdentity(1000, frozenset({1000, 50, 60}))
+NAMES: Final = UserNames({"ann": 1000, "bob": 1001}, {"staff": 50, "physics": 60, "cleaners": 70}, ("%ann",))
 QUARTER: Final = Amount(250, 8 * GIB, 1)
 
 
 class TestWhose:
-    """A person's own quota goes before its groups', and these before everybody's."""
+    """A person's own quota goes before its groups', and these before everybody's; each by name or number."""
 
     OWN, STAFF, PHYSICS, ALL = Quota(leases=1), Quota(leases=2), Quota(leases=3), Quota(leases=4)
 
@@ -36,11 +38,14 @@ class TestWhose:
             ({"%staff": STAFF, "%physics": PHYSICS}, STAFF),
             ({"staff": STAFF, "*": ALL}, ALL),
             ({"%ann": STAFF, "*": ALL}, ALL),
+            ({"1000": OWN, "%staff": STAFF}, OWN),
+            ({"%60": PHYSICS, "*": ALL}, PHYSICS),
+            ({"50": OWN, "%1001": STAFF, "*": ALL}, ALL),
         ],
     )
     def test_quota_of(self, quotas: dict[str, Quota], whose: Quota) -> None:
         """Of several groups the one that is listed first counts, and a group is not a user of its name."""
-        assert quota_of(ANN, quotas) == whose
+        assert quota_of(ANN, Settings(quota=quotas, names=NAMES)) == whose
 
     @pytest.mark.parametrize(
         ("names", "is_among"),
@@ -51,16 +56,26 @@ class TestWhose:
             (("bob", "%physics"), True),
             (("staff",), False),
             (("%ann", "%cleaners", "bob"), False),
+            (("1000",), True),
+            (("%50",), True),
+            (("50", "%1001", "%", "99999999999", "\u0661"), False),
         ],
     )
     def test_is_among(self, names: tuple[str, ...], *, is_among: bool) -> None:
         """A list may name a person, one of its groups, or everybody."""
-        assert ANN.is_among(names) is is_among
+        assert ANN.is_among(names, NAMES) is is_among
 
 
 @pytest.mark.parametrize(
     ("quota", "has", "priority", "limit", "words"),
     [
+        (
+            Quota(clients=48),
+            UserTotals(2, Amount(0, 0, 40), Amount(0, 0, 8)),
+            0,
+            "quota.clients",
+            "1 client processes were requested, but your quota is 48, and you already hold 48",
+        ),
         (Quota(), UserTotals(), 1, "quota.priority", "priority 1 was requested, but your quota allows 0 at most"),
         (
             Quota(priority=5),

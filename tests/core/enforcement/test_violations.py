@@ -1,5 +1,6 @@
 """What a client can use at most, and what of it breaks its lease."""
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Final
 
@@ -16,6 +17,7 @@ from mpsd.core.enforcement.violations import (
     Violation,
     in_force,
     of_client,
+    of_lingering,
     of_memory,
     of_outside,
 )
@@ -72,10 +74,11 @@ def client(
     of: Lease | None = None,
     ceiling: ReadBack | None = CLOSED,
     environment: dict[str, str] | None = None,
+    uid: int = 0,
 ) -> Client:
     """Return a client with the environment of a lease, or with this one."""
     own = environment if environment is not None else dict(of.shares[0].env) if of is not None else {}
-    return Client(identity, "gpu0", GPU, 7, ceiling, own)
+    return Client(identity, "gpu0", GPU, 7, ceiling, own, uid)
 
 
 # -- what a client can use ---------------------------------------------------------------------------------------------
@@ -157,13 +160,53 @@ def test_only_one_in_the_control_group() -> None:
     assert not attribution.by_cgroup(client(OTHER), [lease(clients=(HOLDER,))]).counted
 
 
+def test_another_uid_has_no_part_in_a_lease() -> None:
+    """A client of another uid is no lease's, in its family or in its control group; and one lease hides no other."""
+    near, far = lease(25), lease(50)
+    bobs = structs.replace(far, owner=Owner(1000, 1000, THIRD.pid, None))
+    assert attribution.by_family(client(THIRD, uid=1000), [THIRD, OTHER], lambda _: [near]).lease is None
+    family = attribution.by_family(client(THIRD, uid=1000), [THIRD, OTHER], lambda _: [near, bobs])
+    assert (family.lease, family.counted) == (bobs, True)
+    assert attribution.by_cgroup(client(THIRD, uid=1000), [near]).lease is None
+    assert attribution.by_cgroup(client(THIRD, uid=1000), [near, bobs]).lease is bobs
+    assert attribution.by_cgroup(client(THIRD), [near, bobs]).lease is near
+
+
 # -- what is a violation -----------------------------------------------------------------------------------------------
 
 
 def kind(attached: AttributedClient, *, denied: bool = True, memory: bool = True) -> ViolationKind | None:
     """Return which violation a client is, if any."""
-    found = of_client(attached, denied=denied, memory=memory)
+    found = of_client(attached, EVERYTHING, denied=denied, memory=memory)
     return found.kind if found is not None else None
+
+
+@pytest.mark.parametrize(
+    ("ceiling", "opened", "environment", "own"),
+    [
+        (ReadBack(1000, None), ReadBack(500, 4 * GIB), {}, True),
+        (ReadBack(1000, None), ReadBack(250, 2 * GIB), {}, False),
+        (ReadBack(1000, None), ReadBack(250, 2 * GIB), {PINNED_DEVICE_MEM_LIMIT.variable: "GPU-ffff=1G"}, True),
+        (ReadBack(1000, None), ReadBack(500, 4 * GIB), None, False),
+    ],
+)
+def test_what_a_stranger_opened(
+    ceiling: ReadBack,
+    opened: ReadBack,
+    environment: dict[str, str] | None,
+    own: bool,  # noqa: FBT001 - a row of the table
+) -> None:
+    """A client that can use too much by a stranger's command alone is told of, and is not ended for it."""
+    attached = AttributedClient(replace(client(ceiling=ceiling), environment=environment), lease(), counted=True)
+    found = of_client(attached, opened, denied=True, memory=True)
+    assert found is not None
+    assert (found.kind, found.own) == (ViolationKind.LIMITS, own)
+
+
+def test_fault_that_a_log_tells() -> None:
+    """A fault that stands in a server's log alone may be anybody's writing; what its daemon says is not."""
+    attached = AttributedClient(client(), None, counted=False)
+    assert [of_lingering(attached, 1, proven=each).own for each in (False, True)] == [False, True]
 
 
 def test_clients() -> None:

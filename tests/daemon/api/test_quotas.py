@@ -1,7 +1,5 @@
 """What one user may have: its own quota, its group's, or everybody's, and what a reload changes of that."""
 
-import contextlib
-import pwd
 from typing import Any, Final
 
 import pytest
@@ -34,8 +32,6 @@ def line(node: Node, make_line: MakeLine) -> Line:
 def set_quotas(line: Line, **quotas: str) -> None:
     """Have the node take these quotas, by SIGHUP; `everybody` stands for *."""
     names = {"everybody": "*", "ann": str(ANN), "bob": str(BOB), "group": f"%{GROUP}"}
-    with contextlib.suppress(KeyError):  # whoever has a name goes by that alone
-        names["ann"] = pwd.getpwuid(ANN).pw_name
     text = "".join(f'[quota."{names[name]}"]\n{quota}\n' for name, quota in quotas.items())
     assert line.node.reload(text)["event"] == "settings_reloaded"
 
@@ -85,6 +81,14 @@ def test_leases(line: Line) -> None:
             {"threads": 20.1, "gpus": 2},
             "threads",
             "40.2 %",
+        ),
+        (
+            "clients = 50",
+            {"threads": 5, "processes": 10},
+            {"threads": 5, "processes": 20, "gpus": 2},
+            {"threads": 5, "processes": 21, "gpus": 2},
+            "clients",
+            "42 cl",
         ),
         ("threads = 150", {"fraction": 1.0}, {"fraction": 0.5}, {"fraction": 0.6}, "threads", "60 % of threads"),
     ],

@@ -14,17 +14,18 @@ from tests.node import Answer, Node
 
 pytestmark = [pytest.mark.real_daemon(535), needs_root]
 
-STRANGER, OBSERVER, USER, ADMIN, OTHER = 2200, 2201, 2202, 2203, 2204
-GROUPS: Final = {Role.OBSERVER: 2211, Role.USER: 2212, Role.ADMIN: 2213}
-UIDS: Final = {Role.OBSERVER: OBSERVER, Role.USER: USER, Role.ADMIN: ADMIN}
+STRANGER, OBSERVER, USER, ADMIN, OTHER, OPERATOR = 2200, 2201, 2202, 2203, 2204, 2205
+GROUPS: Final = {Role.OBSERVER: 2211, Role.USER: 2212, Role.OPERATOR: 2214, Role.ADMIN: 2213}
+UIDS: Final = {Role.OBSERVER: OBSERVER, Role.USER: USER, Role.OPERATOR: OPERATOR, Role.ADMIN: ADMIN}
 
 CONFIG: Final = f"""
 [roles]
 observers = ["{OBSERVER}", "%{GROUPS[Role.OBSERVER]}"]
 users = ["{USER}", "{OTHER}", "%{GROUPS[Role.USER]}"]
+operators = ["{OPERATOR}", "%{GROUPS[Role.OPERATOR]}"]
 admins = ["{ADMIN}", "%{GROUPS[Role.ADMIN]}"]
 """
-"""Users and groups that the user database does not know go by their numbers."""
+"""Users and groups may be named by their numbers."""
 
 ALL_ROUTES: Final = [(route.method, route.path, route.role) for route in ROUTES]
 
@@ -178,11 +179,33 @@ class TestRole:
                 ('users = []\nobservers = ["*"]', Role.OBSERVER),
                 ('users = []\nadmins = ["nobody"]', Role.ADMIN),
                 ('users = []\nadmins = ["%nogroup"]', Role.ADMIN),
-                ('users = []\nadmins = ["%nobody", "nogroup", "65534", "%65534"]', None),
+                ('users = []\nadmins = ["%nobody", "nogroup"]', None),
+                ('users = []\nadmins = ["65534"]', Role.ADMIN),
+                ('users = []\noperators = ["%65534"]', Role.OPERATOR),
                 ('observers = ["nobody"]', Role.USER),
             ):
                 assert node.reload(f"[roles]\n{roles}\n")["event"] == "settings_reloaded"
                 assert role_of(caller) is role, roles
+        (told,) = node.events("names_unknown")
+        assert "%nobody, nogroup" in told["because"]
+        assert told["hint"]
+
+    def test_many_groups(self, node: Node) -> None:
+        """The last of a thousand groups counts as the first one does."""
+        for role in (Role.USER, Role.ADMIN):
+            groups = (*range(100000, 100999), GROUPS[role])
+            with calling(node.socket, uid=STRANGER, groups=groups) as caller:
+                assert role_of(caller) is role
+
+    def test_operator_ends_nobody_s_lease(self, line: Line, lease: Any) -> None:
+        """An operator drains and waits: a drain that ends clients after a while is an administrator's."""
+        path = "/v1/daemons/gpu0/drain"
+        assert "needs the role admin" in not_permitted(line.call("POST", path, {"timeout": 1}, uid=OPERATOR).answer())
+        not_permitted(line.call("DELETE", f"/v1/leases/{lease['id']}", uid=OPERATOR).answer())
+        assert line.node.daemons()["gpu0"]["state"] == "ready"
+        assert line.call("POST", path, {}, uid=OPERATOR).answer().status == 202
+        assert line.call("POST", "/v1/daemons/gpu0/resume", uid=OPERATOR).answer().status == 202
+        line.node.wait_for_state("gpu0", "ready")
 
 
 def role_of(caller: Caller) -> Role | None:
@@ -191,7 +214,9 @@ def role_of(caller: Caller) -> Role | None:
         return None
     if caller.request("POST", "/v1/leases", {}).status == 403:
         return Role.OBSERVER
-    return Role.USER if caller.request("POST", "/v1/daemons/gpu0/reset").status == 403 else Role.ADMIN
+    if caller.request("POST", "/v1/daemons/gpu0/resume").status == 403:
+        return Role.USER
+    return Role.OPERATOR if caller.request("POST", "/v1/daemons/gpu0/reset").status == 403 else Role.ADMIN
 
 
 class TestAnothersLease:

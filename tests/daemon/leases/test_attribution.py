@@ -14,7 +14,7 @@ from typing import Any, Final
 import pytest
 
 from mpsd.simulator.client import program
-from tests.daemon.caller import Caller, calling
+from tests.daemon.caller import Caller, calling, needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import GIB, MIB, event, kill, needs_last_pid, with_pid
 from tests.harness import look_at, wait_until
@@ -23,6 +23,9 @@ from tests.simulated_clients import WAITS, SimulatedClient, leased, variables
 
 PART: Final = (25.0, 2 * GIB)
 CLOSED: Final = (0.1, MIB)
+
+ANN, BOB = 2701, 2702
+MANY: Final = '[daemon]\nusers = "many"\n'
 
 SHORT: Final = "[enforcement]\nattach_window = 0.2\n"
 LONG: Final = "[enforcement]\nattach_window = 60.0\n"
@@ -172,6 +175,68 @@ def test_no_relative(node: Node, hierarchy: str) -> None:
         with SimulatedClient(variables(node), before=joins(job)) as whose:
             told = event(node, "violation", pid=whose.hello["pid"])
             assert (told["kind"], told["lease"]) == ("no_lease", None)
+
+
+def of_lease(node: Node, lease_id: str) -> dict[str, str]:
+    """Return the environment of a process that runs with a lease."""
+    return {**variables(node), **{name: str(value) for name, value in lease(node, lease_id)["env"].items()}}
+
+
+def as_user(uid: int) -> tuple[str, ...]:
+    """Return what becomes a process of this user, and then what follows."""
+    return "setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"
+
+
+TERMINATE: Final = """
+[daemon]
+users = "many"
+[enforcement]
+grace = 0.2
+on_violation = "terminate"
+"""
+
+
+@needs_root
+@pytest.mark.parametrize("terminate", [False, True])
+def test_another_user_in_the_control_group(make_node: Start, *, terminate: bool) -> None:
+    """Another user's client takes no place in a lease, and the lease of another takes none of its clients away."""
+    node = make_node(simulate=1, control=None, config=TERMINATE if terminate else MANY).start()
+    with control_group("name=systemd", "shared") as job, calling(node.socket, uid=ANN) as ann:
+        lease_id = granted(ann, job)
+        with calling(node.socket, uid=BOB) as bob:
+            bobs = granted(bob, job, threads=10, processes=2)
+            with SimulatedClient(of_lease(node, bobs), before=(*joins(job), *as_user(BOB))) as first:
+                event(node, "client_attributed", client=first.hello["pid"], lease=bobs)
+                with SimulatedClient(of_lease(node, lease_id), before=(*joins(job), *as_user(ANN))) as honest:
+                    event(node, "client_attributed", client=honest.hello["pid"], lease=lease_id)
+                    assert clients(node, lease_id) == [honest.pid]
+                    assert bob.request("DELETE", f"/v1/leases/{bobs}").status == 204
+                    told = event(node, "violation", pid=first.pid)
+                    assert (told["kind"], told["lease"]) == ("no_lease", None)
+                    if terminate:
+                        assert first.process.wait(20) == -signal.SIGTERM
+                    assert honest.sync()["ok"]
+        assert [each["pid"] for each in node.events("violation")] == [first.pid]
+
+
+@needs_root
+def test_another_user_in_the_family(make_node: Start) -> None:
+    """What a holder's child runs as another user, by su say, is not the holder's client, and takes no place."""
+    node = make_node(simulate=1, control=None, config=MANY).start()
+    asked = {"threads": 25, "memory": 2 * GIB, "gpu": "0"}
+    mine = node.request("POST", "/v1/leases", asked).json  # held by this process, from which both clients descend
+    with calling(node.socket, uid=BOB) as bob:
+        assert bob.admit(**{**asked, "threads": 10}).status == 201  # else the control daemon is closed to it
+        with SimulatedClient(variables(node), before=as_user(BOB)) as other:
+            told = event(node, "violation", pid=other.hello["pid"])
+            assert (told["kind"], told["lease"]) == ("no_lease", None)
+            with SimulatedClient(variables(node)) as honest:
+                event(node, "client_attributed", client=honest.hello["pid"], lease=mine["id"])
+                assert clients(node, mine["id"]) == [honest.pid]
+                held = other.alloc("1MiB")
+                assert held["ok"], held
+                verdict = [node.get(f"/v1/leases/{mine['id']}/verify").json for _ in range(2)][1]
+                assert [each["pid"] for each in verdict["processes"]] == [honest.pid]
 
 
 def test_login_session(node: Node) -> None:

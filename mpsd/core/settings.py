@@ -172,6 +172,14 @@ class ControlDaemon:
         " driver 555 or newer). Takes effect when the control daemon next starts.",
         reload=True,
     )
+    capabilities: tuple[str, ...] = row(
+        (),
+        setting_parsers.capabilities,
+        "Capabilities that control daemons and their servers can have beside CHOWN, KILL, MKNOD, SETGID and"
+        " SETUID, such as `SYS_PTRACE`, as far as mpsd has them. With `users` = `many` they can have all that"
+        " mpsd has. Takes effect when the control daemon next starts.",
+        reload=True,
+    )
     layout: Layout = row(
         Layout.PER_GPU,
         setting_parsers.choice(Layout),

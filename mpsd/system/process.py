@@ -18,8 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from mpsd.core.capabilities import Capability
 from mpsd.core.model import Known, ProcessIdentity
-from mpsd.system import clock, host_environment
+from mpsd.system import capabilities, clock, host_environment
 
 _INHERITED: Final = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
 """What a child gets of mpsd's own environment. No CUDA_* among them: NVIDIA's daemon takes defaults from those, and no
@@ -306,14 +307,20 @@ def spawn(
     stdout: int = subprocess.DEVNULL,
     stderr: int = subprocess.STDOUT,
     new_session: bool = False,
+    kept: Collection[Capability] | None = None,
 ) -> Process:
     """Start a program with exactly this environment, and watch it. Raises OSError when it cannot be started.
 
-    `new_session` puts it out of reach of a terminal's signals, and lets it outlive mpsd.
+    `new_session` puts it out of reach of a terminal's signals, and lets it outlive mpsd. `kept` are the capabilities
+    that it can have, as far as mpsd may take others away; None: all that mpsd can have.
     """
-    child = subprocess.Popen(
-        list(argv), env=dict(env), stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=new_session, cwd="/"
-    )
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            list(argv), env=dict(env), stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=new_session, cwd="/"
+        )
+
+    child = start() if kept is None or not capabilities.can_drop() else capabilities.without(kept, start)
     # It cannot be reaped by anybody else, so that its pid is still its own here, even if it has ended already.
     pidfd = os.pidfd_open(child.pid)
     return Process(ProcessIdentity(child.pid, start_ticks(child.pid) or 0), pidfd, child)
@@ -328,17 +335,25 @@ class Finished:
     output: str
 
 
-async def run(argv: Sequence[str], *, env: Mapping[str, str], stdin: bytes, seconds: float) -> Finished:
+async def run(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    stdin: bytes,
+    seconds: float,
+    kept: Collection[Capability] | None = None,
+) -> Finished:
     """Run a program to its end, within a deadline, and return what it printed; kill and reap it when it overruns.
 
     Its input and output are files in memory: there is no pipe to fill, so neither side can block on the other.
+    `kept` is as for `spawn`.
     Raises OSError when it cannot be started.
     """
     source, sink = os.memfd_create("stdin"), os.memfd_create("stdout")
     try:
         os.write(source, stdin)
         os.lseek(source, 0, os.SEEK_SET)
-        process = spawn(argv, env=env, stdin=source, stdout=sink)
+        process = spawn(argv, env=env, stdin=source, stdout=sink, kept=kept)
         try:
             async with asyncio.timeout(seconds):
                 returncode = await process.wait()

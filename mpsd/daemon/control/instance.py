@@ -8,7 +8,7 @@ from typing import Final
 
 from mpsd.core.errors import ForeignDaemonError
 from mpsd.core.model import DaemonProcess, ProcessIdentity
-from mpsd.core.settings import Settings, Users
+from mpsd.core.settings import ControlDaemon, Settings, Users
 from mpsd.daemon.control.discovery import DiscoveredProcesses
 from mpsd.daemon.control.escalation import end_daemon
 from mpsd.daemon.control.launcher import Launcher
@@ -82,9 +82,9 @@ class Instance:
             self._watch(adopted, found.daemon, fresh=False)
         return found
 
-    def start(self, users: Users) -> None:
+    def start(self, settings: ControlDaemon) -> None:
         """Start one. Raises ConfigurationError, ReachError and OSError."""
-        self._watch(*self._launcher.start(users), fresh=True)
+        self._watch(*self._launcher.start(settings), fresh=True)
 
     async def find_orphans(self) -> None:
         """Look for servers that a dead daemon left, unless that was done: it may have started one in its last second.

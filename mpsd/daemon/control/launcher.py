@@ -3,10 +3,11 @@
 import os
 from collections.abc import Iterable
 
+from mpsd.core import capabilities
 from mpsd.core.errors import ControlUnreachableError
 from mpsd.core.model import DaemonProcess, Gpu, ProcessIdentity
 from mpsd.core.mps import daemon_flags
-from mpsd.core.settings import Users
+from mpsd.core.settings import ControlDaemon, Users
 from mpsd.daemon.control import discovery
 from mpsd.daemon.control.discovery import DiscoveredProcesses
 from mpsd.daemon.control.pipe_access import PipeAccess
@@ -41,20 +42,24 @@ class Launcher:
         """
         return discovery.look(self._paths, self._program, self._environment())
 
-    def start(self, users: Users) -> tuple[Process, DaemonProcess]:
+    def start(self, settings: ControlDaemon) -> tuple[Process, DaemonProcess]:
         """Start a control daemon in a session of its own. Raises ConfigurationError, ReachError and OSError."""
+        many_users = settings.users is Users.MANY
+        kept = self._program.capabilities
+        if kept is not None:
+            # One server of root for all users may need what none has that is its user's: that takes a GPU to see.
+            kept = None if many_users else kept | capabilities.parse(settings.capabilities)
         # Also after a death: somebody may have removed them, and MPS would make one that everybody may write to.
         self._paths.create()
         self._pipe_access.shut()
         self._socket_before = self._socket()
         log = log_file.open_for_daemon(self._paths.control_log)
         try:
-            command = (*self._program.argv, *daemon_flags.BY_USERS[users])
-            started = process.spawn(command, env=self._environment(), stdout=log, new_session=True)
+            command = (*self._program.argv, *daemon_flags.BY_USERS[settings.users])
+            started = process.spawn(command, env=self._environment(), stdout=log, new_session=True, kept=kept)
         finally:
             os.close(log)
         directory = str(self._paths.pipe_directory)
-        many_users = users is Users.MANY
         proof = DaemonProcess(started.identity, self._program.argv[0], directory, clock.now(), many_users)
         return started, proof
 

@@ -276,7 +276,7 @@ class Supervisor:
 
     def _start(self) -> None:
         try:
-            self._instance.start(self._settings.current.daemon.users)
+            self._instance.start(self._settings.current.daemon)
         except (ConfigurationError, PipeAccessError) as error:
             self._move(Event.REFUSED, error.detail, error.hint)
             return

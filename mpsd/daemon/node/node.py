@@ -40,7 +40,7 @@ from mpsd.daemon.leases.limit_gates import LimitGates
 from mpsd.daemon.leases.violation_monitor import ViolationMonitor
 from mpsd.daemon.node.status_line import status_line
 from mpsd.daemon.record.log import EventName, Logger
-from mpsd.system import clock, host_environment, process_table, rundir
+from mpsd.system import capabilities, clock, host_environment, process_table, rundir
 from mpsd.system.control_pipe import ControlProgram
 from mpsd.system.gpu import GpuSource
 from mpsd.system.process import Process
@@ -292,6 +292,11 @@ class Node:
         """Refuse a holder whose uid cannot reach the control sockets: it would run without MPS, and without limits."""
         if uid in {0, process_table.own_uid()}:
             return
+        if not capabilities.can_serve_users():
+            raise NotPermittedError(
+                f"uid {uid} cannot have a server: mpsd has no CAP_SETUID, so it would be root's, or none",
+                hint="ask an administrator to give mpsd CAP_SETUID",
+            )
         closed = rundir.closed_to_others(self._run_dir.daemons)
         if closed is not None:
             raise NotPermittedError(

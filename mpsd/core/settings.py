@@ -212,7 +212,8 @@ class ControlDaemon:
     deaths: int = row(
         5,
         setting_parsers.count,
-        "Number of deaths within `daemon.death_window` at which a control daemon becomes `failed`.",
+        "Number of deaths within `daemon.death_window` at which a control daemon becomes `failed`. Crashes that"
+        " another uid than root may have caused do not count.",
         reload=True,
     )
     death_window: float = row(
@@ -289,6 +290,21 @@ class Enforcement:
         reload=True,
     )
 
+    crashes: int = row(
+        2,
+        setting_parsers.count,
+        "Number of crashes of control daemons within `enforcement.crash_window` at which a uid is quarantined"
+        " that had pipe access at each of them, and at one of them alone.",
+        reload=True,
+    )
+    crash_window: float = row(
+        3600.0,
+        setting_parsers.seconds,
+        "How long a crash of a control daemon counts against the uids that had pipe access.",
+        unit="s",
+        reload=True,
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class Violations:
@@ -330,6 +346,13 @@ class Violations:
         None,
         setting_parsers.choice(OnViolation),
         "Action for a process with a lease that runs on its GPU outside MPS. Absent: `enforcement.on_violation`.",
+        reload=True,
+    )
+    quarantined: OnViolation | None = row(
+        None,
+        setting_parsers.choice(OnViolation),
+        "Action for a uid that is quarantined: keep it out (`report`), or also end its leases and clients"
+        " (`terminate`). Absent: `enforcement.on_violation`.",
         reload=True,
     )
 
@@ -482,6 +505,8 @@ class Settings:
                 own = self.violations.lingers
             case ViolationKind.OUTSIDE:
                 own = self.violations.outside
+            case ViolationKind.QUARANTINED:
+                own = self.violations.quarantined
             case _:
                 assert_never(kind)
         return own or self.enforcement.on_violation

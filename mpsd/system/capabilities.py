@@ -44,8 +44,8 @@ def can_drop() -> bool:
     return os.geteuid() == 0 and bool(own_set("CapEff") & 1 << Capability.SETPCAP)
 
 
-def without(kept: Collection[Capability], start: Callable[[], T]) -> T:
-    """Call what starts a program, which then can never have more capabilities than `kept`; return what it returns.
+def without(allowed: Collection[Capability], start: Callable[[], T]) -> T:
+    """Call what starts a program, which then can never have more capabilities than `allowed`; return what it returns.
 
     A bounding set is a thread's own and only ever shrinks, and a child has that of the thread that made it: so this is
     done in a thread of its own, which then ends. Other threads keep theirs, and a child is the child of the process,
@@ -53,7 +53,7 @@ def without(kept: Collection[Capability], start: Callable[[], T]) -> T:
     """
 
     def run() -> T:
-        _drop(kept)
+        _drop(allowed)
         return start()
 
     with ThreadPoolExecutor(1) as thread:
@@ -64,12 +64,12 @@ def without(kept: Collection[Capability], start: Callable[[], T]) -> T:
         return result.result()
 
 
-def _drop(kept: Collection[Capability]) -> None:
+def _drop(allowed: Collection[Capability]) -> None:
     """Take all but these from what the calling thread, and whatever it starts, can have. Raises OSError."""
     number = 0
     # A kernel that is newer than mpsd has more of them. At the first that it does not know, it says EINVAL.
     while (has := _libc.prctl(_PR_CAPBSET_READ, number, 0, 0, 0)) >= 0:
-        if has and number not in kept and _libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0) != 0:
+        if has and number not in allowed and _libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), f"capability {number} cannot be dropped")
         number += 1
     # What is inheritable is not bounded: a program of root's would have that too. Source: capabilities(7).

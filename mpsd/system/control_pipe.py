@@ -245,10 +245,10 @@ class ControlPipe:
         """Say this in one front-end and return the lines that came back."""
         seconds = max(until - clock.monotonic(), _LEAST)
         text = "".join(f"{line}\n" for line in script).encode()
-        kept = None if self._program.capabilities is None else FRONT_END
+        allowed = None if self._program.capabilities is None else FRONT_END
         try:
             finished = await process.run(
-                self._program.argv, env=self._environment, stdin=text, seconds=seconds, kept=kept
+                self._program.argv, env=self._environment, stdin=text, seconds=seconds, allowed=allowed
             )
         except OSError as error:
             # As while a driver is upgraded: it comes back, and until then only this is known.

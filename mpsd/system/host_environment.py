@@ -114,8 +114,8 @@ def lacking(settings: Settings, effective: int) -> Iterator[tuple[str, str]]:
         needed["CAP_CHOWN"] = (_CHOWN, "api.group cannot be set")
     if settings.daemon.compute_mode is not WantedComputeMode.LEAVE:
         needed["CAP_SYS_ADMIN"] = (_SYS_ADMIN, "daemon.compute_mode cannot be set")
-    kept = sum(1 << each for each in DAEMON | parse(settings.daemon.capabilities))
-    if settings.daemon.users is Users.ONE and effective & ~kept:  # what root starts has what root has
+    given = sum(1 << each for each in DAEMON | parse(settings.daemon.capabilities))
+    if settings.daemon.users is Users.ONE and effective & ~given:  # what root starts has what root has
         needed["CAP_SETPCAP"] = (_SETPCAP, "control daemons and servers have more capabilities than they need")
     for name, (bit, without) in needed.items():
         if not effective & 1 << bit:

@@ -33,6 +33,8 @@ class DaemonPaths:
     log_directory: Path
     death_tally: Path
     """The file that its deaths are kept in."""
+    let_in: Path
+    """The file that has who was let in to it since it started."""
     reading: Path
     """The file that tells how far its log was read."""
     operator_intent: Path
@@ -128,6 +130,11 @@ class RunDir:
         return saved_compute_modes(self._settings)
 
     @property
+    def quarantines(self) -> Path:
+        """The uids that are quarantined, which no reboot forgives."""
+        return self._settings.paths.state_dir / "quarantines.json"
+
+    @property
     def last_event(self) -> Path:
         """The number of the last event, beside the history, so that damage to that does not have it given again."""
         return self._settings.paths.state_dir / "last-event"
@@ -139,6 +146,7 @@ class RunDir:
             self.daemons / name,
             paths.log_dir / name,
             death_tally=paths.runtime_dir / f"{name}.tally.json",
+            let_in=paths.runtime_dir / f"{name}.let-in.json",
             reading=paths.runtime_dir / f"{name}.reading.json",
             operator_intent=paths.state_dir / f"{name}.intention.json",
         )

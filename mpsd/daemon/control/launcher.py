@@ -45,10 +45,10 @@ class Launcher:
     def start(self, settings: ControlDaemon) -> tuple[Process, DaemonProcess]:
         """Start a control daemon in a session of its own. Raises ConfigurationError, ReachError and OSError."""
         many_users = settings.users is Users.MANY
-        kept = self._program.capabilities
-        if kept is not None:
+        allowed = self._program.capabilities
+        if allowed is not None:
             # One server of root for all users may need what none has that is its user's: that takes a GPU to see.
-            kept = None if many_users else kept | capabilities.parse(settings.capabilities)
+            allowed = None if many_users else allowed | capabilities.parse(settings.capabilities)
         # Also after a death: somebody may have removed them, and MPS would make one that everybody may write to.
         self._paths.create()
         self._pipe_access.shut()
@@ -56,9 +56,10 @@ class Launcher:
         log = log_file.open_for_daemon(self._paths.control_log)
         try:
             command = (*self._program.argv, *daemon_flags.BY_USERS[settings.users])
-            started = process.spawn(command, env=self._environment(), stdout=log, new_session=True, kept=kept)
+            started = process.spawn(command, env=self._environment(), stdout=log, new_session=True, allowed=allowed)
         finally:
             os.close(log)
+        self._pipe_access.let_in.begin(started.identity)
         directory = str(self._paths.pipe_directory)
         proof = DaemonProcess(started.identity, self._program.argv[0], directory, clock.now(), many_users)
         return started, proof
@@ -72,6 +73,10 @@ class Launcher:
             (self._paths.pipe_directory / name).unlink(missing_ok=True)
         for name in shared_memory:
             rundir.remove_shared_memory(name)
+
+    def resume(self, process: ProcessIdentity) -> None:
+        """Take up who was let in to a control daemon that is adopted."""
+        self._pipe_access.let_in.resume(process)
 
     @property
     def listens(self) -> bool:

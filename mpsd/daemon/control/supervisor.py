@@ -17,7 +17,7 @@ from mpsd.core.settings import Settings
 from mpsd.core.supervision.drain import Intent, OperatorCommand
 from mpsd.core.supervision.restart import RestartVerdict
 from mpsd.daemon.control.control_log import ControlLog
-from mpsd.daemon.control.death_tally import DeathTally
+from mpsd.daemon.control.death_tally import DeathTally, Ended
 from mpsd.daemon.control.drainer import DaemonLeases, Drainer
 from mpsd.daemon.control.instance import LISTEN_POLL, Instance
 from mpsd.daemon.control.launcher import Launcher
@@ -63,7 +63,7 @@ class Supervisor:
         self._pipe_access = pipe_access
         self._settings = settings
         self._log = log.bind(daemon=name)
-        self._death_tally = DeathTally(pipe_access.paths.death_tally, self._log)
+        self._death_tally = DeathTally(pipe_access.paths.death_tally, pipe_access.let_in, self._log)
         self._launcher = Launcher(gpu, program, pipe_access)
         self._reset_hint = f"fix the cause, then: mpsctl reset {name}"
         self._wake = asyncio.Event()
@@ -283,7 +283,7 @@ class Supervisor:
         except OSError as error:
             if error.errno in process.SHORTAGES:
                 raise  # that is nobody's death: it is tried until the machine has what it takes
-            self._record_death(f"it could not be started: {error}")
+            self._record_death(Ended(f"it could not be started: {error}"))
             return
         self._due = clock.monotonic() + self._settings.current.daemon.start_deadline
         self._wanted_limits.forget()
@@ -378,16 +378,16 @@ class Supervisor:
 
     def _handle_exit(self) -> None:
         """Settle what a process leaves behind that is gone, as the kernel said."""
-        if (how := self._instance.take_exit()) is None:
+        if (ended := self._instance.take_exit()) is None:
             return
         if self._lifecycle.state is State.STOPPING:
-            self._move(Event.DIED, how)
+            self._move(Event.DIED, ended.how)
         else:
-            self._record_death(how)
+            self._record_death(ended)
 
-    def _record_death(self, how: str) -> None:
+    def _record_death(self, ended: Ended) -> None:
         """Note a death, and do what the tally says."""
-        decision = self._death_tally.count(how, self._settings.current.daemon)
+        decision = self._death_tally.count(ended, self._settings.current.daemon)
         self._due = clock.monotonic() + decision.delay
         self._move(Event.DIED, decision.because)
         if decision.verdict is RestartVerdict.GIVE_UP:

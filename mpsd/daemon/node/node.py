@@ -11,7 +11,7 @@ from mpsd.core import gpus, health, mps_facts
 from mpsd.core.admission import quota
 from mpsd.core.admission.admission import Amount, Offer, Refusal
 from mpsd.core.enforcement import violations
-from mpsd.core.errors import DaemonNotReadyError, MpsdError, NotFoundError, NotPermittedError
+from mpsd.core.errors import DaemonNotReadyError, MpsdError, NotFoundError, NotPermittedError, StorageError
 from mpsd.core.health import NodeHealth
 from mpsd.core.lifecycle import State
 from mpsd.core.model import (
@@ -21,11 +21,13 @@ from mpsd.core.model import (
     Inventory,
     Lease,
     LeaseRequest,
+    LeaseState,
     Owner,
+    ViolationKind,
 )
 from mpsd.core.reload import LiveSettings
 from mpsd.core.roles import UserIdentity
-from mpsd.core.settings import Settings, Users
+from mpsd.core.settings import OnViolation, Settings, Users
 from mpsd.core.supervision.drain import Operation
 from mpsd.daemon.control.drainer import DaemonLeases
 from mpsd.daemon.control.escalation import Terminate, terminate_contexts_of
@@ -37,6 +39,7 @@ from mpsd.daemon.gpu.gpus import Gpus
 from mpsd.daemon.leases import mount_visibility
 from mpsd.daemon.leases.leases import Leases, stopping
 from mpsd.daemon.leases.limit_gates import LimitGates
+from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.leases.violation_monitor import ViolationMonitor
 from mpsd.daemon.node.status_line import status_line
 from mpsd.daemon.record.log import EventName, Logger
@@ -66,6 +69,7 @@ class Node:
         leases: Leases,
         limit_gates: LimitGates,
         pipe_access: NodePipeAccess,
+        quarantine: Quarantine,
         log: Logger,
         simulated: bool,
     ) -> None:
@@ -91,8 +95,11 @@ class Node:
         self.leases = leases
         self._limit_gates = limit_gates
         self._pipe_access = pipe_access
+        self.quarantine = quarantine
         self._daemon_leases = DaemonLeases(leases.ledger.on, leases.release)
-        self.violation_monitor = ViolationMonitor(leases.clients, leases.ledger.find, settings, self._terminate, log)
+        self.violation_monitor = ViolationMonitor(
+            leases.clients, leases.ledger.find, settings, self._terminate, quarantine=quarantine, log=log
+        )
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -114,6 +121,8 @@ class Node:
             # Nobody was served yet: this task has not let go of the loop since mpsd began to listen.
             self.leases.restore()
             self._pipe_access.apply()
+            self._shut_out()
+            self.quarantine.follow(self._shut_out)
             # What is here now is here to stay: the collector need not look at it again, some thousand times a day.
             gc.freeze()
             self._group.create_task(self.leases.run())
@@ -168,6 +177,23 @@ class Node:
         self._touched = asyncio.Event()
         self._limit_gates.look()
 
+    def _shut_out(self) -> None:
+        """Close the control daemons to those who are quarantined, and end what policy ends of theirs."""
+        self._pipe_access.apply()
+        self._look()
+        if self.quarantine.uids and self._group is not None:
+            self._group.create_task(self._end_leases())
+
+    async def _end_leases(self) -> None:
+        """End the leases of those who are quarantined, where that is policy, and their places in the queue."""
+        ends = self.settings.current.on_violation(ViolationKind.QUARANTINED) is OnViolation.TERMINATE
+        for lease in [each for each in self.leases.ledger.all() if each.owner.uid in self.quarantine.uids]:
+            if ends or lease.state is LeaseState.WAITING:
+                with contextlib.suppress(
+                    StorageError
+                ):  # it has ended all the same, and is stored once that is possible
+                    await self.leases.release(lease.id, f"uid {lease.owner.uid} is quarantined")
+
     def leave(self) -> None:
         """Admit nobody any more: mpsd is on its way out."""
         self._stopping = True
@@ -183,7 +209,7 @@ class Node:
     def _apply(self, settings: Settings) -> None:
         mode = settings.daemon.compute_mode
         self.gpus.want(mode, f'daemon.compute_mode = "{mode}"')
-        self._look()
+        self._shut_out()
 
     def _supervise(self) -> None:
         """Give each GPU that can run MPS a supervisor, once."""
@@ -214,7 +240,13 @@ class Node:
 
     def health(self) -> NodeHealth:
         """Return the GPUs and the control daemons at this moment, and what is not well about them."""
-        return health.of_node(self.gpus.views(), self.daemons(), store=self.leases.trouble)
+        return health.of_node(
+            self.gpus.views(),
+            self.daemons(),
+            store=self.leases.trouble,
+            quarantined=self.quarantine.quarantined,
+            suspects=self.quarantine.suspects,
+        )
 
     def heartbeats(self) -> dict[str, Heartbeat]:
         """Return the sign of life of each supervisor, by the name of its control daemon."""
@@ -261,6 +293,7 @@ class Node:
             if request.gpu != "any" or limits_of.gpus is not None:
                 request = structs.replace(request, gpu=self._named(request.gpu), among=limits_of.gpus)
             ttl = quota.time_to_live(limits_of, ttl)
+            self.quarantine.check(owner.uid)
             ledger = self.leases.ledger
             worth = ledger.worth(request) if quota.weighs(limits_of) else Amount()
             quota.check(limits_of, ledger.user(owner.uid), request.priority, worth)

@@ -158,9 +158,48 @@ def warnings(node: Node) -> dict[str, str]:
     return {each["subject"]: each["kind"] for each in found if each["subject"].startswith("uid ")}
 
 
+BYTES: Final = """
+import os, random, socket, sys
+uid, path, seed = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+os.setgroups([])
+os.setresgid(uid, uid, uid)
+os.setresuid(uid, uid, uid)
+dice = random.Random(seed)
+sent = 0
+for _ in range(500):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as to:
+        try:
+            to.connect(path)
+            for _ in range(dice.randrange(1, 5)):
+                sent += to.send(dice.randbytes(dice.choice([1, 8, 64, 512, 4096, 60000])))
+        except OSError:
+            pass  # it may have closed the connection, or ended
+print(sent)
+"""
+"""Sends arbitrary bytes as a user."""
+
+
 @pytest.mark.parametrize("real", branches())
 class TestEveryDriver:
     """On each of NVIDIA's control daemons."""
+
+    def test_arbitrary_bytes(self, make_node: Start, real: RealDaemon) -> None:
+        """Whatever a holder sends to the socket, the GPU is not given up, and a crash names the holder alone."""
+        node = make_node(simulate=1, control=real.control).start()
+        with calling(node.socket, uid=ANN) as ann:
+            granted(ann)
+            where = str(node.pipe_directory("gpu0") / "control")
+            said = subprocess.run(
+                [sys.executable, "-I", "-c", BYTES, str(ANN), where, str(real.branch)],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=60,
+            )
+            assert int(said.stdout) > 0
+            node.wait_for_state("gpu0", "ready", deadline=40)
+            assert all(each["suspects"] == [ANN] for each in node.events("daemon_death"))
+            assert not node.events("daemon_state", state="failed")
 
     def test_alone_twice(self, make_node: Start, real: RealDaemon) -> None:
         """Who is let in alone at two crashes is shut out; the next one goes on at once, and the GPU is not given up."""
@@ -191,7 +230,8 @@ class TestEveryDriver:
             # The others get on, as if there had been no death.
             node.wait_for_state("gpu0", "ready")
             granted(bob)
-            assert crash(node)["verdict"] == "at_once"
+            third = crash(node)
+            assert (third["suspects"], third["verdict"]) == ([BOB], "at_once")
             assert "gpu0 is failed" not in node.get("/v1/status").json["because"]
 
     def test_always_accompanied(self, make_node: Start, real: RealDaemon) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 from collections.abc import Callable
+from typing import Final
 
 from msgspec import structs
 
@@ -49,6 +50,9 @@ from mpsd.system.gpu import GpuSource
 from mpsd.system.process import Process
 from mpsd.system.rundir import RunDir
 from mpsd.system.saved_compute_modes import SavedComputeModes
+
+_MOST_SUSPECTS: Final = 16
+"""Suspects that the status names: those that had pipe access at most crashes."""
 
 
 def daemon_name(gpu: Gpu) -> str:
@@ -245,7 +249,7 @@ class Node:
             self.daemons(),
             store=self.leases.trouble,
             quarantined=self.quarantine.quarantined,
-            suspects=self.quarantine.suspects,
+            suspects=self.quarantine.suspects[:_MOST_SUSPECTS],
         )
 
     def heartbeats(self) -> dict[str, Heartbeat]:

@@ -119,6 +119,7 @@ def run(
 def _plan(
     settings: "Settings", reread: "Callable[[], Settings]", *, simulate: int | None, control: str | None, private: bool
 ) -> "Plan":
+    from mpsd.core.capabilities import DAEMON
     from mpsd.daemon.service import Plan
     from mpsd.simulator.gpus import SimulatedGpus
     from mpsd.system import driver, rundir
@@ -132,7 +133,7 @@ def _plan(
     else:
         found = driver.find(control or settings.daemon.control, settings.daemon.driver_root)
         linked = rundir.libraries(settings) if found.libraries is not None else None
-        program = ControlProgram((str(found.control),), found.directories, linked)
+        program = ControlProgram((str(found.control),), found.directories, linked, DAEMON)
     nvml = None if found is None else found.nvml
     return Plan(
         settings=settings,

@@ -70,6 +70,10 @@ class Api(Client):
         """Have a control daemon held, drained, resumed, restarted or reset."""
         return cast("answer_types.Operation", self.post(f"/v1/daemons/{segment(daemon)}/{verb}", request or {}))
 
+    def pardon(self, uid: int) -> None:
+        """Let a uid in again that was quarantined."""
+        self.delete(f"/v1/quarantines/{uid}")
+
     def operation(self, operation: str) -> "answer_types.Operation":
         """Return an operation, as it stands."""
         return cast("answer_types.Operation", self.get(f"/v1/operations/{segment(operation)}"))

@@ -20,6 +20,7 @@ _MODULES: Final = {
     "gpus": "status",
     "hold": "operate",
     "leases": "status",
+    "pardon": "operate",
     "release": "admit",
     "renew": "admit",
     "reset": "operate",

@@ -83,6 +83,14 @@ class QuotaError(RequestError):
     exit_code = 77
 
 
+class QuarantinedError(RequestError):
+    """Control daemons crashed while the caller's uid had pipe access; an administrator can pardon it."""
+
+    code = "quarantined"
+    status = 403
+    exit_code = 77
+
+
 class ExceedsDaemonLimitError(RequestError):
     """The request exceeds the limits that the control daemon sets for every client."""
 

@@ -12,7 +12,7 @@ from typing import Final
 from msgspec import Struct
 
 from mpsd.core.lifecycle import State
-from mpsd.core.model import Daemon, Drift, GpuView, Health, Server
+from mpsd.core.model import Daemon, Drift, GpuView, Health, QuarantinedUid, Server, Suspect
 from mpsd.core.units import format_size
 
 WELL: Final = "every control daemon is ready, and every limit reads back"
@@ -54,11 +54,15 @@ class Kind(StrEnum):
     """The GPU cannot run MPS as mpsd runs it. The node is healthy without it."""
     GPU_NOT_RESTORED = "gpu_not_restored"
     """The GPU works, and mpsd could not restore what it had changed about it. The node is healthy all the same."""
+    QUARANTINE = "quarantine"
+    """A uid crashed control daemons and is shut out of all of them. The node is healthy without it."""
+    SUSPECT = "suspect"
+    """A uid was let in when control daemons crashed. Whether it did that is not known."""
 
 
 _ORDER: Final = {kind: place for place, kind in enumerate(Kind)}
 
-_WARNINGS: Final = frozenset({Kind.GPU_UNSUPPORTED, Kind.GPU_NOT_RESTORED})
+_WARNINGS: Final = frozenset({Kind.GPU_UNSUPPORTED, Kind.GPU_NOT_RESTORED, Kind.QUARANTINE, Kind.SUSPECT})
 """The kinds that leave the node healthy."""
 
 _LIMITS: Final = {
@@ -112,11 +116,20 @@ class NodeHealth(Struct, frozen=True):
         return "; ".join(each.because for each in self.reasons) or WELL
 
 
-def of_node(gpus: Iterable[GpuView], daemons: Iterable[Daemon], *, store: str = "") -> NodeHealth:
+def of_node(
+    gpus: Iterable[GpuView],
+    daemons: Iterable[Daemon],
+    *,
+    store: str = "",
+    quarantined: Iterable[QuarantinedUid] = (),
+    suspects: Iterable[Suspect] = (),
+) -> NodeHealth:
     """Judge a node. `store` is why no lease can be stored; empty where leases can be."""
     gpus, daemons = tuple(gpus), tuple(daemons)
     found = [reason for view in gpus for reason in of_gpu(view)]
     found += [reason for daemon in daemons for reason in of_daemon(daemon)]
+    found += [_quarantined(each) for each in quarantined]
+    found += [_suspect(each) for each in suspects]
     if store:
         hint = "free space on the file system of paths.runtime_dir, or restore it; mpsd tries again by itself"
         found.append(Reason(Kind.STORE, "leases", f"no lease can be granted: {store}", hint))
@@ -196,6 +209,21 @@ def _of_leases(daemon: Daemon) -> Iterator[Reason]:
     for unrestored in daemon.unrestored:
         hint = f"when nothing of that lease uses the GPU any more: mpsctl resume {name}"
         yield Reason(Kind.UNRESTORED, name, f"{name}: {unrestored}", hint)
+
+
+def _quarantined(each: QuarantinedUid) -> Reason:
+    because = f"uid {each.uid} has been quarantined since {_time(each.since)}: {each.because}"
+    return Reason(Kind.QUARANTINE, f"uid {each.uid}", because, f"lift the quarantine: mpsctl pardon {each.uid}")
+
+
+def _suspect(each: Suspect) -> Reason:
+    times = f"{each.crashes} time{'s' if each.crashes > 1 else ''}"
+    because = (
+        f"uid {each.uid} had pipe access when a control daemon crashed: {times} lately, {each.alone} of them alone"
+    )
+    return Reason(
+        Kind.SUSPECT, f"uid {each.uid}", because, "for what crashed, and who else had pipe access: mpsctl events"
+    )
 
 
 def _not_ready(daemon: Daemon) -> Reason:

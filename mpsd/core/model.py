@@ -372,6 +372,25 @@ class Lease(Struct, frozen=True):
     ended: Moment | None = None
 
 
+# -- suspects ----------------------------------------------------------------------------------------------------------
+
+
+class Suspect(Struct, frozen=True):
+    """A uid that was let in at crashes of control daemons: at how many, and at how many of them alone."""
+
+    uid: int
+    crashes: int
+    alone: int
+
+
+class QuarantinedUid(Struct, frozen=True):
+    """A uid that is shut out of all control daemons until an administrator pardons it."""
+
+    uid: int
+    since: datetime
+    because: str
+
+
 # -- violations --------------------------------------------------------------------------------------------------------
 
 
@@ -390,3 +409,5 @@ class ViolationKind(StrEnum):
     """It met a fatal fault and does not exit, so that its server cannot recover, and lets nobody in."""
     OUTSIDE = "outside"
     """It has a lease and runs on the GPU outside MPS, where no limit holds."""
+    QUARANTINED = "quarantined"
+    """Its uid crashed control daemons, and is quarantined."""

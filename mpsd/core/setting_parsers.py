@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final, TypeVar
 
+from mpsd.core.capabilities import parse as parse_capabilities
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import parse_duration, parse_size
 
@@ -98,6 +99,13 @@ def names(value: object) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
         raise ValueError("it is not a list of names")
     return tuple(value)
+
+
+def capabilities(value: object) -> tuple[str, ...]:
+    """Take a list of capabilities."""
+    found = names(value)
+    parse_capabilities(found)
+    return found
 
 
 def priority(value: object) -> int:

@@ -179,6 +179,14 @@ class ControlDaemon:
         " driver 555 or newer). Takes effect when the control daemon next starts.",
         reload=True,
     )
+    capabilities: tuple[str, ...] = row(
+        (),
+        setting_parsers.capabilities,
+        "Capabilities that control daemons and their servers can have beside CHOWN, KILL, MKNOD, SETGID and"
+        " SETUID, such as `SYS_PTRACE`, as far as mpsd has them. With `users` = `many` they can have all that"
+        " mpsd has. Takes effect when the control daemon next starts.",
+        reload=True,
+    )
     layout: Layout = row(
         Layout.PER_GPU,
         setting_parsers.choice(Layout),
@@ -211,7 +219,8 @@ class ControlDaemon:
     deaths: int = row(
         5,
         setting_parsers.count,
-        "Number of deaths within `daemon.death_window` at which a control daemon becomes `failed`.",
+        "Number of deaths within `daemon.death_window` at which a control daemon becomes `failed`. Crashes that"
+        " another uid than root may have caused do not count.",
         reload=True,
     )
     death_window: float = row(
@@ -288,6 +297,21 @@ class Enforcement:
         reload=True,
     )
 
+    crashes: int = row(
+        2,
+        setting_parsers.count,
+        "Number of crashes of control daemons within `enforcement.crash_window` at which a uid is quarantined"
+        " that had pipe access at each of them, and at one of them alone.",
+        reload=True,
+    )
+    crash_window: float = row(
+        3600.0,
+        setting_parsers.seconds,
+        "How long a crash of a control daemon counts against the uids that had pipe access.",
+        unit="s",
+        reload=True,
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class Violations:
@@ -329,6 +353,13 @@ class Violations:
         None,
         setting_parsers.choice(OnViolation),
         "Action for a process with a lease that runs on its GPU outside MPS. Absent: `enforcement.on_violation`.",
+        reload=True,
+    )
+    quarantined: OnViolation | None = row(
+        None,
+        setting_parsers.choice(OnViolation),
+        "Action for a uid that is quarantined: keep it out (`report`), or also end its leases and clients"
+        " (`terminate`). Absent: `enforcement.on_violation`.",
         reload=True,
     )
 
@@ -510,6 +541,8 @@ class Settings:
                 own = self.violations.lingers
             case ViolationKind.OUTSIDE:
                 own = self.violations.outside
+            case ViolationKind.QUARANTINED:
+                own = self.violations.quarantined
             case _:
                 assert_never(kind)
         return own or self.enforcement.on_violation

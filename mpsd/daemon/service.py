@@ -21,6 +21,7 @@ from mpsd.daemon.leases.completeness import Completeness
 from mpsd.daemon.leases.lease_store import LEASES_BALLAST, LEASES_FIRST, LEASES_SCHEMA, LeaseStore
 from mpsd.daemon.leases.leases import Leases
 from mpsd.daemon.leases.limit_gates import LimitGates
+from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record import log as logs
 from mpsd.daemon.record.events import Events
@@ -106,7 +107,8 @@ async def serve(plan: Plan) -> None:
             lease_store = LeaseStore(store)
             ledger = Ledger(AdmissionRules(), Usage(half_life, stored_usage(history, half_life)))
             live = LiveSettings(settings)
-            pipe_access = NodePipeAccess(run_dir.daemon, ledger.holders, live, log)
+            quarantine = Quarantine(run_dir.quarantines, live, log)
+            pipe_access = NodePipeAccess(run_dir.daemon, ledger.holders, quarantine, settings=live, log=log)
             limit_gates = LimitGates(live, pipe_access)
             leases = Leases(
                 ledger,
@@ -127,6 +129,7 @@ async def serve(plan: Plan) -> None:
                 completeness=Completeness(lease_store, log),
                 limit_gates=limit_gates,
                 pipe_access=pipe_access,
+                quarantine=quarantine,
                 log=log,
                 simulated=plan.simulated,
             )

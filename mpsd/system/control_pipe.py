@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
+from mpsd.core.capabilities import FRONT_END, Capability
 from mpsd.core.errors import (
     ControlBrokenError,
     ControlBusyError,
@@ -44,6 +45,8 @@ class ControlProgram:
     """Where it and its server lie: it looks for that in PATH (measured, all versions)."""
     libraries: Path | None = None
     """Where the driver's libraries are linked to that its server needs, if the loader has to be told."""
+    capabilities: frozenset[Capability] | None = None
+    """What a control daemon for one user at a time, and its servers, can have; None: all that mpsd has."""
 
 
 def variables(pipe_directory: Path, log_directory: Path) -> dict[str, str]:
@@ -245,8 +248,11 @@ class ControlPipe:
         """Say this in one front-end and return the lines that came back."""
         seconds = max(until - clock.monotonic(), _LEAST)
         text = "".join(f"{line}\n" for line in script).encode()
+        allowed = None if self._program.capabilities is None else FRONT_END
         try:
-            finished = await process.run(self._program.argv, env=self._environment, stdin=text, seconds=seconds)
+            finished = await process.run(
+                self._program.argv, env=self._environment, stdin=text, seconds=seconds, allowed=allowed
+            )
         except OSError as error:
             # As while a driver is upgraded: it comes back, and until then only this is known.
             raise ControlUnreachableError(

@@ -11,8 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
+from mpsd.core.capabilities import DAEMON, parse
 from mpsd.core.model import Known, Reading, Unknown
-from mpsd.core.settings import Settings, WantedComputeMode
+from mpsd.core.settings import Settings, Users, WantedComputeMode
+from mpsd.system import capabilities
 
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is, shm_overview(7)
 
@@ -24,8 +26,7 @@ _EVERY_ID: Final = ["0", "0", "4294967295"]
 
 _NEEDED: Final = {
     "CAP_KILL": (5, "clients of other uids cannot be ended"),
-    "CAP_SETGID": (6, "servers can be started for uid root only"),
-    "CAP_SETUID": (7, "servers can be started for uid root only"),
+    "CAP_SETUID": (7, "no lease is granted to another uid than root, since its server would run as root or not at all"),
     "CAP_SYS_PTRACE": (
         19,
         "the limits of clients of an earlier mpsd, and the mounts of a caller's container, cannot be read",
@@ -34,8 +35,8 @@ _NEEDED: Final = {
 """The capabilities that root needs for every node (docs/security.md), by linux/capability.h, and what fails without."""
 
 _CHOWN: Final = 0
+_SETPCAP: Final = 8
 _SYS_ADMIN: Final = 21
-
 
 _UNSEEN: Final = (FileNotFoundError, PermissionError, ProcessLookupError)
 """What is raised about a process that is gone, or that may not be looked at."""
@@ -77,9 +78,7 @@ def _missing(settings: Settings) -> Iterator[Missing]:
             "a volume there that clients mount under the same path: hostPath, emptyDir, -v",
         )
     if os.geteuid() == 0:  # any other serves its own uid
-        status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines()
-        effective = next(int(line.split()[1], 16) for line in status if line.startswith("CapEff:"))
-        for name, without in lacking(settings, effective):
+        for name, without in lacking(settings, capabilities.own_set("CapEff")):
             yield Missing(
                 name, f"mpsd has no {name}: {without}", f"privileged: true, --privileged, or --cap-add={name}"
             )
@@ -115,6 +114,9 @@ def lacking(settings: Settings, effective: int) -> Iterator[tuple[str, str]]:
         needed["CAP_CHOWN"] = (_CHOWN, "api.group cannot be set")
     if settings.daemon.compute_mode is not WantedComputeMode.LEAVE:
         needed["CAP_SYS_ADMIN"] = (_SYS_ADMIN, "daemon.compute_mode cannot be set")
+    given = sum(1 << each for each in DAEMON | parse(settings.daemon.capabilities))
+    if settings.daemon.users is Users.ONE and effective & ~given:  # what root starts has what root has
+        needed["CAP_SETPCAP"] = (_SETPCAP, "control daemons and servers have more capabilities than they need")
     for name, (bit, without) in needed.items():
         if not effective & 1 << bit:
             yield name, without

@@ -18,8 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from mpsd.core.capabilities import Capability
 from mpsd.core.model import Known, ProcessIdentity
-from mpsd.system import clock, host_environment
+from mpsd.system import capabilities, clock, exit_status, host_environment
 
 _INHERITED: Final = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
 """What a child gets of mpsd's own environment. No CUDA_* among them: NVIDIA's daemon takes defaults from those, and no
@@ -187,13 +188,18 @@ def is_stopped(pid: int) -> bool:
     return fields is not None and fields[0] in {b"T", b"t"}
 
 
-def describe(returncode: int | None) -> str:
-    """Say how a process ended, from a return code as subprocess has it; None for a process that was no child."""
-    if returncode is None:
-        return "ended (it was adopted, so its status went to another parent)"
-    if returncode < 0:
-        return f"killed by {signal.Signals(-returncode).name}"
-    return f"exited with status {returncode}"
+def _status_of_stranger(identity: ProcessIdentity, pidfd: int) -> int | None:
+    """Return the return code of a process that has ended and is no child of mpsd; None where nobody knows it.
+
+    Until its parent has taken it away, /proc/PID/stat has it, and 0 where mpsd may not know. Source: proc_pid_stat(5).
+    """
+    for _ in range(2):  # it may be taken away between the two looks
+        if (returncode := exit_status.of_pidfd(pidfd)) is not None:
+            return returncode
+        fields = _stat(identity.pid)
+        if fields is not None and int(fields[19]) == identity.start_ticks and (status := int(fields[49])):
+            return os.waitstatus_to_exitcode(status)
+    return None
 
 
 class Process:
@@ -273,7 +279,7 @@ class Process:
             self._loop = None
 
     async def wait(self) -> int | None:
-        """Wait until the process is gone, and return its return code, or None when it is no child of mpsd.
+        """Wait until the process is gone, and return its return code; None where it is no child, and nobody knows.
 
         Any number of tasks may wait, and each may be cancelled without disturbing the others.
         """
@@ -281,7 +287,7 @@ class Process:
             self._gone = asyncio.get_running_loop().create_future()
             self.when_gone(partial(_settle, self._gone))
         await asyncio.shield(self._gone)
-        return self._child.poll() if self._child is not None else None
+        return self._child.poll() if self._child is not None else _status_of_stranger(self.identity, self._pidfd)
 
     def signal(self, number: signal.Signals) -> bool:
         """Send a signal to this very process, never to another with its pid; False when it is gone already."""
@@ -357,14 +363,20 @@ def spawn(
     stdout: int = subprocess.DEVNULL,
     stderr: int = subprocess.STDOUT,
     new_session: bool = False,
+    allowed: Collection[Capability] | None = None,
 ) -> Process:
     """Start a program with exactly this environment, and watch it. Raises OSError when it cannot be started.
 
-    `new_session` puts it out of reach of a terminal's signals, and lets it outlive mpsd.
+    `new_session` puts it out of reach of a terminal's signals, and lets it outlive mpsd. `allowed` are the capabilities
+    that it can have, as far as mpsd may take others away; None: all that mpsd can have.
     """
-    child = subprocess.Popen(
-        list(argv), env=dict(env), stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=new_session, cwd="/"
-    )
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            list(argv), env=dict(env), stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=new_session, cwd="/"
+        )
+
+    child = start() if allowed is None or not capabilities.can_drop() else capabilities.without(allowed, start)
     # It cannot be reaped by anybody else, so that its pid is still its own here, even if it has ended already.
     pidfd = os.pidfd_open(child.pid)
     return Process(ProcessIdentity(child.pid, start_ticks(child.pid) or 0), pidfd, child)
@@ -379,17 +391,25 @@ class Finished:
     output: str
 
 
-async def run(argv: Sequence[str], *, env: Mapping[str, str], stdin: bytes, seconds: float) -> Finished:
+async def run(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    stdin: bytes,
+    seconds: float,
+    allowed: Collection[Capability] | None = None,
+) -> Finished:
     """Run a program to its end, within a deadline, and return what it printed; kill and reap it when it overruns.
 
     Its input and output are files in memory: there is no pipe to fill, so neither side can block on the other.
+    `allowed` is as for `spawn`.
     Raises OSError when it cannot be started.
     """
     source, sink = os.memfd_create("stdin"), os.memfd_create("stdout")
     try:
         os.write(source, stdin)
         os.lseek(source, 0, os.SEEK_SET)
-        process = spawn(argv, env=env, stdin=source, stdout=sink)
+        process = spawn(argv, env=env, stdin=source, stdout=sink, allowed=allowed)
         try:
             async with asyncio.timeout(seconds):
                 returncode = await process.wait()

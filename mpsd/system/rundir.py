@@ -35,6 +35,8 @@ class DaemonPaths:
     """The file that its deaths are kept in."""
     record: Path
     """The file that tells which process mpsd started."""
+    let_in: Path
+    """The file that has who was let in to it since it started."""
     reading: Path
     """The file that tells how far its log was read."""
     operator_intent: Path
@@ -164,6 +166,11 @@ class RunDir:
         return saved_compute_modes(self._settings)
 
     @property
+    def quarantines(self) -> Path:
+        """The uids that are quarantined, which no reboot forgives."""
+        return self._settings.paths.state_dir / "quarantines.json"
+
+    @property
     def last_event(self) -> Path:
         """The number of the last event, beside the history, so that damage to that does not have it given again."""
         return self._settings.paths.state_dir / "last-event"
@@ -176,6 +183,7 @@ class RunDir:
             paths.log_dir / name,
             death_tally=paths.runtime_dir / f"{name}.tally.json",
             record=paths.runtime_dir / f"{name}.process.json",
+            let_in=paths.runtime_dir / f"{name}.let-in.json",
             reading=paths.runtime_dir / f"{name}.reading.json",
             operator_intent=paths.state_dir / f"{name}.intention.json",
         )

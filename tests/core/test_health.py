@@ -9,7 +9,7 @@ import pytest
 from mpsd.core import health
 from mpsd.core.health import WELL, Kind, Reason
 from mpsd.core.lifecycle import State
-from mpsd.core.model import Daemon, Drift, GpuView, Health, Limits, Server, Unknown
+from mpsd.core.model import Daemon, Drift, GpuView, Health, Limits, QuarantinedUid, Server, Suspect, Unknown
 from mpsd.core.quantities import ActiveThreadPercentage
 from mpsd.core.units import GIB
 
@@ -120,9 +120,31 @@ def test_the_hint_of_the_control_daemon_comes_first() -> None:
     assert reason.hint == "mpsctl resume gpu0"
 
 
+def test_uids() -> None:
+    """Who crashed control daemons, or may have, is named, with what to do; the node is healthy, and admits others."""
+    shut_out = QuarantinedUid(1001, datetime(2026, 11, 22, 3, tzinfo=UTC), "it did")
+    node = health.of_node([GPU], [DAEMON], quarantined=[shut_out], suspects=[Suspect(1002, 2, 1)])
+    assert node.healthy
+    assert [(each.kind, each.subject, each.because) for each in node.warnings] == [
+        (Kind.QUARANTINE, "uid 1001", "uid 1001 has been quarantined since 2026-11-22T03:00:00Z: it did"),
+        (
+            Kind.SUSPECT,
+            "uid 1002",
+            "uid 1002 had pipe access when a control daemon crashed: 2 times lately, 1 of them alone",
+        ),
+    ]
+    assert node.warnings[0].hint == "lift the quarantine: mpsctl pardon 1001"
+    assert health.refusal(GPU, DAEMON) is None
+
+
 def test_every_kind_has_a_case() -> None:
     """The tables above, and the two tests of a whole node, have every kind."""
-    assert {kind for _, kind, _ in (*OF_GPUS, *OF_DAEMONS)} == set(Kind) - {Kind.STORE, Kind.NO_GPU}
+    assert {kind for _, kind, _ in (*OF_GPUS, *OF_DAEMONS)} == set(Kind) - {
+        Kind.STORE,
+        Kind.NO_GPU,
+        Kind.QUARANTINE,
+        Kind.SUSPECT,
+    }
 
 
 # -- the node ----------------------------------------------------------------------------------------------------------

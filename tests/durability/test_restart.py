@@ -25,6 +25,7 @@ from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.leases.lease_store import LEASES_SCHEMA, LeaseStore
 from mpsd.daemon.leases.leases import Leases
 from mpsd.daemon.leases.limit_gates import LimitGates
+from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.record.log import configure
 from mpsd.system import process
 from mpsd.system.database import Database
@@ -216,7 +217,9 @@ async def mpsd(directory: Path) -> AsyncIterator[Leases]:
     ):
         ledger, log = Ledger(AdmissionRules(), Usage(3600)), configure(LogFormat.JSON, stream=stream)
         settings = LiveSettings(Settings().under(directory))
-        pipe_access = NodePipeAccess(RunDir(settings.current, 0).daemon, ledger.holders, settings, log)
+        run_dir = RunDir(settings.current, 0)
+        quarantine = Quarantine(directory / "quarantines.json", settings, log)
+        pipe_access = NodePipeAccess(run_dir.daemon, ledger.holders, quarantine, settings=settings, log=log)
         pipe_access.of(OFFER.daemon, OFFER.gpu)
         leases = Leases(
             ledger,

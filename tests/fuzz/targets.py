@@ -40,7 +40,7 @@ from mpsd.daemon.api import lease_handlers, lease_schema
 from mpsd.daemon.api.decoding import body_decoder, query_decoder
 from mpsd.daemon.api.routes import ROUTES
 from mpsd.daemon.control import control_log
-from mpsd.daemon.control.death_tally import DeathTally
+from mpsd.daemon.control.death_tally import DeathTally, Ended, LetInRecord
 from mpsd.daemon.control.discovery import DaemonRecord, orphans
 from mpsd.daemon.control.operator_intent import OperatorIntent
 from mpsd.daemon.http.problems import problem_answer
@@ -337,7 +337,7 @@ def record(data: bytes) -> None:
         data = data.replace(b"BOOT", clock.boot_id().encode())
     with tempfile.TemporaryDirectory() as folder:
         paths = RunDir(Settings().under(Path(folder)), -1).daemon("gpu0")
-        for path in (paths.record, paths.death_tally, paths.reading, paths.control_log):
+        for path in (paths.record, paths.death_tally, paths.let_in, paths.reading, paths.control_log):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data[1:])
         seen = io.BytesIO()
@@ -348,9 +348,11 @@ def record(data: bytes) -> None:
             found.find()
             orphans(found)
             found.note(DaemonProcess(ProcessIdentity(9, 1), "x", "y", NOW, many_users=False), {})
-            deaths = DeathTally(paths.death_tally, log)
+            let_in = LetInRecord(paths, lambda _: (), log)
+            let_in.resume(ProcessIdentity(9, 1))
+            deaths = DeathTally(paths.death_tally, let_in, log)
             deaths.load()
-            deaths.count("it died", ControlDaemon())
+            deaths.count(Ended("it died", "SIGSEGV"), ControlDaemon())
             position = control_log._stored_position(paths, log)
             if position is not None:
                 LogFollower(paths.control_log, position.control).read()

@@ -25,7 +25,7 @@ pytestmark = [needs_root, pytest.mark.slow]
 
 ANN: Final = 2601
 
-NEEDED: Final = ("chown", "kill", "setgid", "setuid", "sys_ptrace")
+NEEDED: Final = ("chown", "kill", "setpcap", "setuid", "sys_ptrace")
 """Of capabilities(7), in the spelling of setpriv(1)."""
 
 CONFIG: Final = """
@@ -91,6 +91,12 @@ def leased(node: Node) -> DrivenProgram:
 
 def serves(node: Node) -> bool:
     """Tell whether another user's client gets a server, which is that user's."""
+    with Talk(node.socket, uid=ANN) as talk:
+        answer = talk.ask("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
+    if answer.status != 201:
+        assert (answer.status, answer.json["code"]) == (403, "not_permitted")
+        assert "CAP_SETUID" in answer.json["detail"]
+        return False
     with leased(node) as client:
         return bool(client.hello["ok"]) and look_at(client.hello["server"]) is not None
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mpsd.core.capabilities import DAEMON
 from mpsd.core.model import Known, Unknown
 from mpsd.system import host_environment, process
 from tests.daemon.caller import needs_root
@@ -68,12 +69,21 @@ class TestMissing:
 
     def test_capabilities(self) -> None:
         """Each that is missing is named, with what fails; two of them only where a setting needs them."""
-        bounded = ["setpriv", "--bounding-set=-all,+setuid,+setgid,+sys_ptrace", "--inh-caps=-all"]
+        bounded = ["setpriv", "--bounding-set=-all,+setuid,+setgid,+setpcap,+sys_ptrace", "--inh-caps=-all"]
         here = missing([])
         assert set(missing(bounded)) - set(here) == {"CAP_KILL"}
         assert "cannot be ended" in missing(bounded)["CAP_KILL"][0]
         config = '[api]\ngroup = "daemon"\n[daemon]\ncompute_mode = "exclusive-process"\n'
         assert set(missing(bounded, config)) - set(here) == {"CAP_KILL", "CAP_CHOWN", "CAP_SYS_ADMIN"}
+
+    def test_giving_less(self) -> None:
+        """It is told where control daemons have more than they need because mpsd cannot take it away."""
+        setpriv = ["setpriv", "--inh-caps=-all", "--bounding-set"]
+        assert "CAP_SETPCAP" in missing([*setpriv, "-setpcap"])
+        assert "CAP_SETPCAP" not in missing([*setpriv, "-setpcap"], '[daemon]\nusers = "many"\n')
+        kept = "-all," + ",".join(f"+{each.name.lower()}" for each in DAEMON)
+        assert "CAP_SETPCAP" not in missing([*setpriv, kept])
+        assert "CAP_SETPCAP" not in missing([*setpriv, f"{kept},+sys_ptrace,+setpcap"])
 
     def test_any_other_user(self) -> None:
         """An mpsd that is not root's serves its own uid, and misses no capability."""

@@ -108,3 +108,14 @@ reset = _at_once(
     "Clear the deaths of a failed control daemon, the Xid errors that its GPU reported, and the record of a"
     " changed compute mode, then try again. A running control daemon is not affected.",
 )
+
+
+@click.command()
+@click.argument("uid", type=click.IntRange(min=0))
+@with_api
+def pardon(api: Api, uid: int) -> None:
+    """Lift the quarantine of a uid, under which mpsd put it since control daemons crashed while it had pipe access.
+
+    UID is the number of a user, as `mpsctl status` names it.
+    """
+    api.pardon(uid)

@@ -139,6 +139,14 @@ def of_lingering(attached: AttributedClient, seconds: float, *, proven: bool) ->
     return Violation(ViolationKind.LINGERS, client.identity, lease, client.daemon, because, own=proven)
 
 
+def of_quarantined(attached: AttributedClient, uid: int) -> Violation:
+    """Judge a client whose uid is quarantined."""
+    client, lease = attached.client, attached.lease
+    because = f"process {client.identity.pid} is a client of {client.daemon}, and its uid {uid} is quarantined"
+    lease_id = lease.id if lease is not None else None
+    return Violation(ViolationKind.QUARANTINED, client.identity, lease_id, client.daemon, because, client.server)
+
+
 def of_memory(
     lease: Lease, held: Mapping[ProcessIdentity, GpuProcess], share: Share, servers: Mapping[ProcessIdentity, int]
 ) -> Violation | None:

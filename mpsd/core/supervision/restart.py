@@ -15,6 +15,10 @@ class Death:
 
     at: float
     how: str
+    uids: tuple[int, ...] = ()
+    """Who may have brought it about, as far as that is known."""
+    counts: bool = True
+    """Whether it counts towards giving up: not where others than root may have brought it about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +62,13 @@ def decide(deaths: Sequence[Death], policy: RestartPolicy, now: float, jitter: f
 
     The first death in the window is answered at once: clients wait for nobody. Each further one doubles the delay,
     spread by `jitter` in [0, 1) over its upper half, so that eight daemons felled by one cause do not return in step.
+    Deaths that do not count towards giving up delay the start all the same.
     """
     counting = recent(deaths, policy, now)
     count = len(counting)
     last = counting[-1].how if counting else "unknown"
     tally = f"{count} death{'s' if count != 1 else ''} within {policy.window:g} s, the last one: {last}"
-    if count >= policy.deaths:
+    if sum(death.counts for death in counting) >= policy.deaths:
         return Decision(RestartVerdict.GIVE_UP, 0.0, f"{tally}; giving up")
     if count <= 1:
         return Decision(RestartVerdict.AT_ONCE, 0.0, f"{tally}; restarting at once")

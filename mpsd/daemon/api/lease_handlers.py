@@ -101,6 +101,7 @@ class LeaseHandlers:
     async def attach(self, request: Request) -> lease_schema.LeaseOut:
         """Open a lease's limits for those of its processes that are still to come, and answer when they are open."""
         lease = self._theirs(request, act=True)
+        self._node.quarantine.check(lease.owner.uid)
         return _lease_out(await self._node.leases.attach(lease.id), None)
 
     async def verify(self, request: Request) -> lease_schema.VerifyOut:

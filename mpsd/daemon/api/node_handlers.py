@@ -111,6 +111,14 @@ class NodeHandlers:
             ]
         )
 
+    async def quarantines(self, _: Request) -> schema.QuarantinesOut:
+        """Return the uids that are quarantined, and those that were let in at recent crashes of control daemons."""
+        found = self._node.quarantine
+        return schema.QuarantinesOut(
+            [schema.QuarantineOut(each.uid, each.since, each.because) for each in found.quarantined],
+            [schema.SuspectOut(each.uid, each.crashes, each.alone) for each in found.suspects],
+        )
+
     async def config(self, _: Request) -> schema.ConfigOut:
         """Return the settings in force."""
         return schema.ConfigOut(settings.effective(self._node.settings.current))

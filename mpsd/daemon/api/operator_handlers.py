@@ -12,6 +12,9 @@ from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.node.node import Node
 from mpsd.system import clock
 
+_MOST_DIGITS: Final = 10
+"""Digits of the largest uid there is."""
+
 _MOST_DONE: Final = 256
 """Operations that were done at once, and still can be asked for."""
 
@@ -78,6 +81,13 @@ class OperatorHandlers:
         while len(self._operations) > _MOST_DONE:
             self._operations.popitem(last=False)
         return done
+
+    async def pardon(self, request: Request) -> None:
+        """Let a uid in again that was quarantined; stored before it is answered."""
+        uid = request.names["uid"]
+        if not (uid.isascii() and uid.isdecimal() and len(uid) <= _MOST_DIGITS):
+            raise NotFoundError(f"{uid!r} is not a uid", hint="those that are quarantined: mpsctl status")
+        self._node.quarantine.pardon(int(uid), request.credentials.uid)
 
     async def operation(self, request: Request) -> schema.OperationOut:
         """Return one operation."""

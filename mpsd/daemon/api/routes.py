@@ -84,6 +84,10 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
     _get("/v1/leases", lambda h: h.leases.leases, answers.json(lease_schema.LeasesOut)),
     _get("/v1/leases/{id}", lambda h: h.leases.lease, answers.json(lease_schema.LeaseOut)),
     _get("/v1/config", lambda h: h.node.config, answers.json(schema.ConfigOut)),
+    _get("/v1/quarantines", lambda h: h.node.quarantines, answers.json(schema.QuarantinesOut)),
+    _row(
+        "DELETE", "/v1/quarantines/{uid}", Role.ADMIN, lambda h: h.operators.pardon, answers.nothing(204), errors=(507,)
+    ),
     _get("/v1/operations/{id}", lambda h: h.operators.operation, answers.json(schema.OperationOut)),
     _row(
         "POST",

@@ -233,6 +233,29 @@ class StatusOut(Struct):
     """What is not wrong and should be known."""
 
 
+class QuarantineOut(Struct):
+    """A uid that is shut out of all control daemons, and gets no lease, until an administrator pardons it."""
+
+    uid: int
+    since: datetime
+    because: str
+
+
+class SuspectOut(Struct):
+    """A uid that was let in when control daemons crashed lately: at how many crashes, and at how many of them alone."""
+
+    uid: int
+    crashes: int
+    alone: int
+
+
+class QuarantinesOut(Struct):
+    """Who is shut out, and who may be the next: nobody can tell who did it, as long as another was let in."""
+
+    quarantines: list[QuarantineOut]
+    suspects: list[SuspectOut]
+
+
 class ConfigOut(Struct):
     """The settings in force."""
 

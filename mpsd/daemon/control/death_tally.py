@@ -1,20 +1,99 @@
-"""The deaths of one control daemon, kept on disk, so that neither a restart nor a crash of mpsd forgives them."""
+"""The deaths of one control daemon, and who was let in to it, on disk: no restart of mpsd forgives or forgets."""
 
 import random
-from dataclasses import asdict
+from collections.abc import Callable, Collection
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
+from msgspec import Struct
 
-from mpsd.core.model import Unknown
+from mpsd.core.model import ProcessIdentity, Unknown
 from mpsd.core.settings import ControlDaemon
 from mpsd.core.supervision.restart import Death, Decision, RestartPolicy, RestartVerdict, decide, recent
+from mpsd.core.supervision.suspects import Crash, LetIn, is_suspect
 from mpsd.daemon.record import encoding
 from mpsd.daemon.record.log import EventName, Logger
-from mpsd.system import atomic_file, clock
+from mpsd.system import acl, atomic_file, clock
+from mpsd.system.rundir import DaemonPaths
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True):
+class Ended(NamedTuple):
+    """How a control daemon ended: in words, and by which signal if it was one."""
+
+    how: str
+    signal: str | None = None
+
+
+class _LetInFile(Struct, forbid_unknown_fields=True):
+    boot_id: str
+    process: ProcessIdentity
+    let_in: LetIn
+
+
+class LetInRecord:
+    """Who was let in to the control daemon that runs, at any time since it started."""
+
+    def __init__(self, paths: DaemonPaths, crashed: Callable[[Crash], Collection[int]], log: Logger) -> None:
+        """`crashed` takes note of a crash, and returns the uids that are shut out for it."""
+        self._paths = paths
+        self._crashed = crashed
+        self._log = log
+        self._process: ProcessIdentity | None = None
+        self.let_in = LetIn()
+
+    def begin(self, process: ProcessIdentity) -> None:
+        """Take note that a control daemon was started, to which nobody was let in yet."""
+        self._process, self.let_in = process, LetIn()
+
+    def resume(self, process: ProcessIdentity) -> None:
+        """Take up what an earlier mpsd noted of a control daemon that is adopted, and who is let in by its access list.
+
+        Where it noted nothing, or that cannot be read, there may have been others.
+        """
+        noted = self._read(process)
+        try:
+            now = [each.who for each in acl.read(self._paths.control_socket) if each.tag == acl.Tag.USER]
+        except OSError:
+            now = []
+        self._process, before = process, self.let_in
+        found = (noted or LetIn(others=True)).and_({*now, *before.uids})
+        self.let_in = found.and_(None) if before.everybody else found
+        self._write()
+
+    def note(self, uids: frozenset[int] | None) -> None:
+        """Take note of who is let in from now on, None for everybody; before that is so."""
+        if (uids is None and not self.let_in.everybody) or (uids is not None and not uids <= {*self.let_in.uids}):
+            self.let_in = self.let_in.and_(uids)
+            self._write()
+
+    def crashed(self, at: float) -> frozenset[int]:
+        """Report a crash with who was let in; return the uids that are shut out for it."""
+        return frozenset(self._crashed(Crash(self._paths.pipe_directory.name, at, self.let_in)))
+
+    def _read(self, process: ProcessIdentity) -> LetIn | None:
+        try:
+            raw = atomic_file.read(self._paths.let_in)
+            file = msgspec.json.decode(raw, type=_LetInFile) if raw is not None else None
+        except (OSError, msgspec.DecodeError, msgspec.ValidationError):
+            return None
+        if file is None or (file.boot_id, file.process) != (clock.boot_id(), process):
+            return None
+        return file.let_in
+
+    def _write(self) -> None:
+        """Store it; when it cannot be, it is known all the same, and that is told."""
+        if self._process is None:
+            return
+        file = _LetInFile(clock.boot_id(), self._process, self.let_in)
+        try:
+            atomic_file.write(self._paths.let_in, msgspec.json.encode(file))
+        except OSError as error:
+            self._log.error(EventName.PIPE_ACCESS_NOT_STORED, because=str(error))
+
+
+class _File(Struct, forbid_unknown_fields=True):
     boot_id: str
     deaths: list[Death]
     failed: str | None
@@ -23,8 +102,9 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 class DeathTally:
     """The deaths that count, and the reason for giving up where that was decided."""
 
-    def __init__(self, path: Path, log: Logger) -> None:
+    def __init__(self, path: Path, record: LetInRecord, log: Logger) -> None:
         self._path = path
+        self._record = record
         self._log = log
         self._deaths: tuple[Death, ...] = ()
         self.failed: str | None = None
@@ -41,21 +121,42 @@ class DeathTally:
         elif found is not None and found.value.boot_id == clock.boot_id():
             self._deaths, self.failed = tuple(found.value.deaths), found.value.failed
 
-    def count(self, how: str, settings: ControlDaemon) -> Decision:
-        """Note a death, and say what follows from it and those before it."""
+    def count(self, ended: Ended, settings: ControlDaemon) -> Decision:
+        """Note a death, and say what follows from it and those before it.
+
+        One that others than root may have brought about names them, and does not count towards giving up: the GPU is
+        not theirs to take. Once a uid is shut out for it, the deaths at which that was let in are forgotten.
+        """
         now, policy = clock.monotonic(), RestartPolicy(deaths=settings.deaths, window=settings.death_window)
-        deaths = (*recent(self._deaths, policy, now), Death(now, how))
-        decision = decide(deaths, policy, now, random.random())  # noqa: S311 - jitter is no secret
-        self._log.warning(EventName.DAEMON_DEATH, how=how, verdict=decision.verdict, delay=decision.delay)
-        self._note(deaths, decision.because if decision.verdict is RestartVerdict.GIVE_UP else None)
+        jitter = random.random()  # noqa: S311 - it is no secret
+        let_in = self._record.let_in if is_suspect(ended.signal) else LetIn()
+        how = f"{ended.how}; {let_in} had pipe access" if let_in.anybody else ended.how
+        death = Death(now, how, let_in.uids, counts=not let_in.anybody)
+        deaths = (*recent(self._deaths, policy, now), death)
+        decision = decide(deaths, policy, now, jitter)
+        self._note(deaths, decision)
+        if let_in.uids and (shut_out := self._record.crashed(now)):
+            deaths = tuple(each for each in deaths if not shut_out & set(each.uids))
+            named = ", ".join(f"uid {uid}" for uid in sorted(shut_out))
+            decision = replace(decide(deaths, policy, now, jitter), because=f"{how}; quarantined for it: {named}")
+            self._note(deaths, decision)
+        self._log.warning(
+            EventName.DAEMON_DEATH,
+            how=how,
+            verdict=decision.verdict,
+            delay=decision.delay,
+            suspects=list(let_in.uids),
+        )
         return decision
 
     def forget(self) -> None:
         """Forget the deaths, at an operator's word."""
         self._note((), None)
 
-    def _note(self, deaths: tuple[Death, ...], failed: str | None) -> None:
+    def _note(self, deaths: tuple[Death, ...], decision: Decision | None) -> None:
         """Replace what is known; when it cannot be written, it is known all the same, and that is told."""
+        gives_up = decision is not None and decision.verdict is RestartVerdict.GIVE_UP
+        failed = decision.because if decision is not None and gives_up else None
         self._deaths, self.failed = deaths, failed
         plain = {"boot_id": clock.boot_id(), "deaths": [asdict(death) for death in deaths], "failed": failed}
         try:

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import Final
 
 from mpsd.core.model import DaemonProcess, ProcessIdentity
-from mpsd.core.settings import Settings, Users
+from mpsd.core.settings import ControlDaemon, Settings, Users
+from mpsd.daemon.control.death_tally import Ended
 from mpsd.daemon.control.discovery import DiscoveredProcesses
 from mpsd.daemon.control.escalation import end_daemon
 from mpsd.daemon.control.launcher import Launcher
 from mpsd.daemon.control.observer import Observer
 from mpsd.daemon.record.log import Logger
-from mpsd.system import clock, process
+from mpsd.system import clock, exit_status, process
 from mpsd.system.control_pipe import ControlPipe
 from mpsd.system.process import Process
 
@@ -37,7 +38,7 @@ class Instance:
         self._ended = ended
         self._watching: asyncio.Task[None] | None = None
         self._returncode: tuple[int | None] | None = None
-        """What was noted when the process ended: its return code, or None in it for one that was adopted."""
+        """What was noted when the process ended: its return code, or None in it where nobody knows."""
         self._quit_at: float | None = None
         """When it was told to quit last."""
         self._looked = False
@@ -81,10 +82,10 @@ class Instance:
             self._watch(adopted, found.daemon, fresh=False)
         return found
 
-    def start(self, users: Users) -> None:
+    def start(self, settings: ControlDaemon) -> None:
         """Start one. Raises ConfigurationError, PipeAccessError and OSError."""
         self._observer.begin()
-        self._watch(*self._launcher.start(users), fresh=True)
+        self._watch(*self._launcher.start(settings), fresh=True)
 
     async def find_orphans(self) -> None:
         """Look for servers that a dead daemon left, unless that was done: it may have started one in its last second.
@@ -120,11 +121,12 @@ class Instance:
         """Kill one that was started and never listened: it can have no clients. False when it is dead already."""
         return not self.is_dead and self.process is not None and self.process.signal(signal.SIGKILL)
 
-    def take_exit(self) -> str | None:
-        """Settle what a process leaves behind that has ended, and say how it ended; None when none has."""
+    def take_exit(self) -> Ended | None:
+        """Settle what a process leaves behind that has ended, and return how it ended; None when none has."""
         if self.process is None or self._returncode is None:
             return None
-        how = f"pid {self.process.pid} {process.describe(*self._returncode)}"
+        how = f"pid {self.process.pid} {exit_status.describe(*self._returncode)}"
+        signal_name = exit_status.signal_of(*self._returncode)
         words = self._observer.control_log.last_words()
         if words and self.is_fresh:
             how += f", and its last log line was {words!r}"
@@ -132,7 +134,7 @@ class Instance:
         self.process = self.evidence = self._returncode = self._watching = self._quit_at = None
         self._observer.orphaned()
         self._looked = False
-        return how
+        return Ended(how, signal_name)
 
     def close(self) -> None:
         """Watch it no more; that does nothing to it."""

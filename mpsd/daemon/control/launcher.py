@@ -3,10 +3,11 @@
 import os
 from collections.abc import Iterable
 
+from mpsd.core import capabilities
 from mpsd.core.errors import ControlUnreachableError
 from mpsd.core.model import DaemonProcess, Gpu, ProcessIdentity
 from mpsd.core.mps import daemon_flags
-from mpsd.core.settings import Users
+from mpsd.core.settings import ControlDaemon, Users
 from mpsd.daemon.control import discovery
 from mpsd.daemon.control.discovery import DaemonRecord, DiscoveredProcesses
 from mpsd.daemon.control.pipe_access import PipeAccess
@@ -48,21 +49,29 @@ class Launcher:
         """
         return discovery.look(self._paths, self._program, self._environment(), self._record)
 
-    def start(self, users: Users) -> tuple[Process, DaemonProcess]:
+    def start(self, settings: ControlDaemon) -> tuple[Process, DaemonProcess]:
         """Start a control daemon in a session of its own. Raises ConfigurationError, PipeAccessError and OSError."""
+        many_users = settings.users is Users.MANY
+        allowed = self._program.capabilities
+        if allowed is not None:
+            # One server of root for all users may need what none has that is its user's: that takes a GPU to see.
+            allowed = None if many_users else allowed | capabilities.parse(settings.capabilities)
         # Also after a death: somebody may have removed them, and MPS would make one that everybody may write to.
         self._paths.create()
         self._paths.clear()
         self._paths.check()
-        self._pipe_access.shut(many_users=users is Users.MANY)
+        self._pipe_access.shut(many_users=many_users)
         log = log_file.open_for_daemon(self._paths.control_log)
-        executable, environment, many_users = self._program.argv[0], self._environment(), users is Users.MANY
+        executable, environment = self._program.argv[0], self._environment()
         try:
-            command = (*self._program.argv, *daemon_flags.BY_USERS[users])
+            command = (*self._program.argv, *daemon_flags.BY_USERS[settings.users])
             token = {discovery.START: self._record.begin(executable, environment, many_users=many_users)}
-            started = process.spawn(command, env={**environment, **token}, stdout=log, new_session=True)
+            started = process.spawn(
+                command, env={**environment, **token}, stdout=log, new_session=True, allowed=allowed
+            )
         finally:
             os.close(log)
+        self._pipe_access.let_in.begin(started.identity)
         directory = str(self._paths.pipe_directory)
         proof = DaemonProcess(started.identity, executable, directory, clock.now(), many_users)
         self._record.note(proof, environment)
@@ -75,8 +84,8 @@ class Launcher:
         return None
 
     def adopted(self, daemon: DaemonProcess) -> None:
-        """Note which daemon it is that an earlier mpsd started."""
-        self._pipe_access.adopted(many_users=daemon.many_users)
+        """Take up a daemon that an earlier mpsd started, and who was let in to it."""
+        self._pipe_access.adopted(daemon)
 
     def remove_leftovers(self, shared_memory: Iterable[str]) -> None:
         """Clear what a control daemon leaves that is gone, with all its servers: sockets, lock, FIFO, shared memory."""

@@ -14,11 +14,14 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from mpsd.core.enforcement import access
 from mpsd.core.errors import PipeAccessError
-from mpsd.core.model import Lease
+from mpsd.core.model import DaemonProcess, Lease
 from mpsd.core.reload import LiveSettings
+from mpsd.core.supervision.suspects import Crash
+from mpsd.daemon.control.death_tally import LetInRecord
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import acl, process_table
 from mpsd.system.acl import EXECUTE, READ, WRITE, Acl
@@ -28,9 +31,19 @@ from mpsd.system.rundir import DaemonPaths
 class PipeAccess:
     """The way to one control daemon: who is let in there is decided by `wanted`, and written here and nowhere else."""
 
-    def __init__(self, paths: DaemonPaths, wanted: Callable[[], frozenset[int] | None], log: Logger) -> None:
-        """`wanted` returns the uids to be let in now, beside root's and mpsd's own, or None for everybody."""
+    def __init__(
+        self,
+        paths: DaemonPaths,
+        wanted: Callable[[], frozenset[int] | None],
+        crashed: Callable[[Crash], Collection[int]],
+        log: Logger,
+    ) -> None:
+        """`wanted` returns the uids to be let in now, beside root's and mpsd's own, or None for everybody.
+
+        `crashed` is told of each suspect death, and returns the uids that are shut out for it.
+        """
         self.paths = paths
+        self.let_in = LetInRecord(paths, crashed, log)
         self._many_users: bool | None = None
         """Whether the control daemon serves many users; None before there is one."""
         self._admitted = wanted
@@ -56,9 +69,10 @@ class PipeAccess:
         self._is_shut, self._many_users = True, many_users
         self.hold()
 
-    def adopted(self, *, many_users: bool) -> None:
-        """Note that a control daemon runs that an earlier mpsd started, and whether it serves many users."""
-        self._sure, self._many_users = False, many_users
+    def adopted(self, daemon: DaemonProcess) -> None:
+        """Take up who was let in to a control daemon that an earlier mpsd started."""
+        self._sure, self._many_users = False, daemon.many_users
+        self.let_in.resume(daemon.identity)
 
     def admit(self) -> None:
         """Let those in who are wanted, now that the limits hold. Raises PipeAccessError."""
@@ -94,6 +108,7 @@ class PipeAccess:
         Raises PipeAccessError.
         """
         wanted = self._wanted()
+        self.let_in.note(wanted)
         before = dict(self._acls(self._held)) if self._sure and self._held != wanted else {}
         self._sure, self._held = False, wanted
         for path, meant in self._acls(wanted):
@@ -153,6 +168,17 @@ class PipeAccess:
         )
 
 
+class Quarantine(Protocol):
+    """Who is shut out of all control daemons, and who takes note of crashes."""
+
+    @property
+    def uids(self) -> Collection[int]:
+        """The uids that are quarantined."""
+
+    def crashed(self, crash: Crash) -> Collection[int]:
+        """Take note of a crash; return the uids that are quarantined for it."""
+
+
 class NodePipeAccess:
     """Who may reach each control daemon of the node."""
 
@@ -160,12 +186,15 @@ class NodePipeAccess:
         self,
         paths: Callable[[str], DaemonPaths],
         holders: Callable[[str], Collection[int]],
+        quarantine: Quarantine,
+        *,
         settings: LiveSettings,
         log: Logger,
     ) -> None:
         """`paths` returns where a daemon's files are, `holders` the uids that hold a lease on a GPU now."""
         self._paths = paths
         self._holders = holders
+        self._quarantine = quarantine
         self._settings = settings
         self._log = log
         self._accesses: dict[str, PipeAccess] = {}
@@ -173,11 +202,14 @@ class NodePipeAccess:
 
     def of(self, name: str, gpu: str) -> PipeAccess:
         """Return the access to a GPU's control daemon, which follows the leases from now on."""
-        wanted = partial(self._wanted, gpu)
-        return self._accesses.setdefault(name, PipeAccess(self._paths(name), wanted, self._log.bind(daemon=name)))
+        if name not in self._accesses:
+            wanted, log = partial(self._wanted, gpu), self._log.bind(daemon=name)
+            self._accesses[name] = PipeAccess(self._paths(name), wanted, self._quarantine.crashed, log)
+        return self._accesses[name]
 
     def _wanted(self, gpu: str) -> frozenset[int] | None:
-        return access.admitted(self._settings.current.unadmitted, self._holders(gpu), process_table.own_uid())
+        unadmitted, own = self._settings.current.unadmitted, process_table.own_uid()
+        return access.admitted(unadmitted, self._holders(gpu), own, self._quarantine.uids)
 
     def open(self, lease: Lease) -> None:
         """Let a lease's uid in wherever it was granted something. Raises PipeAccessError."""

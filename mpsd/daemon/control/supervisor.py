@@ -17,7 +17,7 @@ from mpsd.core.settings import Settings
 from mpsd.core.supervision.drain import Intent, OperatorCommand
 from mpsd.core.supervision.restart import RestartVerdict
 from mpsd.daemon.control.control_log import ControlLog
-from mpsd.daemon.control.death_tally import DeathTally
+from mpsd.daemon.control.death_tally import DeathTally, Ended
 from mpsd.daemon.control.drainer import DaemonLeases, Drainer
 from mpsd.daemon.control.instance import LISTEN_POLL, Instance
 from mpsd.daemon.control.launcher import Launcher
@@ -63,7 +63,7 @@ class Supervisor:
         self._pipe_access = pipe_access
         self._settings, self._leases = settings, leases
         self._log = log.bind(daemon=name)
-        self._death_tally = DeathTally(pipe_access.paths.death_tally, self._log)
+        self._death_tally = DeathTally(pipe_access.paths.death_tally, pipe_access.let_in, self._log)
         self._launcher = Launcher(gpu, program, pipe_access, self._log)
         self._reset_hint = f"fix the cause, then: mpsctl reset {name}"
         self._wake = asyncio.Event()
@@ -149,11 +149,6 @@ class Supervisor:
         if self._lifecycle.state not in ANSWERED:
             return f"it is {self._lifecycle.state}: {self._lifecycle.because}"
         return self._wanted_limits.trouble
-
-    @property
-    def log_is_silent(self) -> bool:
-        """Whether its log shows nothing, so that what holds is known only of the moment at which it was asked."""
-        return self._control_log.silence.since is not None
 
     def intend(self, command: OperatorCommand) -> str:
         """Do what an operator wants, from now on; return the operation that it is part of now, if it is one.
@@ -279,14 +274,14 @@ class Supervisor:
 
     def _start(self) -> None:
         try:
-            self._instance.start(self._settings.current.daemon.users)
+            self._instance.start(self._settings.current.daemon)
         except (ConfigurationError, PipeAccessError) as error:
             self._move(Event.REFUSED, error.detail, error.hint)
             return
         except OSError as error:
             if error.errno in process.SHORTAGES:
                 raise  # that is nobody's death: it is tried until the machine has what it takes
-            self._record_death(f"it could not be started: {error}")
+            self._record_death(Ended(f"it could not be started: {error}"))
             return
         self._due = clock.monotonic() + self._settings.current.daemon.start_deadline
         self._wanted_limits.forget()
@@ -381,20 +376,20 @@ class Supervisor:
 
     def _handle_exit(self) -> None:
         """Settle what a process leaves behind that is gone, as the kernel said."""
-        if (how := self._instance.take_exit()) is None:
+        if (ended := self._instance.take_exit()) is None:
             return
         if self._lifecycle.state is State.STOPPING:
-            self._move(Event.DIED, how)
+            self._move(Event.DIED, ended.how)
         elif self._lifecycle.state is State.STARTING and (holder := self._launcher.lock_holder()) is not None:
             # That is nobody's death: whoever holds the lock keeps each one from starting, and may be gone soon.
             self._due = clock.monotonic() + _TICK
             self._move(Event.DIED, f"it could not start: {holder}", "end that process; mpsd retries by itself")
         else:
-            self._record_death(how)
+            self._record_death(ended)
 
-    def _record_death(self, how: str) -> None:
+    def _record_death(self, ended: Ended) -> None:
         """Note a death, and do what the tally says."""
-        decision = self._death_tally.count(how, self._settings.current.daemon)
+        decision = self._death_tally.count(ended, self._settings.current.daemon)
         self._due = clock.monotonic() + decision.delay
         self._move(Event.DIED, decision.because)
         if decision.verdict is RestartVerdict.GIVE_UP:

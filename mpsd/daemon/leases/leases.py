@@ -61,13 +61,7 @@ class Leases:
         self._limit_gates = limit_gates
         self._log = log
         self._group_commit = GroupCommit(
-            store,
-            log,
-            settings,
-            publish=publish,
-            finish=self._finish,
-            find=ledger.find,
-            refuse=self._refuse,
+            store, log, settings, publish=publish, finish=self._finish, find=ledger.find, refuse=self._refuse
         )
         self._note_usage = note_usage
         self._published = published

@@ -147,7 +147,7 @@ class LimitGates:
                 patience = None
             elif is_open and patience is None:
                 patience = clock.monotonic() + self._patience
-                if supervisor.log_is_silent:
+                if supervisor.snapshot().log_silent_since is not None:
                     supervisor.ask()
             # Its turn may pass meanwhile: what was not opened in time is not waited for turn after turn.
             if patience is not None and clock.monotonic() >= patience:

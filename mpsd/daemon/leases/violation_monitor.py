@@ -28,8 +28,9 @@ from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import OnViolation, Unadmitted
 from mpsd.daemon.control.escalation import Terminate, end_client
 from mpsd.daemon.leases.clients import Clients
+from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.record.log import EventName, Logger
-from mpsd.system import clock, process
+from mpsd.system import clock, process, process_table
 
 _UNCERTAIN: Final = frozenset({ViolationKind.MEMORY, ViolationKind.OUTSIDE})
 """NVML lists a process a moment before a control daemon does, and after: these have to be found twice."""
@@ -44,6 +45,8 @@ class ViolationMonitor:
         find: Callable[[str], Lease | None],
         settings: LiveSettings,
         terminate: Callable[[str, int, int], Terminate],
+        *,
+        quarantine: Quarantine,
         log: Logger,
     ) -> None:
         """`find` returns a lease that has not ended; `terminate` what ends the contexts of a client of a daemon."""
@@ -51,6 +54,7 @@ class ViolationMonitor:
         self._clients = clients
         self._find_lease = find
         self._terminate = terminate
+        self._quarantine = quarantine
         self._log = log
         self._seen: dict[tuple[str, ProcessIdentity], Client] = {}
         self._daemons: dict[str, Daemon] = {}
@@ -207,6 +211,9 @@ class ViolationMonitor:
             # While a lease is not restored, a client without one may be its.
             if found is not None and not (daemon.unrestored and found.kind is ViolationKind.NO_LEASE):
                 yield found
+            uid = process_table.uid_of(client.identity.pid) if self._quarantine.uids else None
+            if uid is not None and uid in self._quarantine.uids:
+                yield violations.of_quarantined(attached, uid)
             since = self._faults.get((client.daemon, client.server))
             seconds = (clock.now() - since).total_seconds() if since is not None else 0.0
             if seconds > settings.enforcement.grace:

@@ -5,6 +5,7 @@ import contextlib
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Final
 
 from msgspec import structs
 
@@ -22,11 +23,13 @@ from mpsd.core.model import (
     Inventory,
     Lease,
     LeaseRequest,
+    LeaseState,
     Owner,
+    ViolationKind,
 )
 from mpsd.core.reload import LiveSettings
 from mpsd.core.roles import UserIdentity
-from mpsd.core.settings import Settings, Users
+from mpsd.core.settings import OnViolation, Settings, Users
 from mpsd.core.supervision.drain import Intent, Operation, OperatorCommand
 from mpsd.daemon.control.drainer import DaemonLeases
 from mpsd.daemon.control.escalation import Terminate, terminate_contexts_of
@@ -40,15 +43,19 @@ from mpsd.daemon.leases.completeness import Completeness
 from mpsd.daemon.leases.leases import Leases
 from mpsd.daemon.leases.limit_gates import LimitGates
 from mpsd.daemon.leases.pending_request import stopping
+from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.leases.violation_monitor import ViolationMonitor
 from mpsd.daemon.node.status_line import status_line
 from mpsd.daemon.record.log import EventName, Logger
-from mpsd.system import clock, host_environment, process_table, rundir
+from mpsd.system import capabilities, clock, host_environment, process_table, rundir
 from mpsd.system.control_pipe import ControlProgram
 from mpsd.system.gpu import GpuSource
 from mpsd.system.process import Process
 from mpsd.system.rundir import RunDir
 from mpsd.system.saved_compute_modes import SavedComputeModes
+
+_MOST_SUSPECTS: Final = 16
+"""Suspects that the status names: those that had pipe access at most crashes."""
 
 
 def daemon_name(gpu: Gpu) -> str:
@@ -70,6 +77,7 @@ class Node:
         completeness: Completeness,
         limit_gates: LimitGates,
         pipe_access: NodePipeAccess,
+        quarantine: Quarantine,
         log: Logger,
         simulated: bool,
     ) -> None:
@@ -96,9 +104,12 @@ class Node:
         self.completeness = completeness
         self._limit_gates = limit_gates
         self._pipe_access = pipe_access
+        self.quarantine = quarantine
         leases.unrestored.changed = self._look
         self._daemon_leases = DaemonLeases(leases.ledger.on, leases.release, leases.unrestored.on)
-        self.violation_monitor = ViolationMonitor(leases.clients, leases.ledger.find, settings, self._terminate, log)
+        self.violation_monitor = ViolationMonitor(
+            leases.clients, leases.ledger.find, settings, self._terminate, quarantine=quarantine, log=log
+        )
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -121,6 +132,8 @@ class Node:
             self.leases.restore()
             self._look()
             self._pipe_access.apply()
+            self._shut_out()
+            self.quarantine.follow(self._shut_out)
             # What is here now is here to stay: the collector need not look at it again, some thousand times a day.
             gc.freeze()
             self._group.create_task(self.leases.run())
@@ -179,6 +192,23 @@ class Node:
         self._touched = asyncio.Event()
         self._limit_gates.look()
 
+    def _shut_out(self) -> None:
+        """Close the control daemons to those who are quarantined, and end what policy ends of theirs."""
+        self._pipe_access.apply()
+        self._look()
+        if self.quarantine.uids and self._group is not None:
+            self._group.create_task(self._end_leases())
+
+    async def _end_leases(self) -> None:
+        """End the leases of those who are quarantined, where that is policy, and their places in the queue."""
+        ends = self.settings.current.on_violation(ViolationKind.QUARANTINED) is OnViolation.TERMINATE
+        for lease in [each for each in self.leases.ledger.all() if each.owner.uid in self.quarantine.uids]:
+            if ends or lease.state is LeaseState.WAITING:
+                with contextlib.suppress(
+                    StorageError
+                ):  # it has ended all the same, and is stored once that is possible
+                    await self.leases.release(lease.id, f"uid {lease.owner.uid} is quarantined")
+
     def leave(self) -> None:
         """Admit nobody any more: mpsd is on its way out."""
         self._stopping = True
@@ -194,7 +224,7 @@ class Node:
     def _apply(self, settings: Settings) -> None:
         mode = settings.daemon.compute_mode
         self.gpus.want(mode, f'daemon.compute_mode = "{mode}"')
-        self._look()
+        self._shut_out()
 
     def _supervise(self) -> None:
         """Give each GPU that can run MPS a supervisor, once."""
@@ -241,7 +271,13 @@ class Node:
 
     def health(self) -> NodeHealth:
         """Return the GPUs and the control daemons at this moment, and what is not well about them."""
-        return health.of_node(self.gpus.views(), self.daemons(), store=self.leases.trouble)
+        return health.of_node(
+            self.gpus.views(),
+            self.daemons(),
+            store=self.leases.trouble,
+            quarantined=self.quarantine.quarantined,
+            suspects=self.quarantine.suspects[:_MOST_SUSPECTS],
+        )
 
     def heartbeats(self) -> dict[str, Heartbeat]:
         """Return the sign of life of each supervisor, by the name of its control daemon."""
@@ -293,6 +329,7 @@ class Node:
             if request.gpu != "any" or limits_of.gpus is not None:
                 request = structs.replace(request, gpu=self._named(request.gpu), among=limits_of.gpus)
             ttl = quota.time_to_live(limits_of, ttl)
+            self.quarantine.check(owner.uid)
             ledger = self.leases.ledger
             worth = ledger.worth(request) if quota.weighs(limits_of) else Amount()
             quota.check(limits_of, ledger.user(owner.uid), request.priority, worth)
@@ -317,6 +354,11 @@ class Node:
         """Refuse a holder whose uid cannot reach the control sockets: it would run without MPS, and without limits."""
         if uid in {0, process_table.own_uid()}:
             return
+        if not capabilities.can_serve_users():
+            raise NotPermittedError(
+                f"uid {uid} cannot have a server: mpsd has no CAP_SETUID, so it would be root's, or none",
+                hint="ask an administrator to give mpsd CAP_SETUID",
+            )
         closed = rundir.closed_to_others(self._run_dir.daemons)
         if closed is not None:
             raise NotPermittedError(

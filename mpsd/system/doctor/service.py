@@ -15,7 +15,7 @@ from mpsd.core.doctor.observed import ConfigurationSeen, SocketSeen, Tasks
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.settings import Settings
-from mpsd.system import host_environment, process
+from mpsd.system import exit_status, host_environment, process
 from mpsd.system.configuration import read_configuration
 
 _USUAL: Final = Path("/etc/mpsd/mpsd.toml")
@@ -131,7 +131,7 @@ async def units() -> Reading[Mapping[str, Mapping[str, str]]]:
     except OSError as error:
         return Unknown(f"{program}: {error.strerror}")
     if done.returncode != 0:
-        return Unknown(f"{done.command}: {done.output.strip() or process.describe(done.returncode)}")
+        return Unknown(f"{done.command}: {done.output.strip() or exit_status.describe(done.returncode)}")
     found = read_units(done.output)
     return Known(found) if found else Unknown(f"systemd has none of the units {', '.join(_UNITS)}")
 

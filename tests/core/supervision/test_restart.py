@@ -52,6 +52,16 @@ def test_because_tells_the_tally() -> None:
     )
 
 
+def test_what_others_bring_about_is_no_reason_to_give_up() -> None:
+    """Deaths that do not count towards giving up delay the start as others do, up to the longest delay."""
+    theirs = [Death(100.0, "killed by SIGSEGV", (1001,), counts=False)] * 50
+    decision = decide(theirs, POLICY, 100, 0.999)
+    assert decision.verdict is RestartVerdict.LATER
+    assert decision.delay <= POLICY.longest_delay
+    assert decide([*deaths(96, 97, 98, 99), *theirs], POLICY, 100, 0).verdict is RestartVerdict.LATER
+    assert decide([*theirs, *deaths(96, 97, 98, 99, 100)], POLICY, 100, 0).verdict is RestartVerdict.GIVE_UP
+
+
 def test_one_death_can_be_too_many() -> None:
     """A policy may forgive nothing."""
     assert decide(deaths(1), RestartPolicy(deaths=1), 1, 0).verdict is RestartVerdict.GIVE_UP

@@ -66,7 +66,12 @@ def lease(line: Line) -> Any:
 def targets(node: Node, lease: Any) -> dict[str, str]:
     """Give, for each path of the table, one that names something that there is."""
     operation = node.request("POST", "/v1/daemons/gpu0/reset").json["id"]
-    named = {"/leases/{id}": f"/leases/{lease['id']}", "/operations/{id}": f"/operations/{operation}", "{name}": "gpu0"}
+    named = {
+        "/leases/{id}": f"/leases/{lease['id']}",
+        "/operations/{id}": f"/operations/{operation}",
+        "{name}": "gpu0",
+        "{uid}": str(OTHER),  # of whom there is no quarantine
+    }
     found = {}
     for _, path, _ in ALL_ROUTES:
         found[path] = path

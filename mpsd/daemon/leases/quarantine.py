@@ -1,0 +1,143 @@
+"""The uids that are shut out of all control daemons since they crashed some, until an administrator pardons them."""
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from mpsd.core.errors import NotFoundError, QuarantinedError, StorageError
+from mpsd.core.model import QuarantinedUid, Suspect
+from mpsd.core.reload import LiveSettings
+from mpsd.core.supervision import suspects
+from mpsd.core.supervision.suspects import Crash, QuarantinePolicy
+from mpsd.daemon.record.log import EventName, Logger
+from mpsd.system import atomic_file, clock
+
+_MOST_CRASHES: Final = 256
+"""Crashes that are kept, however many there are within the window."""
+
+
+class _File(Struct, forbid_unknown_fields=True):
+    boot_id: str
+    crashes: tuple[Crash, ...]
+    """Those of that boot."""
+    quarantined: tuple[QuarantinedUid, ...]
+
+
+class Quarantine:
+    """The recent crashes of the node's control daemons, who may have caused them, and who is shut out for it."""
+
+    def __init__(self, path: Path, settings: LiveSettings, log: Logger) -> None:
+        self._path = path
+        self._settings = settings
+        self._log = log
+        self._crashes: tuple[Crash, ...] = ()
+        self._quarantined: dict[int, QuarantinedUid] = {}
+        self._followers: list[Callable[[], None]] = []
+        self._load()
+
+    def _load(self) -> None:
+        """Read what an earlier mpsd kept: crashes of this boot, and all quarantines. What is damaged is set aside."""
+        raw = atomic_file.read(self._path)
+        if raw is None:
+            return
+        try:
+            file = msgspec.json.decode(raw, type=_File)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            aside = self._path.with_name(f"{self._path.name}.damaged")
+            self._path.replace(aside)
+            because = f"which uids are quarantined could not be read, so that none is: {error}"
+            self._log.error(EventName.STORE_SET_ASIDE, because=because, file=str(aside))
+            return
+        self._quarantined = {each.uid: each for each in file.quarantined}
+        if file.boot_id == clock.boot_id():
+            self._crashes = file.crashes
+
+    def follow(self, call: Callable[[], None]) -> None:
+        """Have this called whenever somebody was shut out, or is let in again."""
+        self._followers.append(call)
+
+    @property
+    def uids(self) -> Collection[int]:
+        """The uids that are shut out."""
+        return self._quarantined.keys()
+
+    @property
+    def quarantined(self) -> tuple[QuarantinedUid, ...]:
+        """The same with since when, and why."""
+        return tuple(self._quarantined.values())
+
+    @property
+    def suspects(self) -> tuple[Suspect, ...]:
+        """The uids that were let in at recent crashes, and are not shut out."""
+        crashes = suspects.recent(self._crashes, self._policy, clock.monotonic()) if self._crashes else ()
+        return suspects.suspects(crashes)
+
+    def check(self, uid: int) -> None:
+        """Raise QuarantinedError for a uid that is shut out."""
+        if uid in self._quarantined:
+            raise QuarantinedError(
+                f"uid {uid} is quarantined: {self._quarantined[uid].because}",
+                hint=f"ask an administrator: mpsctl pardon {uid}",
+                limit="enforcement.crashes",
+            )
+
+    def crashed(self, crash: Crash) -> Collection[int]:
+        """Take note of a crash, and shut out whom it convicts; return those uids, once that is stored."""
+        now = crash.at
+        crashes = (*suspects.recent(self._crashes, self._policy, now), crash)[-_MOST_CRASHES:]
+        convicted = [each for each in suspects.to_quarantine(crashes, self._policy, now) if each.uid not in self.uids]
+        uids = [each.uid for each in convicted]
+        self._crashes = suspects.without(crashes, uids)
+        for each in convicted:
+            because = (
+                f"it had pipe access at {each.crashes} crashes of control daemons, and at {each.alone} of them alone"
+            )
+            self._quarantined[each.uid] = QuarantinedUid(each.uid, clock.now(), because)
+        try:
+            self._store()
+        except OSError as error:
+            # It holds all the same, for as long as mpsd lives.
+            self._log.error(EventName.QUARANTINE_NOT_STORED, because=str(error))
+        for each in convicted:
+            because = self._quarantined[each.uid].because
+            self._log.error(EventName.UID_QUARANTINED, uid=each.uid, daemon=crash.daemon, because=because)
+        if convicted:
+            self._notify()
+        return uids
+
+    def pardon(self, uid: int, by: int) -> None:
+        """Let a uid in again, and forget the crashes that speak against it; stored before it is so.
+
+        Raises NotFoundError for one that is not shut out, and StorageError.
+        """
+        if uid not in self._quarantined:
+            raise NotFoundError(f"uid {uid} is not quarantined", hint="those that are: mpsctl status")
+        before = self._crashes, dict(self._quarantined)
+        self._crashes = suspects.without(self._crashes, [uid])
+        del self._quarantined[uid]
+        try:
+            self._store()
+        except OSError as error:
+            self._crashes, self._quarantined = before
+            raise StorageError(
+                f"the pardon could not be stored: {error.strerror}",
+                hint="free space on the file system of paths.state_dir, then try again",
+            ) from error
+        self._log.warning(EventName.UID_PARDONED, uid=uid, because=f"uid {by} pardoned it")
+        self._notify()
+
+    @property
+    def _policy(self) -> QuarantinePolicy:
+        enforcement = self._settings.current.enforcement
+        return QuarantinePolicy(enforcement.crashes, enforcement.crash_window)
+
+    def _notify(self) -> None:
+        for call in self._followers:
+            call()
+
+    def _store(self) -> None:
+        file = _File(clock.boot_id(), self._crashes, self.quarantined)
+        atomic_file.write(self._path, msgspec.json.encode(file), lasting=True)

@@ -1,0 +1,145 @@
+"""Who may have crashed a control daemon: all who were let in are named, and one who was there alone is shut out."""
+
+from typing import Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpsd.core.model import Suspect
+from mpsd.core.supervision.suspects import (
+    Crash,
+    LetIn,
+    QuarantinePolicy,
+    is_suspect,
+    recent,
+    suspects,
+    to_quarantine,
+    without,
+)
+
+ANN, BOB, CAT = 1001, 1002, 1003
+POLICY: Final = QuarantinePolicy(crashes=2, window=100.0)
+
+
+def crash(*uids: int, at: float = 100.0, everybody: bool = False, others: bool = False) -> Crash:
+    """Return a crash at which these were let in."""
+    return Crash("gpu0", at, LetIn(tuple(sorted(uids)), everybody=everybody, others=others))
+
+
+def shut_out(*crashes: Crash, now: float = 100.0, policy: QuarantinePolicy = POLICY) -> list[int]:
+    """Return who is to be shut out."""
+    return [each.uid for each in to_quarantine(crashes, policy, now)]
+
+
+@pytest.mark.parametrize(
+    ("signal", "suspect"),
+    [
+        ("SIGSEGV", True),
+        ("SIGBUS", True),
+        ("SIGILL", True),
+        ("SIGABRT", True),
+        ("SIGFPE", True),
+        ("SIGTRAP", True),
+        ("SIGKILL", False),  # root's, or the kernel's for want of memory
+        ("SIGTERM", False),
+        ("signal 40", False),
+        (None, False),
+    ],
+)
+def test_which_deaths_are_suspect(signal: str | None, *, suspect: bool) -> None:
+    """Those by a fault of the program's own are."""
+    assert is_suspect(signal) is suspect
+
+
+@pytest.mark.parametrize(
+    ("crashes", "uids"),
+    [
+        ([], []),
+        ([crash(ANN)], []),
+        ([crash(ANN), crash(ANN)], [ANN]),
+        ([crash(ANN, BOB), crash(ANN)], [ANN]),
+        ([crash(ANN), crash(ANN, BOB)], [ANN]),
+        ([crash(ANN, BOB)] * 9, []),
+        ([crash(ANN, BOB), crash(ANN, CAT), crash(BOB, CAT)], []),
+        ([crash(ANN, BOB), crash(BOB, ANN), crash(ANN, BOB), crash(ANN)], [ANN]),
+        ([crash(), crash(ANN)], []),
+        ([crash(ANN, others=True), crash(ANN, others=True)], []),
+        ([crash(ANN, everybody=True), crash(ANN, everybody=True)], []),
+        ([crash(ANN), crash(BOB)], []),
+        ([crash(ANN), crash(BOB), crash(ANN), crash(BOB)], [ANN, BOB]),
+        ([crash(ANN, at=0.0), crash(ANN, at=100.0)], [ANN]),
+        ([crash(ANN, at=-0.5), crash(ANN, at=100.0)], []),
+        ([crash(ANN, at=-0.5), crash(ANN, BOB), crash(ANN, BOB)], []),
+    ],
+)
+def test_who_is_shut_out(crashes: list[Crash], uids: list[int]) -> None:
+    """Who was let in at as many crashes as are too many, within the window, and at least once alone."""
+    assert shut_out(*crashes) == uids
+
+
+def test_policy() -> None:
+    """How many are too many, and for how long they count, is a setting."""
+    assert shut_out(crash(ANN), policy=QuarantinePolicy(crashes=1)) == [ANN]
+    assert shut_out(crash(ANN), crash(ANN), policy=QuarantinePolicy(crashes=3)) == []
+    assert shut_out(crash(ANN, at=1.0), crash(ANN), policy=QuarantinePolicy(window=10)) == []
+
+
+def test_who_is_named() -> None:
+    """Everybody who was let in, the one that was let in most first."""
+    found = suspects([crash(ANN, BOB), crash(ANN), crash(CAT, everybody=True)])
+    assert found == (Suspect(ANN, 2, 1), Suspect(BOB, 1, 0), Suspect(CAT, 1, 0))
+
+
+def test_what_is_explained_speaks_against_nobody() -> None:
+    """Crashes at which one was let in who is shut out, or pardoned, are forgotten, and the others stay."""
+    assert without([crash(ANN), crash(ANN, BOB), crash(BOB)], [ANN]) == (crash(BOB),)
+
+
+@pytest.mark.parametrize(
+    ("let_in", "anybody", "words"),
+    [
+        (LetIn(), False, "nobody"),
+        (LetIn((ANN,)), True, "uid 1001"),
+        (LetIn((ANN, BOB)), True, "uids 1001, 1002"),
+        (LetIn((ANN,), others=True), True, "uid 1001 and uids that are not known"),
+        (LetIn(others=True), True, "uids that are not known"),
+        (LetIn((ANN,), everybody=True), True, "every local user"),
+    ],
+)
+def test_let_in(let_in: LetIn, words: str, *, anybody: bool) -> None:
+    """It says who they were, and whether there were any."""
+    assert (let_in.anybody, str(let_in)) == (anybody, words)
+
+
+def test_more_are_let_in() -> None:
+    """Nobody is forgotten, and once everybody was let in, that stays so."""
+    assert LetIn((BOB,)).and_({ANN}) == LetIn((ANN, BOB))
+    assert LetIn((BOB,), others=True).and_(None).and_({ANN}) == LetIn((ANN, BOB), everybody=True, others=True)
+
+
+_UIDS: Final = st.frozensets(st.sampled_from([ANN, BOB, CAT]))
+_CRASHES: Final = st.lists(
+    st.builds(
+        lambda uids, at, everybody, others: crash(*uids, at=at, everybody=everybody, others=others),
+        _UIDS,
+        st.floats(0, 200),
+        st.booleans(),
+        st.booleans(),
+    ),
+    max_size=12,
+)
+
+
+@given(_CRASHES, st.integers(1, 5))
+def test_never_one_who_was_always_accompanied(crashes: list[Crash], most: int) -> None:
+    """Whoever is shut out was there at that many recent crashes, once alone; whoever else was there always stays."""
+    policy = QuarantinePolicy(crashes=most, window=100.0)
+    counting = recent(crashes, policy, 200.0)
+    for each in to_quarantine(crashes, policy, 200.0):
+        with_it = [found for found in counting if each.uid in found.let_in.uids]
+        assert len(with_it) == each.crashes >= most
+        assert any(found.let_in.is_alone(each.uid) for found in with_it)
+    always = {ANN, BOB}
+    accompanied = [each for each in crashes if always <= set(each.let_in.uids) or not always & set(each.let_in.uids)]
+    assert not always & set(shut_out(*accompanied, now=200.0, policy=policy))

@@ -1,0 +1,468 @@
+"""What a uid that is let in gains by crashing a control daemon: little power, and not the GPU of the others.
+
+The subjects are NVIDIA's own control daemons. A signal of root's stands in for what bytes on their socket can do: the
+kernel reports both in the same way.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from mpsd.core.capabilities import DAEMON, Capability
+from tests.daemon.caller import Caller, calling, needs_root
+from tests.daemon.conftest import Start, make_node
+from tests.daemon.helpers import branches
+from tests.daemon.leases.line import Talk
+from tests.driven_program import DrivenProgram
+from tests.harness import look_at, wait_until
+from tests.node import Node
+from tests.real import RealDaemon
+from tests.simulated_clients import variables
+
+__all__ = ["make_node"]
+
+pytestmark = [needs_root, pytest.mark.slow]
+
+ANN, BOB = 61001, 61002
+"""Two uids that have no rights and no name."""
+
+
+def status_of(pid: int) -> dict[str, str]:
+    """Return /proc/PID/status."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+
+
+def sets(pid: int) -> dict[str, int]:
+    """Return the capability sets of a process."""
+    return {name: int(value, 16) for name, value in status_of(pid).items() if name.startswith("Cap")}
+
+
+def stand_in(directory: Path) -> dict[str, str]:
+    """Put a stand-in for NVIDIA's server first in PATH."""
+    directory.mkdir()
+    program = directory / "nvidia-cuda-mps-server"
+    program.write_text("#!/bin/sh\nexec sleep 1000\n", encoding="ascii")
+    program.chmod(0o755)
+    return {"PATH": f"{directory}:/usr/bin:/bin"}
+
+
+def server_for(node: Node, uid: int) -> int:
+    """Have the control daemon start a server, and return its pid once the stand-in runs."""
+    node.ask("gpu0", f"start_server -uid {uid}")
+    (pid,) = wait_until(lambda: node.ask("gpu0", "get_server_list"), what="a server")
+
+    def runs() -> bool:
+        found = look_at(int(pid))
+        return found is not None and "sleep" in found.command
+
+    wait_until(runs, what="the stand-in to run")
+    return int(pid)
+
+
+@pytest.mark.parametrize("real", branches())
+class TestCapabilities:
+    """On each of NVIDIA's control daemons, started by mpsd."""
+
+    def test_control_daemon(self, make_node: Start, real: RealDaemon, short_tmp: Path) -> None:
+        """It and its servers never have more than the listed capabilities; mpsd loses none, and all of it works."""
+        node = make_node(simulate=1, control=real.control, env=stand_in(short_tmp / "bin")).start()
+        before = sets(node.pid)
+        listed = sum(1 << each for each in DAEMON)
+        daemon = node.daemons()["gpu0"]["pid"]
+        assert sets(daemon) == {"CapInh": 0, "CapPrm": listed, "CapEff": listed, "CapBnd": listed, "CapAmb": 0}
+        server = server_for(node, ANN)
+        assert status_of(server)["Uid"].split() == [str(ANN)] * 4
+        assert sets(server) == {"CapInh": 0, "CapPrm": 0, "CapEff": 0, "CapBnd": listed, "CapAmb": 0}
+        assert sets(node.pid) == before
+        # With force, since the stand-in waits for ever: the daemon ends it, and so itself.
+        assert node.mpsctl("restart", "gpu0", "--timeout", "0").returncode == 0
+        wait_until(lambda: (found := look_at(server)) is None or found.zombie, what="the server to be ended")
+        assert sets(node.wait_for_state("gpu0", "ready")["pid"])["CapBnd"] == listed
+
+    def test_setting(self, make_node: Start, real: RealDaemon) -> None:
+        """An operator can give them more, of what mpsd has."""
+        config = '[daemon]\ncapabilities = ["CAP_SYS_PTRACE", "SYS_NICE"]\n'
+        node = make_node(simulate=1, control=real.control, config=config).start()
+        more = DAEMON | {Capability.SYS_PTRACE, Capability.SYS_NICE}
+        assert sets(node.daemons()["gpu0"]["pid"])["CapBnd"] == sum(1 << each for each in more)
+
+
+SMALL: Final = {"threads": 10, "memory": "1GiB", "gpu": "0"}
+CRASH_OF_BOB: Final = {"daemon": "gpu0", "at": 1.0, "let_in": {"uids": [BOB], "everybody": False, "others": False}}
+CRASHES: Final = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGABRT)
+
+
+def granted(caller: Caller, **asked: Any) -> str:
+    """Take out a lease, which is let in when this returns."""
+    answer = wait_until(
+        lambda: found if (found := caller.admit(**{**SMALL, **asked})).status == 201 else None,
+        what="a lease to be granted",
+        deadline=20,
+    )
+    return str(answer.json["id"])
+
+
+def let_in(node: Node, uid: int, name: str = "gpu0") -> bool:
+    """Tell whether a uid can go through the pipe directory of a control daemon."""
+    done = subprocess.run(
+        ["test", "-S", str(node.pipe_directory(name) / "control")],
+        check=False, timeout=20, user=uid, group=uid, extra_groups=[], cwd="/",
+    )  # fmt: skip
+    return done.returncode == 0
+
+
+def crash(node: Node, name: str = "gpu0", number: signal.Signals = signal.SIGSEGV) -> dict[str, Any]:
+    """Crash a control daemon that is ready, and return the event of its death."""
+    pid = node.wait_for_state(name, "ready", deadline=40)["pid"]
+    os.kill(pid, number)
+
+    def died() -> list[dict[str, Any]]:
+        return [each for each in node.events("daemon_death", daemon=name) if f"pid {pid} " in each["how"]]
+
+    found: dict[str, Any] = wait_until(died, what=f"the death of pid {pid} to be told; the log is {node.stderr}")[0]
+    return found
+
+
+CLIENT: Final = """
+import os, sys
+from mpsd.simulator.client import main
+uid = int(os.environ["CLIENT_UID"])
+os.setgroups([])
+os.setresgid(uid, uid, uid)
+os.setresuid(uid, uid, uid)
+sys.exit(main())
+"""
+"""A client that becomes another user's; what it was started with stays in /proc/PID/environ."""
+
+
+def leased(node: Node, uid: int, **asked: Any) -> DrivenProgram:
+    """Start a client of a uid with a lease, whose holder is this very process, as it was that user."""
+    with Talk(node.socket, uid=uid) as talk:
+        answer = talk.ask("POST", "/v1/leases", {**SMALL, **asked})
+    assert answer.status == 201, answer.body
+    environment = {name: str(value) for name, value in answer.json["env"].items()}
+    return DrivenProgram([sys.executable, "-c", CLIENT], {**variables(node), **environment, "CLIENT_UID": str(uid)})
+
+
+def warnings(node: Node) -> dict[str, str]:
+    """Return the warnings of the status about uids: which kind for which."""
+    found = node.get("/v1/status").json["warnings"]
+    return {each["subject"]: each["kind"] for each in found if each["subject"].startswith("uid ")}
+
+
+BYTES: Final = """
+import os, random, socket, sys
+uid, path, seed = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+os.setgroups([])
+os.setresgid(uid, uid, uid)
+os.setresuid(uid, uid, uid)
+dice = random.Random(seed)
+sent = 0
+for _ in range(500):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as to:
+        try:
+            to.connect(path)
+            for _ in range(dice.randrange(1, 5)):
+                sent += to.send(dice.randbytes(dice.choice([1, 8, 64, 512, 4096, 60000])))
+        except OSError:
+            pass  # it may have closed the connection, or ended
+print(sent)
+"""
+"""Sends arbitrary bytes as a user."""
+
+
+@pytest.mark.parametrize("real", branches())
+class TestEveryDriver:
+    """On each of NVIDIA's control daemons."""
+
+    def test_arbitrary_bytes(self, make_node: Start, real: RealDaemon) -> None:
+        """Whatever a holder sends to the socket, the GPU is not given up, and a crash names the holder alone."""
+        node = make_node(simulate=1, control=real.control).start()
+        with calling(node.socket, uid=ANN) as ann:
+            granted(ann)
+            where = str(node.pipe_directory("gpu0") / "control")
+            said = subprocess.run(
+                [sys.executable, "-I", "-c", BYTES, str(ANN), where, str(real.branch)],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=60,
+            )
+            assert int(said.stdout) > 0
+            node.wait_for_state("gpu0", "ready", deadline=40)
+            assert all(each["suspects"] == [ANN] for each in node.events("daemon_death"))
+            assert not node.events("daemon_state", state="failed")
+
+    def test_alone_twice(self, make_node: Start, real: RealDaemon) -> None:
+        """Who is let in alone at two crashes is shut out; the next one goes on at once, and the GPU is not given up."""
+        node = make_node(simulate=1, control=real.control).start()
+        with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
+            lease = granted(ann)
+            first = crash(node)
+            assert (first["suspects"], first["verdict"]) == ([ANN], "at_once")
+            assert first["how"].endswith(f"killed by SIGSEGV; uid {ANN} had pipe access")
+            assert warnings(node) == {f"uid {ANN}": "suspect"}
+            wait_until(lambda: let_in(node, ANN), what="the lease to be let in again")
+
+            # It lets its lease go before what it sent has its effect.
+            assert ann.request("DELETE", f"/v1/leases/{lease}").status == 204
+            second = crash(node, number=signal.SIGABRT)
+            assert (second["suspects"], second["verdict"], second["delay"]) == ([ANN], "at_once", 0.0)
+            (told,) = node.events("uid_quarantined")
+            assert (told["uid"], told["level"]) == (ANN, "error")
+            assert warnings(node) == {f"uid {ANN}": "quarantine"}
+            refused = ann.admit(**SMALL)
+            assert (refused.status, refused.json["code"], refused.json["limit"]) == (
+                403,
+                "quarantined",
+                "enforcement.crashes",
+            )
+            assert refused.json["hint"] == f"ask an administrator: mpsctl pardon {ANN}"
+
+            # The others get on, as if there had been no death.
+            node.wait_for_state("gpu0", "ready")
+            granted(bob)
+            third = crash(node)
+            assert (third["suspects"], third["verdict"]) == ([BOB], "at_once")
+            assert "gpu0 is failed" not in node.get("/v1/status").json["because"]
+
+    def test_always_accompanied(self, make_node: Start, real: RealDaemon) -> None:
+        """Where two are let in at each crash nobody is shut out, both are named, and the GPU goes on with delays."""
+        config = "[daemon]\ndeaths = 3\n"
+        node = make_node(simulate=1, control=real.control, config=config).start()
+        with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
+            for number, each in enumerate(CRASHES):
+                # One user at a time: they come one after the other, and either may be connected still.
+                for caller in (bob, ann):
+                    assert caller.request("DELETE", f"/v1/leases/{granted(caller)}").status == 204
+                died = crash(node, number=each)
+                assert died["suspects"] == [ANN, BOB]
+                assert died["verdict"] == ("later" if number else "at_once")
+                assert each.name in died["how"]
+            node.wait_for_state("gpu0", "ready", deadline=40)
+            assert not node.events("uid_quarantined")
+            assert not node.events("daemon_state", state="failed")
+            assert warnings(node) == {f"uid {ANN}": "suspect", f"uid {BOB}": "suspect"}
+            assert node.get("/v1/quarantines").json == {
+                "quarantines": [],
+                "suspects": [{"uid": uid, "crashes": 4, "alone": 0} for uid in (ANN, BOB)],
+            }
+
+    def test_nobody_let_in(self, make_node: Start, real: RealDaemon) -> None:
+        """Deaths with nobody let in but root count as before, and so do those that are nobody's fault but root's."""
+        node = make_node(simulate=1, control=real.control, config="[daemon]\ndeaths = 3\n").start()
+        assert crash(node)["suspects"] == []
+        node.wait_for_state("gpu0", "ready")
+        assert node.request("POST", "/v1/leases", SMALL).status == 201
+        assert crash(node)["suspects"] == []
+        with calling(node.socket, uid=ANN) as ann:
+            (own,) = node.get("/v1/leases").json["leases"]
+            assert node.request("DELETE", f"/v1/leases/{own['id']}").status == 204
+            granted(ann)
+            died = crash(node, number=signal.SIGKILL)
+            assert (died["suspects"], died["verdict"]) == ([], "give_up")
+        node.wait_for_state("gpu0", "failed")
+
+    def test_across_restarts(self, make_node: Start, real: RealDaemon) -> None:
+        """Who was let in, at which crashes, and who is shut out for it, survives any death of mpsd."""
+        node = make_node(simulate=1, control=real.control).start()
+        with calling(node.socket, uid=ANN) as ann:
+            lease = granted(ann)
+            crash(node)
+            wait_until(lambda: let_in(node, ANN), what="the lease to be let in again")
+            assert ann.request("DELETE", f"/v1/leases/{lease}").status == 204
+        before = node.wait_for_state("gpu0", "ready")["pid"]
+        node.end(signal.SIGKILL)
+        node.start()
+        assert node.daemons()["gpu0"]["pid"] == before
+        # It was adopted: how it ended is not for its parent's, which mpsd is not, to know alone.
+        died = crash(node)
+        assert died["suspects"] == [ANN]
+        assert "SIGSEGV" in died["how"]
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            node.end(number)
+            node.start()
+            assert warnings(node) == {f"uid {ANN}": "quarantine"}
+            with calling(node.socket, uid=ANN) as ann:
+                assert ann.admit(**SMALL).json["code"] == "quarantined"
+        assert (node.root / "state" / "quarantines.json").stat().st_mode & 0o777 == 0o600
+        assert (node.root / "run" / "gpu0.let-in.json").stat().st_mode & 0o777 == 0o600
+
+
+def quarantined(make_node: Start, **options: Any) -> Node:
+    """Start a node where Ann crashed a control daemon twice, and is quarantined for it."""
+    node = make_node(**{"simulate": 1, **options}).start()
+    with calling(node.socket, uid=ANN) as ann:
+        for _ in range(2):
+            assert ann.request("DELETE", f"/v1/leases/{granted(ann)}").status == 204
+            crash(node)
+    assert node.events("uid_quarantined", uid=ANN)
+    return node
+
+
+@pytest.mark.real_daemon(535)
+class TestOneDriver:
+    """What does not depend on the driver, with that of 535."""
+
+    def test_pardon(self, make_node: Start) -> None:
+        """An administrator lifts a quarantine, for good and with a clean slate; nobody else does."""
+        node = quarantined(make_node)
+        with calling(node.socket, uid=ANN) as ann:
+            assert ann.request("DELETE", f"/v1/quarantines/{ANN}").status == 403
+            assert ann.admit(**SMALL).json["code"] == "quarantined"
+            for uid in (BOB, "x", "1" * 40, "-1"):
+                assert node.request("DELETE", f"/v1/quarantines/{uid}").status == 404
+            assert node.mpsctl("pardon", str(BOB)).returncode == 1
+            assert node.mpsctl("pardon", str(ANN)).returncode == 0
+            assert node.events("uid_pardoned", uid=ANN)
+            assert node.get("/v1/quarantines").json == {"quarantines": [], "suspects": []}
+            node.end(signal.SIGKILL)
+            node.start()
+            granted(ann)
+            assert crash(node)["suspects"] == [ANN]
+            assert warnings(node) == {f"uid {ANN}": "suspect"}
+
+    def test_status(self, make_node: Start) -> None:
+        """`mpsctl status` names who is quarantined, and what lifts that."""
+        node = quarantined(make_node)
+        shown = node.mpsctl("status")
+        assert shown.returncode == 0
+        assert f"uid {ANN} has been quarantined since" in shown.stdout
+        assert f"mpsctl pardon {ANN}" in shown.stdout
+
+    def test_pardon_that_cannot_be_stored(self, make_node: Start) -> None:
+        """A pardon that is not on disk is none."""
+        node = quarantined(make_node)
+        state = node.root / "state"
+        (state / "quarantines.json").unlink()
+        hidden = node.root / "hidden"
+        state.rename(hidden)
+        try:
+            assert node.request("DELETE", f"/v1/quarantines/{ANN}").status == 507
+            with calling(node.socket, uid=ANN) as ann:
+                assert ann.admit(**SMALL).json["code"] == "quarantined"
+        finally:
+            hidden.rename(state)
+
+    def test_damaged_file(self, make_node: Start) -> None:
+        """What cannot be read keeps no mpsd from starting: it is set aside, and that is told."""
+        node = quarantined(make_node)
+        node.end()
+        path = node.root / "state" / "quarantines.json"
+        path.write_bytes(b"\xff" * 100)
+        node.start()
+        assert node.events("store_set_aside", file=f"{path}.damaged")
+        assert warnings(node) == {}
+
+    def test_reboot(self, make_node: Start) -> None:
+        """A reboot ends no quarantine; the crashes before it count no more."""
+        node = quarantined(make_node)
+        node.end()
+        path = node.root / "state" / "quarantines.json"
+        kept = json.loads(path.read_text())
+        path.write_text(json.dumps({**kept, "boot_id": "another", "crashes": [CRASH_OF_BOB] * 2}))
+        node.start()
+        assert warnings(node) == {f"uid {ANN}": "quarantine"}
+
+    def test_who_waits(self, make_node: Start) -> None:
+        """A request of a uid that waits when the uid is quarantined is refused, and keeps nobody waiting."""
+        node = make_node(simulate=2).start()
+        own = node.request("POST", "/v1/leases", {**SMALL, "gpu": "1"}).json["id"]
+        with (
+            calling(node.socket, uid=ANN) as ann,
+            ThreadPoolExecutor(1) as pool,
+            calling(node.socket, uid=ANN) as other,
+        ):
+            asked = pool.submit(other.admit, **{**SMALL, "gpu": "1"}, wait=30)
+            wait_until(lambda: node.events("lease_waits", uid=ANN), what="a request to wait")
+            for _ in range(2):
+                assert ann.request("DELETE", f"/v1/leases/{granted(ann)}").status == 204
+                crash(node)
+            answer = asked.result(timeout=20)
+            assert answer.status == 409
+            assert "is quarantined" in answer.json["detail"]
+        assert [each["id"] for each in node.get("/v1/leases").json["leases"]] == [own]
+
+    @pytest.mark.parametrize("policy", ["report", "terminate"])
+    def test_leases(self, make_node: Start, policy: str) -> None:
+        """Access is closed on all GPUs at once; the leases end where policy terminates, and stay where it reports."""
+        config = f'[violations]\nquarantined = "{policy}"\n'
+        node = make_node(simulate=2, config=config).start()
+        with calling(node.socket, uid=ANN) as ann:
+            lease = granted(ann, gpu="1")
+            assert let_in(node, ANN, "gpu1")
+            for _ in range(2):
+                assert ann.request("DELETE", f"/v1/leases/{granted(ann)}").status == 204
+                crash(node)
+            assert not let_in(node, ANN, "gpu1")
+            if policy == "terminate":
+                ended = wait_until(lambda: node.events("lease_ended", lease=lease), what="the lease to end")[0]
+                assert ended["because"] == f"uid {ANN} is quarantined"
+            else:
+                assert ann.request("POST", f"/v1/leases/{lease}/attach").json["code"] == "quarantined"
+                assert not node.events("lease_ended", lease=lease)
+                assert node.mpsctl("pardon", str(ANN)).returncode == 0
+                assert let_in(node, ANN, "gpu1")
+
+    def test_policy_that_changes(self, make_node: Start) -> None:
+        """A reload that makes policy terminate ends the leases of who is quarantined by then."""
+        node = make_node(simulate=2, config="").start()
+        with calling(node.socket, uid=ANN) as ann:
+            lease = granted(ann, gpu="1")
+            for _ in range(2):
+                assert ann.request("DELETE", f"/v1/leases/{granted(ann)}").status == 204
+                crash(node)
+            assert not node.events("lease_ended", lease=lease)
+            node.reload('[violations]\nquarantined = "terminate"\n')
+            wait_until(lambda: node.events("lease_ended", lease=lease), what="the lease to end")
+
+    def test_everybody(self, make_node: Start) -> None:
+        """Where every local user is let in nobody is named, and the GPU is not given up either."""
+        config = '[enforcement]\nunadmitted = "defaults"\n[daemon]\ndeaths = 2\n'
+        node = make_node(simulate=1, config=config).start()
+        with calling(node.socket, uid=ANN) as ann:
+            granted(ann)
+            for verdict in ("at_once", "later", "later"):
+                died = crash(node)
+                assert died["verdict"] == verdict
+                assert died["how"].endswith("every local user had pipe access")
+        assert not node.events("uid_quarantined")
+        node.wait_for_state("gpu0", "ready", deadline=40)
+
+    def test_root(self, make_node: Start) -> None:
+        """Root and mpsd's own uid are never suspects."""
+        node = make_node(simulate=1).start()
+        assert node.request("POST", "/v1/leases", SMALL).status == 201
+        assert crash(node)["suspects"] == []
+        assert crash(node)["suspects"] == []
+        assert node.get("/v1/quarantines").json == {"quarantines": [], "suspects": []}
+
+
+def test_clients(short_tmp: Path) -> None:
+    """Policy ends the clients of a uid that is quarantined on the other GPUs, too, and nobody else's."""
+    short_tmp.chmod(0o711)
+    config = '[enforcement]\ngrace = 0.3\n[violations]\nquarantined = "terminate"\n[daemon]\nusers = "many"\n'
+    node = Node(root=short_tmp, simulate=2, config=config)
+    try:
+        node.start()
+        with leased(node, ANN, gpu="1") as theirs, leased(node, BOB, gpu="1") as other:
+            assert theirs.hello["ok"]
+            assert other.hello["ok"]
+            with calling(node.socket, uid=ANN) as ann:
+                for _ in range(2):
+                    assert ann.request("DELETE", f"/v1/leases/{granted(ann)}").status == 204
+                    crash(node)
+            wait_until(lambda: theirs.process.poll() is not None, what=f"the client to be ended; {node.stderr}")
+            assert node.events("violation", kind="quarantined", pid=theirs.pid)
+            assert other.process.poll() is None
+            assert not node.events("client_forced", pid=other.pid)
+    finally:
+        node.clean_up()

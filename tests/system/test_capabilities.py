@@ -1,0 +1,64 @@
+"""What a program that mpsd starts has of root's capabilities: those that it is given, and no way to others."""
+
+import subprocess
+import sys
+from typing import Final
+
+import pytest
+
+from mpsd.core.capabilities import DAEMON, Capability, parse
+from tests.daemon.caller import needs_root
+
+START: Final = """
+import os, sys
+from mpsd.core.capabilities import DAEMON
+from mpsd.system import process
+out = os.memfd_create("out")
+before = open("/proc/self/status").read()
+started = process.spawn(["cat", "/proc/self/status"], env={"PATH": "/usr/bin:/bin"}, stdout=out, allowed=DAEMON)
+assert started._child.wait() == 0
+sets = [line for line in os.pread(out, 65536, 0).decode().splitlines() if line.startswith("Cap")]
+after = open("/proc/self/status").read()
+assert [l for l in before.splitlines() if l[:3] == "Cap"] == [l for l in after.splitlines() if l[:3] == "Cap"]
+print(*sets, sep="\\n")
+"""
+"""Starts a program with the capabilities of a control daemon, and prints which it has."""
+
+LISTED: Final = sum(1 << each for each in DAEMON)
+
+
+def started_by(*setpriv: str) -> dict[str, int]:
+    """Return the sets of a program that an mpsd starts which was started so."""
+    done = subprocess.run(
+        [*setpriv, sys.executable, "-c", START], capture_output=True, text=True, check=True, timeout=30
+    )
+    return {name: int(value, 16) for name, value in (line.split(":\t") for line in done.stdout.splitlines())}
+
+
+@needs_root
+def test_root() -> None:
+    """It has the listed ones, can never have another, and mpsd's own stay as they were."""
+    wanted = {"CapInh": 0, "CapPrm": LISTED, "CapEff": LISTED, "CapBnd": LISTED, "CapAmb": 0}
+    assert started_by() == wanted
+    # Nor by what mpsd inherited, which no bounding set holds.
+    assert started_by("setpriv", "--inh-caps=+sys_ptrace,+net_raw", "--ambient-caps=+sys_ptrace") == wanted
+
+
+@needs_root
+def test_fewer() -> None:
+    """An mpsd that lacks one of them cannot give it."""
+    assert started_by("setpriv", "--bounding-set=-chown")["CapPrm"] == LISTED & ~(1 << Capability.CHOWN)
+
+
+@needs_root
+def test_mpsd_that_may_take_none_away() -> None:
+    """One without SETPCAP starts it with all that it has, which `host_environment` tells."""
+    found = started_by("setpriv", "--bounding-set=-setpcap", "--inh-caps=-all")
+    assert found["CapPrm"] & 1 << Capability.SYS_ADMIN
+
+
+def test_names() -> None:
+    """A capability has its name with and without the prefix; one that there is not is refused by name."""
+    assert parse(["SYS_PTRACE", "CAP_SYS_NICE"]) == {Capability.SYS_PTRACE, Capability.SYS_NICE}
+    with pytest.raises(ValueError, match="'sys_ptrace' is not a capability"):
+        parse(["sys_ptrace"])

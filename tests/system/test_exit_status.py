@@ -1,0 +1,63 @@
+"""How a process ended that is no child of mpsd: as the kernel tells it, before and after its parent has reaped it."""
+
+import asyncio
+import os
+import signal
+import subprocess
+from typing import Final
+
+import pytest
+
+from mpsd.core.model import ProcessIdentity
+from mpsd.system import exit_status, process
+from tests.harness import look_at, wait_until
+
+ENDS: Final = {
+    "kill -SEGV $$": (-signal.SIGSEGV, "SIGSEGV", "killed by SIGSEGV"),
+    "kill -ABRT $$": (-signal.SIGABRT, "SIGABRT", "killed by SIGABRT"),
+    "kill -40 $$": (-40, "signal 40", "killed by signal 40"),
+    "exit 3": (3, None, "exited with status 3"),
+}
+
+
+@pytest.mark.parametrize("script", ENDS)
+def test_zombie(script: str) -> None:
+    """As long as nobody has reaped it, its status is known, and so what it was."""
+    returncode, name, words = ENDS[script]
+    with subprocess.Popen(["sh", "-c", f"read go; {script}"], stdin=subprocess.PIPE, cwd="/") as child:
+        ticks = process.start_ticks(child.pid)
+        assert ticks is not None
+        watched = process.adopt(ProcessIdentity(child.pid, ticks))
+        assert watched is not None
+        assert child.stdin is not None
+        child.stdin.close()
+        assert asyncio.run(watched.wait()) == returncode
+        assert (exit_status.signal_of(returncode), exit_status.describe(returncode)) == (name, words)
+        watched.close()
+
+
+@pytest.mark.parametrize("script", ENDS)
+def test_reaped(script: str) -> None:
+    """Once it was reaped, a kernel from 6.15 on tells it, and an older one nothing."""
+    child = subprocess.Popen(["sh", "-c", f"read go; {script}"], stdin=subprocess.PIPE, cwd="/")
+    pidfd = os.pidfd_open(child.pid)
+    try:
+        assert exit_status.of_pidfd(pidfd) is None
+        assert child.stdin is not None
+        child.stdin.close()
+        wait_until(lambda: (found := look_at(child.pid)) is None or found.zombie, what="its end")
+        child.wait()
+        assert exit_status.of_pidfd(pidfd) == (ENDS[script][0] if _kernel() >= (6, 15) else None)
+    finally:
+        os.close(pidfd)
+
+
+def test_unknown() -> None:
+    """What nobody knows is said, and is no signal."""
+    assert exit_status.signal_of(None) is None
+    assert "not known" in exit_status.describe(None)
+
+
+def _kernel() -> tuple[int, int]:
+    major, minor, *_ = os.uname().release.split(".")
+    return int(major), int(minor)

@@ -236,3 +236,4 @@ class TestOthers:
             record(node).write_text(json.dumps(text))
             node.start()
             assert node.daemons()["gpu0"]["pid"] == before
+            assert node.events("daemon_death") == []

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpsd.system.log_file import LogFollower, open_for_daemon
+from mpsd.system.log_file import LogFollower, Position, open_for_daemon
 from tests.harness import remove_tree
 
 _BLOCK: Final = 4096
@@ -360,3 +360,12 @@ def test_any_order(steps: list[tuple[str, int]]) -> None:
                         follower = LogFollower(path, noted)
             seen += follower.read()
             assert seen == said
+
+
+def test_position_far_beyond_the_end(tmp_path: Path) -> None:
+    """A stored position that no file can have, as damage may leave it, is no place: the log is read from its start."""
+    path = tmp_path / "log"
+    path.write_text("line\n")
+    for offset in (2**62, 6, -1):
+        follower = LogFollower(path, Position(path.stat().st_ino, offset, b"x"))
+        assert follower.read() == ["line"]

@@ -12,6 +12,7 @@ from mpsd.core.enforcement.server_health import ServerHealth
 from mpsd.core.model import UnknownLines
 from mpsd.core.mps.log_events import REASONS_TO_ASK, ForeignCommand, LogEvent, ServerExited, ServerFailed, ServerFaulted
 from mpsd.core.mps.log_parser import CommandOrigin, LogReader, parse
+from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import atomic_file, clock
 from mpsd.system.inotify import DirectoryWatch
@@ -70,6 +71,8 @@ class ControlLog:
         """How many of them are known to have come to nothing more."""
         self._paths = paths
         self._log = log
+        self._bounded = BoundedLog(log)
+        """For what whoever is let in can write into the log in a loop."""
         self._woken = woken
         self._changed = changed
         self._watch = DirectoryWatch(paths.log_directory, self._look_now)
@@ -98,6 +101,7 @@ class ControlLog:
     def check(self) -> bool:
         """Look, and tell whether a stranger, a server or a client did something since the last glance."""
         self.look()
+        self._bounded.settle()
         has_reason_to_ask, self._has_reason_to_ask = self._has_reason_to_ask, False
         return has_reason_to_ask
 
@@ -206,9 +210,9 @@ class ControlLog:
 
     def _log_events(self, event: EventName, each: Sequence[dict[str, object]]) -> None:
         for facts in each[:_MOST_LOGGED]:
-            self._log.warning(event, **facts)
+            self._bounded.warning(event, **facts)
         if len(each) > _MOST_LOGGED:
-            self._log.warning(event, **each[-1], left_out=len(each) - _MOST_LOGGED - 1)
+            self._bounded.warning(event, **each[-1], left_out=len(each) - _MOST_LOGGED - 1)
 
     # -- keeping ------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from mpsd.core.errors import (
 from mpsd.core.model import Drift, Limits, ProcessIdentity, ReadBack, Server
 from mpsd.core.mps import commands
 from mpsd.core.mps.limits import (
+    CLIENT_PRIORITY,
     EVERYTHING,
     LIMITS,
     PINNED_DEVICE_MEM_LIMIT,
@@ -26,6 +27,7 @@ from mpsd.core.mps.limits import (
     widest_read_back,
 )
 from mpsd.daemon.control.control_log import ControlLog
+from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock, process, unix_diag
 from mpsd.system.control_pipe import ControlPipe, Conversation, Pending
@@ -80,10 +82,15 @@ class Observer:
         """What others changed and is not put back yet."""
         self.undone: tuple[Drift, ...] = ()
         """What they changed and mpsd put back, the latest last."""
+        self._priority: int | None = None
+        """The default priority of clients, as it was read last; None where it was not, or the driver has none."""
+        self._has_priority = True
         self._limits: tuple[Limit, ...] = LIMITS
         """Those that the driver has, as far as is known."""
         self._paths = paths
         self._log = log
+        self._bounded = BoundedLog(log)
+        """For what a lease holder can cause in a loop."""
         self._servers: dict[ProcessIdentity, Server] = {}
         self._orphans: tuple[ProcessIdentity, ...] = ()
         self._ceilings: dict[ProcessIdentity, Mapping[ProcessIdentity, ReadBack | None]] = {}
@@ -150,7 +157,7 @@ class Observer:
         self.control_log.look()
         self._compare(wanted, found, known)
         self.control_log.settle(foreign)
-        return drift.holds(wanted, found, self._servers.values())
+        return drift.holds(wanted, found, self._servers.values()) and not self._priority
 
     @property
     def starting(self) -> list[int]:
@@ -164,11 +171,13 @@ class Observer:
     async def _converse(self, wanted: Limits, *, apply: bool) -> ReadBack:
         talk = Conversation()
         defaults = {limit: self._default(talk, limit, wanted, apply=apply) for limit in LIMITS}
+        priority = self._ask_priority(talk, apply=apply)
         pids = talk.ask(commands.get_server_list())
         limits = wanted if apply else None
         known = [_Questions(talk, identity, limits, self._limits) for identity in self._servers]
         await self._hold(talk)
         found = self._found(defaults, wanted)
+        self._take_priority(priority)
         before, self.read_back = self.read_back, found
         if before != found or not self._held_since:
             self._held_since = clock.since_boot()
@@ -184,6 +193,18 @@ class Observer:
         gone = {pid for pid in self.control_log.serving.faults if process.start_ticks(pid) is None}
         self.control_log.statuses({each.pid: each.status for each in registered.values()}, gone)
         return found
+
+    def _ask_priority(self, talk: Conversation, *, apply: bool) -> Pending[int] | None:
+        """Ask for the default priority of clients, once it is put back if others changed it; None before driver 535."""
+        if not self._has_priority:
+            return None
+        return talk.set(CLIENT_PRIORITY) if apply and self._priority else talk.ask(CLIENT_PRIORITY.getter)
+
+    def _take_priority(self, pending: Pending[int] | None) -> None:
+        try:
+            self._priority = None if pending is None else pending.answer
+        except ControlUnknownCommandError:
+            self._priority, self._has_priority = None, False
 
     def _default(self, talk: Conversation, limit: Limit, wanted: Limits, *, apply: bool) -> Pending[LimitValue]:
         """Ask for a default of the daemon, after it is set if it is to be."""
@@ -220,7 +241,7 @@ class Observer:
             if others:
                 error.detail += f"; connected to it: {', '.join(others[:_MOST_NAMED])}"
             elif isinstance(error, ControlBusyError):
-                error.detail += "; connected to it: nobody in mpsd's network namespace"
+                error.detail += "; the process that is connected to it is in another network namespace"
             raise
 
     async def _register(
@@ -278,14 +299,18 @@ class Observer:
         """
         servers = tuple(self._servers[each] for each in known if each in self._servers)
         before = self.drift
-        self.drift = drift.drift(wanted, found, before, self.control_log.unexplained, clock.now(), servers=servers)
+        foreign, now = self.control_log.unexplained, clock.now()
+        self.drift = (
+            *drift.drift(wanted, found, before, foreign, now, servers=servers),
+            *drift.priority_drift(self._priority, before, foreign, now),
+        )
         for each in self.drift:
             if each not in before:
-                self._log.warning(
+                self._bounded.warning(
                     EventName.LIMIT_DRIFT, limit=each.limit, wanted=each.wanted, found=each.found, command=each.command
                 )
         if before and not self.drift:
-            self._log.info(EventName.LIMIT_DRIFT_ENDED, because="the limit was set back from outside")
+            self._bounded.info(EventName.LIMIT_DRIFT_ENDED, because="the limit was set back from outside")
 
     def _undo(self) -> None:
         """Note that what others had changed is as wanted again."""
@@ -293,7 +318,7 @@ class Observer:
         self.undone = (*self.undone, *(replace(each, undone=now) for each in self.drift))[-_MOST_UNDONE:]
         if self.drift:
             limits = ", ".join(each.limit for each in self.drift)
-            self._log.info(EventName.LIMIT_DRIFT_ENDED, because=f"mpsd set it back: {limits}")
+            self._bounded.info(EventName.LIMIT_DRIFT_ENDED, because=f"mpsd set it back: {limits}")
         self.drift = ()
 
     # -- looking ------------------------------------------------------------------------------------------------------
@@ -301,12 +326,14 @@ class Observer:
     def check(self) -> bool:
         """Look at the log, and which orphans are left; tell whether there is reason to ask the daemon at once."""
         self.forget_dead_orphans()
+        self._bounded.settle()
         return self.control_log.check()
 
     def orphaned(self, found: tuple[ProcessIdentity, ...] = ()) -> None:
         """The daemon is gone: nothing that it said holds any more, and those of its servers that live are orphans."""
         self.found_orphans((*self._servers, *found))
         self.read_back, self.drift, self._servers = None, (), {}
+        self._priority = None
         self.control_log.forget()
         self._held_since = 0.0
 

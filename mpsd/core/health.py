@@ -265,7 +265,9 @@ def _value(limit: str, value: float | None) -> str:
     """Print a limit in its own unit."""
     if value is None:
         return "unlimited"
-    return f"{value:g} %" if limit == "active_thread_percentage" else format_size(int(value))
+    if limit == "active_thread_percentage":
+        return f"{value:g} %"
+    return format_size(int(value)) if limit == "pinned_device_mem_limit" else f"{value:g}"
 
 
 def _time(at: datetime) -> str:

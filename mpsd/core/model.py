@@ -74,17 +74,6 @@ class Owner(Struct, frozen=True):
     started: datetime | None
 
 
-class UserNames(Struct, frozen=True):
-    """The numbers of the users and groups that the configuration names, as the user database had them when it was read.
-
-    `unknown` has the names for which it had none.
-    """
-
-    uids: Mapping[str, int] = {}
-    gids: Mapping[str, int] = {}
-    unknown: tuple[str, ...] = ()
-
-
 # -- GPUs --------------------------------------------------------------------------------------------------------------
 
 
@@ -372,7 +361,7 @@ class Lease(Struct, frozen=True):
     ended: Moment | None = None
 
 
-# -- suspects ----------------------------------------------------------------------------------------------------------
+# -- violations --------------------------------------------------------------------------------------------------------
 
 
 class Suspect(Struct, frozen=True):
@@ -389,9 +378,6 @@ class QuarantinedUid(Struct, frozen=True):
     uid: int
     since: datetime
     because: str
-
-
-# -- violations --------------------------------------------------------------------------------------------------------
 
 
 class ViolationKind(StrEnum):

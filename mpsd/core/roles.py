@@ -10,7 +10,7 @@ from enum import IntEnum
 from typing import Final
 
 from mpsd.core.errors import NotPermittedError
-from mpsd.core.model import UserNames
+from mpsd.core.setting_parsers import UserNames
 from mpsd.core.settings import Settings
 
 _LONGEST_NUMBER: Final = 10

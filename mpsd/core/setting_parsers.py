@@ -3,10 +3,12 @@
 Each raises ValueError, or an InvalidRequestError of ours, in words that finish the sentence about the value.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Final, TypeVar
+
+from msgspec import Struct
 
 from mpsd.core.capabilities import parse as parse_capabilities
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
@@ -16,6 +18,17 @@ E = TypeVar("E", bound=StrEnum)
 
 _MOST: Final = 2**31 - 1
 """The largest number of anything that a person can mean."""
+
+
+class UserNames(Struct, frozen=True):
+    """The numbers of the users and groups that the configuration names, as the user database had them when it was read.
+
+    `unknown` has the names for which it had none.
+    """
+
+    uids: Mapping[str, int] = {}
+    gids: Mapping[str, int] = {}
+    unknown: tuple[str, ...] = ()
 
 
 def text(value: object) -> str:

@@ -17,8 +17,9 @@ from typing import Any, Final, TypeAlias, TypeVar, assert_never, cast
 
 from mpsd.core import setting_parsers
 from mpsd.core.errors import ConfigurationError, MpsdError
-from mpsd.core.model import Limits, UserNames, ViolationKind
+from mpsd.core.model import Limits, ViolationKind
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.setting_parsers import UserNames
 from mpsd.core.units import KIB, MIB, format_size
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from pwd import getpwnam
 from typing import Final
 
 from mpsd.core.errors import NotPermittedError
-from mpsd.core.model import UserNames
+from mpsd.core.setting_parsers import UserNames
 from mpsd.system import clock, process
 from mpsd.system.process import Process
 

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from mpsd.core.model import ProcessIdentity
-from mpsd.system import process
+from mpsd.system import proc
 
 _FIELDS = 8
 """Of a lock that is held: number, kind, mode, access, pid, device and inode, start, end. One that is waited for has an
@@ -23,5 +23,5 @@ def holders(path: Path) -> tuple[ProcessIdentity, ...]:
     device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
     lines = (line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines())
     pids = {int(fields[4]) for fields in lines if len(fields) == _FIELDS and fields[5] == device}
-    ticks = ((pid, process.start_ticks(pid)) for pid in sorted(pids) if pid > 0)
+    ticks = ((pid, proc.start_ticks(pid)) for pid in sorted(pids) if pid > 0)
     return tuple(ProcessIdentity(pid, started) for pid, started in ticks if started is not None)

@@ -20,7 +20,7 @@ import psutil
 from mpsd.core.model import ProcessIdentity
 from mpsd.core.mps import daemon_flags
 from mpsd.core.sanitize import text
-from mpsd.system import clock, process
+from mpsd.system import clock, proc
 
 CONTROL: Final = "nvidia-cuda-mps-control"
 SERVER: Final = "nvidia-cuda-mps-server"
@@ -93,7 +93,7 @@ def details(pid: int) -> ProcessDetails | None:
     """Return what is known of a process; None when it is gone, has ended, or may not be looked at."""
     at = Path(f"/proc/{pid}")
     with contextlib.suppress(*_UNSEEN):
-        stat, uid = process.stat_of(pid), real_uid(pid)
+        stat, uid = proc.stat_of(pid), real_uid(pid)
         if stat is None or uid is None or stat.is_zombie:
             return None
         return ProcessDetails(
@@ -145,7 +145,7 @@ def in_sessions(leaders: Collection[ProcessIdentity]) -> dict[ProcessIdentity, P
     by_pid = {each.pid: each for each in leaders}
     found = dict[ProcessIdentity, ProcessIdentity]()
     for pid in pids() if by_pid else ():
-        stat = process.stat_of(pid)
+        stat = proc.stat_of(pid)
         leader = by_pid.get(stat.session) if stat is not None else None
         if stat is None or leader is None or pid == leader.pid or stat.is_zombie:
             continue
@@ -158,7 +158,7 @@ def leader_with(variable: str, value: str) -> int | None:
     """Return the pid of a process of mpsd's own uid that leads a session, and was started with this variable."""
     wanted = os.fsencode(f"{variable}={value}")
     for pid in pids():
-        stat = process.stat_of(pid)
+        stat = proc.stat_of(pid)
         if stat is None or stat.session != pid or stat.is_zombie or real_uid(pid) != os.getuid():
             continue
         with contextlib.suppress(*_UNSEEN):

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import pytest
 
-from mpsd.system import process
+from mpsd.system import proc
 from tests import real
 from tests.container.conftest import IMAGE
 from tests.container.manifests import overlay, pod
@@ -266,7 +266,7 @@ class TestClients:
                 )
                 assert {(each["uid"], each["lease"]) for each in seen} == {(USER, lease["id"])}
                 assert pid in {each["pid"] for each in seen}
-                groups = {process.cgroup(each["pid"]) for each in seen}
+                groups = {proc.cgroup(each["pid"]) for each in seen}
                 assert len(groups) == 1
                 other.end()
 

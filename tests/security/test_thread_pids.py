@@ -15,7 +15,7 @@ from typing import Any, Final
 import pytest
 
 from mpsd.core.model import ProcessIdentity
-from mpsd.system import process
+from mpsd.system import proc, process
 from mpsd.system.database import checksum
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import event, is_running
@@ -80,7 +80,7 @@ class TestFind:
         """No process is found by it, whatever the kernel calls that, nor by what no process can have."""
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             thread = pool.submit(threading.get_native_id).result()
-            ticks = process.start_ticks(thread)
+            ticks = proc.start_ticks(thread)
             assert ticks is not None
             for pid in (thread, 0, -1, 2**22 + 1, 2**31 - 1, 2**31, 2**70):
                 assert process.adopt(ProcessIdentity(pid, ticks)) is None
@@ -114,7 +114,7 @@ class TestStored:
             lease = node.request("POST", "/v1/leases", {**SMALL, "pid": held.pid}).json
             node.end(signal.SIGKILL)
         with thread_of_another() as (thread, _):
-            change(node, lambda text: fields(text, holder={"pid": thread, "start_ticks": process.start_ticks(thread)}))
+            change(node, lambda text: fields(text, holder={"pid": thread, "start_ticks": proc.start_ticks(thread)}))
             node.start()
             assert "died while mpsd was not running" in event(node, "lease_ended", lease=lease["id"])["because"]
             assert node.get("/v1/leases").json["leases"] == []

@@ -15,7 +15,7 @@ from mpsd.core.errors import NotPermittedError
 from mpsd.system import clock, credentials
 from mpsd.system.configuration import read_configuration
 from mpsd.system.credentials import PeerCredentials
-from mpsd.system.process import start_ticks
+from mpsd.system.proc import start_ticks
 from tests.harness import wait_until
 
 NOBODY: Final = 65534

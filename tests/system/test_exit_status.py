@@ -9,7 +9,7 @@ from typing import Final
 import pytest
 
 from mpsd.core.model import ProcessIdentity
-from mpsd.system import exit_status, process
+from mpsd.system import exit_status, proc, process
 from tests.harness import look_at, wait_until
 
 ENDS: Final = {
@@ -25,7 +25,7 @@ def test_zombie(script: str) -> None:
     """As long as nobody has reaped it, its status is known, and so what it was."""
     returncode, name, words = ENDS[script]
     with subprocess.Popen(["sh", "-c", f"read go; {script}"], stdin=subprocess.PIPE, cwd="/") as child:
-        ticks = process.start_ticks(child.pid)
+        ticks = proc.start_ticks(child.pid)
         assert ticks is not None
         watched = process.adopt(ProcessIdentity(child.pid, ticks))
         assert watched is not None

@@ -11,7 +11,7 @@ import pytest
 
 from mpsd.core.capabilities import DAEMON
 from mpsd.core.model import Known, Unknown
-from mpsd.system import host_environment, process
+from mpsd.system import host_environment, proc, process
 from tests.daemon.caller import needs_root
 
 ROOT = str(Path(__file__).parents[2])
@@ -159,9 +159,9 @@ class TestHidden:
 
 def test_cgroup_namespace() -> None:
     """From a cgroup namespace the host's root group looks like `/../..`, and is no group that tells anything."""
-    assert process._within("/../..") == ""
-    assert process._within("/") == ""
-    assert process._within("/../other") == "/../other"
+    assert proc._within("/../..") == ""
+    assert proc._within("/") == ""
+    assert proc._within("/../other") == "/../other"
 
 
 def test_what_cannot_be_told_is_not_kept() -> None:

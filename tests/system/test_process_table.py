@@ -16,7 +16,7 @@ import pytest
 
 from mpsd.core.model import ProcessIdentity
 from mpsd.system import process_table
-from mpsd.system.process import start_ticks
+from mpsd.system.proc import start_ticks
 from mpsd.system.process_table import ProgramKind
 from tests.harness import look_at, wait_until
 

@@ -15,7 +15,7 @@ from mpsd.core.settings import effective, parse
 from mpsd.daemon.api.openapi import document
 from mpsd.daemon.api.routes import ROUTES
 from mpsd.system import clock
-from mpsd.system.process import start_ticks
+from mpsd.system.proc import start_ticks
 from tests.node import Node
 from tests.upgrades import RUNTIME, STATE, Release, releases, restore
 from tests.upgrades.__main__ import BOOT, ROOT, commands

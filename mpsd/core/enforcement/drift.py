@@ -7,7 +7,7 @@ from typing import Final, TypeAlias
 
 from mpsd.core.model import Drift, Limits, ReadBack, Server
 from mpsd.core.mps.commands import words
-from mpsd.core.mps.limits import LIMITS, NOTHING, Limit, LimitValue, wider
+from mpsd.core.mps.limits import CLIENT_PRIORITY, LIMITS, NOTHING, Limit, LimitValue, wider
 
 _PID: Final = re.compile(r"[0-9]{1,10}")
 
@@ -42,6 +42,21 @@ def drift(
         else:
             result.append(earlier)
     return tuple(result)
+
+
+def priority_drift(
+    found: int | None, before: tuple[Drift, ...], foreign: tuple[str, ...], now: datetime
+) -> tuple[Drift, ...]:
+    """Return that the default priority of clients is not as mpsd wants it, as `drift` does; None: there is none."""
+    if found is None or found == CLIENT_PRIORITY.wanted:
+        return ()
+    earlier = next((each for each in before if each.limit == CLIENT_PRIORITY.limit), None)
+    setter = CLIENT_PRIORITY.setter.partition(" ")[0]
+    commands = [command for command in foreign if words(command)[:1] == [setter]]
+    if earlier is not None and not commands:
+        return (earlier,)
+    since, command = earlier.since if earlier else now, commands[-1] if commands else None
+    return (Drift(CLIENT_PRIORITY.limit, CLIENT_PRIORITY.wanted, found, since, command),)
 
 
 def opened(commands: Iterable[str], server: int, *, fresh: bool) -> ReadBack:

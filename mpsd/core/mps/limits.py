@@ -306,6 +306,27 @@ PINNED_DEVICE_MEM_LIMIT: Final = Limit(
 )
 
 
+# -- the client priority -----------------------------------------------------------------------------------------------
+
+
+def _parse_priority(command: str, lines: Sequence[str]) -> int:
+    """Parse `0` or `1`."""
+    line = one_line(command, lines)
+    if line not in {"0", "1"}:
+        raise garbled(command, lines)
+    return int(line)
+
+
+CLIENT_PRIORITY: Final = Setting(
+    "default_client_priority",
+    0,
+    "set_default_client_priority 0",
+    command("get_default_client_priority", (), _parse_priority),
+)
+"""With which priority the next clients begin: 0 is normal, 1 is below it. It is not a limit, and no lease has one; mpsd
+keeps it as it is from the start, since whoever changes it slows down everybody else's clients."""
+
+
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 LIMITS: Final[tuple[Limit, ...]] = (ACTIVE_THREAD_PERCENTAGE, PINNED_DEVICE_MEM_LIMIT)

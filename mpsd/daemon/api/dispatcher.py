@@ -20,7 +20,8 @@ from mpsd.daemon.api.table import Route, Table
 from mpsd.daemon.http.connection import MAXIMUM_BODY, Answer, Message
 from mpsd.daemon.http.peer import Principal, RefusalLog, RequestsInFlight
 from mpsd.daemon.http.problems import problem_answer, unreadable, unroutable
-from mpsd.daemon.record.log import EventName, Logger, LogLimit
+from mpsd.daemon.record.bounded import BoundedLog
+from mpsd.daemon.record.log import EventName, Logger
 
 H = TypeVar("H")
 
@@ -58,10 +59,9 @@ class Dispatcher(Generic[H]):
     def __init__(self, routes: Iterable[Route[H, Any]], handlers: H, settings: LiveSettings, log: Logger) -> None:
         """Make every row ready."""
         self._settings = settings
-        self._log = log
         self._in_flight = RequestsInFlight()
         self._refusal_log = RefusalLog(log)
-        self._defects = LogLimit(_MOST_DEFECTS)
+        self._defects = BoundedLog(log, _MOST_DEFECTS)
         self._table = Table[_Endpoint]()
         for route in routes:
             self._table.add(route.method, route.path, _Endpoint.of(route, handlers))
@@ -128,9 +128,7 @@ class Dispatcher(Generic[H]):
 
     def _defect(self, error: Exception, path: str) -> Answer:
         """Log a defect, so many times a minute, and return the answer to its request, which tells nothing of it."""
-        more = self._defects.next()
-        if more is not None:
-            self._log.defect(EventName.API_DEFECT, error, path=path[:_MOST_PATH], **more)
+        self._defects.defect(EventName.API_DEFECT, error, path=path[:_MOST_PATH])
         return problem_answer(
             InternalError("an internal error occurred in mpsd", hint="see mpsd's log for the details, and report them")
         )

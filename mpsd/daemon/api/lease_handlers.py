@@ -15,7 +15,7 @@ from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.daemon.api import lease_schema
 from mpsd.daemon.api.request import Request
 from mpsd.daemon.node.node import Node
-from mpsd.system import clock, process, process_table
+from mpsd.system import clock, proc, process, process_table
 from mpsd.system.process import Process
 
 
@@ -175,7 +175,7 @@ def _connected(request: Request) -> Process:
 
 def _named(request: Request, pid: int) -> Process:
     """Watch the process that a caller named by its pid. Raises InvalidRequestError when it is none."""
-    if request.credentials.pid == 0 or process.is_nested(request.credentials.pid):
+    if request.credentials.pid == 0 or proc.is_nested(request.credentials.pid):
         raise InvalidRequestError(
             f"process {pid} was named from another pid namespace, where this pid means another process",
             hint="take out the lease from the process that is to hold it: mpsctl run",

@@ -23,8 +23,9 @@ from mpsd.core.mps.log_events import (
 from mpsd.core.mps.log_parser import CommandOrigin, LogReader, parse
 from mpsd.daemon.control.log_silence import LogSilence
 from mpsd.daemon.record import encoding
+from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import EventName, Logger
-from mpsd.system import atomic_file, clock, process
+from mpsd.system import atomic_file, clock, proc
 from mpsd.system.inotify import DirectoryWatch
 from mpsd.system.log_file import LogFollower, Position
 from mpsd.system.rundir import DaemonPaths
@@ -93,6 +94,8 @@ class ControlLog:
         """What the kernel had counted for the daemon's dead children when one was last told."""
         self._paths = paths
         self._log = log
+        self._bounded = BoundedLog(log)
+        """For what whoever is let in can write into the log in a loop."""
         self._woken = woken
         self._changed = changed
         self._watch = DirectoryWatch(paths.log_directory, self._look_now)
@@ -124,6 +127,7 @@ class ControlLog:
         `awake` tells that the daemon is not stopped.
         """
         self.look()
+        self._bounded.settle()
         has_reason_to_ask, self._has_reason_to_ask = self._has_reason_to_ask, False
         return self.silence.check(awake=awake) or has_reason_to_ask
 
@@ -135,7 +139,7 @@ class ControlLog:
 
     def follow(self, daemon: ProcessIdentity) -> None:
         """Note which process the control daemon is from now on."""
-        self._daemon, self._reaped = daemon.pid, process.faults_of_children(daemon.pid)
+        self._daemon, self._reaped = daemon.pid, proc.faults_of_children(daemon.pid)
         self.silence.forget()
 
     def see(self, servers: Iterable[ProcessIdentity]) -> None:
@@ -259,28 +263,29 @@ class ControlLog:
                 case ServerStarting(server=server):
                     self._see_child(server)
                 case ServerExited(server=server) if server not in self._seen:
-                    reaped = process.faults_of_children(self._daemon)
+                    reaped = proc.faults_of_children(self._daemon)
                     if reaped is not None and reaped != self._reaped:
                         self._reaped = reaped
                         yield event
                 case ServerExited(server=server):
-                    if process.start_ticks(server) != self._seen[server]:
+                    stat = proc.stat_of(server)
+                    if stat is None or stat.is_zombie or stat.start_ticks != self._seen[server]:
                         del self._seen[server]
-                        self._reaped = process.faults_of_children(self._daemon)
+                        self._reaped = proc.faults_of_children(self._daemon)
                         yield event
                 case _ if getattr(event, "server", None) in self._seen:
                     yield event
 
     def _see_child(self, server: int) -> None:
-        ticks = process.start_ticks(server)
-        if ticks is not None and process.parent(server) == self._daemon:
+        ticks = proc.start_ticks(server)
+        if ticks is not None and proc.parent(server) == self._daemon:
             self._seen[server] = ticks
 
     def _log_events(self, event: EventName, each: Sequence[dict[str, object]]) -> None:
         for facts in each[:_MOST_LOGGED]:
-            self._log.warning(event, **facts)
+            self._bounded.warning(event, **facts)
         if len(each) > _MOST_LOGGED:
-            self._log.warning(event, **each[-1], left_out=len(each) - _MOST_LOGGED - 1)
+            self._bounded.warning(event, **each[-1], left_out=len(each) - _MOST_LOGGED - 1)
 
     # -- keeping ------------------------------------------------------------------------------------------------------
 

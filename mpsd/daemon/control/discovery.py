@@ -25,7 +25,7 @@ from mpsd.core.mps import daemon_flags
 from mpsd.core.settings import Users
 from mpsd.daemon.record import encoding
 from mpsd.daemon.record.log import EventName, Logger
-from mpsd.system import atomic_file, clock, process, process_table, unix_sockets
+from mpsd.system import atomic_file, clock, proc, process, process_table, unix_sockets
 from mpsd.system.control_pipe import ControlProgram
 from mpsd.system.process_table import ProcessDetails
 from mpsd.system.rundir import DaemonPaths
@@ -127,7 +127,7 @@ class DaemonRecord:
         if identity is None:
             # The mpsd that started it was killed before it could say which process it is.
             pid = process_table.leader_with(START, start.token) if start.token else None
-            ticks = process.start_ticks(pid) if pid is not None else None
+            ticks = proc.start_ticks(pid) if pid is not None else None
             identity = ProcessIdentity(pid, ticks) if pid is not None and ticks is not None else None
         if identity is None or not _is_alive(identity):
             return None
@@ -144,7 +144,7 @@ class DaemonRecord:
 
 def _is_alive(identity: ProcessIdentity) -> bool:
     """Tell whether a process runs; one that has ended is dead, whether somebody has waited for it or not."""
-    stat = process.stat_of(identity.pid)
+    stat = proc.stat_of(identity.pid)
     return stat is not None and stat.start_ticks == identity.start_ticks and not stat.is_zombie
 
 

@@ -27,7 +27,7 @@ from mpsd.core.supervision.drain import (
 from mpsd.daemon.control.escalation import end_client, terminate_contexts_of
 from mpsd.daemon.control.operator_intent import OperatorIntent
 from mpsd.daemon.record.log import EventName, Logger
-from mpsd.system import clock, process
+from mpsd.system import clock, proc, process
 from mpsd.system.control_pipe import ControlPipe
 
 _NAMED: Final = 3
@@ -241,7 +241,7 @@ class Drainer:
 
     def _observe(self, present: Mapping[ProcessIdentity, int | None]) -> None:
         self._present = {
-            each: server for each, server in present.items() if process.start_ticks(each.pid) == each.start_ticks
+            each: server for each, server in present.items() if proc.start_ticks(each.pid) == each.start_ticks
         }
         self._blockers = (
             *(

@@ -18,6 +18,7 @@ from mpsd.core.errors import (
 from mpsd.core.model import Drift, Limits, ProcessIdentity, ReadBack, Server
 from mpsd.core.mps import commands
 from mpsd.core.mps.limits import (
+    CLIENT_PRIORITY,
     EVERYTHING,
     LIMITS,
     PINNED_DEVICE_MEM_LIMIT,
@@ -27,8 +28,9 @@ from mpsd.core.mps.limits import (
     widest_read_back,
 )
 from mpsd.daemon.control.control_log import ControlLog
+from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import EventName, Logger
-from mpsd.system import clock, process, process_table, unix_sockets
+from mpsd.system import clock, proc, process_table, unix_sockets
 from mpsd.system.control_pipe import ControlPipe, Conversation, Pending
 from mpsd.system.rundir import DaemonPaths
 
@@ -57,7 +59,7 @@ class _Questions:
 
     def server(self) -> Server | None:
         """Return what it said; None when it is gone, as one is that went between two questions."""
-        if process.start_ticks(self.identity.pid) != self.identity.start_ticks:
+        if proc.start_ticks(self.identity.pid) != self.identity.start_ticks:
             return None
         status: str | None = None
         with contextlib.suppress(ControlError):  # drivers before 550 have no word for it
@@ -81,10 +83,15 @@ class Observer:
         """What others changed and is not put back yet."""
         self.undone: tuple[Drift, ...] = ()
         """What they changed and mpsd put back, the latest last."""
+        self._priority: int | None = None
+        """The default priority of clients, as it was read last; None where it was not, or the driver has none."""
+        self._has_priority = True
         self._limits: tuple[Limit, ...] = LIMITS
         """Those that the driver has, as far as is known."""
         self._paths = paths
         self._log = log
+        self._bounded = BoundedLog(log)
+        """For what a lease holder can cause in a loop."""
         self._servers: dict[ProcessIdentity, Server] = {}
         self._orphans: tuple[ProcessIdentity, ...] = ()
         self._ceilings: dict[ProcessIdentity, Mapping[ProcessIdentity, ReadBack | None]] = {}
@@ -151,7 +158,7 @@ class Observer:
         self.control_log.look()
         self._compare(wanted, found, known)
         self.control_log.settle(foreign)
-        return drift.holds(wanted, found, self._servers.values())
+        return drift.holds(wanted, found, self._servers.values()) and not self._priority
 
     @property
     def starting(self) -> list[int]:
@@ -165,11 +172,13 @@ class Observer:
     async def _converse(self, wanted: Limits, *, apply: bool) -> ReadBack:
         talk = Conversation()
         defaults = {limit: self._default(talk, limit, wanted, apply=apply) for limit in LIMITS}
+        priority = self._ask_priority(talk, apply=apply)
         pids = talk.ask(commands.get_server_list())
         limits = wanted if apply else None
         known = [_Questions(talk, identity, limits, self._limits) for identity in self._servers]
         await self._hold(talk)
         found = self._found(defaults, wanted)
+        self._take_priority(priority)
         before, self.read_back = self.read_back, found
         if before != found or not self._held_since:
             self._held_since = clock.since_boot()
@@ -180,13 +189,25 @@ class Observer:
             identity: self._with_ceilings(identity, registered[identity], before, found) for identity in registered
         }
         for identity in self._ceilings.keys() - registered.keys():
-            if process.start_ticks(identity.pid) != identity.start_ticks:
+            if proc.start_ticks(identity.pid) != identity.start_ticks:
                 del self._ceilings[identity]
         self.control_log.see(registered)
         idle = {each.pid for each in registered.values() if not each.clients}
-        gone = {pid for pid in self.control_log.serving.faults if process.start_ticks(pid) is None}
+        gone = {pid for pid in self.control_log.serving.faults if proc.start_ticks(pid) is None}
         self.control_log.statuses({each.pid: each.status for each in registered.values()}, idle | gone)
         return found
+
+    def _ask_priority(self, talk: Conversation, *, apply: bool) -> Pending[int] | None:
+        """Ask for the default priority of clients, once it is put back if others changed it; None before driver 535."""
+        if not self._has_priority:
+            return None
+        return talk.set(CLIENT_PRIORITY) if apply and self._priority else talk.ask(CLIENT_PRIORITY.getter)
+
+    def _take_priority(self, pending: Pending[int] | None) -> None:
+        try:
+            self._priority = None if pending is None else pending.answer
+        except ControlUnknownCommandError:
+            self._priority, self._has_priority = None, False
 
     def _default(self, talk: Conversation, limit: Limit, wanted: Limits, *, apply: bool) -> Pending[LimitValue]:
         """Ask for a default of the daemon, after it is set if it is to be."""
@@ -223,7 +244,7 @@ class Observer:
         """Take in what the servers said of themselves; those that nobody knew of yet are asked now."""
         talk, ours = Conversation(), {each.identity.pid for each in known}
         for pid in pids:
-            ticks = process.start_ticks(pid)
+            ticks = proc.start_ticks(pid)
             if pid not in ours and ticks is not None:
                 identity = ProcessIdentity(pid, ticks)
                 known.append(_Questions(talk, identity, limits, self._limits))
@@ -256,7 +277,7 @@ class Observer:
         if self.control_log.is_unaccounted or self.control_log.has_forgotten or self.control_log.silence.since:
             ceiling = None  # whoever came meanwhile may have got anything; nobody is to blame for that
         known = self._ceilings.get(identity, {})
-        started = ((pid, process.start_ticks(pid)) for pid in server.clients)
+        started = ((pid, proc.start_ticks(pid)) for pid in server.clients)
         clients = (ProcessIdentity(pid, ticks) for pid, ticks in started if ticks is not None)
         ceilings = self._ceilings[identity] = {each: known.get(each, ceiling) for each in clients}
         return replace(server, ceilings=ceilings)
@@ -272,14 +293,18 @@ class Observer:
         """
         servers = tuple(self._servers[each] for each in known if each in self._servers)
         before = self.drift
-        self.drift = drift.drift(wanted, found, before, self.control_log.unexplained, clock.now(), servers=servers)
+        foreign, now = self.control_log.unexplained, clock.now()
+        self.drift = (
+            *drift.drift(wanted, found, before, foreign, now, servers=servers),
+            *drift.priority_drift(self._priority, before, foreign, now),
+        )
         for each in self.drift:
             if each not in before:
-                self._log.warning(
+                self._bounded.warning(
                     EventName.LIMIT_DRIFT, limit=each.limit, wanted=each.wanted, found=each.found, command=each.command
                 )
         if before and not self.drift:
-            self._log.info(EventName.LIMIT_DRIFT_ENDED, because="the limit was set back from outside")
+            self._bounded.info(EventName.LIMIT_DRIFT_ENDED, because="the limit was set back from outside")
 
     def _undo(self) -> None:
         """Note that what others had changed is as wanted again."""
@@ -287,7 +312,7 @@ class Observer:
         self.undone = (*self.undone, *(replace(each, undone=now) for each in self.drift))[-_MOST_UNDONE:]
         if self.drift:
             limits = ", ".join(each.limit for each in self.drift)
-            self._log.info(EventName.LIMIT_DRIFT_ENDED, because=f"mpsd set it back: {limits}")
+            self._bounded.info(EventName.LIMIT_DRIFT_ENDED, because=f"mpsd set it back: {limits}")
         self.drift = ()
 
     # -- looking ------------------------------------------------------------------------------------------------------
@@ -307,25 +332,27 @@ class Observer:
         `awake` tells that the daemon is not stopped.
         """
         self.forget_dead_orphans()
+        self._bounded.settle()
         return self.control_log.check(awake=awake)
 
     def orphaned(self, found: tuple[ProcessIdentity, ...] = ()) -> None:
         """The daemon is gone: nothing that it said holds any more, and those of its servers that live are orphans."""
         self.found_orphans((*self._servers, *found))
         self.read_back, self.drift, self._servers = None, (), {}
+        self._priority = None
         self.control_log.forget()
         self._held_since = 0.0
 
     def found_orphans(self, found: tuple[ProcessIdentity, ...]) -> None:
         """Take in servers whose control daemon is dead, those that still live, and tell of each once."""
         for each in {*found} - {*self._orphans}:
-            if process.start_ticks(each.pid) == each.start_ticks:
+            if proc.start_ticks(each.pid) == each.start_ticks:
                 self._orphans += (each,)
                 self._log.warning(EventName.SERVER_ORPHANED, server=each.pid)
 
     def forget_dead_orphans(self) -> bool:
         """Forget the orphans that are gone; tell whether any is left."""
-        self._orphans = tuple(each for each in self._orphans if process.start_ticks(each.pid) == each.start_ticks)
+        self._orphans = tuple(each for each in self._orphans if proc.start_ticks(each.pid) == each.start_ticks)
         return bool(self._orphans)
 
 

@@ -27,7 +27,7 @@ from mpsd.daemon.control.prober import Prober
 from mpsd.daemon.control.state import Heartbeat, Lifecycle, longest_round
 from mpsd.daemon.control.wanted_limits import WantedLimits
 from mpsd.daemon.record.log import Logger
-from mpsd.system import clock, process
+from mpsd.system import clock, proc, process
 from mpsd.system.control_pipe import ControlProgram
 
 _TICK: Final = 1.0
@@ -308,7 +308,7 @@ class Supervisor:
         assert self._instance.process is not None  # noqa: S101 - there is one in every state that is watched
         await self._instance.find_orphans()
         desired = self.drainer.desired
-        stopped = process.is_stopped(self._instance.process.pid)
+        stopped = proc.is_stopped(self._instance.process.pid)
         is_stuck = stopped and self._lifecycle.state is State.UNRESPONSIVE
         if any((self._observer.check(awake=not stopped), not self._pipe_access.look(), is_stuck)):
             # There is reason to ask at once; one that is known to be stopped cannot answer before it goes on.

@@ -74,7 +74,7 @@ class Listener:
     async def accept(self, settings: LiveSettings) -> None:
         """Accept until the door is shut; whoever has too many connections is turned away, and told so."""
         loop = asyncio.get_running_loop()
-        turned_away = 0
+        rejected = 0
         while not self._shut:
             try:
                 accepted, _ = self._listener.accept()
@@ -88,9 +88,9 @@ class Listener:
                 continue
             who, most = peer_credentials(accepted), settings.current.api.connections_per_uid
             if self._connections.by_uid[who.uid] >= most or _is_spare(accepted.fileno()):
-                self._turn_away(accepted, who, most)
-                turned_away += 1
-                if turned_away % _BATCH == 0:
+                self._reject(accepted, who, most)
+                rejected += 1
+                if rejected % _BATCH == 0:
                     await asyncio.sleep(0)  # those who are in have their turn, however many are turned away
                 continue
             self._stuck = False
@@ -98,7 +98,7 @@ class Listener:
             make = partial(Connection, peer, self._serve, self._connections, settings.current.api.header_deadline)
             await loop.connect_accepted_socket(make, accepted)
 
-    def _turn_away(self, connection: socket.socket, who: PeerCredentials, most: int) -> None:
+    def _reject(self, connection: socket.socket, who: PeerCredentials, most: int) -> None:
         """Close a connection that is one too many, and say why, unless its process was told so often enough."""
         if self._answered[who] >= _ANSWERED:
             connection.close()

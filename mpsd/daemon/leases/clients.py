@@ -12,7 +12,7 @@ from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.limit_gates import LimitGates
 from mpsd.daemon.leases.process_watch import ProcessWatch
 from mpsd.daemon.record.log import EventName
-from mpsd.system import process
+from mpsd.system import proc
 
 
 class Clients:
@@ -54,16 +54,16 @@ class Clients:
         own = next((each for each in self._leases_of(client.identity) if client.identity in each.clients), None)
         if own is not None:
             return AttributedClient(client, own, counted=True)
-        found = attribution.by_family(client, process.ancestors(client.identity.pid), self._leases_of)
+        found = attribution.by_family(client, proc.ancestors(client.identity.pid), self._leases_of)
         if found.lease is not None:
             return found
-        cgroup = process.cgroup(client.identity.pid)
+        cgroup = proc.cgroup(client.identity.pid)
         return attribution.by_cgroup(client, self._in_cgroup(cgroup, client.daemon))
 
     def leases_with(self, pid: int) -> Iterator[Lease]:
         """Yield the leases of its own uid that a process has, or its ancestors have, the nearest first."""
-        uid = process.real_uid(pid)
-        for ancestor in process.ancestors(pid):
+        uid = proc.real_uid(pid)
+        for ancestor in proc.ancestors(pid):
             yield from (lease for lease in self._leases_of(ancestor) if lease.owner.uid == uid)
 
     def opened(self, daemon: str) -> ReadBack:
@@ -84,7 +84,7 @@ class Clients:
             lease
             for lease in self._ledger.leases.values()
             if any(share.daemon == daemon for share in lease.shares)
-            and any(process.cgroup(each.pid) == cgroup for each in self._watch.of(lease.id))
+            and any(proc.cgroup(each.pid) == cgroup for each in self._watch.of(lease.id))
         ]
 
     def _detach(self, lease: Lease, left: tuple[ProcessIdentity, ...]) -> None:

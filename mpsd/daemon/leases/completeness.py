@@ -12,7 +12,7 @@ from mpsd.core.lifecycle import ANSWERED
 from mpsd.core.model import Daemon, ProcessIdentity
 from mpsd.daemon.leases.lease_store import LeaseStore
 from mpsd.daemon.record.log import EventName, Logger
-from mpsd.system import process
+from mpsd.system import proc
 
 _MOST_NAMED: Final = 8
 """Processes that are named in a sentence."""
@@ -71,7 +71,7 @@ class Completeness:
                 self._awaited[gpu] = present
                 pids = sorted(each.pid for each in present)
                 self._log.error(EventName.LEASES_INCOMPLETE, daemon=daemon.name, gpu=gpu, because=because, pids=pids)
-        left = {each for each in self._awaited.get(gpu, ()) if process.start_ticks(each.pid) == each.start_ticks}
+        left = {each for each in self._awaited.get(gpu, ()) if proc.start_ticks(each.pid) == each.start_ticks}
         if not left:
             self.clear(gpu, "every process that may have had a lease has ended")
             return ""
@@ -85,5 +85,5 @@ def _present(daemon: Daemon) -> set[ProcessIdentity] | None:
     if daemon.state not in ANSWERED or not daemon.verified or any(each.limits is None for each in servers):
         return None  # a busy server says nothing, as one without clients does
     pids = {pid for each in servers for pid in each.clients} | {each.pid for each in daemon.servers if each.orphan}
-    started = ((pid, process.start_ticks(pid)) for pid in pids)
+    started = ((pid, proc.start_ticks(pid)) for pid in pids)
     return {ProcessIdentity(pid, ticks) for pid, ticks in started if ticks is not None}

@@ -78,11 +78,6 @@ class Leases:
         self._offered: Iterable[Offer] | None = None
         settings.follow(self._configure)
 
-    @property
-    def _grace(self) -> float:
-        """Seconds for which a peer that hung up can come back with its request_id."""
-        return self._settings.current.admission.hang_up_grace
-
     def _configure(self, settings: Settings) -> None:
         self.ledger.rules = AdmissionRules.of(settings.admission)
 
@@ -141,7 +136,8 @@ class Leases:
         elif lease.request.request_id is None:
             self._end(lease.id, "mpsd was restarted, and the request has no request_id with which to continue")
         else:
-            self._pending[lease.id] = PendingRequest.waiting(lease.owner.uid, held_until=now + self._grace)
+            until = now + self._settings.current.admission.hang_up_grace
+            self._pending[lease.id] = PendingRequest.waiting(lease.owner.uid, held_until=until)
 
     def _process_gone(self, lease_id: str, gone: ProcessIdentity) -> None:
         """End a lease whose last process is gone, however it went; otherwise remove that process from its clients."""
@@ -153,8 +149,7 @@ class Leases:
         elif gone == lease.holder:
             self._end(lease_id, f"its holder, pid {gone.pid}, has exited")
         else:
-            because = f"its holder, pid {lease.holder.pid}, has exited, and so has its last client, pid {gone.pid}"
-            self._end(lease_id, because)
+            self._end(lease_id, f"its holder, pid {lease.holder.pid}, and its last client, pid {gone.pid}, have exited")
 
     def _end_overdue(self) -> None:
         now = clock.monotonic()
@@ -271,7 +266,7 @@ class Leases:
         elif is_full(self._pending.values(), pending.uid, most := self._settings.current.admission.hang_ups_per_uid):
             self._end(lease_id, f"its caller disconnected, as {most} others of its uid (admission.hang_ups_per_uid)")
         else:
-            pending.held_until = clock.monotonic() + self._grace
+            pending.held_until = clock.monotonic() + self._settings.current.admission.hang_up_grace
 
     async def release(self, lease_id: str, because: str) -> None:
         """End a lease, and return when that is stored; one that has ended already is fine. Raises StorageError."""

@@ -18,7 +18,7 @@ from mpsd.core.model import Lease, LeaseState, ProcessIdentity
 from mpsd.core.sanitize import text
 from mpsd.daemon.record.encoding import NOT_UNDERSTOOD
 from mpsd.daemon.record.log import EventName, Logger
-from mpsd.system import process
+from mpsd.system import proc
 
 _MOST_WORDS: Final = 200
 """Characters of an error that are worth repeating."""
@@ -72,7 +72,7 @@ class UnrestoredLease:
     def is_clear(self, occupied: Collection[str], gpus: Collection[str]) -> bool:
         """Tell whether nothing of what it holds is in use, by its processes, or by which GPUs may be occupied."""
         if self.processes is not None:
-            return all(process.start_ticks(each.pid) != each.start_ticks for each in self.processes)
+            return all(proc.start_ticks(each.pid) != each.start_ticks for each in self.processes)
         return bool(gpus) and not any(self.is_on(each) for each in occupied)
 
 

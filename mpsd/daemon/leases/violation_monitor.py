@@ -30,7 +30,7 @@ from mpsd.daemon.control.escalation import Terminate, end_client
 from mpsd.daemon.leases.clients import Clients
 from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.record.log import EventName, Logger
-from mpsd.system import clock, process, process_table
+from mpsd.system import clock, proc, process, process_table
 
 _UNCERTAIN: Final = frozenset({ViolationKind.MEMORY, ViolationKind.OUTSIDE})
 """NVML lists a process a moment before a control daemon does, and after: these have to be found twice."""
@@ -119,7 +119,7 @@ class ViolationMonitor:
                     known = self._seen.get(key)
                     found = known if known and known.server == server.pid else _client(identity, daemon, server)
                     # The look at its start comes last, so that what was read by its pid was its own.
-                    if found is not None and process.start_ticks(identity.pid) == identity.start_ticks:
+                    if found is not None and proc.start_ticks(identity.pid) == identity.start_ticks:
                         seen[key] = found
         self._seen = seen
 
@@ -193,7 +193,7 @@ class ViolationMonitor:
         servers = {server.pid for daemon in self._daemons.values() for server in daemon.servers}
         for gpu, usage in self._usages.items():
             for pid, each in usage.value.processes.items() if isinstance(usage, Known) else ():
-                ticks = process.start_ticks(pid) if pid not in servers else None
+                ticks = proc.start_ticks(pid) if pid not in servers else None
                 lease = next((each for each in self._clients.leases_with(pid) if _is_on(each, gpu)), None)
                 if ticks is not None and lease is not None:
                     self._held.setdefault((lease.id, gpu), {})[ProcessIdentity(pid, ticks)] = each
@@ -285,7 +285,7 @@ class ViolationMonitor:
             each.process == violation.process and self._policy(each) is OnViolation.TERMINATE for each in self._found
         ):
             task = self._endings.get(violation.process)
-            if task is not None and process.start_ticks(violation.process.pid) == violation.process.start_ticks:
+            if task is not None and proc.start_ticks(violation.process.pid) == violation.process.start_ticks:
                 del self._endings[violation.process]
                 task.cancel()
 
@@ -295,6 +295,6 @@ def _is_on(lease: Lease, gpu: str) -> bool:
 
 
 def _client(identity: ProcessIdentity, daemon: Daemon, server: Server) -> Client | None:
-    environment, uid = process.variables_of(identity.pid, violations.VARIABLES), process.real_uid(identity.pid)
+    environment, uid = proc.variables_of(identity.pid, violations.VARIABLES), proc.real_uid(identity.pid)
     ceiling = server.ceilings[identity]
     return None if uid is None else Client(identity, daemon.name, daemon.gpu, server.pid, ceiling, environment, uid)

@@ -130,8 +130,6 @@ class Node:
             self.leases.offer(self.offers())
             # Nobody was served yet: this task has not let go of the loop since mpsd began to listen.
             self.leases.restore()
-            self._look()
-            self._pipe_access.apply()
             self._shut_out()
             self.quarantine.follow(self._shut_out)
             # What is here now is here to stay: the collector need not look at it again, some thousand times a day.
@@ -204,9 +202,8 @@ class Node:
         ends = self.settings.current.on_violation(ViolationKind.QUARANTINED) is OnViolation.TERMINATE
         for lease in [each for each in self.leases.ledger.all() if each.owner.uid in self.quarantine.uids]:
             if ends or lease.state is LeaseState.WAITING:
-                with contextlib.suppress(
-                    StorageError
-                ):  # it has ended all the same, and is stored once that is possible
+                # Where it cannot be stored, it has ended all the same, and is stored once that is possible.
+                with contextlib.suppress(StorageError):
                     await self.leases.release(lease.id, f"uid {lease.owner.uid} is quarantined")
 
     def leave(self) -> None:
@@ -257,10 +254,9 @@ class Node:
         """Return a control daemon, and whether it may have clients whose leases were lost."""
         daemon = supervisor.snapshot()
         try:
-            incomplete = self.completeness.look(daemon)
+            return replace(daemon, incomplete=self.completeness.look(daemon))
         except StorageError as error:
-            incomplete = error.detail
-        return replace(daemon, incomplete=incomplete) if incomplete else daemon
+            return replace(daemon, incomplete=error.detail)
 
     def resume(self, supervisor: Supervisor, because: str) -> None:
         """Let people in again at an operator's word, who knows of clients without a lease. Raises StorageError."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from enum import StrEnum
 from functools import partial
-from math import inf
 from typing import Final, NamedTuple, TextIO
 
 import msgspec
@@ -107,7 +106,6 @@ _NAMESPACE: Final = uuid.UUID("6e9c2f64-0d5b-4f0e-9a55-b1c1a1d7f2c3")
 MESSAGE_IDS: Final = {each: uuid.uuid5(_NAMESPACE, each).hex for each in EventName}
 """What the journal knows each kind of event by: `journalctl MESSAGE_ID=...`. It stays as long as the event's name."""
 
-_MINUTE: Final = 60.0
 
 _SPECIAL: Final = set(' "=')
 """What a value has that is not a word, and stands between quotes in a text."""
@@ -189,28 +187,6 @@ class Logger:
     def defect(self, event: EventName, error: BaseException, **facts: object) -> None:
         """Tell a defect of mpsd's own, with its traceback."""
         self.error(event, **facts, exception="".join(traceback.format_exception(error)).rstrip("\n"))
-
-
-class LogLimit:
-    """Lets so many lines of one kind through in a minute, for what anybody can cause as often as he likes."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._since = -inf
-        self._logged = 0
-        self._left_out = 0
-
-    def next(self) -> dict[str, int] | None:
-        """Return what a line is to say of those that were left out before it; None for one that is left out."""
-        now = clock.monotonic()
-        if now - self._since >= _MINUTE:
-            self._since, self._logged = now, 0
-        if self._logged >= self._most:
-            self._left_out += 1
-            return None
-        more = {"left_out": self._left_out} if self._left_out else {}
-        self._logged, self._left_out = self._logged + 1, 0
-        return more
 
 
 class LibraryReports(logging.Handler):

@@ -13,7 +13,7 @@ from mpsd.core.mps.log_events import ClientArrived, ServerExited, ServerFailed, 
 from mpsd.core.mps.log_parser import LogReader, parse
 from mpsd.core.settings import Settings
 from mpsd.system import acl, clock, host_environment, path_safety, rundir
-from mpsd.system.process import start_ticks
+from mpsd.system.proc import start_ticks
 
 _TAIL: Final = 256 * 1024
 """Bytes of a log's end that are read."""

@@ -10,8 +10,8 @@ from mpsd.core.admission.admission import Amount
 from mpsd.core.admission.ledger import UserTotals
 from mpsd.core.admission.quota import check, quota_of, time_to_live
 from mpsd.core.errors import QuotaError
-from mpsd.core.model import UserNames
 from mpsd.core.roles import UserIdentity
+from mpsd.core.setting_parsers import UserNames
 from mpsd.core.settings import Quota, Settings
 from mpsd.core.units import GIB, MIB
 

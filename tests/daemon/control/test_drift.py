@@ -1,17 +1,23 @@
 """Any local user can change a control daemon's limits: that is seen, put back, and told with its command."""
 
+import json
+import signal
 from collections.abc import Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 
+from mpsd.core.settings import LogFormat
+from mpsd.daemon.record.bounded import BoundedLog
+from mpsd.daemon.record.log import EventName, configure
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import BRISK, LIMITS, PERCENTAGE, SOON, branches, by_hand, holding, program, undone, untouched
 from tests.harness import wait_until
 from tests.node import Node
-from tests.real import RealDaemon
+from tests.real import RealDaemon, real_daemons
 
 pytestmark = pytest.mark.real_daemon(535)
 
@@ -88,6 +94,76 @@ def test_both(node: Node, name: str) -> None:
     undone(node, name, "pinned_device_mem_limit")
     assert [each["command"] for each in node.daemons()[name]["undone"]] == commands
     assert by_hand(node, name) == (["50.0"], ["8G"])
+
+
+@pytest.mark.parametrize("real", branches(535, 550, 555))
+def test_client_priority(make_node: Start, real: RealDaemon) -> None:
+    """A default priority that a stranger lowered for everybody is put back, and told with its command."""
+    node = make_node(simulate=1, control=real.control, config=LIMITS).start()
+    command = "set_default_client_priority 1"
+    node.ask("gpu0", command)
+    seen = undone(node, "gpu0", "default_client_priority")
+    assert (seen["wanted"], seen["found"], seen["command"]) == (0, 1, command)
+    assert "default_client_priority was 1 instead of 0" in seen["because"]
+    assert node.ask("gpu0", "get_default_client_priority") == ["0"]
+    assert len(node.events("limit_drift", limit="default_client_priority")) == 1
+    assert node.daemons()["gpu0"]["state"] == "ready"
+
+
+def test_client_priority_while_away(make_node: Start) -> None:
+    """One that was lowered while there was no mpsd is put back by the next; the simulator's daemon is like NVIDIA's."""
+    for control in (real_daemons()[535], None):
+        node = make_node(simulate=1, control=control).start()
+        node.end(signal.SIGKILL)
+        node.ask("gpu0", "set_default_client_priority 1")
+        node.start()
+        undone(node, "gpu0", "default_client_priority")
+        assert node.ask("gpu0", "get_default_client_priority") == ["0"]
+
+
+@pytest.mark.parametrize("real", branches(470))
+def test_no_client_priority(make_node: Start, real: RealDaemon) -> None:
+    """A driver without priorities is asked once, and never again."""
+    node = make_node(simulate=1, control=real.control, config=PERCENTAGE).start()
+    node.ask("gpu0", "set_default_active_thread_percentage 10")
+    undone(node, "gpu0", "active_thread_percentage")
+    assert node.control_log("gpu0").read_text().count("client_priority") <= 2
+
+
+@pytest.mark.parametrize("real", branches())
+def test_flapping(make_node: Start, real: RealDaemon) -> None:
+    """A limit that somebody changes in a loop is put back each time, and fills no log: the rest is counted."""
+    node = make_node(simulate=1, control=real.control, config=PERCENTAGE).start()
+
+    def left_out() -> bool:
+        node.front_end("gpu0", "set_default_active_thread_percentage 10\n" * 20)
+        return len(node.events("foreign_command")) >= 32
+
+    wait_until(left_out, what="as much to be told as is in a minute", deadline=30)
+    for number in range(3):
+        node.ask("gpu0", f"set_default_active_thread_percentage 1{number}")
+        wait_until(lambda: by_hand(node, "gpu0", real)[0] == ["50.0"], what="it to be put back")
+    for event in ("foreign_command", "limit_drift", "limit_drift_ended"):
+        assert len(node.events(event)) <= 32
+
+
+def test_what_was_left_out_is_counted() -> None:
+    """Of one kind 32 are told in a minute, each kind by itself; the next line says how many were left out."""
+    with TemporaryFile("w+", encoding="utf-8") as stream:
+        bounded = BoundedLog(configure(LogFormat.JSON, stream=stream))
+        for number in range(40):
+            bounded.warning(EventName.FOREIGN_COMMAND, command=f"{number}")
+        bounded.warning(EventName.FOREIGN_COMMAND, command="many", left_out=100)
+        bounded.info(EventName.LIMIT_DRIFT_ENDED)
+        bounded.settle()
+        for budget in bounded._budgets.values():
+            budget.since -= 60
+        bounded.settle()
+        bounded.warning(EventName.FOREIGN_COMMAND, command="next")
+        stream.seek(0)
+        told = [json.loads(line) for line in stream]
+    assert [each["event"] for each in told].count("limit_drift_ended") == 1
+    assert [each.get("left_out") for each in told if each["event"] == "foreign_command"] == [None] * 32 + [109, None]
 
 
 def test_limit_where_none_is_wanted(make_node: Start) -> None:
@@ -184,7 +260,7 @@ def test_stranger_who_never_stops(node: Node, name: str) -> None:
 
 @pytest.mark.parametrize("real", branches())
 def test_a_hundred_in_a_row(make_node: Start, real: RealDaemon) -> None:
-    """However often somebody changes a limit, it is right again moments after the last time, and each is told."""
+    """However often somebody changes a limit, it is right again moments after the last time; 32 a minute are told."""
     node = make_node(simulate=1, control=real.control, config=PERCENTAGE).start()
     for number in range(100):
         node.ask("gpu0", f"set_default_active_thread_percentage {10 + number % 5}")
@@ -193,7 +269,7 @@ def test_a_hundred_in_a_row(make_node: Start, real: RealDaemon) -> None:
     )
 
     def told() -> int:
-        return sum(1 + line.get("left_out", 0) for line in node.events("foreign_command", daemon="gpu0"))
+        return len(node.events("foreign_command", daemon="gpu0"))
 
-    wait_until(lambda: told() == 100, what="each of them to be told", deadline=SOON)
+    wait_until(lambda: told() == 32, what="as many as are told in a minute", deadline=SOON)
     wait_until(lambda: not node.wait_for_state("gpu0", "ready")["drift"], what="mpsd to have read it", deadline=SOON)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mpsd.system import process
+from mpsd.system import proc
 from tests import real
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import event
@@ -40,7 +40,7 @@ def test_driver_root(make_node: Start, nvml: FakeNvml, short_tmp: Path) -> None:
     assert found is not None
     assert found.command.startswith(f"{root}/")
     links = node.root / "run" / "driver"
-    variables = process.variables_of(pid, {"LD_LIBRARY_PATH"})
+    variables = proc.variables_of(pid, {"LD_LIBRARY_PATH"})
     assert variables is not None
     assert variables["LD_LIBRARY_PATH"].split(":")[0] == str(links)
     assert {each.name for each in links.iterdir()} == {LIBRARY, "libcuda.so.1"}

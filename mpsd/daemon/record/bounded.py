@@ -1,0 +1,64 @@
+"""A logger for what anybody can cause as often as he likes: so many lines of a kind in a minute, and how many more."""
+
+from typing import Final
+
+from mpsd.daemon.record.log import EventName, Logger
+from mpsd.system import clock
+
+_MINUTE: Final = 60.0
+
+
+class _Budget:
+    """What was logged of one kind since a moment, and what was left out."""
+
+    def __init__(self, since: float) -> None:
+        self.since = since
+        self.logged = 0
+        self.left_out = 0
+
+
+class BoundedLog:
+    """Logs as a Logger does; beyond the most of a minute it counts, and the next line says how many were left out."""
+
+    def __init__(self, log: Logger, most: int = 32) -> None:
+        """`most` is how many lines of one kind are logged in a minute."""
+        self._log = log
+        self._most = most
+        self._budgets: dict[EventName, _Budget] = {}
+
+    def info(self, event: EventName, **facts: object) -> None:
+        """Log what is as it should be, unless there was too much of it."""
+        if (more := self._admitted(event, facts)) is not None:
+            self._log.info(event, **more)
+
+    def warning(self, event: EventName, **facts: object) -> None:
+        """Log what is not, unless there was too much of it."""
+        if (more := self._admitted(event, facts)) is not None:
+            self._log.warning(event, **more)
+
+    def defect(self, event: EventName, error: BaseException, **facts: object) -> None:
+        """Log a defect of mpsd's own, unless there was too much of it."""
+        if (more := self._admitted(event, facts)) is not None:
+            self._log.defect(event, error, **more)
+
+    def settle(self) -> None:
+        """Say how many were left out, where a minute is over and nothing came since; call it now and then."""
+        now = clock.monotonic()
+        for event, budget in self._budgets.items():
+            if budget.left_out and now - budget.since >= _MINUTE:
+                self._log.warning(event, left_out=budget.left_out)
+                budget.since, budget.logged, budget.left_out = now, 1, 0
+
+    def _admitted(self, event: EventName, facts: dict[str, object]) -> dict[str, object] | None:
+        """Return what is to be logged, or nothing where it is only counted."""
+        now = clock.monotonic()
+        budget = self._budgets.setdefault(event, _Budget(now))
+        if now - budget.since >= _MINUTE:
+            budget.since, budget.logged = now, 0
+        own = facts.get("left_out", 0)
+        left_out = budget.left_out + (own if isinstance(own, int) else 0)
+        if budget.logged >= self._most:
+            budget.left_out = left_out + 1
+            return None
+        budget.logged, budget.left_out = budget.logged + 1, 0
+        return {**facts, "left_out": left_out} if left_out else facts

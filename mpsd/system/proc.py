@@ -1,0 +1,153 @@
+"""What /proc says of one process: read at each question, and kept by nobody."""
+
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from mpsd.core.model import ProcessIdentity
+
+_DEEPEST: Final = 128
+"""Ancestors that are looked at; a process tree that is deeper is none that anybody made on purpose."""
+
+_MAXIMUM_STAT: Final = 4096
+"""Bytes of /proc/PID/stat that are read; it has some 50 numbers, and a name of 64 bytes at most."""
+
+
+def _stat(pid: int) -> list[bytes] | None:
+    """Return the fields of /proc/PID/stat from the third on (see proc(5)), or None when there is no such process."""
+    try:
+        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        stat = os.read(descriptor, _MAXIMUM_STAT)
+    except ProcessLookupError:
+        return None
+    finally:
+        os.close(descriptor)
+    # The second field is the program's name, in parentheses, and may itself hold any of these characters.
+    return stat.rpartition(b")")[2].split()
+
+
+class ProcessStat(NamedTuple):
+    """What /proc/PID/stat says of a process, as far as mpsd asks."""
+
+    is_zombie: bool
+    """Whether it has ended, and nobody has waited for it."""
+    parent: int
+    session: int
+    """The pid of the process that began its session."""
+    start_ticks: int
+
+
+def stat_of(pid: int) -> ProcessStat | None:
+    """Return what there is to say of a process, or None when there is none."""
+    fields = _stat(pid)
+    if fields is None:
+        return None
+    return ProcessStat(fields[0] in {b"Z", b"X"}, int(fields[1]), int(fields[3]), int(fields[19]))
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return a process's start time in clock ticks since boot, or None when there is no such process."""
+    fields = _stat(pid)
+    return None if fields is None else int(fields[19])
+
+
+def wait_status(identity: ProcessIdentity) -> int:
+    """Return how a process ended that its parent has not waited for yet, as wait(2) has it; 0 where that is not known.
+
+    Source: proc_pid_stat(5), exit_code.
+    """
+    fields = _stat(identity.pid)
+    return int(fields[49]) if fields is not None and int(fields[19]) == identity.start_ticks else 0
+
+
+def parent(pid: int) -> int | None:
+    """Return the pid of a process's parent, or None when there is no such process."""
+    fields = _stat(pid)
+    return None if fields is None else int(fields[1])
+
+
+def faults_of_children(pid: int) -> int | None:
+    """Return how many page faults the children had that a process has waited for, or None when there is none such.
+
+    The number grows with each child that has ended, and nobody but the kernel moves it. Source: proc(5), cminflt.
+    """
+    fields = _stat(pid)
+    return None if fields is None else int(fields[8])
+
+
+def ancestors(pid: int) -> Iterator[ProcessIdentity]:
+    """Yield a process and its ancestors, as far as they can be seen."""
+    for _ in range(_DEEPEST):
+        fields = _stat(pid) if pid > 0 else None
+        if fields is None:
+            return
+        yield ProcessIdentity(pid, int(fields[19]))
+        pid = int(fields[1])
+
+
+def cgroup(pid: int) -> str:
+    """Return the path of a process's control group; empty where there is no such process, or no group but the root.
+
+    Of the lines of /proc/PID/cgroup the one of systemd's own hierarchy, or of the unified one: where both are there, it
+    may be either that knows of groups. Source: cgroups(7).
+    """
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    paths = {line.split(":", 2)[1]: line.split(":", 2)[2] for line in lines if line.count(":") > 1}
+    return _within(paths.get("name=systemd", "")) or _within(paths.get("", ""))
+
+
+def _within(path: str) -> str:
+    """Return the path of a control group; empty for the root, which an mpsd in a cgroup namespace sees as `/../..`."""
+    return "" if set(path.split("/")) <= {"", ".."} else path.rstrip("/")
+
+
+def variables_of(pid: int, names: Collection[str]) -> dict[str, str] | None:
+    """Return those of these variables that a process was started with; None where that cannot be read.
+
+    What a process has done to its environment since is not in /proc/PID/environ. Source: proc(5).
+    """
+    try:
+        raw = Path(f"/proc/{pid}/environ").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    pairs = (entry.partition(b"=") for entry in raw.split(b"\0"))
+    return {
+        key: value.decode("utf-8", errors="replace")
+        for name, _, value in pairs
+        if (key := name.decode("utf-8", errors="replace")) in names
+    }
+
+
+def real_uid(pid: int) -> int | None:
+    """Return a process's real uid: whose it is, whatever a setuid program lets it do; None when it is gone."""
+    return next((int(uid) for uid in _status(pid, "Uid")), None)
+
+
+def _status(pid: int, name: str) -> list[str]:
+    """Return the words of a field of /proc/PID/status (see proc(5)); none when there is no such process."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return next((line.split()[1:] for line in status.split("\n") if line.startswith(f"{name}:")), [])
+
+
+def is_nested(pid: int) -> bool:
+    """Tell whether a process lives in a pid namespace below mpsd's own, where its numbers for processes mean others.
+
+    NSpid in /proc/PID/status lists a process's pid in each namespace from that of /proc downwards. Source: proc(5).
+    """
+    return len(_status(pid, "NSpid")) > 1
+
+
+def is_stopped(pid: int) -> bool:
+    """Tell whether a process is stopped, as after SIGSTOP; a cheap look that costs the process nothing."""
+    fields = _stat(pid)
+    return fields is not None and fields[0] in {b"T", b"t"}

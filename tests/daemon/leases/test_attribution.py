@@ -81,7 +81,7 @@ def test_parents_that_are_gone(node: Node) -> None:
         ended = wait_until(
             lambda: (found := lease(node, lease_id))["state"] == "ended" and found, what="the lease to end with it"
         )
-        assert ended["because"] == f"its holder, pid {holder.pid}, has exited, and so has its last client, pid {pid}"
+        assert ended["because"] == f"its holder, pid {holder.pid}, and its last client, pid {pid}, have exited"
     assert node.events("violation") == []
 
 

@@ -170,7 +170,7 @@ def of_gpu(view: GpuView) -> Iterator[Reason]:
 def of_daemon(daemon: Daemon) -> Iterator[Reason]:
     """Yield what is not well about a control daemon."""
     name = daemon.name
-    if daemon.state is not State.READY:
+    if daemon.state is not State.READY and not daemon.renewing:
         yield _not_ready(daemon)
     yield from _of_leases(daemon)
     for server in daemon.servers:

@@ -285,6 +285,8 @@ class Daemon:
     unknown_lines: UnknownLines = UnknownLines()
     operation: str | None = None
     """What an operator wants of it that is not done yet, and what that waits for."""
+    renewing: bool = False
+    """Whether it is being replaced for its next user: whoever asks for a lease waits for that moment."""
     restart_for: tuple[str, ...] = ()
     """The settings that it was not started with: a restart brings them."""
     unrestored: tuple[str, ...] = ()

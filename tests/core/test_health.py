@@ -248,11 +248,12 @@ def test_refusals(view: GpuView, found: Daemon, limit: str, kind: Kind) -> None:
     [
         (gpu(Health.OK), DAEMON),
         (GPU, daemon(servers=(Server(42, orphan=True), Server(43)))),
+        (GPU, daemon(state=State.STOPPING, renewing=True)),
         (GPU, daemon(log_silent_since=datetime(2026, 11, 22, tzinfo=UTC))),
     ],
 )
 def test_what_refuses_nobody(view: GpuView, found: Daemon) -> None:
-    """A GPU that was not restored, a server that outlived its control daemon, and a silent log keep nobody out."""
+    """What is merely untidy keeps nobody out, nor does a moment in which a control daemon is replaced for its user."""
     assert health.refusal(view, found) is None
 
 

@@ -82,6 +82,16 @@ class PipeAccess:
     def _wanted(self) -> frozenset[int] | None:
         return frozenset() if self._is_shut else self._admitted()
 
+    def was_anothers(self, uid: int) -> bool:
+        """Tell whether the control daemon, which serves one user at a time, has let in another uid before this one.
+
+        Where it serves many, or is open to everybody, it is all of theirs at any time.
+        """
+        let_in = self.let_in.let_in
+        if self._many_users is not False or let_in.everybody:
+            return False
+        return let_in.others or any(each != uid for each in let_in.uids)
+
     def open(self, uid: int) -> None:
         """Let a uid in that is wanted by now. Raises PipeAccessError."""
         if self._sure and (self._held is None or uid in self._held):

@@ -78,6 +78,8 @@ class Supervisor:
         self.drainer = Drainer(
             name, paths.operator_intent, leases=leases, pipe=self.pipe, settings=settings, log=self._log
         )
+        self._renewing = False
+        """Whether it is being replaced for its next user."""
         self._wanted = True  # whether it should run at all
         self._down = asyncio.Event()
         self.heartbeat = Heartbeat()
@@ -112,6 +114,7 @@ class Supervisor:
             has_mem_limit=self._observer.has_mem_limit,
             unknown_lines=self._control_log.unknown,
             operation=self.drainer.summary if desired.waits and desired.operation else None,
+            renewing=self._renewing,
             restart_for=self._instance.outdated(self._settings.current),
             unrestored=self._leases.unrestored(self.gpu.uuid),
         )
@@ -149,6 +152,18 @@ class Supervisor:
         if self._lifecycle.state not in ANSWERED:
             return f"it is {self._lifecycle.state}: {self._lifecycle.because}"
         return self._wanted_limits.trouble
+
+    def renew_for(self, uid: int) -> bool:
+        """Replace the daemon where its user was another until now, and nobody is left of that; tell whether it is so.
+
+        Whatever such a one still has open, the log's FIFO or a connection, is nothing to the daemon of the next user.
+        """
+        is_left = self._lifecycle.state is State.READY and self._pipe_access.was_anothers(uid)
+        if is_left and not self.drainer.desired.waits and not self._observer.present:
+            self._move(Event.STOP, f"it is replaced, since its next user is uid {uid}")
+            self._renewing = True
+            self.ask()
+        return self._renewing
 
     def intend(self, command: OperatorCommand) -> str:
         """Do what an operator wants, from now on; return the operation that it is part of now, if it is one.
@@ -243,6 +258,7 @@ class Supervisor:
     def _move(self, event: Event, because: str, hint: str | None = None) -> None:
         """Apply an event."""
         self._lifecycle.move(event, because, hint, self._instance.pid)
+        self._renewing = self._renewing and self._lifecycle.state in {State.STOPPING, State.DOWN, State.STARTING}
         if self._lifecycle.state is State.DOWN:
             self._down.set()
 

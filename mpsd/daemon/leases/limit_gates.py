@@ -116,10 +116,12 @@ class LimitGates:
 
         Raises PipeAccessError, and DaemonNotReadyError when a control daemon does not get that far.
         """
-        self._pipe_access.open(lease)
-        if self._is_open(lease):
-            return  # as mostly
         gates = [self._gates[share.daemon] for share in lease.shares if share.daemon in self._gates]
+        renewing = [gate.supervisor.renew_for(lease.owner.uid) for gate in gates]
+        if not any(renewing):
+            self._pipe_access.open(lease)
+            if self._is_open(lease):
+                return  # as mostly
         gates.sort(key=lambda gate: gate.supervisor.name)
         for gate in gates:
             gate.expected.ask(lease.id)
@@ -130,6 +132,7 @@ class LimitGates:
                     gate.expected.hold(lease.id)
                     self._settle(gate)
                 if all(gate.expected.is_open_to(lease.id) or not gate.expected.expects(lease.id) for gate in gates):
+                    self._pipe_access.open(lease)
                     return
         finally:
             for gate in gates:

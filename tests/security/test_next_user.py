@@ -1,0 +1,133 @@
+"""A control daemon that serves one user at a time is new for each: nothing that the last one has open reaches it.
+
+The subjects are NVIDIA's own control daemons.
+"""
+
+import subprocess
+import sys
+from typing import Any, Final
+
+import pytest
+
+from tests.daemon.caller import Caller, calling, needs_root
+from tests.daemon.conftest import Start
+from tests.daemon.helpers import branches, event
+from tests.harness import wait_until
+from tests.node import Node
+from tests.real import RealDaemon
+from tests.simulated_clients import SimulatedClient, variables
+
+ANN, BOB = 61401, 61402
+"""Two uids that have no rights and no name."""
+
+STAYS: Final = """
+import os, socket, sys
+uid = int(sys.argv[1])
+os.setgroups([])
+os.setresgid(uid, uid, uid)
+os.setresuid(uid, uid, uid)
+fifo = os.open(sys.argv[2] + "/log", os.O_WRONLY)
+print("open", flush=True)
+sys.stdin.readline()
+while True:
+    try:
+        os.write(fifo, os.urandom(4096))
+    except BrokenPipeError:
+        print("cut off", flush=True)
+        sys.stdin.readline()
+        break
+"""
+"""Keeps the FIFO open that a lease opened, and once it is told to, fills it for as long as anybody can read it."""
+
+
+def granted(caller: Caller, **more: Any) -> str:
+    """Ask for a small lease, and return its id."""
+    answer = caller.admit(**{"threads": 10, "memory": "1GiB", "gpu": "0", **more})
+    assert answer.status == 201, answer.body
+    lease: str = answer.json["id"]
+    return lease
+
+
+def end(caller: Caller, lease: str) -> None:
+    """End a lease."""
+    assert caller.request("DELETE", f"/v1/leases/{lease}").status == 204
+
+
+def pid(node: Node) -> int:
+    """Return the pid of the control daemon."""
+    found: int = node.daemons()["gpu0"]["pid"]
+    return found
+
+
+@needs_root
+@pytest.mark.parametrize("real", branches())
+class TestEveryDriver:
+    """On each of NVIDIA's control daemons."""
+
+    def test_next_user(self, make_node: Start, real: RealDaemon) -> None:
+        """The next user gets a new control daemon, also among many requests at once; the same user keeps it."""
+        node = make_node(simulate=1, control=real.control).start()
+        with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
+            first = pid(node)
+            end(ann, granted(ann))
+            end(ann, granted(ann))
+            assert pid(node) == first
+            lease = granted(bob)
+            second = pid(node)
+            assert second != first
+            granted(bob)
+            assert pid(node) == second
+            assert not node.events("daemon_death")
+            assert "its next user is uid" in event(node, "daemon_state", state="stopping")["because"]
+            # Who comes later waits for its turn, and gets a new one as well.
+            assert ann.admit(threads=10, memory="1GiB").json["limit"] == "user"
+            for each in node.get("/v1/leases").json["leases"]:
+                end(bob, each["id"])
+            assert lease
+            granted(ann)
+            assert pid(node) not in {first, second}
+
+    def test_what_the_last_one_keeps_open(self, make_node: Start, real: RealDaemon) -> None:
+        """Who fills the FIFO of its log after its lease has ended writes to nobody, and the next user has the GPU."""
+        node = make_node(simulate=1, control=real.control).start()
+        with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
+            lease = granted(ann)
+            command = [sys.executable, "-I", "-c", STAYS, str(ANN), str(node.pipe_directory("gpu0"))]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as stays:
+                assert stays.stdin is not None
+                assert stays.stdout is not None
+                assert stays.stdout.readline() == "open\n"
+                end(ann, lease)
+                granted(bob)
+                print(file=stays.stdin, flush=True)
+                assert stays.stdout.readline() == "cut off\n"
+                stays.communicate()
+            granted(bob)
+            assert node.daemons()["gpu0"]["state"] == "ready"
+            assert not node.events("log_silent")
+
+
+@needs_root
+@pytest.mark.parametrize("real", branches(555))
+def test_many_users(make_node: Start, real: RealDaemon) -> None:
+    """A control daemon that serves many users at a time serves the next one as well."""
+    node = make_node(simulate=1, control=real.control, config='[daemon]\nusers = "many"\n').start()
+    with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
+        first = pid(node)
+        end(ann, granted(ann))
+        granted(bob)
+        assert pid(node) == first
+
+
+@needs_root
+def test_clients_that_are_left(make_node: Start) -> None:
+    """While a client of the last user is there, its control daemon is left alone."""
+    node = make_node(simulate=1, control=None, config='[enforcement]\nunadmitted = "deny"\n').start()
+    first = pid(node)
+    with SimulatedClient(variables(node)) as client, calling(node.socket, uid=ANN) as ann:
+        wait_until(lambda: client.hello["ok"], what="the client to be there")
+        end(ann, granted(ann))
+        with calling(node.socket, uid=BOB) as bob:
+            granted(bob)
+        assert pid(node) == first
+        assert client.process.poll() is None

@@ -86,7 +86,9 @@ class TestSilence:
             write(ANN, node.pipe_directory("gpu0") / "log", b"x")
             # The last that anybody could have seen of it.
             node.ask("gpu0", SETS)
-            assert event(node, "log_silent")["daemon"] == "gpu0"
+            silent = event(node, "log_silent", daemon="gpu0")
+            assert silent["suspects"] == [ANN]
+            assert f"uid {ANN} had pipe access" in silent["because"]
             wait_until(lambda: is_put_back(node), what="the limit to be put back")
             assert reasons(node) == ["log_silent"]
             assert granted(ann)

@@ -21,6 +21,7 @@ from mpsd.core.mps.log_events import (
     Unaccounted,
 )
 from mpsd.core.mps.log_parser import CommandOrigin, LogReader, parse
+from mpsd.core.supervision.suspects import LetIn
 from mpsd.daemon.control.log_silence import LogSilence
 from mpsd.daemon.record import encoding
 from mpsd.daemon.record.bounded import BoundedLog
@@ -67,17 +68,18 @@ class ControlLog:
         *,
         woken: Callable[[], None],
         changed: Callable[[], None],
+        suspects: Callable[[], LetIn],
     ) -> None:
         """`woken` is called when the log has something for which the daemon is to be asked at once.
 
-        `changed` is called when its servers serve otherwise than before.
+        `changed` is called when its servers serve otherwise than before; `suspects` returns who could have ended it.
         """
         stored = _stored_position(paths, log)
         self.size = size
         """Bytes that each of the two files may keep."""
         self.key = stored.key if stored else secrets.token_hex(8)
         """By what mpsd's own conversations with this daemon are known in the log: those of the mpsd before as well."""
-        self.silence = LogSilence(paths, log, changed)
+        self.silence = LogSilence(paths, log, changed=changed, suspects=suspects)
         self.foreign = 0
         """Commands of others, so far."""
         self.unexplained: tuple[str, ...] = ()

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Final
 
+from mpsd.core.supervision.suspects import LetIn
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock, log_file
 from mpsd.system.rundir import DaemonPaths
@@ -26,13 +27,19 @@ _PAUSE: Final = 0.05
 class LogSilence:
     """Whether the log of one control daemon says what it should."""
 
-    def __init__(self, paths: DaemonPaths, log: Logger, changed: Callable[[], None]) -> None:
-        """`changed` is called when the log falls silent, and when it shows something again."""
+    def __init__(
+        self, paths: DaemonPaths, log: Logger, *, changed: Callable[[], None], suspects: Callable[[], LetIn]
+    ) -> None:
+        """`changed` is called when the log falls silent, and when it shows something again.
+
+        `suspects` returns who could have brought that about.
+        """
         self.since: datetime | None = None
         """Since when it is known to be silent; None where it is not."""
         self._paths = paths
         self._log = log
         self._changed = changed
+        self._suspects = suspects
         self._nonce = ""
         self._missing_since: float | None = None
         """When the first conversation ended that has not shown yet."""
@@ -87,8 +94,10 @@ class LogSilence:
 
     def _note(self, because: str) -> None:
         if self.since is None:
-            self.since = clock.now()
-            self._log.warning(EventName.LOG_SILENT, because=because)
+            self.since, suspects = clock.now(), self._suspects()
+            if suspects.anybody:
+                because += f"; {suspects} had pipe access"
+            self._log.warning(EventName.LOG_SILENT, because=because, suspects=list(suspects.uids))
             self._changed()
 
     def _unread(self, *, awake: bool) -> bool:

@@ -68,7 +68,14 @@ class Supervisor:
         self._reset_hint = f"fix the cause, then: mpsctl reset {name}"
         self._wake = asyncio.Event()
         paths, daemon = pipe_access.paths, settings.current.daemon
-        self._control_log = ControlLog(paths, daemon.log_size, self._log, woken=self._wake.set, changed=changed)
+        self._control_log = ControlLog(
+            paths,
+            daemon.log_size,
+            self._log,
+            woken=self._wake.set,
+            changed=changed,
+            suspects=lambda: pipe_access.let_in.let_in,
+        )
         self.pipe = self._launcher.pipe(daemon.answer_deadline, self._control_log.key)
         self._observer = Observer(paths, self._control_log, self.pipe, self._log)
         self._instance = Instance(self._launcher, self._observer, self._log, self._wake.set)

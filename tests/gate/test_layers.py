@@ -105,7 +105,7 @@ LONGEST: Final = 400
 
 LONGER: Final[dict[str, str]] = {
     "mpsd/core/settings.py": "it is one table, and a row of it is a line: split, it would be two tables",
-    "mpsd/daemon/control/supervisor.py": "it is one loop and the one mover of its state: split, it would be passed around",
+    "mpsd/daemon/control/supervisor.py": "it is one loop, and the one that moves its state",
 }
 """Modules that may be longer than LONGEST lines, each with its argument."""
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.daemon.caller import Caller, calling, needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import branches, event
+from tests.daemon.helpers import BRISK, branches, event
 from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon
@@ -38,6 +38,20 @@ while True:
         break
 """
 """Keeps the FIFO open that a lease opened, and once it is told to, fills it for as long as anybody can read it."""
+
+
+SITS: Final = """
+import os, socket, sys
+uid = int(sys.argv[1])
+os.setgroups([])
+os.setresgid(uid, uid, uid)
+os.setresuid(uid, uid, uid)
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as seat:
+    seat.connect(sys.argv[2] + "/control")
+    print("open", flush=True)
+    sys.stdin.read()
+"""
+"""Connects, and says nothing: a control daemon answers nobody else meanwhile."""
 
 
 def granted(caller: Caller, **more: Any) -> str:
@@ -105,6 +119,26 @@ class TestEveryDriver:
             granted(bob)
             assert node.daemons()["gpu0"]["state"] == "ready"
             assert not node.events("log_silent")
+
+    @pytest.mark.slow
+    def test_who_keeps_the_seat(self, make_node: Start, real: RealDaemon) -> None:
+        """Who keeps the only seat after its lease has ended keeps it of a daemon that is replaced for that."""
+        node = make_node(simulate=1, control=real.control, config=BRISK).start()
+        with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
+            lease, first = granted(ann), pid(node)
+            command = [sys.executable, "-I", "-c", SITS, str(ANN), str(node.pipe_directory("gpu0"))]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sits:
+                assert sits.stdout is not None
+                assert sits.stdout.readline() == "open\n"
+                # Its own lease has it do so with its own GPU.
+                node.wait_for_state("gpu0", "unresponsive")
+                assert pid(node) == first
+                end(ann, lease)
+                node.wait_for_state("gpu0", "ready", deadline=40)
+                assert pid(node) != first
+                granted(bob)
+                sits.communicate()
+            assert not node.events("daemon_death")
 
 
 @needs_root

@@ -235,8 +235,18 @@ class Observer:
             await self.pipe.hold(talk)
             self.control_log.silence.expect(self.pipe.nonce)
         except (ControlBusyError, ControlUnresponsiveError) as error:
-            error.detail += await asyncio.to_thread(_connected, self._paths.control_sockets)
+            try:
+                error.detail += _named(await self.connected())
+            except OSError as unknown:
+                error.detail += f"; who is connected to it is not known: {unknown.strerror}"
             raise
+
+    async def connected(self) -> dict[int, int | None]:
+        """Return the processes that are connected to the daemon, as the kernel has it, each with its real uid.
+
+        One of them has its only seat. One that mpsd cannot see is there as process 0. Raises OSError.
+        """
+        return await asyncio.to_thread(_connected, self._paths.control_sockets)
 
     async def _register(
         self, pids: tuple[int, ...], known: "list[_Questions]", limits: Limits | None
@@ -356,16 +366,17 @@ class Observer:
         return bool(self._orphans)
 
 
-def _connected(sockets: Iterable[Path]) -> str:
-    """Say who is connected to a control daemon, as the kernel has it: one of those has its only seat."""
-    try:
-        peers = [inode for each in sockets for inode in unix_sockets.connected(each)]
-        pids = process_table.holding(peers)
-    except OSError as error:
-        return f"; who is connected to it is not known: {error.strerror}"
-    holders = [f"pid {pid} (uid {process_table.real_uid(pid)})" for pid in pids]
+def _connected(sockets: Iterable[Path]) -> dict[int, int | None]:
+    peers = [inode for each in sockets for inode in unix_sockets.connected(each)]
+    pids = process_table.holding(peers)
+    return {pid: process_table.real_uid(pid) for pid in pids} or dict.fromkeys(range(bool(peers)))
+
+
+def _named(connected: Mapping[int, int | None]) -> str:
+    """Name who is connected, for the end of a sentence."""
+    named = [f"pid {pid} (uid {uid})" for pid, uid in connected.items() if pid]
     unseen = ["a process that mpsd cannot see, as in another pid namespace"]
-    return f"; connected to it: {', '.join(holders[:_MOST_NAMED] or unseen)}" if peers else ""
+    return f"; connected to it: {', '.join(named[:_MOST_NAMED] or unseen)}" if connected else ""
 
 
 def _read_back(values: Mapping[Limit, LimitValue]) -> ReadBack:

@@ -92,6 +92,11 @@ class PipeAccess:
             return False
         return let_in.others or any(each != uid for each in let_in.uids)
 
+    def are_last_users(self, uids: Collection[int | None]) -> bool:
+        """Tell whether all of these are uids that a control daemon let in which serves one user at a time."""
+        let_in = self.let_in.let_in
+        return self._many_users is False and not let_in.everybody and bool(uids) and {*uids} <= {*let_in.uids}
+
     def open(self, uid: int) -> None:
         """Let a uid in that is wanted by now. Raises PipeAccessError."""
         if self._sure and (self._held is None or uid in self._held):

@@ -332,6 +332,9 @@ class Supervisor:
         await self._instance.find_orphans()
         desired = self.drainer.desired
         stopped = proc.is_stopped(self._instance.process.pid)
+        if not stopped and self._lifecycle.state is State.UNRESPONSIVE and await self._is_kept_by_last_user():
+            self._move(Event.STOP, f"it is replaced, since its last user keeps it busy: {self._lifecycle.because}")
+            return
         is_stuck = stopped and self._lifecycle.state is State.UNRESPONSIVE
         if any((self._observer.check(awake=not stopped), not self._pipe_access.look(), is_stuck)):
             # There is reason to ask at once; one that is known to be stopped cannot answer before it goes on.
@@ -347,6 +350,17 @@ class Supervisor:
         # Who is there was asked since it was wanted, or it is asked now.
         if desired is self.drainer.desired and not self._drain():
             await self._sleep(clock.until_next(_TICK))
+
+    async def _is_kept_by_last_user(self) -> bool:
+        """Tell whether a daemon answers nobody because of its last user's connection, and nobody else is there.
+
+        Nobody can have become a client since: the connection has the one seat.
+        """
+        if any(self._leases.on(self.name)) or any(proc.start_ticks(each.pid) for each in self._observer.present):
+            return False
+        with contextlib.suppress(OSError):
+            return self._pipe_access.are_last_users((await self._observer.connected()).values())
+        return False
 
     async def _probe(self) -> bool:
         """Talk to the daemon, and let the state be what comes of it; tell whether it could be reached at all."""

@@ -286,7 +286,7 @@ class Daemon:
     operation: str | None = None
     """What an operator wants of it that is not done yet, and what that waits for."""
     renewing: bool = False
-    """Whether it is being replaced for its next user: whoever asks for a lease waits for that moment."""
+    """Whether it is being replaced for its next user."""
     restart_for: tuple[str, ...] = ()
     """The settings that it was not started with: a restart brings them."""
     unrestored: tuple[str, ...] = ()
@@ -361,9 +361,6 @@ class Lease(Struct, frozen=True):
     expires: float | None = None
     granted: Moment | None = None
     ended: Moment | None = None
-
-
-# -- violations --------------------------------------------------------------------------------------------------------
 
 
 class Suspect(Struct, frozen=True):

@@ -53,7 +53,7 @@ def unread(make_node: Start, request: pytest.FixtureRequest) -> Iterator[Unread]
     """Start an mpsd whose log goes into something that nobody reads; give the node and both ends of that."""
     make: Callable[[], tuple[int, int]] = request.param
     mine, its = make()
-    node = make_node(simulate=1, config='[log]\nformat = "json"\n')
+    node = make_node(simulate=1, config='[log]\nformat = "json"\n[api]\nlines_per_uid = 1000000\n')
     try:
         node.process = subprocess.Popen(
             node.command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=its, cwd=_ROOT
@@ -138,7 +138,7 @@ def test_mpsd_ends(unread: Unread) -> None:
 
 def test_reader_is_gone(make_node: Start) -> None:
     """Lines into a pipe whose reader has gone are lost, and nothing else; mpsd counts them."""
-    node = make_node(simulate=1, config='[log]\nformat = "json"\n')
+    node = make_node(simulate=1, config='[log]\nformat = "json"\n[api]\nlines_per_uid = 1000000\n')
     with subprocess.Popen(
         node.command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=_ROOT
     ) as process:

@@ -299,7 +299,7 @@ def test_clients_outlive_the_holder(tmp_path: Path, *, restarted: bool) -> None:
         assert leases.find(lease).state is LeaseState.ACTIVE
         os.kill(second, signal.SIGKILL)
         await eventually(lambda: leases.find(lease).state is LeaseState.ENDED, what="the lease to end")
-        because = f"its holder, pid {parent}, has exited, and so has its last client, pid {second}"
+        because = f"its holder, pid {parent}, and its last client, pid {second}, have exited"
         assert leases.find(lease).because == because
 
     with family() as pids:

@@ -332,7 +332,7 @@ class Supervisor:
         await self._instance.find_orphans()
         desired = self.drainer.desired
         stopped = proc.is_stopped(self._instance.process.pid)
-        if not stopped and self._lifecycle.state is State.UNRESPONSIVE and await self._is_kept_by_last_user():
+        if not stopped and self._lifecycle.state is State.UNRESPONSIVE and await self._is_blocked_by_last_user():
             self._move(Event.STOP, f"it is replaced, since its last user keeps it busy: {self._lifecycle.because}")
             return
         is_stuck = stopped and self._lifecycle.state is State.UNRESPONSIVE
@@ -351,7 +351,7 @@ class Supervisor:
         if desired is self.drainer.desired and not self._drain():
             await self._sleep(clock.until_next(_TICK))
 
-    async def _is_kept_by_last_user(self) -> bool:
+    async def _is_blocked_by_last_user(self) -> bool:
         """Tell whether a daemon answers nobody because of its last user's connection, and nobody else is there.
 
         Nobody can have become a client since: the connection has the one seat.

@@ -168,9 +168,10 @@ def test_storm(make_node: Start, request: pytest.FixtureRequest, short_tmp: Path
 
 @pytest.mark.slow
 def test_killed_in_a_storm(make_node: Start) -> None:
-    """An mpsd that is killed again and again while a stranger talks misses nothing.
+    """An mpsd that is killed again and again while a stranger talks misses nothing of what a person could read.
 
-    What it told and had no time to note, the next one tells again: no more than one reading for each time.
+    What it told and had no time to note, the next one tells again: no more than one reading for each time. What it
+    counted, since it was too much to tell one by one, and had no time to say, is all that is lost with it.
     """
     node = make_node(simulate=1, config=f'{LIMITS}[daemon]\nlog_size = "64KiB"\n').start()
     commands, kills = _LINES // 2, 0
@@ -186,14 +187,15 @@ def test_killed_in_a_storm(make_node: Start) -> None:
             kills += 1
     last = numbered(commands - 1)
     wait_until(lambda: node.events("foreign_command", command=last), what="the last of them to be told")
-    following = again = 0
+    following = again = lost = 0
     for event in node.events("foreign_command"):
         number = int(event["command"].split()[-1])
         first = number - event.get("left_out", 0)
-        assert first <= following
-        again += following - first
+        lost += first > following
+        again += max(following - first, 0)
         following = number + 1
     assert following == commands
+    assert lost <= kills
     assert kills  # a slow machine has time for one
     assert again < kills * _READING
 

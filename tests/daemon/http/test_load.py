@@ -48,7 +48,10 @@ CONFIG: Final = """
 header_deadline = 1.0
 requests_per_uid = 8
 events = 100
+[enforcement]
+unadmitted = "allow"
 """
+"""With "deny", a control daemon would be replaced for each other user, in the middle of a test."""
 
 Connect: TypeAlias = Callable[..., Talk]
 """Connects to a node as some user; the connection stays until the test is over."""

@@ -16,7 +16,7 @@ import pytest
 
 from tests.daemon.caller import Caller, calling, needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import branches, event, kill, next_ready, stopped
+from tests.daemon.helpers import branches, event, kill, next_ready, program, stopped
 from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon
@@ -118,6 +118,18 @@ class TestSilence:
             assert event(node, "log_silent")["daemon"] == "gpu0"
             node.ask("gpu0", SETS)
             wait_until(lambda: is_put_back(node), what="the limit to be put back")
+
+
+@pytest.mark.parametrize("real", branches(535))
+def test_front_end_that_ends_late(make_node: Start, short_tmp: Path, real: RealDaemon) -> None:
+    """A log that showed a conversation before its front-end had ended is not silent, as on a busy machine."""
+    late = f'[ "$1" = -f ] && exec {real.control} "$@"\n{real.control} "$@"\nstatus=$?\nsleep 0.3\nexit $status'
+    config = "[daemon]\nprobe_interval = 600\n"
+    node = make_node(simulate=1, control=program(short_tmp / "late", late), config=config).start()
+    answer = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB", "ttl": 3})
+    assert answer.status == 201, answer.body
+    event(node, "lease_ended", lease=answer.json["id"])
+    assert not node.events("log_silent")
 
 
 @pytest.mark.parametrize("real", branches())

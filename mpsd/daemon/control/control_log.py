@@ -133,6 +133,11 @@ class ControlLog:
         has_reason_to_ask, self._has_reason_to_ask = self._has_reason_to_ask, False
         return self.silence.check(awake=awake) or has_reason_to_ask
 
+    def expect(self, nonce: str) -> None:
+        """Note that a conversation of mpsd's has ended: it shows in the log, or did before its front-end had ended."""
+        self.silence.expect(nonce)
+        self.silence.shown(self._reader.last_nonce)
+
     def begin(self) -> None:
         """Draw a key for a control daemon that is about to start: who knows that of the one before has no use of it."""
         self.key = secrets.token_hex(8)

@@ -233,7 +233,7 @@ class Observer:
     async def _hold(self, talk: Conversation) -> None:
         try:
             await self.pipe.hold(talk)
-            self.control_log.silence.expect(self.pipe.nonce)
+            self.control_log.expect(self.pipe.nonce)
         except (ControlBusyError, ControlUnresponsiveError) as error:
             try:
                 error.detail += _named(await self.connected())

@@ -6,21 +6,46 @@ import os
 import select
 import signal
 import socket
+import sys
 from collections import Counter
 from pathlib import Path
+from typing import Final
 
+from mpsd.simulator import client
 from tests.daemon.helpers import is_running
-from tests.harness import look_at
+from tests.driven_program import DrivenProgram
+from tests.harness import look_at, wait_until
 from tests.node import Answer, Node
-from tests.simulated_clients import WAITS, SimulatedClient, variables
+from tests.simulated_clients import WAITS, variables
+
+AS_USER: Final = """
+import os, sys
+import mpsd.simulator.client as client
+uid, waits = int(sys.argv[1]), sys.argv[2] == "waits"
+os.setgroups([])
+os.setresgid(uid, uid, uid)
+os.setresuid(uid, uid, uid)
+while waits and (said := os.read(0, 1)) != b"\\n":
+    if not said:
+        sys.exit()
+sys.exit(client.main())
+"""
+"""A client that becomes another user's before all else, who need not be able to read what it was started from."""
 
 
-class Member(SimulatedClient):
+class Member(DrivenProgram):
     """A process that may hold a lease, and becomes a client when it is told to; each end of it has its reason."""
 
-    def __init__(self, node: Node, daemon: str, *, goes: bool) -> None:
-        """Start it; one that `goes` is a client at once, and others wait to be told."""
-        super().__init__(variables(node, daemon), before=() if goes else WAITS)
+    def __init__(self, node: Node, daemon: str, *, goes: bool, uid: int | None = None) -> None:
+        """Start it, as this user; one that `goes` is a client at once, and others wait to be told."""
+        before = () if goes else WAITS
+        if uid is None:
+            command = [*before, *client.program()]
+        else:
+            command = [sys.executable, "-c", AS_USER, str(uid), "goes" if goes else "waits"]
+        super().__init__(command, variables(node, daemon))
+        if uid is not None:
+            wait_until(lambda: is_user(self.pid, uid), what=f"process {self.pid} to be of uid {uid}")
         self.daemon = daemon
         self.lease = ""
         self.went = goes
@@ -65,6 +90,12 @@ class Member(SimulatedClient):
         """End it whatever happens."""
         with self:
             pass
+
+
+def is_user(pid: int, uid: int) -> bool:
+    """Tell whether a process is this user's, wholly."""
+    text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    return f"\nUid:\t{uid}\t{uid}\t{uid}\t{uid}\n" in text
 
 
 class Request:
@@ -140,3 +171,12 @@ def figures(pid: int) -> tuple[Counter[str], int]:
             kinds[os.readlink(link).partition("[")[0]] += 1  # noqa: PTH115 - most of these are no paths
     pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
     return kinds, pages * os.sysconf("SC_PAGESIZE") >> 20
+
+
+def watched(pid: int) -> list[str]:
+    """Return the processes that a process has a pidfd of, and what each of them is; -1 is one that is gone."""
+    found = []
+    for each in Path(f"/proc/{pid}/fdinfo").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found += [line.split()[1] for line in each.read_text(encoding="ascii").splitlines() if "Pid:" in line[:4]]
+    return [f"{each}: {look_at(int(each))}" for each in found]

@@ -28,8 +28,14 @@ grace = 0.3
 """
 """No death counts for long, so that the next start waits for nothing."""
 
+REFUSALS: Final = frozenset({"does_not_fit", "daemon_not_ready", "invalid_request", "stopping"})
+"""What a request for a lease is answered: it is full, held, or its control daemon was killed; or its holder was."""
+
 MOST: Final = 6
 """Leases at a time on one GPU: as many as always fit."""
+
+LONG: Final = 3.0
+"""Seconds of one thing that are worth a word."""
 
 PEACE: Final = 60.0
 """Seconds within which all of it settles, on a machine with much else to do; some tenths are usual."""
@@ -52,6 +58,12 @@ class Chaos:
     frozen: list[int] = field(default_factory=list)
     kills: int = 0
     """How often mpsd was killed."""
+    ends: tuple[str, ...] = ("admission", "drain", "restart", "nothing", "ask it to end")
+    """What mpsd may be at when it is killed."""
+    between: int = 8
+    """Things that happen at most before it is left in peace."""
+    outlaws: frozenset[int] = frozenset()
+    """Uids whose leases nobody owes anything, and who tell nobody what they were granted."""
 
     def __post_init__(self) -> None:
         """Begin the book."""
@@ -73,7 +85,10 @@ class Chaos:
     def _do(self, step: str) -> None:
         sys.stdout.write(f"{step} ")
         self.records.faults[step] += 1
+        begun = time.monotonic()
         getattr(self, step)()
+        if (took := time.monotonic() - begun) > LONG:
+            sys.stdout.write(f"({took:.0f} s) ")
 
     def _daemon(self) -> str:
         return self.dice.choice(self.daemons)
@@ -130,8 +145,7 @@ class Chaos:
                 why_it_may_end = member.may_end
             self.records.note_grant(answer.json, why_it_may_end)
             return
-        # It is full, held, or its control daemon was killed a moment ago; or its holder was.
-        assert answer.json["code"] in {"does_not_fit", "daemon_not_ready", "invalid_request", "stopping"}, answer.body
+        assert answer.json["code"] in REFUSALS, answer.body
         member.cut_down()
 
     def wait(self) -> None:
@@ -280,7 +294,7 @@ class Chaos:
         self.records.kills.append((now(), daemon))
         self._operate(daemon, "restart", 0)
 
-    def _replace_unreachable(self) -> None:
+    def _attend(self) -> None:
         """Replace what mpsd leaves alone, for its clients' sake: a resume came between removal and restart."""
         for name, daemon in self.node.daemons().items():
             if daemon["state"] == "unresponsive" and not (self.node.pipe_directory(name) / "control").exists():
@@ -304,7 +318,7 @@ class Chaos:
 
     def kill_mpsd(self) -> None:
         """Kill mpsd, most often while a request is on its way, and start it again; somebody may leave in between."""
-        match self.dice.choice(["admission", "drain", "restart", "nothing", "ask it to end"]):
+        match self.dice.choice(self.ends):
             case "admission":
                 member = self._member(self._daemon())
                 request = self._ask_for(self._asked(member))
@@ -357,10 +371,11 @@ class Chaos:
     def settles(self) -> None:
         """Leave it in peace, wait until nothing is pending, and compare what is in force with what the leases say."""
         self._thaw()
+        begun = time.monotonic()
         last: list[str] = []
 
         def settled() -> bool:
-            self._replace_unreachable()
+            self._attend()
             last[:] = [Settled(self).pending()]
             return not last[0]
 
@@ -371,7 +386,7 @@ class Chaos:
         for each in [each for each in self.members if each.ended]:
             each.close()
             self.members.remove(each)
-        sys.stdout.write("-> settled\n")
+        sys.stdout.write(f"-> settled in {time.monotonic() - begun:.1f} s\n")
 
     def clear(self) -> None:
         """Have everybody leave, and every control daemon run, and wait until it is so; nothing may go on then."""

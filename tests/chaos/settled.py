@@ -35,11 +35,10 @@ class Settled:
         if gone := [each.pid for each in self.chaos.members if each.may_end and not each.ended]:
             return f"{gone} are still there"
         granted = {name: lease for name, lease in leases.items() if lease["state"] in {"granted", "active"}}
-        if given_up := [
-            each for each in granted if self.chaos.records.given_up.get(each, "it expires") != "it expires"
-        ]:
+        owed = {name for name, lease in granted.items() if lease["owner"]["uid"] not in self.chaos.outlaws}
+        if given_up := [each for each in owed if self.chaos.records.given_up.get(each, "it expires") != "it expires"]:
             return f"{given_up} are not over"
-        if unpublished := granted.keys() - self.chaos.records.granted.keys():
+        if unpublished := owed - self.chaos.records.granted.keys():
             # Whoever did not hear of it has ended, and it ends with them.
             return f"nobody was told of {unpublished}"
         running = []

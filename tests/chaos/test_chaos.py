@@ -22,7 +22,7 @@ from typing import Final
 
 import pytest
 
-from tests.chaos.actors import figures
+from tests.chaos.actors import figures, watched
 from tests.chaos.chaos import CONFIG, Chaos
 from tests.chaos.conftest import Start
 from tests.real import real_daemons
@@ -31,10 +31,10 @@ pytestmark = pytest.mark.slow
 
 SECONDS: Final = float(os.environ.get("MPSD_CHAOS_SECONDS", "8"))
 KILLS: Final = int(os.environ.get("MPSD_CHAOS_KILLS", "6"))
-BETWEEN: Final = 8
-"""Things that happen at most before it is left in peace."""
 LAST_WORDS: Final = 30_000
 """Bytes of mpsd's log that are shown after a failure."""
+REST: Final = 1.5
+"""Seconds within which mpsd lets go of the processes of leases that have ended: it does so twice a second."""
 MORE: Final = 20
 """MiB that mpsd may hold after chaos beyond what a new one does."""
 
@@ -45,7 +45,7 @@ def run(chaos: Chaos, goes_on: Callable[[], bool]) -> None:
     try:
         chaos.settles()
         while goes_on():
-            for _ in range(chaos.dice.randint(1, BETWEEN)):
+            for _ in range(chaos.dice.randint(1, chaos.between)):
                 chaos.happens()
                 chaos.linger()
             chaos.settles()
@@ -84,18 +84,23 @@ def told(chaos: Chaos) -> str:
 def holds_no_more_than_a_new_one(chaos: Chaos) -> None:
     """See that mpsd has let go of every descriptor and all memory that it needed for what befell it."""
     descriptors, memory = at_rest(chaos)
+    others = watched(chaos.node.pid)
     chaos.node.end()
     chaos.node.start()
     chaos.grant()  # its store opens what it needs for that
     chaos.clear()
     new_descriptors, new_memory = at_rest(chaos)
-    assert descriptors <= new_descriptors, f"{descriptors} are more than {new_descriptors}"
+    assert descriptors <= new_descriptors, f"{descriptors} are more than {new_descriptors}; it watched {others}"
     assert memory <= new_memory + MORE
 
 
 def at_rest(chaos: Chaos) -> tuple[Counter[str], int]:
     """Return what mpsd holds while it talks to nobody: the least of some looks."""
-    looks = [figures(chaos.node.pid) for _ in range(100) if chaos.look() == {}]
+    looks: list[tuple[Counter[str], int]] = []
+    end = time.monotonic() + REST
+    while time.monotonic() < end or len(looks) < 100:
+        assert not chaos.look()
+        looks.append(figures(chaos.node.pid))
     return min((kinds for kinds, _ in looks), key=Counter.total), max(memory for _, memory in looks)
 
 

@@ -1,0 +1,150 @@
+"""An honest user as a process of its own uid: it takes, renews and gives back leases, and says how long each took.
+
+It is started by tests.chaos.users with one argument, a `Plan` as JSON, and knows nothing of mpsd but its socket. What
+it did and heard it says on stdout, a line of JSON each: a lease that it was granted; one that it is about to give back,
+before it asks for that; one that mpsd said has ended; and each request, with its moments on the clock that does not
+jump. A request that was not answered, since mpsd died, is made again until it is: a lease by its `request_id`. It stops
+when it is told to `pause` or to `leave` (without leases), says that it is `idle`, and goes on at another line.
+"""
+
+import json
+import os
+import random
+import select
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+MOST: Final = 3
+"""Leases that it has at a time."""
+
+PATIENCE: Final = 60.0
+"""Seconds without an answer after which nobody answers any more."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who it is, and what it asks for."""
+
+    socket: str
+    uid: int
+    seed: int
+    gpu: str
+
+
+def main() -> None:
+    """Become the user, and use the node until stdin ends."""
+    plan = Plan(**json.loads(sys.argv[1]))
+    os.setgroups([])
+    os.setresgid(plan.uid, plan.uid, plan.uid)
+    os.setresuid(plan.uid, plan.uid, plan.uid)
+    _HonestUser(plan).live()
+
+
+class _HonestUser:
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._dice = random.Random(plan.seed)
+        self._orders: list[str] = []
+        """What it was told to do, in words, and has not done yet."""
+        self._leases: list[str] = []
+        self._number = 0
+
+    def live(self) -> None:
+        """Use the node, but when it is told to stop."""
+        while True:
+            order = self._order(self._dice.uniform(0.005, 0.08))
+            while order in {"pause", "leave"}:
+                while self._leases and order == "leave":
+                    self._release()
+                self._say(kind="idle")
+                order = self._order(None)
+            self._use()
+
+    def _order(self, seconds: float | None) -> str:
+        """Return what it is told to do within this time, if anything; it ends with its stdin."""
+        if not self._orders and select.select([0], [], [], seconds)[0]:
+            more = os.read(0, 1 << 16)
+            if not more:
+                raise SystemExit
+            self._orders += more.decode().split()  # a line is written whole
+        return self._orders.pop(0) if self._orders else ""
+
+    def _use(self) -> None:
+        """Do one of the things that users do."""
+        if not self._leases:
+            self._take()
+            return
+        acts = [self._renew, self._look, self._look_around, self._release]
+        if len(self._leases) < MOST:
+            acts.append(self._take)
+        self._dice.choice(acts)()
+
+    def _take(self) -> None:
+        self._number += 1
+        asked = {"threads": 1, "memory": "1GiB", "gpu": self._plan.gpu, "ttl": 3600}
+        name = f"{self._plan.uid}-{os.getpid()}-{self._number}"
+        status, lease = self._ask("take", "POST", "/v1/leases", {**asked, "request_id": name})
+        if status == 201:
+            self._leases.append(lease["id"])
+            self._say(kind="granted", lease=lease)
+
+    def _release(self) -> None:
+        lease = self._leases.pop(self._dice.randrange(len(self._leases)))
+        self._say(kind="releasing", lease=lease)
+        status, _ = self._ask("release", "DELETE", f"/v1/leases/{lease}")
+        self._say(kind="released", lease=lease, status=status)
+
+    def _renew(self) -> None:
+        self._ask("renew", "POST", f"/v1/leases/{self._dice.choice(self._leases)}/renew", {"ttl": 3600})
+
+    def _look(self) -> None:
+        self._ask("look", "GET", f"/v1/leases/{self._dice.choice(self._leases)}")
+
+    def _look_around(self) -> None:
+        self._ask("status", "GET", "/v1/status")
+
+    def _ask(self, kind: str, method: str, path: str, body: object = None) -> tuple[int, Any]:
+        """Ask until it is answered, and say how long the answer took."""
+        end = time.monotonic() + PATIENCE
+        while True:
+            begun = time.monotonic()
+            try:
+                status, answer = self._exchange(method, path, body)
+            except (OSError, ValueError) as error:  # mpsd was killed, or is not there again yet
+                if isinstance(error, TimeoutError) or time.monotonic() > end:
+                    raise SystemExit(f"uid {self._plan.uid} is not answered: {error}") from error
+                select.select([], [], [], 0.02)  # between two looks at whether somebody listens
+                continue
+            code = answer.get("code", "")
+            state = answer.get("state", "")
+            self._say(kind="request", what=kind, begun=begun, ended=time.monotonic(), status=status, code=code,
+                      state=state, path=path)  # fmt: skip
+            return status, answer
+
+    def _exchange(self, method: str, path: str, body: object) -> tuple[int, Any]:
+        """Return the answer to one request. Raises OSError or ValueError when there was none, or not all of it."""
+        raw = b"" if body is None else json.dumps(body).encode()
+        head = f"{method} {path} HTTP/1.1\r\nHost: mpsd\r\nConnection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(30)
+            connection.connect(self._plan.socket)
+            connection.sendall(head.encode() + raw)
+            whole = b""
+            while piece := connection.recv(1 << 16):
+                whole += piece
+        said, _, content = whole.partition(b"\r\n\r\n")
+        if not said:
+            raise ValueError("it was cut off")
+        return int(said.split()[1]), json.loads(content or b"{}")
+
+    @staticmethod
+    def _say(**what: object) -> None:
+        sys.stdout.write(f"{json.dumps(what)}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

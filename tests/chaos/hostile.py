@@ -1,0 +1,425 @@
+"""A node under chaos with hostile users on it, beside honest ones that use it all the time.
+
+Strangers have no lease, holders have one now and then and misuse what that opens; each is a process of a uid without
+rights. What they do the dice decide, and meanwhile chaos goes on as without them: mpsd, control daemons and honest
+users' processes die, hang and are reloaded. Whatever it is, it costs no honest user a lease or a process, no GPU is
+given up, every start of mpsd succeeds, and answers come in time.
+"""
+
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from mpsd.simulator.devices import VARIABLE
+from tests.chaos.actors import Member, signalled
+from tests.chaos.chaos import MOST, PEACE, REFUSALS, Chaos
+from tests.chaos.honest_user import Plan
+from tests.chaos.hostile_records import HONEST, HostileRecords
+from tests.chaos.latency import Latency
+from tests.chaos.records import now
+from tests.chaos.users import HonestUser, HostileUser, stop
+from tests.harness import wait_until
+
+STRANGERS: Final = (61301, 61302)
+"""Uids that never have a lease."""
+
+HOLDERS: Final = (61311, 61312)
+"""Uids that have one now and then."""
+
+CONFIG: Final = """
+[daemon]
+probe_interval = 0.5
+answer_deadline = 1.0
+[enforcement]
+attach_window = 600.0
+grace = 0.3
+on_violation = "terminate"
+[violations]
+limits = "report"
+outside = "report"
+[admission]
+patience = 2.0
+hang_up_grace = 3.0
+"""
+"""Whatever can be ended by policy is, but for clients that found no control daemon, since MPS itself lets those pass,
+and for those that their server alone limits: chaos starts its clients before it has the environment of a lease."""
+
+MANY: Final = CONFIG.replace("[daemon]", '[daemon]\nusers = "many"')
+"""The same where users share a control daemon."""
+
+ROOT_KILLS: Final = 2
+"""How often chaos ends one control daemon within `SHORT`, where `daemon.deaths` give a GPU up."""
+
+SHORT: Final = 65.0
+
+SMALL: Final = 5
+"""Percent of the threads that a hostile user's lease has, so that there is always room for others."""
+
+
+@dataclass
+class Hostile(Chaos):
+    """A node under chaos, its honest users, and its hostile ones."""
+
+    many: bool = False
+    """Whether users share a control daemon, so that hostile ones get in beside honest ones."""
+    users: list[HonestUser] = field(default_factory=list)
+    hostile: dict[int, HostileUser] = field(default_factory=dict)
+    planted: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Begin the book, and say what happens how often."""
+        super().__post_init__()
+        self.daemons, self.outlaws = tuple(HONEST), frozenset((*STRANGERS, *HOLDERS))
+        self.between = 40
+        self.ends = ("admission", "nothing", "ask it to end")
+        self.latency = Latency()
+        self.records: HostileRecords = HostileRecords(self.node, self.users, self.latency)
+        # Nobody who is root operates the node here: whoever is ended was ended for no good reason.
+        self.steps = {"grant": 6, "release": 2, "wait": 2, "hang_up": 1, "die": 2, "reload": 2, "kill_mpsd": 2}
+        self.steps |= {"kill_daemon": 2, "freeze_daemon": 1, "kill_front_end": 1, "freeze_mpsd": 1, "two_at_once": 1}
+        self.steps |= {"reach": 3, "look_alike": 4, "garbage": 3, "flood": 3, "hung_up": 2, "foreign_pids": 2}
+        self.steps |= {"plant": 1, "end_hostile": 2, "hold": 10, "give_back": 4, "write_log": 5, "take_lock": 2}
+        self.steps |= {"send_bytes": 5, "command": 5, "crash": 4, "own_waits": 3, "pardon": 2}
+        if self.clients:
+            self.steps |= {"attach": 8, "leave": 2, "work": 4, "hostile_clients": 4}
+        self._folder = self.node.root.parent / "hostile"
+        self._folder.mkdir()
+        self._folder.chmod(0o755)
+        self._programs = list(self._lookalikes())
+
+    # -- the node and its users ----------------------------------------------------------------------------------------
+
+    def happens(self) -> None:
+        """Have something happen while everybody is there."""
+        if not self.users:
+            for daemon, uid in HONEST.items():
+                plan = Plan(f"{self.node.socket}", uid, self.dice.getrandbits(32), daemon.removeprefix("gpu"))
+                self.users.append(HonestUser(plan))
+                self.records.honest.add(self.users[-1].pid)
+        for uid in (*STRANGERS, *HOLDERS):
+            if uid not in self.hostile:
+                self.hostile[uid] = HostileUser(uid, self.node.socket)
+        for user in self.users:
+            user.go_on()
+        super().happens()
+
+    def _do(self, step: str) -> None:
+        """Do it; what only root can do disturbs honest users, and is over when it is done."""
+        if step in {"kill_daemon", "two_at_once"} and not self._may_kill():
+            return
+        after = {"kill_front_end": 2.5, "freeze_daemon": 1.0, "kill_mpsd": 1.0, "freeze_mpsd": 1.0}
+        after |= {"kill_daemon": 1.0, "two_at_once": 1.0, "die": 0.0}
+        if step in after:
+            with self.latency.disturbance(after[step]):
+                super()._do(step)
+                self._thaw()
+        else:
+            super()._do(step)
+
+    def _may_kill(self) -> bool:
+        """Tell whether root's own kills are too few to have a GPU given up."""
+        recent = [daemon for at, daemon in self.records.kills if (now() - at).total_seconds() < SHORT]
+        return all(recent.count(each) < ROOT_KILLS for each in self.daemons)
+
+    def _member(self, daemon: str, *, goes: bool = False) -> Member:
+        member = Member(self.node, daemon, goes=goes, uid=HONEST[daemon])
+        self.members.append(member)
+        self.records.honest.add(member.pid)
+        return member
+
+    def _asked(self, member: Member, **more: object) -> dict[str, Any]:
+        # Nobody waits, or has a lease that expires, for as long as somebody else's peace could last.
+        bounded = {"wait": self.dice.choice([0.2, 3.0])} if "wait" in more else {}
+        return {**super()._asked(member, **more), "ttl": None, **bounded}
+
+    def release(self) -> None:
+        """End a lease of somebody who is no client, and who becomes none: policy ends clients without a lease."""
+        if here := [each for each in self._holding() if not each.went]:
+            member = self.dice.choice(here)
+            lease, member.lease = member.lease, ""
+            self.records.given_up.setdefault(lease, "it was released")
+            if self.node.request("DELETE", f"/v1/leases/{lease}").status == 204:
+                self.records.released.add(lease)
+
+    # -- those without a lease -----------------------------------------------------------------------------------------
+
+    def _stranger(self) -> HostileUser:
+        return self.hostile[self.dice.choice(STRANGERS)]
+
+    def _anybody(self) -> HostileUser:
+        return self.hostile[self.dice.choice([*STRANGERS, *HOLDERS])]
+
+    def _seed(self) -> int:
+        return self.dice.getrandbits(32)
+
+    def reach(self) -> None:
+        """Try everything in a pipe directory that is closed."""
+        stranger, directory = self._stranger(), f"{self.node.pipe_directory(self._daemon())}"
+        opened = {
+            "fifo": stranger.act("fifo", directory=directory, how="byte", seed=0),
+            "lock": stranger.act("lock", directory=directory),
+            "sockets": stranger.act("seat", directory=directory, size=9, seed=self._seed(), keep=False),
+        }
+        assert not any(opened.values()), f"a stranger got in: {opened}"
+
+    def _lookalikes(self) -> Iterator[bytes]:
+        """Make programs that take `-f`, and wait: at a usual path, at any bytes, and as su is."""
+        tail = shutil.which("tail") or "/usr/bin/tail"
+        for number, name in enumerate((b"nvidia-cuda-mps-control", b"\xff\xed\xb0\x80\n", b"nvidia-cuda-mps-server")):
+            path = os.fsencode(self._folder) + b"/" + name
+            shutil.copyfile(tail, path)
+            os.chmod(path, stat.S_ISUID | 0o755 if number == 2 else 0o755)  # noqa: PTH101 - for anybody to run
+            yield path
+
+    def look_alike(self) -> None:
+        """Run what has the names, arguments and variables of NVIDIA's programs."""
+        name = self.dice.choice([b"nvidia-cuda-mps-control", b"nvidia-cuda-mps-server", self.dice.randbytes(40)])
+        directory = os.fsencode(self.node.pipe_directory(self._daemon()))
+        words = [name.replace(b"\0", b""), b"-f"]
+        variables = {b"CUDA_MPS_PIPE_DIRECTORY": directory, b"CUDA_VISIBLE_DEVICES": b"\xff\n"}
+        self._anybody().act(
+            "look_alike",
+            program=self.dice.choice(self._programs).hex(),
+            arguments=[each.hex() for each in words],
+            variables={key.hex(): value.hex() for key, value in variables.items()},
+        )
+        self._anybody().act("rename", name=self.dice.choice([b"nvidia-cuda-mps-", self.dice.randbytes(15)]).hex())
+
+    def garbage(self) -> None:
+        """Say to mpsd what is no request, or only a part of one."""
+        keep = self.dice.random() < 0.5
+        self._anybody().act("garbage", count=self.dice.randint(1, 60), seed=self._seed(), keep=keep)
+
+    def flood(self) -> None:
+        """Have so many connections and requests come at once that some are turned away."""
+        self._anybody().act("flood", count=self.dice.randint(50, 1000), seed=self._seed())
+
+    def hung_up(self) -> None:
+        """Ask for what there is not, and hang up, until the queue takes no more."""
+        body = {"threads": 100, "memory": "79GiB", "wait": None}
+        self._anybody().act("wait", body=body, count=self.dice.randint(1, 300), hang_up=True)
+
+    def foreign_pids(self) -> None:
+        """Ask for leases for processes of others, for threads, for the dead and for what is no pid."""
+        threads = [int(each.name) for each in Path(f"/proc/{self.node.pid}/task").iterdir()]
+        others = [self.node.pid, os.getpid(), *(each.pid for each in self.users), 1]
+        with subprocess.Popen(["true"]) as dead:
+            pass
+        none = [dead.pid, 0, -1, 1 << 22, (1 << 31) - 1, 1 << 31, 1 << 63, 1 << 70]
+        answers = self._anybody().act("pids", pids=[*threads, *others, *none])
+        wrong = [each for each in answers if each[1] in {200, 201, 500}]
+        assert not wrong, f"(pid, status): {wrong}; the log is {self.node.stderr}"
+
+    def plant(self) -> None:
+        """Leave files where everybody may write, and where programs of NVIDIA's have theirs."""
+        stranger = self._stranger()
+        places = ("/dev/shm/cuda.shm.{:x}.{:x}.{}", "/tmp/cuda-{:x}-{:x}-{}")
+        names = [self.dice.choice(places).format(HONEST["gpu0"], self._seed(), number) for number in range(6)]
+        self.planted += stranger.act("plant", paths=names)
+
+    # -- those with a lease --------------------------------------------------------------------------------------------
+
+    def _holder(self) -> HostileUser:
+        return self.hostile[self.dice.choice(HOLDERS)]
+
+    def _held(self) -> list[dict[str, Any]]:
+        """Return the leases that hostile users have now."""
+        said = self.node.get("/v1/leases").json["leases"]
+        return [each for each in said if each["owner"]["uid"] in HOLDERS and each["state"] in {"granted", "active"}]
+
+    def _target(self) -> tuple[HostileUser, str]:
+        """Return somebody hostile, and the control daemon that is open to him if there is one."""
+        held = self._held()
+        if held and self.dice.random() < 0.9:
+            lease = self.dice.choice(held)
+            return self.hostile[lease["owner"]["uid"]], lease["daemon"]
+        return self._holder(), self._daemon()
+
+    def _directory(self, daemon: str) -> str:
+        return f"{self.node.pipe_directory(daemon)}"
+
+    def hold(self) -> None:
+        """Ask for a small lease, most often where there are others least often."""
+        holder = self._holder()
+        if sum(each["owner"]["uid"] == holder.uid for each in self._held()) < 3:
+            gpu = self.dice.choice("22201")
+            body = {"threads": self.dice.randint(1, SMALL), "memory": "1GiB", "gpu": gpu}
+            status, answer = holder.act("ask", method="POST", path="/v1/leases", body=body)
+            assert status != 500, answer
+
+    def give_back(self) -> None:
+        """Give a lease back, and keep what it opened."""
+        if held := self._held():
+            self._gives_back(self.dice.choice(held))
+
+    def _gives_back(self, lease: dict[str, Any]) -> None:
+        if user := self.hostile.get(lease["owner"]["uid"]):
+            user.act("ask", method="DELETE", path=f"/v1/leases/{lease['id']}")
+
+    def end_hostile(self) -> None:
+        """Have a hostile user die, with all that it has."""
+        self.hostile.pop(self.dice.choice([*self.hostile])).close()
+
+    def write_log(self) -> None:
+        """Write into the FIFO of a log, or fill it."""
+        user, daemon = self._target()
+        how = self.dice.choice(["byte", "fill", "some"])
+        opened = user.act("fifo", directory=self._directory(daemon), how=how, seed=self._seed())
+        assert opened <= (not self.many), f"uid {user.uid} opened the FIFO of {daemon} {opened} times"
+
+    def take_lock(self) -> None:
+        """Wait for the lock of a control daemon."""
+        user, daemon = self._target()
+        opened = user.act("lock", directory=self._directory(daemon))
+        assert not opened, f"uid {user.uid} opened {opened} locks of {daemon}"
+
+    def send_bytes(self) -> None:
+        """Send random bytes to a control daemon, and keep its only seat."""
+        user, daemon = self._target()
+        size, keep = self.dice.choice([0, 1, 8, 100, 5000]), self.dice.random() < 0.5
+        user.act("seat", directory=self._directory(daemon), size=size, seed=self._seed(), keep=keep)
+
+    def command(self) -> None:
+        """Command a control daemon, whatever comes to mind."""
+        user, daemon = self._target()
+        words = [
+            f"set_default_active_thread_percentage {self.dice.randint(1, 100)}",
+            f"set_default_device_pinned_mem_limit 0 {self.dice.randint(1, 79)}G",
+            "set_default_client_priority 1",
+            "quit",
+            "\x1b[2J\xff\xfe",
+            "x" * self.dice.choice([100, 4095, 4096, 9000]),
+            f"mpsd-{self._seed():032x}-0",
+            "get_server_list\rset_default_active_thread_percentage 77",
+            "[2026-11-22 01:02:03.004 Control     1] Cmd:quit",
+        ]
+        if self.clients:
+            # Without a GPU none of NVIDIA's servers starts, and six in a row close the GPU to everybody for a minute.
+            words.append(f"start_server -uid {user.uid}")
+        lines = [self.dice.choice(words) for _ in range(self.dice.randint(1, 20))]
+        program = "" if self.node.control is None else f"{self._front_end}"
+        count, keep = self.dice.choice([1, 1, 1, 20]), self.dice.random() < 0.3
+        script = "\n".join([*lines, ""])
+        user.act("front_ends", directory=self._directory(daemon), program=program, script=script, count=count,
+                 keep=keep)  # fmt: skip
+
+    @property
+    def _front_end(self) -> Path:
+        """NVIDIA's control program where everybody can run it."""
+        assert self.node.control is not None
+        program = self._folder / "front-end"
+        if not program.exists():
+            shutil.copyfile(self.node.control, program)
+            program.chmod(0o755)
+        return program
+
+    def crash(self) -> None:
+        """Have a control daemon end as if it had been sent what it cannot bear by a holder, who is let in."""
+        if held := self._held():
+            number = self.dice.choice([signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL])
+            signalled(self._pid(self.dice.choice(held)["daemon"]), number)
+
+    def pardon(self) -> None:
+        """Let those in again who were shut out."""
+        for uid in HOLDERS:
+            self.node.request("DELETE", f"/v1/quarantines/{uid}")
+
+    def own_waits(self) -> None:
+        """Ask for what its own leases keep it from, and wait."""
+        body = {"threads": self.dice.choice([96, 100]), "memory": "1GiB", "wait": self.dice.choice([1, 5])}
+        gpu: dict[str, Any] = self.dice.choice([{}, {"gpu": "2"}, {"gpus": 3}])
+        self._holder().act("wait", body={**body, **gpu}, count=self.dice.randint(1, 20), hang_up=False)
+
+    def hostile_clients(self) -> None:
+        """Have clients come, more than a lease has room for."""
+        user, daemon = self._target()
+        variables = {VARIABLE: f"{self.node.root}/run/simulated", "CUDA_MPS_PIPE_DIRECTORY": self._directory(daemon)}
+        user.act("clients", variables=variables, count=self.dice.randint(1, 3))
+
+    # -- what is so ----------------------------------------------------------------------------------------------------
+
+    def settles(self) -> None:
+        """Have everybody pause, wait until all is as it is to be, and see that each GPU still serves its users."""
+        self._thaw()
+        begun = time.monotonic()
+        for each in self.hostile.values():
+            each.act("pause")
+        stop(self.users, "pause", self.records.take_in)
+        sys.stdout.write(f"-> all pause after {time.monotonic() - begun:.1f} s ")
+        super().settles()
+        begun = time.monotonic()
+        for daemon in self.daemons:
+            self._serves(daemon)
+        sys.stdout.write(f"-> each GPU serves after {time.monotonic() - begun:.1f} s\n")
+        self.latency.sort()
+
+    def _attend(self) -> None:
+        """Have large leases given back: who waits for all of a GPU until nobody else is there may have that."""
+        for lease in self._held():
+            if lease["active_thread_percentage"] > SMALL:
+                self._gives_back(lease)
+
+    def _serves(self, daemon: str) -> None:
+        """See that an honest user gets a lease there, unless hostile ones have the GPU, as they may."""
+        full = sum(each.daemon == daemon for each in self._holding()) >= MOST
+        if not self.users or full:
+            return
+        user = next(each for each in self.users if each.plan.uid == HONEST[daemon])
+        body = {"threads": 1, "memory": "1GiB", "gpu": daemon.removeprefix("gpu"), "pid": user.pid}
+
+        def served() -> bool:
+            self._attend()
+            if not self.many and any(each["daemon"] == daemon for each in self._held()):
+                return True
+            answer = self.node.request("POST", "/v1/leases", body)
+            if answer.status != 201:
+                assert answer.json["code"] in REFUSALS, answer.body
+                return False
+            return self.node.request("DELETE", f"/v1/leases/{answer.json['id']}").status == 204
+
+        wait_until(served, what=f"{daemon} to serve uid {user.plan.uid}; the log is {self.node.stderr}", deadline=PEACE)
+
+    def clear(self) -> None:
+        """Have everybody leave, hostile users first."""
+        self._thaw()
+        self._end_hostile_users()
+        stop(self.users, "leave", self.records.take_in)
+
+        def gone() -> bool:
+            leases = self.look().values()
+            return not any(each["owner"]["uid"] in self.outlaws for each in leases)
+
+        wait_until(gone, what="hostile users' leases to end", deadline=PEACE, not_yet=(OSError,))
+        super().clear()
+
+    def _end_hostile_users(self) -> None:
+        for each in self.hostile.values():
+            each.close()
+        self.hostile.clear()
+
+    def close(self) -> None:
+        """End everybody."""
+        self._end_hostile_users()
+        for each in self.users:
+            each.close()
+        for path in self.planted:
+            Path(path).unlink(missing_ok=True)
+        super().close()
+
+    def summary(self) -> Iterator[str]:
+        """Say how honest users fared."""
+        yield from self.latency.lines()
+        served = dict.fromkeys(HONEST, 0)
+        for lease in self.records.granted.values():
+            served[lease["daemon"]] += 1
+        yield f"leases that honest users were granted: {served}"
+        most = max(self.records.bytes.values(), default=0)
+        yield f"bytes of mpsd's log in a minute, without honest users' leases: {most} at most"

@@ -1,0 +1,91 @@
+"""The book of an observer of a node with hostile users: what honest ones reported, and what mpsd is never to say."""
+
+import json
+from typing import Any, Final
+
+from tests.chaos.chaos import REFUSALS
+from tests.chaos.latency import Latency
+from tests.chaos.records import Records
+from tests.chaos.users import HonestUser
+
+HONEST: Final = {"gpu0": 61401, "gpu1": 61402, "gpu2": 61403}
+"""The uid of the honest users of each GPU: of one uid, where a control daemon serves one at a time."""
+
+NEVER: Final = {
+    "api_defect", "lease_not_restored", "file_damaged", "supervisor_stuck", "listener_stuck", "store_set_aside",
+    "events_lost", "client_forced", "leases_incomplete", "death_tally_not_stored",
+}  # fmt: skip
+"""Events that none of this is to bring about; of `client_forced` one about hostile processes is well deserved."""
+
+PER_MINUTE: Final = 3 << 20
+"""Bytes of mpsd's log in a minute, at most, that are not about honest users' own leases."""
+
+
+class HostileRecords(Records):
+    """The book of an observer who knows of each lease whose user has it."""
+
+    def __init__(self, node: Any, users: list[HonestUser], latency: Latency) -> None:
+        super().__init__(node)
+        self.users = users
+        self.latency = latency
+        self.honest: set[int] = set()
+        """The pids of honest users' processes, which policy never ends."""
+        self._ended: set[int] = set()
+        """Those of them that chaos has had end."""
+        self.bytes: dict[str, int] = {}
+        """How much was logged in each minute beyond what honest users bring about."""
+
+    def take_in(self) -> None:
+        """Note what honest users reported."""
+        for user in self.users:
+            for each in user.reports():
+                self._note_report(user, each)
+
+    def _note_report(self, user: HonestUser, report: dict[str, Any]) -> None:
+        match report["kind"]:
+            case "granted":
+                self.note_grant(report["lease"])
+            case "releasing":
+                self.given_up.setdefault(report["lease"], "its user gives it back")
+            case "released" if report["status"] == 204:
+                self.released.add(report["lease"])
+            case "request":
+                self.latency.note(report)
+                fine = {"take": (201,), "release": (204,)}.get(report["what"], (200,))
+                refused = report["what"] == "take" and report["code"] in REFUSALS - {"invalid_request"}
+                assert report["status"] in fine or refused, f"uid {user.plan.uid} was answered {report}"
+                if report["what"] == "look":
+                    assert report["state"] in {"granted", "active"}, report
+
+    def look(self, members: Any) -> dict[str, Any]:
+        """Take in what honest users have reported until now, and look."""
+        self.take_in()
+        self._ended |= {each.pid for each in members if each.may_end}
+        return super().look(members)
+
+    def check_leases(self, said: Any) -> None:
+        """Hold mpsd to every lease, but those that were given back while it was asked."""
+        for user in self.users:
+            for each in user.is_giving_back():
+                self.given_up.setdefault(each, "its user gives it back")
+        super().check_leases(said)
+
+    def _note_line(self, line: dict[str, Any]) -> None:
+        match line["event"]:
+            # What has just ended is still in its server's list, and has no lease any more.
+            case "client_forced" if line["pid"] not in self.honest - self._ended:
+                self.log.append(line)
+            case event if event in NEVER:
+                raise AssertionError(f"{line}; the log is {self.node.stderr}")
+            case "daemon_state" if line["state"] == "failed":
+                raise AssertionError(f"a GPU is given up: {line}; the log is {self.node.stderr}")
+            case "uid_quarantined" if line["uid"] in HONEST.values():
+                raise AssertionError(f"an honest user is shut out: {line}; the log is {self.node.stderr}")
+            case _:
+                super()._note_line(line)
+        if not line["event"].startswith("lease_") or line.get("uid") not in HONEST.values():
+            minute = line["at"][:16]
+            self.bytes[minute] = self.bytes.get(minute, 0) + len(json.dumps(line))
+            assert self.bytes[minute] <= PER_MINUTE, (
+                f"{minute}: {self.bytes[minute]} bytes; the log is {self.node.stderr}"
+            )

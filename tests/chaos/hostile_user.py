@@ -1,0 +1,332 @@
+"""A hostile user as a process of its own uid, without rights: it does what it is told to on stdin, each time at once.
+
+It is started by tests.chaos.users with a uid and mpsd's socket. Each line of its stdin is an act with its arguments,
+as JSON, and is answered by a line with what came of it. What takes longer its children do, which end with it.
+
+What it sends to NVIDIA's sockets and FIFOs is random bytes, and nothing that NVIDIA's programs say to each other.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import random
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import mpsd.simulator.client
+import mpsd.simulator.front_end
+
+MOST: Final = 100
+"""Descriptors of one kind that it keeps; the oldest is closed for the next."""
+
+_LIBC: Final = ctypes.CDLL(None)
+_SET_PDEATHSIG: Final = 1
+_SET_NAME: Final = 15
+
+
+class HostileUser:
+    """What one hostile user has open, and what it can do. Whatever is refused to it is no error."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._kept: list[int] = []
+        """Descriptors of FIFOs, which outlive leases and daemons."""
+        self._seats: list[socket.socket] = []
+        """Connections to control daemons."""
+        self._calls: list[socket.socket] = []
+        """Connections to mpsd."""
+        self._children: dict[str, list[tuple[int, int]]] = {}
+        """By what they do, those that it started, and the pipe that is the stdin of each."""
+
+    def act(self, what: str, arguments: dict[str, Any]) -> Any:
+        """Do something, and return what came of it."""
+        return getattr(self, what)(**arguments)
+
+    # -- in a pipe directory -------------------------------------------------------------------------------------------
+
+    def fifo(self, directory: str, how: str, seed: int) -> int:
+        """Open the FIFO of a daemon's log in every way, write random bytes, keep it; tell how often it opened."""
+        dice, before = random.Random(seed), len(self._kept)
+        for flags in (os.O_RDWR, os.O_RDONLY, os.O_WRONLY):
+            with contextlib.suppress(OSError):
+                self._kept.append(os.open(f"{directory}/log", flags | os.O_NONBLOCK))
+        opened = len(self._kept) - before
+        for each in self._kept:  # also where it was opened long ago, under another lease
+            size = {"byte": 1, "fill": 1 << 17}.get(how) or dice.randint(2, 4096)
+            with contextlib.suppress(OSError):  # it is for reading alone, or full, or nobody reads there any more
+                for _ in range(1 + size // 4096):
+                    os.write(each, dice.randbytes(min(size, 4096)))
+        while len(self._kept) > MOST:
+            os.close(self._kept.pop(0))
+        return opened
+
+    def lock(self, directory: str) -> int:
+        """Wait for what a daemon locks; tell how much of that could be opened."""
+        opened = 0
+        for name in ("control_lock", "nvidia-cuda-mps-control.pid"):
+            with contextlib.suppress(OSError):
+                descriptor = os.open(f"{directory}/{name}", os.O_RDWR)
+                opened += 1
+                self._start("locks", lambda: self._hold(descriptor))  # noqa: B023 - it forks at once
+                os.close(descriptor)
+        return opened
+
+    @staticmethod
+    def _hold(descriptor: int) -> None:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX)
+        signal.pause()
+
+    def seat(self, directory: str, size: int, seed: int, *, keep: bool) -> int:
+        """Connect to a daemon's sockets, send random bytes, and stay or go; tell how many let it in."""
+        dice, let_in = random.Random(seed), 0
+        for name in ("control", "control_privileged"):
+            connection = socket.socket(socket.AF_UNIX)
+            connection.settimeout(0.2)
+            try:
+                connection.connect(f"{directory}/{name}")
+            except OSError:
+                connection.close()
+                continue
+            let_in += 1
+            with contextlib.suppress(OSError):
+                connection.sendall(dice.randbytes(size))
+            if keep:
+                self._keep(self._seats, connection)
+            else:
+                connection.close()
+        return let_in
+
+    def front_ends(self, directory: str, program: str, script: str, count: int, *, keep: bool) -> None:
+        """Run front-ends with anything as commands (in latin-1); each of them stays, or ends when all was said."""
+        for _ in range(count):
+            _, pipe = self._start("front-ends", lambda: self._be_front_end(directory, program))
+            with contextlib.suppress(OSError):
+                os.set_blocking(pipe, False)
+                os.write(pipe, script.encode("latin-1"))
+            if not keep:
+                self._children["front-ends"].pop()
+                os.close(pipe)
+
+    @staticmethod
+    def _be_front_end(directory: str, program: str) -> None:
+        if program:
+            os.execve(program, [program], {"CUDA_MPS_PIPE_DIRECTORY": directory})  # noqa: S606 - it is forked
+        os.environ["CUDA_MPS_PIPE_DIRECTORY"] = directory
+        mpsd.simulator.front_end.main()
+
+    def clients(self, variables: dict[str, str], count: int) -> None:
+        """Have so many simulated clients come, and stay."""
+        for _ in range(count):
+            self._start("clients", lambda: self._be_client(variables))
+
+    @staticmethod
+    def _be_client(variables: dict[str, str]) -> None:
+        os.environ.update(variables)
+        mpsd.simulator.client.main()
+
+    # -- at mpsd's socket ----------------------------------------------------------------------------------------------
+
+    def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        """Ask something as everybody does; 0 where there was no answer."""
+        try:
+            connection = self._call(_request(method, path, body))
+        except OSError:
+            return 0, None
+        with connection, contextlib.suppress(OSError, ValueError, IndexError):
+            connection.settimeout(10)
+            said = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+            head, _, content = said.partition(b"\r\n\r\n")
+            return int(head.split()[1]), json.loads(content or b"{}")
+        return 0, None
+
+    def wait(self, body: Any, count: int, *, hang_up: bool) -> int:
+        """Ask for leases, and hang up at once, or wait on; tell how many could be asked for."""
+        asked = 0
+        for _ in range(count):
+            with contextlib.suppress(OSError):
+                connection = self._call(_request("POST", "/v1/leases", body))
+                asked += 1
+                if hang_up:
+                    connection.close()
+                else:
+                    self._keep(self._calls, connection)
+        return asked
+
+    def pids(self, pids: list[int]) -> list[tuple[int, int]]:
+        """Ask for a lease for each of these processes, none of which is its own; return what was answered to each."""
+        body = {"threads": 1, "memory": "1MiB", "name": "not mine"}
+        return [(pid, self.ask("POST", "/v1/leases", {**body, "pid": pid})[0]) for pid in pids]
+
+    def garbage(self, count: int, seed: int, *, keep: bool) -> int:
+        """Connect so often, and say each time what is no request, or not all of one; tell how often it could."""
+        dice, connected = random.Random(seed), 0
+        for _ in range(count):
+            with contextlib.suppress(OSError):
+                connection = self._call(dice.choice(_NO_REQUESTS)(dice))
+                connected += 1
+                if keep:
+                    self._keep(self._calls, connection)
+                else:
+                    connection.close()
+        return connected
+
+    def flood(self, count: int, seed: int) -> None:
+        """Do so while others look, and with some questions in between whose answers nobody reads."""
+        self._start("floods", lambda: self._flood(count, random.Random(seed)))
+
+    def _flood(self, count: int, dice: random.Random) -> None:
+        paths = ("/v1/status", "/v1/leases", "/v1/events?follow=true", "/v1/nothing", "/v1/leases/not-mine/verify")
+        for _ in range(count):
+            text = _request("GET", dice.choice(paths)) if dice.random() < 0.7 else dice.choice(_NO_REQUESTS)(dice)
+            with contextlib.suppress(OSError):
+                self._keep(self._calls, self._call(text))
+
+    def _call(self, text: bytes) -> socket.socket:
+        """Return a connection to mpsd to which this was said. Raises OSError."""
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(1)
+        try:
+            connection.connect(self._path)
+            connection.sendall(text)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    @staticmethod
+    def _keep(some: list[socket.socket], connection: socket.socket) -> None:
+        some.append(connection)
+        if len(some) > MOST:
+            some.pop(0).close()
+
+    # -- on the machine ------------------------------------------------------------------------------------------------
+
+    def look_alike(self, program: str, arguments: list[str], variables: dict[str, str]) -> None:
+        """Run a program as something else: its path, arguments and variables are any bytes, in hexadecimal."""
+        words = [bytes.fromhex(each) for each in arguments]
+        pairs = {bytes.fromhex(name): bytes.fromhex(value) for name, value in variables.items()}
+        path = bytes.fromhex(program)
+        self._start("lookalikes", lambda: os.execve(path, words, pairs))  # noqa: S606 - it is forked
+
+    def rename(self, name: str) -> None:
+        """Have a child whose name is any bytes, in hexadecimal."""
+
+        def be() -> None:
+            _LIBC.prctl(_SET_NAME, ctypes.c_char_p(bytes.fromhex(name)), 0, 0, 0)
+            signal.pause()
+
+        self._start("lookalikes", be)
+
+    def plant(self, paths: list[str]) -> list[str]:
+        """Leave something at each of these places; return where that could be done."""
+        planted = []
+        for number, each in enumerate(paths):
+            with contextlib.suppress(OSError):
+                match number % 3:
+                    case 0:
+                        Path(each).write_bytes(b"\0" * 4096)
+                    case 1:
+                        os.mkfifo(each, 0o666)
+                    case _:
+                        Path(each).symlink_to("/etc/shadow")
+                planted.append(each)
+        return planted
+
+    # -- its children --------------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Do nothing for now: let go of seats, and end those who hammer; what is open stays so."""
+        for each in self._seats:
+            each.close()
+        self._seats.clear()
+        for what in ("front-ends", "floods"):
+            self._end(what)
+
+    def dismiss(self) -> None:
+        """End every child but those that wait for a lock."""
+        for what in ("front-ends", "floods", "clients", "lookalikes"):
+            self._end(what)
+
+    def _end(self, what: str) -> None:
+        for child, pipe in self._children.pop(what, ()):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it ended, or it is setuid
+                os.kill(child, signal.SIGKILL)
+            os.close(pipe)
+
+    def _start(self, what: str, be: Callable[[], object]) -> tuple[int, int]:
+        """Start a child with a stdin of its own, which is told nothing by itself, and return it with that."""
+        if len(self._children.get(what, ())) >= MOST:
+            self._end(what)
+        theirs, ours = os.pipe()
+        child = os.fork()
+        if child == 0:
+            _LIBC.prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            null = os.open(os.devnull, os.O_WRONLY)
+            for descriptor, target in ((theirs, 0), (null, 1), (null, 2)):
+                os.dup2(descriptor, target)
+            os.close(ours)
+            self._forget()
+            with contextlib.suppress(OSError):
+                be()
+            os._exit(0)
+        os.close(theirs)
+        self._children.setdefault(what, []).append((child, ours))
+        return child, ours
+
+    def _forget(self) -> None:
+        """Close, in a child, what is its parent's to close: seats, and the pipes to other children."""
+        for each in self._seats:
+            each.close()
+        for _, pipe in (each for some in self._children.values() for each in some):
+            os.close(pipe)
+
+
+def _request(method: str, path: str, body: Any = None) -> bytes:
+    raw = b"" if body is None else json.dumps(body).encode()
+    head = f"{method} {path} HTTP/1.1\r\nHost: mpsd\r\nConnection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
+    return head.encode() + raw
+
+
+_NO_REQUESTS: Final[tuple[Callable[[random.Random], bytes], ...]] = (
+    lambda _: b"",
+    lambda dice: dice.randbytes(dice.randint(1, 5000)),
+    lambda _: b"POST /v1/leases HTTP/1.1\r\nHost: mpsd\r\nContent-Length: 60000\r\n\r\n{",
+    lambda _: b"GET /v1/status HTTP/1.1\r\nHost: m",
+    lambda dice: b"GET /%s HTTP/1.1\r\nHost: \xff\xfe\r\n\r\n" % dice.randbytes(20).hex().encode(),
+    lambda dice: _request(
+        "POST", "/v1/leases", {"threads": dice.choice([-1, 1e308, "NaN", None, [[]]]), "gpu": "\x1b"}
+    ),
+    lambda _: _request("GET", "/v1/status") * 20,
+    lambda _: b"POST /v1/leases HTTP/1.1\r\nHost: mpsd\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n",
+    lambda _: b"GET /healthz HTTP/1.1\r\n" + b"X: y\r\n" * 2000,
+)
+"""What somebody says who is no client of an API, each given the dice."""
+
+
+def _acts() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what it is told to do; nothing more when stdin ends."""
+    for line in sys.stdin:
+        yield json.loads(line)
+
+
+def main() -> None:
+    """Become the user, and do as it is told."""
+    uid, path = int(sys.argv[1]), sys.argv[2]
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
+    user = HostileUser(path)
+    for what, arguments in _acts():
+        sys.stdout.write(f"{json.dumps(user.act(what, arguments))}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

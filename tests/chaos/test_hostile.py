@@ -1,0 +1,54 @@
+"""Hostile users do whatever the kernel lets them, and chaos goes on: honest users lose nothing, and wait for nobody.
+
+See tests.chaos.test_chaos for the observer and the dice. In CI it goes on for some seconds; by hand, on any of NVIDIA's
+control daemons, for as long as you like, and with a bound on how long honest users wait:
+
+    MPSD_CHAOS_SECONDS=1800 MPSD_CHAOS_P95=100 MPSD_CHAOS_DRIVER=550 pytest -n 0 -s tests/chaos/test_hostile.py
+"""
+
+import os
+import random
+import sys
+from typing import Final
+
+import pytest
+
+from tests.chaos.conftest import Start
+from tests.chaos.hostile import CONFIG, MANY, Hostile
+from tests.chaos.test_chaos import LONG, for_seconds, run
+from tests.daemon.caller import needs_root
+from tests.real import real_daemons
+
+pytestmark = [needs_root, pytest.mark.slow, LONG]
+
+DRIVER: Final = int(os.environ.get("MPSD_CHAOS_DRIVER", "535"))
+P95: Final = float(os.environ.get("MPSD_CHAOS_P95", "inf"))
+"""Milliseconds within which 95 % of honest users' requests are answered; only where somebody asks for it."""
+
+
+def suffer(chaos: Hostile) -> None:
+    """Run it, and say how honest users fared."""
+    try:
+        run(chaos, for_seconds())
+    finally:
+        sys.stdout.write("\n".join(chaos.summary()) + "\n")
+    assert chaos.latency.percentile(95) <= P95
+
+
+@pytest.mark.real_daemon(DRIVER)
+def test_one_user(start: Start, dice: random.Random) -> None:
+    """On NVIDIA's own control daemons, one uid at a time on each: a hostile user has one alone."""
+    node = start(simulate=3, control=real_daemons()[DRIVER], config=CONFIG)
+    suffer(Hostile(node, dice, clients=False, memory=DRIVER >= 535))
+
+
+@pytest.mark.real_daemon(555)
+def test_many_users(start: Start, dice: random.Random) -> None:
+    """On NVIDIA's own control daemons that serve several uids: hostile users are let in beside honest ones."""
+    node = start(simulate=3, control=real_daemons()[555], config=MANY)
+    suffer(Hostile(node, dice, clients=False, many=True))
+
+
+def test_simulated(start: Start, dice: random.Random) -> None:
+    """On a simulated node, with servers and clients, hostile ones beside honest ones."""
+    suffer(Hostile(start(simulate=3, config=MANY), dice, clients=True, many=True))

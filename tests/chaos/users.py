@@ -1,0 +1,133 @@
+"""Users of a node as processes with uids of their own: honest ones, and hostile ones."""
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from tests.chaos.honest_user import Plan
+from tests.harness import wait_until
+
+ROOT: Final = Path(__file__).parents[2]
+
+ANSWER: Final = 60.0
+"""Seconds for anything that a user is told to do; none should come near it."""
+
+
+class HonestUser:
+    """A user who takes, renews and gives back leases all the time (tests.chaos.honest_user)."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.idle = False
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.chaos.honest_user", json.dumps(asdict(plan))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            bufsize=0,
+        )
+        assert self._process.stdout is not None
+        fcntl.fcntl(self._process.stdout, fcntl.F_SETPIPE_SZ, 1 << 20)  # it does not wait while nobody looks
+        self._text = b""
+        self._ahead: list[dict[str, Any]] = []
+        """What was read, and not taken in yet."""
+
+    @property
+    def pid(self) -> int:
+        """Its pid."""
+        return self._process.pid
+
+    def _read(self) -> None:
+        """Read what it says, and wait for nothing."""
+        assert self._process.stdout is not None
+        while select.select([self._process.stdout], [], [], 0)[0]:
+            more = os.read(self._process.stdout.fileno(), 1 << 16)
+            assert more, f"uid {self.plan.uid} ended with {self._process.wait(10)}: an honest user"
+            *lines, self._text = (self._text + more).split(b"\n")
+            self._ahead += map(json.loads, lines)
+
+    def reports(self) -> Iterator[dict[str, Any]]:
+        """Return what it reported since the last time."""
+        self._read()
+        reports, self._ahead = self._ahead, []
+        for each in reports:
+            self.idle = self.idle or each["kind"] == "idle"
+            yield each
+
+    def is_giving_back(self) -> set[str]:
+        """Return the leases that it began to give back, as far as that is not taken in yet."""
+        self._read()
+        return {each["lease"] for each in self._ahead if each["kind"] == "releasing"}
+
+    def tell(self, line: str) -> None:
+        """Tell it something."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n".encode())
+
+    def go_on(self) -> None:
+        """Have it go on, if it is idle."""
+        if self.idle:
+            self.idle = False
+            self.tell("continue")
+
+    def close(self) -> None:
+        """End it whatever happens."""
+        with self._process:
+            self._process.kill()
+
+
+class HostileUser:
+    """A user without rights who does anything that is not forbidden by the kernel (tests.chaos.hostile_user)."""
+
+    def __init__(self, uid: int, path: Path) -> None:
+        self.uid = uid
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.chaos.hostile_user", str(uid), str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            bufsize=0,
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        """Its pid."""
+        return self._process.pid
+
+    def act(self, what: str, **arguments: Any) -> Any:
+        """Have it do something, and return what came of it."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{json.dumps([what, arguments])}\n".encode())
+        assert select.select([self._process.stdout], [], [], ANSWER)[0], f"uid {self.uid} hangs in {what}"
+        line = self._process.stdout.readline()
+        assert line, f"uid {self.uid} ended with {self._process.wait(10)} in {what}"
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End it, with all that it started, under whatever uid that runs."""
+        with self._process, contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def stop(users: list[HonestUser], how: str, take_in: Any) -> None:
+    """Have honest users stop, and wait until they have."""
+    for each in users:
+        each.idle = False
+        each.tell(how)
+
+    def stopped() -> bool:
+        take_in()
+        return all(each.idle for each in users)
+
+    wait_until(stopped, what="the honest users to stop", deadline=ANSWER)

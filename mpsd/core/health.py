@@ -88,6 +88,8 @@ class Reason(Struct, frozen=True):
     subject: str
     because: str
     hint: str
+    uids: frozenset[int] | None = None
+    """Whose requests it refuses, where it refuses any; None: everybody's."""
 
     @property
     def limit(self) -> str:
@@ -141,9 +143,12 @@ def of_node(
 
 
 def refusal(gpu: GpuView, daemon: Daemon) -> Reason | None:
-    """Return the gravest reason to admit nobody on a GPU, which is this control daemon's; None to admit."""
+    """Return the gravest reason to refuse requests for a GPU, which is this control daemon's; None to admit.
+
+    One that refuses everybody comes before one that refuses some.
+    """
     found = [each for each in (*of_gpu(gpu), *of_daemon(daemon)) if each.limit]
-    return min(found, key=lambda each: _ORDER[each.kind], default=None)
+    return min(found, key=lambda each: (each.uids is not None, _ORDER[each.kind]), default=None)
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------
@@ -182,7 +187,8 @@ def of_daemon(daemon: Daemon) -> Iterator[Reason]:
             "read server.log and the output of nvidia-smi: /dev/shm may be full, the GPU lost or in another compute"
             " mode, or the limit of open files (nofile) too low"
         )
-        yield Reason(Kind.SERVERS_CANNOT_START, name, f"{name}: {daemon.cannot_start}", hint)
+        because = f"{name}: {daemon.cannot_start}"
+        yield Reason(Kind.SERVERS_CANNOT_START, name, because, hint, daemon.cannot_start_for)
     for drift in daemon.drift:
         hint = f"mpsd sets it again by itself; if that fails, read the log of {name}, then: mpsctl restart {name}"
         yield Reason(Kind.DRIFT, name, drifted(name, drift), hint)

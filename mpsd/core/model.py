@@ -279,6 +279,8 @@ class Daemon:
     """Since when its log has shown nothing, not even the conversations of mpsd; None while it shows them."""
     cannot_start: str | None = None
     """Why its servers do not start, if they do not."""
+    cannot_start_for: frozenset[int] | None = None
+    """Whose servers they are, where that is known; None: anybody's."""
     has_mem_limit: bool = True
     """Whether its driver knows a pinned device memory limit at all; those before 495 do not."""
     hint: str | None = None

@@ -120,6 +120,26 @@ class TestEveryDriver:
             assert node.daemons()["gpu0"]["state"] == "ready"
             assert not node.events("log_silent")
 
+    def test_whose_servers_end(self, make_node: Start, real: RealDaemon) -> None:
+        """Who has its own servers end, until none can be expected to start, has the GPU closed to itself alone."""
+        node = make_node(simulate=1, control=real.control).start()
+        with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
+            lease, small = granted(ann), {"threads": 10, "memory": "1GiB"}
+
+            def is_refused() -> str | None:
+                node.front_end("gpu0", f"start_server -uid {ANN}\n", cwd="/", user=ANN, group=ANN, extra_groups=[])
+                answer = ann.admit(**small)
+                if answer.status == 201:
+                    end(ann, answer.json["id"])
+                    return None
+                detail: str = answer.json["detail"]
+                return detail if "servers in a row failed to start" in detail else None
+
+            assert wait_until(is_refused, what="the GPU to be closed to it", deadline=30)
+            end(ann, lease)
+            assert "servers in a row" in ann.admit(**small).json["detail"]
+            granted(bob)
+
     @pytest.mark.slow
     def test_who_keeps_the_seat(self, make_node: Start, real: RealDaemon) -> None:
         """Who keeps the only seat after its lease has ended keeps it of a daemon that is replaced for that."""

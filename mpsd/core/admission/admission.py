@@ -29,6 +29,8 @@ class Refusal(Struct, frozen=True):
     limit: str
     because: str
     hint: str
+    uids: frozenset[int] | None = None
+    """Whom it is about; None: everybody."""
 
 
 class Offer(Struct, frozen=True):
@@ -47,6 +49,12 @@ class Offer(Struct, frozen=True):
     many_users: bool
     """Whether its daemon serves several uids at once; otherwise MPS lets the second uid wait for the first to leave."""
     refusal: Refusal | None = None
+
+    def refuses(self, uid: int) -> Refusal | None:
+        """Return why a user is granted nothing here, if so."""
+        if self.refusal is None or self.refusal.uids is None or uid in self.refusal.uids:
+            return self.refusal
+        return None
 
 
 class Amount(Struct, frozen=True):

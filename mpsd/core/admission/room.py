@@ -103,7 +103,7 @@ class Room:
         leave there would not help. Of places that are equally close the first ones count, so that it is the same ones
         from time to time. The second value tells whether the user's own leases are in the way of any.
         """
-        free = [each for each in candidates if each[0].refusal is None and each[0].gpu not in reserved.from_all]
+        free = [each for each in candidates if not each[0].refuses(uid) and each[0].gpu not in reserved.from_all]
         promising = [each for each in free if not self._is_blocked_by_own(*each, uid)]
         own = len(promising) < count
         if own:
@@ -121,7 +121,7 @@ class Room:
         offer, need = candidate
         held = self._held[offer.gpu]
         limit = _obstacle(offer, held, need, uid, NOTHING_RESERVED)
-        return 0.0 if limit is None else _distance(limit, offer, held, need)[1]
+        return 0.0 if limit is None else _distance(limit, offer, held, need, uid)[1]
 
     def _left(self, candidate: Candidate) -> tuple[int, int]:
         """Return the memory and the threads that are left where a request could be granted."""
@@ -135,7 +135,7 @@ class Room:
             held = self._held[offer.gpu]
             limit = _obstacle(offer, held, need, uid, NOTHING_RESERVED)
             if limit is not None:
-                lacking.append((_distance(limit, offer, held, need), limit, (offer, need)))
+                lacking.append((_distance(limit, offer, held, need, uid), limit, (offer, need)))
         if len(candidates) - len(lacking) >= count:
             hint = "wait for it (--wait), or request less"
             return Shortage(
@@ -147,7 +147,9 @@ class Room:
     def is_spent(self, offers: Iterable[Offer], reserved: Reservations) -> bool:
         """Tell whether nothing is left of any GPU, beside what is kept, so that nobody else needs to be asked."""
         return all(
-            offer.refusal is not None or self._is_spent(offer, reserved.from_all.get(offer.gpu)) for offer in offers
+            (offer.refusal is not None and offer.refusal.uids is None)
+            or self._is_spent(offer, reserved.from_all.get(offer.gpu))
+            for offer in offers
         )
 
     def _is_spent(self, offer: Offer, reserved: Reservation | None) -> bool:
@@ -162,8 +164,8 @@ def _obstacle(offer: Offer, held: _Held, need: Amount, uid: int, reserved: Reser
 
     This is the one rule of what fits. It is `turn` when only what is kept for somebody who comes first is in the way.
     """
-    if offer.refusal is not None:
-        return offer.refusal.limit
+    if (refusal := offer.refuses(uid)) is not None:
+        return refusal.limit
     if not offer.many_users and held.is_others(uid):
         return "user"
     limit = _lacking(offer, held.amount, need)
@@ -186,10 +188,11 @@ def _lacking(offer: Offer, taken: Amount, need: Amount) -> str | None:
     return "clients" if need.clients > offer.clients - taken.clients else None
 
 
-def _distance(limit: str, offer: Offer, held: _Held, need: Amount) -> tuple[bool, float]:
+def _distance(limit: str, offer: Offer, held: _Held, need: Amount, uid: int) -> tuple[bool, float]:
     """Say how far a GPU is from granting something: whether it is out, and what part of what is needed is missing."""
-    if offer.refusal is not None or limit == "user":
-        return offer.refusal is not None, 1.0
+    is_out = offer.refuses(uid) is not None
+    if is_out or limit == "user":
+        return is_out, 1.0
     taken = held.amount
     threads = (need.threads - offer.threads + taken.threads) / need.threads
     memory = (need.memory - offer.memory + taken.memory) / need.memory
@@ -198,8 +201,8 @@ def _distance(limit: str, offer: Offer, held: _Held, need: Amount) -> tuple[bool
 
 def _shortage(limit: str, offer: Offer, held: _Held, need: Amount, uid: int) -> Shortage:
     """Put what `_obstacle` named into words."""
-    if offer.refusal is not None:
-        return Shortage(limit, offer.refusal.because, offer.refusal.hint, DaemonNotReadyError, offer.gpu)
+    if (refusal := offer.refuses(uid)) is not None:
+        return Shortage(limit, refusal.because, refusal.hint, DaemonNotReadyError, offer.gpu)
     taken, hint = held.amount, "request less, wait for it (--wait), or see who holds it: mpsctl leases"
     match limit:
         case "user":

@@ -79,6 +79,10 @@ class ServerHealth:
         while len(self.given) > _MOST_GIVEN:
             del self.given[next(iter(self.given))]
 
+    def forget_failures(self) -> None:
+        """Begin anew: it is another control daemon's servers that are to start."""
+        self.failures, self.words = [], ""
+
     def statuses(self, words: Mapping[int, str | None], idle: Collection[int], now: datetime) -> None:
         """Take in the servers' state words, where the driver has any: they count for more than the log.
 

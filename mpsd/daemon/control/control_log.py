@@ -142,6 +142,7 @@ class ControlLog:
         """Draw a key for a control daemon that is about to start: who knows that of the one before has no use of it."""
         self.key = secrets.token_hex(8)
         self._reader.renew(self.key)
+        self.serving.forget_failures()
         self._keep()
 
     def follow(self, daemon: ProcessIdentity) -> None:

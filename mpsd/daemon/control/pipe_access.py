@@ -82,6 +82,13 @@ class PipeAccess:
     def _wanted(self) -> frozenset[int] | None:
         return frozenset() if self._is_shut else self._admitted()
 
+    @property
+    def users(self) -> frozenset[int] | None:
+        """The uids that a control daemon which serves one user at a time has let in; None where it may be anybody."""
+        let_in = self.let_in.let_in
+        is_known = self._many_users is False and not let_in.everybody and not let_in.others
+        return frozenset(let_in.uids) if is_known and let_in.uids else None
+
     def was_anothers(self, uid: int) -> bool:
         """Tell whether the control daemon, which serves one user at a time, has let in another uid before this one.
 

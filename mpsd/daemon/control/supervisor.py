@@ -118,6 +118,7 @@ class Supervisor:
             version=self.gpu.driver_version,
             log_silent_since=self._control_log.silence.since,
             cannot_start=self._observer.cannot_start,
+            cannot_start_for=self._pipe_access.users,
             has_mem_limit=self._observer.has_mem_limit,
             unknown_lines=self._control_log.unknown,
             operation=self.drainer.summary if desired.waits and desired.operation else None,

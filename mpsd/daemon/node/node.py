@@ -381,7 +381,7 @@ class Node:
             clients=mps_facts.clients_max(gpu.compute_capability, gpus.driver_branch(gpu.driver_version)),
             limits=settings.default_limits,
             many_users=daemon.process.many_users if daemon.process else settings.daemon.users is Users.MANY,
-            refusal=Refusal(reason.limit, reason.because, reason.hint) if reason is not None else None,
+            refusal=Refusal(reason.limit, reason.because, reason.hint, reason.uids) if reason is not None else None,
         )
 
     # -- operating ----------------------------------------------------------------------------------------------------

@@ -289,7 +289,18 @@ class Watch:
 
     def _new_processes(self) -> list[Running]:
         found = [process for pid in sorted(pids() - self._pids) if (process := look_at(pid)) is not None]
-        return [process for process in found if self._descends(process) or self._names_ours(process)]
+        return [
+            process
+            for process in found
+            if (self._descends(process) or self._names_ours(process)) and not self._is_a_shared_nodes(process)
+        ]
+
+    def _is_a_shared_nodes(self, process: Running) -> bool:
+        """Tell whether it is a control daemon that an mpsd started which was there before, and is there still.
+
+        Where a node is several tests', its mpsd replaces a control daemon for the next user of it.
+        """
+        return process.parent in self._pids and process.parent != os.getpid() and process.command.endswith(" -f")
 
     def _descends(self, process: Running | None) -> bool:
         while process is not None and process.parent > 1:

@@ -234,27 +234,14 @@ class TestEveryDriver:
             assert (third["suspects"], third["verdict"]) == ([BOB], "at_once")
             assert "gpu0 is failed" not in node.get("/v1/status").json["because"]
 
-    def test_always_accompanied(self, make_node: Start, real: RealDaemon) -> None:
-        """Where two are let in at each crash nobody is shut out, both are named, and the GPU goes on with delays."""
-        config = "[daemon]\ndeaths = 3\n"
-        node = make_node(simulate=1, control=real.control, config=config).start()
+    def test_one_after_the_other(self, make_node: Start, real: RealDaemon) -> None:
+        """With one user at a time, the control daemon of the next one is another: nobody answers for the last."""
+        node = make_node(simulate=1, control=real.control).start()
         with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
-            for number, each in enumerate(CRASHES):
-                # One user at a time: they come one after the other, and either may be connected still.
-                for caller in (bob, ann):
-                    assert caller.request("DELETE", f"/v1/leases/{granted(caller)}").status == 204
-                died = crash(node, number=each)
-                assert died["suspects"] == [ANN, BOB]
-                assert died["verdict"] == ("later" if number else "at_once")
-                assert each.name in died["how"]
-            node.wait_for_state("gpu0", "ready", deadline=40)
-            assert not node.events("uid_quarantined")
-            assert not node.events("daemon_state", state="failed")
-            assert warnings(node) == {f"uid {ANN}": "suspect", f"uid {BOB}": "suspect"}
-            assert node.get("/v1/quarantines").json == {
-                "quarantines": [],
-                "suspects": [{"uid": uid, "crashes": 4, "alone": 0} for uid in (ANN, BOB)],
-            }
+            for caller in (bob, ann):
+                assert caller.request("DELETE", f"/v1/leases/{granted(caller)}").status == 204
+            assert crash(node)["suspects"] == [ANN]
+            assert warnings(node) == {f"uid {ANN}": "suspect"}
 
     def test_nobody_let_in(self, make_node: Start, real: RealDaemon) -> None:
         """Deaths with nobody let in but root count as before, and so do those that are nobody's fault but root's."""
@@ -309,6 +296,30 @@ def quarantined(make_node: Start, **options: Any) -> Node:
 
 
 @pytest.mark.real_daemon(535)
+@pytest.mark.parametrize("real", branches(555))
+def test_always_accompanied(make_node: Start, real: RealDaemon) -> None:
+    """Where two are let in at each crash nobody is shut out, both are named, and the GPU goes on with delays."""
+    config = '[daemon]\ndeaths = 3\nusers = "many"\n'
+    node = make_node(simulate=1, control=real.control, config=config).start()
+    with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
+        granted(ann)
+        granted(bob)
+        for number, each in enumerate(CRASHES):
+            wait_until(lambda: let_in(node, ANN) and let_in(node, BOB), what="both to be let in", deadline=40)
+            died = crash(node, number=each)
+            assert died["suspects"] == [ANN, BOB]
+            assert died["verdict"] == ("later" if number else "at_once")
+            assert each.name in died["how"]
+        node.wait_for_state("gpu0", "ready", deadline=40)
+        assert not node.events("uid_quarantined")
+        assert not node.events("daemon_state", state="failed")
+        assert warnings(node) == {f"uid {ANN}": "suspect", f"uid {BOB}": "suspect"}
+        assert node.get("/v1/quarantines").json == {
+            "quarantines": [],
+            "suspects": [{"uid": uid, "crashes": 4, "alone": 0} for uid in (ANN, BOB)],
+        }
+
+
 class TestOneDriver:
     """What does not depend on the driver, with that of 535."""
 

@@ -25,7 +25,7 @@ from tests.simulated_clients import WAITS, SimulatedClient, variables
 ANN: Final = 61201
 """A uid that has no rights and no name."""
 
-QUIET: Final = "[daemon]\nprobe_interval = 600\n[limits]\nactive_thread_percentage = 50\n"
+QUIET: Final = '[daemon]\nprobe_interval = 600\n[enforcement]\nunadmitted = "deny"\n'
 """A daemon of which nothing happens is not asked for the time of a test."""
 
 STAMP: Final = b"[2026-11-22 01:02:03.004 Control     1] "

@@ -140,6 +140,7 @@ class TestStored:
                 change(node, lambda text: how(text) if lease["id"] in text else text)
                 node.start(ready=False)
                 node.wait_for_state("gpu0", "ready")
+                node.wait_for_state("gpu1", "ready")
                 assert event(node, "lease_not_restored", lease=lease["id"])["gpus"] == [lease["shares"][0]["gpu"]]
                 here = {each["id"] for each in node.get("/v1/leases").json["leases"]}
                 assert kept["id"] in here

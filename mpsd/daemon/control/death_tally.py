@@ -44,8 +44,9 @@ class LetInRecord:
         self.let_in = LetIn()
 
     def begin(self, process: ProcessIdentity) -> None:
-        """Take note that a control daemon was started, to which nobody was let in yet."""
+        """Write down that a control daemon was started, to which nobody was let in yet, for the next mpsd to know."""
         self._process, self.let_in = process, LetIn()
+        self._write()
 
     def resume(self, process: ProcessIdentity) -> None:
         """Take up what an earlier mpsd noted of a control daemon that is adopted, and who is let in by its access list.

@@ -4,17 +4,16 @@ Nothing here is an error by itself: mpsd says what it cannot do, and does the re
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath
 from typing import Final
 
 from mpsd.core.capabilities import DAEMON, parse
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.settings import Settings, Users, WantedComputeMode
 from mpsd.system import capabilities, mount_table
-from mpsd.system.mount_table import Mount
 
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is, shm_overview(7)
 
@@ -123,21 +122,26 @@ def lacking(settings: Settings, effective: int) -> Iterator[tuple[str, str]]:
 
 
 def hidden(pid: int, directories: Iterable[Path]) -> list[Path]:
-    """Return those directories whose paths lead a process somewhere else than mpsd, as they may in a container.
+    """Return those of mpsd's directories whose paths lead a process somewhere else, as they may in a container.
 
-    Of one that is not there yet, its nearest parent counts. Not among them are those of which that cannot be told: the
-    process is gone or may not be looked at, or a symbolic link is on the way. What the process would find there is not
-    looked at (see `mount_table`).
+    Not among them are those of which that cannot be told: the process is gone or may not be looked at, or a symbolic
+    link is on the way. What the process would find there is not looked at (see `mount_table`).
+    """
+    return [each for each in directories if each.resolve() == each and leads_elsewhere(pid, each)]
+
+
+def leads_elsewhere(pid: int, path: PurePath) -> bool:
+    """Tell whether a path without symbolic links leads a process somewhere else than mpsd; False if that is unknown.
+
+    The path is not touched at all, so it can be one that a stranger chose.
     """
     if sees_alike(pid) != Known(value=False):
-        return []
+        return False
     try:
         own, theirs = mount_table.mounts("self"), mount_table.mounts(pid)
     except _UNSEEN:
-        return []
-    if own is None or theirs is None:
-        return []
-    return [each for each in directories if _leads_elsewhere(own, theirs, each)]
+        return False
+    return own is not None and theirs is not None and mount_table.place(own, path) != mount_table.place(theirs, path)
 
 
 def is_contained(pid: int) -> bool:
@@ -202,12 +206,3 @@ def _place(pid: int | str) -> tuple[str, ...]:
 def _own_place() -> tuple[str, ...]:
     """Return mpsd's own, which it keeps for as long as it lives."""
     return _place("self")
-
-
-def _leads_elsewhere(own: Sequence[Mount], theirs: Sequence[Mount], directory: Path) -> bool:
-    while not directory.exists():
-        directory = directory.parent
-    if directory.resolve() != directory:
-        return False
-    path = PurePosixPath(directory)
-    return mount_table.place(own, path) != mount_table.place(theirs, path)

@@ -7,7 +7,7 @@ and whoever asks waits for it, in the kernel, deaf to SIGKILL. Any user can moun
 
 import re
 from collections.abc import Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Final, NamedTuple
 
 _MOST: Final = 1 << 20
@@ -56,7 +56,7 @@ def _path(text: str) -> PurePosixPath:
     return PurePosixPath(_ESCAPED.sub(lambda found: chr(int(found[1], 8)), text))
 
 
-def place(table: Iterable[Mount], directory: PurePosixPath) -> Place | None:
+def place(table: Iterable[Mount], directory: PurePath) -> Place | None:
     """Return where a path leads that has no symbolic link in it; None where no mount of the table leads there.
 
     What is mounted later over a part of the path hides what was mounted further down, and then has another parent.

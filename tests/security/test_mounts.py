@@ -6,6 +6,8 @@ whoever looks at such a path waits until that user answers, deaf even to SIGKILL
 
 import os
 import stat
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -77,20 +79,25 @@ silent.set()
 """
 
 
-def asked(node: Node, tmp: Path, *, where: Path | None, then: str = "") -> Answer:
-    """Ask for a lease from a process that has mounted a file system that never answers, and return the answer."""
+def script(tmp: Path, *, where: Path | None, then: str = "") -> str:
+    """Return what mounts a file system that never answers, as a user of its own."""
     device, work = tmp / "fuse", tmp / "work"
     os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(10, 229))  # as /dev/fuse is where users may mount
     device.chmod(0o666)
     work.mkdir()
-    script = MOUNTS.format(device=str(device), work=str(work), where=str(where or ""), uid=EVE, then=then)
     try:
         device.read_bytes()
     except PermissionError:  # it has no file system yet
         pass
     except OSError as error:
         lacking(f"FUSE cannot be had here: {error}")
-    with ThreadPoolExecutor(1) as pool, calling("mpsd.sock", cwd=node.socket.parent, before=script) as caller:
+    return MOUNTS.format(device=str(device), work=str(work), where=str(where or ""), uid=EVE, then=then)
+
+
+def asked(node: Node, tmp: Path, *, where: Path | None, then: str = "") -> Answer:
+    """Ask for a lease from a process that has mounted a file system that never answers, and return the answer."""
+    before = script(tmp, where=where, then=then)
+    with ThreadPoolExecutor(1) as pool, calling("mpsd.sock", cwd=node.socket.parent, before=before) as caller:
         answer = pool.submit(caller.admit, **SMALL)
         # Before it is waited for: in a defect, mpsd answers nobody.
         assert node.get("/healthz").status == 200
@@ -107,3 +114,28 @@ def test_file_system_that_never_answers(make_node: Start, short_tmp: Path, over:
         answer = asked(node, short_tmp, where=node.root / "run" / "mps")
     assert (answer.status, answer.json["limit"]) == (403, "pipe_directory")
     assert node.get("/healthz").status == 200
+
+
+def test_doctor(make_node: Start, short_tmp: Path) -> None:
+    """Of what calls itself a part of MPS, `mpsctl doctor` touches neither the file systems nor a path that it names."""
+    node = make_node(control=None, simulate=1).start()
+    program = short_tmp / "nvidia-cuda-mps-server"
+    program.write_text(f"{script(short_tmp, where=Path('/dev/shm'))}print(flush=True)\nsys.stdin.read()\n")
+    with (
+        subprocess.Popen(
+            [sys.executable, program],
+            env={"CUDA_MPS_PIPE_DIRECTORY": "/" + "x" * 300},  # no name can be as long
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as stranger,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        try:
+            assert stranger.stdout is not None
+            assert stranger.stdout.readline() == b"\n"
+            found = pool.submit(node.mpsctl, "doctor").result(timeout=45)
+        finally:
+            stranger.kill()
+    assert "internal" not in found.stderr
+    assert found.stderr == ""
+    assert str(stranger.pid) in found.stdout

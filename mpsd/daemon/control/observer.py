@@ -241,8 +241,7 @@ class Observer:
         except (ControlBusyError, ControlUnresponsiveError) as error:
             if most := self.control_log.descriptors_used_up:
                 # Whoever waits to be heard is connected as well, and has no part in it.
-                by = f"as whoever had pipe access can bring about: {self._let_in.let_in}"
-                error.detail += f"; all of its {most} descriptors are in use, {by}"
+                error.detail += f"; all of its {most} descriptors are in use; had pipe access: {self._let_in.let_in}"
                 name = self._paths.pipe_directory.name
                 error.hint = f"no new client can reach it until it is replaced: mpsctl restart {name}"
             else:

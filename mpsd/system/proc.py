@@ -1,6 +1,7 @@
 """What /proc says of one process: read at each question, and kept by nobody."""
 
 import os
+import resource
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -123,6 +124,15 @@ def variables_of(pid: int, names: Collection[str]) -> dict[str, str] | None:
         for name, _, value in pairs
         if (key := name.decode("utf-8", errors="replace")) in names
     }
+
+
+def descriptors_used_up(pid: int) -> int | None:
+    """Return how many descriptors a process may have, if it has as many; None otherwise, and where nobody can tell."""
+    try:
+        most = resource.prlimit(pid, resource.RLIMIT_NOFILE)[0]
+        return most if len(os.listdir(f"/proc/{pid}/fd")) >= most else None  # noqa: PTH208 - names, not paths
+    except OSError:
+        return None
 
 
 def real_uid(pid: int) -> int | None:

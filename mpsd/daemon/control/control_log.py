@@ -150,6 +150,11 @@ class ControlLog:
         self._daemon, self._reaped = daemon.pid, proc.faults_of_children(daemon.pid)
         self.silence.forget()
 
+    @property
+    def descriptors_used_up(self) -> int | None:
+        """How many descriptors the control daemon may have, if all of them are in use; None otherwise."""
+        return proc.descriptors_used_up(self._daemon) if self._daemon else None
+
     def see(self, servers: Iterable[ProcessIdentity]) -> None:
         """Note servers that the daemon itself has named: what the log says of any other is not believed."""
         self._seen = {each.pid: each.start_ticks for each in servers}

@@ -28,6 +28,7 @@ from mpsd.core.mps.limits import (
     widest_read_back,
 )
 from mpsd.daemon.control.control_log import ControlLog
+from mpsd.daemon.control.death_tally import LetInRecord
 from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock, proc, process_table, unix_sockets
@@ -75,7 +76,9 @@ class _Questions:
 class Observer:
     """The knowledge about one control daemon, and the ways to renew it."""
 
-    def __init__(self, paths: DaemonPaths, control_log: ControlLog, pipe: ControlPipe, log: Logger) -> None:
+    def __init__(
+        self, paths: DaemonPaths, control_log: ControlLog, pipe: ControlPipe, let_in: LetInRecord, log: Logger
+    ) -> None:
         self.control_log = control_log
         self.pipe = pipe
         self.read_back: ReadBack | None = None
@@ -89,6 +92,7 @@ class Observer:
         self._limits: tuple[Limit, ...] = LIMITS
         """Those that the driver has, as far as is known."""
         self._paths = paths
+        self._let_in = let_in
         self._log = log
         self._bounded = BoundedLog(log)
         """For what a lease holder can cause in a loop."""
@@ -235,10 +239,16 @@ class Observer:
             await self.pipe.hold(talk)
             self.control_log.expect(self.pipe.nonce)
         except (ControlBusyError, ControlUnresponsiveError) as error:
-            try:
-                error.detail += _named(await self.connected())
-            except OSError as unknown:
-                error.detail += f"; who is connected to it is not known: {unknown.strerror}"
+            if most := self.control_log.descriptors_used_up:
+                # Whoever waits to be heard is connected as well, and has no part in it.
+                error.detail += f"; all of its {most} descriptors are in use; had pipe access: {self._let_in.let_in}"
+                name = self._paths.pipe_directory.name
+                error.hint = f"no new client can reach it until it is replaced: mpsctl restart {name}"
+            else:
+                try:
+                    error.detail += _named(await self.connected())
+                except OSError as unknown:
+                    error.detail += f"; who is connected to it is not known: {unknown.strerror}"
             raise
 
     async def connected(self) -> dict[int, int | None]:

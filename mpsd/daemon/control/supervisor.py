@@ -77,7 +77,7 @@ class Supervisor:
             suspects=lambda: pipe_access.let_in.let_in,
         )
         self.pipe = self._launcher.pipe(daemon.answer_deadline, self._control_log.key)
-        self._observer = Observer(paths, self._control_log, self.pipe, self._log)
+        self._observer = Observer(paths, self._control_log, self.pipe, pipe_access.let_in, self._log)
         self._instance = Instance(self._launcher, self._observer, self._log, self._wake.set)
         self._wanted_limits = WantedLimits(self._observer, settings.current, self._log)
         self._prober = Prober(self._launcher, self._wanted_limits, pipe_access, self._log)

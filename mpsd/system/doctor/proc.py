@@ -5,14 +5,14 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 from mpsd.core.doctor.observed import ProcessSeen
 from mpsd.core.doctor.processes import MPSD, USUAL
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.sanitize import text
-from mpsd.system import clock, host_environment, process_table, unix_sockets
+from mpsd.system import clock, host_environment, mount_table, process_table, unix_sockets
 from mpsd.system.process_table import ProgramKind
 
 _PROC: Final = Path("/proc")
@@ -141,7 +141,7 @@ def _seen(pid: int, part: str, arguments: tuple[str, ...]) -> ProcessSeen:
         capabilities=int(status["CapEff"], 16),
         pid_namespace=_link(at / "ns/pid"),
         shared_memory=_shared_memory(at),
-        apart=part != MPSD and bool(host_environment.hidden(pid, [Path(arguments_of or USUAL[0])])),
+        apart=part != MPSD and host_environment.leads_elsewhere(pid, PurePosixPath(arguments_of or USUAL[0])),
     )
 
 
@@ -179,8 +179,13 @@ def _open_files(at: Path) -> Reading[int]:
 
 
 def _shared_memory(at: Path) -> Reading[int]:
-    path = at / "root/dev/shm"
+    """Return the number of its device, as the table of mounts has it: the file system itself could never answer."""
     try:
-        return Known(path.stat().st_dev)
+        table = mount_table.mounts(at.name)
     except OSError as error:
-        return _denied(path, error)
+        return _denied(at / "mountinfo", error)
+    place = mount_table.place(table, PurePosixPath(host_environment.SHARED_MEMORY)) if table is not None else None
+    if place is None:
+        return Unknown(f"{at / 'mountinfo'} does not say where {host_environment.SHARED_MEMORY} is")
+    major, minor = map(int, place.device.split(":"))
+    return Known(os.makedev(major, minor))

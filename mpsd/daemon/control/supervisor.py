@@ -334,7 +334,9 @@ class Supervisor:
         desired = self.drainer.desired
         stopped = proc.is_stopped(self._instance.process.pid)
         if not stopped and self._lifecycle.state is State.UNRESPONSIVE and await self._is_blocked_by_last_user():
-            self._move(Event.STOP, f"it is replaced, since its last user keeps it busy: {self._lifecycle.because}")
+            self._move(
+                Event.STOP, f"it is replaced, since its last user keeps it from answering: {self._lifecycle.because}"
+            )
             return
         is_stuck = stopped and self._lifecycle.state is State.UNRESPONSIVE
         if any((self._observer.check(awake=not stopped), not self._pipe_access.look(), is_stuck)):
@@ -353,12 +355,14 @@ class Supervisor:
             await self._sleep(clock.until_next(_TICK))
 
     async def _is_blocked_by_last_user(self) -> bool:
-        """Tell whether a daemon answers nobody because of its last user's connection, and nobody else is there.
+        """Tell whether a daemon answers nobody for what its last user did, and nobody is there.
 
-        Nobody can have become a client since: the connection has the one seat.
+        It has its one seat, or has used up the daemon's descriptors: nobody can have become a client since.
         """
         if any(self._leases.on(self.name)) or any(proc.start_ticks(each.pid) for each in self._observer.present):
             return False
+        if self._control_log.descriptors_used_up is not None:
+            return self._pipe_access.users is not None
         with contextlib.suppress(OSError):
             return self._pipe_access.are_last_users((await self._observer.connected()).values())
         return False

@@ -45,7 +45,7 @@ while True:
 
 @pytest.mark.parametrize("real", branches())
 def test_used_up(make_node: Start, real: RealDaemon) -> None:
-    """The reason that it does not answer is told, with who was let in and what helps; after the lease it is replaced."""
+    """Why it does not answer is told, with who was let in and what helps; after the lease it is replaced."""
     node = make_node(simulate=1, control=real.control).start()
     daemon = node.daemons()["gpu0"]["pid"]
     resource.prlimit(daemon, resource.RLIMIT_NOFILE, (MOST, MOST))

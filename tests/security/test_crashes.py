@@ -295,7 +295,6 @@ def quarantined(make_node: Start, **options: Any) -> Node:
     return node
 
 
-@pytest.mark.real_daemon(535)
 @pytest.mark.parametrize("real", branches(555))
 def test_always_accompanied(make_node: Start, real: RealDaemon) -> None:
     """Where two are let in at each crash nobody is shut out, both are named, and the GPU goes on with delays."""
@@ -320,8 +319,21 @@ def test_always_accompanied(make_node: Start, real: RealDaemon) -> None:
         }
 
 
+@pytest.mark.real_daemon(535)
 class TestOneDriver:
     """What does not depend on the driver, with that of 535."""
+
+    def test_lease_that_it_has(self, make_node: Start) -> None:
+        """By default a lease of a uid that is quarantined stays; it gets no more time."""
+        node = make_node(simulate=1).start()
+        with calling(node.socket, uid=ANN) as ann:
+            lease = granted(ann, ttl=600)
+            for _ in range(2):
+                wait_until(lambda: let_in(node, ANN), what="it to be let in")
+                crash(node)
+            refused = ann.request("POST", f"/v1/leases/{lease}/renew", {"ttl": 900})
+            assert (refused.status, refused.json["code"]) == (403, "quarantined")
+            assert ann.request("GET", f"/v1/leases/{lease}").json["state"] == "granted"
 
     def test_pardon(self, make_node: Start) -> None:
         """An administrator lifts a quarantine, for good and with a clean slate; nobody else does."""

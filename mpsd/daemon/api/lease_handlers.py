@@ -95,6 +95,7 @@ class LeaseHandlers:
         """Give a lease more time."""
         assert isinstance(request.body, lease_schema.RenewRequest)  # noqa: S101 - the route table says so
         lease = self._theirs(request, act=True)
+        self._node.quarantine.check(lease.owner.uid)
         ttl = quota.time_to_live(quota.quota_of(request.user, self._node.settings.current), request.body.ttl)
         return _lease_out(await self._node.leases.renew(lease.id, ttl or request.body.ttl), None)
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,8 +43,10 @@ class _UnixConnection(http.client.HTTPConnection):
     def connect(self) -> None:
         """Connect to the unix socket instead of a host."""
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
+        # Where many wait at the door, a socket that does not block is turned away, and one that does waits for its turn.
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 30, 0))
         self.sock.connect(os.fspath(self._path))
+        self.sock.settimeout(self.timeout)
 
 
 @dataclass

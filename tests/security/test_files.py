@@ -41,6 +41,7 @@ MODES: Final = {
     "c/log/gpu0": "drwxr-xr-x",
     "c/log/gpu0/control.log": "-rw-r-----",
     "run": "drwxr-xr-x",
+    "run/gpu0.let-in.json": "-rw-------",
     "run/gpu0.process.json": "-rw-------",
     "run/gpu0.reading.json": "-rw-------",
     "run/leases.ballast": "-rw-------",

@@ -43,7 +43,7 @@ class _UnixConnection(http.client.HTTPConnection):
     def connect(self) -> None:
         """Connect to the unix socket instead of a host."""
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # Where many wait at the door, a socket that does not block is turned away, and one that does waits for its turn.
+        # Where many wait at the door, a socket that does not block is turned away; one that does has its turn.
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 30, 0))
         self.sock.connect(os.fspath(self._path))
         self.sock.settimeout(self.timeout)

@@ -249,6 +249,7 @@ class ControlLog:
             self._woken()
 
     def _note_events(self, events: Sequence[LogEvent]) -> None:
+        believed = [*self._believed(events)]  # first: the kernel may have counted more by the time that all is told
         foreign = [event.text for event in events if isinstance(event, ForeignCommand)]
         self.foreign += len(foreign)
         self.unexplained = (*self.unexplained, *foreign)[-_MOST_COMMANDS:]
@@ -261,7 +262,7 @@ class ControlLog:
         self._log_events(EventName.SERVER_FAULTED, [{"server": each.server} for each in faults])
         self.is_unaccounted = self.is_unaccounted or any(isinstance(event, Unaccounted) for event in events)
         before = self.serving.state
-        self.serving.note(self._believed(events), clock.now())
+        self.serving.note(believed, clock.now())
         self._compare(before)
         self._has_reason_to_ask = self._has_reason_to_ask or any(isinstance(each, REASONS_TO_ASK) for each in events)
 

@@ -266,26 +266,27 @@ class ControlLog:
         self._compare(before)
         self._has_reason_to_ask = self._has_reason_to_ask or any(isinstance(each, REASONS_TO_ASK) for each in events)
 
-    def _believed(self, events: Iterable[LogEvent]) -> Iterator[LogEvent]:
+    def _believed(self, events: Sequence[LogEvent]) -> Iterator[LogEvent]:
         """Yield what the log says of servers that are the daemon's, as the kernel or the daemon itself has shown.
 
         Whoever may write to the FIFO can have the log say anything. A server that could not start may be gone before
-        mpsd looks: an end of such a one is believed where the kernel has counted a child that ended since the last.
+        mpsd looks: the ends of such are believed where the kernel has counted a child that ended since the last.
         """
+        reaped = proc.faults_of_children(self._daemon)
+        has_ended = reaped is not None and reaped != self._reaped
+        if any(isinstance(each, ServerExited) for each in events):
+            self._reaped = reaped
         for event in events:
             match event:
                 case ServerStarting(server=server):
                     self._see_child(server)
                 case ServerExited(server=server) if server not in self._seen:
-                    reaped = proc.faults_of_children(self._daemon)
-                    if reaped is not None and reaped != self._reaped:
-                        self._reaped = reaped
+                    if has_ended:
                         yield event
                 case ServerExited(server=server):
                     stat = proc.stat_of(server)
                     if stat is None or stat.is_zombie or stat.start_ticks != self._seen[server]:
                         del self._seen[server]
-                        self._reaped = proc.faults_of_children(self._daemon)
                         yield event
                 case _ if getattr(event, "server", None) in self._seen:
                     yield event

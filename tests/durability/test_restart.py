@@ -264,7 +264,8 @@ async def take(leases: Leases, pid: int, processes: int) -> Lease:
         threads=ActiveThreadPercentage.parse(20), memory=PinnedDeviceMemLimit.parse("1GiB"), processes=processes
     )
     with closing(holder):
-        return await leases.admit(request, Owner(0, 0, pid, None), holder, wait=0, ttl=None, has_left=lambda: False)
+        owner = Owner(os.getuid(), os.getgid(), pid, None)
+        return await leases.admit(request, owner, holder, wait=0, ttl=None, has_left=lambda: False)
 
 
 def client(pid: int) -> Client:

@@ -3,6 +3,7 @@
 The subjects are NVIDIA's own control daemons.
 """
 
+import fcntl
 import json
 import os
 import signal
@@ -65,6 +66,16 @@ def is_put_back(node: Node) -> bool:
     """Tell whether the limit that was changed is as mpsd wants it again, in the daemon's own words."""
     wanted = node.daemons()["gpu0"]["limits_wanted"]["active_thread_percentage"]
     return node.ask("gpu0", "get_default_active_thread_percentage") == [str(wanted)]
+
+
+def is_free(node: Node) -> bool:
+    """Tell whether nobody holds the lock of the runtime directory."""
+    with (node.root / "run/mpsd.lock").open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 def conversations(node: Node) -> int:
@@ -191,6 +202,7 @@ class TestWhatItSays:
         assert event(node, "foreign_command")["command"] == SETS
         # The next mpsd knows it again.
         node.end(signal.SIGKILL)
+        wait_until(lambda: is_free(node), what="a front-end of the dead mpsd's to begin, which has its lock until then")
         node.start()
         assert len(node.events("foreign_command")) == 1
 

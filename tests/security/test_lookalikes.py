@@ -205,6 +205,7 @@ def test_seat(make_node: Start, real: RealDaemon) -> None:
     node.wait_for_state("gpu0", "ready")
 
 
+@needs_root
 @pytest.mark.real_daemon(535)
 class TestOthers:
     """Processes of root's, or of mpsd's own uid, that are not what they look like."""

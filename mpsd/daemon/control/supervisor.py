@@ -85,6 +85,8 @@ class Supervisor:
         self.drainer = Drainer(
             name, paths.operator_intent, leases=leases, pipe=self.pipe, settings=settings, log=self._log
         )
+        self._next_user: tuple[int, Callable[[], bool]] | None = None
+        """For whom it is to be replaced, and whether it was asked since who is there."""
         self._renewing = False
         """Whether it is being replaced for its next user."""
         self._wanted = True  # whether it should run at all
@@ -159,7 +161,7 @@ class Supervisor:
         """Why it is not certain that the limits that are wanted hold for its next client; empty when it is."""
         if self._lifecycle.state not in ANSWERED:
             return f"it is {self._lifecycle.state}: {self._lifecycle.because}"
-        return self._wanted_limits.trouble
+        return self._wanted_limits.trouble if self._next_user is None else "its next user is another one"
 
     def renew_for(self, uid: int) -> bool:
         """Replace the daemon where its user was another until now, and nobody is left of that; tell whether it is so.
@@ -167,11 +169,22 @@ class Supervisor:
         Whatever such a one still has open, the log's FIFO or a connection, is nothing to the daemon of the next user.
         """
         is_left = self._lifecycle.state is State.READY and self._pipe_access.was_anothers(uid)
-        if is_left and not self.drainer.desired.waits and not self._observer.present:
-            self._move(Event.STOP, f"it is replaced, since its next user is uid {uid}")
-            self._renewing = True
-            self.ask()
-        return self._renewing
+        if is_left and not self.drainer.desired.waits and not self._observer.present and self._next_user is None:
+            # Its last user cannot connect any more: whoever is a client is named by the answer to this question.
+            self._next_user = uid, self.ask()
+        return self._renewing or self._next_user is not None
+
+    def _renew(self) -> bool:
+        """Begin to replace the daemon, once it has named no client; tell whether that was done."""
+        if self._next_user is None or not self._next_user[1]():
+            return False
+        (uid, _), self._next_user = self._next_user, None
+        if self._lifecycle.state is not State.READY or self._observer.present:
+            self._lifecycle.notify_changed()  # it stays, and whoever waits for another may go on
+            return False
+        self._move(Event.STOP, f"it is replaced, since its next user is uid {uid}")
+        self._renewing = True
+        return True
 
     def intend(self, command: OperatorCommand) -> str:
         """Do what an operator wants, from now on; return the operation that it is part of now, if it is one.
@@ -267,6 +280,8 @@ class Supervisor:
         """Apply an event."""
         self._lifecycle.move(event, because, hint, self._instance.pid)
         self._renewing = self._renewing and self._lifecycle.state in {State.STOPPING, State.DOWN, State.STARTING}
+        if self._lifecycle.state is not State.READY:
+            self._next_user = None
         if self._lifecycle.state is State.DOWN:
             self._down.set()
 
@@ -350,6 +365,8 @@ class Supervisor:
             due = waits or clock.monotonic() >= self._due or self._launcher.socket_is_gone
         if due:
             await self._probe()
+            if self._renew():
+                return
         # Who is there was asked since it was wanted, or it is asked now.
         if desired is self.drainer.desired and not self._drain():
             await self._sleep(clock.until_next(_TICK))

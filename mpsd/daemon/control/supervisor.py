@@ -161,7 +161,9 @@ class Supervisor:
         """Why it is not certain that the limits that are wanted hold for its next client; empty when it is."""
         if self._lifecycle.state not in ANSWERED:
             return f"it is {self._lifecycle.state}: {self._lifecycle.because}"
-        return self._wanted_limits.trouble if self._next_user is None else "its next user is another one"
+        return (
+            self._wanted_limits.trouble if self._next_user is None else "it is about to be replaced for its next user"
+        )
 
     def renew_for(self, uid: int) -> bool:
         """Replace the daemon where its user was another until now, and nobody is left of that; tell whether it is so.

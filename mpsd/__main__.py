@@ -123,13 +123,17 @@ def _plan(
     from mpsd.daemon.service import Plan
     from mpsd.simulator.gpus import SimulatedGpus
     from mpsd.system import driver, rundir
+    from mpsd.system.canary import CanaryProgram
     from mpsd.system.control_pipe import ControlProgram
     from mpsd.system.gpu import NvmlGpus
 
     gpus = settings.paths.runtime_dir / "simulated"
+    canary = CanaryProgram()
     if simulate is not None and control is None:
         found = None
         program = ControlProgram((sys.executable, "-I", "-m", "mpsd.simulator.control", "--gpus", str(gpus)))
+        client = (sys.executable, "-I", "-m", "mpsd.simulator.client")
+        canary = CanaryProgram(client, {"MPSD_SIMULATED_GPUS": str(gpus)})
     else:
         found = driver.find(control or settings.daemon.control, settings.daemon.driver_root)
         linked = rundir.libraries(settings) if found.libraries is not None else None
@@ -138,6 +142,7 @@ def _plan(
     return Plan(
         settings=settings,
         program=program,
+        canary=canary,
         source=(lambda: SimulatedGpus(simulate, directory=gpus)) if simulate is not None else (lambda: NvmlGpus(nvml)),
         driver=found,
         simulated=simulate is not None,

@@ -1,7 +1,7 @@
 """File systems of a test's own, so that it can fill one."""
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -32,3 +32,26 @@ def fill(directory: Path) -> Path:
         while file.write(bytes(4096)):
             pass
     return path
+
+
+@contextmanager
+def failing(path: Path) -> Iterator[Callable[[], object]]:
+    """Mount an ext4 on a directory, as root, and give what makes it fail: from then on it can only be read.
+
+    That is what the kernel does to a file system with an error (`errors=remount-ro`), whatever is open on it.
+    """
+    image = path.parent / f"{path.name}.ext4"
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    if subprocess.run(["mkfs.ext4", "-q", image], check=False).returncode:
+        lacking("mkfs.ext4 does not work here")
+    if subprocess.run(["mount", "-o", "loop,errors=remount-ro", image, path], check=False).returncode:
+        lacking("mounting a file as a disk is not allowed here")
+    try:
+        path.chmod(0o755)
+        mounts = (line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines())
+        (device,) = (each[each.index("-") + 2] for each in mounts if each[4] == str(path))
+        trigger = Path("/sys/fs/ext4", Path(device).name, "trigger_fs_error")
+        yield lambda: trigger.write_text("by a test\n")
+    finally:
+        subprocess.run(["umount", "--lazy", path], check=True)

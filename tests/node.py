@@ -12,13 +12,33 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from mpsd.simulator.control import program
+from mpsd.simulator.cuda import Binds
+from mpsd.simulator.devices import set_binds
 from tests.fork_server import ForkServer
 from tests.harness import kill, look_at, pids, wait_until
 
 _ROOT = Path(__file__).parent.parent
+
+
+TOKEN: Final = "MPSD_LEASE_TOKEN"  # noqa: S105 - the name of the variable
+
+
+def as_listed(lease: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a lease as lists, and users who are neither its owner nor administrators, see it: without its token."""
+
+    def public(variables: Mapping[str, str]) -> dict[str, str]:
+        return {name: value for name, value in variables.items() if name != TOKEN}
+
+    shares = [{**each, "env": public(each["env"])} for each in lease["shares"]]
+    return {**lease, "env": public(lease["env"]), "shares": shares}
+
+
+def unjudged(lease: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a lease without what mpsd finds of its processes: of one that asks as several users, quite something."""
+    return {**lease, "violations": [], "unknown": []}
 
 
 @dataclass(frozen=True)
@@ -62,6 +82,8 @@ class Node:
     arguments: Sequence[str] = ()
     rooted: bool = True
     """Whether mpsd is told its directory by `--root`; otherwise the configuration has to name it."""
+    binds: Binds | None = None
+    """When limits of simulated servers bind a client; as the simulator has it when it is None."""
     fork_server: ForkServer | None = None
     """What forks mpsd, in a tenth of the time; without one it is started as the program that it is."""
     process: subprocess.Popen[bytes] | None = None
@@ -112,6 +134,8 @@ class Node:
 
     def launch(self) -> None:
         """Start mpsd and do not wait for anything."""
+        if self.binds is not None:
+            set_binds(self.root / "run" / "simulated", self.binds)
         variables = {**os.environ, **self.env}
         # What the dynamic loader reads takes effect in a new program only.
         if self.fork_server is not None and not any(name.startswith("LD_") for name in self.env):

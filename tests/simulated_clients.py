@@ -17,12 +17,24 @@ WAITS: Final = ("sh", "-c", 'read go || exit 0; exec "$@"', "sh")
 class SimulatedClient(DrivenProgram):
     """A process that uses CUDA on a simulated GPU (see mpsd.simulator.client).
 
-    It says first: `mps`, `server`, `gpu`, `active_thread_percentage`, `pinned_device_mem_limit`, and more.
+    It says first: `mps`, `server`, `gpu`, `active_thread_percentage`, `pinned_device_mem_limit`, and more; a late one
+    says its pid alone.
     """
 
-    def __init__(self, environment: Mapping[str, str], *, before: Sequence[str] = ()) -> None:
-        """Start it, with no CUDA_* variable but those of `environment`; `before` is a command that becomes it."""
-        super().__init__([*before, *program()], environment)
+    def __init__(self, environment: Mapping[str, str], *, before: Sequence[str] = (), late: bool = False) -> None:
+        """Start it, with no CUDA_* variable but those of `environment`; `before` is a command that becomes it.
+
+        A late one initialises CUDA, and makes a context, when it is told to, or when it needs one.
+        """
+        super().__init__([*before, *program(late=late)], environment)
+
+    def init(self) -> dict[str, Any]:
+        """Initialise CUDA, which connects it to MPS."""
+        return self.do("init")
+
+    def context(self) -> dict[str, Any]:
+        """Make one more context; the answer has what it is pinned to, as `hello` has it of the first."""
+        return self.do("context")
 
     def alloc(self, size: str) -> dict[str, Any]:
         """Allocate device memory, such as `1GiB`."""
@@ -35,6 +47,14 @@ class SimulatedClient(DrivenProgram):
     def compute(self, seconds: float) -> dict[str, Any]:
         """Do as much work as the whole GPU does in these seconds; the answer has how many it took."""
         return self.do(f"compute {seconds}")
+
+    def launch(self, seconds: float) -> None:
+        """Have a kernel in flight, of as much work as the whole GPU does in this time; `answer` has its end."""
+        assert self.do(f"launch {seconds}")["ok"]
+
+    def loop(self, seconds: float) -> None:
+        """Have such kernels in flight, one after the other, until it is told anything else, or an error ends it."""
+        assert self.do(f"loop {seconds}")["ok"]
 
     def sync(self) -> dict[str, Any]:
         """See whether an error is waiting."""
@@ -60,7 +80,7 @@ def outside(node: Node) -> dict[str, str]:
     return {VARIABLE: str(node.root / "run" / "simulated"), "CUDA_MPS_PIPE_DIRECTORY": str(node.root / "nobody-here")}
 
 
-def leased(node: Node, *arguments: str, within: Sequence[str] = ()) -> SimulatedClient:
+def leased(node: Node, *arguments: str, within: Sequence[str] = (), late: bool = False) -> SimulatedClient:
     """Start a client as a user does, by `mpsctl run` with these arguments: with a lease, in the lease's environment.
 
     `within` is the command that has the lease, where that is not the client, and starts or becomes it.
@@ -68,5 +88,5 @@ def leased(node: Node, *arguments: str, within: Sequence[str] = ()) -> Simulated
     mpsctl = (sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket), "run", *arguments, "--")
     root = str(Path(__file__).parent.parent)
     return SimulatedClient(
-        {VARIABLE: str(node.root / "run" / "simulated"), "PYTHONPATH": root}, before=(*mpsctl, *within)
+        {VARIABLE: str(node.root / "run" / "simulated"), "PYTHONPATH": root}, before=(*mpsctl, *within), late=late
     )

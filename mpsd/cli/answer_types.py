@@ -55,8 +55,11 @@ class Lease(TypedDict):
     env: dict[str, str]
     shares: list[Share]
     clients: list[int]
+    bearers: list[int]
     processes: int
     priority: int
+    client_priority: int | None
+    stop: str
     name: str
     labels: dict[str, str]
     created: str
@@ -65,6 +68,8 @@ class Lease(TypedDict):
     expires: str | None
     request_id: str | None
     wait: Wait | None
+    violations: "list[Violation]"
+    unknown: list[str]
 
 
 class Others(TypedDict):
@@ -138,6 +143,18 @@ class Daemon(TypedDict):
     latest_unknown_lines: list[str]
     operation: str | None
     restart_for: list[str]
+    unserved: str | None
+    wedged: bool
+
+
+class Canary(TypedDict):
+    """What canaries prove of a control daemon."""
+
+    daemon: str
+    verdict: str
+    because: str
+    canaries: int
+    at: str
 
 
 class Daemons(TypedDict):
@@ -159,6 +176,9 @@ class Gpu(TypedDict):
     memory_held: int | None
     clients: int
     clients_max: int | None
+    threads_unleased: float
+    memory_unleased: int
+    clients_unleased: int
     compute_mode: str | None
     health: str
     because: str
@@ -171,6 +191,17 @@ class Gpus(TypedDict):
     gpus: list[Gpu]
 
 
+class Violation(TypedDict):
+    """A violation that is open."""
+
+    kind: str
+    pid: int
+    lease: str | None
+    daemon: str
+    because: str
+    hint: str
+
+
 class Client(TypedDict):
     """A process that an MPS server lists as its client."""
 
@@ -181,6 +212,8 @@ class Client(TypedDict):
     gpu: str
     server: int
     lease: str | None
+    verdict: str
+    because: str
 
 
 class Clients(TypedDict):
@@ -200,8 +233,10 @@ class Process(TypedDict):
     mps: bool | None
     limits_granted: Limits
     limits_in_force: Limits | None
+    limits_at_least: Limits | None
     memory_held: int | None
     ok: bool
+    verdict: str
     because: str
 
 
@@ -210,11 +245,13 @@ class Verify(TypedDict):
 
     lease: str
     ok: bool
+    verdict: str
     because: str
     memory_granted: int
     memory_held: int
     processes: list[Process]
     violations: list[str]
+    unknown: list[str]
 
 
 class Reason(TypedDict):
@@ -231,8 +268,10 @@ class Status(TypedDict):
 
     healthy: bool
     because: str
+    headline: str
     reasons: list[Reason]
     warnings: list[Reason]
+    violations: list[Violation]
     version: str
     simulated: bool
     since: str

@@ -1,8 +1,9 @@
 """The routes of mpsd's API that mpsctl calls, each as a method."""
 
+import os
 from collections.abc import Iterator, Mapping
 from math import inf
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from mpsd.cli.client import DEADLINE, Client, Meanwhile, segment
 
@@ -10,8 +11,21 @@ if TYPE_CHECKING:
     from mpsd.cli import answer_types
 
 
+SOCKET: Final = "/run/mpsd/mpsd.sock"
+"""Where mpsd listens, unless somebody says otherwise."""
+
+
 class Api(Client):
     """mpsd, as a caller sees it. Every method raises UnreachableError, and the errors that mpsd answers."""
+
+    def variables(self) -> dict[str, str]:
+        """Return by which variables a process finds this mpsd, and believes it; none where it does so anyway."""
+        found = {}
+        if self.path != SOCKET or "MPSD_SOCKET" in os.environ:
+            found["MPSD_SOCKET"] = os.path.abspath(self.path)  # noqa: PTH100 - pathlib takes longer to import
+        if self.trusted:
+            found["MPSD_TRUST_UID"] = " ".join(map(str, sorted(self.trusted)))
+        return found
 
     def status(self) -> "answer_types.Status":
         """Return the node in one answer."""
@@ -62,6 +76,10 @@ class Api(Client):
         """Tell whether every process of a lease is under MPS and within its limits."""
         return cast("answer_types.Verify", self.get(f"/v1/leases/{segment(lease)}/verify"))
 
+    def end(self, lease: str) -> "answer_types.Lease":
+        """POST /v1/leases/{id}/end."""
+        return cast("answer_types.Lease", self.post(f"/v1/leases/{segment(lease)}/end", {}))
+
     def release(self, lease: str) -> None:
         """End a lease; one that has ended already is fine."""
         self.delete(f"/v1/leases/{segment(lease)}")
@@ -69,6 +87,10 @@ class Api(Client):
     def operate(self, daemon: str, verb: str, request: Mapping[str, object] | None = None) -> "answer_types.Operation":
         """Have a control daemon held, drained, resumed, restarted or reset."""
         return cast("answer_types.Operation", self.post(f"/v1/daemons/{segment(daemon)}/{verb}", request or {}))
+
+    def canary(self, daemon: str) -> "answer_types.Canary":
+        """Have canaries sent to a control daemon, and return what they prove; each takes as long as mpsd lets it."""
+        return cast("answer_types.Canary", self.post(f"/v1/daemons/{segment(daemon)}/canary", {}, deadline=inf))
 
     def pardon(self, uid: int) -> None:
         """Let a uid in again that was quarantined."""

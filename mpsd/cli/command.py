@@ -73,16 +73,18 @@ def print_answer(form: str, answer: T, view: Callable[[T], str]) -> None:
     click.echo(text)
 
 
-def print_lease(form: str, lease: "answer_types.Lease", share: int | None = None) -> None:
-    """Print a lease, in any of its forms."""
+def print_lease(api: Api, form: str, lease: "answer_types.Lease", share: int | None = None) -> None:
+    """Print a lease, in any of its forms; its token stands in those that programs read."""
     if form == "env":
-        click.echo(as_exports(environment(lease, share)))
+        click.echo(as_exports(environment(api, lease, share)))
     else:
         print_answer(form, lease, lambda safe: views.lease(safe, now()))
 
 
-def environment(lease: "answer_types.Lease", share: int | None = None) -> dict[str, str]:
+def environment(api: Api, lease: "answer_types.Lease", share: int | None = None) -> dict[str, str]:
     """Return the environment of a lease's processes: on its only GPU, or on the one of that number.
+
+    It names the mpsd that they find the lease at, where that is not the one that mpsctl would ask by itself.
 
     Raises DoesNotFitError while it waits, NotFoundError when it has ended, and InvalidRequestError when that number is
     missing or too high: without an environment of MPS, a process would run without limits. Raises InternalError for a
@@ -120,7 +122,7 @@ def environment(lease: "answer_types.Lease", share: int | None = None) -> dict[s
             f"the environment of {lease['id']} has {odd[0]!r}, a variable of neither CUDA, NVIDIA nor mpsd",
             hint="nothing was run or printed; find out what listens on the socket, and report this if it is mpsd",
         )
-    return variables
+    return {**variables, **api.variables()}
 
 
 class ForEval(click.Command):

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Final, cast
 from mpsd import __version__
 from mpsd.core.doctor.finding import Check, Finding, Mend, Result, Verdict, examine
 from mpsd.core.doctor.observed import Answers, DaemonAnswer, GpuAnswer, Observed, ProcessSeen, ServiceSeen, SocketSeen
+from mpsd.core.doctor.observed_clients import ClientSeen, ViolationAnswer
 from mpsd.core.errors import MpsdError, UnreachableError, UntrustedSocketError
 from mpsd.core.health import Kind, Reason
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.sanitize import plain
 from mpsd.core.settings import Settings, from_mapping
 from mpsd.system import host_environment
-from mpsd.system.doctor import disk, fixes, gpus, machine, proc, service
+from mpsd.system.doctor import clients, disk, fixes, gpus, machine, proc, service
 
 if TYPE_CHECKING:
     from mpsd.cli import answer_types
@@ -128,6 +129,7 @@ async def _observe(api: "Api", where: Where) -> Observed:
         files=disk.look(settings, private=root is not None, apart=_apart(settings, socket, process)),
         processes=processes,
         gpus=await gpus.look(settings, arguments_of.control, simulated=simulated),
+        clients=_clients(api) if isinstance(answers, Known) else Unknown(answers.reason),
         host=machine.look({name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}),
     )
 
@@ -169,6 +171,7 @@ def _ask(api: "Api") -> tuple[Reading[Answers], str, Reading[Settings]]:
             reasons=tuple(map(_reason, (*status["reasons"], *status["warnings"]))),
             gpus=tuple(map(_gpu, status["gpus"])),
             daemons=tuple(map(_daemon, status["daemons"])),
+            violations=tuple(map(_violation, status["violations"])),
         )
     except (KeyError, ValueError) as strange:
         what = f"no {strange}" if isinstance(strange, KeyError) else f"a reason of an unknown kind ({strange})"
@@ -182,9 +185,29 @@ def _reason(reason: "answer_types.Reason") -> Reason:
     return Reason(Kind(reason["kind"]), reason["subject"], reason["because"], reason["hint"])
 
 
+def _clients(api: "Api") -> Reading[tuple[ClientSeen, ...]]:
+    """Look at the processes of the leases that the caller may see."""
+    try:
+        processes = [
+            (int(pid), lease["id"], share["gpu"], int(share["pinned_device_mem_limit"]), pid in lease["clients"])
+            for lease in api.leases()["leases"]
+            for share in lease["shares"]
+            for pid in dict.fromkeys((lease["owner"]["pid"], *lease["clients"]))
+        ]
+    except MpsdError as error:
+        return Unknown(f"the leases are unknown: {error.detail}")
+    except (KeyError, TypeError, ValueError) as strange:  # an mpsd of another version, or of a user who makes it up
+        return Unknown(f"the leases are unknown: mpsd's answer has other fields than this mpsctl knows ({strange})")
+    return Known(clients.look_at_all(processes))
+
+
 def _gpu(gpu: "answer_types.Gpu") -> GpuAnswer:
     mode, uuid = gpu["compute_mode"], gpu["uuid"]
     return GpuAnswer(gpu["index"], uuid, gpu["health"], mode, gpu["clients"], gpu["clients_max"])
+
+
+def _violation(each: "answer_types.Violation") -> ViolationAnswer:
+    return ViolationAnswer(each["kind"], each["pid"], each["because"], each["hint"])
 
 
 def _daemon(daemon: "answer_types.Daemon") -> DaemonAnswer:

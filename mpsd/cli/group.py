@@ -6,7 +6,7 @@ from typing import Final
 import click
 
 from mpsd import __version__
-from mpsd.cli.api import Api
+from mpsd.cli.api import SOCKET, Api
 
 _MODULES: Final = {
     "admit": "admit",
@@ -80,7 +80,7 @@ _EPILOG: Final = "\n".join(
     "--socket",
     metavar="PATH",
     envvar="MPSD_SOCKET",
-    default="/run/mpsd/mpsd.sock",
+    default=SOCKET,
     show_envvar=True,
     show_default=True,
     help="The socket of mpsd.",

@@ -8,6 +8,7 @@ from mpsd.core.errors import InternalError
 from mpsd.core.sanitize import harmless_json, plain
 
 _GAP = "  "
+_LONGEST_EVENT = 24
 _UNITS = (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 _AGES = (("d", 86400), ("h", 3600), ("m", 60))
 
@@ -85,3 +86,13 @@ def fact(value: object) -> str:
 def plural(count: int, noun: str) -> str:
     """Print a number of things."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def event(answer: Mapping[str, object]) -> str:
+    """Tell an event in one line: when, what, and its facts, the number first; its level only where it is not usual."""
+    facts = [
+        f"{name}={fact(value)}"
+        for name, value in answer.items()
+        if name not in {"at", "event"} and (name, value) != ("level", "info")
+    ]
+    return f"{answer['at']}  {answer['event']!s:<{_LONGEST_EVENT}}  {' '.join(facts)}".rstrip()

@@ -7,14 +7,15 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Literal
 
-from mpsd.cli.render import age, columns, fact, percent, plural, size, table, until
+from mpsd.cli.render import age, columns, percent, plural, size, table, until
+from mpsd.core.sanitize import SECRETS
 
 if TYPE_CHECKING:
     from mpsd.cli import answer_types
 
 _UNKNOWN = "unknown"
 _SEVERAL = 2
-_LONGEST_EVENT = 24
+_VERDICTS = {"violation": "not ok", "nothing": "not ok"}
 
 
 # -- the node ----------------------------------------------------------------------------------------------------------
@@ -22,12 +23,11 @@ _LONGEST_EVENT = 24
 
 def status(node: "answer_types.Status", now: datetime) -> str:
     """Say first whether the node is healthy, why not, and what to do; then what there is."""
-    verdict = "healthy" if node["healthy"] else "NOT HEALTHY"
     simulated = ", on simulated GPUs" if node["simulated"] else ""
     counts = f"{plural(node['leases'], 'lease')}, {node['waiting']} waiting, {plural(node['clients'], 'client')}"
     version = f"mpsd {node['version']}, up {age(node['since'], now)}{simulated}"
     parts = [
-        "\n".join([f"{verdict}: {node['because']}", *_to_know(node, now)]),
+        "\n".join([node["headline"], *_to_know(node, now)]),
         _gpus_in_short(node["gpus"]),
         _daemons_in_short(node["daemons"], now),
         "\n".join([f"{counts}; {version}", *(f"note: {note}" for note in node["notes"])]),
@@ -39,7 +39,10 @@ def _to_know(node: "answer_types.Status", now: datetime) -> Iterator[str]:
     """Give a line for each thing that somebody can do something about, and for each limit that mpsd put back."""
     yield from (f"  {reason['subject']}: {reason['hint']}" for reason in node["reasons"])
     for warning in node["warnings"]:
-        yield from (f"  {warning['because']}", f"  {warning['subject']}: {warning['hint']}")
+        yield from () if warning["because"] in node["headline"] else (f"  {warning['because']}",)
+        yield f"  {warning['subject']}: {warning['hint']}"
+    for violation in node["violations"]:
+        yield f"  {violation['kind']}, process {violation['pid']}: {violation['hint']}"
     for daemon in node["daemons"]:
         yield from (f"  {_drifted(drift, now)}" for drift in daemon["undone"])
 
@@ -71,7 +74,8 @@ def _gpus_in_short(gpus: "list[answer_types.Gpu]") -> str:
         )
         for gpu in gpus
     ]
-    return table(("GPU", "HEALTH", "COMPUTE MODE", "THREADS", "MEMORY", "CLIENTS", "NAME"), rows, none="no GPUs")
+    headings = ("GPU", "HEALTH", "COMPUTE MODE", "THREADS", "MEMORY", "CLIENTS", "NAME")
+    return "\n".join([table(headings, rows, none="no GPUs"), *_unleased(gpus)])
 
 
 def _daemons_in_short(daemons: "list[answer_types.Daemon]", now: datetime) -> str:
@@ -112,7 +116,16 @@ def gpus(answer: "answer_types.Gpus") -> str:
     ]
     headings = ("GPU", "HEALTH", "COMPUTE MODE", "THREADS", "MEMORY", "RESERVED", "HELD", "CLIENTS", "UUID", "NAME")
     troubles = [_trouble(f"GPU {gpu['index']}", gpu) for gpu in answer["gpus"] if gpu["hint"]]
-    return "\n".join([table(headings, rows, none="no GPUs"), *troubles])
+    return "\n".join([table(headings, rows, none="no GPUs"), *_unleased(answer["gpus"]), *troubles])
+
+
+def _unleased(gpus: "list[answer_types.Gpu]") -> Iterator[str]:
+    """Say what clients use that no lease has, and who they are."""
+    for gpu in gpus:
+        if gpu["clients_unleased"]:
+            used = f"{percent(gpu['threads_unleased'])} and {size(gpu['memory_unleased'])}"
+            clients = plural(gpu["clients_unleased"], "client")
+            yield f"GPU {gpu['index']}: {used} count as used by {clients} without a lease (mpsctl clients)"
 
 
 def _granted_threads(gpu: "answer_types.Gpu") -> str:
@@ -198,11 +211,14 @@ def clients(answer: "answer_types.Clients") -> str:
             client["daemon"],
             str(client["server"]),
             client["lease"] or "none",
+            client["verdict"],
             client["name"],
         )
         for client in answer["clients"]
     ]
-    return table(("PID", "UID", "DAEMON", "SERVER", "LEASE", "NAME"), rows, none="no clients")
+    lines = [f"{client['verdict']}: {client['because']}" for client in answer["clients"] if client["because"]]
+    heads = ("PID", "UID", "DAEMON", "SERVER", "LEASE", "VERDICT", "NAME")
+    return "\n".join([table(heads, rows, none="no clients"), *lines])
 
 
 def verified(answer: "answer_types.Verify") -> str:
@@ -219,8 +235,9 @@ def verified(answer: "answer_types.Verify") -> str:
         )
         for each in answer["processes"]
     ]
-    lines = [f"{'ok' if answer['ok'] else 'not ok'}: {answer['because']}"]
-    lines += [f"  {each}" for each in answer["violations"] if each != answer["because"]]
+    lines = [f"{_VERDICTS.get(answer['verdict'], answer['verdict'])}: {answer['because']}"]
+    lines += [f"  {each}" for each in answer["violations"] if each not in answer["because"]]
+    lines += [f"  unknown: {each}" for each in answer["unknown"] if each != answer["because"]]
     if rows:
         heads = ("PID", "DAEMON", "SERVER", "THREADS", "MEMORY", "HOLDS", "VERDICT")
         lines += ["", table(heads, rows, none="")]
@@ -230,11 +247,14 @@ def verified(answer: "answer_types.Verify") -> str:
 def _in_force(
     each: "answer_types.Process", name: Literal["active_thread_percentage", "pinned_device_mem_limit"]
 ) -> str:
-    """Print a limit that a process really has, of the one that it was granted."""
+    """Print a limit that a process really has, of the one that it was granted: between what and what, if it differs."""
     granted = _limit(name, each["limits_granted"][name])
-    if each["limits_in_force"] is None:
+    in_force, at_least = each["limits_in_force"], each["limits_at_least"]
+    if in_force is None:
         return f"{_UNKNOWN} of {granted}" if each["mps"] else f"- of {granted}"
-    return f"{_limit(name, each['limits_in_force'][name])} of {granted}"
+    most = _limit(name, in_force[name])
+    least = most if at_least is None else _limit(name, at_least[name])
+    return f"{most} of {granted}" if least == most else f"{least} to {most} of {granted}"
 
 
 def leases(answer: "answer_types.Leases", now: datetime) -> str:
@@ -253,7 +273,15 @@ def leases(answer: "answer_types.Leases", now: datetime) -> str:
         for lease in sorted(answer["leases"], key=_queue_position)
     ]
     headings = ("LEASE", "STATE", "DAEMON", "THREADS", "MEMORY", "UID", "PID", "AGE", "NAME")
-    return "\n".join([table(headings, rows, none="no leases"), *_of_others(answer["others"])])
+    lines = [line for lease in answer["leases"] for line in _judged(lease)]
+    return "\n".join([table(headings, rows, none="no leases"), *lines, *_of_others(answer["others"])])
+
+
+def _judged(lease: "answer_types.Lease") -> Iterator[str]:
+    """Give the lines about a lease's open violations, and about what is not known of its processes."""
+    for each in lease["violations"]:
+        yield from (f"{lease['id']}: violation: {each['because']}", f"  hint: {each['hint']}")
+    yield from (f"{lease['id']}: unknown: {each}" for each in lease["unknown"])
 
 
 def _queue_position(lease: "answer_types.Lease") -> int:
@@ -293,6 +321,7 @@ def _alike(values: Iterable[str]) -> str:
 def lease(answer: "answer_types.Lease", now: datetime) -> str:
     """Show everything about one lease."""
     threads, memory = _share(answer)
+    most = f"{answer['processes']} at most" if answer["processes"] else "any number"
     owner, shares = answer["owner"], answer["shares"]
     wait, expires, ended = answer["wait"], answer["expires"], answer["ended"]
     exactly = "" if answer["pinned_device_mem_limit"] is None else f" ({answer['pinned_device_mem_limit']} bytes)"
@@ -312,10 +341,13 @@ def lease(answer: "answer_types.Lease", now: datetime) -> str:
             ("threads", threads),
             ("memory", memory + exactly if len(shares) < _SEVERAL else memory),
             ("holder", f"pid {owner['pid']}, uid {owner['uid']}"),
-            ("clients", f"{' '.join(map(str, answer['clients'])) or '-'} (of {answer['processes']} at most)"),
+            ("clients", f"{' '.join(map(str, answer['clients'])) or '-'} (of {most})"),
+            *([("kept by", f"{' '.join(map(str, answer['bearers']))} (by its token)")] if answer["bearers"] else []),
             ("created", f"{answer['created']} ({age(answer['created'], now)} ago)"),
             *([("expires", f"{expires} (in {until(expires, now)}, unless renewed)")] if expires else []),
             *([("ended", f"{ended} ({age(ended, now)} ago)")] if ended else []),
+            *(("violation", f"{each['because']}; {each['hint']}") for each in answer["violations"]),
+            *(("unknown", each) for each in answer["unknown"]),
             *(_each_gpu(answer) if len(shares) >= _SEVERAL else _environment("env", answer["env"])),
         ]
     )
@@ -334,20 +366,7 @@ def _each_gpu(lease: "answer_types.Lease") -> Iterator[tuple[str, str]]:
 
 
 def _environment(label: str, variables: "dict[str, str]") -> list[tuple[str, str]]:
-    return [(label, f"{name}={value}") for name, value in variables.items()]
-
-
-# -- events ------------------------------------------------------------------------------------------------------------
-
-
-def event(answer: "answer_types.Event") -> str:
-    """Tell an event in one line: when, what, and its facts, the number first; its level only where it is not usual."""
-    facts = [
-        f"{name}={fact(value)}"
-        for name, value in answer.items()
-        if name not in {"at", "event"} and (name, value) != ("level", "info")
-    ]
-    return f"{answer['at']}  {answer['event']!s:<{_LONGEST_EVENT}}  {' '.join(facts)}".rstrip()
+    return [(label, f"{name}={value}") for name, value in variables.items() if name not in SECRETS]
 
 
 # -- settings and operations -------------------------------------------------------------------------------------------

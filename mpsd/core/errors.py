@@ -37,6 +37,12 @@ class InvalidRequestError(RequestError):
     code = "invalid_request"
 
 
+class RequestIdReusedError(RequestError):
+    """The request_id was used for another request, whose lease has not ended; the error names what differs."""
+
+    code = "request_id_reused"
+
+
 class NotFoundError(RequestError):
     """The route, lease, control daemon or operation does not exist."""
 

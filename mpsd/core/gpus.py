@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from mpsd.core.errors import InvalidRequestError
@@ -12,6 +13,21 @@ _DRIVER_VERSION: Final = re.compile(r"([0-9]+)(?:\.[0-9]+)*")
 
 _UUID_START: Final = "GPU-"
 """What every UUID of a GPU starts with, as NVML writes it. (A MIG device's starts with `MIG-`.)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What ails a GPU by its own count. None: this GPU, or this driver, does not tell."""
+
+    persistence: bool | None = None
+    """Whether persistence mode is on."""
+    uncorrected: int | None = None
+    """ECC errors since the driver was loaded that could not be corrected."""
+    retirement_pending: bool | None = None
+    """Whether memory waits for a reset to be retired."""
+    remapping_pending: bool | None = None
+    remapping_failed: bool | None = None
+    """Whether rows of its memory wait to be remapped, and whether there was none left to remap one to."""
 
 
 def unsupported(gpu: Gpu) -> tuple[str, str] | None:
@@ -65,6 +81,38 @@ def driver_branch(version: str) -> int | None:
 
 # -- the errors that a GPU reports -------------------------------------------------------------------------------------
 
+RECOVERY_NONE: Final = 0
+"""A GPU that needs nothing, whatever it reported. Source: nvml.h, nvmlDeviceGpuRecoveryAction_t."""
+
+_RECOVERY: Final = {
+    1: ("a reset", "end its processes, then reset it: nvidia-smi -i {index} --gpu-reset"),
+    2: ("a reboot of the node", "reboot the node"),
+    3: ("its peer-to-peer traffic to end", "end the processes that use NVLink or peer-to-peer access on it"),
+    4: (
+        "a reset, and works at reduced capacity until then",
+        "drain it (mpsctl drain gpu{index}), then reset it: nvidia-smi -i {index} --gpu-reset",
+    ),
+    5: ("its IMEX domain to be recovered", "recover the IMEX domain of this node"),
+    6: ("a reset of its PCIe bus", "end its processes, then reset the bus, or reboot the node"),
+    7: ("a reboot of the system", "reboot the system"),
+}
+"""What else it can need, by number, and what an operator does about it: nobody is to start new work on it until then.
+
+Source: nvml.h; NVIDIA, GPU Memory Error Management, "Error Recovery and Response Flags".
+"""
+
+
+def recovery(action: int, index: int) -> tuple[str, str] | None:
+    """Return why a GPU is not to be given out by its own account, and what to do about it; None where it may be."""
+    if action == RECOVERY_NONE:
+        return None
+    needs, hint = _RECOVERY.get(action, (f"the recovery action {action}, which is unknown", "see nvidia-smi -q"))
+    return f"it needs {needs}", f"{hint.format(index=index)}; mpsd reads it again by itself"
+
+
+RECORDED_XIDS: Final = {63: "memory retirement or row remapping was recorded"}
+"""Xids that say that the GPU has mended itself: new work may start, and `mpsctl doctor` says what a reset completes."""
+
 APPLICATION_XIDS: Final = {
     13: "graphics engine exception",
     31: "GPU memory page fault",
@@ -82,10 +130,10 @@ NVIDIA's list "XID Errors".
 
 def describe_xid(xid: int) -> str:
     """Say what an Xid is, and whose."""
-    known = APPLICATION_XIDS.get(xid)
+    known = {**APPLICATION_XIDS, **RECORDED_XIDS}.get(xid)
     return f"Xid {xid} ({known})" if known is not None else f"Xid {xid}, which no program brings about"
 
 
 def condemns(xid: int) -> bool:
-    """Tell whether a GPU is not to be given out after this Xid."""
-    return xid not in APPLICATION_XIDS
+    """Tell whether a GPU is not to be given out after this Xid, where it does not itself say what it needs."""
+    return xid not in APPLICATION_XIDS and xid not in RECORDED_XIDS

@@ -7,13 +7,21 @@ from here and add none. Every sentence stands by itself: it names what it is abo
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from enum import StrEnum
+from itertools import islice
 from typing import Final
 
 from msgspec import Struct
 
+from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.lifecycle import State
-from mpsd.core.model import Daemon, Drift, GpuView, Health, QuarantinedUid, Server, Suspect
+from mpsd.core.model import Daemon, Drift, GpuView, Health, Known, QuarantinedUid, Server, Suspect
 from mpsd.core.units import format_size
+
+_MOST_SUSPECTS: Final = 16
+"""Suspects that are told: those that had pipe access at most crashes."""
+
+_MOST_VIOLATIONS: Final = 3
+"""Violations that the headline tells in a sentence each."""
 
 WELL: Final = "every control daemon is ready, and every limit reads back"
 """What is said of a healthy node."""
@@ -36,6 +44,10 @@ class Kind(StrEnum):
     """There may be clients whose leases were lost, so that what is granted to them would be granted again."""
     SERVER_FAULT = "server_fault"
     """A server handles a fatal GPU fault."""
+    WEDGED = "wedged"
+    """The server of the control daemon serves nobody, though it says that it is well."""
+    CANARY_SILENT = "canary_silent"
+    """A canary got no answer, so that it is not known whether the server of the control daemon serves."""
     SERVERS_CANNOT_START = "servers_cannot_start"
     """The servers of the control daemon do not start."""
     DRIFT = "drift"
@@ -56,13 +68,19 @@ class Kind(StrEnum):
     """The GPU works, and mpsd could not restore what it had changed about it. The node is healthy all the same."""
     QUARANTINE = "quarantine"
     """A uid crashed control daemons and is shut out of all of them. The node is healthy without it."""
+    CLIENT_END = "client_end"
+    """A server is ending the contexts of a client, and grants on its GPU wait. The node is healthy all the same."""
+    NOT_CLOSED = "not_closed"
+    """A program that misses MPS gets a whole GPU: its compute mode lets it. The node is healthy all the same."""
     SUSPECT = "suspect"
     """A uid was let in when control daemons crashed. Whether it did that is not known."""
 
 
 _ORDER: Final = {kind: place for place, kind in enumerate(Kind)}
 
-_WARNINGS: Final = frozenset({Kind.GPU_UNSUPPORTED, Kind.GPU_NOT_RESTORED, Kind.QUARANTINE, Kind.SUSPECT})
+_WARNINGS: Final = frozenset(
+    {Kind.GPU_UNSUPPORTED, Kind.GPU_NOT_RESTORED, Kind.QUARANTINE, Kind.CLIENT_END, Kind.NOT_CLOSED, Kind.SUSPECT}
+)
 """The kinds that leave the node healthy."""
 
 _LIMITS: Final = {
@@ -73,6 +91,8 @@ _LIMITS: Final = {
     Kind.HOLD: "hold",
     Kind.LEASES_INCOMPLETE: "hold",
     Kind.SERVER_FAULT: "health",
+    Kind.WEDGED: "health",
+    Kind.CANARY_SILENT: "health",
     Kind.SERVERS_CANNOT_START: "health",
     Kind.DRIFT: "health",
     Kind.UNRESTORED: "health",
@@ -107,6 +127,9 @@ class NodeHealth(Struct, frozen=True):
     warnings: tuple[Reason, ...]
     """What needs attention on a node that is healthy all the same."""
 
+    violations: tuple[str, ...] = ()
+    """Those that are open, a sentence each. They leave the node as healthy as it is: any user can cause one."""
+
     @property
     def healthy(self) -> bool:
         """Whether there is no reason against it."""
@@ -117,6 +140,18 @@ class NodeHealth(Struct, frozen=True):
         """Every reason in one line."""
         return "; ".join(each.because for each in self.reasons) or WELL
 
+    @property
+    def headline(self) -> str:
+        """All that matters in one line: `healthy, not closed, 2 violations: ...`."""
+        open_gpus = [each.because for each in self.warnings if each.kind is Kind.NOT_CLOSED]
+        count = len(self.violations)
+        words = ["healthy" if self.healthy else "NOT HEALTHY", *(["not closed"] if open_gpus else [])]
+        words += [f"{count} violation{'s' if count > 1 else ''}"] if count else []
+        sentences = [*(each.because for each in self.reasons), *open_gpus]
+        sentences += self.violations[:_MOST_VIOLATIONS]
+        sentences += [f"and {count - _MOST_VIOLATIONS} more"] if count > _MOST_VIOLATIONS else []
+        return f"{', '.join(words)}: {'; '.join(sentences) or WELL}"
+
 
 def of_node(
     gpus: Iterable[GpuView],
@@ -125,13 +160,21 @@ def of_node(
     store: str = "",
     quarantined: Iterable[QuarantinedUid] = (),
     suspects: Iterable[Suspect] = (),
+    violations: Iterable[str] = (),
+    limited: bool = False,
 ) -> NodeHealth:
-    """Judge a node. `store` is why no lease can be stored; empty where leases can be."""
+    """Judge a node.
+
+    `store` is why no lease can be stored, empty where leases can be; `limited` tells whether a program without a lease
+    is to have less than a whole GPU.
+    """
     gpus, daemons = tuple(gpus), tuple(daemons)
     found = [reason for view in gpus for reason in of_gpu(view)]
     found += [reason for daemon in daemons for reason in of_daemon(daemon)]
     found += [_quarantined(each) for each in quarantined]
-    found += [_suspect(each) for each in suspects]
+    found += [_suspect(each) for each in islice(suspects, _MOST_SUSPECTS)]
+    if limited and daemons:
+        found += not_closed(gpus)
     if store:
         hint = "free space on the file system of paths.runtime_dir, or restore it; mpsd tries again by itself"
         found.append(Reason(Kind.STORE, "leases", f"no lease can be granted: {store}", hint))
@@ -139,7 +182,8 @@ def of_node(
     reasons = tuple(each for each in found if each.kind not in _WARNINGS)
     if not daemons and not reasons:
         reasons = (Reason(Kind.NO_GPU, "node", "no GPU of this node can run MPS", "see why: mpsctl gpus"),)
-    return NodeHealth(gpus, daemons, reasons, tuple(each for each in found if each.kind in _WARNINGS))
+    warnings = tuple(each for each in found if each.kind in _WARNINGS)
+    return NodeHealth(gpus, daemons, reasons, warnings, tuple(violations))
 
 
 def refusal(gpu: GpuView, daemon: Daemon) -> Reason | None:
@@ -169,6 +213,21 @@ def of_gpu(view: GpuView) -> Iterator[Reason]:
     yield Reason(kinds.get(view.health, Kind.GPU), subject, because, view.hint or "see mpsctl gpus")
 
 
+def not_closed(views: Iterable[GpuView]) -> Iterator[Reason]:
+    """Yield that a program that misses MPS gets a whole GPU, of those that can run MPS and whose mode is known."""
+    open_to_all = [
+        f"GPU {view.index}"
+        for view in views
+        if view.health is not Health.UNSUPPORTED
+        and isinstance(view.usage, Known)
+        and view.usage.value.compute_mode not in {ComputeMode.EXCLUSIVE_PROCESS, ComputeMode.PROHIBITED}
+    ]
+    if open_to_all:
+        because = f"a program that misses MPS gets all of {', '.join(open_to_all)}"
+        hint = 'to close it, set daemon.compute_mode = "exclusive-process" in mpsd.toml, and reload mpsd'
+        yield Reason(Kind.NOT_CLOSED, "node", because, hint)
+
+
 # -- control daemons ---------------------------------------------------------------------------------------------------
 
 
@@ -177,18 +236,11 @@ def of_daemon(daemon: Daemon) -> Iterator[Reason]:
     name = daemon.name
     if daemon.state is not State.READY and not daemon.renewing:
         yield _not_ready(daemon)
+    if daemon.client_end:
+        hint = "wait: it takes enforcement.terminate_deadline at most; for its state: mpsctl daemons"
+        yield Reason(Kind.CLIENT_END, name, f"{name}: {daemon.client_end}", hint)
     yield from _of_leases(daemon)
-    for server in daemon.servers:
-        if server.faulted is not None:
-            hint = f"end the clients that remain on {name}; list them: mpsctl clients"
-            yield Reason(Kind.SERVER_FAULT, name, _faulted(name, server, server.faulted), hint)
-    if daemon.cannot_start is not None:
-        hint = (
-            "read server.log and the output of nvidia-smi: /dev/shm may be full, the GPU lost or in another compute"
-            " mode, or the limit of open files (nofile) too low"
-        )
-        because = f"{name}: {daemon.cannot_start}"
-        yield Reason(Kind.SERVERS_CANNOT_START, name, because, hint, daemon.cannot_start_for)
+    yield from _of_servers(daemon)
     for drift in daemon.drift:
         hint = f"mpsd sets it again by itself; if that fails, read the log of {name}, then: mpsctl restart {name}"
         yield Reason(Kind.DRIFT, name, drifted(name, drift), hint)
@@ -199,10 +251,41 @@ def of_daemon(daemon: Daemon) -> Iterator[Reason]:
         )
         hint = f"when its clients have exited: mpsctl restart {name}"
         yield Reason(Kind.LOG_SILENT, name, because, hint)
+
+
+def _of_servers(daemon: Daemon) -> Iterator[Reason]:
+    """Yield what is not well about the servers of a control daemon."""
+    name = daemon.name
     for server in daemon.servers:
+        if server.faulted is not None:
+            hint = f"end the clients that remain on {name}; list them: mpsctl clients"
+            yield Reason(Kind.SERVER_FAULT, name, _faulted(name, server, server.faulted), hint)
         if server.orphan:
             because = f"{name}: server {server.pid} is an orphan: its control daemon is dead, so mpsd cannot limit it"
             yield Reason(Kind.ORPHAN, name, because, f"when its clients have exited: kill {server.pid}")
+    if daemon.unserved is not None:
+        yield _unserved(name, daemon.unserved, wedged=daemon.wedged)
+    if daemon.cannot_start is not None:
+        hint = (
+            "read server.log and the output of nvidia-smi: /dev/shm may be full, the GPU lost or in another compute"
+            " mode, or the limit of open files (nofile) too low"
+        )
+        because = f"{name}: {daemon.cannot_start}"
+        yield Reason(Kind.SERVERS_CANNOT_START, name, because, hint, daemon.cannot_start_for)
+
+
+def _unserved(name: str, evidence: str, *, wedged: bool) -> Reason:
+    if not wedged:
+        because = f"{name}: whether its server serves clients is not known: {evidence}"
+        return Reason(
+            Kind.CANARY_SILENT, name, because, "wait: the next canaries decide it; mpsctl events has the result"
+        )
+    because = f"{name} is wedged: its server serves no client, and every new one hangs: {evidence}"
+    hint = (
+        f"mpsd replaces it when no lease and no client is left on it; at once, ending them: mpsctl restart {name}"
+        " --timeout 0"
+    )
+    return Reason(Kind.WEDGED, name, because, hint)
 
 
 def _of_leases(daemon: Daemon) -> Iterator[Reason]:

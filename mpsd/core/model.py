@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 
 from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.lifecycle import State
-from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.quantities import ActiveThreadPercentage, Moment, Opened, Pid, PinnedDeviceMemLimit
 
 T = TypeVar("T")
 
@@ -36,13 +36,6 @@ Reading: TypeAlias = Known[T] | Unknown
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
-
-
-Pid: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-"""A number that the kernel may have given to a process; what is read from a store is held to that."""
-
-Moment: TypeAlias = Annotated[datetime, Meta(tz=True)]
-"""A time of day that says in which zone, so that it can be compared."""
 
 
 class ProcessIdentity(Struct, frozen=True):
@@ -72,6 +65,8 @@ class Owner(Struct, frozen=True):
     gid: int
     pid: int
     started: datetime | None
+    holder_uid: int | None = None
+    """The real uid of that process at the grant, where an administrator said whose the lease is."""
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------
@@ -114,29 +109,15 @@ class GpuUsage:
     """Who uses it, by pid; servers and clients of MPS included."""
     compute_mode: ComputeMode | None = ComputeMode.DEFAULT
     """None for a GPU that has no such mode, or one that is not known here."""
-
-
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """What ails a GPU by its own count. None: this GPU, or this driver, does not tell."""
-
-    persistence: bool | None = None
-    """Whether persistence mode is on."""
-    uncorrected: int | None = None
-    """ECC errors since the driver was loaded that could not be corrected."""
-    retirement_pending: bool | None = None
-    """Whether memory waits for a reset to be retired."""
-    remapping_pending: bool | None = None
-    remapping_failed: bool | None = None
-    """Whether rows of its memory wait to be remapped, and whether there was none left to remap one to."""
+    recovery: int | None = None
+    """What it needs after a fault (nvmlDeviceGpuRecoveryAction_t); None where the driver, before 570, does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuFault:
-    """A critical error that a GPU reported; `xid` is its number in NVIDIA's list "XID Errors"."""
+    """A critical error that a GPU, by its UUID, reported; `xid` is its number in NVIDIA's list "XID Errors"."""
 
     gpu: str
-    """Its UUID."""
     xid: int
 
 
@@ -221,11 +202,10 @@ class Server:
     """Since when it handles a fatal fault, and takes no client."""
     limits: ReadBack | None = None
     """What its next client gets at most; None while it does not say, as while it starts."""
-    ceilings: Mapping[ProcessIdentity, ReadBack | None] = field(default_factory=dict)
-    """By client, as it was when it was listed, the most that anybody got who connected when it did.
+    opened: Mapping[ProcessIdentity, Opened | None] = field(default_factory=dict)
+    """By client, what was open to it; None where mpsd was not there when it connected.
 
-    None where mpsd was not there, or could not see it. A client that lives where mpsd sees no processes is in `clients`
-    alone.
+    A client that lives where mpsd sees no processes is in `clients` alone.
     """
 
 
@@ -237,8 +217,8 @@ class Client:
     daemon: str
     gpu: str
     server: int
-    ceiling: ReadBack | None
-    """The most that anybody got who connected when it did; None where mpsd was not there, or could not see it."""
+    opened: Opened | None
+    """None where mpsd was not there when it connected."""
     environment: Mapping[str, str] | None
     """What it was started with of CUDA's and MPS's variables; None where that cannot be read."""
     uid: int
@@ -283,6 +263,10 @@ class Daemon:
     """Whose servers they are, where that is known; None: anybody's."""
     has_mem_limit: bool = True
     """Whether its driver knows a pinned device memory limit at all; those before 495 do not."""
+    has_client_priority: bool = True
+    """Whether its driver knows a priority of clients, as far as is known; those before 535 do not."""
+    client_end: str = ""
+    """What the end of one of its clients waits for: nobody else is heard by the daemon meanwhile."""
     hint: str | None = None
     unknown_lines: UnknownLines = UnknownLines()
     operation: str | None = None
@@ -295,6 +279,10 @@ class Daemon:
     """Why its GPU is held for leases of an earlier mpsd that could not be restored."""
     incomplete: str = ""
     """Why there may be clients of it whose leases mpsd does not know; nothing is granted on it then."""
+    unserved: str | None = None
+    """The evidence that its server serves nobody, or may not; None where there is none."""
+    wedged: bool = False
+    """Whether that proves it."""
 
 
 # -- leases ------------------------------------------------------------------------------------------------------------
@@ -309,6 +297,15 @@ class LeaseState(StrEnum):
     ENDED = "ended"
 
 
+class Stop(StrEnum):
+    """How the client processes of a lease are ended, where mpsd ends them."""
+
+    TERMINATE = "terminate"
+    """Their server ends their contexts first, by `terminate_client`, and signals come after its answer."""
+    SIGTERM = "sigterm"
+    """SIGTERM comes first: whoever took the lease out says that its program then finishes its work on the GPU."""
+
+
 class LeaseRequest(Struct, frozen=True):
     """What a caller asks for. A fraction stands for that part of one GPU's threads and of its memory."""
 
@@ -321,13 +318,18 @@ class LeaseRequest(Struct, frozen=True):
     """The UUIDs of the GPUs that its user may be on; None for all."""
     gpus: int = 1
     """On how many GPUs, all or nothing."""
-    processes: int = 1
-    """How many client processes it may have; threads and memory are the sum over them."""
+    processes: int | None = 1
+    """How many client processes it may have; they share threads and memory. None: any number; each may use all."""
     priority: int = 0
     """Higher goes first."""
     name: str = ""
     labels: Mapping[str, str] = {}
     request_id: str | None = None
+    client_priority: int | None = None
+    """What MPS calls the priority of its clients: 0 is normal, 1 below normal; None: what the daemon has."""
+    stop: Stop = Stop.TERMINATE
+    ttl: float | None = None
+    """Seconds to live that were asked for; what a renewal made of them, the lease has."""
 
 
 class Share(Struct, frozen=True):
@@ -358,11 +360,17 @@ class Lease(Struct, frozen=True):
     shares: tuple[Share, ...] = ()
     clients: tuple[ProcessIdentity, ...] = ()
     """Client processes that were attributed to it, the living ones."""
+    bearers: tuple[ProcessIdentity, ...] = ()
+    """Living processes that are its own by its token alone, clients or not: they keep it, and it ends none of them."""
+    token: str = ""
+    """What its processes alone have in their environment; empty for a lease of an mpsd that gave none."""
     until: float | None = None
     ttl: float | None = None
     expires: float | None = None
     granted: Moment | None = None
     ended: Moment | None = None
+    closing: str = ""
+    """Why its clients are being ended: it takes no more of them, and ends when the last of them is gone."""
 
 
 class Suspect(Struct, frozen=True):
@@ -389,12 +397,16 @@ class ViolationKind(StrEnum):
     PROCESSES = "processes"
     """Its lease has as many client processes already as it may have."""
     LIMITS = "limits"
-    """It can use more than its part: more was open when it connected, and its environment does not hold it back."""
+    """Its environment has MPS drop its memory limit, the server's too."""
+    SHORT = "short"
+    """It attached while less was open than its part."""
     MEMORY = "memory"
     """The processes of its lease hold more memory than the lease has; it is the one that holds most."""
     LINGERS = "lingers"
     """It met a fatal fault and does not exit, so that its server cannot recover, and lets nobody in."""
     OUTSIDE = "outside"
     """It has a lease and runs on the GPU outside MPS, where no limit holds."""
+    USER = "user"
+    """It is of its lease's family, and runs as another user than the lease's, so that it is no client of it."""
     QUARANTINED = "quarantined"
     """Its uid crashed control daemons, and is quarantined."""

@@ -14,7 +14,8 @@ CLIENTS_VOLTA = 48
 """Client contexts per device on Volta and later, up to driver 580 (CUDA 13.0). Source: as above."""
 
 CLIENTS_R590 = 60
-"""Client contexts per device from driver 590 (CUDA 13.1) on. Source: NVIDIA MPS documentation, release 590 on."""
+"""Client contexts per device from driver 590 (CUDA 13.1) on, with CUDA_DEVICE_MAX_CONNECTIONS=2, which is what MPS
+sets by itself; with more, fewer fit. Source: NVIDIA MPS documentation, release 590 on."""
 
 R590 = 590
 """The first driver branch with `CLIENTS_R590`."""

@@ -1,12 +1,25 @@
-"""What MPS limits, in the finest steps that it knows: threads in tenths of a percent, and memory in MiB."""
+"""What MPS limits, in the finest steps that it knows: threads in tenths of a percent, and memory in MiB.
 
+And what is read from a store, within the bounds that the kernel, or a calendar, sets it.
+"""
+
+from dataclasses import dataclass
+from datetime import datetime
 from decimal import ROUND_FLOOR, Decimal, InvalidOperation
-from typing import Self
+from typing import TYPE_CHECKING, Annotated, Self, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.units import MIB, bare_number, briefly, format_size, parse_size
+
+Pid: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+"""A number that the kernel may have given to a process; what is read from a store is held to that."""
+
+Moment: TypeAlias = Annotated[datetime, Meta(tz=True)]
+"""A time of day that says in which zone, so that it can be compared."""
+if TYPE_CHECKING:
+    from mpsd.core.model import ReadBack
 
 
 class ActiveThreadPercentage(Struct, frozen=True, order=True):
@@ -100,3 +113,25 @@ class PinnedDeviceMemLimit(Struct, frozen=True, order=True):
     def __str__(self) -> str:
         """Print it as a person writes it."""
         return format_size(self.bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Between what and what both limits are, where that is all that is known."""
+
+    least: "ReadBack"
+    most: "ReadBack"
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The limits of a client's server that may have become the client's own.
+
+    Whether MPS takes them over when a process connects, or each time it makes a context, is documented nowhere
+    (mps-facts C), so both are kept.
+    """
+
+    connecting: Bounds
+    """While it connected."""
+    since: Bounds
+    """From then until now, which counts where MPS takes limits over at each context."""

@@ -10,9 +10,12 @@ surrogate, is one that JSON and SQLite refuse. So whatever comes from the kernel
 """
 
 import json
-from typing import TypeVar, cast
+from typing import Final, TypeVar, cast
 
 T = TypeVar("T")
+
+SECRETS: Final = frozenset({"MPSD_LEASE_TOKEN"})
+"""What of a lease's environment is for its processes alone, and never for a screen."""
 
 
 def text(raw: bytes | str) -> str:

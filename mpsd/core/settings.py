@@ -57,8 +57,9 @@ class Users(StrEnum):
 
 
 class Attach(StrEnum):
-    """How the clients of several leases come to one control daemon."""
+    """How far a control daemon's limits are open, and when, for the clients of its leases."""
 
+    ANYTIME = "anytime"
     SHARED = "shared"
     STRICT = "strict"
 
@@ -67,6 +68,13 @@ class OnViolation(StrEnum):
     """What becomes of a process that breaks its lease."""
 
     REPORT = "report"
+    TERMINATE = "terminate"
+
+
+class OnExpiry(StrEnum):
+    """What becomes of the clients of a lease whose time to live is over."""
+
+    LEAVE = "leave"
     TERMINATE = "terminate"
 
 
@@ -176,8 +184,9 @@ class ControlDaemon:
     users: Users = row(
         Users.ONE,
         setting_parsers.choice(Users),
-        "Whether a control daemon serves one uid at a time (`one`) or several (`many`: -multiuser-server,"
-        " driver 555 or newer). Takes effect when the control daemon next starts.",
+        "Whether a control daemon serves one uid at a time (`one`) or several (`many`: -multiuser-server, which the"
+        " control program of driver 555 knows; `mpsctl doctor` asks it). Takes effect when the control daemon next"
+        " starts.",
         reload=True,
     )
     capabilities: tuple[str, ...] = row(
@@ -209,6 +218,14 @@ class ControlDaemon:
     )
     answer_deadline: float = row(
         3.0, setting_parsers.seconds, "Time limit for one conversation with a control daemon.", unit="s", reload=True
+    )
+    canary_deadline: float = row(
+        20.0,
+        setting_parsers.seconds,
+        "How long a canary may take: a client that mpsd starts to learn whether a suspect server still serves clients."
+        " If three in a row do not answer, mpsd admits no request on that GPU.",
+        unit="s",
+        reload=True,
     )
     probe_interval: float = row(
         15.0,
@@ -269,10 +286,12 @@ class Enforcement:
         reload=True,
     )
     attach: Attach = row(
-        Attach.SHARED,
+        Attach.ANYTIME,
         setting_parsers.choice(Attach),
-        "Whether clients of several leases attach at the same time, under the largest of their limits"
-        " (`shared`), or one lease after another, each under exactly its own limits (`strict`).",
+        "When clients of a lease may attach: as long as the lease lives, under the largest limits of all leases on"
+        " the GPU (`anytime`); until their contexts are seen, and again when one of them exits, under the largest"
+        " limits of the leases that wait for clients (`shared`); or one lease after another, each under exactly its own"
+        " limits (`strict`).",
         reload=True,
     )
     on_violation: OnViolation = row(
@@ -285,15 +304,31 @@ class Enforcement:
     grace: float = row(
         10.0,
         setting_parsers.seconds,
-        "How long a process has to exit after SIGTERM before terminate_client is used, and again before SIGKILL.",
+        "How long a process has to exit after SIGTERM before SIGKILL; and before terminate_client, where its lease says"
+        " `stop` = `sigterm`.",
         unit="s",
+        reload=True,
+    )
+    terminate_deadline: float = row(
+        120.0,
+        setting_parsers.seconds,
+        "How long a server may take to end the contexts of a client (terminate_client), which it does when the client's"
+        " work on the GPU has ended. Grants on that GPU wait meanwhile.",
+        unit="s",
+        reload=True,
+    )
+    on_expiry: OnExpiry = row(
+        OnExpiry.LEAVE,
+        setting_parsers.choice(OnExpiry),
+        "Action when a lease with clients expires: end the lease, so that its clients continue without one (`leave`),"
+        " or end its clients first and the lease with the last of them (`terminate`).",
         reload=True,
     )
     attach_window: float = row(
         60.0,
         setting_parsers.seconds,
-        "How long a lease's turn lasts in `strict` mode, and how long the lease's remaining processes may"
-        " take to attach after the first one.",
+        "How long a lease's turn lasts in `strict` mode, and how long, in `shared` and `strict` mode, a lease's"
+        " remaining processes may take to attach after the first one.",
         unit="s",
         reload=True,
     )
@@ -334,7 +369,8 @@ class Violations:
     limits: OnViolation | None = row(
         None,
         setting_parsers.choice(OnViolation),
-        "Action for a client that can use more than its part of its lease. Absent: `enforcement.on_violation`.",
+        "Without effect, and read for older configuration files only: a client that may use more than its part is never"
+        " proven to use it, and is reported.",
         reload=True,
     )
     memory: OnViolation | None = row(
@@ -475,8 +511,8 @@ class Quota:
     clients: int | None = row(
         None,
         setting_parsers.count,
-        "Maximum sum of client processes over all leases of the user, counted on each GPU of a lease; a GPU has 48 or"
-        " 60.",
+        "Maximum sum of client processes over all leases of the user, counted on each GPU of a lease; a GPU has room"
+        " for 48 contexts of clients, or 60 (driver 590).",
     )
     priority: int | None = row(None, setting_parsers.priority, "Highest priority that the user may request. Absent: 0.")
     ttl: float | None = row(
@@ -534,8 +570,8 @@ class Settings:
                 own = self.violations.no_lease
             case ViolationKind.PROCESSES:
                 own = self.violations.processes
-            case ViolationKind.LIMITS:
-                own = self.violations.limits
+            case ViolationKind.LIMITS | ViolationKind.SHORT:  # neither proves anything against anybody
+                return OnViolation.REPORT
             case ViolationKind.MEMORY:
                 own = self.violations.memory
             case ViolationKind.LINGERS:
@@ -544,6 +580,8 @@ class Settings:
                 own = self.violations.outside
             case ViolationKind.QUARANTINED:
                 own = self.violations.quarantined
+            case ViolationKind.USER:  # another user's process is not the lease's to end
+                return OnViolation.REPORT
             case _:
                 assert_never(kind)
         return own or self.enforcement.on_violation
@@ -554,6 +592,11 @@ class Settings:
         if self.enforcement.unadmitted is not None:
             return self.enforcement.unadmitted
         return Unadmitted.DENY if self.limits == DefaultLimits() else Unadmitted.DEFAULTS
+
+    @property
+    def limits_strangers(self) -> bool:
+        """Whether a program without a lease is to have less than a whole GPU."""
+        return self.unadmitted is not Unadmitted.ALLOW
 
     def under(self, root: Path) -> "Settings":
         """Put everything that is written under one directory, as `--root` asks for."""

@@ -16,7 +16,11 @@ from mpsd.core.errors import ConfigurationError
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import Settings
 from mpsd.daemon.api.server import Api
+from mpsd.daemon.canary.canary import Canaries
+from mpsd.daemon.canary.watches import ServerWatches
 from mpsd.daemon.control.pipe_access import NodePipeAccess
+from mpsd.daemon.ends.end_store import EndStore
+from mpsd.daemon.ends.endings import Endings
 from mpsd.daemon.leases.completeness import Completeness
 from mpsd.daemon.leases.lease_store import LEASES_BALLAST, LEASES_FIRST, LEASES_SCHEMA, LeaseStore
 from mpsd.daemon.leases.leases import Leases
@@ -30,6 +34,7 @@ from mpsd.daemon.record.log import EventName, Logger
 from mpsd.daemon.service_manager import ServiceNotifier
 from mpsd.system import driver as drivers
 from mpsd.system import path_safety, rundir
+from mpsd.system.canary import CanaryProgram
 from mpsd.system.control_pipe import ControlProgram
 from mpsd.system.counter import Counter
 from mpsd.system.database import Database
@@ -57,6 +62,8 @@ class Plan:
     settings: Settings
     program: ControlProgram
     source: Callable[[], GpuSource]
+    canary: CanaryProgram
+    """The client that shows whether servers serve."""
     driver: Driver | None
     """Where NVIDIA's driver was found; None: it is simulated."""
     simulated: bool
@@ -110,10 +117,12 @@ async def serve(plan: Plan) -> None:
             quarantine = Quarantine(run_dir.quarantines, live, log)
             pipe_access = NodePipeAccess(run_dir.daemon, ledger.holders, quarantine, settings=live, log=log)
             limit_gates = LimitGates(live, pipe_access)
+            endings = Endings(EndStore(run_dir.ends), live, log)
             leases = Leases(
                 ledger,
                 lease_store,
                 limit_gates,
+                endings,
                 log,
                 settings=live,
                 publish=events.publish,
@@ -129,7 +138,9 @@ async def serve(plan: Plan) -> None:
                 completeness=Completeness(lease_store, log),
                 limit_gates=limit_gates,
                 pipe_access=pipe_access,
+                server_watches=ServerWatches(Canaries(plan.canary, plan.program, limit_gates, pipe_access), live, log),
                 quarantine=quarantine,
+                endings=endings,
                 log=log,
                 simulated=plan.simulated,
             )

@@ -2,7 +2,7 @@
 
 Measured on 470.256.02, 535.261.03, 550.163.01 and 555.58.02 without a GPU; tests/contract holds this module and those
 four to the same facts. A server is busy until it reports that it is ready, which it does on a simulated GPU alone:
-without a GPU it is busy for as long as it lives. What it says when it is ready, `serving` has.
+without a GPU it is busy for as long as it lives. What it says when it is ready, `server_state` has.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import ClassVar, Final, TypeAlias
 
 from mpsd.core.mps.commands import TABLE, echo_of, words
 from mpsd.simulator import figures
-from mpsd.simulator.replies import Following, ForceServer, Leave, PassOn, Quit, Reply, StartServer
+from mpsd.simulator.replies import AskServer, Following, ForceServer, Leave, PassOn, Quit, Reply, StartServer
 
 BRANCHES: Final = (470, 535, 550, 555)
 """The driver branches that can be imitated."""
@@ -266,9 +266,14 @@ class ControlDaemon:
             reply.say_and_log("")
 
     def _terminate_client(self, reply: Reply, arguments: list[str], _uid: int) -> None:
-        if not self._ask_named(reply, "terminate_client", arguments):
-            reply.say(f"Server {figures.integer(arguments[0])} not found!")
-            reply.say("1")
+        server = self._server(reply, arguments[0])
+        if server is not None and server.ask is not None:
+            reply.effect = AskServer(server.pid, "terminate_client", tuple(arguments[1:]))
+            return
+        if server is not None:
+            reply.log(f"Server {server.pid} is <busy>")
+        reply.say(f"Server {figures.integer(arguments[0])} not found!")
+        reply.say("1")
 
     def _ask_named(self, reply: Reply, name: str, arguments: list[str]) -> bool:
         """Have the server that the first argument names answer this command; tell whether it did."""

@@ -1,17 +1,33 @@
 """The simulator's client: a process that uses CUDA on a simulated GPU, through MPS or, where it finds none, without.
 
-Run as `python -m mpsd.simulator.client`. Like a CUDA program it takes all it needs from its environment
-(CUDA_MPS_PIPE_DIRECTORY, CUDA_VISIBLE_DEVICES, its own limits), is pinned to its limits for good when it connects, and
-*fails open*: where no control daemon can be reached it runs outside MPS, on the whole GPU, without a word (NVIDIA's man
-page; NVG: "nothing reports an error"). Only a GPU in compute mode exclusive-process keeps it out.
+Run as `python -m mpsd.simulator.client [--late] [--as UID:GID]`. Like a CUDA program it takes all it needs from its
+environment (CUDA_MPS_PIPE_DIRECTORY, CUDA_VISIBLE_DEVICES, its own limits), is pinned to its limits for good when it
+connects or makes a context (see `cuda.Binds`), and *fails open*: where no control daemon can be reached it runs outside
+MPS, on the whole GPU, without a word (NVIDIA's man page; NVG: "nothing reports an error"). Only a GPU in compute mode
+exclusive-process keeps it out.
 
-It says on stdout, in a line of JSON, where it is and what it may use, and then answers each line of its stdin with one:
+It initialises CUDA, makes its primary context, and says on stdout, in a line of JSON, where it is and what it may use;
+with `--late` it does neither, and says its pid alone. With `--as` it becomes that user first, as mpsd's own canary does
+(`mpsd.system.canary`), whose place it takes on a simulated node. Then it answers each line of its stdin with one:
 
+- `init`: CUDA is initialised, which connects it to MPS
+- `context`: a context is made, and is the current one; the answer has its number, what it is pinned to, and `total`,
+  the memory of the whole GPU
+- `destroy NUMBER`: a context is destroyed
+- `reset`: the primary context is dropped, and made anew at the next use
+- `setenv NAME VALUE`: a variable of its own, as os.environ has it, which /proc/PID/environ never shows
 - `alloc SIZE`, `free [SIZE]`: device memory, in units of mpsd; all of it when no size is given
-- `compute SECONDS`: as much work as the whole GPU does in this time, which takes longer on a part of it
+- `framework FRACTION`: so much of the memory of the whole GPU, as programs allocate it that size themselves by
+  cudaMemGetInfo's total: a pinned limit does not lower that (NVG)
+- `compute SECONDS`: a kernel of as much work as the whole GPU does in this time; on a part of it that takes longer
+- `launch SECONDS`: the same, with one answer more, as soon as the kernel is in flight
+- `loop SECONDS`: such kernels, one after the other, until it is told anything else; an answer when the first is in
+  flight, and one at the end, which has how many there were
 - `sync`: whether an error is waiting, as cudaDeviceSynchronize would say
 - `fault`: a fatal fault of the GPU, such as an illegal address
 - `ignore SIGNAL`: such as TERM
+- `catch SIGNAL`: it exits at once when that comes, also in the middle of a kernel, as programs in Go and Java do
+- `obey SIGNAL`: it exits when that comes and its kernel has ended, with a goodbye to its server, and status 0
 - `hang`: it answers nothing any more, and only a signal ends it
 - `exit [STATUS]`, as does the end of its stdin
 
@@ -23,164 +39,22 @@ import json
 import os
 import select
 import signal
-import socket
 import sys
-import time
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any, NoReturn
 
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.units import parse_size
 from mpsd.simulator import launch
-from mpsd.simulator.cuda import CudaError, Pinned, pinned
-from mpsd.simulator.devices import MEMORY, VARIABLE, Device, Kind, there
-
-_SOCKET: Final = "simulated_clients"
-_PACKET: Final = 1 << 18
+from mpsd.simulator.cuda import CudaError
+from mpsd.simulator.cuda_process import CudaProcess, FailedError, described
+from mpsd.simulator.devices import MEMORY
 
 
-def program() -> tuple[str, ...]:
+def program(*, late: bool = False) -> tuple[str, ...]:
     """Return the command line that starts a client, from wherever and however mpsd is installed."""
-    return launch.program("client")
-
-
-class _FailedError(Exception):
-    """A call to CUDA failed."""
-
-    def __init__(self, error: CudaError) -> None:
-        super().__init__(error.symbol)
-        self.error = error
-
-
-class Client:
-    """One process's use of CUDA. Raises _FailedError wherever a call would fail."""
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        """Initialise CUDA: connect to MPS, or fail open; blocks while MPS has it wait."""
-        self._connection = _connect(environment)
-        self.server: int | None = None
-        self.allocated = 0
-        self._error: CudaError | None = None
-        if self._connection is None:
-            self.pinned, self._device = _outside(environment)
-        else:
-            said = self._hello(self._connection, environment)
-            self.server = said["server"]
-            self.pinned = Pinned(**said["pinned"])
-            self._device = Device(Path(said["gpus"]), self.pinned.gpu)
-        self._kind = Kind.COMPUTE if self.server is None else Kind.MPS_COMPUTE
-        self._hold(0)
-
-    def _hello(self, connection: socket.socket, environment: Mapping[str, str]) -> dict[str, Any]:
-        hello = {
-            "command": " ".join(Path("/proc/self/cmdline").read_text().split("\0")).strip(),
-            "namespace": Path("/proc/self/ns/pid").readlink().name.strip("pid:[]"),
-            "environment": {name: value for name, value in environment.items() if name.startswith("CUDA_")},
-        }
-        try:
-            connection.send(json.dumps(hello).encode())
-            answer = connection.recv(_PACKET)
-        except ConnectionError:  # it was killed with that unread
-            answer = b""
-        said = json.loads(answer) if answer else {"error": CudaError.MPS_CONNECTION_FAILED}
-        if "error" in said:
-            raise _FailedError(CudaError(said["error"]))
-        return dict(said)
-
-    def alloc(self, size: int) -> None:
-        """Allocate device memory."""
-        self.sync()
-        if self.pinned.memory is not None and self.allocated + size > self.pinned.memory:
-            raise _FailedError(CudaError.OUT_OF_MEMORY)
-        self._hold(self.allocated + size)
-
-    def free(self, size: int) -> None:
-        """Free device memory."""
-        self.sync()
-        self._hold(max(self.allocated - size, 0))
-
-    def _hold(self, size: int) -> None:
-        if not self._device.hold(os.getpid(), size, self._kind):
-            raise _FailedError(CudaError.OUT_OF_MEMORY)
-        self.allocated = size
-
-    def compute(self, work: float) -> float:
-        """Do this much work, in seconds of the whole GPU, and return how long it took."""
-        begin = time.monotonic()
-        end = begin + work / self.pinned.rate
-        self.sync()
-        while (left := end - time.monotonic()) > 0:
-            self.sync(left)
-        return time.monotonic() - begin
-
-    def fault(self) -> None:
-        """Meet a fatal fault of the GPU; every client of the server gets its error."""
-        self.sync()
-        if self._connection is not None:
-            self._connection.send(b"fault")
-            self.sync(None)
-        self._error = CudaError.LAUNCH_FAILED
-        raise _FailedError(self._error)
-
-    def sync(self, seconds: float | None = 0.0) -> None:
-        """Raise the error that has come up, or that does within some time; no time is for ever."""
-        if self._error is None:
-            self._error = self._failure(seconds)
-        if self._error is not None:
-            raise _FailedError(self._error)
-
-    def _failure(self, seconds: float | None) -> CudaError | None:
-        """Return the error that comes up within some time; the end of the server is one too."""
-        if self._device.lost:
-            return CudaError.DEVICE_UNAVAILABLE
-        if self._connection is None:
-            time.sleep(seconds or 0)
-            return None
-        if not select.select([self._connection], [], [], seconds)[0]:
-            return None
-        try:
-            said = self._connection.recv(_PACKET)
-        except ConnectionError:
-            said = b""
-        return CudaError(json.loads(said)["error"]) if said else CudaError.MPS_RPC_FAILURE
-
-    def leave(self) -> None:
-        """Say goodbye to the server: a process that is killed does not."""
-        if self._connection is not None:
-            self._failure(0.0)  # what is left unread would take the goodbye with it
-            try:
-                self._connection.send(b"exit")
-            except ConnectionError:
-                return  # it has gone before
-
-
-def _connect(environment: Mapping[str, str]) -> socket.socket | None:
-    """Return a connection to the control daemon, or None where there is none, for whatever reason."""
-    directory = environment.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")  # noqa: S108 - NVIDIA's own default
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        connection.connect(f"{directory}/{_SOCKET}")
-    except OSError:
-        connection.close()
-        return None
-    return connection
-
-
-def _outside(environment: Mapping[str, str]) -> tuple[Pinned, Device]:
-    """Return what a process outside MPS gets: all of the first GPU that it sees, whatever its own limits say."""
-    gpus = {device.uuid: device for device in there(Path(environment.get(VARIABLE, os.devnull)))}
-    seen = {name: value for name, value in environment.items() if name == "CUDA_VISIBLE_DEVICES"}
-    share = pinned(tuple(gpus), 100.0, {}, seen)
-    if isinstance(share, CudaError):
-        raise _FailedError(share)
-    device = gpus[share.gpu]
-    if not device.available:
-        raise _FailedError(CudaError.DEVICE_UNAVAILABLE)
-    return share, device
-
-
-# -- the program -------------------------------------------------------------------------------------------------------
+    return (*launch.program("client"), *(["--late"] if late else []))
 
 
 def _say(message: Mapping[str, Any]) -> None:
@@ -188,72 +62,179 @@ def _say(message: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
+class _Stopped(Exception):  # noqa: N818 - no error: it was asked to stop
+    """A signal that it obeys has come."""
+
+
+class _Signals:
+    """What the signals do that a client was told something about."""
+
+    def __init__(self) -> None:
+        self._came = False
+        self._busy = False
+
+    def obey(self, number: signal.Signals) -> None:
+        """Exit when the signal comes and no kernel is in flight any more."""
+        signal.signal(number, self._take)
+
+    @staticmethod
+    def catch(number: signal.Signals) -> None:
+        """Exit at once when the signal comes."""
+        signal.signal(number, lambda *_: os._exit(128 + number))
+
+    def _take(self, _number: int, _frame: FrameType | None) -> None:
+        self._came = True
+        if not self._busy:
+            raise _Stopped
+
+    def compute(self, cuda: CudaProcess, work: float, *, first: bool = False) -> float:
+        """Run a kernel to its end, and say that it is in flight if it is the `first`.
+
+        Raises FailedError, and _Stopped when a signal came meanwhile.
+        """
+        self._busy = True
+        try:
+            return cuda.compute(work, (lambda: _say({"ok": True})) if first else None)
+        finally:
+            self._busy = False
+            if self._came:  # also where an error ended it
+                raise _Stopped
+
+
+class _Input:
+    """The lines of stdin."""
+
+    def __init__(self) -> None:
+        self._text = b""
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is something more to read."""
+        return bool(self._text or select.select([0], [], [], 0)[0])
+
+    def lines(self) -> Iterator[str]:
+        """Yield them until the end."""
+        while True:
+            while b"\n" in self._text:
+                line, _, self._text = self._text.partition(b"\n")
+                yield line.decode()
+            if not (more := os.read(0, 4096)):
+                return
+            self._text += more
+
+
 def _failed(error: CudaError) -> dict[str, Any]:
     return {"ok": False, "error": error.symbol, "code": int(error)}
 
 
-def _execute(client: Client, verb: str, arguments: list[str]) -> dict[str, Any]:
-    """Do what one line says, and return the answer. Raises _FailedError, and ValueError for what makes no sense."""
+def _where(cuda: CudaProcess) -> dict[str, Any]:
+    cuda.init()
+    return {"pid": os.getpid(), "mps": cuda.server is not None, "server": cuda.server}
+
+
+def _loop(cuda: CudaProcess, signals: _Signals, stdin: _Input, work: float) -> dict[str, Any]:
+    kernels = 0
+    while not kernels or not stdin.waits:
+        signals.compute(cuda, work, first=not kernels)
+        kernels += 1
+    return {"kernels": kernels}
+
+
+def _hang() -> NoReturn:
+    while True:
+        signal.pause()
+
+
+def _execute(cuda: CudaProcess, signals: _Signals, stdin: _Input, verb: str, arguments: list[str]) -> dict[str, Any]:  # noqa: C901, PLR0911, PLR0912 - one case for each verb
+    """Do what one line says, and return the answer. Raises FailedError, and ValueError for what makes no sense."""
     match verb, arguments:
+        case "init", []:
+            return _where(cuda)
+        case "context", []:
+            return described(cuda.context())
+        case "destroy", [number]:
+            cuda.destroy(int(number))
+            return {}
+        case "reset", []:
+            cuda.reset()
+            return {}
+        case "setenv", [name, value]:
+            os.environ[name] = value
+            return {}
         case "alloc", [size]:
-            client.alloc(parse_size(size))
-            return {"allocated": client.allocated}
-        case "free", []:
-            client.free(client.allocated)
-            return {"allocated": client.allocated}
-        case "free", [size]:
-            client.free(parse_size(size))
-            return {"allocated": client.allocated}
-        case "compute", [work]:
-            return {"seconds": client.compute(float(work))}
+            cuda.alloc(parse_size(size))
+            return {"allocated": cuda.allocated}
+        case "framework", [fraction]:
+            cuda.alloc(int(MEMORY * float(fraction)))
+            return {"allocated": cuda.allocated}
+        case "free", [] | [_]:
+            cuda.free(parse_size(arguments[0]) if arguments else None)
+            return {"allocated": cuda.allocated}
+        case "compute" | "launch", [work]:
+            return {"seconds": signals.compute(cuda, float(work), first=verb == "launch")}
+        case "loop", [work]:
+            return _loop(cuda, signals, stdin, float(work))
         case "sync", []:
-            client.sync()
+            cuda.sync()
             return {}
         case "fault", []:
-            client.fault()
+            cuda.fault()
         case "ignore", [name]:
             signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_IGN)
             return {}
+        case "catch", [name]:
+            signals.catch(signal.Signals[f"SIG{name}"])
+            return {}
+        case "obey", [name]:
+            signals.obey(signal.Signals[f"SIG{name}"])
+            return {}
         case "hang", []:
-            while True:
-                signal.pause()
+            _hang()
     raise ValueError(f"{verb!r} with {len(arguments)} arguments is nothing that a client does")
+
+
+def _serve(cuda: CudaProcess, signals: _Signals) -> int:
+    """Do what stdin says until it says no more; return the exit status. Raises _Stopped."""
+    stdin = _Input()
+    for line in stdin.lines():
+        verb, *arguments = line.split() or [""]
+        if verb == "exit":
+            return int(arguments[0]) if arguments else 0
+        try:
+            _say({"ok": True, **_execute(cuda, signals, stdin, verb, arguments)})
+        except FailedError as failed:
+            _say(_failed(failed.error))
+        except (ValueError, KeyError, InvalidRequestError) as error:
+            _say({"ok": False, "error": str(error)})
+    return 0
+
+
+def _become(user: str) -> None:
+    uid, gid = (int(each) for each in user.split(":"))
+    os.setgroups([])
+    os.setresgid(gid, gid, gid)
+    os.setresuid(uid, uid, uid)
 
 
 def main() -> int:
     """Be a client; return the exit status."""
+    cuda, signals = CudaProcess(), _Signals()
+    if "--as" in sys.argv[1:-1]:
+        _become(sys.argv[sys.argv.index("--as") + 1])
     try:
-        client = Client(os.environ)
-    except _FailedError as failed:
+        if "--late" in sys.argv[1:]:
+            _say({"ok": True, "pid": os.getpid()})
+        else:
+            where = _where(cuda)
+            _say({"ok": True, **where, **described(cuda.current())})
+    except FailedError as failed:
         _say(_failed(failed.error))
         return 1
-    share = client.pinned
-    _say(
-        {
-            "ok": True,
-            "pid": os.getpid(),
-            "mps": client.server is not None,
-            "server": client.server,
-            "gpu": share.gpu,
-            "active_thread_percentage": share.percentage,
-            "multiprocessors": share.multiprocessors,
-            "pinned_device_mem_limit": share.memory,
-            "memory": MEMORY if share.memory is None else share.memory,
-        }
-    )
-    status = 0
-    for line in sys.stdin:
-        verb, *arguments = line.split() or [""]
-        if verb == "exit":
-            status = int(arguments[0]) if arguments else 0
-            break
-        try:
-            _say({"ok": True, **_execute(client, verb, arguments)})
-        except _FailedError as failed:
-            _say(_failed(failed.error))
-        except (ValueError, KeyError, InvalidRequestError) as error:
-            _say({"ok": False, "error": str(error)})
-    client.leave()
+    try:
+        status = _serve(cuda, signals)
+    except _Stopped:
+        status = 0
+    cuda.leave()
     return status
 
 

@@ -14,15 +14,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from mpsd.simulator.answers import BRANCHES, CHILD_LOGS_START, PID_FILE, ControlDaemon
 from mpsd.simulator.cuda import CudaError
 from mpsd.simulator.front_end import END, LAST_WORDS, SERVED, TURNED_AWAY
-from mpsd.simulator.links import UCRED, Gpus, Link, Waiting
-from mpsd.simulator.replies import ForceServer, Leave, PassOn, Quit, Reply, StartServer
+from mpsd.simulator.links import UCRED, FrontEnd, Gpus, Link, Waiting
+from mpsd.simulator.replies import AskServer, ForceServer, Leave, PassOn, Quit, Reply, StartServer
 
 SERVER_PROGRAM: Final = "nvidia-cuda-mps-server"
 """Looked up in PATH, as NVIDIA's control daemon does."""
@@ -41,15 +40,6 @@ def _stamped(source: str, pid: int, text: str) -> str:
     now = time.time()
     date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
     return f"[{date}.{int(now * 1000) % 1000:03d} {source} {pid:5d}] {text}"
-
-
-@dataclass(slots=True)
-class _FrontEnd:
-    """The one front-end that is being served."""
-
-    connection: socket.socket
-    uid: int
-    text: bytes = b""
 
 
 class _PipeDirectoryError(Exception):
@@ -118,7 +108,7 @@ class _Service:
         self._waiting: list[Waiting] = []
         """Clients that wait for a server; in one line, whosever they are."""
         self._events = selectors.DefaultSelector()
-        self._front_end: _FrontEnd | None = None
+        self._front_end: FrontEnd | None = None
         self._refusals = itertools.cycle(TURNED_AWAY)
         self._force_at: float | None = None
         self._on(directory.control, self._accept)
@@ -175,7 +165,7 @@ class _Service:
             connection.close()
             return
         _, uid, _ = UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size))
-        self._front_end = _FrontEnd(connection, uid)
+        self._front_end = FrontEnd(connection, uid)
         self._log("NEW UI")
         self._on(connection, self._listen)
 
@@ -186,27 +176,63 @@ class _Service:
             return
         try:
             more = front_end.connection.recv(65536)
-            # A daemon that is quitting hears no goodbye: its front-ends wait until it is gone (measured).
-            over = not more or (more.endswith(END) and not self._daemon.quitting)
-            *lines, front_end.text = (front_end.text + more.removesuffix(END)).split(b"\n")
-            for line in lines:
-                self._answer(front_end, line.decode(errors="surrogateescape"))
+            front_end.text += more
+            over = not more or self._proceed(front_end)
         except ConnectionError:
             over = True
         if over:
-            self._events.unregister(front_end.connection)
-            front_end.connection.close()
-            self._front_end = None
-            self._log("UI closed")
+            self._close(front_end)
 
-    def _answer(self, front_end: _FrontEnd, line: str) -> None:
+    def _proceed(self, front_end: FrontEnd) -> bool:
+        """Answer line by line, until there is none or one takes long; tell whether the front-end has said goodbye."""
+        while front_end.awaits is None and b"\n" in front_end.text:
+            line, _, front_end.text = front_end.text.partition(b"\n")
+            self._answer(front_end, line.decode(errors="surrogateescape"))
+        if front_end.awaits is not None:
+            return False
+        # A daemon that is quitting hears no goodbye: its front-ends wait until it is gone (measured).
+        over = front_end.text.endswith(END) and not self._daemon.quitting
+        front_end.text = front_end.text.removesuffix(END)
+        return over
+
+    def _close(self, front_end: FrontEnd) -> None:
+        """Let go of the front-end; what it waits for goes on, and nobody hears of it."""
+        if front_end.awaits is not None:
+            self._events.unregister(front_end.awaits)
+        self._events.unregister(front_end.connection)
+        front_end.connection.close()
+        self._front_end = None
+        self._log("UI closed")
+
+    def _answer(self, front_end: FrontEnd, line: str) -> None:
         self._log(f"Cmd:{line}")
         reply = self._daemon.answer(line, front_end.uid)
         self._log_all(reply.logged)
         self._do(reply)
-        if not isinstance(reply.effect, Quit):
-            text = "".join(f"{printed}\n" for printed in reply.printed)
-            front_end.connection.sendall(text.encode(errors="surrogateescape") + END)
+        if isinstance(reply.effect, AskServer):
+            link = front_end.awaits = self._links[reply.effect.pid]
+            number = link.begin(reply.effect.name, reply.effect.arguments)
+            self._on(link, lambda: self._receive_answer(front_end, link, number))
+        elif not isinstance(reply.effect, Quit):
+            front_end.print(reply.printed)
+
+    def _receive_answer(self, front_end: FrontEnd, link: Link, number: int) -> None:
+        """Take what a server says to a command that may have taken it long."""
+        if front_end.awaits is link and (printed := link.answer_to(number)) is not None:
+            self._events.unregister(link)
+            self._answer_late(front_end, printed)
+
+    def _answer_late(self, front_end: FrontEnd, printed: list[str]) -> None:
+        """Answer a front-end that waited for a server, and go on with the commands behind that one."""
+        front_end.awaits = None
+        self._log_all(printed)
+        try:
+            front_end.print(printed)
+            over = self._proceed(front_end)
+        except ConnectionError:
+            over = True
+        if over:
+            self._close(front_end)
 
     # -- servers --
 
@@ -268,6 +294,7 @@ class _Service:
     def _reap(self, pid: int, pidfd: int, link: Link) -> None:
         self._events.unregister(pidfd)
         os.close(pidfd)
+        awaited_by = self._front_end if self._front_end is not None and self._front_end.awaits is link else None
         if link in self._events.get_map():
             self._events.unregister(link)
         self._links.pop(pid, None)
@@ -283,6 +310,8 @@ class _Service:
             client.refuse(CudaError.MPS_CONNECTION_FAILED)
         if following.start is not None:
             self._start(following.start.uid)
+        if awaited_by is not None:
+            self._answer_late(awaited_by, [])
 
     # -- clients --
 

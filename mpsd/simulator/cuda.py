@@ -1,13 +1,13 @@
-"""The errors of CUDA that a simulated client can meet, and what it is pinned to when it connects. Pure.
+"""The errors of CUDA that a simulated client can meet, and what a context of its is pinned to. Pure.
 
 Sources by the short names of NVIDIA's pages: OLD is the single page "Multi-Process Service" of releases before 590, ENV
 its page on environment variables, TS the one on troubleshooting, NVG the guide on limits per GPU, measured on
-615.71.09. None of it could be measured here without a GPU.
+615.71.09, KAI kai-scheduler/gpu-fractioning and its pull request 147. None of it could be measured here without a GPU.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
+from dataclasses import dataclass, replace
+from enum import IntEnum, StrEnum
 from typing import Final
 
 from mpsd.simulator import figures
@@ -25,6 +25,8 @@ class CudaError(IntEnum):
     OUT_OF_MEMORY = 2
     DEVICE_UNAVAILABLE = 46
     NO_DEVICE = 100
+    INVALID_CONTEXT = 201
+    ILLEGAL_ADDRESS = 700
     LAUNCH_FAILED = 719
     MPS_CONNECTION_FAILED = 805
     MPS_RPC_FAILURE = 806
@@ -38,9 +40,27 @@ class CudaError(IntEnum):
         return f"CUDA_ERROR_{self.name}"
 
 
+class Binds(StrEnum):
+    """When the limits of a server bind a client: a setting of the simulated driver, since nobody knows it of NVIDIA's.
+
+    Of a server's limits the documents say only that "clients created afterwards" have them; whether a client is a
+    process that called cuInit, or a context of it, is nowhere said (V2, ENV), and NVIDIA's logs name clients by pid
+    *and* context. So whoever enforces limits has to be right under both.
+    """
+
+    CONNECT = "connect"
+    """When the process initialises CUDA, which connects it; all of its contexts have what was open then."""
+    CONTEXT = "context"
+    """When it makes a context, which may be much later, and again with each context."""
+
+
+PER_CONTEXT: Final = "CUDA_MPS_ENABLE_PER_CTX_DEVICE_MULTIPROCESSOR_PARTITIONING"
+"""Has a context take the percentage that the environment names when it is made, beside that of the process (ENV)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """What a process may use of its GPU for as long as it lives: neither it nor anybody else can change it (ENV)."""
+    """What a context may use of its GPU for as long as it lives: neither it nor anybody else can change it (ENV)."""
 
     gpu: str
     """The UUID of the first GPU that it sees, on which it works."""
@@ -87,7 +107,7 @@ def _named(devices: Sequence[str], entry: str) -> str | None:
 def pinned(
     devices: Sequence[str], percentage: float, limits: Mapping[int, int], environment: Mapping[str, str]
 ) -> Pinned | CudaError:
-    """Return what a process with this environment gets, at the moment in which it connects.
+    """Return what a process with this environment gets, at the moment in which the server's limits bind.
 
     `devices`, `percentage` and `limits` (bytes by ordinal) are those of the server, or of the bare GPU for a process
     outside MPS. Of each the smaller holds: a process can only lower what the server gives (ENV).
@@ -95,9 +115,7 @@ def pinned(
     seen = visible(devices, environment.get("CUDA_VISIBLE_DEVICES"))
     if not seen:
         return CudaError.NO_DEVICE
-    own = figures.real(environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", ""))
-    if 0 < own <= 100:  # noqa: PLR2004 - it is a percentage; another value is ignored
-        percentage = min(percentage, own)
+    percentage = _lowered(percentage, environment)
     memory = limits.get(devices.index(seen[0])) or None
     for entry in filter(None, environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "").split(",")):
         name, _, value = entry.partition("=")
@@ -108,3 +126,19 @@ def pinned(
         if device == seen[0] and figures.limit(value):
             memory = min(figures.limit(value), memory or figures.limit(value))
     return Pinned(seen[0], percentage, memory)
+
+
+def _lowered(percentage: float, environment: Mapping[str, str]) -> float:
+    """Return the lesser of a percentage and that of an environment; a value that is no percentage is ignored."""
+    own = figures.real(environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", ""))
+    return min(percentage, own) if 0 < own <= 100 else percentage  # noqa: PLR2004 - it is a percentage
+
+
+def of_context(share: Pinned, at_start: Mapping[str, str], now: Mapping[str, str]) -> Pinned:
+    """Return what a context gets of what binds it; `at_start` and `now` are its process's environment then and now.
+
+    The process's own variables bind when it starts, whichever moment the server's bind in (ENV).
+    """
+    if at_start.get(PER_CONTEXT) != "1":
+        return share
+    return replace(share, percentage=_lowered(share.percentage, now))

@@ -2,6 +2,10 @@
 
 A directory stands for the node's GPUs, and in it one for each GPU, by UUID: a file for each process that has a context
 there, and files for a GPU's faults. As with a real driver, what a process held is free once it is gone.
+
+The same directory has the settings of the simulated driver. So far that is one: the file `binds` names the moment in
+which a server's limits bind, `connect` (also where there is no such file) or `context`; see `cuda.Binds`. Each server
+reads it when it starts. Of a node it is <runtime_dir>/simulated/binds.
 """
 
 import contextlib
@@ -15,6 +19,7 @@ from typing import Final
 
 from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.units import GIB
+from mpsd.simulator.cuda import Binds
 
 MEMORY: Final = 80 * GIB
 """Bytes of each simulated GPU."""
@@ -25,6 +30,9 @@ VARIABLE: Final = "MPSD_SIMULATED_GPUS"
 
 FAULTS: Final = "faults"
 """The file with what all GPUs of a node reported, the oldest first: the UUID and an Xid, a line each."""
+
+_BINDS: Final = "binds"
+"""The file with the moment in which the limits of this node's servers bind: `connect` or `context`."""
 
 _COMPUTE_MODE: Final = "compute_mode"
 """The file of a GPU with its compute mode, where that was ever set."""
@@ -161,3 +169,17 @@ class Device:
 def there(directory: Path) -> list[Device]:
     """Return the GPUs of a directory, in the order of their UUIDs, which is that of their indices."""
     return [Device(directory, path.name) for path in sorted(directory.glob("GPU-*"))]
+
+
+def binds(directory: Path) -> Binds:
+    """Return the moment in which the limits of servers that start now bind."""
+    try:
+        return Binds((directory / _BINDS).read_text(encoding="utf-8").strip())
+    except FileNotFoundError:
+        return Binds.CONNECT
+
+
+def set_binds(directory: Path, moment: Binds) -> None:
+    """Have the limits of servers that start from now on bind in this moment."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / _BINDS).write_text(f"{moment}\n", encoding="utf-8")

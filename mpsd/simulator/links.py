@@ -1,4 +1,4 @@
-"""The control daemon's side of its servers and clients on simulated GPUs: processes, connections, and who waits.
+"""The control daemon's side of its front-end, and of its servers and clients on simulated GPUs: who waits for what.
 
 A client connects to a socket of the simulator's own in the pipe directory, which has nothing to do with NVIDIA's, says
 once what it is (JSON, one packet), and waits. Its connection is passed on to the server, which answers it; from then on
@@ -18,6 +18,7 @@ from typing import Any, Final, Self
 from mpsd.simulator import server
 from mpsd.simulator.cuda import CudaError, visible
 from mpsd.simulator.devices import there
+from mpsd.simulator.front_end import END
 
 CLIENTS: Final = "simulated_clients"
 """The name of the clients' socket; no longer than those of NVIDIA's sockets, as the path may be as long as it can."""
@@ -48,7 +49,7 @@ class Waiting:
     def refuse(self, error: CudaError) -> None:
         """Tell it that its first call to CUDA fails, and let go of it."""
         with contextlib.suppress(ConnectionError):
-            self.connection.send(json.dumps({"error": error}).encode())
+            self.connection.send(json.dumps({"answer": {"error": error}}).encode())
         self.connection.close()
 
 
@@ -57,6 +58,7 @@ class Link:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._questions = 0
 
     def fileno(self) -> int:
         """Return the descriptor, for a selector."""
@@ -75,10 +77,26 @@ class Link:
 
     def ask(self, name: str, arguments: Sequence[str]) -> list[str]:
         """Return what the server prints to a command; nothing when it ended meanwhile. A stopped one is waited for."""
-        self._send({"ask": name, "arguments": list(arguments)})
+        number = self.begin(name, arguments)
+        while (printed := self.answer_to(number)) is None:
+            pass
+        return printed
+
+    def begin(self, name: str, arguments: Sequence[str]) -> int:
+        """Ask for something that the server may take long to do, and return the number of the question."""
+        self._questions += 1
+        self._send({"ask": name, "arguments": list(arguments), "number": self._questions})
+        return self._questions
+
+    def answer_to(self, number: int) -> list[str] | None:
+        """Take the next answer of the server, and return what it prints; None when that is to another question.
+
+        Nobody waits for that one any more. Nothing is printed when the server ended meanwhile.
+        """
         with contextlib.suppress(ConnectionError):
-            answer = self._connection.recv(server.PACKET)
-            return list(json.loads(answer)["printed"]) if answer else []
+            if packet := self._connection.recv(server.PACKET):
+                answer = json.loads(packet)
+                return list(answer["printed"]) if answer["number"] == number else None
         return []
 
     def leave(self) -> None:
@@ -99,6 +117,23 @@ class Link:
     def close(self) -> None:
         """Let go of the connection."""
         self._connection.close()
+
+
+@dataclass(slots=True)
+class FrontEnd:
+    """The one front-end that is being served."""
+
+    connection: socket.socket
+    uid: int
+    text: bytes = b""
+    """What it said that was not answered yet."""
+    awaits: Link | None = None
+    """The server that it waits for an answer of."""
+
+    def print(self, printed: Sequence[str]) -> None:
+        """Have it print these lines. Raises ConnectionError."""
+        text = "".join(f"{line}\n" for line in printed)
+        self.connection.sendall(text.encode(errors="surrogateescape") + END)
 
 
 class Gpus:

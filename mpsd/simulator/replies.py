@@ -38,13 +38,22 @@ class Quit:
     seconds: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class AskServer:
+    """Have the server with this pid answer a command that may take it long; its front-end waits for that."""
+
+    pid: int
+    name: str
+    arguments: tuple[str, ...]
+
+
 @dataclass(slots=True)
 class Reply:
     """What one command comes to: lines to the front-end, lines to the log, and what has to be done."""
 
     printed: list[str] = field(default_factory=list)
     logged: list[str] = field(default_factory=list)
-    effect: StartServer | ForceServer | Leave | PassOn | Quit | None = None
+    effect: StartServer | ForceServer | Leave | PassOn | AskServer | Quit | None = None
 
     def say(self, line: str) -> None:
         """Print a line and log it, as most are."""

@@ -1,16 +1,20 @@
-"""The simulator's server: `serving` with its clients' connections and the link to its control daemon around it.
+"""The simulator's server: `server_state` with its clients' connections and the link to its control daemon around it.
 
 Started by the simulated control daemon, as `nvidia-cuda-mps-server` is by NVIDIA's: its stdin is the link, its stdout
 server.log. When the daemon dies it serves on for those clients that it has, as NVIDIA's does (measured, as far as a
 server goes without a GPU).
 
-The link carries JSON, one packet each. From the daemon: `start`, first; `ask`, which is answered; `client`, with the
-connection of one; `leave`. To the daemon: `ready`, once, and the answers.
+The link carries JSON, one packet each. From the daemon: `start`, first; `ask` with a `number`, which is answered with
+the same number, at once or later; `client`, with the connection of one; `leave`. To the daemon: `ready`, once, and the
+answers. A connection to a client carries the same. From the client: what it is, first; then `context` (with its
+environment of now) and `destroy` (with a number), which are answered; `working` (whether a kernel is in flight),
+`fault`, and `end`, its goodbye. To the client: `answer`, and `error` when one has come up for good.
 """
 
 import contextlib
 import json
 import os
+import select
 import selectors
 import signal
 import socket
@@ -22,8 +26,8 @@ from typing import Any, Final
 
 from mpsd.simulator import launch
 from mpsd.simulator.cuda import CudaError
-from mpsd.simulator.devices import Device, Kind
-from mpsd.simulator.server_state import Server, Start
+from mpsd.simulator.devices import Device, Kind, binds
+from mpsd.simulator.server_state import Answer, Server, Start
 
 PACKET: Final = 1 << 18
 """Bytes of the largest packet."""
@@ -52,11 +56,14 @@ class _Service:
         self._link = link
         self._events = selectors.DefaultSelector()
         self._connections: dict[int, socket.socket] = {}
+        self._later: dict[int, int] = {}
+        """By the number of a question, the client whose work has to end before it is answered."""
         self._leaving = False
         self._pid = os.getpid()
         self._gpus = str(said["gpus"])
         limits = {int(device): limit for device, limit in said["limits"].items()}
-        start = Start(tuple(said["devices"]), said["percentage"], limits, said["priority"])
+        moment = binds(Path(self._gpus))
+        start = Start(tuple(said["devices"]), said["percentage"], limits, said["priority"], moment)
         self._server = Server(self._pid, start, self._log)
         self._log("Startup")
         self._log(f"Connecting to control daemon on socket: {said['socket']}")
@@ -77,10 +84,11 @@ class _Service:
             os.write(1, f"[{date}.{int(now * 1000) % 1000:03d} Server {self._pid:5d}] {text}\n".encode())
 
     def serve(self) -> int:
-        """Serve until told to leave and the last client has left; return the exit status."""
-        while not (self._leaving and not self._connections):
+        """Serve until told to leave and the last client has left; return the exit status. A wedged one never leaves."""
+        while not (self._leaving and not self._connections and not self._server.wedged):
             for key, _ in self._events.select():
                 key.data()
+                self._answer_later()
         self._log("Server has been notified to shutdown")
         self._log("Exiting")
         return 0
@@ -103,51 +111,81 @@ class _Service:
             return
         said = json.loads(packet)
         if "ask" in said:
-            self._answer(said["ask"], said["arguments"])
+            self._reply(said["number"], self._server.answer(said["ask"], said["arguments"]))
         elif "client" in said:
             self._admit(said["client"], socket.socket(fileno=descriptors[0]))
         else:
             self._leaving = True
 
-    def _answer(self, name: str, arguments: list[str]) -> None:
-        answer = self._server.answer(name, arguments)
+    def _reply(self, number: int, answer: Answer) -> None:
+        """Answer a question, now or when the work that it awaits has ended."""
+        if answer.awaits is not None:
+            self._later[number] = answer.awaits
+            return
+        self._later.pop(number, None)
         if answer.terminated is not None:
             for device in self._devices:
                 device.release(answer.terminated)
             self._send(self._connections[answer.terminated], {"error": CudaError.MPS_CLIENT_TERMINATED})
-        self._send(self._link, {"printed": answer.printed})
+        self._send(self._link, {"number": number, "printed": answer.printed})
+
+    def _answer_later(self) -> None:
+        for number, pid in tuple(self._later.items()):
+            self._reply(number, self._server.terminate(pid))
 
     # -- clients --
 
     def _admit(self, client: dict[str, Any], connection: socket.socket) -> None:
         pid = client["pid"]
+        if pid in self._connections and select.select([self._connections[pid]], [], [], 0)[0]:
+            self._listen(pid, self._connections[pid])  # the process may have become another program
         found = (
             CudaError.MPS_SERVER_NOT_READY
             if pid in self._connections
             else self._server.admit(pid, client["command"], client["namespace"], client["environment"])
         )
         if isinstance(found, CudaError):
-            self._send(connection, {"error": found})
+            self._send(connection, {"answer": {"error": found}})
             connection.close()
             return
         self._connections[pid] = connection
         self._events.register(connection, selectors.EVENT_READ, lambda: self._listen(pid, connection))
-        self._send(connection, {"server": self._pid, "gpus": self._gpus, "pinned": asdict(found.pinned)})
+        self._answer_client(connection, {"server": self._pid, "gpus": self._gpus, "gpu": found.gpu})
+
+    def _answer_client(self, connection: socket.socket, answer: dict[str, Any]) -> None:
+        if not self._server.wedged:  # then nobody gets an answer any more
+            self._send(connection, {"answer": answer})
 
     def _listen(self, pid: int, connection: socket.socket) -> None:
-        """Take what a client says: that it met a fault, or that it exits; killed, it says nothing."""
+        """Take what a client says; killed, it says nothing."""
+        if self._connections.get(pid) is not connection:
+            return  # its end was heard already
         try:
-            said = connection.recv(PACKET)
+            packet = connection.recv(PACKET)
         except ConnectionError:
-            said = b""
-        if said == b"fault":
-            for each in self._server.fault():
+            packet = b""
+        said: dict[str, Any] = json.loads(packet) if packet else {"end": False}
+        client = self._server.clients.get(pid)
+        if "end" in said:
+            self._events.unregister(connection)
+            connection.close()
+            del self._connections[pid]
+            for each in self._server.left(pid, said=said["end"]):
+                self._send(self._connections[each], {"error": CudaError.ILLEGAL_ADDRESS})
+        elif client is None:
+            pass  # its contexts were ended, and it was told so
+        elif "fault" in said:
+            # Who met it hears of it last: whoever is asked after that has its error already.
+            for each in sorted(self._server.fault(), key=lambda each: each == pid):
                 self._send(self._connections[each], {"error": CudaError.LAUNCH_FAILED})
-            return
-        self._events.unregister(connection)
-        connection.close()
-        del self._connections[pid]
-        self._server.left(pid, said=said == b"exit")
+        elif "working" in said:
+            client.working = said["working"]
+        elif "context" in said:
+            made = self._server.context(pid, said["context"])
+            self._answer_client(connection, {"error": made} if isinstance(made, CudaError) else asdict(made))
+        else:
+            done = self._server.destroy(pid, said["destroy"])
+            self._answer_client(connection, {} if done else {"error": CudaError.INVALID_CONTEXT})
 
 
 def main() -> int:

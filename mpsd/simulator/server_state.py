@@ -2,7 +2,8 @@
 
 No server runs without a GPU, so none of this could be measured here: it is what NVIDIA documents and users report, and
 says so at each rule. Sources by the short names of NVIDIA's pages: ARCH is "Architecture", LOG "Logs", CT "Common
-tasks", TS "Troubleshooting", V2 "Control interface (v2)", and OLD the single page of releases before 590.
+tasks", TS "Troubleshooting", V2 "Control interface (v2)", and OLD the single page of releases before 590. KAI is
+kai-scheduler/gpu-fractioning and its pull request 147, which report what NVIDIA is said to have confirmed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,10 +13,10 @@ from typing import ClassVar, Final
 
 from mpsd.core.mps_facts import CLIENTS_VOLTA
 from mpsd.simulator import figures
-from mpsd.simulator.cuda import CudaError, Pinned, pinned
+from mpsd.simulator.cuda import Binds, CudaError, Pinned, of_context, pinned
 
-PAIR: Final = "{{PID: {}, Context ID: 0}}"
-"""How the log names a client's context (LOG). Here each client has one, and its number is 0."""
+_PAIR: Final = "{{PID: {}, Context ID: {}}}"
+"""How the log names a client's context (LOG). A process that has none yet goes by its first, which is 0."""
 
 _PS: Final = "{:<5} {:<2} {:<6} {:<22} {:<10} {}"
 """A line of `ps`: PID ID SERVER DEVICE NAMESPACE COMMAND (OLD)."""
@@ -37,25 +38,48 @@ class Start:
     percentage: float
     limits: Mapping[int, int]
     priority: int
+    binds: Binds = Binds.CONNECT
+    places: int = CLIENTS_VOLTA
+    """Client contexts on each device: contexts are counted, and not processes (OLD)."""
 
 
 @dataclass(frozen=True, slots=True)
+class Context:
+    """One context of a client. Its numbers begin with 0, and none is given twice."""
+
+    number: int
+    pinned: Pinned
+
+
+@dataclass(slots=True, eq=False)
 class Client:
-    """A process with a context on the server."""
+    """A process that has initialised CUDA, with the contexts that it has made since, which may be none."""
 
     pid: int
     command: str
     namespace: str
     """The inode of its pid namespace."""
-    pinned: Pinned
+    environment: Mapping[str, str]
+    """The variables of CUDA as they were when it initialised CUDA."""
+    gpu: str
+    """The first GPU that it sees, on which it works."""
+    bound: Pinned | None
+    """What all of its contexts get, where that was bound when it connected."""
+    contexts: dict[int, Context] = field(default_factory=dict)
+    working: bool = False
+    """Whether a kernel of its is in flight."""
+    made: int = 0
+    """How many contexts it has made so far."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """What a command about this server comes to: lines to the front-end and the log, and whose context is ended."""
+    """What a command about this server comes to: lines to the front-end and the log, and whose contexts are ended."""
 
     printed: list[str] = field(default_factory=list)
     terminated: int | None = None
+    awaits: int | None = None
+    """The client whose work has to end first: nothing is printed before that."""
 
 
 class Server:
@@ -65,12 +89,19 @@ class Server:
         self.pid = pid
         self.status = Status.INITIALIZING
         self.clients: dict[int, Client] = {}
+        """By pid, those that it lists."""
+        self.wedged = False
+        """Whether it serves nobody any more, and says nothing of it: see `left`."""
         self._devices = start.devices
         self._percentage = start.percentage
         self._limits = dict(start.limits)
         self._priority = start.priority
+        self._binds = start.binds
+        self._places = start.places
         self._affected: set[int] = set()
         """The clients that met a fault, and have not exited yet."""
+        self._terminating: set[int] = set()
+        """The clients whose contexts are to be ended as soon as their work is done."""
         self._log = log
 
     def begin(self) -> None:
@@ -91,61 +122,136 @@ class Server:
     # -- clients --
 
     def admit(self, pid: int, command: str, namespace: str, environment: Mapping[str, str]) -> Client | CudaError:
-        """Take in a client, with the limits that are in force now; or say which error its first call returns."""
-        self._log(f"Received new client request for {PAIR.format(pid)}")
-        if self.status is not Status.ACTIVE:  # on all of its devices (OLD), with this error (TS)
+        """Take in a process that initialises CUDA; or say which error that call returns.
+
+        A wedged server lists it, and never answers it: so the caller has to look at `wedged`.
+        """
+        if not self.wedged:  # then nothing is logged any more (KAI)
+            self._log(f"Received new client request for {_PAIR.format(pid, 0)}")
+        # On all of its devices (OLD), with this error, also while the contexts of another are being ended (TS).
+        if self.status is not Status.ACTIVE or (self._terminating and not self.wedged):
             return CudaError.MPS_SERVER_NOT_READY
-        if len(self.clients) >= CLIENTS_VOLTA:
-            return CudaError.MPS_MAX_CLIENTS_REACHED
         share = pinned(self._devices, self._percentage, self._limits, environment)
         if isinstance(share, CudaError):
             return share
-        self._log(f"Client {PAIR.format(pid)} connected")
-        self._log(f"Creating worker thread for client {PAIR.format(pid)}")
-        self._log(f"Device Simulated GPU (uuid {share.gpu}) is associated")
-        self._log(f"Status of client {PAIR.format(pid)} is {Status.ACTIVE}")
-        self._log(f"Priority level of client {{{pid}}} is: {self._priority}")
-        self.clients[pid] = Client(pid, command, namespace, share)
-        return self.clients[pid]
+        bound = share if self._binds is Binds.CONNECT else None
+        client = self.clients[pid] = Client(pid, command, namespace, environment, share.gpu, bound)
+        if not self.wedged:
+            self._log(f"Client {_PAIR.format(pid, 0)} connected")
+            self._log(f"Creating worker thread for client {_PAIR.format(pid, 0)}")
+        return client
 
-    def left(self, pid: int, *, said: bool) -> None:
-        """Take note that a client's process is gone; `said` when it was not killed. The last to meet a fault ends it.
+    def context(self, pid: int, environment: Mapping[str, str] | None = None) -> Context | CudaError:
+        """Make a context of a client, with its environment of now where that differs; or say which error it gets.
 
-        Then the server destroys its contexts, makes new ones, and is ACTIVE again (OLD).
+        A wedged server never answers that either.
         """
+        client = self.clients[pid]
+        environment = client.environment if environment is None else environment
+        if self.status is Status.FAULT:
+            return CudaError.MPS_SERVER_NOT_READY
+        if sum(len(each.contexts) for each in self.clients.values() if each.gpu == client.gpu) >= self._places:
+            return CudaError.MPS_MAX_CLIENTS_REACHED
+        share = client.bound or pinned(self._devices, self._percentage, self._limits, client.environment)
+        if isinstance(share, CudaError):
+            return share
+        pair = _PAIR.format(pid, client.made)
+        if client.made:
+            self._log(f"Received new client request for {pair}")
+            self._log(f"Client {pair} connected")
+        self._log(f"Device Simulated GPU (uuid {client.gpu}) is associated")
+        self._log(f"Status of client {pair} is {Status.ACTIVE}")
+        self._log(f"Priority level of client {{{pid}}} is: {self._priority}")
+        context = Context(client.made, of_context(share, client.environment, environment))
+        client.contexts[context.number] = context
+        client.made += 1
+        return context
+
+    def destroy(self, pid: int, number: int) -> bool:
+        """Have a client destroy a context of its; False where it has none with this number."""
+        if self.clients[pid].contexts.pop(number, None) is None:
+            return False
+        self._log(f"Client {_PAIR.format(pid, number)} exit")
+        return True
+
+    def left(self, pid: int, *, said: bool) -> tuple[int, ...]:
+        """Take note that a client's process is gone, and return the clients that get an illegal address for that.
+
+        `said` when it said goodbye. One that did not, and had a kernel in flight, leaves that kernel behind: the other
+        clients of the server get cudaErrorIllegalAddress; and where there is no other to consume it, every later client
+        hangs when it initialises CUDA, for ever, while the server is ACTIVE, lists it, and logs nothing. Only a new
+        server clears that. Source: the package text of drain.go in KAI; OLD says of such an end that it "is not
+        supported", and of what follows that it is undefined. One whose contexts its server has ended is no client here
+        any more, and leaves nothing.
+
+        The last to meet a fault ends it: the server destroys its contexts, makes new ones, and is ACTIVE again (OLD).
+        """
+        client = self.clients.get(pid)
+        self._terminating.discard(pid)
+        if self.wedged:
+            # Those who hang in it are listed no longer than they live; the dead client by which it came to that stays.
+            if client is not None and not client.working:
+                del self.clients[pid]
+            return ()
+        harmful = client is not None and client.working and not said and self.status is Status.ACTIVE
+        if harmful and not self._with_contexts(beside=pid):
+            self.wedged = True
+            return ()
         if not said:
             self._log("Receive command failed, assuming client exit. Client process disconnected")
         if self.clients.pop(pid, None) is not None:
-            self._log(f"Client {PAIR.format(pid)} exit")
+            self._log(f"Client {_PAIR.format(pid, 0)} exit")
         self._affected.discard(pid)
         if self.status is Status.FAULT and not self._affected:
             for device in range(len(self._devices)):
                 self._log(f"Destroy server context on device {device}")
             self._create_contexts()
             self.status = Status.ACTIVE
+        return self.fault() if harmful else ()
+
+    def _with_contexts(self, *, beside: int | None = None) -> tuple[int, ...]:
+        return tuple(pid for pid, client in self.clients.items() if client.contexts and pid != beside)
 
     def fault(self) -> tuple[int, ...]:
-        """Meet a fatal fault of the GPU, by whichever client, and return the clients that get its error: all (OLD).
+        """Meet a fatal fault of the GPU, by whichever client, and return the clients that get its error.
 
-        The server takes no client until the last of these has exited: it is their duty to do so (OLD).
+        That is all that have a context; the server takes no client until the last of these has exited: it is their
+        duty to do so (OLD).
         """
+        hit = self._with_contexts()
         self.status = Status.FAULT
-        self._affected |= self.clients.keys()
+        self._affected.update(hit)
         self._log("Volta MPS: Server is handling a fatal GPU error.")
-        for pid in self.clients:
-            self._log(f"status of client {PAIR.format(pid)} is INACTIVE")
+        for pid in hit:
+            self.clients[pid].working = False
+            self._log(f"status of client {_PAIR.format(pid, 0)} is INACTIVE")
         self._log("The following devices")
         for device in range(len(self._devices)):
             self._log(str(device))
         self._log("The following clients have a sticky error set:")
-        for pid in self.clients:
+        for pid in hit:
             self._log(str(pid))
-        return tuple(self.clients)
+        return hit
+
+    def terminate(self, pid: int) -> Answer:
+        """End the contexts of a client as soon as its work is done, and no sooner (KAI); its process lives on (OLD)."""
+        client = self.clients.get(pid)
+        if client is None:
+            return Answer(["1"])
+        if client.working or self.wedged:
+            self._terminating.add(pid)
+            return Answer(awaits=pid)
+        self._terminating.discard(pid)
+        del self.clients[pid]
+        self._log(f"Client {_PAIR.format(pid, 0)} exit")  # in what words NVIDIA's logs it is unknown
+        return Answer(["0"], terminated=pid)
 
     # -- commands --
 
     def answer(self, name: str, arguments: Sequence[str]) -> Answer:
         """Answer a command that names this server; its pid is not among the arguments any more."""
+        if name == "terminate_client":
+            return self.terminate(figures.integer([*arguments, ""][0]))
         answer = Answer()
         self.COMMANDS[name](self, answer, [*arguments, "", ""])
         return answer
@@ -160,13 +266,16 @@ class Server:
         # "Lists the devices and PIDs of client applications that enumerated this device" (V2): in what form is unknown.
         for device in self._devices:
             answer.printed.append(device)
-            answer.printed += [str(client.pid) for client in self.clients.values() if client.pinned.gpu == device]
+            answer.printed += [str(client.pid) for client in self.clients.values() if client.gpu == device]
 
     def _ps(self, answer: Answer, _arguments: list[str]) -> None:
         answer.printed.append(_PS.format("PID", "ID", "SERVER", "DEVICE", "NAMESPACE", "COMMAND"))
         for client in self.clients.values():
-            device = "-".join(client.pinned.gpu.split("-")[:4])
-            answer.printed.append(_PS.format(client.pid, 0, self.pid, device, client.namespace, client.command))
+            device = "-".join(client.gpu.split("-")[:4])
+            for number in client.contexts or (0,):
+                answer.printed.append(
+                    _PS.format(client.pid, number, self.pid, device, client.namespace, client.command)
+                )
 
     def _get_active_thread_percentage(self, answer: Answer, _arguments: list[str]) -> None:
         answer.printed.append(f"{self._percentage:.1f}")
@@ -189,16 +298,6 @@ class Server:
         if 0 <= device < len(self._devices):
             self._limits[device] = figures.limit(arguments[1]) if whole else 0
 
-    def _terminate_client(self, answer: Answer, arguments: list[str]) -> None:
-        """End a client's context: CUDA_SUCCESS is printed when it is done; its process lives on (OLD)."""
-        pid = figures.integer(arguments[0])
-        if self.clients.pop(pid, None) is None:
-            answer.printed.append("1")
-            return
-        self._log(f"Client {PAIR.format(pid)} exit")  # in what words NVIDIA's logs it is unknown
-        answer.terminated = pid
-        answer.printed.append("0")
-
     COMMANDS: ClassVar[Mapping[str, Callable[["Server", Answer, list[str]], None]]] = {
         "get_server_status": _get_server_status,
         "get_client_list": _get_client_list,
@@ -208,5 +307,4 @@ class Server:
         "set_active_thread_percentage": _set_active_thread_percentage,
         "get_device_pinned_mem_limit": _get_device_pinned_mem_limit,
         "set_device_pinned_mem_limit": _set_device_pinned_mem_limit,
-        "terminate_client": _terminate_client,
     }

@@ -10,7 +10,7 @@ overruns it; and it sets nothing without reading it back.
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
@@ -26,6 +26,7 @@ from mpsd.core.errors import (
 from mpsd.core.mps.commands import Command, echo_of, mark, quit_daemon
 from mpsd.core.mps.limits import Setting
 from mpsd.system import clock, process, retry
+from mpsd.system.lasting_front_end import LastingFrontEnd, LongCommand, PendingCommand
 
 T = TypeVar("T")
 
@@ -194,12 +195,21 @@ class ControlPipe:
         self._environment = process.environment(variables(pipe_directory, log_directory))
         self._pipe_directory = pipe_directory
         self._lock = asyncio.Lock()
+        self.whole = asyncio.Lock()
+        """Held by whoever has several conversations in a row, so that no long command comes between them."""
         self.key = key or secrets.token_hex(8)
         """What the nonces of all its marks begin with: by this its conversations are known in the daemon's log."""
         self.nonce = ""
         """That of the latest conversation that was answered to its end."""
         self.deadline = deadline
         """Seconds that a conversation may take from its first front-end on, strangers in the way included."""
+        self.waits_for = ""
+        """What a long command waits for that has the only seat, or has it next; empty when none does."""
+        self.changed: Callable[[], None] = lambda: None
+        """Called when that changes."""
+        self._lasting: LastingFrontEnd | None = None
+        """The front-end that has the seat for that long."""
+        self._is_given_up = False
 
     async def hold(self, conversation: Conversation) -> None:
         """Hold a conversation, after those that were asked for before it, and bring every answer.
@@ -228,6 +238,108 @@ class ControlPipe:
             # on 470 and 535: status 1 or silence, though the daemon had quit).
             return
 
+    async def ask_long(self, long: LongCommand[T], note: Callable[[PendingCommand], None]) -> T:
+        """Ask what may take long, by a front-end that goes on when mpsd ends; `take_over` is for the next mpsd.
+
+        `note` stores which process that is before it says anything. Raises as `hold` does, but that
+        ControlUnresponsiveError comes when the command's own time is over; and what `note` raises.
+        """
+        async with self._seat(long.because):
+            try:
+                async for attempt in retry.collisions(self.deadline):
+                    with attempt:
+                        pending = await self._start_lasting(long, note)
+                        return await self._finish(long, pending)
+            except retry.CollisionError:
+                raise self._busy(self.deadline) from None
+        raise AssertionError  # the retry ends by a return or an error
+
+    async def take_over(self, long: LongCommand[T], pending: PendingCommand) -> T:
+        """Wait for the answer to what an earlier mpsd asked. Raises as `ask_long` does.
+
+        ControlBusyError: no word of it was heard, or its answer is lost.
+        """
+        async with self._seat(long.because):
+            self._lasting = LastingFrontEnd.adopt(pending.front_end, long.answer)
+            try:
+                return await self._finish(long, pending)
+            except retry.CollisionError:
+                raise self._busy(self.deadline) from None
+
+    @contextlib.asynccontextmanager
+    async def _seat(self, because: str) -> AsyncIterator[None]:
+        self.waits_for, self._is_given_up = because, False
+        self.changed()
+        try:
+            async with self.whole, self._lock:
+                yield
+        finally:
+            if self._lasting is not None:
+                self._lasting.close()
+            self._lasting, self.waits_for = None, ""
+            self.changed()
+
+    async def _start_lasting(self, long: LongCommand[Any], note: Callable[[PendingCommand], None]) -> PendingCommand:
+        if self._lasting is not None:
+            self._lasting.close()  # it was turned away, and is gone
+        allowed = None if self._program.capabilities is None else FRONT_END
+        try:
+            front_end = self._lasting = LastingFrontEnd.start(
+                self._program.argv, env=self._environment, answer=long.answer, allowed=allowed
+            )
+        except OSError as error:
+            raise self._not_started(error) from error
+        assert front_end.program is not None  # noqa: S101 - it was started just now
+        nonce, until = self.key + secrets.token_hex(4), clock.since_boot() + long.seconds
+        pending = PendingCommand(front_end.program.identity, nonce, until)
+        conversation = Conversation()
+        conversation.ask(long.command)
+        is_noted = False
+        try:
+            note(pending)
+            is_noted = True
+        finally:
+            if not is_noted:
+                await front_end.kill()
+        front_end.say("".join(f"{line}\n" for line in conversation.script(nonce)).encode())
+        return pending
+
+    async def _finish(self, long: LongCommand[T], pending: PendingCommand) -> T:
+        """Wait for the end of the front-end, and return its answer; one that is late is ended."""
+        assert self._lasting is not None  # noqa: S101 - it was started, or taken over
+        if not await self._lasting.ended_by(pending.until):
+            await self._lasting.kill()
+            raise ControlUnresponsiveError(
+                f"the control daemon on {self._pipe_directory} did not answer {long.command.line!r} in time",
+                hint="its server may be unable to end work on the GPU; for its state: mpsctl daemons",
+            )
+        if self._is_given_up:
+            raise ControlBrokenError(f"{long.command.line!r} was given up", hint="the control daemon is being stopped")
+        conversation = Conversation()
+        answer = conversation.ask(long.command)
+        conversation.distribute(pending.nonce, self._lasting.lines())
+        self.nonce = pending.nonce
+        return answer.answer
+
+    async def give_up(self) -> None:
+        """End the front-end that waits for a long command, if one does: the daemon itself is to go."""
+        if self._lasting is not None:
+            self._is_given_up = True
+            await self._lasting.kill()
+
+    def _busy(self, seconds: float) -> ControlBusyError:
+        return ControlBusyError(
+            f"other front-ends occupied the control daemon on {self._pipe_directory} for {seconds:g} s",
+            hint="end the processes that are connected to it, or the leases of their uids",
+        )
+
+    def _not_started(self, error: OSError) -> ControlUnreachableError:
+        # As while a driver is upgraded: it comes back, and until then only this is known.
+        return ControlUnreachableError(
+            f"the front-end {self._program.argv[0]} could not be started: {error.strerror}",
+            hint="check that the control program exists and is executable",
+        )
+
     async def _say(self, conversation: Conversation | _Farewell, seconds: float) -> None:
         async with self._lock:
             until = clock.monotonic() + seconds
@@ -239,10 +351,7 @@ class ControlPipe:
                         conversation.distribute(nonce, output)
                         self.nonce = nonce
             except retry.CollisionError:
-                raise ControlBusyError(
-                    f"other front-ends occupied the control daemon on {self._pipe_directory} for {seconds:g} s",
-                    hint="end the processes that are connected to it, or the leases of their uids",
-                ) from None
+                raise self._busy(seconds) from None
 
     async def _front_end(self, script: list[str], until: float) -> list[str]:
         """Say this in one front-end and return the lines that came back."""
@@ -254,11 +363,7 @@ class ControlPipe:
                 self._program.argv, env=self._environment, stdin=text, seconds=seconds, allowed=allowed
             )
         except OSError as error:
-            # As while a driver is upgraded: it comes back, and until then only this is known.
-            raise ControlUnreachableError(
-                f"the front-end {self._program.argv[0]} could not be started: {error.strerror}",
-                hint="check that the control program exists and is executable",
-            ) from error
+            raise self._not_started(error) from error
         if finished.returncode is None:
             raise ControlUnresponsiveError(
                 f"the control daemon on {self._pipe_directory} did not answer in time",

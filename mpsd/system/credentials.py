@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from grp import getgrnam
 from math import inf
-from pwd import getpwnam
+from pwd import getpwnam, getpwuid
 from typing import Final
 
 from mpsd.core.errors import NotPermittedError
@@ -103,3 +103,14 @@ def process_of(connection: socket.socket, who: PeerCredentials, accepted: float 
         return found
     os.set_inheritable(pidfd, False)
     return process.from_pidfd(pidfd)
+
+
+def group_of(uid: int) -> int:
+    """Return the first group of a user, or the gid of the same number where nobody knows that user.
+
+    It asks the user database, which may be a directory on the network.
+    """
+    try:
+        return getpwuid(uid).pw_gid
+    except KeyError:
+        return uid

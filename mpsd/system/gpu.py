@@ -16,7 +16,8 @@ from typing import Final, Protocol, TypeVar
 from mpsd.core import compute_mode
 from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.errors import ComputeModeError, GpuUnknownError, NoDriverError
-from mpsd.core.model import Condition, Gpu, GpuFault, GpuUsage, Inventory, Known, Reading, Unknown
+from mpsd.core.gpus import Condition
+from mpsd.core.model import Gpu, GpuFault, GpuUsage, Inventory, Known, Reading, Unknown
 from mpsd.system import nvml_readings
 from mpsd.system.nvml_thread import NvmlThread, SilentError
 
@@ -282,10 +283,10 @@ class _Nvml:
             handle = self.lib.nvmlDeviceGetHandleByUUID(uuid)
             _, _, used = self._memory(handle)
             processes = nvml_readings.processes(self.lib, handle)
-            mode = self._compute_mode(handle)
+            mode, recovery = self._compute_mode(handle), nvml_readings.recovery(self.lib, handle)
         except self.lib.NVMLError as error:
             return Unknown(f"NVML: {error}")
-        return Known(GpuUsage(used, processes, mode))
+        return Known(GpuUsage(used, processes, mode, recovery))
 
     def set_compute_mode(self, index: int, uuid: str, mode: ComputeMode) -> Reading[ComputeMode | None]:
         """Set a GPU's compute mode. Raises ComputeModeError when the driver refuses."""

@@ -1,9 +1,10 @@
 """What NVML tells of a GPU, as values: for mpsd/system/gpu.py, on whose thread these calls are made."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
-from mpsd.core.model import Condition, GpuProcess, Known, Reading, Unknown
+from mpsd.core.gpus import Condition
+from mpsd.core.model import GpuProcess, Known, Reading, Unknown
 
 T = TypeVar("T")
 
@@ -32,6 +33,19 @@ def condition(lib: Any, uuid: str) -> Reading[Condition]:  # noqa: ANN401 - pynv
             remapping_failed=None if remapped is None else bool(remapped[3]),
         )
     )
+
+
+_RECOVERY_ACTION: Final = 230
+"""NVML_FI_DEV_GET_GPU_RECOVERY_ACTION (nvml.h), which came with driver 570."""
+
+
+def recovery(lib: Any, handle: object) -> int | None:  # noqa: ANN401 - pynvml has no types
+    """Return what a GPU needs after a fault; None where this GPU, or this driver, does not tell."""
+    try:
+        (value,) = lib.nvmlDeviceGetFieldValues(handle, [_RECOVERY_ACTION])
+    except (lib.NVMLError_NotSupported, lib.NVMLError_FunctionNotFound, lib.NVMLError_InvalidArgument):
+        return None
+    return int(value.value.uiVal) if value.nvmlReturn == lib.NVML_SUCCESS else None
 
 
 def processes(lib: Any, handle: object) -> dict[int, GpuProcess]:  # noqa: ANN401 - pynvml has no types

@@ -56,6 +56,18 @@ def start_ticks(pid: int) -> int | None:
     return None if fields is None else int(fields[19])
 
 
+def live_ticks(pid: int) -> int | None:
+    """Return a process's start time as `start_ticks` does, or None also when it has ended and was not reaped yet.
+
+    Its parent may take long to reap it, and it uses nothing any more. One whose first thread alone has ended looks the
+    same but for the number of its threads, and lives. Source: proc_pid_stat(5).
+    """
+    fields = _stat(pid)
+    if fields is None or (fields[0] in {b"Z", b"X"} and int(fields[17]) <= 1):
+        return None
+    return int(fields[19])
+
+
 def wait_status(identity: ProcessIdentity) -> int:
     """Return how a process ended that its parent has not waited for yet, as wait(2) has it; 0 where that is not known.
 
@@ -138,6 +150,21 @@ def descriptors_used_up(pid: int) -> int | None:
 def real_uid(pid: int) -> int | None:
     """Return a process's real uid: whose it is, whatever a setuid program lets it do; None when it is gone."""
     return next((int(uid) for uid in _status(pid, "Uid")), None)
+
+
+def real_uid_unless(identity: ProcessIdentity, uid: int) -> int | None:
+    """Return the real uid of a process where it is not this one; None where it is, and of a process that is gone.
+
+    It costs a microsecond or two where it is: the owner of its folder is its effective uid, and root where nobody may
+    look into it. Source: proc(5).
+    """
+    try:
+        if os.stat(f"/proc/{identity.pid}").st_uid == uid:  # noqa: PTH116 - of thousands: a path would take longer
+            return None
+    except FileNotFoundError:
+        return None
+    found = real_uid(identity.pid)
+    return found if found != uid and start_ticks(identity.pid) == identity.start_ticks else None
 
 
 def _status(pid: int, name: str) -> list[str]:

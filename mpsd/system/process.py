@@ -34,9 +34,11 @@ _NO_PROCESS: Final = frozenset({errno.ESRCH, errno.ENOENT, errno.EINVAL})
 """What the kernel says of a pid that no process has. The number of a thread that leads no process is ENOENT (measured,
 kernel 6.18), and EINVAL before; a number that no process can have is EINVAL. Source: pidfd_open(2)."""
 
-SHORTAGES: Final = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT})
-"""What the kernel says when it has no process, memory, descriptor or disk to give: no fault of what was to be started.
-Sources: fork(2), open(2)."""
+SHORTAGES: Final = frozenset(
+    {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
+)
+"""What the kernel says when it has no process, memory, descriptor or disk to give, or when a disk fails: no fault of
+what was to be started. Sources: fork(2), open(2)."""
 
 
 def environment(extra: Mapping[str, str], *, path: Sequence[str] = (), libraries: Path | None = None) -> dict[str, str]:
@@ -216,6 +218,17 @@ def adopt(identity: ProcessIdentity) -> Process | None:
         os.close(pidfd)
         return None
     return Process(identity, pidfd, None)
+
+
+def lives(identity: ProcessIdentity) -> bool:
+    """Tell whether a process has not ended: by a pidfd, since /proc calls one a zombie whose first thread has ended."""
+    living = adopt(identity)
+    if living is None:
+        return False
+    try:
+        return not living.is_gone()
+    finally:
+        living.close()
 
 
 def spawn(

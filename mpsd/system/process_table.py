@@ -31,6 +31,12 @@ _UNSEEN: Final = (FileNotFoundError, ProcessLookupError, PermissionError)
 _MOST_SCRIPT: Final = 256
 """Bytes of a script's first line that the kernel looks at (BINPRM_BUF_SIZE)."""
 
+_MOST_ENVIRONMENT: Final = 256 * 1024
+"""Bytes of an environment in which a variable is looked for."""
+
+_ROUNDS: Final = 3
+"""How often processes are looked for that came while others were looked at."""
+
 
 class ProgramKind(StrEnum):
     """What a process is to MPS."""
@@ -152,6 +158,56 @@ def in_sessions(leaders: Collection[ProcessIdentity]) -> dict[ProcessIdentity, P
         if stat.start_ticks >= leader.start_ticks:
             found[ProcessIdentity(pid, stat.start_ticks)] = leader
     return found
+
+
+def started_with(variable: str, owners: Mapping[str, int]) -> dict[str, list[ProcessIdentity]]:
+    """Return, by value, the processes that were started with a variable of one of these values, the oldest first.
+
+    Each value is one uid's: only processes of that real uid count. A value counts that stands near the beginning of an
+    environment, since a process may have megabytes of it, and a user may have thousands of processes. What starts while
+    others are looked at is looked at too, for a few rounds. Raises OSError where there are no descriptors left.
+    """
+    found: dict[str, list[ProcessIdentity]] = {}
+    uids, seen = {0, *owners.values()}, set[int]()
+    for _ in range(_ROUNDS):
+        fresh = [pid for pid in pids() if pid not in seen]
+        if not fresh:
+            break
+        seen.update(fresh)
+        for pid in fresh:
+            value = _value_of(pid, os.fsencode(f"{variable}="), uids)
+            if value in owners and (identity := _of_user(pid, owners[value])) is not None:
+                found.setdefault(value, []).append(identity)
+    for identities in found.values():
+        identities.sort(key=lambda each: (each.start_ticks, each.pid))
+    return found
+
+
+def _value_of(pid: int, prefix: bytes, uids: Collection[int]) -> str:
+    """Return what follows this in the environment of a process; nothing where nothing does, or where it is another's.
+
+    The owner of its folder is its effective user, or root where it may not be looked into. Source: proc(5).
+    """
+    with contextlib.suppress(*_UNSEEN):
+        folder = f"/proc/{pid}"
+        if os.stat(folder).st_uid not in uids:  # noqa: PTH116 - of every process: a path would take longer
+            return ""
+        descriptor = os.open(f"{folder}/environ", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            raw = b"\0" + os.read(descriptor, _MOST_ENVIRONMENT)
+        finally:
+            os.close(descriptor)
+        _, _, rest = raw.partition(b"\0" + prefix)
+        return rest.partition(b"\0")[0].decode("ascii", errors="replace")
+    return ""
+
+
+def _of_user(pid: int, uid: int) -> ProcessIdentity | None:
+    """Return which process has a pid, if it is of this real uid and has not ended."""
+    stat = proc.stat_of(pid)
+    if stat is None or stat.is_zombie or real_uid(pid) != uid or proc.start_ticks(pid) != stat.start_ticks:
+        return None
+    return ProcessIdentity(pid, stat.start_ticks)
 
 
 def leader_with(variable: str, value: str) -> int | None:

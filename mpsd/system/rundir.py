@@ -119,6 +119,7 @@ class RunDir:
         paths = settings.paths
         for directory in (paths.runtime_dir, paths.runtime_dir / "mps", paths.state_dir, paths.log_dir):
             _make(directory, 0o755)
+        _make(paths.runtime_dir / "ends", 0o700)
         path_safety.check_path(settings.socket)
         logs = (*paths.log_dir.glob("*/control.log"), *paths.log_dir.glob("*/server.log"))
         for path in (*paths.runtime_dir.iterdir(), *paths.state_dir.iterdir(), *paths.log_dir.iterdir(), *logs):
@@ -159,6 +160,11 @@ class RunDir:
     def history(self) -> Path:
         """The store of what outlives it."""
         return self._settings.paths.state_dir / "history.db"
+
+    @property
+    def ends(self) -> Path:
+        """Where it stands how far the ends of processes are."""
+        return self._settings.paths.runtime_dir / "ends"
 
     @property
     def saved_compute_modes(self) -> Path:

@@ -23,7 +23,6 @@ CONFIG: Final = """
 probe_interval = 0.5
 death_window = 0.1
 [enforcement]
-attach_window = 600.0
 grace = 0.3
 """
 """No death counts for long, so that the next start waits for nothing."""

@@ -39,7 +39,6 @@ CONFIG: Final = """
 probe_interval = 0.5
 answer_deadline = 1.0
 [enforcement]
-attach_window = 600.0
 grace = 0.3
 on_violation = "terminate"
 [violations]

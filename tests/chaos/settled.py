@@ -88,10 +88,8 @@ class Settled:
         return ""
 
     def _limits_by(self, daemon: str, granted: dict[str, Any]) -> tuple[str, ...]:
-        """Return the limits that a daemon is to have by the leases whose clients are still to come."""
-        here = [
-            each for each in granted.values() if each["daemon"] == daemon and len(each["clients"]) < each["processes"]
-        ]
+        """Return the limits that a daemon is to have by the leases that live on it."""
+        here = [each for each in granted.values() if each["daemon"] == daemon]
         threads = max((each["active_thread_percentage"] for each in here), default=0.1)
         memory = max((each["pinned_device_mem_limit"] for each in here), default=MIB)
         limits = f"{threads:.1f}", f"{memory // GIB}G" if memory >= GIB else "1M"

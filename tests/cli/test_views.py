@@ -3,7 +3,9 @@
 from datetime import UTC, datetime
 from typing import Any
 
-from mpsd.cli import views
+import pytest
+
+from mpsd.cli import render, views
 from mpsd.daemon.record.log import EventName
 
 NOW = datetime(2026, 11, 21, 3, 0, tzinfo=UTC)
@@ -25,6 +27,9 @@ def gpu(**other: Any) -> Any:
         "memory_held": 3 * GIB,
         "clients": 1,
         "clients_max": 48,
+        "threads_unleased": 0.0,
+        "memory_unleased": 0,
+        "clients_unleased": 0,
         "compute_mode": "default",
         "health": "ok",
         "because": "it answers",
@@ -79,11 +84,13 @@ def node(**other: Any) -> Any:
     return {
         "healthy": True,
         "because": "every control daemon is ready",
+        "headline": "healthy: every control daemon is ready",
         "version": "1.2.3",
         "simulated": False,
         "since": THEN,
         "reasons": [],
         "warnings": [],
+        "violations": [],
         "gpus": [gpu()],
         "daemons": [daemon()],
         "leases": 1,
@@ -131,7 +138,7 @@ def test_a_sick_node() -> None:
     """Why it is not healthy stands in the first line, and what to do about each thing right below."""
     lines = status(
         healthy=False,
-        because="GPU 1 is unknown: it does not answer; gpu1 is failed: 5 deaths",
+        headline="NOT HEALTHY: GPU 1 is unknown: it does not answer; gpu1 is failed: 5 deaths",
         reasons=[reason("GPU 1", hint="see what nvidia-smi says"), reason("gpu1", hint="mpsctl reset gpu1")],
         warnings=[reason("GPU 2", because="GPU 2 is unsupported: MIG mode is on", hint="turn MIG off")],
         simulated=True,
@@ -147,6 +154,71 @@ def test_a_sick_node() -> None:
         "",
     ]
     assert lines[-1].endswith("on simulated GPUs")
+
+
+def violation(**other: Any) -> Any:
+    """Return an open violation."""
+    return {"kind": "short", "pid": 7, "lease": "lease-1", "daemon": "gpu0", "because": "b", "hint": "h", **other}
+
+
+def test_open_violations() -> None:
+    """The first line has them, and what to do about each stands below; what it has is not told a second time."""
+    lines = status(
+        headline="healthy, not closed, 1 violation: a program that misses MPS gets all of GPU 0; process 7 is short",
+        warnings=[reason("node", because="a program that misses MPS gets all of GPU 0", hint="close it")],
+        violations=[violation(hint="start it again")],
+    )
+    assert lines[1:4] == ["  node: close it", "  short, process 7: start it again", ""]
+
+
+def test_judged_clients_and_leases() -> None:
+    """What is wrong with a client, or not known of it, stands in the table, and below it in a sentence."""
+    client: Any = {"pid": 9, "name": "x", "uid": 0, "daemon": "gpu0", "gpu": "GPU-1", "server": 8, "lease": "lease-1"}
+    well: Any = {"verdict": "ok", "because": ""}
+    doubt: Any = {"verdict": "unknown", "because": "process 9 may"}
+    lines = views.clients({"clients": [client | well, client | doubt]}).splitlines()
+    assert [line.split()[5] for line in lines[:3]] == ["VERDICT", "ok", "unknown"]
+    assert lines[3:] == ["unknown: process 9 may"]
+    judged = lease(violations=[violation(because="process 7 has less")], unknown=["process 9 may"])
+    assert views.leases({"leases": [judged], "others": NO_OTHERS}, NOW).splitlines()[2:] == [
+        f"{judged['id']}: violation: process 7 has less",
+        "  hint: h",
+        f"{judged['id']}: unknown: process 9 may",
+    ]
+    shown = views.lease(judged, NOW)
+    assert "process 7 has less; h" in shown
+    assert "process 9 may" in shown
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "shown"),
+    [
+        (25.0, 25.0, " 25% of 25%"),
+        (0.1, 25.0, "0.1% to 25% of 25%"),
+        (None, 25.0, " 25% of 25%"),
+        (None, None, "unknown of 25%"),
+    ],
+)
+def test_bounds(least: float | None, most: float | None, shown: str) -> None:
+    """A limit that is known to be between two figures is shown with both."""
+
+    def limits(threads: float | None) -> Any:
+        return None if threads is None else {"active_thread_percentage": threads, "pinned_device_mem_limit": 1 << 30}
+
+    process: Any = {
+        "pid": 9,
+        "daemon": "gpu0",
+        "server": 8,
+        "mps": True,
+        "limits_granted": limits(25.0),
+        "limits_in_force": limits(most),
+        "limits_at_least": limits(least),
+        "memory_held": None,
+        "ok": True,
+        "because": "",
+    }
+    answer: Any = {"verdict": "ok", "because": "", "violations": [], "unknown": [], "processes": [process]}
+    assert shown in views.verified(answer).splitlines()[-1]
 
 
 def test_drift() -> None:
@@ -167,8 +239,8 @@ def test_what_is_unknown() -> None:
     (row,) = views.gpus({"gpus": [lost]}).splitlines()[1:]
     assert row.count("unknown") == 6
     client: Any = {"pid": 9, "name": "", "uid": None, "daemon": "gpu0", "gpu": "GPU-1", "server": 8, "lease": None}
-    (row,) = views.clients({"clients": [client]}).splitlines()[1:]
-    assert row.split() == ["9", "unknown", "gpu0", "8", "none"]
+    (row,) = views.clients({"clients": [client | {"verdict": "ok", "because": ""}]}).splitlines()[1:]
+    assert row.split() == ["9", "unknown", "gpu0", "8", "none", "ok"]
 
 
 def test_servers() -> None:
@@ -222,10 +294,13 @@ def lease(*shares: Any, **other: Any) -> Any:
         "env": first.get("env", {}),
         "shares": list(shares),
         "clients": [],
+        "bearers": [],
         "processes": 1,
         "priority": 0,
         "name": "",
         "labels": {},
+        "violations": [],
+        "unknown": [],
         "created": THEN,
         "granted": THEN,
         "ended": None,
@@ -325,12 +400,12 @@ def test_an_event() -> None:
     """An event is one line: when, what, its number, and its facts; its level is told when it is not the usual one."""
     facts = {"lease": "lease-1", "gpus": ["GPU-1", "GPU-2"], "clients": [], "pid": 9, "left": 0.5, "limit": None}
     event = {"seq": 7, "at": THEN, "level": "info", "event": "lease_ended", **facts, "because": "uid 0 released it"}
-    assert views.event(event) == (
+    assert render.event(event) == (
         f"{THEN}  lease_ended               seq=7 lease=lease-1 gpus=GPU-1,GPU-2 clients=[] pid=9 left=0.5 limit=null"
         ' because="uid 0 released it"'
     )
-    assert " level=error " in views.event({**event, "level": "error"})
-    assert len({views.event({**event, "event": each.value}).index(" seq=7") for each in EventName}) == 1
+    assert " level=error " in render.event({**event, "level": "error"})
+    assert len({render.event({**event, "event": each.value}).index(" seq=7") for each in EventName}) == 1
 
 
 def test_settings() -> None:

@@ -8,7 +8,7 @@ from typing import Final
 import pytest
 
 from mpsd.core.mps.commands import TABLE
-from mpsd.core.mps.daemon_flags import BACKGROUND, FOREGROUND, MANY_USERS, MANY_USERS_SINCE
+from mpsd.core.mps.daemon_flags import BACKGROUND, FOREGROUND, MANY_USERS
 from tests import real
 from tests.contract.differences import known
 
@@ -38,4 +38,4 @@ def test_every_flag_is_in_the_page(daemon: real.RealDaemon) -> None:
     """A driver describes the flags that mpsd starts its control daemon with, the one for many users from 555 on."""
     described = set(re.findall(r'^\.SS "(-[a-z-]+)"', page_of(daemon), re.MULTILINE))
     assert {FOREGROUND, BACKGROUND} <= described
-    assert (MANY_USERS in described) == (daemon.branch >= MANY_USERS_SINCE)
+    assert (MANY_USERS in described) == (daemon.branch >= 555)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpsd.core.errors import InvalidRequestError
-from mpsd.core.gpus import condemns, describe_xid, driver_branch, select, unsupported
+from mpsd.core.gpus import condemns, describe_xid, driver_branch, recovery, select, unsupported
 from mpsd.core.model import Gpu
 from mpsd.core.units import GIB
 
@@ -129,9 +129,24 @@ def test_driver_branch(version: str, branch: int | None) -> None:
     assert driver_branch(version) == branch
 
 
+def test_recovery() -> None:
+    """What a GPU says that it needs is a reason not to give it out, with what to do; a new word of its own, too."""
+    assert recovery(0, 1) is None
+    for action in (*range(1, 8), 99):
+        found = recovery(action, 1)
+        assert found is not None
+        assert found[0].startswith("it needs ")
+    assert recovery(1, 3) == (
+        "it needs a reset",
+        "end its processes, then reset it: nvidia-smi -i 3 --gpu-reset; mpsd reads it again by itself",
+    )
+
+
 def test_xids() -> None:
     """What programs bring about condemns no GPU; everything else does, known or not."""
     assert not condemns(31)
     assert "page fault" in describe_xid(31)
-    assert all(condemns(each) for each in (48, 63, 79, 94, 95, 119, 999))
+    assert not condemns(63)
+    assert "was recorded" in describe_xid(63)
+    assert all(condemns(each) for each in (48, 79, 94, 95, 119, 999))
     assert "79" in describe_xid(79)

@@ -7,9 +7,22 @@ from typing import Any, Final
 import pytest
 
 from mpsd.core import health
+from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.health import WELL, Kind, Reason
 from mpsd.core.lifecycle import State
-from mpsd.core.model import Daemon, Drift, GpuView, Health, Limits, QuarantinedUid, Server, Suspect, Unknown
+from mpsd.core.model import (
+    Daemon,
+    Drift,
+    GpuUsage,
+    GpuView,
+    Health,
+    Known,
+    Limits,
+    QuarantinedUid,
+    Server,
+    Suspect,
+    Unknown,
+)
 from mpsd.core.quantities import ActiveThreadPercentage
 from mpsd.core.units import GIB
 
@@ -85,6 +98,8 @@ OF_DAEMONS: Final = [
     (daemon(servers=(replace(FAULTED, clients=(7,)),)), Kind.SERVER_FAULT, "until its last client exits"),
     (daemon(servers=(replace(FAULTED, clients=(7, 8)),)), Kind.SERVER_FAULT, "until its 2 clients exit"),
     (daemon(cannot_start="6 servers did not start"), Kind.SERVERS_CANNOT_START, "gpu0: 6 servers did not start"),
+    (daemon(unserved="pid 7 hangs", wedged=True), Kind.WEDGED, "gpu0 is wedged: its server serves no client"),
+    (daemon(unserved="pid 7 hangs"), Kind.CANARY_SILENT, "gpu0: whether its server serves clients is not known: pid 7"),
     (daemon(drift=(DRIFT,)), Kind.DRIFT, "gpu0: active_thread_percentage is 10 % instead of 60 %"),
     (
         daemon(log_silent_since=datetime(2026, 11, 22, 3, tzinfo=UTC)),
@@ -93,6 +108,7 @@ OF_DAEMONS: Final = [
     ),
     (daemon(unrestored=("lease x could not be restored",)), Kind.UNRESTORED, "gpu0: lease x could not be restored"),
     (daemon(servers=(Server(42, orphan=True),)), Kind.ORPHAN, "gpu0: server 42 is an orphan"),
+    (daemon(client_end="server 42 is ending the contexts of client 7"), Kind.CLIENT_END, "gpu0: server 42 is ending"),
 ]
 
 
@@ -137,12 +153,41 @@ def test_uids() -> None:
     assert health.refusal(GPU, DAEMON) is None
 
 
+def test_not_closed() -> None:
+    """A node where a program that misses MPS gets a whole GPU says so in its first line, as long as that is limited."""
+    others = [
+        replace(gpu(Health.UNSUPPORTED), usage=Known(GpuUsage(0))),
+        replace(GPU, index=1, usage=Known(GpuUsage(0))),
+    ]
+    closed = replace(GPU, index=2, usage=Known(GpuUsage(0, compute_mode=ComputeMode.EXCLUSIVE_PROCESS)))
+    node = health.of_node([*others, closed], [DAEMON], limited=True)
+    assert (node.healthy, node.because) == (True, WELL)
+    assert node.headline == "healthy, not closed: a program that misses MPS gets all of GPU 1"
+    assert "exclusive-process" in node.warnings[-1].hint
+    assert health.of_node([closed], [DAEMON], limited=True).headline == f"healthy: {WELL}"
+    assert health.of_node(others, [DAEMON]).headline == f"healthy: {WELL}"
+
+
+def test_open_violations() -> None:
+    """Open violations stand in the first line, the first few in a sentence, and leave the node healthy."""
+    found = [f"process {pid} is short" for pid in range(1, 6)]
+    node = health.of_node([GPU], [DAEMON], violations=found[:1])
+    assert (node.healthy, node.because) == (True, WELL)
+    assert node.headline == "healthy, 1 violation: process 1 is short"
+    node = health.of_node([GPU], [daemon(state=State.HELD, because="uid 0 holds it")], violations=found)
+    assert node.headline == (
+        "NOT HEALTHY, 5 violations: gpu0 is held: uid 0 holds it; process 1 is short; process 2 is short;"
+        " process 3 is short; and 2 more"
+    )
+
+
 def test_every_kind_has_a_case() -> None:
     """The tables above, and the two tests of a whole node, have every kind."""
     assert {kind for _, kind, _ in (*OF_GPUS, *OF_DAEMONS)} == set(Kind) - {
         Kind.STORE,
         Kind.NO_GPU,
         Kind.QUARANTINE,
+        Kind.NOT_CLOSED,
         Kind.SUSPECT,
     }
 
@@ -225,7 +270,7 @@ REFUSED: Final = [
     *(
         (GPU, found, "hold" if kind in {Kind.HOLD, Kind.OPERATION, Kind.LEASES_INCOMPLETE} else "health", kind)
         for found, kind, _ in OF_DAEMONS
-        if kind not in {Kind.ORPHAN, Kind.LOG_SILENT}
+        if kind not in {Kind.ORPHAN, Kind.LOG_SILENT, Kind.CLIENT_END}
     ),
     (GPU, daemon(state=State.HELD, servers=(FAULTED,), drift=(DRIFT,)), "hold", Kind.HOLD),
     (gpu(Health.FAULTY), daemon(state=State.HELD), "health", Kind.GPU),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mpsd.simulator.cuda import Binds
 from tests import real
 from tests.fork_server import ForkServer
 from tests.harness import remove_tree
@@ -26,25 +27,45 @@ def control() -> Path:
 
 
 @pytest.fixture
-def make_node(short_tmp: Path, fork_server: ForkServer) -> Iterator[Start]:
+def make_node(short_tmp: Path, fork_server: ForkServer, request: pytest.FixtureRequest) -> Iterator[Start]:
     """Give a maker of nodes, which are ended, with all that they started, when the test is over.
 
-    The control program is driver 535's unless the test names another.
+    The control program is driver 535's unless the test names another. A test that has the fixture `binds` has nodes
+    whose simulated drivers bind limits in that moment.
     """
     made: list[Node] = []
+    binds = request.getfixturevalue("binds") if "binds" in request.fixturenames else None
 
     def make(**options: Any) -> Node:
         root = short_tmp / f"n{len(made)}"
         root.mkdir()
         short_tmp.chmod(0o711)
         made.append(
-            Node(**{"root": root, "control": real.real_daemons().get(535), "fork_server": fork_server, **options})
+            Node(
+                **{
+                    "root": root,
+                    "control": real.real_daemons().get(535),
+                    "fork_server": fork_server,
+                    "binds": binds,
+                    **options,
+                }
+            )
         )
         return made[-1]
 
     yield make
     for node in made:
         node.clean_up()
+
+
+@pytest.fixture(params=Binds)
+def binds(request: pytest.FixtureRequest) -> Binds:
+    """Run a test for each moment in which the limits of a server may bind a client: nobody knows which is NVIDIA's.
+
+    A module whose clients are simulated has it by `pytestmark = pytest.mark.usefixtures("binds")`.
+    """
+    moment: Binds = request.param
+    return moment
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from tests.daemon.caller import NOBODY, calling, needs_root
 from tests.daemon.leases.line import Talk
 from tests.harness import wait_until
 from tests.node import Answer, Node
+from tests.simulated_clients import SimulatedClient, variables
 
 pytestmark = pytest.mark.slow
 
@@ -157,7 +158,8 @@ class TestNotifications:
 
     def test_what_is_not_well(self, ears: Ears, short_tmp: Path) -> None:
         """The status has every reason why the node is not healthy, in the words of the API, until it is over."""
-        node = Node(root=short_tmp, config="", env={"NOTIFY_SOCKET": ears.name})
+        closed = '[daemon]\ncompute_mode = "exclusive-process"\n'
+        node = Node(root=short_tmp, config=closed, env={"NOTIFY_SOCKET": ears.name})
         try:
             node.start()
             node.request("POST", "/v1/daemons/gpu1/hold")
@@ -166,6 +168,17 @@ class TestNotifications:
             node.request("POST", "/v1/daemons/gpu1/resume")
             at = ears.wait_for("STATUS=2 of 2 control daemons ready", at)
             assert ears.said[at] == "STATUS=2 of 2 control daemons ready, 0 leases, 0 waiting"
+            # Open violations stand there, and so does that a program which misses MPS gets a GPU.
+            node.reload("")
+            ears.wait_for(
+                "STATUS=2 of 2 control daemons ready, 0 leases, 0 waiting; a program that misses MPS gets all of"
+            )
+            lease = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB", "gpu": "0"}).json
+            trap = {**variables(node), **lease["env"], "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "1=1G"}
+            with SimulatedClient(trap) as client:
+                assert client.hello["mps"]
+                at = ears.wait_for("STATUS=2 of 2 control daemons ready, 1 lease, 0 waiting; 1 violation: process ")
+                assert f"process {client.pid} was started with" in ears.said[at]
         finally:
             node.clean_up()
 

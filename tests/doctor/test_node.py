@@ -34,7 +34,10 @@ from tests.system.test_process_table import running
 
 Checks = dict[str, list[Any]]
 
-MPSD: Final = ("mpsd", "socket", "version", "configuration", "reload", "node", "gpu-health", "daemon", "limits")
+MPSD: Final = (
+    *("mpsd", "socket", "version", "configuration", "reload"),
+    *("node", "gpu-health", "daemon", "limits", "violations"),
+)
 FILES: Final = ("pipe-path", "directories", "file-system", "damaged", "leftovers", "server-start", "clock")
 GPUS: Final = (
     *("driver", "memory-limit", "architecture", "mig", "compute-mode", "compute-mode-left", "persistence", "ecc"),
@@ -278,6 +281,7 @@ class TestGpus:
             ((*ONE_GPU, "condition 0 0 0 0 0 0"), "persistence", ("warn", "persistence mode is off")),
             ((*ONE_GPU, "condition 0 1 2 0 0 0"), "ecc", ("fail", "2 uncorrected ECC errors")),
             ((*ONE_GPU, "condition 0 1 0 1 0 0"), "ecc", ("fail", "memory pages need a reset to be retired")),
+            ((*ONE_GPU, "condition 0 1 0 0 1 0"), "ecc", ("warn", "memory rows need a reset to be remapped")),
             ((*ONE_GPU, "condition 0 1 0 0 1 1"), "ecc", ("fail", "no spare row is left")),
             ((*ONE_GPU, "process 0 Compute 1 4096"), "outside", ("warn", "pid 1 uses it outside MPS")),
             (

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.durability.forked import ForkedNode
-from tests.node import Answer
+from tests.node import Answer, as_listed
 
 _DEADLINE: Final = 20
 """Seconds for one life of mpsd with its callers; it is over within a few tenths."""
@@ -293,7 +293,7 @@ class Load:
         assert set(counted.values()) <= {1}, f"there twice: {counted}"
         here = {lease["id"]: lease for lease in leases}
         for lease in receipts.owed:
-            published = receipts.granted[lease]
+            published = as_listed(receipts.granted[lease])
             if published["owner"]["pid"] in self._gone:
                 assert lease not in here, f"{lease} outlived its holder"
                 continue

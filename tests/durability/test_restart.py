@@ -22,6 +22,8 @@ from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import LogFormat, Settings
 from mpsd.daemon.control.pipe_access import NodePipeAccess
+from mpsd.daemon.ends.end_store import EndStore
+from mpsd.daemon.ends.endings import Endings
 from mpsd.daemon.leases.lease_store import LEASES_SCHEMA, LeaseStore
 from mpsd.daemon.leases.leases import Leases
 from mpsd.daemon.leases.limit_gates import LimitGates
@@ -34,7 +36,7 @@ from tests.daemon.caller import calling
 from tests.durability.conftest import Start
 from tests.durability.load import Holders
 from tests.harness import eventually, wait_until
-from tests.node import Node
+from tests.node import Node, as_listed
 
 OTHER_BOOT = "00000000-0000-4000-8000-000000000000"
 
@@ -92,9 +94,11 @@ def test_restart(make_node: Start, number: signal.Signals) -> None:
         for published in (mine, theirs):
             found = here[published["id"]]
             assert {k: v for k, v in found.items() if k not in changing} == {
-                k: v for k, v in published.items() if k not in changing
+                k: v for k, v in as_listed(published).items() if k not in changing
             }
-        assert granted(node, request_id="once")["id"] == mine["id"]
+        again = granted(node, labels={"a": "b"}, name="mine", ttl=1000, request_id="once")
+        assert again["id"] == mine["id"]
+        assert again["env"] == mine["env"], "its token is the same, too"
     assert because(node, theirs["id"]) == f"its holder, pid {holder.pid}, has exited"
     assert leases(node).keys() == {mine["id"]}
 
@@ -225,13 +229,14 @@ async def mpsd(directory: Path) -> AsyncIterator[Leases]:
             ledger,
             LeaseStore(store),
             LimitGates(settings, pipe_access),
+            Endings(EndStore(directory), settings, log),
             log,
             settings=settings,
             publish=lambda batch: batch,
             published=0,
             note_usage=lambda _: None,
         )
-        leases.offer([OFFER])
+        leases.offer([OFFER], {})
         leases.restore()
         running = asyncio.create_task(leases.run())
         yield leases

@@ -62,7 +62,7 @@ def test_coming_back(full: tuple[Node, Any]) -> None:
         second.close()
         release(node, lease)
         wait_until(lambda: node.get(f"/v1/leases/{place}").json["state"] == "granted", what="the absent one's grant")
-        assert node.request("POST", "/v1/leases", {**BIG, "request_id": "b"}).json["id"] == place
+        assert node.request("POST", "/v1/leases", {**BIG, "name": "second", "request_id": "b"}).json["id"] == place
         node.reload("[admission]\nhang_up_grace = 0.001\n")
         wait_until(lambda: len(node.events("settings_reloaded")) == 2, what="a grace that is over")
         with connection(node) as third:

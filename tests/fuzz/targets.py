@@ -23,14 +23,15 @@ from mpsd.core import settings
 from mpsd.core.admission.ledger import AdmissionRules, Ledger
 from mpsd.core.admission.usage import Usage
 from mpsd.core.enforcement import drift, violations
+from mpsd.core.enforcement.opened import widened
 from mpsd.core.errors import ConfigurationError, ControlError, ForeignDaemonError, InvalidRequestError
 from mpsd.core.model import Client, DaemonProcess, Lease, Limits, ProcessIdentity, ReadBack
 from mpsd.core.mps import commands, log_parser
 from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE as PERCENTAGE
-from mpsd.core.mps.limits import NOTHING, Setting, parse_foreign_mem_limit, widest_read_back
+from mpsd.core.mps.limits import EVERYTHING, NOTHING, Setting, parse_foreign_mem_limit
 from mpsd.core.mps.limits import PINNED_DEVICE_MEM_LIMIT as MEM_LIMIT
 from mpsd.core.mps.log_events import ForeignCommand, Unaccounted
-from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.quantities import ActiveThreadPercentage, Bounds, Opened, PinnedDeviceMemLimit
 from mpsd.core.sanitize import harmless_json, plain, text
 from mpsd.core.settings import ControlDaemon, LogFormat, Settings
 from mpsd.core.supervision.drain import Intent
@@ -102,10 +103,10 @@ def log(data: bytes) -> None:
 
 def stranger(foreign: tuple[str, ...]) -> None:
     """What others said to a control daemon opens as much as it says, and never less for what else they said."""
-    before = NOTHING
+    before = Bounds(EVERYTHING, NOTHING)
     for count in range(1, len(foreign) + 1):
         opened = drift.opened(foreign[:count], SERVER, fresh=True)
-        assert widest_read_back(before, opened) == opened
+        assert widened(before, opened) == opened
         before = opened
     for each in drift.drift(WANTED, ReadBack(1000, None), (), foreign, NOW):
         assert each.command is None or each.command in foreign
@@ -232,7 +233,7 @@ def body(data: bytes) -> None:
         assert error.hint
         return
     assert 1 <= request.gpus <= 64
-    assert 1 <= request.processes <= 1000
+    assert request.processes is None or 1 <= request.processes <= 1000
     assert len(request.labels) <= 32
     assert request.threads is None or 1 <= request.threads.tenths <= 1000
     assert request.memory is None or 0 < request.memory.bytes <= 2**50
@@ -294,7 +295,8 @@ def environment(data: bytes) -> None:
     percentage, _, limits = text_of(data).partition("\n")
     own = {PERCENTAGE.variable: percentage, MEM_LIMIT.variable: limits}
     ceiling = ReadBack(500, 8 * GIB)
-    found = violations.in_force(Client(ProcessIdentity(9, 1), "gpu-0", GPU, SERVER, ceiling, own, 0))
+    opened = Opened(Bounds(ceiling, ceiling), Bounds(ceiling, ceiling))
+    found = violations.can_use(Client(ProcessIdentity(9, 1), "gpu-0", GPU, SERVER, opened, own, 0)).most
     assert 0 < found.active_thread_percentage_tenths <= 500
     if len(data) > 1000:
         return  # the simulator's own clients have no such figures

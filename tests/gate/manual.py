@@ -38,6 +38,10 @@ _ENVIRONMENT: Final = {
     "MPSD_SOCKET": "The socket of mpsd, if --socket is not given.",
     "MPSD_TRUST_UID": "Uids whose mpsd is believed as root's is, separated by spaces, if --trust-uid is not given.",
     "MPSD_LEASE": "The lease of the calling process. mpsctl run sets it for its COMMAND, and mpsctl verify reads it.",
+    "MPSD_LEASE_TOKEN": (
+        "A secret of the lease, by which a process is known that has left the family of the lease's holder. It is worth"
+        " something to processes of the lease's owner alone."
+    ),
     ", ".join(VARIABLES): (
         "The environment of a lease. mpsctl run sets it for its COMMAND, and mpsctl admit -o env prints it. A process"
         " without it runs outside MPS, without limits."
@@ -297,8 +301,17 @@ def settings_page() -> str:
     )  # fmt: skip
 
 
+_SET: Final = {
+    "daemon.compute_mode": (
+        '"exclusive-process"',
+        ('A new installation is closed: with "leave", the default, a program that misses MPS gets a whole GPU.',),
+    )
+}
+"""What a new installation sets otherwise than the default, and why. An upgrade leaves the file as it is."""
+
+
 def example() -> str:
-    """Return a configuration in which nothing is set: every section, and each setting as a comment to begin from."""
+    """Return the configuration of a new installation: every setting as a comment, but those that it sets."""
     lines = [
         "# The configuration of mpsd: every setting, with its default. Uncomment what you want to change, then:",
         "#     mpsd check && systemctl reload mpsd",
@@ -313,7 +326,8 @@ def example() -> str:
         unit = f" Unit: {row.unit}." if row.unit else ""
         restart = "" if row.reload else " A change needs a restart."
         lines += [f"# {line}" for line in textwrap.wrap(f"{row.help}{unit}{restart}", 118)]
-        lines.append(f"#{name} = {_value(row)}".rstrip())
+        lines += [f"# {line}" for line in _SET[row.key][1]] if row.key in _SET else []
+        lines.append(f"{name} = {_SET[row.key][0]}" if row.key in _SET else f"#{name} = {_value(row)}".rstrip())
     lines += ["", "# Limits for one user: a user, a %group, or * for every user without its own quota.", '#[quota."*"]']
     for row in quota_rows():
         unit = f" Unit: {row.unit}." if row.unit else ""

@@ -28,12 +28,28 @@ ROOMS: Final = {
     "daemon/record": frozenset[str](),
     "daemon/http": frozenset({"daemon/record"}),
     "daemon/gpu": frozenset({"daemon/record"}),
-    "daemon/control": frozenset({"daemon/record"}),
-    "daemon/leases": frozenset({"daemon/record", "daemon/control"}),
-    "daemon/node": frozenset({"daemon/record", "daemon/gpu", "daemon/control", "daemon/leases"}),
-    "daemon/api": frozenset({"daemon/record", "daemon/http", "daemon/gpu", "daemon/control", "daemon/node"}),
+    "daemon/ends": frozenset({"daemon/record"}),
+    "daemon/control": frozenset({"daemon/record", "daemon/ends"}),
+    "daemon/leases": frozenset({"daemon/record", "daemon/ends", "daemon/control"}),
+    "daemon/canary": frozenset({"daemon/record", "daemon/gpu", "daemon/control", "daemon/leases"}),
+    "daemon/node": frozenset(
+        {"daemon/record", "daemon/gpu", "daemon/ends", "daemon/control", "daemon/leases", "daemon/canary"}
+    ),
+    "daemon/api": frozenset(
+        {"daemon/record", "daemon/http", "daemon/gpu", "daemon/control", "daemon/canary", "daemon/node"}
+    ),
     "daemon": frozenset(
-        {"daemon/record", "daemon/http", "daemon/gpu", "daemon/control", "daemon/leases", "daemon/node", "daemon/api"}
+        {
+            "daemon/record",
+            "daemon/http",
+            "daemon/gpu",
+            "daemon/ends",
+            "daemon/control",
+            "daemon/leases",
+            "daemon/canary",
+            "daemon/node",
+            "daemon/api",
+        }
     ),
     "cli": frozenset({"cli/commands"}),  # doctor's own part of it draws on nothing else
     "cli/commands": frozenset({"cli"}),
@@ -104,6 +120,7 @@ SLOW_TO_IMPORT: Final = frozenset(
 LONGEST: Final = 400
 
 LONGER: Final[dict[str, str]] = {
+    "mpsd/core/model.py": "it is values without behaviour, and each refers to others of them",
     "mpsd/core/settings.py": "it is one table, and a row of it is a line: split, it would be two tables",
     "mpsd/daemon/control/supervisor.py": "it is one loop, and the one that moves its state",
 }

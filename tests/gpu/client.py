@@ -8,15 +8,19 @@ It says on stdout, in a line of JSON, where it is, and then answers each line of
 - `busy SECONDS`: work for so long; the answer has its rate, and on how many multiprocessors it ran
 - `sync`: whether an error is waiting
 - `fault`: a store to an address that nobody has
+- `create`, `destroy`: one more context, which is the current one from then on; the current one is gone
+- `primary`, `reset`: the primary context, as CUDA's runtime has it, is the current one; it is reset, and taken up anew
 - `exit`, as does the end of its stdin
 
 An answer has `ok`, and with it what there is to tell, or the CUDA error by name and number, and the call it came of.
-With `--probe` it only says whether there is a GPU to use, and creates no context.
+With `--probe` it only says whether there is a GPU to use, and creates no context. With `--late` it says first that it
+is there, and does what the lines say: `init` initialises CUDA, and what comes after needs that, and a context.
 """
 
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any, Final
 
 from mpsd.core.units import parse_size
@@ -48,6 +52,19 @@ def _until_refused(cuda: Cuda) -> dict[str, Any]:
         held += PIECE
 
 
+_PLAIN: Final[dict[str, Callable[[Cuda], None]]] = {
+    "free": Cuda.free,
+    "sync": Cuda.synchronize,
+    "fault": Cuda.fault,
+    "init": Cuda.init,
+    "create": Cuda.create,
+    "destroy": Cuda.destroy,
+    "primary": Cuda.primary,
+    "reset": Cuda.reset,
+}
+"""What is done and answered without more."""
+
+
 def _do(cuda: Cuda, line: str) -> dict[str, Any]:
     """Do what a line says, and return what there is to tell. Raises CudaError."""
     match line.split():
@@ -55,17 +72,13 @@ def _do(cuda: Cuda, line: str) -> dict[str, Any]:
             return _info(cuda)
         case ["alloc", size]:
             cuda.alloc(parse_size(size))
-        case ["free"]:
-            cuda.free()
         case ["alloc-until-refused"]:
             return _until_refused(cuda)
         case ["busy", seconds]:
             work = cuda.busy(float(seconds))
             return {"rate": work.rounds_per_second, "multiprocessors": work.multiprocessors}
-        case ["sync"]:
-            cuda.synchronize()
-        case ["fault"]:
-            cuda.fault()
+        case [plain] if plain in _PLAIN:
+            _PLAIN[plain](cuda)
         case _:
             raise SystemExit(f"nothing that a client does: {line!r}")
     return {}
@@ -83,11 +96,15 @@ def main() -> int:
     """Connect, and serve until told to exit."""
     try:
         cuda = Cuda()
-        if sys.argv[1:] == ["--probe"]:
-            _say({"ok": True})
-            return 0
-        cuda.connect()
-        _say({"ok": True, **_info(cuda)})
+        if sys.argv[1:] == ["--late"]:
+            _say({"ok": True, "pid": os.getpid()})
+        else:
+            cuda.init()
+            if sys.argv[1:] == ["--probe"]:
+                _say({"ok": True})
+                return 0
+            cuda.create()
+            _say({"ok": True, **_info(cuda)})
     except OSError as error:
         _say({"ok": False, "error": f"{LIBRARY} cannot be loaded: {error}", "code": None, "call": "dlopen"})
         return 1

@@ -1,4 +1,4 @@
-"""CUDA's driver API by ctypes on libcuda.so.1 alone: one context on the first visible GPU, its memory, two kernels.
+"""CUDA's driver API by ctypes on libcuda.so.1 alone: contexts on the first visible GPU, their memory, two kernels.
 
 No framework and no toolkit: libcuda comes with the driver, and compiles the text below for whatever GPU there is.
 Source of every signature: NVIDIA's cuda.h. The names with a suffix (`_v2`) are what the header's plain names stand for.
@@ -7,7 +7,7 @@ Source of every signature: NVIDIA's cuda.h. The names with a suffix (`_v2`) are 
 import ctypes
 import time
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NoReturn
 
 LIBRARY: Final = "libcuda.so.1"
@@ -73,6 +73,10 @@ _SIGNATURES: Final = {
     "cuDeviceGetName": [c_char_p, c_int, c_int],
     "cuDeviceGetAttribute": [POINTER(c_int), c_int, c_int],
     "cuCtxCreate_v2": [POINTER(c_void_p), c_uint, c_int],
+    "cuCtxDestroy_v2": [c_void_p],
+    "cuCtxSetCurrent": [c_void_p],
+    "cuDevicePrimaryCtxRetain": [POINTER(c_void_p), c_int],
+    "cuDevicePrimaryCtxReset_v2": [c_int],
     "cuCtxSynchronize": [],
     "cuModuleLoadData": [POINTER(c_void_p), c_char_p],
     "cuModuleGetFunction": [POINTER(c_void_p), c_void_p, c_char_p],
@@ -106,8 +110,19 @@ class Work:
     """How many different ones of them it ran on."""
 
 
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A context, and its kernels."""
+
+    handle: c_void_p
+    busy: c_void_p
+    fault: c_void_p
+    held: list[c_uint64] = field(default_factory=list)
+    """What was allocated in it."""
+
+
 class Cuda:
-    """A context on the first visible GPU. Every method raises CudaError where a call fails.
+    """The contexts of a process on the first visible GPU. Every method raises CudaError where a call fails.
 
     OSError from the constructor: there is no libcuda.so.1 here, and so no driver.
     """
@@ -117,19 +132,46 @@ class Cuda:
         for function, types in _SIGNATURES.items():
             entry = getattr(self._library, function)
             entry.argtypes, entry.restype = types, c_int
-        self._held: list[c_uint64] = []
-        self._call("cuInit", 0)
+        self._contexts: list[Context] = []
+        """Those that there are, the current one last."""
         self._device = c_int()
+
+    def init(self) -> None:
+        """Initialise CUDA: a process that finds MPS connects to it here."""
+        self._call("cuInit", 0)
         self._call("cuDeviceGet", byref(self._device), 0)
 
-    def connect(self) -> None:
-        """Create the context, and compile the kernels."""
-        self._context, self._module = c_void_p(), c_void_p()
-        self._busy, self._fault = c_void_p(), c_void_p()
-        self._call("cuCtxCreate_v2", byref(self._context), 0, self._device)
-        self._call("cuModuleLoadData", byref(self._module), _PTX.encode())
-        self._call("cuModuleGetFunction", byref(self._busy), self._module, b"busy")
-        self._call("cuModuleGetFunction", byref(self._fault), self._module, b"fault")
+    def create(self) -> None:
+        """Create one more context, with the kernels, and make it the current one."""
+        handle = c_void_p()
+        self._call("cuCtxCreate_v2", byref(handle), 0, self._device)
+        self._contexts.append(self._with_kernels(handle))
+
+    def destroy(self) -> None:
+        """Destroy the current context; the one that was created before it is the current one again."""
+        self._call("cuCtxDestroy_v2", self._contexts.pop().handle)
+        if self._contexts:
+            self._call("cuCtxSetCurrent", self._contexts[-1].handle)
+
+    def primary(self) -> None:
+        """Have the primary context, which a program of CUDA's runtime has, be the current one."""
+        handle = c_void_p()
+        self._call("cuDevicePrimaryCtxRetain", byref(handle), self._device)
+        self._call("cuCtxSetCurrent", handle)
+        self._contexts.append(self._with_kernels(handle))
+
+    def reset(self) -> None:
+        """Reset the primary context, which is the current one, as cudaDeviceReset does, and take it up anew."""
+        self._contexts.pop()
+        self._call("cuDevicePrimaryCtxReset_v2", self._device)
+        self.primary()
+
+    def _with_kernels(self, handle: c_void_p) -> Context:
+        module, busy, fault = c_void_p(), c_void_p(), c_void_p()
+        self._call("cuModuleLoadData", byref(module), _PTX.encode())
+        self._call("cuModuleGetFunction", byref(busy), module, b"busy")
+        self._call("cuModuleGetFunction", byref(fault), module, b"fault")
+        return Context(handle, busy, fault)
 
     def _call(self, function: str, *arguments: object) -> None:
         code = getattr(self._library, function)(*arguments)
@@ -170,12 +212,13 @@ class Cuda:
 
     def alloc(self, size: int) -> None:
         """Allocate so many bytes, and keep them."""
-        self._held.append(self._allocated(size))
+        self._contexts[-1].held.append(self._allocated(size))
 
     def free(self) -> None:
-        """Free all that was allocated."""
-        while self._held:
-            self._call("cuMemFree_v2", self._held.pop())
+        """Free all that was allocated in the current context."""
+        held = self._contexts[-1].held
+        while held:
+            self._call("cuMemFree_v2", held.pop())
 
     def busy(self, seconds: float) -> Work:
         """Keep the GPU busy for so long, and as long as a quarter of that before: clocks rise with the work."""
@@ -197,7 +240,7 @@ class Cuda:
 
     def fault(self) -> None:
         """Store to an address that nobody has; raises CudaError, unless the GPU let it pass."""
-        self._launch(self._fault, 1, 1)
+        self._launch(self._contexts[-1].fault, 1, 1)
         self.synchronize()
 
     def _allocated(self, size: int) -> c_uint64:
@@ -209,7 +252,7 @@ class Cuda:
         """Launch `busy` for so long, and return the rounds per second, of all threads together."""
         launches, begin = 0, time.monotonic()
         while (passed := time.monotonic() - begin) < seconds or launches == 0:
-            self._launch(self._busy, BLOCKS, THREADS, seen, c_uint(ROUNDS))
+            self._launch(self._contexts[-1].busy, BLOCKS, THREADS, seen, c_uint(ROUNDS))
             self.synchronize()
             launches += 1
         return launches * BLOCKS * THREADS * ROUNDS / passed

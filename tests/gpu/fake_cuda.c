@@ -3,6 +3,8 @@
  *   FAKE_CUDA_MEMORY=BYTES           device memory; what goes beyond it is refused
  *   FAKE_CUDA_MULTIPROCESSORS=N      that a launch runs on
  *   FAKE_CUDA_FAIL=FUNCTION RESULT   this function returns this CUresult and does nothing
+ *   FAKE_CUDA_HANG=FUNCTION          this function never returns, as in a wedge
+ *   FAKE_CUDA_MPS=0|1                whether contexts are shared via MPS; unset, the driver does not know the attribute
  *
  * Arguments that cannot be meant end the process with a message: a wrong type in the client is not to pass unseen.
  * "Compiling" is looking for the kernels' names in the text. Values and signatures are those of cuda.h.
@@ -14,13 +16,14 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, ILLEGAL_ADDRESS = 700 };
-enum { MULTIPROCESSOR_COUNT = 16, ALLOCATIONS = 1024 };
+enum { MULTIPROCESSOR_COUNT = 16, MPS_ENABLED = 133, ALLOCATIONS = 1024, CONTEXTS = 8 };
 
-static char context, module, busy, fault; /* their addresses are the handles */
-static int initialized, connected, sticky;
-static struct { uint64_t at; size_t size; } allocation[ALLOCATIONS];
+static char context[CONTEXTS], module, busy, fault; /* their addresses are the handles; context[0] is the primary one */
+static int initialized, sticky, exists[CONTEXTS], current = -1;
+static struct { uint64_t at; size_t size; int context; } allocation[ALLOCATIONS];
 
 static void must(int holds, const char *what)
 {
@@ -42,10 +45,13 @@ static int result(const char *function, int needs_context)
     char name[64];
     int code;
     const char *fail = getenv("FAKE_CUDA_FAIL");
+    const char *hang = getenv("FAKE_CUDA_HANG");
+    while (hang != NULL && strcmp(hang, function) == 0)
+        pause();
     if (fail != NULL && sscanf(fail, "%63s %d", name, &code) == 2 && strcmp(name, function) == 0)
         return code;
     must(strcmp(function, "cuInit") == 0 || initialized, "not initialized");
-    must(!needs_context || connected, "no context");
+    must(!needs_context || current >= 0, "no context");
     return needs_context ? sticky : SUCCESS;
 }
 
@@ -106,17 +112,82 @@ int cuDeviceGetName(char *name, int size, int device)
 int cuDeviceGetAttribute(int *value, int attribute, int device)
 {
     BEGIN(0);
-    must(attribute == MULTIPROCESSOR_COUNT && device == 7, "cuDeviceGetAttribute");
+    const char *mps = getenv("FAKE_CUDA_MPS");
+    must((attribute == MULTIPROCESSOR_COUNT || attribute == MPS_ENABLED) && device == 7, "cuDeviceGetAttribute");
+    if (attribute == MPS_ENABLED && mps == NULL)
+        return INVALID_VALUE;
+    if (attribute == MPS_ENABLED) {
+        *value = atoi(mps);
+        return SUCCESS;
+    }
     *value = (int)number("FAKE_CUDA_MULTIPROCESSORS", 8);
     return SUCCESS;
+}
+
+static void forget(int which)
+{
+    exists[which] = 0;
+    for (int i = 0; i < ALLOCATIONS; i++)
+        if (allocation[i].size > 0 && allocation[i].context == which) {
+            munmap((void *)(uintptr_t)allocation[i].at, allocation[i].size);
+            allocation[i].at = allocation[i].size = 0;
+        }
+    if (current == which)
+        current = -1;
+}
+
+static int number_of(const void *handle)
+{
+    for (int i = 0; i < CONTEXTS; i++)
+        if (handle == &context[i] && exists[i])
+            return i;
+    must(0, "no such context");
+    return -1;
 }
 
 int cuCtxCreate_v2(void **new, unsigned flags, int device)
 {
     BEGIN(0);
     must(flags == 0 && device == 7, "cuCtxCreate_v2");
-    connected = 1;
-    *new = &context;
+    for (int i = 1; i < CONTEXTS; i++)
+        if (!exists[i]) {
+            exists[i] = 1;
+            current = i;
+            *new = &context[i];
+            return SUCCESS;
+        }
+    return OUT_OF_MEMORY;
+}
+
+int cuCtxDestroy_v2(void *which)
+{
+    BEGIN(0);
+    must(which != &context[0], "cuCtxDestroy_v2: it is the primary context");
+    forget(number_of(which));
+    return SUCCESS;
+}
+
+int cuCtxSetCurrent(void *which)
+{
+    BEGIN(0);
+    current = number_of(which);
+    return SUCCESS;
+}
+
+int cuDevicePrimaryCtxRetain(void **primary, int device)
+{
+    BEGIN(0);
+    must(device == 7, "cuDevicePrimaryCtxRetain: device");
+    exists[0] = 1;
+    *primary = &context[0];
+    return SUCCESS;
+}
+
+int cuDevicePrimaryCtxReset_v2(int device)
+{
+    BEGIN(0);
+    must(device == 7, "cuDevicePrimaryCtxReset_v2: device");
+    forget(0);
     return SUCCESS;
 }
 
@@ -184,6 +255,7 @@ int cuMemAlloc_v2(uint64_t *at, size_t size)
         if (allocation[i].size == 0) {
             allocation[i].at = *at = (uint64_t)(uintptr_t)memory;
             allocation[i].size = size;
+            allocation[i].context = current;
             return SUCCESS;
         }
     must(0, "cuMemAlloc_v2: more than there is room for");

@@ -21,7 +21,7 @@ _ROOT: Final = Path(__file__).parents[2]
 PROGRAM: Final = (sys.executable, "-m", "tests.gpu.client")
 """What starts a client, with this repository on PYTHONPATH."""
 
-_ENVIRONMENT: Final = {
+ENVIRONMENT: Final = {
     "PYTHONPATH": str(_ROOT),
     "CUDA_CACHE_DISABLE": "1",  # what the driver compiles would stay behind in the home directory
 }
@@ -40,7 +40,7 @@ def missing() -> str | None:
     # In a process of its own: libcuda leaves threads and open files behind in whoever initialises it.
     probe = subprocess.run(
         [*PROGRAM, "--probe"],
-        env={**os.environ, **_ENVIRONMENT, **_NOBODY},
+        env={**os.environ, **ENVIRONMENT, **_NOBODY},
         cwd=_ROOT,
         capture_output=True,
         text=True,
@@ -81,18 +81,18 @@ class Client(DrivenProgram):
 def leased(node: Node, *, threads: float, memory: str) -> Client:
     """Start a client as a user does, by `mpsctl run`, with a lease on the first GPU."""
     mpsctl = [sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket), "run", "--gpu", "0"]
-    return Client([*mpsctl, "--threads", str(threads), "--memory", memory, "--", *PROGRAM], _ENVIRONMENT)
+    return Client([*mpsctl, "--threads", str(threads), "--memory", memory, "--", *PROGRAM], ENVIRONMENT)
 
 
 def unadmitted(node: Node) -> Client:
     """Start a client that finds the first GPU's control daemon by itself, and has no lease."""
     way = {"CUDA_MPS_PIPE_DIRECTORY": str(node.pipe_directory("gpu0"))}
-    return Client(PROGRAM, {**_ENVIRONMENT, **way, "CUDA_VISIBLE_DEVICES": first_gpu(node)["uuid"]})
+    return Client(PROGRAM, {**ENVIRONMENT, **way, "CUDA_VISIBLE_DEVICES": first_gpu(node)["uuid"]})
 
 
 def outside(node: Node) -> Client:
     """Start a client that runs outside MPS, on the whole of the first GPU."""
-    return Client(PROGRAM, {**_ENVIRONMENT, **_NOBODY, "CUDA_VISIBLE_DEVICES": first_gpu(node)["uuid"]})
+    return Client(PROGRAM, {**ENVIRONMENT, **_NOBODY, "CUDA_VISIBLE_DEVICES": first_gpu(node)["uuid"]})
 
 
 def first_gpu(node: Node) -> dict[str, Any]:

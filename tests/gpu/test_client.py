@@ -79,6 +79,24 @@ def test_work(start: Start) -> None:
     assert client.do("sync") == {"ok": True}
 
 
+def test_contexts(library: Path) -> None:
+    """A late client initialises CUDA and makes contexts when it is told to, each with memory of its own."""
+    variables = {"LD_LIBRARY_PATH": str(library), "PYTHONPATH": str(_ROOT), "FAKE_CUDA_MEMORY": str(300 * MIB)}
+    with Client((*PROGRAM, "--late"), variables) as client:
+        assert client.hello == {"ok": True, "pid": client.pid}
+        for line in ("init", "create", "alloc 32MiB", "create", "alloc 64MiB", "busy 0.05"):
+            assert client.do(line)["ok"], line
+        assert client.do("info")["free"] == 204 * MIB
+        assert client.do("destroy") == {"ok": True}
+        assert client.do("info")["free"] == 268 * MIB
+        assert client.do("primary") == {"ok": True}
+        assert client.do("alloc 32MiB") == {"ok": True}
+        assert client.do("reset") == {"ok": True}
+        assert client.do("info")["free"] == 268 * MIB
+        assert client.do("busy 0.05")["ok"]
+        assert client.end() == 0
+
+
 def test_fault(start: Start) -> None:
     """A fault is told, and stays: whatever is asked next fails of it, and the client is still there to say so."""
     client = start()

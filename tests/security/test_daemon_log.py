@@ -200,11 +200,11 @@ class TestWhatItSays:
         assert json.loads(reading.read_text())["key"] != key
         node.ask("gpu0", f"mpsd-{key}00000000-0\n{SETS}")
         assert event(node, "foreign_command")["command"] == SETS
-        # The next mpsd knows it again.
+        # The next mpsd knows it again: it finds nobody else's commands but that one, which may be read twice.
         node.end(signal.SIGKILL)
         wait_until(lambda: is_free(node), what="a front-end of the dead mpsd's to begin, which has its lock until then")
         node.start()
-        assert len(node.events("foreign_command")) == 1
+        assert {each["command"] for each in node.events("foreign_command")} == {SETS}
 
 
 @pytest.mark.parametrize("disturbed", [False, True])
@@ -224,5 +224,5 @@ def test_who_connects_meanwhile(make_node: Start, *, disturbed: bool) -> None:
         event(node, "client_attributed", client=client.pid)
         (process,) = node.get(f"/v1/leases/{answer.json['id']}/verify").json["processes"]
         assert process["ok"] is not disturbed
-        assert ("mpsd could not see which limits held" in process["because"]) is disturbed
+        assert ("connected before this mpsd could see what was open" in process["because"]) is disturbed
         assert not node.events("violation")

@@ -14,7 +14,7 @@ import pytest
 
 from tests.daemon.caller import calling, needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import branches
+from tests.daemon.helpers import BRISK, branches
 from tests.harness import wait_until
 from tests.real import RealDaemon
 
@@ -46,7 +46,7 @@ while True:
 @pytest.mark.parametrize("real", branches())
 def test_used_up(make_node: Start, real: RealDaemon) -> None:
     """Why it does not answer is told, with who was let in and what helps; after the lease it is replaced."""
-    node = make_node(simulate=1, control=real.control).start()
+    node = make_node(simulate=1, control=real.control, config=BRISK).start()
     daemon = node.daemons()["gpu0"]["pid"]
     resource.prlimit(daemon, resource.RLIMIT_NOFILE, (MOST, MOST))
     with calling(node.socket, uid=ANN) as ann:

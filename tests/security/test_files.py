@@ -44,6 +44,7 @@ MODES: Final = {
     "run/gpu0.let-in.json": "-rw-------",
     "run/gpu0.process.json": "-rw-------",
     "run/gpu0.reading.json": "-rw-------",
+    "run/ends": "drwx------",
     "run/leases.ballast": "-rw-------",
     "run/leases.db": "-rw-------",
     "run/leases.db-journal": "-rw-------",

@@ -177,8 +177,9 @@ class TestDoctor:
         own.write_text(
             f'[paths]\nruntime_dir = "{short_tmp}/r"\nstate_dir = "{short_tmp}/t"\nlog_dir = "{short_tmp}/g"\n'
         )
-        status = {"version": "0", "healthy": True, "because": "", "simulated": True, "reasons": [], "warnings": []}
-        answers = {"/v1/status": {**status, "gpus": [], "daemons": []}, "/v1/config": self.config(secret)}
+        status = {"version": "0", "healthy": True, "because": "", "headline": "", "simulated": True, "reasons": []}
+        more: dict[str, object] = {"warnings": [], "violations": [], "gpus": [], "daemons": []}
+        answers = {"/v1/status": {**status, **more}, "/v1/config": self.config(secret)}
         options = ("--trust-uid", str(ANN)) if trusted else ()
         with listening(short_tmp / "s", ANN, answers) as process:
             done = run_mpsctl(short_tmp / "s", *options, "doctor", "--fix", "--config", f"{own}", "-o", "json")

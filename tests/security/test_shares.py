@@ -28,7 +28,7 @@ def make(make_node: Start, make_line: MakeLine) -> "Any":
     )
 
 
-@pytest.mark.parametrize("wants", [{"threads": 100}, {"threads": 10, "processes": 48}])
+@pytest.mark.parametrize("wants", [{"threads": 100}, {"threads": 10, "processes": 47}])
 def test_own_leases_in_the_way(make: Any, wants: dict[str, Any]) -> None:
     """Who holds a little of each GPU, and waits for all of one, keeps neither from others, also beyond patience."""
     line: Line = make("[admission]\npatience = 0.1\n")
@@ -69,7 +69,9 @@ def test_what_is_kept_for_those_who_hung_up(make: Any) -> None:
     for _, lease in calls[4:]:
         assert "admission.hang_ups_per_uid" in line.gone(lease)["because"]
     assert {each["id"] for each in line.queue()} == {lease["id"] for _, lease in calls[:4]}
-    again = line.call("POST", "/v1/leases", {**SMALL, "wait": None, "request_id": "r0"}, uid=MALLORY)
+    again = line.call(
+        "POST", "/v1/leases", {**SMALL, "wait": None, "request_id": "r0", "name": calls[0][1]["name"]}, uid=MALLORY
+    )
     wait_until(lambda: not again.answered, what="it to stand in its place again")
     call, lease = line.waits(uid=MALLORY, **SMALL, request_id="r9")
     call.hang_up()

@@ -18,7 +18,7 @@ from mpsd.core.model import ProcessIdentity
 from mpsd.system import proc, process
 from mpsd.system.database import checksum
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import event, is_running
+from tests.daemon.helpers import BRISK, event, is_running
 from tests.harness import wait_until
 from tests.node import Node
 
@@ -131,7 +131,7 @@ class TestStored:
     )
     def test_one_that_makes_no_sense(self, make_node: Start, how: Callable[[str], str]) -> None:
         """It is set aside and told, its GPU is held while its processes live, and the other leases are as they were."""
-        node = make_node(simulate=2).start()
+        node = make_node(simulate=2, config=BRISK).start()
         kept = node.request("POST", "/v1/leases", {**SMALL, "gpu": "1"}).json
         with holder() as held:
             lease = node.request("POST", "/v1/leases", {**SMALL, "gpu": "0", "pid": held.pid}).json

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Final
 
 from mpsd.simulator.control import program
-from mpsd.simulator.devices import VARIABLE, Device
+from mpsd.simulator.cuda import Binds
+from mpsd.simulator.devices import VARIABLE, Device, set_binds
 from tests.contract.subjects import Bench, Subject
 from tests.harness import wait_until
 from tests.simulated_clients import SimulatedClient
@@ -27,8 +28,19 @@ class GpuBench(Bench):
 
     def client(self, *before: str, **variables: str) -> SimulatedClient:
         """Start a client of this daemon, with these variables beside; `before` is a command that becomes it."""
-        pipe = {"CUDA_MPS_PIPE_DIRECTORY": str(self.pipe), VARIABLE: str(self.root / "g")}
-        return self._clients.enter_context(SimulatedClient({**pipe, **variables}, before=before))
+        return self._clients.enter_context(SimulatedClient({**self._variables, **variables}, before=before))
+
+    def late_client(self) -> SimulatedClient:
+        """Start a client that has not initialised CUDA yet."""
+        return self._clients.enter_context(SimulatedClient(self._variables, late=True))
+
+    @property
+    def _variables(self) -> dict[str, str]:
+        return {"CUDA_MPS_PIPE_DIRECTORY": str(self.pipe), VARIABLE: str(self.root / "g")}
+
+    def binds(self, moment: Binds) -> None:
+        """Have the limits of servers that start from now on bind in this moment."""
+        set_binds(self.root / "g", moment)
 
     def server(self) -> int:
         """Start a server for the user of the tests, and return its pid when it is ready."""

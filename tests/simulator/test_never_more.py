@@ -1,25 +1,45 @@
-"""Whatever a client's environment says, it never has more than was open when it connected: 1,000 runs of each mode.
+"""What clients of leases get in each mode, whenever a limit binds: 1,000 runs of each mode under both readings of MPS.
+
+Whatever its environment says, no client has more than the table in docs/enforcement.md says; and in `anytime` no honest
+one ever has less than its part, however late, often, or soon after another it comes.
 
 Pure: the simulator's server, and the rules by which mpsd opens and closes it. Real processes are in tests/daemon.
 """
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Final
+from typing import Final, assert_never
 
-from mpsd.core.enforcement.ceiling import SMALLEST, CeilingRules, ExpectedClients
-from mpsd.core.model import Limits
-from mpsd.core.mps.limits import widest_limits
+import pytest
+from msgspec import structs
+
+from mpsd.core.enforcement.ceiling import (
+    SMALLEST,
+    Awaited,
+    CeilingRules,
+    ContextProof,
+    ExpectedClients,
+    awaited,
+    each_process,
+)
+from mpsd.core.model import Lease, LeaseRequest, LeaseState, Limits, ProcessIdentity, Share
+from mpsd.core.mps.limits import variables, widest_limits
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.settings import Attach
 from mpsd.core.units import GIB
-from mpsd.simulator.cuda import Pinned
-from mpsd.simulator.server_state import Client, Server, Start
+from mpsd.simulator.cuda import Binds, Pinned
+from mpsd.simulator.server_state import Client, Context, Server, Start
+from tests.core.admission.scenarios import asked
 from tests.environments import any_environment
 
+THINGS: Final = ("grant", "connect", "connect", "context", "context", "exit", "reset", "release", "attach", "stray")
 GPU: Final = "GPU-00000000-0000-4000-8000-000000000000"
 RUNS: Final = 1000
+STEPS: Final = 30
 WINDOW: Final = 10.0
+UNLIMITED: Final = Limits(ActiveThreadPercentage(1000), PinnedDeviceMemLimit(80 * GIB >> 20))
 
 
 def within(found: Pinned, limits: Limits) -> bool:
@@ -30,110 +50,230 @@ def within(found: Pinned, limits: Limits) -> bool:
     return threads and found.memory is not None and found.memory <= most.bytes
 
 
-def _server() -> Server:
-    server = Server(1, Start((GPU,), 100.0, {}, priority=0), lambda _: None)
-    server.begin()
-    return server
+def reaches(found: Pinned, limits: Limits) -> bool:
+    """Tell whether a client was pinned to no less than that."""
+    least = limits.pinned_device_mem_limit
+    assert least is not None
+    threads = round(found.percentage * 10) >= limits.active_thread_percentage.tenths
+    return threads and (found.memory is None or found.memory >= least.bytes)
+
+
+@dataclass
+class Process:
+    """A process of a lease that has connected, and the numbers of the contexts that it has."""
+
+    identity: ProcessIdentity
+    lease: str
+    honest: bool
+    contexts: list[int] = field(default_factory=list)
 
 
 @dataclass
 class Run:
-    """A server, the leases that wait for their processes on it, and the time."""
+    """A server, the leases whose processes come and go on it, and the time."""
 
     dice: random.Random
-    strict: bool
-    server: Server = field(default_factory=_server)
-    attaching: ExpectedClients = field(default_factory=ExpectedClients)
-    leases: dict[str, tuple[Limits, int]] = field(default_factory=dict)
-    """By id: what each of its processes is to get, and how many are still to come."""
+    attach: Attach
+    server: Server
+    binds: Binds
+    expected: ExpectedClients = field(default_factory=ExpectedClients)
+    leases: dict[str, Lease] = field(default_factory=dict)
+    processes: list[Process] = field(default_factory=list)
+    proofs: dict[ProcessIdentity, ContextProof] = field(default_factory=dict)
+    """What NVML proved of each client when it was asked last."""
     now: float = 0.0
     pids: int = 1
-    granted: int = 0
-    attached: int = 0
+    given: int = 0
+    """How many contexts were made in all."""
+
+    # -- what mpsd does ------------------------------------------------------------------------------------------------
 
     def settle(self) -> Limits:
         """Have the server give what is open now, as mpsd does before it answers a grant, and return it."""
-        rules = CeilingRules(SMALLEST, strict=self.strict, window=WINDOW)
-        limits = self.attaching.settle(rules, self.now).limits
+        limits = self.expected.settle(CeilingRules(SMALLEST, self.attach, WINDOW), self.now).limits
         assert limits.pinned_device_mem_limit is not None
         self.server.answer("set_active_thread_percentage", [f"{limits.active_thread_percentage}"])
         self.server.answer("set_device_pinned_mem_limit", ["0", f"{limits.pinned_device_mem_limit.mebibytes}M"])
         return limits
 
-    def grant(self) -> None:
-        """Have one more lease wait for its processes."""
-        limits = Limits(
-            ActiveThreadPercentage(self.dice.randint(1, 1000)), PinnedDeviceMemLimit(self.dice.randint(1, 80 * 1024))
-        )
-        self.granted += 1
-        name = f"lease-{self.granted}"
-        self.leases[name] = (limits, self.dice.randint(1, 3))
-        self.attaching.expect(name, limits, some=False, now=self.now)
+    def part(self, lease: Lease) -> Limits:
+        """Return what each process of a lease is to get."""
+        return each_process(lease, lease.shares[0])
 
-    def connect(self, own: Limits) -> Pinned:
-        """Have a client connect, with an environment of its own making."""
-        environment = any_environment(self.dice, own)
+    def awaits(self, lease: Lease, *, anew: bool) -> None:
+        """Follow a lease, as LimitGates does."""
+        proofs = [self.proofs.get(each, ContextProof.MISSING) for each in lease.clients]
+        how_long = awaited(lease, self.attach, proofs)
+        self.expected.expect(lease.id, self.part(lease), how_long, now=self.now, anew=anew)
+
+    def change(self, lease: Lease, clients: Iterable[ProcessIdentity]) -> None:
+        """Note which clients a lease has."""
+        lease = self.leases[lease.id] = structs.replace(lease, clients=tuple(clients))
+        self.awaits(lease, anew=True)
+
+    # -- what clients do -----------------------------------------------------------------------------------------------
+
+    def admitted(self, environment: dict[str, str]) -> Client:
+        """Have a process with this environment initialise CUDA, and return it as the server has it."""
         self.pids += 1
         client = self.server.admit(self.pids, "", "", environment)
         assert isinstance(client, Client)
-        self.server.left(self.pids, said=True)
-        return client.pinned
+        return client
 
-    def client(self, name: str) -> None:
-        """Have a process of a lease come while it is open to it, and see what it has."""
-        limits, left = self.leases[name]
-        pending = [each for other, (each, _) in self.leases.items() if self.attaching.expects(other)]
-        found = self.connect(limits)
-        assert within(found, limits if self.strict else reduce(widest_limits, pending))
-        self.attached += 1
-        if left == 1:
-            del self.leases[name]
-            self.attaching.forget(name)
-        else:
-            self.leases[name] = (limits, left - 1)
-            self.attaching.expect(name, limits, some=True, now=self.now)
+    def connect(self, lease: Lease) -> None:
+        """Have a process of a lease come, honest or not."""
+        honest = self.dice.random() < 0.6
+        part = self.part(lease)
+        client = self.admitted(dict(variables(part)) if honest else any_environment(self.dice, part))
+        process = Process(ProcessIdentity(client.pid, 1), lease.id, honest)
+        self.processes.append(process)
+        if client.bound is not None:
+            self.check(process, client.bound)
+
+    def make_context(self, process: Process) -> None:
+        """Have a process make a context, the first, a further one, or one after a reset; see what it has there."""
+        context = self.server.context(process.identity.pid)
+        assert isinstance(context, Context)
+        process.contexts.append(context.number)
+        self.given += 1
+        if self.binds is Binds.CONTEXT:
+            self.check(process, context.pinned)
+        elif process.honest and self.attach is Attach.ANYTIME and process.lease in self.leases:
+            assert reaches(context.pinned, self.part(self.leases[process.lease]))
+
+    def reset(self, process: Process) -> None:
+        """Have a process lose its contexts, as by a reset of its device."""
+        while process.contexts:
+            assert self.server.destroy(process.identity.pid, process.contexts.pop())
+
+    def check(self, process: Process, found: Pinned) -> None:
+        """See that a process has just got no more than may be, and no less than it is to have."""
+        assert within(found, self.most())
+        lease = self.leases.get(process.lease)
+        if lease is None or not process.honest:
+            return  # a lease that has ended promises nothing
+        assert within(found, self.part(lease))
+        assert self.attach is not Attach.ANYTIME or self.expected.is_open_to(lease.id)
+        if self.expected.is_open_to(lease.id):
+            assert reaches(found, self.part(lease))
+
+    def most(self) -> Limits:
+        """Return the most that anybody gets now, by the table of docs/enforcement.md."""
+        match self.attach:
+            case Attach.ANYTIME:
+                living = [*self.leases.values()]
+            case Attach.SHARED:
+                living = [each for each in self.leases.values() if self.expected.expects(each.id)]
+                proven = [each for each in self.leases.values() if self.is_full_and_seen(each)]
+                assert not {each.id for each in proven} & {each.id for each in living}
+            case Attach.STRICT:
+                living = [each for each in self.leases.values() if self.expected.is_open_to(each.id)]
+                assert len(living) <= 1
+            case _:
+                assert_never(self.attach)
+        return reduce(widest_limits, map(self.part, living), SMALLEST)
+
+    def is_full_and_seen(self, lease: Lease) -> bool:
+        """Tell whether a lease has all its processes, and NVML showed memory of each."""
+        full = lease.request.processes is not None and len(lease.clients) == lease.request.processes
+        return full and all(self.proofs.get(each) is ContextProof.SHOWN for each in lease.clients)
+
+    # -- what happens --------------------------------------------------------------------------------------------------
+
+    def grant(self) -> None:
+        """Have one more lease."""
+        threads = ActiveThreadPercentage(self.dice.randint(10, 1000))
+        memory = PinnedDeviceMemLimit(self.dice.randint(10, 80 * 1024))
+        lease = asked(LeaseRequest(threads, memory, processes=self.dice.choice([1, 1, 2, 3, None])))
+        share = Share(GPU, "gpu0", threads, memory, {})
+        lease = self.leases[lease.id] = structs.replace(lease, state=LeaseState.GRANTED, shares=(share,))
+        self.awaits(lease, anew=True)
+        self.settle()
+
+    def look(self) -> None:
+        """Have the GPU read: behind whom its memory shows, the ceiling closes."""
+        tells = self.dice.random() < 0.8
+        unknown = dict.fromkeys((each.identity for each in self.processes), ContextProof.UNKNOWN)
+        known = {
+            each.identity: ContextProof.SHOWN if each.contexts else ContextProof.MISSING for each in self.processes
+        }
+        there = known if tells else unknown
+        self.proofs = {each: there[each] for lease in self.leases.values() for each in lease.clients}
+        for lease in self.leases.values():
+            self.awaits(lease, anew=False)
+
+    def notice(self) -> None:
+        """Have mpsd see who has come."""
+        for process in self.processes:
+            lease = self.leases.get(process.lease)
+            if lease is None or process.identity in lease.clients:
+                continue
+            if lease.request.processes is None or len(lease.clients) < lease.request.processes:
+                self.change(lease, (*lease.clients, process.identity))
+
+    def exit(self, process: Process) -> None:
+        """Have a process go, which its pidfd says; in `anytime` another one comes before anybody has looked."""
+        self.processes.remove(process)
+        self.server.left(process.identity.pid, said=True)
+        if self.attach is Attach.ANYTIME and process.lease in self.leases:
+            self.connect(self.leases[process.lease])
+        lease = self.leases.get(process.lease)
+        if lease is not None and process.identity in lease.clients:
+            self.change(lease, (each for each in lease.clients if each != process.identity))
+
+    def release(self, lease: Lease) -> None:
+        """End a lease; its processes stay."""
+        del self.leases[lease.id]
+        self.expected.expect(lease.id, self.part(lease), Awaited.NOBODY, now=self.now)
 
     def step(self) -> None:
-        """Do any of the things that happen on a node."""
-        self.now += self.dice.choice([0.0, 0.1, WINDOW / 2, 2 * WINDOW])
+        """Do any of the things that happen on a node, and have mpsd look now and then."""
+        self.now += self.dice.choice([0.0, 0.0, 0.1, WINDOW / 2, 2 * WINDOW])
         limits = self.settle()
-        open_to = [name for name in self.leases if self.attaching.is_open_to(name)]
-        match self.dice.choice(["grant", "client", "client", "client", "release", "attach", "stray"]):
+        assert limits == self.most()
+        self.happens(limits)
+        if self.dice.random() < 0.5:
+            self.notice()
+        if self.dice.random() < 0.3:
+            self.look()
+
+    def happens(self, limits: Limits) -> None:
+        """Do one of these things while these limits are open."""
+        leases, processes = [*self.leases.values()], self.processes
+        match self.dice.choice([*THINGS]):
             case "grant":
                 self.grant()
-            case "client" if open_to:
-                self.client(self.dice.choice(open_to))
-            case "release" if self.leases:
-                name = self.dice.choice([*self.leases])
-                del self.leases[name]
-                self.attaching.forget(name)
-            case "attach" if self.leases:  # of one whose window is over, or that waits anyway
-                name = self.dice.choice([*self.leases])
-                self.attaching.expect(name, self.leases[name][0], some=True, now=self.now)
-            case "stray" if not any(self.attaching.expects(name) for name in self.leases):
+            case "connect" if leases:
+                self.connect(self.dice.choice(leases))
+            case "context" if processes:
+                self.make_context(self.dice.choice(processes))
+            case "exit" if processes:
+                self.exit(self.dice.choice(processes))
+            case "reset" if processes:
+                self.reset(self.dice.choice(processes))
+            case "release" if leases:
+                self.release(self.dice.choice(leases))
+            case "attach" if leases:  # of one whose window is over, or that waits anyway
+                self.awaits(self.dice.choice(leases), anew=True)
+            case _ if not any(self.expected.expects(each.id) for each in leases):
                 assert limits == SMALLEST
-                assert within(self.connect(UNLIMITED), SMALLEST)
+                stray = self.admitted({}).pid
+                context = self.server.context(stray)
+                assert isinstance(context, Context)
+                assert within(context.pinned, SMALLEST)
+                self.server.left(stray, said=True)
 
 
-UNLIMITED: Final = Limits(ActiveThreadPercentage(1000), PinnedDeviceMemLimit(80 * GIB >> 20))
-
-
-def test_strict() -> None:
-    """In strict mode a client has no more than its own part, whatever its environment says."""
-    assert run_all(strict=True) > RUNS
-
-
-def test_shared() -> None:
-    """In shared mode a client has no more than the largest that was waited for; nobody else has more than nothing."""
-    assert run_all(strict=False) > RUNS
-
-
-def run_all(*, strict: bool) -> int:
-    """Make all runs, and return how many clients of leases there were."""
-    attached = 0
+@pytest.mark.parametrize("binds", Binds)
+@pytest.mark.parametrize("attach", Attach)
+def test_runs(attach: Attach, binds: Binds) -> None:
+    """Nobody has more than the table says, and in `anytime` nobody honest less than its part."""
+    given = 0
     for seed in range(RUNS):
-        run = Run(random.Random(seed), strict)
-        for _ in range(30):
+        server = Server(1, Start((GPU,), 100.0, {}, priority=0, binds=binds), lambda _: None)
+        server.begin()
+        run = Run(random.Random(seed), attach, server, binds)
+        for _ in range(STEPS):
             run.step()
-        attached += run.attached
-    return attached
+        given += run.given
+    assert given > RUNS

@@ -5,8 +5,8 @@ from typing import Final
 import pytest
 
 from mpsd.core.units import GIB
-from mpsd.simulator.cuda import CudaError
-from mpsd.simulator.server_state import Client, Server, Start, Status
+from mpsd.simulator.cuda import PER_CONTEXT, Binds, CudaError, Pinned
+from mpsd.simulator.server_state import Client, Context, Server, Start, Status
 
 GPU: Final = "GPU-00000000-0000-4000-8000-000000000000"
 
@@ -26,10 +26,19 @@ def server(log: list[str]) -> Server:
 
 
 def admit(server: Server, pid: int) -> Client:
-    """Admit a client with nothing in its environment."""
+    """Admit a client with nothing in its environment, and no context yet."""
     client = server.admit(pid, f"./program-{pid}", "4026531836", {})
     assert isinstance(client, Client)
     return client
+
+
+def context(server: Server, pid: int) -> Pinned:
+    """Make a context of a client, which is admitted if it is not there yet; return what it is pinned to."""
+    if pid not in server.clients:
+        admit(server, pid)
+    made = server.context(pid)
+    assert isinstance(made, Context)
+    return made.pinned
 
 
 def test_begin(server: Server, log: list[str]) -> None:
@@ -51,13 +60,30 @@ def test_not_begun(log: list[str]) -> None:
 
 
 def test_as_many_as_it_takes(server: Server) -> None:
-    """A server takes 48 clients, and another when one of them has left."""
-    for pid in range(1, 49):
-        admit(server, pid)
-    assert server.admit(49, "", "", {}) is CudaError.MPS_MAX_CLIENTS_REACHED
+    """A server takes 48 contexts, whosever they are, and another when one of them is gone; processes do not count."""
+    for pid in range(1, 47):
+        context(server, pid)
+    for _ in range(2):
+        context(server, 1)
+    admit(server, 47)
+    assert server.context(47) is CudaError.MPS_MAX_CLIENTS_REACHED
     server.left(7, said=True)
-    admit(server, 49)
-    assert len(server.answer("get_client_list", []).printed) == 48
+    context(server, 47)
+    assert server.context(47) is CudaError.MPS_MAX_CLIENTS_REACHED
+    assert server.destroy(1, 1)
+    assert not server.destroy(1, 1)
+    context(server, 47)
+    assert len(server.answer("get_client_list", []).printed) == 46
+
+
+@pytest.mark.parametrize("places", [16, 60])
+def test_places_of_other_gpus_and_drivers(log: list[str], places: int) -> None:
+    """There are 16 places before Volta, and 60 from driver 590 on."""
+    server = Server(77, Start((GPU,), 100.0, {}, priority=0, places=places), log.append)
+    server.begin()
+    for _ in range(places):
+        context(server, 1)
+    assert server.context(1) is CudaError.MPS_MAX_CLIENTS_REACHED
 
 
 def test_lists(server: Server) -> None:
@@ -75,24 +101,25 @@ def test_lists(server: Server) -> None:
 
 def test_setters(server: Server) -> None:
     """Limits are for clients that come afterwards; what makes no sense changes nothing, and 0 takes a limit away."""
-    before = admit(server, 1)
+    before = context(server, 1)
     assert server.answer("set_active_thread_percentage", ["12.5"]).printed == ["12.5"]
     assert server.answer("set_active_thread_percentage", ["101"]).printed == ["12.5"]
     assert server.answer("set_device_pinned_mem_limit", ["0", "4G"]).printed == []
     assert server.answer("set_device_pinned_mem_limit", ["1", "1G"]).printed == []  # there is one device
-    after = admit(server, 2)
-    assert (before.pinned.percentage, before.pinned.memory) == (50.0, 2 * GIB)
-    assert (after.pinned.percentage, after.pinned.memory) == (12.5, 4 * GIB)
+    after = context(server, 2)
+    assert (before.percentage, before.memory) == (50.0, 2 * GIB)
+    assert (after.percentage, after.memory) == (12.5, 4 * GIB)
     assert server.answer("get_device_pinned_mem_limit", ["0"]).printed == ["4G"]
     server.answer("set_device_pinned_mem_limit", ["0", "0"])
     assert server.answer("get_device_pinned_mem_limit", ["0"]).printed == []
-    assert admit(server, 3).pinned.memory is None
+    assert context(server, 3).memory is None
 
 
 def test_fault(server: Server, log: list[str]) -> None:
     """A fault is all clients'; until the last of them has exited nobody is taken in, a terminated one included."""
     for pid in (1, 2, 3):
-        admit(server, pid)
+        context(server, pid)
+    admit(server, 5)  # without a context it meets nothing
     assert server.fault() == (1, 2, 3)
     assert server.answer("get_server_status", []).printed == ["FAULT"]
     assert server.answer("terminate_client", ["3"]).terminated == 3
@@ -112,7 +139,7 @@ def test_fault(server: Server, log: list[str]) -> None:
 
 def test_fault_again(server: Server) -> None:
     """A second fault while the first is not over makes it no longer."""
-    admit(server, 1)
+    context(server, 1)
     assert server.fault() == server.fault() == (1,)
     server.left(1, said=True)
     assert server.status is Status.ACTIVE
@@ -126,3 +153,143 @@ def test_terminate(server: Server) -> None:
     answer = server.answer("terminate_client", ["1"])
     assert (answer.printed, answer.terminated) == (["1"], None)
     assert server.clients == {}
+
+
+# -- contexts, and when limits bind ------------------------------------------------------------------------------------
+
+NARROW: Final = ("set_active_thread_percentage", ["10"])
+WIDE: Final = ("set_active_thread_percentage", ["80"])
+
+
+def bound(log: list[str], moment: Binds) -> Server:
+    """Return a server whose limits bind in this moment."""
+    server = Server(77, Start((GPU,), 80.0, {0: 8 * GIB}, priority=0, binds=moment), log.append)
+    server.begin()
+    return server
+
+
+def test_binds_when_it_connects(log: list[str]) -> None:
+    """Where limits bind when a client connects, all of its contexts have what was open then, however late they are."""
+    server = bound(log, Binds.CONNECT)
+    admit(server, 1)
+    server.answer(*NARROW)
+    server.answer("set_device_pinned_mem_limit", ["0", "1G"])
+    assert context(server, 1) == context(server, 1) == Pinned(GPU, 80.0, 8 * GIB)
+    admit(server, 2)
+    server.answer(*WIDE)
+    assert context(server, 2) == Pinned(GPU, 10.0, GIB)
+
+
+def test_binds_with_each_context(log: list[str]) -> None:
+    """Where limits bind with a context, each has what is open when it is made: a second one, and one after a reset."""
+    server = bound(log, Binds.CONTEXT)
+    admit(server, 1)
+    server.answer(*NARROW)
+    assert context(server, 1) == Pinned(GPU, 10.0, 8 * GIB)
+    server.answer(*WIDE)
+    server.answer("set_device_pinned_mem_limit", ["0", "1G"])
+    assert context(server, 1) == Pinned(GPU, 80.0, GIB)
+    assert server.destroy(1, 0)
+    assert context(server, 1) == Pinned(GPU, 80.0, GIB)
+    assert [*server.clients[1].contexts] == [1, 2]
+
+
+@pytest.mark.parametrize("moment", Binds)
+def test_own_variables_bind_when_it_starts(log: list[str], moment: Binds) -> None:
+    """A process's own variables bind when it initialises CUDA; a later percentage counts with the opt-in alone."""
+    server = bound(log, moment)
+    variable = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+    server.admit(1, "", "", {variable: "50"})
+    server.admit(2, "", "", {variable: "50", PER_CONTEXT: "1"})
+    found = [server.context(pid, {variable: own}) for pid in (1, 2) for own in ("20", "90", "200")]
+    assert [each.pinned.percentage for each in found if isinstance(each, Context)] == [50, 50, 50, 20, 50, 50]
+
+
+@pytest.mark.parametrize("moment", Binds)
+def test_invisible_gpu_drops_every_limit(log: list[str], moment: Binds) -> None:
+    """An entry for a GPU that the process cannot see drops every pinned limit of every context; threads stay (NVG)."""
+    server = bound(log, moment)
+    server.admit(1, "", "", {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=2G,1=4G"})
+    assert context(server, 1) == context(server, 1) == Pinned(GPU, 80.0, None)
+
+
+def test_contexts_in_lists_and_log(server: Server, log: list[str]) -> None:
+    """`ps` has a line for each context and one for a client without any; the log names contexts by their numbers."""
+    admit(server, 1)
+    context(server, 2)
+    context(server, 2)
+    assert server.answer("get_client_list", []).printed == ["1", "2"]
+    assert [line.split()[:2] for line in server.answer("ps", []).printed[1:]] == [["1", "0"], ["2", "0"], ["2", "1"]]
+    assert "Client {PID: 2, Context ID: 1} connected" in log
+    server.destroy(2, 1)
+    assert log[-1] == "Client {PID: 2, Context ID: 1} exit"
+
+
+# -- ends --------------------------------------------------------------------------------------------------------------
+
+
+def test_killed_in_mid_kernel_beside_others(server: Server) -> None:
+    """Who is killed in mid-kernel leaves an illegal address to all others with a context, and the server faults."""
+    for pid in (1, 2, 3):
+        context(server, pid)
+    admit(server, 4)
+    server.clients[1].working = True
+    assert server.left(1, said=False) == (2, 3)
+    assert not server.wedged
+    assert server.answer("get_server_status", []).printed == ["FAULT"]
+    assert server.context(4) is CudaError.MPS_SERVER_NOT_READY
+    assert server.left(2, said=False) == server.left(3, said=True) == ()
+    assert server.answer("get_server_status", []).printed == ["ACTIVE"]
+
+
+@pytest.mark.parametrize("how", ["idle", "goodbye", "terminated"])
+def test_ends_that_harm_nobody(server: Server, how: str) -> None:
+    """One that has no kernel in flight, said goodbye, or had its contexts ended by its server leaves nothing behind."""
+    context(server, 1)
+    context(server, 2)
+    server.clients[1].working = how == "goodbye"
+    if how == "terminated":
+        assert server.terminate(1).printed == ["0"]
+    assert server.left(1, said=how == "goodbye") == ()
+    assert (server.status, server.wedged) == (Status.ACTIVE, False)
+    context(server, 3)
+
+
+def test_wedge(server: Server, log: list[str]) -> None:
+    """Who is killed in mid-kernel with nobody beside it leaves a wedge: ACTIVE, listed, and not a word of it."""
+    context(server, 1)
+    admit(server, 2)  # has no context that could consume the fault
+    server.clients[1].working = True
+    before = list(log)
+    assert server.left(1, said=False) == ()
+    assert server.wedged
+    assert server.answer("get_server_status", []).printed == ["ACTIVE"]
+    admit(server, 3)
+    assert server.answer("get_client_list", []).printed == ["1", "2", "3"]
+    server.left(3, said=False)
+    assert server.answer("get_client_list", []).printed == ["1", "2"]
+    assert server.terminate(1).awaits == 1  # for ever
+    assert server.answer("get_server_status", []).printed == ["ACTIVE"]
+    assert log == before
+
+
+def test_terminate_takes_as_long_as_the_work(server: Server) -> None:
+    """Contexts are ended when their work has: until then nothing is printed, and nobody else is taken in (TS)."""
+    context(server, 1)
+    server.clients[1].working = True
+    assert server.answer("terminate_client", ["1"]).awaits == 1
+    assert server.admit(2, "", "", {}) is CudaError.MPS_SERVER_NOT_READY
+    server.clients[1].working = False
+    answer = server.terminate(1)
+    assert (answer.printed, answer.terminated, answer.awaits) == (["0"], 1, None)
+    context(server, 2)
+
+
+def test_terminated_too_late(server: Server) -> None:
+    """A client that leaves while its contexts are to be ended is none any more, and nobody else is kept out for it."""
+    context(server, 1)
+    server.clients[1].working = True
+    assert server.terminate(1).awaits == 1
+    server.left(1, said=True)
+    assert server.terminate(1).printed == ["1"]
+    context(server, 2)

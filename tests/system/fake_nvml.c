@@ -8,6 +8,7 @@
  *   gpu UUID MAJOR.MINOR MIG TOTAL RESERVED USED NAME...      MIG: 0, 1, or -1 where the GPU has no such mode
  *   process GPU Compute|MPSCompute PID BYTES                  BYTES: -1 for NVML_VALUE_NOT_AVAILABLE
  *   fault FUNCTION GPU|-1 RESULT                              RESULT: an nvmlReturn_t, or -1 to hang while it stands there
+ *   recovery GPU ACTION                                       an nvmlDeviceGpuRecoveryAction_t; without it, none is told
  *   xid GPU NUMBER                                            reported once, to who listens to this GPU; more come behind
  *
  * $FAKE_NVML/compute_mode-UUID has a GPU's nvmlComputeMode_t where it was ever set; it is replaced by rename, too.
@@ -38,7 +39,7 @@ enum { PERSISTENCE, ECC, RETIREMENT, REMAPPING_PENDING, REMAPPING_FAILED, CONDIT
 struct state {
     char driver[80];
     int gpus, processes, faults, xids, cuda;
-    int condition[GPUS][CONDITIONS];
+    int condition[GPUS][CONDITIONS], recovery[GPUS];
     struct gpu gpu[GPUS];
     struct { int gpu; char kind[16]; unsigned pid; unsigned long long bytes; } process[PROCESSES];
     struct { char function[64]; int gpu, result; } fault[FAULTS];
@@ -65,11 +66,16 @@ static void read_state(struct state *s)
     FILE *file = open_beside("state", "re");
     memset(s, 0, sizeof *s);
     memset(s->condition, -1, sizeof s->condition);
+    memset(s->recovery, -1, sizeof s->recovery);
     while (fgets(line, sizeof line, file) != NULL) {
         struct gpu *g = &s->gpu[s->gpus];
         int p = s->processes, f = s->faults, x = s->xids, of[1 + CONDITIONS];
         if (sscanf(line, "driver %79s", s->driver) == 1 || sscanf(line, "cuda %d", &s->cuda) == 1)
             continue;
+        if (sscanf(line, "recovery %d %d", &of[0], &of[1]) == 2 && of[0] >= 0 && of[0] < GPUS) {
+            s->recovery[of[0]] = of[1];
+            continue;
+        }
         if (sscanf(line, "condition %d %d %d %d %d %d", &of[0], &of[1], &of[2], &of[3], &of[4], &of[5]) == 6 &&
             of[0] >= 0 && of[0] < GPUS) {
             memcpy(s->condition[of[0]], &of[1], sizeof s->condition[0]);
@@ -359,6 +365,28 @@ int nvmlDeviceSetComputeMode(void *handle, unsigned mode)
     FILE *file = fopen(new, "we");
     if (file == NULL || fprintf(file, "%u\n", mode) < 0 || fclose(file) != 0 || rename(new, path) != 0)
         abort();
+    return SUCCESS;
+}
+
+enum { RECOVERY_ACTION = 230, UNSIGNED_INT = 1 };
+
+struct field {
+    unsigned id, scope;
+    long long at, latency;
+    unsigned type;
+    int result;
+    union { unsigned number; double widest; } value;
+};
+
+int nvmlDeviceGetFieldValues(void *handle, int count, struct field *fields)
+{
+    ENTER(index_of(handle));
+    for (int field = 0; field < count; field++) {
+        int action = fields[field].id == RECOVERY_ACTION ? s.recovery[index_of(handle)] : -1;
+        fields[field].type = UNSIGNED_INT;
+        fields[field].result = action < 0 ? NOT_SUPPORTED : SUCCESS;
+        fields[field].value.number = (unsigned)action;
+    }
     return SUCCESS;
 }
 

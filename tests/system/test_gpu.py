@@ -202,6 +202,16 @@ def test_compute_mode(nvml: FakeNvml, gpus: Child) -> None:
         assert gpus.usage(first) == Known(GpuUsage(_USED, compute_mode=ComputeMode(mode)))
 
 
+def test_recovery(nvml: FakeNvml, gpus: Child) -> None:
+    """What a GPU needs is read where it tells; where this GPU, or the driver, does not, nobody knows."""
+    nvml.show(*_NODE, "recovery 0 4")
+    first, second = gpus.inventory().gpus
+    assert gpus.usage(first) == Known(GpuUsage(_USED, recovery=4))
+    assert gpus.usage(second) == Known(GpuUsage(0))
+    nvml.show(*_NODE, "recovery 0 4", _fault("nvmlDeviceGetFieldValues", _FUNCTION_NOT_FOUND))
+    assert gpus.usage(first) == Known(GpuUsage(_USED))
+
+
 def test_compute_mode_of_another_kind(nvml: FakeNvml, gpus: Child) -> None:
     """A GPU without any, and one in a mode that came after this was written, have none that is known."""
     nvml.show(*_NODE)

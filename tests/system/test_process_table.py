@@ -11,11 +11,12 @@ import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Final
 
 import pytest
 
 from mpsd.core.model import ProcessIdentity
-from mpsd.system import process_table
+from mpsd.system import proc, process_table
 from mpsd.system.proc import start_ticks
 from mpsd.system.process_table import ProgramKind
 from tests.harness import look_at, wait_until
@@ -176,3 +177,29 @@ def test_process_that_may_not_be_looked_at(tmp_path: Path) -> None:
             capture_output=True, text=True, check=False, timeout=30, cwd=Path(__file__).parents[2],
         )  # fmt: skip
         assert done.stdout == "None False 0\n", done.stderr
+
+
+_LEADER_ENDS: Final = """
+import ctypes, sys, threading
+threading.Thread(target=sys.stdin.read).start()
+print("ready", flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_live_ticks() -> None:
+    """A process that has ended and was not reaped lives no more; one whose first thread alone has ended does."""
+    ended = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    assert proc.start_ticks(ended.pid) is not None
+    assert proc.live_ticks(ended.pid) is None
+    ended.wait()
+    assert proc.live_ticks(os.getpid()) == proc.start_ticks(os.getpid())
+    with subprocess.Popen(
+        [sys.executable, "-c", _LEADER_ENDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as headless:
+        wait_until(
+            lambda: (stat := proc.stat_of(headless.pid)) is not None and stat.is_zombie, what="its first thread to end"
+        )
+        assert proc.live_ticks(headless.pid) is not None
+        headless.kill()

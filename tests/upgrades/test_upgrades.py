@@ -93,7 +93,8 @@ def test_what_it_left_is_opened(release: Release, short_tmp: Path, holder: "subp
         assert now.keys() == {each["id"] for each in leases}
         for lease in leases:
             shares = [(each["gpu"], each["env"]) for each in now[lease["id"]]["shares"]]
-            assert shares == [(each["gpu"], each["env"]) for each in lease["shares"]]
+            own = {"MPSD_LEASE": lease["id"]}
+            assert shares == [(each["gpu"], {**each["env"], **own}) for each in lease["shares"]]
             assert now[lease["id"]]["state"] == lease["state"]
             assert now[lease["id"]]["name"] == lease["request"]["name"]
         told = [json.loads(line) for line in node.get("/v1/events?after=0").body.splitlines()]

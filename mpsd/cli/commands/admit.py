@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from mpsd.cli import lease_wait
+from mpsd.cli import lease_end, lease_wait
 from mpsd.cli.api import Api
 from mpsd.cli.calling_process import calling_program
 from mpsd.cli.command import ForEval, environment, note, print_lease, with_api, with_form
 from mpsd.cli.completion import gpu_names, lease_names, program
 from mpsd.cli.signals import SignalledError
-from mpsd.core.errors import InvalidRequestError, MpsdError
+from mpsd.core.errors import InvalidRequestError, MpsdError, NotPermittedError
 
 if TYPE_CHECKING:
     from mpsd.cli import answer_types
@@ -29,6 +29,16 @@ def _finite(_: click.Context, __: click.Parameter, number: float | None) -> floa
     if number is not None and not isfinite(number):
         raise click.BadParameter(f"{number} is not a finite number")
     return number
+
+
+def _processes(_: click.Context, __: click.Parameter, text: str | None) -> int | str | None:
+    """Take a number of processes, or any; the range of a number is the server's business."""
+    if text is None or text == "any":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is neither a number of processes nor `any`") from None
 
 
 def _labels(_: click.Context, __: click.Parameter, pairs: Sequence[str]) -> dict[str, str] | None:
@@ -52,6 +62,19 @@ def _wait(_: click.Context, __: click.Parameter, text: str | None) -> float:
     return seconds
 
 
+def _user(_: click.Context, __: click.Parameter, name: str | None) -> dict[str, object] | None:
+    """Return a user, by name or uid, with every group that it is in, as this machine's user database has them."""
+    if name is None:
+        return None
+    import pwd
+
+    try:
+        found = pwd.getpwuid(int(name)) if name.isascii() and name.isdecimal() else pwd.getpwnam(name)
+    except (KeyError, OverflowError, ValueError):
+        raise click.BadParameter(f"there is no user {name!r}") from None
+    return {"uid": found.pw_uid, "gid": found.pw_gid, "groups": os.getgrouplist(found.pw_name, found.pw_gid)}
+
+
 _REQUEST: Final = (
     click.option(
         "--threads",
@@ -72,9 +95,10 @@ _REQUEST: Final = (
     click.option("--gpus", type=int, metavar="N", help="Number of GPUs: the same amount on each, all or nothing."),
     click.option(
         "--processes",
-        type=int,
-        metavar="N",
-        help="Number of client processes that use the lease in equal parts.  [default: 1]",
+        metavar="N|any",
+        callback=_processes,
+        help="Number of client processes that use the lease in equal parts; `any`: any number, each may use all of"
+        " it.  [default: 1]",
     ),
     click.option(
         "--priority", type=int, metavar="N", help="Priority in the queue; above 0 needs a quota.  [default: 0]"
@@ -91,6 +115,25 @@ _REQUEST: Final = (
         callback=_finite,
         metavar="SECONDS",
         help="Time to live: the lease ends after this time unless it is renewed.",
+    ),
+    click.option(
+        "--client-priority",
+        type=click.IntRange(0, 1),
+        metavar="0|1",
+        help="MPS priority of its clients: 0 is normal, 1 below normal. Driver 535 and newer.",
+    ),
+    click.option(
+        "--stop",
+        type=click.Choice(["terminate", "sigterm"]),
+        help="How mpsd ends its clients, if it does: by SIGTERM first, for programs that finish their work on the GPU"
+        " then, or their server ends that work before any signal.  [default: terminate]",
+    ),
+    click.option(
+        "--user",
+        "owner",
+        metavar="NAME|UID",
+        callback=_user,
+        help="User whose lease it is; for administrators. `run` starts COMMAND as that user.",
     ),
     click.option("--name", metavar="TEXT", help="Name of the lease in lists."),
     click.option(
@@ -159,10 +202,21 @@ def admit(api: Api, form: str, pid: int | None, wait: float, **request: object) 
             click.echo(f"(exit {signal.exit_code})")
         signal.end()
     try:
-        print_lease(form, lease)
+        print_lease(api, form, lease)
     except (OSError, MpsdError):
         _give_back(api, lease)
         raise
+
+
+def _become(uid: int) -> dict[str, str]:
+    """Become a user with all its groups, and return the variables that su(1) sets for it. Raises OSError."""
+    import pwd
+
+    user = pwd.getpwuid(uid)
+    os.setgroups(os.getgrouplist(user.pw_name, user.pw_gid))
+    os.setgid(user.pw_gid)
+    os.setuid(user.pw_uid)
+    return {"HOME": user.pw_dir, "SHELL": user.pw_shell, "USER": user.pw_name, "LOGNAME": user.pw_name}
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -183,20 +237,28 @@ def run(api: Api, command: tuple[str, ...], wait: float, **request: object) -> N
     The environment variable MPSD_LEASE names the lease. With --ttl, COMMAND must renew the lease before it expires, or
     loses it while running: mpsctl renew "$MPSD_LEASE" --ttl SECONDS. With --gpus, COMMAND gets the environment of the
     first GPU and must start a process for each of the others: see mpsctl show --help.
+
+    A lease is its user's: a COMMAND that becomes another user has no part in it, and does not reach MPS. Root starts
+    the program of another user with --user: COMMAND runs with that user's uid, gid and groups, and with HOME, SHELL,
+    USER and LOGNAME as su sets them. No PAM session is opened.
     """  # noqa: D301 - as above
     if not command[0]:
         raise click.UsageError("COMMAND is empty.")
+    if request["owner"] is not None and os.geteuid() != 0:
+        raise NotPermittedError("only root can start a program as another user", hint="use sudo mpsctl run --user")
     try:
         lease = _take(api, request, wait=wait)
     except SignalledError as signal:
         signal.end()
     try:
-        variables = {**environment(lease, share=0), "MPSD_LEASE": lease["id"]}
+        variables = environment(api, lease, share=0)
         if lease["expires"] and request["ttl"] is None:
             note(
                 f"{lease['id']} ends at {lease['expires']} unless it is renewed: mpsctl renew {lease['id']}"
                 " --ttl SECONDS"
             )
+        if request["owner"] is not None:
+            variables |= _become(lease["owner"]["uid"])
         os.execvpe(command[0], command, {**os.environ, **variables})  # noqa: S606 - that is what it is for
     except (OSError, MpsdError) as error:
         _give_back(api, lease)
@@ -215,7 +277,7 @@ def run(api: Api, command: tuple[str, ...], wait: float, **request: object) -> N
 @with_api
 def renew(api: Api, lease: str, form: str, ttl: float) -> None:
     """Renew a lease: set its time to live, counted from now, and print it."""
-    print_lease(form, api.renew(lease, ttl))
+    print_lease(api, form, api.renew(lease, ttl))
 
 
 @click.command()
@@ -225,15 +287,28 @@ def renew(api: Api, lease: str, form: str, ttl: float) -> None:
 def attach(api: Api, lease: str, form: str) -> None:
     """Wait until the lease's remaining processes can attach, and print the lease.
 
-    A lease stays open for its first process, however long that takes. After that, the remaining processes can attach
-    for enforcement.attach_window seconds; processes that start later need this command first.
+    With enforcement.attach = "anytime", they can at any time. In the other modes a lease stays open for its first
+    process, however long that takes. After that, the remaining processes can attach for enforcement.attach_window
+    seconds; processes that start later need this command first.
     """
-    print_lease(form, api.attach(lease))
+    print_lease(api, form, api.attach(lease))
 
 
 @click.command()
 @click.argument("lease", shell_complete=lease_names)
+@click.option(
+    "--end-clients",
+    is_flag=True,
+    help="End its clients too, each by terminate_client before any signal, and the lease with the last of them. Waits"
+    " for that; Ctrl-C stops the waiting only.",
+)
 @with_api
-def release(api: Api, lease: str) -> None:
-    """End one of your leases, or give up its place in the queue. Releasing an ended lease is not an error."""
-    api.release(lease)
+def release(api: Api, lease: str, *, end_clients: bool) -> None:
+    """End one of your leases, or give up its place in the queue. Releasing an ended lease is not an error.
+
+    Its clients continue without a lease, unless --end-clients ends them.
+    """
+    if end_clients:
+        lease_end.follow(api, lease)
+    else:
+        api.release(lease)

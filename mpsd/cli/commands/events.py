@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from mpsd.cli import views
+from mpsd.cli import render
 from mpsd.cli.api import Api
 from mpsd.cli.command import note, of_one_version, with_api, with_form
 from mpsd.core.errors import UnreachableError
@@ -51,7 +51,7 @@ def events(api: Api, form: str, after: int, *, follow: bool) -> None:
 
 def _in_words(event: "answer_types.Event") -> str:
     with of_one_version():
-        return views.event(plain(event))
+        return render.event(plain(event))
 
 
 def _shown(api: Api, after: int, *, follow: bool) -> Iterator[tuple[str, "answer_types.Event"]]:

@@ -14,7 +14,8 @@ from mpsd.cli.completion import lease_names
 def status(api: Api, form: str) -> None:
     """Show whether the node is healthy, and if not, why and what to do.
 
-    The exit status is 0 only if the node is healthy.
+    The first line also says whether a program that misses MPS gets a whole GPU (`not closed`), and which violations are
+    open. Neither changes the exit status, which is 0 only if mpsd and its control daemons are healthy.
     """
     node = api.status()
     print_answer(form, node, lambda safe: views.status(safe, now()))
@@ -70,7 +71,7 @@ def show(api: Api, lease: str, form: str, share: int | None) -> None:
     """  # noqa: D301 - click knows by that character what not to wrap
     if share is not None and form != "env":
         raise click.UsageError("--share needs -o env.")
-    print_lease(form, api.lease(lease), share)
+    print_lease(api, form, api.lease(lease), share)
 
 
 @click.command()

@@ -1,4 +1,4 @@
-"""The command that tells whether something is really under MPS: verify."""
+"""The command that tells whether something is really under MPS, or MPS serves at all: verify."""
 
 import os
 from typing import TYPE_CHECKING
@@ -9,7 +9,7 @@ from mpsd.cli import views
 from mpsd.cli.api import Api
 from mpsd.cli.calling_process import calling_program, family
 from mpsd.cli.command import print_answer, with_api, with_form
-from mpsd.cli.completion import lease_names
+from mpsd.cli.completion import daemon_names, lease_names
 from mpsd.core.errors import NotFoundError
 
 if TYPE_CHECKING:
@@ -23,16 +23,38 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     help="Verify the lease of this process, or of its nearest ancestor that has one.",
 )
+@click.option(
+    "--canary",
+    metavar="DAEMON",
+    shell_complete=daemon_names,
+    help="Verify instead that this control daemon serves clients at all: mpsd starts a small client of its own there,"
+    " which initialises CUDA and makes a context. Needs the role operator.",
+)
 @with_form()
 @with_api
-def verify(api: Api, lease: str | None, form: str, pid: int | None) -> None:
+def verify(api: Api, lease: str | None, form: str, pid: int | None, canary: str | None) -> None:
     """Verify that every process of a lease is under MPS and within its limits, by reading the current state.
 
     Without LEASE, the caller's lease is verified: the one in MPSD_LEASE, or the one that the calling shell holds. The
     output shows, for each process, the limits in force, the limits granted, and the memory that it holds.
 
-    The exit status is 0 only if at least one process is attached and nothing is wrong.
+    The first word is the verdict: `ok`; `not ok`, where something is wrong or no process is attached; or `unknown`,
+    where nothing is known to be wrong, and not all of it is known to be right. So it is with a program that set the
+    environment of its lease by itself: that holds it, and only the program can see it.
+
+    The exit status is 0 only for `ok`, and 1 otherwise.
+
+    With --canary the answer is `ok`, `wedged` (three canaries in a row did not answer within `daemon.canary_deadline`),
+    or `unknown`, with the evidence; the exit status is 0 only if it is `ok`.
     """
+    if canary is not None:
+        if lease is not None or pid is not None:
+            raise click.UsageError("Give --canary alone, without a LEASE or --pid.")
+        found = api.canary(canary)
+        print_answer(form, found, _proven)
+        if found["verdict"] != "ok":
+            click.get_current_context().exit(1)
+        return
     if lease is not None and pid is not None:
         raise click.UsageError("Give a LEASE or --pid, not both.")
     if lease is None:
@@ -41,6 +63,11 @@ def verify(api: Api, lease: str | None, form: str, pid: int | None) -> None:
     print_answer(form, answer, views.verified)
     if not answer["ok"]:
         click.get_current_context().exit(1)
+
+
+def _proven(answer: "answer_types.Canary") -> str:
+    """Say what canaries prove of a control daemon."""
+    return f"{answer['daemon']}: {answer['verdict']}: {answer['because']}"
 
 
 def _lease_of(api: Api, pid: int) -> str:

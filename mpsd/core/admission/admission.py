@@ -17,8 +17,8 @@ from mpsd.core.errors import (
     MpsdError,
     NeverFitsError,
 )
-from mpsd.core.model import LeaseRequest, Limits, Share
-from mpsd.core.mps.limits import variables
+from mpsd.core.model import Lease, LeaseRequest, Limits, Share
+from mpsd.core.mps.limits import CLIENT_PRIORITY_VARIABLE, variables
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import MIB, format_size
 
@@ -31,30 +31,6 @@ class Refusal(Struct, frozen=True):
     hint: str
     uids: frozenset[int] | None = None
     """Whom it is about; None: everybody."""
-
-
-class Offer(Struct, frozen=True):
-    """What one GPU has to give, before anything was granted on it."""
-
-    gpu: str
-    daemon: str
-    pipe_directory: str
-    threads: int
-    """Tenths of a percent, oversubscription included."""
-    memory: int
-    """Bytes that may be granted: the total less the reserve."""
-    clients: int
-    limits: Limits
-    """What its control daemon gives any client at most."""
-    many_users: bool
-    """Whether its daemon serves several uids at once; otherwise MPS lets the second uid wait for the first to leave."""
-    refusal: Refusal | None = None
-
-    def refuses(self, uid: int) -> Refusal | None:
-        """Return why a user is granted nothing here, if so."""
-        if self.refusal is None or self.refusal.uids is None or uid in self.refusal.uids:
-            return self.refusal
-        return None
 
 
 class Amount(Struct, frozen=True):
@@ -80,6 +56,34 @@ class Amount(Struct, frozen=True):
 NOTHING: Final = Amount()
 
 
+class Offer(Struct, frozen=True):
+    """What one GPU has to give, before anything was granted on it."""
+
+    gpu: str
+    daemon: str
+    pipe_directory: str
+    threads: int
+    """Tenths of a percent, oversubscription included."""
+    memory: int
+    """Bytes that may be granted: the total less the reserve."""
+    clients: int
+    limits: Limits
+    """What its control daemon gives any client at most."""
+    many_users: bool
+    """Whether its daemon serves several uids at once; otherwise MPS lets the second uid wait for the first to leave."""
+    client_priority: bool = True
+    """Whether its driver has a priority of clients."""
+    refusal: Refusal | None = None
+    unleased: Amount = NOTHING
+    """What clients use of it that no lease has: it is granted to nobody, and never for this alone out of reach."""
+
+    def refuses(self, uid: int) -> Refusal | None:
+        """Return why a user is granted nothing here, if so."""
+        if self.refusal is None or self.refusal.uids is None or uid in self.refusal.uids:
+            return self.refusal
+        return None
+
+
 Candidate: TypeAlias = tuple[Offer, Amount]
 """A GPU where a request can be granted some day, and what it comes to there."""
 
@@ -103,9 +107,23 @@ class Shortage:
 # -- what a request comes to -------------------------------------------------------------------------------------------
 
 
-def amount(share: Share, processes: int) -> Amount:
+def amount(share: Share, clients: int) -> Amount:
     """Return what a share takes of its GPU."""
-    return Amount(share.threads.tenths, share.memory.bytes, processes)
+    return Amount(share.threads.tenths, share.memory.bytes, clients)
+
+
+def places(lease: Lease) -> int:
+    """Return how many clients a lease takes of those that MPS admits on each of its GPUs.
+
+    As many as it may have; where that is any number, as many as there are, and one at least.
+    """
+    processes = lease.request.processes
+    return max(len(lease.clients), 1) if processes is None else processes
+
+
+def part(need: Amount) -> Amount:
+    """Return what each client process gets of this, rounded down to what MPS knows."""
+    return Amount(need.threads // need.clients, need.memory // MIB // need.clients * MIB, 1)
 
 
 def check(request: LeaseRequest) -> None:
@@ -131,7 +149,7 @@ def check(request: LeaseRequest) -> None:
             limit=missing,
         )
     for what, count in (("processes", request.processes), ("gpus", request.gpus)):
-        if count < 1:
+        if count is not None and count < 1:
             raise InvalidRequestError(
                 f"{what} is {count}, and must be at least 1", hint=f"omit {what}, or give at least 1", limit=what
             )
@@ -144,17 +162,20 @@ def check(request: LeaseRequest) -> None:
 
 
 def needs(request: LeaseRequest, offers: Iterable[Offer]) -> Iterator[Candidate]:
-    """Yield what a request that was checked comes to on each GPU: a fraction, by how much memory there is."""
+    """Yield what a request that was checked comes to on each GPU: a fraction, by how much memory there is.
+
+    One for any number of processes takes the place of one client, until it has more.
+    """
     if request.fraction is None:
         assert request.threads is not None and request.memory is not None  # noqa: S101, PT018 - `check` was called
-        need = Amount(request.threads.tenths, request.memory.bytes, request.processes)
+        need = Amount(request.threads.tenths, request.memory.bytes, request.processes or 1)
         for offer in offers:
             yield offer, need
         return
     tenths, numerator, denominator = _part(request.fraction)
     for offer in offers:
         mebibytes = max(offer.memory * numerator // denominator // MIB, 1)
-        yield offer, Amount(tenths, mebibytes * MIB, request.processes)
+        yield offer, Amount(tenths, mebibytes * MIB, request.processes or 1)
 
 
 @lru_cache(maxsize=1024)
@@ -168,24 +189,34 @@ def _part(fraction: float) -> tuple[int, int, int]:
 
 
 @lru_cache(maxsize=1024)
-def share(offer: Offer, need: Amount) -> Share:
+def share(offer: Offer, need: Amount, client_priority: int | None = None) -> Share:
     """Return the place on this GPU, with the environment that holds each client process to its part.
+
+    With a priority, each has that; without one, that of the control daemon, which is 0.
 
     Parts are rounded down to what MPS knows, so that together they never come to more than was granted.
     """
     threads, memory = ActiveThreadPercentage(need.threads), PinnedDeviceMemLimit(need.memory // MIB)
     each_threads, each_memory = threads, memory
     if need.clients > 1:
-        each_threads = ActiveThreadPercentage(threads.tenths // need.clients)
-        each_memory = PinnedDeviceMemLimit(memory.mebibytes // need.clients)
+        each = part(need)
+        each_threads = ActiveThreadPercentage(each.threads)
+        each_memory = PinnedDeviceMemLimit(each.memory // MIB)
     # The memory limit names device 0, which is how the client counts the one GPU that it sees: were any entry to name a
     # GPU that it cannot see, MPS would drop every one of its limits (measured by NVIDIA on driver 615).
     env = {
         "CUDA_MPS_PIPE_DIRECTORY": offer.pipe_directory,
         "CUDA_VISIBLE_DEVICES": offer.gpu,
         **variables(Limits(each_threads, each_memory)),
+        **({} if client_priority is None else {CLIENT_PRIORITY_VARIABLE: str(client_priority)}),
     }
     return Share(offer.gpu, offer.daemon, threads, memory, env)
+
+
+@lru_cache(maxsize=256)
+def granted_because(threads: ActiveThreadPercentage, memory: PinnedDeviceMemLimit, on: str) -> str:
+    """Say why a lease was granted this."""
+    return f"{threads} % of the threads and {memory} were free on {on}"
 
 
 # -- whether it fits ---------------------------------------------------------------------------------------------------
@@ -225,7 +256,8 @@ def _too_much(need: Amount, offer: Offer) -> Shortage | None:
 def _beyond_limits(need: Amount, offer: Offer) -> Shortage | None:
     """Compare what each client process would get with what its control daemon gives any of them."""
     threads, memory = offer.limits.active_thread_percentage, offer.limits.pinned_device_mem_limit
-    tenths, mebibytes = need.threads // need.clients, need.memory // MIB // need.clients
+    each = part(need)
+    tenths, mebibytes = each.threads, each.memory // MIB
     requested = "were requested" if need.clients == 1 else "were requested for each process"
     if tenths > threads.tenths:
         limit = "limits.active_thread_percentage"

@@ -2,15 +2,12 @@
 
 Time comes in with each call, and what was decided goes out as whole leases: the caller stores them, tells about them,
 and wakes whom they concern. Nothing is over-committed because a lease is entered in one place (`_enter`) and leaves in
-one (`_leave`), and the sums move there alone.
-The order of those who wait, and what is kept for whom, is `queue`.
+one (`_leave`), and the sums move there alone. The order of those who wait is `queue`.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
-from typing import Final
 
 from msgspec import Struct, structs
 
@@ -19,10 +16,9 @@ from mpsd.core.admission.admission import NOTHING, Amount, Candidate, Offer, Sho
 from mpsd.core.admission.offers import Offers
 from mpsd.core.admission.queue import Queue, keep
 from mpsd.core.admission.room import NOTHING_RESERVED, Reservations, Room
-from mpsd.core.admission.usage import Usage
+from mpsd.core.admission.usage import NEWCOMER, Usage, UserTotals
 from mpsd.core.errors import TooManyLeasesError
 from mpsd.core.model import Lease, LeaseRequest, LeaseState, ProcessIdentity
-from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import Admission, Placement
 
 
@@ -60,22 +56,6 @@ class QueuePlace:
     waits_for: Shortage
 
 
-class UserTotals(Struct, frozen=True):
-    """What one user has: how many leases, waiting ones included, what it holds by them, and what it waits for."""
-
-    leases: int = 0
-    holds: Amount = NOTHING
-    awaits: Amount = NOTHING
-
-    @property
-    def amount(self) -> Amount:
-        """What all of it comes to."""
-        return self.holds + self.awaits
-
-
-_NEWCOMER: Final = UserTotals()
-
-
 class Ledger:
     """The leases that have not ended, by id: those that hold something, and those that wait for it."""
 
@@ -87,6 +67,8 @@ class Ledger:
         self._offers = Offers({})
         self._room = Room()
         self._users: dict[int, UserTotals] = {}
+        self._unleased: Mapping[int, Amount] = {}
+        """By uid, what its clients use that no lease has."""
         self._worth: dict[str, Amount] = {}
         """By waiting lease, what it counts against its user's quota."""
         self._expiring: dict[str, float] = {}
@@ -121,8 +103,9 @@ class Ledger:
         return [lease for lease in self.leases.values() if any(share.daemon == daemon for share in lease.shares)]
 
     def user(self, uid: int) -> UserTotals:
-        """Return what a user holds and waits for."""
-        return self._users.get(uid, _NEWCOMER)
+        """Return what a user holds and waits for, and what its clients use without a lease."""
+        has, unleased = self._users.get(uid, NEWCOMER), self._unleased.get(uid)
+        return has if unleased is None else structs.replace(has, unleased=unleased)
 
     def worth(self, request: LeaseRequest) -> Amount:
         """Return what a request comes to at most, wherever it goes: its quota counts it. Raises InvalidRequestError."""
@@ -148,9 +131,12 @@ class Ledger:
 
     def overdue(self, now: float) -> list[Lease]:
         """Return the leases whose time to live, or to wait, is over."""
-        return [
-            lease for lease_id, at in self._expiring.items() if at <= now and (lease := self.find(lease_id)) is not None
-        ]
+        found = [self.find(each) for each, at in self._expiring.items() if at <= now]
+        return [lease for lease in found if lease is not None]
+
+    def expiring(self, until: float) -> list[Lease]:
+        """Return the granted leases whose time to live ends until then."""
+        return [self.leases[each] for each, at in self._expiring.items() if at <= until and each in self.leases]
 
     def impossible(self) -> list[tuple[Lease, Shortage]]:
         """Return the leases that wait for what the GPUs will never have to give, as they are now, and why not.
@@ -166,17 +152,22 @@ class Ledger:
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
-    def offer(self, offers: Iterable[Offer], now: float) -> bool:
+    def offer(self, offers: Iterable[Offer], now: float, unleased: Mapping[int, Amount] = {}) -> bool:
         """Take what the GPUs have to give from now on, and tell whether that is something else than before.
 
-        Leases that hold something keep it, also where less is left.
+        Leases that hold something keep it, also where less is left. `unleased` is by uid what each offer has in sum:
+        what clients use that no lease has, which is as if their user held it.
         """
         offered = {offer.gpu: offer for offer in offers}
-        if offered == self._offers.by_gpu:
+        if (offered, unleased) == (self._offers.by_gpu, self._unleased):
             return False
         before, self._offers = self._offers.whole, Offers(offered)
+        charged, self._unleased = self._unleased, unleased
         if before != self._offers.whole:
-            self._value_anew(now)
+            self._value_anew()
+            self._weigh({*self._users, *charged, *unleased}, now)
+        elif charged != unleased:
+            self._weigh({*charged, *unleased}, now)
         return True
 
     def restore(self, lease: Lease, now: float) -> None:
@@ -254,17 +245,42 @@ class Ledger:
 
     def renew(self, lease_id: str, ttl: float, now: float) -> Lease:
         """Give a granted lease this many seconds from now."""
-        lease = structs.replace(self.leases[lease_id], ttl=ttl, expires=now + ttl)
-        self.leases[lease_id] = lease
+        lease = self.leases[lease_id] = structs.replace(self.leases[lease_id], ttl=ttl, expires=now + ttl)
         self._expiring[lease_id] = now + ttl
         return lease
 
-    def attach(self, lease_id: str, clients: tuple[ProcessIdentity, ...]) -> Lease:
-        """Note which clients a lease has."""
-        state = LeaseState.ACTIVE if clients else LeaseState.GRANTED
-        lease = structs.replace(self.leases[lease_id], clients=clients, state=state)
-        self.leases[lease_id] = lease
+    def close(self, lease_id: str, because: str) -> Lease:
+        """Note that a lease ends with its clients, and takes no more; its time to live does not matter any more."""
+        lease = self.leases[lease_id] = structs.replace(self.leases[lease_id], closing=because, expires=None)
+        self._expiring.pop(lease_id, None)
         return lease
+
+    def attach(
+        self, lease_id: str, clients: tuple[ProcessIdentity, ...], bearers: tuple[ProcessIdentity, ...] = ()
+    ) -> Lease:
+        """Note which clients a lease has, and which processes are its own by its token alone.
+
+        One that may have any number of clients takes as many places from now on.
+        """
+        state = LeaseState.ACTIVE if clients else LeaseState.GRANTED
+        before = self.leases[lease_id]
+        lease = structs.replace(before, clients=clients, bearers=bearers, state=state)
+        self.leases[lease_id] = lease
+        if admission.places(lease) != admission.places(before):
+            uid, has = lease.owner.uid, self._users[lease.owner.uid]
+            holds = has.holds + self._room.enter_lease(lease) - self._room.leave_lease(before)
+            self._users[uid] = UserTotals(has.leases, holds, has.awaits)
+        return lease
+
+    def has_room(self, lease: Lease) -> bool:
+        """Tell whether a lease that holds something may have one more client process.
+
+        One for any number may while a place is free on each of its GPUs, and not granted to others.
+        """
+        if lease.request.processes is not None or not lease.clients:
+            return len(lease.clients) < (lease.request.processes or 1)
+        offers = (self._offers.by_gpu.get(share.gpu) for share in lease.shares)
+        return all(offer is None or self._room.has_place(offer) for offer in offers)
 
     def end(self, lease_id: str, because: str, now: Now) -> Lease | None:
         """End a lease, or take it out of the queue; None when it has ended already."""
@@ -291,18 +307,18 @@ class Ledger:
         if not self._queue.leases:
             return self._find(lease, candidates, NOTHING_RESERVED)
         reserved = Reservations()
-        taken: list[tuple[str, int, Amount]] = []
+        taken: list[tuple[str, int, Amount, Amount]] = []
         order = self._queue.order(structs.replace(lease, arrival=self._arrivals), now, self.rules.patience)
         for each in self._queue.in_order(now, self.rules.patience, before=order):
             chosen = self._find(each, self._candidates(each), reserved)
             for offer, need in chosen:
-                taken.append((offer.gpu, each.owner.uid, need))
+                taken.append((offer.gpu, each.owner.uid, need, admission.part(need)))
                 self._room.enter(*taken[-1])
             if not chosen and keep(each, self._candidates(each), self._room, reserved) and self._is_spent(reserved):
                 break
         chosen = self._find(lease, candidates, reserved)
-        for gpu, uid, need in taken:  # they have it when they are let in, by settle
-            self._room.leave(gpu, uid, need)
+        for counted in taken:  # they have it when they are let in, by settle
+            self._room.leave(*counted)
         return chosen
 
     def _is_spent(self, reserved: Reservations) -> bool:
@@ -317,12 +333,12 @@ class Ledger:
     # -- entering and leaving: the only places where the sums move ----------------------------------------------------
 
     def _grant(self, lease: Lease, chosen: list[Candidate], now: Now, arrival: int) -> Lease:
-        shares = tuple([admission.share(offer, need) for offer, need in chosen])
+        shares = tuple([admission.share(offer, need, lease.request.client_priority) for offer, need in chosen])
         first, on = shares[0], ", ".join([share.daemon for share in shares])
         granted = structs.replace(
             lease,
             state=LeaseState.GRANTED,
-            because=_free(first.threads, first.memory, on),
+            because=admission.granted_because(first.threads, first.memory, on),
             arrival=arrival,
             shares=shares,
             granted=now.time,
@@ -334,20 +350,20 @@ class Ledger:
 
     def _enter(self, lease: Lease, now: float) -> None:
         uid, has = lease.owner.uid, self.user(lease.owner.uid)
-        holds = has.holds + _count(lease, self._room.enter)
+        holds = has.holds + self._room.enter_lease(lease)
         self.leases[lease.id] = lease
         self._users[uid] = UserTotals(has.leases + 1, holds, has.awaits)
-        self.usage.hold(uid, self._offers.part(holds), now)
+        self.usage.hold(uid, self._offers.part(holds + has.unleased), now)
         if lease.expires is not None:
             self._expiring[lease.id] = lease.expires
 
     def _leave(self, lease: Lease, now: float) -> None:
         uid, has = lease.owner.uid, self._users.pop(lease.owner.uid)
-        holds = has.holds - _count(lease, self._room.leave)
+        holds = has.holds - self._room.leave_lease(lease)
         del self.leases[lease.id]
         if has.leases > 1:
             self._users[uid] = UserTotals(has.leases - 1, holds, has.awaits)
-        self.usage.hold(uid, self._offers.part(holds), now)
+        self.usage.hold(uid, self._offers.part(holds + self._unleased.get(uid, NOTHING)), now)
         self._expiring.pop(lease.id, None)
 
     def _join(self, lease: Lease) -> None:
@@ -367,29 +383,17 @@ class Ledger:
             self._users[uid] = UserTotals(has.leases - 1, has.holds, has.awaits - worth)
         self._expiring.pop(lease.id, None)
 
-    def _value_anew(self, now: float) -> None:
-        """Weigh what everybody has and waits for by what the node has to give now."""
+    def _value_anew(self) -> None:
+        """Value what everybody waits for by what the node has to give now."""
         for lease in self.waiting.values():
             before, self._worth[lease.id] = self._worth[lease.id], self.worth(lease.request)
             has = self._users[lease.owner.uid]
             self._users[lease.owner.uid] = UserTotals(
                 has.leases, has.holds, has.awaits - before + self._worth[lease.id]
             )
-        for uid, has in self._users.items():
-            self.usage.hold(uid, self._offers.part(has.holds), now)
 
-
-def _count(lease: Lease, move: Callable[[str, int, Amount], None]) -> Amount:
-    """Count the parts of a lease in, or out, on their GPUs, and return what they come to together."""
-    whole = NOTHING
-    for share in lease.shares:
-        part = admission.amount(share, lease.request.processes)
-        move(share.gpu, lease.owner.uid, part)
-        whole += part
-    return whole
-
-
-@lru_cache(maxsize=256)
-def _free(threads: ActiveThreadPercentage, memory: PinnedDeviceMemLimit, on: str) -> str:
-    """Say why a lease was granted."""
-    return f"{threads} % of the threads and {memory} were free on {on}"
+    def _weigh(self, uids: Iterable[int], now: float) -> None:
+        """Weigh what users have by what the node has to give now."""
+        for uid in uids:
+            has = self.user(uid)
+            self.usage.hold(uid, self._offers.part(has.holds + has.unleased), now)

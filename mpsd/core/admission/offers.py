@@ -7,7 +7,7 @@ from msgspec import structs
 
 from mpsd.core.admission import admission
 from mpsd.core.admission.admission import NOTHING, Amount, Candidate, Offer, Shortage
-from mpsd.core.errors import DaemonNotReadyError, NeverFitsError, QuotaError
+from mpsd.core.errors import DaemonNotReadyError, InvalidRequestError, NeverFitsError, QuotaError
 from mpsd.core.model import LeaseRequest
 
 _MOST_SIZES: Final = 1024
@@ -34,16 +34,24 @@ class Offers:
         every = self.by_gpu.values()
         return [each for each in every if gpu in {"any", each.gpu} and (among is None or each.gpu in among)]
 
+    def _capable(self, request: LeaseRequest) -> Iterable[Offer]:
+        """Return those of them whose driver has what the request needs."""
+        named = self.named(request)
+        return named if request.client_priority is None else [each for each in named if each.client_priority]
+
     def has(self, request: LeaseRequest) -> bool:
         """Tell whether there are as many GPUs as a request is about."""
         return len(list(self.named(request))) >= request.gpus
 
     def candidates(self, request: LeaseRequest) -> tuple[Candidate, ...]:
         """Return the GPUs where a request that was checked could be granted some day."""
-        size = request.threads, request.memory, request.fraction, request.processes, request.gpu, request.among
+        size = (
+            *(request.threads, request.memory, request.fraction, request.processes, request.gpu, request.among),
+            request.client_priority is None,
+        )
         found = self._candidates.get(size)
         if found is None:
-            needs = admission.needs(request, self.named(request))
+            needs = admission.needs(request, self._capable(request))
             found = tuple((offer, need) for offer, need in needs if admission.never(need, offer) is None)
             if len(self._candidates) >= _MOST_SIZES:
                 self._candidates.clear()
@@ -62,6 +70,9 @@ class Offers:
 
     def why_never(self, request: LeaseRequest) -> Shortage:
         """Say why a request has too few candidates: for want of GPUs, or of what they have."""
+        if self.has(request) and len(list(self._capable(request))) < request.gpus:
+            because = "client_priority was given, and this driver has no priority of clients: 535 and newer have"
+            return Shortage("client_priority", because, "omit client_priority", InvalidRequestError)
         if self.has(request):
             return admission.why_never(admission.needs(request, self.named(request)))
         count, hint = len(list(self.named(request))), "for the reason: mpsctl gpus"

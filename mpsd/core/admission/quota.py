@@ -3,8 +3,9 @@
 from typing import Final
 
 from mpsd.core.admission.admission import Amount
-from mpsd.core.admission.ledger import UserTotals
+from mpsd.core.admission.usage import UserTotals
 from mpsd.core.errors import QuotaError
+from mpsd.core.model import LeaseRequest
 from mpsd.core.roles import UserIdentity
 from mpsd.core.settings import Quota, Settings
 from mpsd.core.units import format_size
@@ -26,15 +27,17 @@ def weighs(quota: Quota) -> bool:
     return quota.threads is not None or quota.memory is not None or quota.clients is not None
 
 
-def check(quota: Quota, has: UserTotals, priority: int, worth: Amount) -> None:
+def check(quota: Quota, has: UserTotals, request: LeaseRequest, worth: Amount) -> None:
     """Refuse a request that exceeds its user's quota. Raises QuotaError, which names the quota and what is left of it.
 
     `has` is what the user holds and waits for already, and `worth` what the request comes to.
     """
     highest, release = quota.priority or 0, "request less, or release a lease: mpsctl leases"
-    if priority > highest:
+    if has.unleased.clients:
+        release += "; your clients without a lease count too: mpsctl clients"
+    if request.priority > highest:
         raise QuotaError(
-            f"priority {priority} was requested, but your quota allows {highest} at most",
+            f"priority {request.priority} was requested, but your quota allows {highest} at most",
             hint="request a lower priority, or ask an administrator to raise quota.priority",
             limit="quota.priority",
         )
@@ -54,11 +57,17 @@ def check(quota: Quota, has: UserTotals, priority: int, worth: Amount) -> None:
             hint=release,
             limit="quota.memory",
         )
+    if quota.clients is not None and request.processes is None:
+        raise QuotaError(
+            f"any number of processes was requested, but your quota is {quota.clients} client processes",
+            hint="request a number of processes",
+            limit="quota.clients",
+        )
     if quota.clients is not None and has.amount.clients + worth.clients > quota.clients:
         raise QuotaError(
             f"{worth.clients} client processes were requested, but your quota is {quota.clients}, and you already hold"
             f" {has.amount.clients}",
-            hint="request fewer processes, or release a lease: mpsctl leases",
+            hint=release.replace("less", "fewer processes", 1),
             limit="quota.clients",
         )
 
@@ -72,3 +81,19 @@ def time_to_live(quota: Quota, requested: float | None) -> float | None:
             limit="quota.ttl",
         )
     return quota.ttl if requested is None else requested
+
+
+LONGEST_NOTICE: Final = 900.0
+"""Seconds before the end of a lease that its holder learns of it at most: sooner, nobody would act on it."""
+
+_SHORTEST_NOTICE: Final = 60.0
+"""Seconds in which a person reads that, and types `mpsctl renew`."""
+
+
+def notice(ttl: float) -> float:
+    """Return how many seconds before the end of its time to live the holder of a lease learns of it.
+
+    It is a tenth, as far as that is neither too short to act on nor so long that it is forgotten again, and never more
+    than half: whoever renews a lease before half of its time to live is over never hears of it.
+    """
+    return min(ttl / 2, max(_SHORTEST_NOTICE, min(ttl / 10, LONGEST_NOTICE)))

@@ -1,14 +1,17 @@
 """The room on every GPU: what is granted there and to whom, and what fits beside it. Pure."""
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Final
 
 from msgspec import Struct
 
-from mpsd.core.admission.admission import NOTHING, Amount, Candidate, Offer, Shortage
+from mpsd.core.admission.admission import NOTHING, Amount, Candidate, Offer, Shortage, amount, part, places
 from mpsd.core.errors import DaemonNotReadyError, DoesNotFitError
+from mpsd.core.model import Lease
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import Placement
 from mpsd.core.units import format_size
 
@@ -37,6 +40,8 @@ class _Held:
 
     amount: Amount = NOTHING
     uids: dict[int, Amount] = field(default_factory=dict)
+    parts: Counter[Amount] = field(default_factory=Counter)
+    """What each client process gets, by how many leases."""
 
     def is_others(self, uid: int) -> bool:
         """Tell whether any uid but this one has something here."""
@@ -49,23 +54,39 @@ class Room:
     def __init__(self) -> None:
         self._held: defaultdict[str, _Held] = defaultdict(_Held)
 
-    def enter(self, gpu: str, uid: int, amount: Amount) -> None:
-        """Count a lease in."""
+    def enter(self, gpu: str, uid: int, amount: Amount, each: Amount) -> None:
+        """Count a lease in, of which `each` client process gets so much."""
         held = self._held[gpu]
         held.amount += amount
         held.uids[uid] = held.uids.get(uid, NOTHING) + amount
+        held.parts[each] += 1
 
-    def leave(self, gpu: str, uid: int, amount: Amount) -> None:
+    def leave(self, gpu: str, uid: int, amount: Amount, each: Amount) -> None:
         """Count it out again."""
         held = self._held[gpu]
         held.amount -= amount
+        held.parts[each] -= 1
+        if not held.parts[each]:
+            del held.parts[each]
         held.uids[uid] -= amount
         if held.uids[uid] == NOTHING:  # each lease has at least one client, so it was the last one
             del held.uids[uid]
 
+    def enter_lease(self, lease: Lease) -> Amount:
+        """Count the shares of a lease in, and return what they come to together."""
+        return _count(lease, self.enter)
+
+    def leave_lease(self, lease: Lease) -> Amount:
+        """Count the shares of a lease out again, and return what they came to together."""
+        return _count(lease, self.leave)
+
     def taken(self, gpu: str) -> Amount:
         """Return what is granted on a GPU."""
         return self._held[gpu].amount if gpu in self._held else NOTHING
+
+    def has_place(self, offer: Offer) -> bool:
+        """Tell whether one more client may come to a GPU, beside the places granted and the clients without a lease."""
+        return _left(offer, self.taken(offer.gpu)).clients > 0
 
     def uids(self, gpu: str) -> Collection[int]:
         """Return the uids that have something on a GPU."""
@@ -82,6 +103,8 @@ class Room:
         """Return the places that a user's request can have now, beside what is kept for others; none if too few.
 
         Best fit takes the GPUs with the least memory left, so that the others stay whole; spread those with the most.
+        Of those with as much left, it takes one whose leases give each process just this part: a control daemon has one
+        ceiling for all of them, and there it is nobody's but theirs.
         """
         fitting = [
             (offer, need)
@@ -91,6 +114,7 @@ class Room:
         if len(fitting) < count:
             return []
         if len(fitting) > 1:
+            fitting.sort(key=self._is_mixed)  # first, since what follows keeps the order of those that are alike
             fitting.sort(key=self._left, reverse=placement is Placement.SPREAD)
         return fitting[:count]
 
@@ -99,9 +123,9 @@ class Room:
     ) -> tuple[list[Candidate], bool]:
         """Return the places that come closest to granting a request, of those that are not kept; none if too few.
 
-        Places where the user's own leases alone leave too little count only where there are too few others: what others
-        leave there would not help. Of places that are equally close the first ones count, so that it is the same ones
-        from time to time. The second value tells whether the user's own leases are in the way of any.
+        Places where the user's own leases alone leave too little, beside what no lease has, count only where there are
+        too few others: what others leave there would not help. Of places that are equally close the first ones count,
+        so that it is the same ones from time to time. The second value tells whether any of them is such a place.
         """
         free = [each for each in candidates if not each[0].refuses(uid) and each[0].gpu not in reserved.from_all]
         promising = [each for each in free if not self._is_blocked_by_own(*each, uid)]
@@ -123,10 +147,16 @@ class Room:
         limit = _obstacle(offer, held, need, uid, NOTHING_RESERVED)
         return 0.0 if limit is None else _distance(limit, offer, held, need, uid)[1]
 
+    def _is_mixed(self, candidate: Candidate) -> bool:
+        """Tell whether any lease on a GPU gives its processes another part than this request would."""
+        parts = self._held[candidate[0].gpu].parts
+        return len(parts) > (part(candidate[1]) in parts)
+
     def _left(self, candidate: Candidate) -> tuple[int, int]:
         """Return the memory and the threads that are left where a request could be granted."""
         offer, taken = candidate[0], self._held[candidate[0].gpu].amount
-        return offer.memory - taken.memory, offer.threads - taken.threads
+        beside = offer.unleased
+        return offer.memory - beside.memory - taken.memory, offer.threads - beside.threads - taken.threads
 
     def lacks(self, candidates: Sequence[Candidate], uid: int, count: int) -> Shortage:
         """Say what a request lacks that was not granted, on the GPU that comes closest to granting it."""
@@ -155,7 +185,7 @@ class Room:
     def _is_spent(self, offer: Offer, reserved: Reservation | None) -> bool:
         if reserved is None:
             return False
-        left = Amount(offer.threads, offer.memory, offer.clients) - self.taken(offer.gpu) - reserved.amount
+        left = _left(offer, self.taken(offer.gpu) + reserved.amount)
         return left.threads <= 0 or left.memory <= 0 or left.clients <= 0
 
 
@@ -180,12 +210,25 @@ def _obstacle(offer: Offer, held: _Held, need: Amount, uid: int, reserved: Reser
 
 
 def _lacking(offer: Offer, taken: Amount, need: Amount) -> str | None:
-    """Name what a GPU has too little left of, beside what is taken."""
-    if need.threads > offer.threads - taken.threads:
+    """Name what a GPU has too little left of, beside what is taken and what no lease has."""
+    beside = offer.unleased
+    if need.threads > offer.threads - beside.threads - taken.threads:
         return "threads"
-    if need.memory > offer.memory - taken.memory:
+    if need.memory > offer.memory - beside.memory - taken.memory:
         return "memory"
-    return "clients" if need.clients > offer.clients - taken.clients else None
+    return "clients" if need.clients > offer.clients - beside.clients - taken.clients else None
+
+
+def _left(offer: Offer, taken: Amount) -> Amount:
+    """Return what a GPU has left, beside what is taken and what no lease has; less than nothing is too much taken."""
+    return Amount(offer.threads, offer.memory, offer.clients) - offer.unleased - taken
+
+
+def describe(unleased: Amount) -> str:
+    """Say what clients without a lease use of a GPU."""
+    count = "1 client" if unleased.clients == 1 else f"{unleased.clients} clients"
+    verb = "counts" if unleased.clients == 1 else "count"
+    return f"{count} without a lease {verb} as {unleased.threads / 10:g} % and {format_size(unleased.memory)}"
 
 
 def _distance(limit: str, offer: Offer, held: _Held, need: Amount, uid: int) -> tuple[bool, float]:
@@ -193,17 +236,16 @@ def _distance(limit: str, offer: Offer, held: _Held, need: Amount, uid: int) -> 
     is_out = offer.refuses(uid) is not None
     if is_out or limit == "user":
         return is_out, 1.0
-    taken = held.amount
-    threads = (need.threads - offer.threads + taken.threads) / need.threads
-    memory = (need.memory - offer.memory + taken.memory) / need.memory
-    return False, max(threads, memory, (need.clients - offer.clients + taken.clients) / need.clients)
+    left = _left(offer, held.amount)
+    threads, memory = (need.threads - left.threads) / need.threads, (need.memory - left.memory) / need.memory
+    return False, max(threads, memory, (need.clients - left.clients) / need.clients)
 
 
 def _shortage(limit: str, offer: Offer, held: _Held, need: Amount, uid: int) -> Shortage:
     """Put what `_obstacle` named into words."""
     if (refusal := offer.refuses(uid)) is not None:
         return Shortage(limit, refusal.because, refusal.hint, DaemonNotReadyError, offer.gpu)
-    taken, hint = held.amount, "request less, wait for it (--wait), or see who holds it: mpsctl leases"
+    free, hint = _left(offer, held.amount), "request less, wait for it (--wait), or see who holds it: mpsctl leases"
     match limit:
         case "user":
             other = next(each for each in held.uids if each != uid)
@@ -213,12 +255,31 @@ def _shortage(limit: str, offer: Offer, held: _Held, need: Amount, uid: int) -> 
                 ' = "many"'
             )
         case "threads":
-            left = f"{max(offer.threads - taken.threads, 0) / 10:g} %"
+            left = f"{max(free.threads, 0) / 10:g} %"
             because = f"{need.threads / 10:.1f} % of the threads were requested, but only {left} are left"
         case "memory":
-            left = format_size(max(offer.memory - taken.memory, 0))
+            left = format_size(max(free.memory, 0))
             because = f"{format_size(need.memory)} of memory were requested, but only {left} are left"
         case _:
-            left = f"{max(offer.clients - taken.clients, 0)} of {offer.clients}"
+            left = f"{max(free.clients, 0)} of {offer.clients}"
             because = f"{need.clients} client processes were requested, but only {left} are left"
+    if limit != "user" and offer.unleased.clients:
+        because += f"; {describe(offer.unleased)}"
+        hint += ", and who uses it without a lease: mpsctl clients"
     return Shortage(limit, because, hint, DoesNotFitError, offer.gpu)
+
+
+def _count(lease: Lease, move: Callable[[str, int, Amount, Amount], None]) -> Amount:
+    """Count the shares of a lease in, or out, on their GPUs, and return what they come to together."""
+    whole, clients = NOTHING, places(lease)
+    for share in lease.shares:
+        here = amount(share, clients)
+        move(share.gpu, lease.owner.uid, here, _each(share.threads, share.memory, lease.request.processes or 1))
+        whole += here
+    return whole
+
+
+@lru_cache(maxsize=1024)
+def _each(threads: ActiveThreadPercentage, memory: PinnedDeviceMemLimit, processes: int) -> Amount:
+    """Return what each client process of a share gets."""
+    return part(Amount(threads.tenths, memory.bytes, processes))

@@ -10,6 +10,8 @@ from typing import Final
 
 from msgspec import Struct
 
+from mpsd.core.admission.admission import NOTHING, Amount
+
 _AHEAD: Final = 1.0
 """Seconds for which what a user holds is counted ahead when users are compared."""
 
@@ -23,6 +25,24 @@ class Account(Struct, frozen=True):
     value: float = 0.0
     rate: float = 0.0
     at: float = 0.0
+
+
+class UserTotals(Struct, frozen=True):
+    """What one user has: how many leases, waiting ones included, what it holds by them, and what it waits for."""
+
+    leases: int = 0
+    holds: Amount = NOTHING
+    awaits: Amount = NOTHING
+    unleased: Amount = NOTHING
+    """What its clients use that no lease has."""
+
+    @property
+    def amount(self) -> Amount:
+        """What all of it comes to."""
+        return self.holds + self.awaits + self.unleased
+
+
+NEWCOMER: Final = UserTotals()
 
 
 class Usage:

@@ -1,13 +1,14 @@
 """Checks of NVIDIA's driver and its programs: whether they are there, fit together, and know what mpsd needs."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
 from mpsd.core import gpus
 from mpsd.core.doctor.finding import Check, Finding, Verdict, unknown
 from mpsd.core.doctor.observed import NodeGpus, Observed
 from mpsd.core.model import Known, Unknown
-from mpsd.core.mps.daemon_flags import MANY_USERS_SINCE
+from mpsd.core.mps.daemon_flags import MANY_USERS
 from mpsd.core.mps.limits import PINNED_DEVICE_MEM_LIMIT
 from mpsd.core.settings import Users
 
@@ -16,6 +17,20 @@ def node_of(seen: Observed) -> NodeGpus | None:
     """Return what NVML told; None where it told nothing."""
     node = seen.gpus.node
     return node.value if isinstance(node, Known) else None
+
+
+_ANONYMOUS: Final = 580
+"""The first driver whose servers share memory with their clients without a file in /dev/shm (its own logs)."""
+
+
+def without_shm(seen: Observed, finding: Finding) -> Finding:
+    """Return a finding about /dev/shm as it is with this driver: from 580 on nobody knows whether it matters."""
+    node = node_of(seen)
+    branch = gpus.driver_branch(node.driver) if node is not None else None
+    if branch is None or branch < _ANONYMOUS:
+        return finding
+    because = f"{finding.because}; from driver {_ANONYMOUS} on that may not matter: servers share memory without a file"
+    return replace(finding, verdict=Verdict.UNKNOWN, because=because)
 
 
 def unread(seen: Observed) -> Iterator[Finding]:
@@ -138,13 +153,11 @@ def _memory_limit(seen: Observed) -> Iterator[Finding]:
 def _many_users(seen: Observed) -> Iterator[Finding]:
     if seen.settings.daemon.users is not Users.MANY:
         return
-    yield from unread(seen)
-    node = node_of(seen)
-    branch = gpus.driver_branch(node.driver) if node is not None else None
-    if node is not None and branch is not None and branch < MANY_USERS_SINCE:
-        because = f'daemon.users = "many" needs driver {MANY_USERS_SINCE}, but the driver is {node.driver}'
-        evidence = {"driver": node.driver, "since": MANY_USERS_SINCE}
-        yield Finding(Verdict.FAIL, because, evidence, 'set daemon.users = "one"')
+    if isinstance(seen.gpus.many_users, Unknown):
+        yield unknown(seen.gpus.many_users.reason)
+    elif not seen.gpus.many_users.value:
+        because = f'daemon.users = "many" needs {MANY_USERS}, which {seen.gpus.program} does not know'
+        yield Finding(Verdict.FAIL, because, {"program": str(seen.gpus.program)}, 'set daemon.users = "one"')
 
 
 CHECKS: Final = (
@@ -180,7 +193,7 @@ CHECKS: Final = (
     ),
     Check(
         "many-users",
-        'the driver supports what daemon.users = "many" needs',
+        'the control program knows what daemon.users = "many" needs',
         "The control daemon does not start, or serves one uid at a time.",
         _many_users,
     ),

@@ -164,6 +164,34 @@ def _persistence(seen: Observed) -> Iterator[Finding]:
             yield Finding(Verdict.WARN, because, {"uuid": each.gpu.uuid}, remedy, _name(each.gpu))
 
 
+_TO_REMAP: Final = "memory rows need a reset to be remapped"
+
+
+def _integrated(seen: Observed) -> Iterator[Finding]:
+    yield from unread(seen)
+    node = node_of(seen)
+    if node is None:
+        return
+    for each in _gpus(seen):
+        if any(word in each.gpu.name for word in _INTEGRATED):
+            because = f"{each.gpu.name} shares its memory with the node: NVML counts none of it for a process, and so"
+            because += " mpsd sees no memory that is held"
+            if not any(word in each.gpu.name for word in _DESKTOP):
+                because += "; a Tegra has no compute mode, and its MPS no terminate_client"
+            remedy = "set memory limits by the processes' control groups as well; see docs/gpu.md"
+            yield Finding(Verdict.WARN, because, {"name": each.gpu.name}, remedy, _name(each.gpu))
+    for index, reason in node.unreadable.items():
+        if "Not Supported" in reason:
+            because = f"NVML does not tell of it what mpsd needs ({reason}), as of a GPU that shares the node's memory"
+            because += " (Tegra, GB10)"
+            yield Finding(Verdict.FAIL, because, {"index": index}, "use MPS there without mpsd", f"GPU {index}")
+
+
+_DESKTOP: Final = ("GB10",)
+_INTEGRATED: Final = (*_DESKTOP, "Tegra", "Orin", "Xavier", "Thor")
+"""How the GPUs are named whose memory is that of the node."""
+
+
 def _ecc(seen: Observed) -> Iterator[Finding]:
     yield from unread(seen)
     for each in _gpus(seen):
@@ -174,7 +202,7 @@ def _ecc(seen: Observed) -> Iterator[Finding]:
         said = {
             f"{found.uncorrected} uncorrected ECC errors since the driver was loaded": bool(found.uncorrected),
             "memory pages need a reset to be retired": bool(found.retirement_pending),
-            "memory rows need a reset to be remapped": bool(found.remapping_pending),
+            _TO_REMAP: bool(found.remapping_pending),
             "memory rows failed, and no spare row is left for them": bool(found.remapping_failed),
         }
         wrong = [each for each, is_so in said.items() if is_so]
@@ -183,7 +211,9 @@ def _ecc(seen: Observed) -> Iterator[Finding]:
             remedy = f"drain it (mpsctl drain gpu{each.gpu.index}), then nvidia-smi -i {each.gpu.index} --gpu-reset"
             if found.remapping_failed:
                 remedy = "replace this GPU"
-            yield Finding(Verdict.FAIL, "; ".join(wrong), evidence, remedy, _name(each.gpu))
+            # Rows that are to be remapped are out of use: running and new work goes on (GPU Memory Error Management).
+            verdict = Verdict.WARN if wrong == [_TO_REMAP] else Verdict.FAIL
+            yield Finding(verdict, "; ".join(wrong), evidence, remedy, _name(each.gpu))
 
 
 def _clients(seen: Observed) -> Iterator[Finding]:
@@ -261,6 +291,12 @@ CHECKS: Final = (
         "persistence mode is on",
         "The first client waits for seconds, and the compute mode is lost when the last process exits.",
         _persistence,
+    ),
+    Check(
+        "integrated",
+        "every GPU has memory of its own",
+        "Memory above a lease's part is not seen, and a GPU may be one that mpsd cannot share.",
+        _integrated,
     ),
     Check("ecc", "no GPU has uncorrected memory errors", "Work fails, or its results are wrong.", _ecc),
     Check(

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from mpsd.core import gpus
+from mpsd.core.doctor.driver import without_shm
 from mpsd.core.doctor.finding import AS_ROOT, Check, Finding, Verdict, unknown
 from mpsd.core.doctor.observed import LogLine, Observed
 from mpsd.core.doctor.processes import USUAL
@@ -68,6 +69,10 @@ def _environment(seen: Observed) -> Iterator[Finding]:
 
 
 def _shm(seen: Observed) -> Iterator[Finding]:
+    yield from (without_shm(seen, each) for each in _of_shm(seen))
+
+
+def _of_shm(seen: Observed) -> Iterator[Finding]:
     if isinstance(seen.host.shared_memory, Unknown):
         remedy = "mount -t tmpfs -o mode=1777 tmpfs /dev/shm; or share the host's (docker run --ipc=host)"
         yield Finding(Verdict.FAIL, seen.host.shared_memory.reason, {}, remedy)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Final
 
+from mpsd.core.doctor.driver import without_shm
 from mpsd.core.doctor.finding import AS_ROOT, Check, Finding, Verdict, unknown
 from mpsd.core.doctor.observed import Observed
 from mpsd.core.doctor.processes import DAEMON, FRONT_END, belongs, hidden, living, unreadable_processes
@@ -86,7 +87,7 @@ def _shm_shared(seen: Observed) -> Iterator[Finding]:
             because += " cannot connect (805)"
             evidence = {"pid": each.pid, "device": each.shared_memory.value, "own_device": own.value.device}
             remedy = "share one /dev/shm: hostIPC: true, or mount the host's into both (docker run --ipc=host)"
-            yield Finding(Verdict.WARN, because, evidence, remedy, f"pid {each.pid}")
+            yield without_shm(seen, Finding(Verdict.WARN, because, evidence, remedy, f"pid {each.pid}"))
 
 
 CHECKS: Final = (

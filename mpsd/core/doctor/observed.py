@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Final
 
 from mpsd.core.compute_mode import ComputeMode
+from mpsd.core.doctor.observed_clients import ClientSeen, ViolationAnswer
+from mpsd.core.gpus import Condition
 from mpsd.core.health import Reason
-from mpsd.core.model import Condition, Gpu, GpuUsage, Known, Reading, Unknown
+from mpsd.core.model import Gpu, GpuUsage, Known, Reading, Unknown
 from mpsd.core.settings import Settings
 
 _NOT_LOOKED: Final = Unknown("it was not checked")
@@ -55,6 +57,7 @@ class Answers:
     """What it says is not well, the gravest first; those besides that leave the node healthy."""
     gpus: tuple[GpuAnswer, ...] = ()
     daemons: tuple[DaemonAnswer, ...] = ()
+    violations: tuple[ViolationAnswer, ...] = ()
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -316,6 +319,8 @@ class GpusSeen:
     package: tuple[str, str] | None = None
     """The package that the control program is of, and its version."""
     left: Left | None = None
+    many_users: Reading[bool] = _NOT_LOOKED
+    """Whether the control program knows -multiuser-server."""
 
     def with_node(self, node: Reading[NodeGpus], remedy: str = "") -> "GpusSeen":
         """Return this with what NVML said."""
@@ -388,3 +393,5 @@ class Observed:
     processes: Reading[tuple[ProcessSeen, ...]]
     gpus: GpusSeen
     host: HostSeen
+    clients: Reading[tuple[ClientSeen, ...]] = _NOT_LOOKED
+    """The processes that have leases which the caller may see."""

@@ -1,5 +1,6 @@
 """Checks of the processes of MPS: whose they are, whether they are well, and what they may do."""
 
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
@@ -17,6 +18,8 @@ MPSD: Final = "mpsd"
 USUAL: Final = ("/tmp/nvidia-mps", "/run/nvidia-mps")  # noqa: S108 - where clients look
 """The pipe directories that are tried where CUDA_MPS_PIPE_DIRECTORY is not set; the second by root from R615 on, with
 protocol 3 (NVIDIA's documentation)."""
+
+_PROTOCOL_3: Final = re.compile(r"(?:^| )(?:-p|--protocol)[ =]?3(?: |$)")
 
 _OPEN_FILES: Final = 16384
 """Files that NVIDIA recommends to allow; with fewer, servers cannot make shared memory (documentation before R590)."""
@@ -121,8 +124,16 @@ def _foreign(seen: Observed) -> Iterator[Finding]:
             continue
         directory = each.pipe_directory or ""
         because = f"pid {each.pid} (uid {each.uid}) is a control daemon on {directory} that mpsd did not start"
+        because += ", and speaks protocol 3, which mpsd does not" if _speaks_3(each) else ""
         remedy = f"{_quit(each, directory)}; mpsctl reset {Path(directory).name}"
         yield Finding(Verdict.FAIL, because, _report_of(each), remedy, Path(directory).name)
+
+
+def _speaks_3(each: ProcessSeen) -> bool:
+    """Tell whether a control daemon was started for protocol 3. The variable comes before the flag (NVIDIA, MPS v3)."""
+    variables = each.variables.value if isinstance(each.variables, Known) else {}
+    flags = " ".join(each.arguments)
+    return variables.get("CUDA_MPS_PROTOCOL_VERSION", "3" if _PROTOCOL_3.search(flags) else "2") == "3"
 
 
 def _usual(seen: Observed) -> Iterator[Finding]:

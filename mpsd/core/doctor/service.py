@@ -8,7 +8,7 @@ from mpsd.core import reload
 from mpsd.core.doctor.finding import Check, Finding, Verdict, unknown
 from mpsd.core.doctor.observed import Answers, Observed
 from mpsd.core.health import Kind
-from mpsd.core.model import Known, Unknown
+from mpsd.core.model import Known, Unknown, ViolationKind
 from mpsd.core.settings import Settings
 
 _GPU_KINDS: Final = frozenset({Kind.GPU_UNKNOWN, Kind.GPU, Kind.GPU_UNSUPPORTED, Kind.GPU_NOT_RESTORED})
@@ -247,6 +247,20 @@ def _limits(seen: Observed) -> Iterator[Finding]:
     yield from _reasons(answers, _LIMIT_KINDS, _daemons(answers))
 
 
+_OTHERS: Final = frozenset({ViolationKind.SHORT, ViolationKind.LIMITS})
+
+
+def _violations(seen: Observed) -> Iterator[Finding]:
+    answers = _answers(seen)
+    if answers is None:
+        yield unknown("mpsd does not answer")
+        return
+    for each in answers.violations:
+        if each.kind in _OTHERS:
+            continue  # a check of its own has it
+        yield Finding(Verdict.WARN, each.because, {"pid": each.pid}, each.hint, f"pid {each.pid}")
+
+
 def _daemons(answers: Answers | None) -> dict[str, dict[str, object]]:
     """Return the values to tell of each control daemon."""
     return {
@@ -313,5 +327,11 @@ CHECKS: Final = (
     Check("gpu-health", "mpsd can grant leases on every GPU", "No lease can be granted on that GPU.", _gpu_health),
     Check("daemon", "every control daemon is ready", "No lease can be granted on its GPU.", _daemon),
     Check("limits", "every limit reads back as mpsd set it", "A client can use more than its lease grants.", _limits),
+    Check(
+        "violations",
+        "every process has the lease, the user and the limits that it should have",
+        "A process uses what it was not granted, or has less than it was granted.",
+        _violations,
+    ),
 )
 """In the order in which they are told."""

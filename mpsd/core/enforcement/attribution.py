@@ -7,13 +7,17 @@ family or the control group of its holder has no part in it, and takes no place 
 from collections.abc import Callable, Iterable, Sequence
 
 from mpsd.core.enforcement import violations
+from mpsd.core.enforcement.lease_environment import TOKEN
 from mpsd.core.enforcement.violations import AttributedClient
 from mpsd.core.model import Client, Lease, ProcessIdentity
 from mpsd.core.mps.limits import LIMITS
 
 
 def by_family(
-    client: Client, family: Iterable[ProcessIdentity], leases_of: Callable[[ProcessIdentity], Iterable[Lease]]
+    client: Client,
+    family: Iterable[ProcessIdentity],
+    leases_of: Callable[[ProcessIdentity], Iterable[Lease]],
+    has_room: Callable[[Lease], bool],
 ) -> AttributedClient:
     """Return the lease of the nearest in a client's family, itself first, that has one on its GPU with room for it.
 
@@ -37,7 +41,7 @@ def by_family(
     return AttributedClient(client, nearest, counted=False)
 
 
-def by_cgroup(client: Client, leases: Sequence[Lease]) -> AttributedClient:
+def by_cgroup(client: Client, leases: Sequence[Lease], has_room: Callable[[Lease], bool]) -> AttributedClient:
     """Return the lease of a client without a family, where just one of its uid has processes in its control group."""
     own = [lease for lease in leases if lease.owner.uid == client.uid]
     if len(own) != 1:
@@ -45,9 +49,19 @@ def by_cgroup(client: Client, leases: Sequence[Lease]) -> AttributedClient:
     return AttributedClient(client, own[0], counted=client.identity in own[0].clients or has_room(own[0]))
 
 
-def has_room(lease: Lease) -> bool:
-    """Tell whether a lease may have one more client process."""
-    return len(lease.clients) < lease.request.processes
+def by_token(client: Client, named: Lease | None, has_room: Callable[[Lease], bool]) -> AttributedClient:
+    """Return the lease that a client's environment names, if the client has its token, and it has room there.
+
+    An environment is its process's own, so that the lease has to be of the client's own uid, which the kernel tells:
+    nobody can be given another user's client, nor have another user's lease. Whoever has the token of a lease of its
+    own could have asked for it, so comparing it takes as long as it takes.
+    """
+    own = client.environment or {}
+    if named is None or not named.token or own.get(TOKEN) != named.token or named.owner.uid != client.uid:
+        return AttributedClient(client, None, counted=False)
+    if violations.share_on(named, client.daemon) is None or not has_room(named):
+        return AttributedClient(client, None, counted=False)
+    return AttributedClient(client, named, counted=True)
 
 
 def is_telling(cgroup: str) -> bool:

@@ -1,11 +1,14 @@
 """How far the limits of a control daemon are open, and for whom. Pure.
 
-MPS fixes what a client gets when it connects: the lesser of the server's limits then and its own environment's. Nobody
-can change it afterwards, so the server's limits are the one thing that holds whatever a process says. mpsd keeps them
-at what the leases need whose clients are still to come, and closed otherwise.
+What a client gets is the lesser of the server's limits, when they bind, and of its own environment's; nobody can change
+it afterwards. When they bind is not documented: as the process connects, or as it makes a context, which may be minutes
+later, and a second time. So a server's limits are kept at what the leases need whose processes may come, and are
+lowered behind a client only once its context is proven.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import reduce
 from typing import Final
 
@@ -14,6 +17,7 @@ from msgspec import Struct
 from mpsd.core.model import Lease, Limits, Share
 from mpsd.core.mps.limits import widest_limits
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.settings import Attach
 
 SMALLEST: Final = Limits(ActiveThreadPercentage(1), PinnedDeviceMemLimit(1))
 """0.1 % reads back as 0.1, and less as 0.0; 1M is the least memory, and 0 would be none at all (measured, all four)."""
@@ -30,8 +34,7 @@ class CeilingRules:
 
     closed: Limits
     """What a process gets that nobody let in."""
-    strict: bool
-    """Whether leases attach one at a time, each under exactly its own limits, or together under the largest."""
+    attach: Attach
     window: float
     """Seconds of a turn in strict mode, and for those of a lease's processes that do not come with its first."""
 
@@ -56,9 +59,12 @@ class Ceiling(Struct, frozen=True):
 
 
 def each_process(lease: Lease, share: Share) -> Limits:
-    """Return what each client process of a lease is to get on one of its GPUs: its part, rounded down."""
+    """Return what each client process of a lease is to get on one of its GPUs: its part, rounded down.
+
+    Where it may have any number of them, each is to get the whole.
+    """
     processes = lease.request.processes
-    if processes == 1:
+    if processes is None or processes == 1:
         return Limits(share.threads, share.memory)
     return Limits(
         ActiveThreadPercentage(share.threads.tenths // processes),
@@ -66,12 +72,46 @@ def each_process(lease: Lease, share: Share) -> Limits:
     )
 
 
+class Awaited(Enum):
+    """How long the ceiling stays open for the processes of a lease."""
+
+    ALWAYS = auto()
+    """As long as the lease lives, or until more is known."""
+    WINDOW = auto()
+    """For the window, from the last moment that gave a reason for it."""
+    NOBODY = auto()
+    """Not at all."""
+
+
+class ContextProof(Enum):
+    """Whether NVML shows memory of a client on a GPU of its lease, which proves that it has a context there.
+
+    That a server lists a client proves none: it may make its first context, or another one, later.
+    """
+
+    SHOWN = auto()
+    MISSING = auto()
+    UNKNOWN = auto()
+    """The GPU cannot be read, or NVML does not report how much the process holds."""
+
+
+def awaited(lease: Lease, attach: Attach, proofs: Collection[ContextProof]) -> Awaited:
+    """Return how long the processes of a living lease are awaited, of whose clients this is known."""
+    if attach is Attach.ANYTIME or not lease.clients or ContextProof.MISSING in proofs:
+        return Awaited.ALWAYS
+    return Awaited.WINDOW if ContextProof.UNKNOWN in proofs or may_have_more(lease) else Awaited.NOBODY
+
+
+def may_have_more(lease: Lease) -> bool:
+    """Tell whether a lease may have more client processes than it has."""
+    return lease.request.processes is None or len(lease.clients) < lease.request.processes
+
+
 class ExpectedClients:
     """The leases of one control daemon whose processes are still to come, in the order in which they are to.
 
-    A lease of which no process is there yet is waited for as long as it lives: its holder is to become its client, and
-    nobody can know when. In strict mode it has its turn again and again. Of one that has some of its processes, the
-    others are waited for as long as the window is open; later ones have to ask for it.
+    How long each is waited for is what `awaited` says of it. In strict mode one that is waited for always has its turn
+    again and again, and one that has a window has a single turn; later processes of that have to ask for it.
     """
 
     def __init__(self) -> None:
@@ -79,27 +119,35 @@ class ExpectedClients:
         self._sizes: dict[Limits, int] = {}
         """How many of them are to get what: thousands mostly ask for the same few sizes."""
         self._since: dict[str, float] = {}
-        """Those that have some of their processes, and since when the others are waited for; the earliest first."""
+        """Those that have a window, and since when; the earliest first."""
+        self._asking: set[str] = set()
+        """Those of which somebody waits to be told that the ceiling is open: until then no window of theirs begins."""
         self._slot: _Slot | None = None
 
-    def expect(self, lease_id: str, limits: Limits, *, some: bool, now: float) -> bool:
-        """Wait for processes of a lease, which has `some` or none; its window begins now.
+    def expect(self, lease_id: str, limits: Limits, how_long: Awaited, *, now: float, anew: bool = True) -> bool:
+        """Wait for processes of a lease, or no more; a window begins now, or, unless `anew`, goes on as it is.
 
         Return whether that may need other limits than before: where others are to get as much, it does not.
         """
+        is_over = how_long is Awaited.WINDOW and not anew and lease_id not in self._expected
+        if is_over or how_long is Awaited.NOBODY:
+            return self.forget(lease_id)
         alike = 1
         if lease_id not in self._expected:
             self._expected[lease_id] = limits
             alike = self._sizes.get(limits, 0)
             self._sizes[limits] = alike + 1
-        self._since.pop(lease_id, None)
-        if some:
+        if how_long is Awaited.ALWAYS:
+            self._since.pop(lease_id, None)
+        elif (anew or lease_id not in self._since) and lease_id not in self._asking:
+            self._since.pop(lease_id, None)
             self._since[lease_id] = now
         return not alike
 
     def ask(self, lease_id: str) -> None:
         """Have the window of a lease not run out while somebody waits to be told that it is open."""
         self._since.pop(lease_id, None)
+        self._asking.add(lease_id)
 
     def hold(self, lease_id: str) -> None:
         """Have the turn of a lease not pass while it waits for its turn on another GPU.
@@ -109,9 +157,10 @@ class ExpectedClients:
         if self._slot is not None and self._slot.lease == lease_id and not self._slot.answered:
             self._slot.held = True
 
-    def answer(self, lease_id: str, *, some: bool, now: float) -> None:
-        """Have the window and the turn of a lease, which has `some` of its processes or none, begin: it is told now."""
-        if some and self.expects(lease_id):
+    def answer(self, lease_id: str, how_long: Awaited, *, now: float) -> None:
+        """Have the window of a lease, if it has one, and its turn begin: it is told now."""
+        self._asking.discard(lease_id)
+        if how_long is Awaited.WINDOW and self.expects(lease_id):
             self._since.pop(lease_id, None)
             self._since[lease_id] = now
         if self._slot is not None and self._slot.lease == lease_id and not self._slot.answered:
@@ -138,7 +187,7 @@ class ExpectedClients:
 
     def settle(self, rules: CeilingRules, now: float) -> Ceiling:
         """Return how far it is open now."""
-        if rules.strict:
+        if rules.attach is Attach.STRICT:
             return self._strictly(rules, now)
         self._slot = None
         while self._since and next(iter(self._since.values())) + rules.window <= now:

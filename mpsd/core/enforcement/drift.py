@@ -7,7 +7,8 @@ from typing import Final, TypeAlias
 
 from mpsd.core.model import Drift, Limits, ReadBack, Server
 from mpsd.core.mps.commands import words
-from mpsd.core.mps.limits import CLIENT_PRIORITY, LIMITS, NOTHING, Limit, LimitValue, wider
+from mpsd.core.mps.limits import CLIENT_PRIORITY, EVERYTHING, LIMITS, NOTHING, Limit, LimitValue, narrower, wider
+from mpsd.core.quantities import Bounds
 
 _PID: Final = re.compile(r"[0-9]{1,10}")
 
@@ -59,13 +60,14 @@ def priority_drift(
     return (Drift(CLIENT_PRIORITY.limit, CLIENT_PRIORITY.wanted, found, since, command),)
 
 
-def opened(commands: Iterable[str], server: int, *, fresh: bool) -> ReadBack:
-    """Return the most that commands of others gave, be it for a moment, to whoever connected to a server meanwhile.
+def opened(commands: Iterable[str], server: int, *, fresh: bool) -> Bounds:
+    """Return between what and what commands of others set the limits of a server, be it for a moment.
 
-    The defaults of the daemon are those of a server that is `fresh`. A value that mpsd would not write itself counts as
-    no limit at all: what MPS makes of such a one is its own affair (`-1G` is 16 EiB, measured).
+    Without such commands it is less than nothing: from everything down to nothing. The defaults of the daemon are those
+    of a server that is `fresh`. A value that mpsd would not write itself may be anything: what MPS makes of such a one
+    is its own affair (`-1G` is 16 EiB, measured).
     """
-    result = NOTHING
+    least, most = EVERYTHING, NOTHING
     for command in commands:
         name, *arguments = words(command) or [""]
         for limit in LIMITS:
@@ -75,8 +77,9 @@ def opened(commands: Iterable[str], server: int, *, fresh: bool) -> ReadBack:
                 given = limit.foreign(arguments[1:])
             else:
                 continue
-            result = limit.put(result, wider(limit.found(result), given))
-    return result
+            most = limit.put(most, wider(limit.found(most), given))
+            least = limit.put(least, narrower(limit.found(least), 0 if given is None else given))
+    return Bounds(least, most)
 
 
 def _may_be(pid: str, server: int) -> bool:

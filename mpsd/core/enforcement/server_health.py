@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Final
 
-from mpsd.core.model import Moment, Pid, ReadBack
+from mpsd.core.model import ReadBack
 from mpsd.core.mps.limits import NOTHING
 from mpsd.core.mps.log_events import (
+    ClientLost,
     ContextsMade,
     LimitGiven,
     LogEvent,
@@ -17,6 +18,7 @@ from mpsd.core.mps.log_events import (
     ServerReady,
     SharedMemoryMade,
 )
+from mpsd.core.quantities import Moment, Pid
 
 FAULT: Final = "FAULT"
 """The state word of a server that handles a fatal fault of a GPU; drivers before 550 have no word for it."""
@@ -41,6 +43,8 @@ class ServerHealth:
     """By server, the limits that its log says it gives, since somebody last compared them with what was asked."""
     failures: list[Moment] = field(default_factory=list)
     """When servers could not start, since one could."""
+    lost: int = 0
+    """How many clients were gone without a word."""
     words: str = ""
     """What the last of them said."""
     shared_memory: list[str] = field(default_factory=list)
@@ -56,6 +60,8 @@ class ServerHealth:
                     self._give(event)
                 case SharedMemoryMade() if event.name.split(".")[3] == f"{event.server:x}":
                     self.shared_memory = [*self.shared_memory, event.name][-_MOST_GIVEN:]
+                case ClientLost():
+                    self.lost += 1
                 case ContextsMade():
                     self.faults.pop(event.server, None)
                 case ServerReady() | ServerFailed() | ServerExited():

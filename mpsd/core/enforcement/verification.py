@@ -2,10 +2,39 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
 
 from mpsd.core.enforcement import violations
-from mpsd.core.enforcement.violations import Violation
-from mpsd.core.model import Client, GpuProcess, Known, Lease, LeaseState, ProcessIdentity, ReadBack, Share
+from mpsd.core.enforcement.violations import AttributedClient, Violation
+from mpsd.core.model import (
+    Client,
+    GpuProcess,
+    Known,
+    Lease,
+    LeaseState,
+    ProcessIdentity,
+    ReadBack,
+    Share,
+    ViolationKind,
+)
+from mpsd.core.mps.limits import EVERYTHING
+
+
+class Verdict(StrEnum):
+    """What verifying came to. Only `ok` is well."""
+
+    VIOLATION = "violation"
+    """Something is wrong."""
+    UNKNOWN = "unknown"
+    """Nothing is known to be wrong, and not all of it is known to be right."""
+    NOTHING = "nothing"
+    """There is nothing to verify: the lease waits, has ended, or has no process on the GPU yet."""
+    OK = "ok"
+
+
+_NO_MEMORY_LIMIT: Final = "no memory limit"
+"""What is said first where the environment of a process has MPS drop that limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,19 +50,28 @@ class VerifiedProcess:
     granted: ReadBack
     in_force: ReadBack | None
     """The most that it can use; None where that is not known, and for whoever is no client."""
+    at_least: ReadBack | None
+    """The least that it has; None likewise."""
     held: int | None
     """Bytes of the GPU's memory that it holds; None where that is not known."""
-    ok: bool
+    verdict: Verdict
     because: str
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What verifying a lease came to: the first thing that is wrong, or that all is well."""
+    """What verifying a lease came to: the gravest thing that there is to say, or that all is well."""
 
-    ok: bool
+    verdict: Verdict
     because: str
-    processes: tuple[VerifiedProcess, ...]
+    processes: tuple[VerifiedProcess, ...] = ()
+    unknown: tuple[str, ...] = ()
+    """What is not known, in sentences."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every process of the lease is under MPS and within its limits."""
+        return self.verdict is Verdict.OK
 
 
 def verify(
@@ -52,24 +90,36 @@ def verify(
     yet is not well: whoever asks wants to know whether it runs under MPS, and it does not.
     """
     if lease.state is LeaseState.ENDED:
-        return Verification(ok=False, because=f"lease {lease.id} has ended: {lease.because}", processes=())
+        return Verification(Verdict.NOTHING, f"lease {lease.id} has ended: {lease.because}")
     if lease.state is LeaseState.WAITING:
-        return Verification(ok=False, because=f"lease {lease.id} is waiting, and holds nothing yet", processes=())
+        return Verification(Verdict.NOTHING, f"lease {lease.id} is waiting, and holds nothing yet")
+    own = [each for each in found if each.lease == lease.id]
     processes = tuple(
-        each for share in lease.shares for each in _on(lease, share, clients, held.get(share.gpu, {}), memory=memory)
+        each
+        for share in lease.shares
+        for each in _on(lease, share, clients, held.get(share.gpu, {}), own, memory=memory)
     )
-    wrong = [each.because for each in found if each.lease == lease.id] + [
-        each.because for each in processes if not each.ok and each.mps is not None
-    ]
-    wrong += unknown
+    there = [each for each in processes if each.mps is not None]
+    wrong = [_said(each) for each in own] + [each.because for each in there if each.verdict is Verdict.VIOLATION]
+    doubts = [each.because for each in there if each.verdict is Verdict.UNKNOWN] + [*unknown]
     attached = [each for each in processes if each.mps]
     if wrong:
-        return Verification(ok=False, because=wrong[0], processes=processes)
-    if not attached:
-        because = f"no process of lease {lease.id} is a client of MPS yet"
-        return Verification(ok=False, because=because, processes=processes)
-    because = f"{len(attached)} of {lease.request.processes} processes attached, each under MPS and within its limits"
-    return Verification(ok=True, because=because, processes=processes)
+        verdict, because = Verdict.VIOLATION, wrong[0]
+    elif doubts:
+        verdict, because = Verdict.UNKNOWN, doubts[0]
+    elif not attached:
+        verdict, because = Verdict.NOTHING, f"no process of lease {lease.id} is a client of MPS yet"
+    else:
+        most, verdict = lease.request.processes, Verdict.OK
+        count = f"{len(attached)}" if most is None else f"{len(attached)} of {most}"
+        because = f"{count} processes attached, each under MPS and within its limits"
+    return Verification(verdict, because, processes, tuple(doubts))
+
+
+def _said(violation: Violation) -> str:
+    """Say of a violation what it comes to, first."""
+    first = f"{_NO_MEMORY_LIMIT}: " if violation.kind is ViolationKind.LIMITS else ""
+    return first + violation.because
 
 
 def _on(
@@ -77,59 +127,69 @@ def _on(
     share: Share,
     clients: Sequence[Client],
     held: Mapping[ProcessIdentity, GpuProcess],
+    found: Sequence[Violation],
     *,
     memory: bool,
 ) -> list[VerifiedProcess]:
     there = [each for each in clients if each.daemon == share.daemon]
     known = {each.identity for each in there}
-    result = [_client(lease, share, each, held.get(each.identity), memory=memory) for each in there]
+    result = [_client(lease, share, each, held.get(each.identity), found, memory=memory) for each in there]
     for identity, process in held.items():
         if identity not in known:
             result.append(_stranger(lease, share, identity, process))
     if not result:
         because = f"process {lease.holder.pid} holds the lease, but was not seen on the GPU of {share.daemon}"
-        granted = violations.part(lease, share)
-        result.append(
-            VerifiedProcess(
-                lease.holder.pid, share.daemon, share.gpu, None, None, granted, None, None, ok=False, because=because
-            )
-        )
+        granted, pid = violations.part(lease, share), lease.holder.pid
+        on = (pid, share.daemon, share.gpu)
+        result.append(VerifiedProcess(*on, None, None, granted, None, None, None, Verdict.NOTHING, because))
     return result
 
 
-def _client(lease: Lease, share: Share, client: Client, on: GpuProcess | None, *, memory: bool) -> VerifiedProcess:
-    granted, found = violations.part(lease, share), violations.in_force(client)
-    more = violations.exceeds(found, granted, memory=memory)
-    pid, in_force = client.identity.pid, None if more and client.ceiling is None else found
-    if more and client.ceiling is None:
-        because = (
-            f"process {pid} connected when mpsd could not see which limits held; its limits are unknown, and its"
-            f" environment would allow {more}"
-        )
-    elif more:
-        because = f"process {pid} can use {more}"
-    elif client.ceiling is None:
-        because = (
-            f"process {pid} is a client of server {client.server}, and its environment limits it to its part of"
-            " the lease"
-        )
+def _client(
+    lease: Lease, share: Share, client: Client, on: GpuProcess | None, found: Sequence[Violation], *, memory: bool
+) -> VerifiedProcess:
+    granted, in_force = violations.part(lease, share), violations.can_use(client)
+    broken = [each for each in found if (each.process, each.daemon) == (client.identity, client.daemon)]
+    broken += violations.of_client(AttributedClient(client, lease, counted=True), denied=True, memory=memory)
+    doubt = violations.unknown(client, lease, share, memory=memory)
+    pid, opened = client.identity.pid, client.opened.since.most if client.opened is not None else EVERYTHING
+    if broken:
+        verdict, because = Verdict.VIOLATION, _said(broken[0])
+    elif doubt:
+        verdict, because = Verdict.UNKNOWN, doubt
+    elif violations.exceeds(opened, granted, memory=memory):
+        verdict = Verdict.OK
+        because = f"process {pid} is a client of server {client.server}, and its environment limits it to its lease"
     else:
+        verdict = Verdict.OK
         because = f"process {pid} is a client of server {client.server}, and cannot exceed its part of the lease"
     bytes_held = on.memory.value if on is not None and isinstance(on.memory, Known) else None
     return VerifiedProcess(
-        pid, share.daemon, share.gpu, client.server, True, granted, in_force, bytes_held, ok=not more, because=because
+        pid,
+        share.daemon,
+        share.gpu,
+        client.server,
+        True,
+        granted,
+        None if doubt and client.opened is None else in_force.most,
+        None if client.opened is None else in_force.least,
+        bytes_held,
+        verdict,
+        because,
     )
 
 
 def _stranger(lease: Lease, share: Share, identity: ProcessIdentity, process: GpuProcess) -> VerifiedProcess:
     bytes_held = process.memory.value if isinstance(process.memory, Known) else None
     if process.mps:
+        verdict = Verdict.UNKNOWN
         because = (
             f"process {identity.pid} is a client of MPS according to NVML, but {share.daemon} does not list it yet"
         )
     else:
+        verdict = Verdict.VIOLATION
         because = f"process {identity.pid} runs on the GPU of {share.daemon} outside MPS, where no limits apply"
     granted = violations.part(lease, share)
     return VerifiedProcess(
-        identity.pid, share.daemon, share.gpu, None, process.mps, granted, None, bytes_held, ok=False, because=because
+        identity.pid, share.daemon, share.gpu, None, process.mps, granted, None, None, bytes_held, verdict, because
     )

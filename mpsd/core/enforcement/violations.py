@@ -1,17 +1,26 @@
-"""What the processes of leases may do, what each of them can use at most, and what of it is a violation. Pure."""
+"""What the processes of leases can use, as far as that can be known, and what of it is a violation. Pure.
+
+What a client can use is between two bounds, since MPS does not say when it takes limits over (`opened`), and since what
+a process has done to its environment is not seen. Only what is proven is held against anybody: that a client is there,
+and what NVML says that a lease's processes hold. A client that might use more is `unknown`.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from mpsd.core.enforcement import ceiling
+from mpsd.core.enforcement.opened import ANYTHING
 from mpsd.core.model import Client, GpuProcess, Known, Lease, ProcessIdentity, ReadBack, Share, ViolationKind
-from mpsd.core.mps.limits import EVERYTHING, LIMITS, PINNED_DEVICE_MEM_LIMIT, narrower, wider
-from mpsd.core.units import format_size
+from mpsd.core.mps.limits import LIMITS, PINNED_DEVICE_MEM_LIMIT, invisible_entry, narrower, wider
+from mpsd.core.quantities import Bounds
+from mpsd.core.units import briefly, format_size
 
 PIPE_DIRECTORY: Final = "CUDA_MPS_PIPE_DIRECTORY"
 VARIABLES: Final = (PIPE_DIRECTORY, "CUDA_VISIBLE_DEVICES", *(limit.variable for limit in LIMITS))
 """The variables of a client that decide what it uses, and that a lease's environment holds."""
+
+RUN: Final = "start the program again under a lease: mpsctl run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +32,12 @@ class Violation:
     lease: str | None
     daemon: str
     because: str = field(compare=False)
+    hint: str = field(compare=False)
+    """What its user can do about it."""
     server: int | None = None
     """The pid of the server whose client it is."""
     own: bool = field(default=True, compare=False)
-    """Whether it is the process's own doing. What another user could have brought about is told, and ends nobody."""
+    """Whether it is proven, and the process's own doing. Anything else is reported, and ends nobody."""
 
 
 class AttributedClient(NamedTuple):
@@ -37,34 +48,33 @@ class AttributedClient(NamedTuple):
     counted: bool
 
 
+class Doubt(NamedTuple):
+    """What is not known of the limits of a client of a lease. It is no violation."""
+
+    process: ProcessIdentity
+    lease: str
+    daemon: str
+    because: str
+
+
 # -- what a client can use ---------------------------------------------------------------------------------------------
 
 
-def in_force(client: Client) -> ReadBack:
-    """Return the most that a client can use for as long as it lives: what was open to it, lowered by its environment.
+def can_use(client: Client) -> Bounds:
+    """Return between what and what a client can use: what was open to it, lowered by its environment.
 
-    Where it connected when mpsd could not see what was open, everything was. The environment is what it was started
-    with; what it did to it later is not seen.
+    Its environment is what it was started with; what it did to it later is not seen. It only ever lowers a limit, so
+    the least can be less than this where the process lowered it itself, which is its own affair.
     """
-    result, own = client.ceiling or EVERYTHING, client.environment or {}
+    bounds = client.opened.since if client.opened is not None else ANYTHING
+    least, most, own = bounds.least, bounds.most, client.environment or {}
     for limit in LIMITS:
         text = own.get(limit.variable, "")
         if text:
-            result = limit.put(result, limit.lowered(limit.found(result), text, client.gpu))
-    return result
-
-
-def _chose(client: Client, allowed: ReadBack, opened: ReadBack, *, memory: bool) -> bool:
-    """Tell whether a client can use too much by its own environment, beside what was opened for the leases there.
-
-    What a stranger opened in between is not held against it; nor is an environment that cannot be read.
-    """
-    if client.ceiling is None or client.environment is None:
-        return False
-    least = EVERYTHING
-    for limit in LIMITS:
-        least = limit.put(least, narrower(limit.found(client.ceiling), limit.found(opened)))
-    return bool(exceeds(in_force(replace(client, ceiling=least)), allowed, memory=memory))
+            most = limit.put(most, limit.lowered(limit.found(most), text, client.gpu))
+            lowered = limit.lowered(limit.found(least), text, client.gpu)
+            least = limit.put(least, narrower(limit.found(least), lowered))
+    return Bounds(least, most)
 
 
 def part(lease: Lease, share: Share) -> ReadBack:
@@ -86,6 +96,43 @@ def exceeds(found: ReadBack, allowed: ReadBack, *, memory: bool) -> str:
     return " and ".join(excesses)
 
 
+def falls_short(found: ReadBack, lease: Lease, share: Share, *, memory: bool) -> str:
+    """Say in which way what was read back is less than what each process of a lease is to get; nothing if not."""
+    limits, deficits = ceiling.each_process(lease, share), []
+    for limit in LIMITS:
+        has, reported, exactly = limit.found(found), limit.wanted(limits), limit.found(part(lease, share))
+        if has is None or exactly is None or narrower(has, reported) == reported:
+            continue
+        if limit is PINNED_DEVICE_MEM_LIMIT and not memory:
+            continue
+        deficits.append(f"{limit.amount(has)} of {limit.resource} instead of {limit.amount(exactly)}")
+    return " and ".join(deficits)
+
+
+def unknown(client: Client, lease: Lease, share: Share, *, memory: bool) -> str:
+    """Say what is not known of the limits of a client of a lease; nothing where they are known to be its part.
+
+    It is no violation: a process that took out its lease itself, and set its own environment then, is held by that, as
+    every library in a notebook is, but nobody else can see it.
+    """
+    pid = client.identity.pid
+    more = exceeds(can_use(client).most, part(lease, share), memory=memory)
+    if more and client.environment is None:
+        return f"the environment of process {pid} cannot be read; where that does not hold it, it can use up to {more}"
+    if more and client.opened is None:
+        return (
+            f"process {pid} connected before this mpsd could see what was open to it; unless it has set its environment"
+            f" itself, it can use {more}"
+        )
+    if more:
+        return (
+            f"process {pid} was not started in the environment of lease {lease.id}; unless it has set that itself, it"
+            f" can use up to {more}"
+        )
+    less = falls_short(client.opened.since.least, lease, share, memory=memory) if client.opened is not None else ""
+    return f"process {pid} may for good have only {less}: no more was open at a moment when it attached" if less else ""
+
+
 def share_on(lease: Lease, daemon: str) -> Share | None:
     """Return what a lease has on the GPU of a control daemon."""
     return next((share for share in lease.shares if share.daemon == daemon), None)
@@ -94,34 +141,64 @@ def share_on(lease: Lease, daemon: str) -> Share | None:
 # -- what is a violation -----------------------------------------------------------------------------------------------
 
 
-def of_client(attached: AttributedClient, opened: ReadBack, *, denied: bool, memory: bool) -> Violation | None:
-    """Judge a client, of whose limits something has to be known. `denied`: whether one without a lease is too many.
+def of_client(attached: AttributedClient, *, denied: bool, memory: bool) -> Iterator[Violation]:
+    """Judge a client, whatever it holds.
 
-    `opened` is the most that the leases there give any client, and so the most that mpsd opens.
+    `denied` tells whether it is one too many without a lease, and `memory` whether the driver limits memory.
     """
     client, lease = attached.client, attached.lease
     share = share_on(lease, client.daemon) if lease is not None else None
-    identity, own = client.identity, True
+    identity, daemon, server = client.identity, client.daemon, client.server
     if lease is None or share is None:
-        if not denied:
-            return None
-        because = f"process {identity.pid} is a client of {client.daemon} without a lease there"
-        kind, lease_id = ViolationKind.NO_LEASE, None
+        if denied:
+            because = f"process {identity.pid} is a client of {daemon} without a lease there"
+            yield Violation(ViolationKind.NO_LEASE, identity, None, daemon, because, RUN, server)
     elif not attached.counted:
-        because = (
-            f"process {identity.pid} is an extra client of lease {lease.id}, which may have at most"
-            f" {lease.request.processes}"
-        )
-        kind, lease_id = ViolationKind.PROCESSES, lease.id
+        yield _of_processes(client, lease)
     else:
-        allowed = part(lease, share)
-        more = exceeds(in_force(client), allowed, memory=memory) if client.ceiling is not None else ""
-        if not more:
-            return None
-        own = _chose(client, allowed, opened, memory=memory)
-        because = f"process {identity.pid} can use {more}: its environment does not limit it to lease {lease.id}"
-        kind, lease_id = ViolationKind.LIMITS, lease.id
-    return Violation(kind, identity, lease_id, client.daemon, because, client.server, own)
+        yield from _of_limits(client, lease, share, memory=memory)
+
+
+def _of_processes(client: Client, lease: Lease) -> Violation:
+    """Judge a client that is one too many for its lease.
+
+    Where a lease may have any number, others took the place, be it by leases of theirs; that ends nobody.
+    """
+    pid, most = client.identity.pid, lease.request.processes
+    if most is None:
+        may, hint = "and no client place of the GPU is free", "end it, or wait until another lease on the GPU has ended"
+    else:
+        may, hint = (
+            f"which may have at most {most}",
+            f"end it, or take out a lease for more processes: mpsctl run --processes {most + 1}",
+        )
+    because = f"process {pid} is an extra client of lease {lease.id}, {may}"
+    own, kind = most is not None, ViolationKind.PROCESSES
+    return Violation(kind, client.identity, lease.id, client.daemon, because, hint, client.server, own=own)
+
+
+def _of_limits(client: Client, lease: Lease, share: Share, *, memory: bool) -> Iterator[Violation]:
+    """Judge a client by what it was started with, and by what was open to it; neither proves what it uses."""
+    pid, variable = client.identity.pid, PINNED_DEVICE_MEM_LIMIT.variable
+    text = (client.environment or {}).get(variable, "")
+    entry = invisible_entry(text, client.gpu) if memory else None
+    if entry is not None:
+        because = (
+            f"process {pid} was started with {variable} that has the entry {briefly(entry)}, which names no GPU that it"
+            " sees: MPS then drops every memory limit"
+        )
+        hint = f'start it again with the variable of its lease: eval "$(mpsctl show {lease.id} -o env)"'
+        limits = ViolationKind.LIMITS
+        yield Violation(limits, client.identity, lease.id, client.daemon, because, hint, client.server, own=False)
+    if client.opened is None:
+        return
+    less = falls_short(client.opened.connecting.most, lease, share, memory=memory)
+    if less:
+        has = "has" if falls_short(client.opened.since.most, lease, share, memory=memory) else "may for good have"
+        because = f"process {pid} {has} only {less}: no more was open to it when it attached to {client.daemon}"
+        hint = RUN if client.identity == lease.holder else f"end it, then: mpsctl attach {lease.id}; and start it again"
+        short = ViolationKind.SHORT
+        yield Violation(short, client.identity, lease.id, client.daemon, because, hint, client.server, own=False)
 
 
 def of_lingering(attached: AttributedClient, seconds: float, *, proven: bool) -> Violation:
@@ -136,7 +213,8 @@ def of_lingering(attached: AttributedClient, seconds: float, *, proven: bool) ->
     )
     lease = attached.lease.id if attached.lease is not None else None
     # Its contexts are lost already, so that no server has to be asked to end them.
-    return Violation(ViolationKind.LINGERS, client.identity, lease, client.daemon, because, own=proven)
+    hint = f"end the process: kill {pid}"
+    return Violation(ViolationKind.LINGERS, client.identity, lease, client.daemon, because, hint, own=proven)
 
 
 def of_quarantined(attached: AttributedClient, uid: int) -> Violation:
@@ -144,7 +222,8 @@ def of_quarantined(attached: AttributedClient, uid: int) -> Violation:
     client, lease = attached.client, attached.lease
     because = f"process {client.identity.pid} is a client of {client.daemon}, and its uid {uid} is quarantined"
     lease_id = lease.id if lease is not None else None
-    return Violation(ViolationKind.QUARANTINED, client.identity, lease_id, client.daemon, because, client.server)
+    hint = f"lift the quarantine: mpsctl pardon {uid}"
+    return Violation(ViolationKind.QUARANTINED, client.identity, lease_id, client.daemon, because, hint, client.server)
 
 
 def of_memory(
@@ -163,7 +242,8 @@ def of_memory(
         f"the processes of lease {lease.id} hold {format_size(whole)} of memory on {share.daemon} instead of"
         f" {format_size(allowed)}; process {most.pid} holds {format_size(known[most])}"
     )
-    return Violation(ViolationKind.MEMORY, most, lease.id, share.daemon, because, servers.get(most))
+    hint = "have it allocate less, as by the fraction that its framework takes, or take out a larger lease"
+    return Violation(ViolationKind.MEMORY, most, lease.id, share.daemon, because, hint, servers.get(most))
 
 
 def of_outside(lease: Lease, share: Share, outside: Iterable[ProcessIdentity]) -> Iterator[Violation]:
@@ -172,4 +252,5 @@ def of_outside(lease: Lease, share: Share, outside: Iterable[ProcessIdentity]) -
         because = (
             f"process {identity.pid} of lease {lease.id} runs on the GPU of {share.daemon} outside MPS, without limits"
         )
-        yield Violation(ViolationKind.OUTSIDE, identity, lease.id, share.daemon, because)
+        hint = f'start it again in the environment of its lease: eval "$(mpsctl show {lease.id} -o env)"'
+        yield Violation(ViolationKind.OUTSIDE, identity, lease.id, share.daemon, because, hint)

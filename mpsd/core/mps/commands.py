@@ -221,8 +221,12 @@ def _parse_nothing(command: str, lines: Sequence[str]) -> None:
         raise garbled(command, lines)
 
 
-def _parse_zero(command: str, lines: Sequence[str]) -> None:
-    if one_line(command, lines) != "0":
+_ENDED: Final = frozenset({"0", "CUDA_SUCCESS"})
+"""What `terminate_client` answers when it is done: NVIDIA's documents have both, a number and its name."""
+
+
+def _parse_ended(command: str, lines: Sequence[str]) -> None:
+    if one_line(command, lines).strip() not in _ENDED:
         raise garbled(command, lines)
 
 
@@ -252,11 +256,13 @@ def get_client_list(server: int) -> Command[tuple[int, ...]]:
 
 
 def terminate_client(server: int, client: int) -> Command[None]:
-    """End the contexts of a client, without harm to the others of its server; it answers 0 when that is done.
+    """End the contexts of a client, without harm to the others of its server.
 
-    The process itself goes on with errors. Source: NVIDIA's man page.
+    It answers 0 or CUDA_SUCCESS when that is done, once the client's outstanding work on the GPU has ended: a long
+    kernel takes as long as it does. The process itself goes on with errors. Sources: NVIDIA's man page, and
+    "Multi-Process Service", mpsv2-interface.
     """
-    return command("terminate_client", (server, client), _parse_zero)
+    return command("terminate_client", (server, client), _parse_ended)
 
 
 def quit_daemon(seconds: int | None) -> Command[None]:

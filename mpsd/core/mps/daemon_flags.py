@@ -17,9 +17,6 @@ BACKGROUND: Final = "-d"
 MANY_USERS: Final = "-multiuser-server"
 """One server for all uids."""
 
-MANY_USERS_SINCE: Final = 555
-"""The first driver branch with that."""
-
 BY_USERS: Final = {
     Users.ONE: (FOREGROUND,),
     Users.MANY: (FOREGROUND, MANY_USERS),

@@ -10,6 +10,7 @@ Setting is not enough: a control daemon ignores a wrong value without a word, so
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from mpsd.core.model import Limits, ReadBack
@@ -245,24 +246,26 @@ def _parse_logged_mem_limit(text: str) -> int:
 
 
 def _lowered_mem_limit(offered: LimitValue, text: str, gpu: str) -> LimitValue:
-    """Apply the entries of a client's variable. One for a GPU that the client does not see drops every memory limit.
+    """Apply the entries of a client's variable, where none of them drops every limit."""
+    if invisible_entry(text, gpu) is not None:
+        return None
+    own = (parse_foreign_mem_limit(entry.partition("=")[2]) for entry in filter(None, text.split(",")))
+    return reduce(narrower, own, offered)
 
-    The server's is dropped too (mps-facts B2; measured by NVIDIA on driver 615).
+
+def invisible_entry(text: str, gpu: str) -> str | None:
+    """Return the entry of a client's variable for memory that names another GPU than the one it sees, if one does.
+
+    Such an entry has the client drop every pinned device memory limit, its server's too (mps-facts B2; NVIDIA measured
+    96,768 MiB under a limit of 10G on driver 615).
     """
-    result = offered
-    for entry in filter(None, text.split(",")):
-        device, _, value = entry.partition("=")
-        if not _is_its_gpu(device.strip(), gpu):
-            return None
-        own = parse_foreign_mem_limit(value)
-        if own is not None:
-            result = narrower(result, own)
-    return result
+    entries = (entry for entry in text.split(",") if entry)
+    return next((entry for entry in entries if not _is_its_gpu(entry.partition("=")[0].strip(), gpu)), None)
 
 
 def _is_its_gpu(device: str, gpu: str) -> bool:
-    """Tell whether an entry names the one GPU that a client of this control daemon sees."""
-    return device == str(DEVICE) or (device.startswith("GPU-") and gpu.startswith(device))
+    """Tell whether an entry names the one GPU that a client of this control daemon sees, which is its first."""
+    return (device != "" and not device.strip(str(DEVICE))) or (device.startswith("GPU-") and gpu.startswith(device))
 
 
 def _wanted_mem_limit(limits: Limits) -> LimitValue:
@@ -323,8 +326,12 @@ CLIENT_PRIORITY: Final = Setting(
     "set_default_client_priority 0",
     command("get_default_client_priority", (), _parse_priority),
 )
-"""With which priority the next clients begin: 0 is normal, 1 is below it. It is not a limit, and no lease has one; mpsd
+"""With which priority the next clients begin: 0 is normal, 1 is below it. It is a hint and not a limit; mpsd
 keeps it as it is from the start, since whoever changes it slows down everybody else's clients."""
+
+CLIENT_PRIORITY_VARIABLE: Final = "CUDA_MPS_CLIENT_PRIORITY"
+"""What a client has in its environment to begin with another one. Source: NVIDIA, "Multi-Process Service", environment
+variables."""
 
 
 # -- all of them -------------------------------------------------------------------------------------------------------
@@ -356,6 +363,14 @@ def widest_read_back(one: ReadBack, other: ReadBack) -> ReadBack:
     return ReadBack(
         max(one.active_thread_percentage_tenths, other.active_thread_percentage_tenths),
         wider(one.pinned_device_mem_limit, other.pinned_device_mem_limit),
+    )
+
+
+def narrowest_read_back(one: ReadBack, other: ReadBack) -> ReadBack:
+    """Return the narrower of each limit, of what was read back."""
+    return ReadBack(
+        min(one.active_thread_percentage_tenths, other.active_thread_percentage_tenths),
+        narrower(one.pinned_device_mem_limit, other.pinned_device_mem_limit),
     )
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final, Self
 
-from mpsd.core.model import Moment, ProcessIdentity
+from mpsd.core.model import ProcessIdentity
+from mpsd.core.quantities import Moment
 
 _DRAIN: Final = (
     "Stop admission and wait until no leases and no clients are left. Running clients continue for as long as they"
@@ -41,8 +42,8 @@ class Intent(StrEnum):
 
 
 TIMEOUT: Final = (
-    "After this many seconds, end what is left: first the leases, then each client by SIGTERM, by"
-    " terminate_client, and by SIGKILL once its server has released it."
+    "After this many seconds, end what is left: the leases, and each client by terminate_client, and by SIGTERM and"
+    " SIGKILL once its server has released it. Clients that cannot be ended so are ended with their servers (quit -t)."
 )
 """What is promised of a drain or a restart with a timeout."""
 
@@ -76,7 +77,10 @@ class DesiredState:
     replaced: ProcessIdentity | None = None
     """The process that a restart is to replace; None when there was none, or none was known yet."""
     quitting: bool = False
-    """Whether that was told to quit, or is just about to be: there is no way back."""
+    """Whether that was told to quit, or is just about to be: there is no way back.
+
+    A drain whose time is over replaces the daemon, too, where somebody is left who cannot be ended otherwise.
+    """
     then: Intent = Intent.RUN
     """What is wanted once a restart is over."""
 
@@ -133,18 +137,25 @@ class DrainStep(StrEnum):
 
 def next_step(desired: DesiredState, observed: ObservedState) -> DrainStep:
     """Return what is to be done next, however often it was asked before, and by whichever mpsd."""
-    if not desired.waits:
-        return DrainStep.NOTHING
-    if desired.intent is Intent.DRAIN:
-        return DrainStep.DONE if observed.answers and not observed.blockers else _empty(desired, observed)
+    if not desired.waits or desired.intent is Intent.DRAIN:
+        return _drained(desired, observed) if desired.waits else DrainStep.NOTHING
     if desired.replaced is None or observed.process != desired.replaced:
         # The old one is gone, by our word or its own: what is there now, or comes, is its successor.
         return DrainStep.DONE if observed.process is not None and observed.answers else DrainStep.WAIT
     if not desired.quitting and (observed.blockers or not observed.answers):
         # Who is there is not known of one that does not answer.
-        step = _empty(desired, observed)
-        return DrainStep.FORCE if step is DrainStep.WAIT and desired.is_late(observed.now) else step
+        return _emptied(desired, observed)
     return DrainStep.FORCE if desired.is_late(observed.now) and desired.quitting else DrainStep.QUIT
+
+
+def _drained(desired: DesiredState, observed: ObservedState) -> DrainStep:
+    if desired.quitting and observed.process is not None and observed.process == desired.replaced:
+        return DrainStep.FORCE if desired.is_late(observed.now) else DrainStep.QUIT
+    if observed.answers and not observed.blockers:
+        return DrainStep.DONE
+    step = _emptied(desired, observed)
+    # One that does not answer is not replaced for a drain: nobody knows who is there.
+    return DrainStep.WAIT if step is DrainStep.FORCE and not observed.answers else step
 
 
 def identify(desired: DesiredState, process: ProcessIdentity | None, started: float) -> DesiredState:
@@ -158,11 +169,11 @@ def identify(desired: DesiredState, process: ProcessIdentity | None, started: fl
     return desired
 
 
-def _empty(desired: DesiredState, observed: ObservedState) -> DrainStep:
-    """Wait for those who are there, or end them when they are late and not everything was tried."""
-    return (
-        DrainStep.END if observed.blockers and not observed.tried and desired.is_late(observed.now) else DrainStep.WAIT
-    )
+def _emptied(desired: DesiredState, observed: ObservedState) -> DrainStep:
+    """Wait for those who are there; when they are late, end them; and force the daemon once everything was tried."""
+    if not desired.is_late(observed.now):
+        return DrainStep.WAIT
+    return DrainStep.END if observed.blockers and not observed.tried else DrainStep.FORCE
 
 
 def take_up(desired: DesiredState, boot: str) -> DesiredState:

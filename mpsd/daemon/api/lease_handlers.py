@@ -12,8 +12,10 @@ from mpsd.core.admission.ledger import QueuePlace
 from mpsd.core.errors import InvalidRequestError, NotPermittedError, PeerUnknownError
 from mpsd.core.model import Lease, LeaseState, Owner
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.roles import UserIdentity
 from mpsd.daemon.api import lease_schema
 from mpsd.daemon.api.request import Request
+from mpsd.daemon.api.schema import ViolationOut
 from mpsd.daemon.node.node import Node
 from mpsd.system import clock, proc, process, process_table
 from mpsd.system.process import Process
@@ -33,7 +35,7 @@ class LeaseHandlers:
         hidden = [lease for lease in ledger.all() if not self._may_see(request, lease)]
         shares = [share for lease in hidden for share in lease.shares]
         answer = lease_schema.LeasesOut(
-            [_lease_out(lease, places.get(lease.id)) for lease in seen],
+            self._judged([_lease_out(lease, places.get(lease.id), secret=False) for lease in seen]),
             lease_schema.OthersOut(
                 leases=len(hidden),
                 waiting=sum(lease.state is LeaseState.WAITING for lease in hidden),
@@ -44,13 +46,24 @@ class LeaseHandlers:
         await self._node.leases.as_stored()
         return answer
 
+    def _judged(self, leases: list[lease_schema.LeaseOut]) -> list[lease_schema.LeaseOut]:
+        """Return leases with what was found wrong with their processes last, and what was not known of them."""
+        by_id = {each.id: each for each in leases}
+        for violation in self._node.violation_monitor.violations:
+            if violation.lease in by_id:
+                by_id[violation.lease].violations.append(ViolationOut.of(violation))
+        for doubt in self._node.violation_monitor.doubts:
+            if doubt.lease in by_id:
+                by_id[doubt.lease].unknown.append(doubt.because)
+        return leases
+
     def _may_see(self, request: Request, lease: Lease) -> bool:
-        return request.admin or self._node.settings.current.api.open or lease.owner.uid == request.credentials.uid
+        return self._node.settings.current.api.open or _is_own(request, lease)
 
     def _theirs(self, request: Request, *, act: bool) -> Lease:
         """Return the lease that the path names. Raises NotFoundError, NotPermittedError when it is another user's."""
         lease = self._node.leases.find(request.names["id"])
-        allowed = request.admin or lease.owner.uid == request.credentials.uid if act else self._may_see(request, lease)
+        allowed = _is_own(request, lease) if act else self._may_see(request, lease)
         if not allowed:
             raise NotPermittedError(
                 f"lease {lease.id} belongs to another user", hint="ask its owner or an administrator"
@@ -60,7 +73,8 @@ class LeaseHandlers:
     async def lease(self, request: Request) -> lease_schema.LeaseOut:
         """Return one lease."""
         lease = self._theirs(request, act=False)
-        answer = _lease_out(lease, self._node.leases.ledger.place(lease.id, clock.monotonic()))
+        place = self._node.leases.ledger.place(lease.id, clock.monotonic())
+        (answer,) = self._judged([_lease_out(lease, place, secret=_is_own(request, lease))])
         await self._node.leases.as_stored()
         return answer
 
@@ -68,21 +82,29 @@ class LeaseHandlers:
         """Grant a lease, now or after waiting for it, or say why not."""
         assert isinstance(request.body, lease_schema.LeaseRequest)  # noqa: S101 - the route table says so
         body = request.body
+        if body.owner is not None and not request.admin:
+            raise NotPermittedError(
+                "only an administrator can take out a lease for another user", hint="omit owner, or ask root to do it"
+            )
         if body.pid is None or body.pid == request.credentials.pid:
             credentials = request.credentials
             lease = await self._admit(request, body, _connected(request), credentials.uid, credentials.gid)
         else:
             with closing(_named(request, body.pid)) as holder:
                 lease = await self._admit(request, body, holder, *_user_of(request, holder))
-        return _lease_out(lease, None)
+        return _lease_out(lease)
 
     def _admit(
         self, request: Request, body: lease_schema.LeaseRequest, holder: Process, uid: int, gid: int
     ) -> Awaitable[Lease]:
-        owner = Owner(uid, gid, holder.pid, holder.started)
+        owner, user = Owner(uid, gid, holder.pid, holder.started), request.user
+        if body.owner is not None:
+            wanted = body.owner
+            owner = Owner(wanted.uid, wanted.gid, holder.pid, holder.started, proc.real_uid(holder.pid))
+            user = UserIdentity(wanted.uid, frozenset((wanted.gid, *wanted.groups)))
         requested = _lease_request(body)
         return self._node.admit(
-            requested, owner, holder, request.user, wait=body.wait, ttl=body.ttl, has_left=request.has_left
+            requested, owner, holder, user, wait=body.wait, ttl=body.ttl, has_left=request.has_left, pid=body.pid
         )
 
     async def release(self, request: Request) -> None:
@@ -91,19 +113,27 @@ class LeaseHandlers:
         verb = "released" if lease.owner.uid == request.credentials.uid else "revoked"
         await self._node.leases.release(lease.id, f"uid {request.credentials.uid} {verb} it")
 
+    async def end(self, request: Request) -> lease_schema.LeaseOut:
+        """End the clients of a lease, and then the lease; stored before it is answered."""
+        lease = self._theirs(request, act=True)
+        if lease.shares and lease.state is not LeaseState.ENDED:
+            await self._node.refresh(lease)  # a client that has just attached is one of them
+        await self._node.leases.closing.close(lease.id, f"uid {request.credentials.uid} ended it")
+        return _lease_out(self._node.leases.find(lease.id), None)
+
     async def renew(self, request: Request) -> lease_schema.LeaseOut:
         """Give a lease more time."""
         assert isinstance(request.body, lease_schema.RenewRequest)  # noqa: S101 - the route table says so
         lease = self._theirs(request, act=True)
         self._node.quarantine.check(lease.owner.uid)
         ttl = quota.time_to_live(quota.quota_of(request.user, self._node.settings.current), request.body.ttl)
-        return _lease_out(await self._node.leases.renew(lease.id, ttl or request.body.ttl), None)
+        return _lease_out(await self._node.leases.renew(lease.id, ttl or request.body.ttl))
 
     async def attach(self, request: Request) -> lease_schema.LeaseOut:
         """Open a lease's limits for those of its processes that are still to come, and answer when they are open."""
         lease = self._theirs(request, act=True)
         self._node.quarantine.check(lease.owner.uid)
-        return _lease_out(await self._node.leases.attach(lease.id), None)
+        return _lease_out(await self._node.leases.clients.attach(lease.id))
 
     async def verify(self, request: Request) -> lease_schema.VerifyOut:
         """Tell whether every process of a lease is under MPS and within its limits, by what is read for this answer."""
@@ -116,6 +146,7 @@ class LeaseHandlers:
         return lease_schema.VerifyOut(
             lease=lease.id,
             ok=verdict.ok,
+            verdict=verdict.verdict,
             because=verdict.because,
             memory_granted=sum(share.memory.bytes for share in lease.shares),
             memory_held=sum(each.held or 0 for each in verdict.processes),
@@ -123,15 +154,24 @@ class LeaseHandlers:
                 lease_schema.ProcessOut.of(each, process_table.command_of(each.pid)) for each in verdict.processes
             ],
             violations=[each.because for each in self._node.violation_monitor.violations if each.lease == lease.id],
+            unknown=[*verdict.unknown],
         )
 
 
-def _lease_out(lease: Lease, place: QueuePlace | None) -> lease_schema.LeaseOut:
-    """Return a lease as the wire has it, with the end of its time on the wall clock, where people look for it."""
+def _is_own(request: Request, lease: Lease) -> bool:
+    """Tell whether a lease is the caller's own, or the caller an administrator."""
+    return request.admin or lease.owner.uid == request.credentials.uid
+
+
+def _lease_out(lease: Lease, place: QueuePlace | None = None, *, secret: bool = True) -> lease_schema.LeaseOut:
+    """Return a lease as the wire has it, with the end of its time on the wall clock, where people look for it.
+
+    `secret`: whether the answer is about this lease alone, and for its owner or an administrator.
+    """
     expires = None
     if lease.expires is not None and lease.state is not LeaseState.ENDED:
         expires = clock.now() + timedelta(seconds=lease.expires - clock.monotonic())
-    return lease_schema.LeaseOut.of(lease, expires=expires, place=place)
+    return lease_schema.LeaseOut.of(lease, expires=expires, place=place, secret=secret)
 
 
 # Most ask for as much as somebody has asked for before.
@@ -147,11 +187,14 @@ def _lease_request(body: lease_schema.LeaseRequest) -> model.LeaseRequest:
         fraction=body.fraction,
         gpu=body.gpu,
         gpus=body.gpus,
-        processes=body.processes,
+        processes=None if isinstance(body.processes, str) else body.processes,
         priority=body.priority,
         name=body.name,
         labels=body.labels,
         request_id=body.request_id,
+        client_priority=body.client_priority,
+        stop=model.Stop(body.stop),
+        ttl=body.ttl,
     )
 
 

@@ -10,13 +10,15 @@ from typing import Annotated
 from msgspec import Meta, Struct, field
 
 from mpsd.core.admission.ledger import QueuePlace
-from mpsd.core.enforcement.verification import VerifiedProcess
-from mpsd.core.model import Lease, Owner, Share
+from mpsd.core.enforcement.lease_environment import LEASE, TOKEN
+from mpsd.core.enforcement.verification import Verdict, VerifiedProcess
+from mpsd.core.model import Lease, LeaseState, Owner, Share, Stop
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.daemon.api.request import RequestBody
-from mpsd.daemon.api.schema import LimitsOut
+from mpsd.daemon.api.schema import LimitsOut, ViolationOut
 
 Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,62}\Z")]
+AnyNumber = Annotated[str, Meta(pattern=r"^any\Z")]
 Text = Annotated[str, Meta(max_length=128, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]
 Labels = Annotated[dict[Label, Text], Meta(max_length=32)]
 
@@ -25,6 +27,17 @@ Percent = Annotated[float, Meta(extra_json_schema={"minimum": 0.1, "maximum": 10
 Fraction = Annotated[float, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})]
 SizeText = Annotated[str, Meta(extra_json_schema={"pattern": r"^[0-9]+(\.[0-9]+)? ?(B|KiB|MiB|GiB|KB|MB|GB)?$"})]
 SizeBytes = Annotated[int, Meta(extra_json_schema={"minimum": 1, "maximum": 2**50 - 2**20})]
+
+
+Uid = Annotated[int, Meta(ge=0, le=2**32 - 2)]
+
+
+class RequestedOwner(Struct, forbid_unknown_fields=True):
+    """Whose a lease is to be: a uid, a gid, and the groups that it is in besides, by which its quota is found."""
+
+    uid: Uid
+    gid: Uid
+    groups: list[Uid] = field(default_factory=list)
 
 
 class LeaseRequest(RequestBody, kw_only=True):
@@ -40,8 +53,11 @@ class LeaseRequest(RequestBody, kw_only=True):
     """`any`, an index, a UUID, or a unique prefix of one."""
     gpus: Annotated[int, Meta(ge=1, le=64)] = 1
     """On how many GPUs, all or nothing; the lease has as much on each."""
-    processes: Annotated[int, Meta(ge=1, le=1000)] = 1
-    """How many client processes it may have; threads and memory are the sum over them."""
+    processes: Annotated[int, Meta(ge=1, le=1000)] | AnyNumber = 1
+    """How many client processes it may have; threads and memory are the sum over them.
+
+    `any`: any number; each may use all of it, and what NVML says of their memory is held against the sum.
+    """
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     """Higher goes first; above 0 only with a quota that allows it."""
     wait: Annotated[float, Meta(ge=0, le=1e9)] | None = 0.0
@@ -52,8 +68,15 @@ class LeaseRequest(RequestBody, kw_only=True):
     labels: Labels = field(default_factory=dict)
     pid: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     """The process that the lease is tied to; the caller's own by default."""
+    owner: RequestedOwner | None = None
+    """Whose the lease is, where that is not the process's user; for administrators only."""
     request_id: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+\Z")] | None = None
-    """Makes a retry return the same lease."""
+    """Makes a retry return the same lease; another request with it is refused."""
+    client_priority: Annotated[int, Meta(ge=0, le=1)] | None = None
+    """What MPS calls the priority of its clients: 0 is normal, 1 below normal; a hint. Driver 535 and newer."""
+    stop: Annotated[str, Meta(pattern=r"^(terminate|sigterm)\Z")] = Stop.TERMINATE.value
+    """How mpsd ends its clients, if it does: with `terminate` their server ends their work on the GPU before they get a
+    signal; `sigterm` is for programs that finish that work on SIGTERM, which comes first then."""
 
 
 class RenewRequest(RequestBody):
@@ -87,9 +110,10 @@ class ShareOut(Struct):
     env: Mapping[str, str]
 
     @classmethod
-    def of(cls, share: Share) -> "ShareOut":
-        """Make it from the value."""
-        return cls(share.gpu, share.daemon, float(share.threads), share.memory.bytes, share.env)
+    def of(cls, share: Share, own: Mapping[str, str]) -> "ShareOut":
+        """Make it from the value; `own` are the variables of its lease."""
+        env = {**share.env, **own}
+        return cls(share.gpu, share.daemon, float(share.threads), share.memory.bytes, env)
 
 
 class WaitOut(Struct):
@@ -104,6 +128,9 @@ class LeaseOut(Struct):
     """A lease: a promise of this much of a GPU, until it ends; or a place in the queue for one.
 
     Percentage, memory and environment are those on the first of its GPUs; `shares` has each. Null or empty: not yet.
+    `processes` is 0 where it may have any number of them.
+    The environment has the lease's token, MPSD_LEASE_TOKEN, in answers about this lease alone to its owner and to
+    administrators.
     """
 
     id: str
@@ -117,8 +144,12 @@ class LeaseOut(Struct):
     env: Mapping[str, str]
     shares: list[ShareOut]
     clients: list[int]
+    bearers: list[int]
+    """Processes outside its holder's family that are its own by the token in their environment; they keep it."""
     processes: int
     priority: int
+    client_priority: int | None
+    stop: str
     name: str
     labels: Mapping[str, str]
     created: datetime
@@ -127,16 +158,21 @@ class LeaseOut(Struct):
     expires: datetime | None
     request_id: str | None
     wait: WaitOut | None
+    violations: list[ViolationOut] = []
+    """The open violations of its processes."""
+    unknown: list[str] = []
+    """What is not known of the limits of its processes; that is no violation."""
 
     @classmethod
-    def of(cls, lease: Lease, *, expires: datetime | None, place: QueuePlace | None) -> "LeaseOut":
-        """Make it from the value."""
-        request, shares = lease.request, [ShareOut.of(share) for share in lease.shares]
+    def of(cls, lease: Lease, *, expires: datetime | None, place: QueuePlace | None, secret: bool) -> "LeaseOut":
+        """Make it from the value. `secret`: whether it is for somebody who may have the lease's token."""
+        own = {LEASE: lease.id, TOKEN: lease.token} if secret and lease.token else {LEASE: lease.id}
+        request, shares = lease.request, [ShareOut.of(share, own) for share in lease.shares]
         first = shares[0] if shares else None
         return cls(
             id=lease.id,
             state=lease.state,
-            because=lease.because,
+            because=f"its clients are being ended: {lease.closing}" if _is_closing(lease) else lease.because,
             gpus=[share.gpu for share in shares],
             daemon=first.daemon if first else None,
             owner=OwnerOut.of(lease.owner),
@@ -145,8 +181,11 @@ class LeaseOut(Struct):
             env=first.env if first else {},
             shares=shares,
             clients=[client.pid for client in lease.clients],
-            processes=request.processes,
+            bearers=[bearer.pid for bearer in lease.bearers],
+            processes=request.processes or 0,
             priority=request.priority,
+            client_priority=request.client_priority,
+            stop=request.stop,
             name=request.name,
             labels=request.labels,
             created=lease.created,
@@ -156,6 +195,10 @@ class LeaseOut(Struct):
             request_id=request.request_id,
             wait=WaitOut(place.position, place.waits_for.limit, place.waits_for.because) if place else None,
         )
+
+
+def _is_closing(lease: Lease) -> bool:
+    return bool(lease.closing) and lease.state is not LeaseState.ENDED
 
 
 def _percent(threads: ActiveThreadPercentage | None) -> float | None:
@@ -186,7 +229,8 @@ class ProcessOut(Struct):
     """A process of a lease on one GPU: whether it is under MPS, what it was granted, and what it can really use.
 
     `mps` is null for the holder of a lease that was not seen on the GPU. `limits_in_force` is the most that it can use,
-    by what was open when it connected and by the environment it was started with; nulls where that is not known.
+    and `limits_at_least` the least that it has, by what was open to it and by the environment it was started with; null
+    where that is not known.
     """
 
     pid: int
@@ -197,8 +241,10 @@ class ProcessOut(Struct):
     mps: bool | None
     limits_granted: LimitsOut
     limits_in_force: LimitsOut | None
+    limits_at_least: LimitsOut | None
     memory_held: int | None
     ok: bool
+    verdict: str
     because: str
 
     @classmethod
@@ -213,8 +259,10 @@ class ProcessOut(Struct):
             mps=each.mps,
             limits_granted=LimitsOut.of(each.granted),
             limits_in_force=LimitsOut.of(each.in_force) if each.in_force is not None else None,
+            limits_at_least=LimitsOut.of(each.at_least) if each.at_least is not None else None,
             memory_held=each.held,
-            ok=each.ok,
+            ok=each.verdict is Verdict.OK,
+            verdict=each.verdict,
             because=each.because,
         )
 
@@ -224,9 +272,14 @@ class VerifyOut(Struct):
 
     lease: str
     ok: bool
+    """Whether the verdict is `ok`."""
+    verdict: str
+    """`violation`, `unknown`, `nothing` (it waits, has ended, or has no process on the GPU yet), or `ok`."""
     because: str
     memory_granted: int
     memory_held: int
     """Bytes, summed over its processes and GPUs, as far as they are known."""
     processes: list[ProcessOut]
     violations: list[str]
+    unknown: list[str]
+    """What is not known; that is no violation."""

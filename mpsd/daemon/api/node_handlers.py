@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 from mpsd import __version__
 from mpsd.core import model, mps_facts, roles, settings
-from mpsd.core.admission.admission import Amount
+from mpsd.core.admission.admission import NOTHING
+from mpsd.core.enforcement.verification import Verdict
 from mpsd.core.gpus import driver_branch
 from mpsd.core.model import GpuView, Known
 from mpsd.daemon.api import schema
@@ -34,8 +35,10 @@ class NodeHandlers:
         return schema.StatusOut(
             healthy=found.healthy,
             because=found.because,
+            headline=found.headline,
             reasons=[schema.ReasonOut.of(each) for each in found.reasons],
             warnings=[schema.ReasonOut.of(each) for each in found.warnings],
+            violations=[schema.ViolationOut.of(each) for each in node.violation_monitor.violations],
             version=__version__,
             simulated=node.simulated,
             since=node.since,
@@ -67,7 +70,8 @@ class NodeHandlers:
 
     def _gpu(self, view: GpuView) -> schema.GpuOut:
         gpu = view.gpu
-        given = self._node.leases.ledger.taken(gpu.uuid) if gpu else Amount()
+        given = self._node.leases.ledger.taken(gpu.uuid) if gpu else NOTHING
+        unleased = self._node.unleased.on(gpu.uuid) if gpu else NOTHING
         clients = mps_facts.clients_max(gpu.compute_capability, driver_branch(gpu.driver_version)) if gpu else None
         return schema.GpuOut(
             uuid=gpu.uuid if gpu else None,
@@ -80,6 +84,9 @@ class NodeHandlers:
             memory_held=view.usage.value.memory_used if isinstance(view.usage, Known) else None,
             clients=given.clients,
             clients_max=clients,
+            threads_unleased=unleased.threads / 10,
+            memory_unleased=unleased.memory,
+            clients_unleased=unleased.clients,
             compute_mode=view.usage.value.compute_mode if isinstance(view.usage, Known) else None,
             health=view.health,
             because=view.because,
@@ -94,6 +101,7 @@ class NodeHandlers:
         """Return the clients of every server."""
         attached = (each for each in self._node.violation_monitor.attached() if each.lease is not None and each.counted)
         leases = {(each.client.daemon, each.client.identity.pid): each.lease.id for each in attached if each.lease}
+        judged = self._judged()
         return schema.ClientsOut(
             [
                 schema.ClientOut(
@@ -104,12 +112,21 @@ class NodeHandlers:
                     gpu=daemon.gpu,
                     server=server.pid,
                     lease=leases.get((daemon.name, pid)),
+                    verdict=judged.get((daemon.name, pid), (Verdict.OK, ""))[0],
+                    because=judged.get((daemon.name, pid), (Verdict.OK, ""))[1],
                 )
                 for daemon in self._node.daemons()
                 for server in daemon.servers
                 for pid in server.clients
             ]
         )
+
+    def _judged(self) -> dict[tuple[str, int], tuple[Verdict, str]]:
+        """Return those clients, by control daemon and pid, that are not known to be well, and why."""
+        monitor = self._node.violation_monitor
+        found = {(each.daemon, each.process.pid): (Verdict.UNKNOWN, each.because) for each in monitor.doubts}
+        broken = {(each.daemon, each.process.pid): (Verdict.VIOLATION, each.because) for each in monitor.violations}
+        return {**found, **broken}
 
     async def quarantines(self, _: Request) -> schema.QuarantinesOut:
         """Return the uids that are quarantined, and those that were let in at recent crashes of control daemons."""

@@ -6,6 +6,7 @@ from typing import Final
 
 from mpsd.core.errors import NotFoundError, NotPermittedError
 from mpsd.core.supervision.drain import Intent, OperatorCommand, Outcome
+from mpsd.core.supervision.wedge import Cause, Suspicion
 from mpsd.daemon.api import schema
 from mpsd.daemon.api.request import Request
 from mpsd.daemon.control.supervisor import Supervisor
@@ -81,6 +82,12 @@ class OperatorHandlers:
         while len(self._operations) > _MOST_DONE:
             self._operations.popitem(last=False)
         return done
+
+    async def canary(self, request: Request) -> schema.CanaryOut:
+        """Send canaries to a control daemon until they prove something, or join those that are out."""
+        supervisor = self._node.supervisor(request.names["name"])
+        reason = Suspicion(Cause.COMMAND, f"uid {request.credentials.uid} wants to know whether it serves")
+        return schema.CanaryOut.of(supervisor.name, await self._node.server_watches.examine(supervisor, reason))
 
     async def pardon(self, request: Request) -> None:
         """Let a uid in again that was quarantined; stored before it is answered."""

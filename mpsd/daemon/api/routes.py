@@ -109,6 +109,14 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
     ),
     _row(
         "POST",
+        "/v1/leases/{id}/end",
+        Role.USER,
+        lambda h: h.leases.end,
+        answers.json(lease_schema.LeaseOut, 202),
+        errors=(507,),
+    ),
+    _row(
+        "POST",
         "/v1/leases/{id}/attach",
         Role.USER,
         lambda h: h.leases.attach,
@@ -122,6 +130,13 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
     _operation("resume", lambda h: h.operators.resume, 507),
     _operation("drain", lambda h: h.operators.drain, 507, body=schema.DrainRequest),
     _operation("restart", lambda h: h.operators.restart, 507, role=Role.ADMIN, body=schema.DrainRequest),
+    _row(
+        "POST",
+        "/v1/daemons/{name}/canary",
+        Role.OPERATOR,
+        lambda h: h.operators.canary,
+        answers.json(schema.CanaryOut),
+    ),
     _get(
         "/v1/events",
         lambda h: h.events.events,

@@ -9,11 +9,13 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from mpsd.core.enforcement.violations import Violation
 from mpsd.core.health import Reason, drifted
 from mpsd.core.model import Daemon, Drift, ReadBack, Server
 from mpsd.core.supervision.drain import Operation
 from mpsd.daemon.api.decoding import parameter
 from mpsd.daemon.api.request import RequestBody, RequestQuery
+from mpsd.daemon.canary.watch import Examination
 
 
 class LimitsOut(Struct):
@@ -112,6 +114,10 @@ class DaemonOut(Struct):
     """What an operator wants of it that is not done yet, and what that waits for."""
     restart_for: list[str]
     """The settings that it was not started with: a restart brings them."""
+    unserved: str | None
+    """The evidence that its server serves nobody, or may not; null where there is none."""
+    wedged: bool
+    """Whether that proves it: nobody is admitted, and it is replaced when nobody is left."""
 
     @classmethod
     def of(cls, daemon: Daemon) -> "DaemonOut":
@@ -140,6 +146,8 @@ class DaemonOut(Struct):
             latest_unknown_lines=list(daemon.unknown_lines.latest),
             operation=daemon.operation,
             restart_for=list(daemon.restart_for),
+            unserved=daemon.unserved,
+            wedged=daemon.wedged,
         )
 
 
@@ -149,8 +157,30 @@ class DaemonsOut(Struct):
     daemons: list[DaemonOut]
 
 
+class CanaryOut(Struct):
+    """What canaries prove of a control daemon: mpsd's own clients, which initialise CUDA and make a context."""
+
+    daemon: str
+    verdict: str
+    """`ok`: clients are served. `wedged`: three canaries in a row got no answer. `unknown`: neither was proven."""
+    because: str
+    """The evidence: what came of each canary."""
+    canaries: int
+    """How many were sent."""
+    at: datetime
+
+    @classmethod
+    def of(cls, daemon: str, found: Examination) -> "CanaryOut":
+        """Make it from the value."""
+        return cls(daemon, found.verdict, found.evidence, len(found.ends), found.at)
+
+
 class GpuOut(Struct):
-    """A GPU: what it has, what was granted of it, and what is really held; null stands for what could not be read."""
+    """A GPU: what it has, what was granted of it, and what is really held; null stands for what could not be read.
+
+    `clients` is how many clients the leases may have. What is `unleased` is what clients use that no lease has, by the
+    threads that their environment names and the memory that they hold: it is granted to nobody.
+    """
 
     uuid: str | None
     index: int
@@ -162,6 +192,9 @@ class GpuOut(Struct):
     memory_held: int | None
     clients: int
     clients_max: int | None
+    threads_unleased: float
+    memory_unleased: int
+    clients_unleased: int
     compute_mode: str | None
     health: str
     because: str
@@ -174,6 +207,23 @@ class GpusOut(Struct):
     gpus: list[GpuOut]
 
 
+class ViolationOut(Struct):
+    """A violation that is open: a process that breaks a lease, or has less than its lease."""
+
+    kind: str
+    pid: int
+    lease: str | None
+    daemon: str
+    because: str
+    hint: str
+    """What its user can do about it."""
+
+    @classmethod
+    def of(cls, each: Violation) -> "ViolationOut":
+        """Make it from the value."""
+        return cls(each.kind, each.process.pid, each.lease, each.daemon, each.because, each.hint)
+
+
 class ClientOut(Struct):
     """A process that an MPS server lists as its client."""
 
@@ -184,6 +234,10 @@ class ClientOut(Struct):
     gpu: str
     server: int
     lease: str | None
+    verdict: str
+    """`violation` where one of it is open, `unknown` where its limits are not known, and `ok`."""
+    because: str
+    """Why it is not ok; empty where it is."""
 
 
 class ClientsOut(Struct):
@@ -215,10 +269,14 @@ class StatusOut(Struct):
     healthy: bool
     because: str
     """The sentences of all reasons; for a healthy node, that it is."""
+    headline: str
+    """All that matters in one line: whether it is healthy, whether it is closed, and the open violations."""
     reasons: list[ReasonOut]
     """Why the node is not healthy, the gravest first; empty for a healthy node."""
     warnings: list[ReasonOut]
     """What needs attention on a node that is healthy all the same."""
+    violations: list[ViolationOut]
+    """The open violations. They do not make the node unhealthy: any user can cause one."""
     version: str
     simulated: bool
     since: datetime

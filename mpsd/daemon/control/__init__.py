@@ -1,4 +1,4 @@
 """One control daemon: started or adopted, proved, watched, drained and restarted.
 
-Imported by: daemon, daemon/api, daemon/leases, daemon/node.
+Imported by: daemon, daemon/api, daemon/canary, daemon/leases, daemon/node.
 """

@@ -77,7 +77,7 @@ class LetInRecord:
         try:
             raw = atomic_file.read(self._paths.let_in)
             file = msgspec.json.decode(raw, type=_LetInFile) if raw is not None else None
-        except (OSError, msgspec.DecodeError, msgspec.ValidationError):
+        except (OSError, *encoding.NOT_UNDERSTOOD):
             return None
         if file is None or (file.boot_id, file.process) != (clock.boot_id(), process):
             return None

@@ -20,8 +20,9 @@ from typing import Final
 import msgspec
 
 from mpsd.core.errors import ForeignDaemonError
-from mpsd.core.model import DaemonProcess, Moment, ProcessIdentity, Unknown
+from mpsd.core.model import DaemonProcess, ProcessIdentity, Unknown
 from mpsd.core.mps import daemon_flags
+from mpsd.core.quantities import Moment
 from mpsd.core.settings import Users
 from mpsd.daemon.record import encoding
 from mpsd.daemon.record.log import EventName, Logger

@@ -7,12 +7,13 @@ mpsd remembers: the next mpsd continues from the same place.
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Final
 
+from mpsd.core.enforcement.ending import EndCause
 from mpsd.core.errors import StorageError
-from mpsd.core.model import Lease, ProcessIdentity
-from mpsd.core.reload import LiveSettings
+from mpsd.core.model import Lease, ProcessIdentity, Stop
 from mpsd.core.supervision import drain
 from mpsd.core.supervision.drain import (
     Blocker,
@@ -24,11 +25,10 @@ from mpsd.core.supervision.drain import (
     OperatorCommand,
     Outcome,
 )
-from mpsd.daemon.control.escalation import end_client, terminate_contexts_of
 from mpsd.daemon.control.operator_intent import OperatorIntent
+from mpsd.daemon.ends.endings import Endings
 from mpsd.daemon.record.log import EventName, Logger
-from mpsd.system import clock, proc, process
-from mpsd.system.control_pipe import ControlPipe
+from mpsd.system import clock, proc
 
 _NAMED: Final = 3
 """Of those who are waited for, how many are named in a sentence."""
@@ -44,26 +44,28 @@ class DaemonLeases:
     """Ends a lease, and says why. Raises StorageError when that could not be stored."""
     unrestored: Callable[[str], tuple[str, ...]]
     """By the UUID of a GPU, why it is held for leases of an earlier mpsd that could not be restored."""
+    stop: Callable[[ProcessIdentity], Stop]
+    """How a client is ended, as its lease says."""
 
 
 class Drainer:
     """What is wanted of one control daemon, and how far it is."""
 
-    def __init__(
-        self, name: str, path: Path, *, leases: DaemonLeases, pipe: ControlPipe, settings: LiveSettings, log: Logger
-    ) -> None:
-        self._settings = settings
+    def __init__(self, name: str, path: Path, *, leases: DaemonLeases, endings: Endings, log: Logger) -> None:
         self._name = name
         self._stored = OperatorIntent(path)
         self._leases = leases
-        self._pipe = pipe
+        self._endings = endings
         self._log = log
         self._blockers: tuple[Blocker, ...] = ()
         self._present: dict[ProcessIdentity, int | None] = {}
         """Which processes are there: clients, each with its server, and servers that outlived a control daemon."""
-        self._tried: set[ProcessIdentity | str] = set()
-        """Those processes and leases that everything was done to end."""
+        self._unidentified: tuple[datetime, ...] = ()
+        """Since when clients are there of whom mpsd sees no process."""
+        self._tried: set[str] = set()
+        """The leases that everything was done to end."""
         self._ending: asyncio.Task[None] | None = None
+        """The end of leases."""
         self._leaving: DesiredState | None = None
         """A wish of this mpsd only: it is to go, and its control daemons with it."""
 
@@ -154,7 +156,7 @@ class Drainer:
         self._stop_ending()
         ended = self._ended(desired, outcome, because)
         # Its time to leave was for those who were there then, and not for whoever comes one day.
-        self._stored.keep(replace(then, operation="", deadline=None), ended)
+        self._stored.keep(replace(then, operation="", deadline=None, quitting=False, replaced=None), ended)
         self._log_end(ended)
 
     def operation(self, operation: str) -> Operation | None:
@@ -195,6 +197,8 @@ class Drainer:
         waits = [_named(each) for each in self._blockers] if desired.waits else []
         if len(waits) > _NAMED:
             waits[_NAMED:] = [f"{len(waits) - _NAMED} more"]
+        if waits and desired.quitting and desired.is_late(clock.since_boot()):
+            return f"{words}; what is left is ended with its servers (quit -t): {', '.join(waits)}"
         return f"{words}; waiting for {', '.join(waits)}" if waits else words
 
     @property
@@ -205,20 +209,33 @@ class Drainer:
         return f"resume admission: mpsctl resume {self._name}" if self.desired.intent is not Intent.RUN else None
 
     def advance(
-        self, present: Mapping[ProcessIdentity, int | None], there: ProcessIdentity | None, *, answers: bool
+        self,
+        present: Mapping[ProcessIdentity, int | None],
+        there: ProcessIdentity | None,
+        *,
+        answers: bool,
+        unidentified: int = 0,
     ) -> bool:
         """See who is there, and do what is next; tell whether the daemon, which is `there`, is to quit now.
 
-        `present` are its clients, each with its server, and the servers that outlived a control daemon, with None.
+        `present` are its clients, each with its server, and the servers that outlived a control daemon, with None;
+        `unidentified` is how many clients it has beside them whose processes mpsd does not see.
         Raises StorageError: what is next has to be on disk before it is done.
         """
-        self._observe(present)
+        self._observe(present, unidentified)
         desired = self._register(there)
-        match self._next(there, answers=answers):
+        match step := self._next(there, answers=answers):
             case DrainStep.END:
                 self._end_all()
             case DrainStep.QUIT | DrainStep.FORCE:
-                self._keep(replace(desired, quitting=True))
+                self._keep(replace(desired, quitting=True, replaced=desired.replaced or there))
+                if step is DrainStep.FORCE and self._blockers:
+                    left = ", ".join(_named(each) for each in self._blockers)
+                    self._log.warning(
+                        EventName.DAEMON_FORCED,
+                        step="quit -t",
+                        because=f"all else was tried, and there is left: {left}",
+                    )
                 return True
             case DrainStep.DONE if desired.operation:
                 self._done(there)
@@ -239,9 +256,11 @@ class Drainer:
         """Tell whether a daemon that is to quit has to be made to: an operator's word, or those left had their time."""
         return not self.desired.quitting or self._next(there, answers=False) is DrainStep.FORCE
 
-    def _observe(self, present: Mapping[ProcessIdentity, int | None]) -> None:
+    def _observe(self, present: Mapping[ProcessIdentity, int | None], unidentified: int = 0) -> None:
+        since = self._unidentified[:unidentified]
+        self._unidentified = (*since, *[clock.now()] * (unidentified - len(since)))
         self._present = {
-            each: server for each, server in present.items() if proc.start_ticks(each.pid) == each.start_ticks
+            each: server for each, server in present.items() if proc.live_ticks(each.pid) == each.start_ticks
         }
         self._blockers = (
             *(
@@ -253,11 +272,12 @@ class Drainer:
                 Blocker("server" if server is None else "client", None, each.pid, clock.at_ticks(each.start_ticks))
                 for each, server in self._present.items()
             ),
+            *(Blocker("client", None, 0, each) for each in self._unidentified),
         )
 
     def _next(self, there: ProcessIdentity | None, *, answers: bool) -> DrainStep:
-        present = {*self._present, *(each.lease for each in self._blockers if each.lease is not None)}
-        tried = present <= self._tried and not self._is_ending
+        leases = {each.lease for each in self._blockers if each.lease is not None}
+        tried = leases <= self._tried and not self._is_ending and all(map(self._is_tried, self._present))
         return drain.next_step(self.desired, ObservedState(there, answers, self._blockers, tried, clock.since_boot()))
 
     def is_clear(self, orphans: Collection[ProcessIdentity]) -> bool:
@@ -279,46 +299,57 @@ class Drainer:
     def _is_ending(self) -> bool:
         return self._ending is not None and not self._ending.done()
 
+    @property
+    def _cause(self) -> str:
+        """What the causes of its ends are known by."""
+        return f"drain of {self._name}"
+
+    def _is_tried(self, process: ProcessIdentity) -> bool:
+        """Tell whether all that can be done to end a process is done, and it stays."""
+        return bool(self._endings.stays(process)) and self._endings.is_wanted(process, self._cause)
+
     def _end_all(self) -> None:
-        """End those who are there, each once: they had their time."""
+        """End those who are there, each once: they had their time. Raises StorageError: not all of them, then."""
+        because = f"{self._name}: {self.desired.because}, and the timeout has expired"
+        # First, since their leases say how.
+        for identity, server in self._present.items():
+            self._endings.end(
+                identity,
+                EndCause(self._cause, because),
+                daemons=() if server is None else (self._name,),
+                stop=self._leases.stop(identity),
+                lost=server is None,
+            )
         if self._is_ending:
             return
         leases = [each.lease for each in self._blockers if each.lease is not None and each.lease not in self._tried]
-        clients = {each: server for each, server in self._present.items() if each not in self._tried}
-        because = f"{self._name}: {self.desired.because}, and the timeout has expired"
-        self._ending = asyncio.get_running_loop().create_task(self._end(leases, clients, because))
+        self._ending = asyncio.get_running_loop().create_task(self._end(leases, because))
 
     def close(self) -> None:
-        """Do no more about anybody."""
-        self._stop_ending()
-
-    def _stop_ending(self) -> None:
+        """Do no more about anybody; ends that have begun go on."""
         if self._ending is not None:
             self._ending.cancel()
+
+    def _stop_ending(self) -> None:
+        """End nobody any more; an end that has begun goes on."""
+        self.close()
         self._ending = None
         self._tried.clear()
+        self._endings.let_all_go(self._cause)
 
-    async def _end(self, leases: list[str], clients: dict[ProcessIdentity, int | None], because: str) -> None:
+    async def _end(self, leases: list[str], because: str) -> None:
         for lease in leases:
             try:
                 await self._leases.end(lease, because)
             except StorageError as error:
                 self._log.error(EventName.STORE_FULL, because=error.detail)
             self._tried.add(lease)
-        async with asyncio.TaskGroup() as group:
-            for identity, server in clients.items():
-                group.create_task(self._end_one(identity, server, because))
-
-    async def _end_one(self, identity: ProcessIdentity, server: int | None, because: str) -> None:
-        living = process.adopt(identity)
-        if living is not None:
-            terminate = terminate_contexts_of(self._pipe, server, identity.pid) if server is not None else None
-            await end_client(living, terminate, self._settings.current.enforcement.grace, self._log, because)
-        self._tried.add(identity)
 
 
 def _named(blocker: Blocker) -> str:
     since = blocker.since.isoformat(timespec="seconds")
     if blocker.lease is not None:
         return f"{blocker.lease} (pid {blocker.pid}, since {since})"
+    if not blocker.pid:
+        return f"a client that cannot be identified (pid 0, as in another pid namespace; since {since})"
     return f"{blocker.what} {blocker.pid} (since {since})"

@@ -9,9 +9,9 @@ from mpsd.core.model import DaemonProcess, ProcessIdentity
 from mpsd.core.settings import ControlDaemon, Settings, Users
 from mpsd.daemon.control.death_tally import Ended
 from mpsd.daemon.control.discovery import DiscoveredProcesses
-from mpsd.daemon.control.escalation import end_daemon
 from mpsd.daemon.control.launcher import Launcher
 from mpsd.daemon.control.observer import Observer
+from mpsd.daemon.ends.daemon_end import end_daemon
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock, exit_status, process
 from mpsd.system.control_pipe import ControlPipe

@@ -2,12 +2,12 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from mpsd.core.enforcement import drift
+from mpsd.core.enforcement import drift, opened
 from mpsd.core.errors import (
     ControlBusyError,
     ControlError,
@@ -27,6 +27,7 @@ from mpsd.core.mps.limits import (
     shown,
     widest_read_back,
 )
+from mpsd.core.quantities import Opened
 from mpsd.daemon.control.control_log import ControlLog
 from mpsd.daemon.control.death_tally import LetInRecord
 from mpsd.daemon.record.bounded import BoundedLog
@@ -58,8 +59,8 @@ class _Questions:
         self._status = talk.ask(commands.get_server_status(pid))
         self._limits = {limit: talk.ask(limit.ask_server(pid)) for limit in limits}
 
-    def server(self) -> Server | None:
-        """Return what it said; None when it is gone, as one is that went between two questions."""
+    def server(self, canaries: Collection[int]) -> Server | None:
+        """Return what it said, less the canaries; None when it is gone, as one is that went between two questions."""
         if proc.start_ticks(self.identity.pid) != self.identity.start_ticks:
             return None
         status: str | None = None
@@ -69,7 +70,8 @@ class _Questions:
         with contextlib.suppress(ControlError):  # a busy server says nothing, and so nothing is known
             limits = _read_back({limit: pending.answer for limit, pending in self._limits.items()})
         with contextlib.suppress(ControlError):
-            return Server(self.identity.pid, status, self._clients.answer, limits=limits)
+            clients = tuple(each for each in self._clients.answer if each not in canaries)
+            return Server(self.identity.pid, status, clients, limits=limits)
         return None
 
 
@@ -86,9 +88,12 @@ class Observer:
         """What others changed and is not put back yet."""
         self.undone: tuple[Drift, ...] = ()
         """What they changed and mpsd put back, the latest last."""
+        self.canaries: set[int] = set()
+        """The pids of mpsd's own clients that are out now."""
         self._priority: int | None = None
         """The default priority of clients, as it was read last; None where it was not, or the driver has none."""
-        self._has_priority = True
+        self.has_client_priority = True
+        """Whether the driver has one, as far as is known."""
         self._limits: tuple[Limit, ...] = LIMITS
         """Those that the driver has, as far as is known."""
         self._paths = paths
@@ -98,8 +103,8 @@ class Observer:
         """For what a lease holder can cause in a loop."""
         self._servers: dict[ProcessIdentity, Server] = {}
         self._orphans: tuple[ProcessIdentity, ...] = ()
-        self._ceilings: dict[ProcessIdentity, Mapping[ProcessIdentity, ReadBack | None]] = {}
-        """By server, also one that says nothing for a while, what was open to each of its clients when it came."""
+        self._opened: dict[ProcessIdentity, Mapping[ProcessIdentity, Opened | None]] = {}
+        """By server, also one that says nothing for a while, what was open to each of its clients."""
         self._held_since = 0.0
         """Since when, in seconds since boot, the defaults are what they are: a server started later has got them."""
 
@@ -123,7 +128,7 @@ class Observer:
 
         Of those nobody can ask who their clients are, so each stands for some.
         """
-        clients = {client: server.pid for server in self._servers.values() for client in server.ceilings}
+        clients = {client: server.pid for server in self._servers.values() for client in server.opened}
         return {**clients, **dict.fromkeys(self._orphans)}
 
     @property
@@ -190,11 +195,11 @@ class Observer:
         if any(not self._lists_only_known_clients(identity, server) for identity, server in registered.items()):
             self.control_log.look()  # what others did to limits while somebody connected counts for that client
         self._servers = {
-            identity: self._with_ceilings(identity, registered[identity], before, found) for identity in registered
+            identity: self._with_opened(identity, registered[identity], before, found) for identity in registered
         }
-        for identity in self._ceilings.keys() - registered.keys():
+        for identity in self._opened.keys() - registered.keys():
             if proc.start_ticks(identity.pid) != identity.start_ticks:
-                del self._ceilings[identity]
+                del self._opened[identity]
         self.control_log.see(registered)
         idle = {each.pid for each in registered.values() if not each.clients}
         gone = {pid for pid in self.control_log.serving.faults if proc.start_ticks(pid) is None}
@@ -203,7 +208,7 @@ class Observer:
 
     def _ask_priority(self, talk: Conversation, *, apply: bool) -> Pending[int] | None:
         """Ask for the default priority of clients, once it is put back if others changed it; None before driver 535."""
-        if not self._has_priority:
+        if not self.has_client_priority:
             return None
         return talk.set(CLIENT_PRIORITY) if apply and self._priority else talk.ask(CLIENT_PRIORITY.getter)
 
@@ -211,7 +216,7 @@ class Observer:
         try:
             self._priority = None if pending is None else pending.answer
         except ControlUnknownCommandError:
-            self._priority, self._has_priority = None, False
+            self._priority, self.has_client_priority = None, False
 
     def _default(self, talk: Conversation, limit: Limit, wanted: Limits, *, apply: bool) -> Pending[LimitValue]:
         """Ask for a default of the daemon, after it is set if it is to be."""
@@ -270,41 +275,38 @@ class Observer:
                 known.append(_Questions(talk, identity, limits, self._limits))
         if talk.pending:
             await self._hold(talk)
-        servers = ((each.identity, each.server()) for each in known if each.identity.pid in pids)
+        servers = ((each.identity, each.server(self.canaries)) for each in known if each.identity.pid in pids)
         return {identity: server for identity, server in servers if server is not None}
 
     def _lists_only_known_clients(self, server: ProcessIdentity, found: Server) -> bool:
         """Tell whether a server lists nobody but clients that it listed before."""
-        return {*found.clients} <= {each.pid for each in self._ceilings.get(server, ())}
+        return {*found.clients} <= {each.pid for each in self._opened.get(server, ())}
 
-    def _with_ceilings(
+    def _with_opened(
         self, identity: ProcessIdentity, server: Server, before: ReadBack | None, found: ReadBack
     ) -> Server:
-        """Note what was open to clients that are new: they connected between the last conversation and this one.
+        """Note what was open to its clients: those that are new connected between the last conversation and this one.
 
         `before` and `found` are the daemon's defaults then and now, with which a server starts.
         """
         earlier = self._servers.get(identity)
         last = earlier.limits if earlier is not None and earlier.limits is not None else before
-        ceiling = None if last is None else widest_read_back(last, server.limits or found)
-        if ceiling is not None:
-            ceiling = widest_read_back(ceiling, self._opened(server, fresh=earlier is None))
+        foreign = drift.opened(self.control_log.unexplained, server.pid, fresh=earlier is None)
+        meanwhile = opened.between(last, server.limits or found, foreign)
         given = self.control_log.serving.given.pop(server.pid, None)
-        if given is not None and ceiling is not None and widest_read_back(ceiling, given) != ceiling:
+        if given is not None and meanwhile is not None and widest_read_back(meanwhile.most, given) != meanwhile.most:
             # The log of an honest server is the proof of what is applied; whether this one is, nobody knows.
-            self._log.error(EventName.LIMITS_NOT_GIVEN, server=server.pid, command=shown(ceiling), given=shown(given))
-            ceiling = None
+            facts = {"command": shown(meanwhile.most), "given": shown(given)}
+            self._log.error(EventName.LIMITS_NOT_GIVEN, server=server.pid, **facts)
+            meanwhile = None
         if self.control_log.is_unaccounted or self.control_log.has_forgotten or self.control_log.silence.since:
-            ceiling = None  # whoever came meanwhile may have got anything; nobody is to blame for that
-        known = self._ceilings.get(identity, {})
+            meanwhile = None  # whoever came meanwhile may have got anything; nobody is to blame for that
+        known = self._opened.get(identity, {})
         started = ((pid, proc.start_ticks(pid)) for pid in server.clients)
         clients = (ProcessIdentity(pid, ticks) for pid, ticks in started if ticks is not None)
-        ceilings = self._ceilings[identity] = {each: known.get(each, ceiling) for each in clients}
-        return replace(server, ceilings=ceilings)
-
-    def _opened(self, server: Server, *, fresh: bool) -> ReadBack:
-        """Return what others may have opened for its clients since mpsd talked to the daemon last."""
-        return drift.opened(self.control_log.unexplained, server.pid, fresh=fresh)
+        now = {each: opened.opened(known.get(each), meanwhile, new=each not in known) for each in clients}
+        self._opened[identity] = now
+        return replace(server, opened=now)
 
     def _compare(self, wanted: Limits, found: ReadBack, known: tuple[ProcessIdentity, ...]) -> None:
         """Keep what others changed, and tell of it when it comes and when it goes.

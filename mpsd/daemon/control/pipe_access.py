@@ -1,6 +1,7 @@
 """Who can reach which control daemon, as the leases say: opened before a grant is told, closed when the last one ends.
 
-A control daemon obeys any local user who can connect to its socket, so the way there is what is guarded: the pipe
+Any local user who can connect to a control daemon's socket can be its client, and take its only seat; drivers 470 and
+535 obey any of them (from 550 on others may not change defaults). So the way there is what is guarded: the pipe
 directory, and the socket too, since a process that has opened the socket with O_PATH can connect to it later, however
 closed the directory is by then (both measured: docs/enforcement.md).
 
@@ -220,6 +221,8 @@ class NodePipeAccess:
         self._settings = settings
         self._log = log
         self._accesses: dict[str, PipeAccess] = {}
+        self._canaries: dict[str, int] = {}
+        """By GPU, the uid of a canary that is out."""
         settings.follow(lambda _: self.apply())
 
     def of(self, name: str, gpu: str) -> PipeAccess:
@@ -231,7 +234,20 @@ class NodePipeAccess:
 
     def _wanted(self, gpu: str) -> frozenset[int] | None:
         unadmitted, own = self._settings.current.unadmitted, process_table.own_uid()
-        return access.admitted(unadmitted, self._holders(gpu), own, self._quarantine.uids)
+        canary = [self._canaries[gpu]] if gpu in self._canaries else []
+        return access.admitted(unadmitted, {*self._holders(gpu), *canary}, own, self._quarantine.uids)
+
+    @contextlib.contextmanager
+    def opened_for_canary(self, name: str, gpu: str, uid: int) -> Iterator[None]:
+        """Let a canary of this uid in, whose server is there, until this is left. Raises PipeAccessError."""
+        self._canaries[gpu] = uid
+        try:
+            if not _is_let_in(uid):
+                self._accesses[name].open(uid)
+            yield
+        finally:
+            del self._canaries[gpu]
+            self._accesses[name].close()
 
     def open(self, lease: Lease) -> None:
         """Let a lease's uid in wherever it was granted something. Raises PipeAccessError."""

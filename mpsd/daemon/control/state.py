@@ -4,6 +4,7 @@ The heartbeat promises, before the supervisor does or waits for something, by wh
 mpsd/daemon/service_manager.py feeds the watchdog only while no supervisor has broken its promise.
 """
 
+import asyncio
 from collections.abc import Callable
 from datetime import datetime
 from math import inf
@@ -34,6 +35,8 @@ class Lifecycle:
         self.questions = 0
         """How often somebody asked that the daemon be talked to."""
         self._answered = 0
+        self.answered = asyncio.Event()
+        """Set, and replaced, whenever the daemon was talked to."""
         self._log = log
         self.notify_changed = changed
         """Notes that something about the daemon may be otherwise than before."""
@@ -57,6 +60,8 @@ class Lifecycle:
     def answer(self, questions: int) -> None:
         """Note that the daemon was talked to, and that so many had asked for it when that began."""
         self._answered = questions
+        self.answered.set()
+        self.answered = asyncio.Event()
         self.notify_changed()
 
     def explain(self, because: str, hint: str | None) -> None:

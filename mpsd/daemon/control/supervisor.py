@@ -11,7 +11,7 @@ from typing import Final
 
 from mpsd.core.errors import ConfigurationError, ControlError, ForeignDaemonError, PipeAccessError, StorageError
 from mpsd.core.lifecycle import ANSWERED, RUNNING, Event, State
-from mpsd.core.model import Daemon, Gpu, Limits
+from mpsd.core.model import Daemon, Gpu, Limits, Server
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import Settings
 from mpsd.core.supervision.drain import Intent, OperatorCommand
@@ -23,9 +23,10 @@ from mpsd.daemon.control.instance import LISTEN_POLL, Instance
 from mpsd.daemon.control.launcher import Launcher
 from mpsd.daemon.control.observer import Observer
 from mpsd.daemon.control.pipe_access import PipeAccess
-from mpsd.daemon.control.prober import Prober
+from mpsd.daemon.control.renewal import Renewal
 from mpsd.daemon.control.state import Heartbeat, Lifecycle, longest_round
-from mpsd.daemon.control.wanted_limits import WantedLimits
+from mpsd.daemon.control.wanted_limits import Prober, WantedLimits
+from mpsd.daemon.ends.endings import Endings
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock, proc, process
 from mpsd.system.control_pipe import ControlProgram
@@ -53,6 +54,7 @@ class Supervisor:
         program: ControlProgram,
         pipe_access: PipeAccess,
         leases: DaemonLeases,
+        endings: Endings,
         settings: LiveSettings,
         log: Logger,
         changed: Callable[[], None],
@@ -82,13 +84,16 @@ class Supervisor:
         self._wanted_limits = WantedLimits(self._observer, settings.current, self._log)
         self._prober = Prober(self._launcher, self._wanted_limits, pipe_access, self._log)
         self._lifecycle = Lifecycle(self._log, changed)
-        self.drainer = Drainer(
-            name, paths.operator_intent, leases=leases, pipe=self.pipe, settings=settings, log=self._log
+        self.pipe.changed = self._seat_changed
+        self.drainer = Drainer(name, paths.operator_intent, leases=leases, endings=endings, log=self._log)
+        self._renewal = Renewal(
+            name,
+            lifecycle=self._lifecycle,
+            pipe_access=pipe_access,
+            observer=self._observer,
+            control_log=self._control_log,
+            leases=leases,
         )
-        self._next_user: tuple[int, Callable[[], bool]] | None = None
-        """For whom it is to be replaced, and whether it was asked since who is there."""
-        self._renewing = False
-        """Whether it is being replaced for its next user."""
         self._wanted = True  # whether it should run at all
         self._down = asyncio.Event()
         self.heartbeat = Heartbeat()
@@ -105,7 +110,7 @@ class Supervisor:
             name=self.name,
             gpu=self.gpu.uuid,
             state=self._lifecycle.state,
-            because=self._lifecycle.because,
+            because="; ".join(filter(None, (self._lifecycle.because, self.pipe.waits_for))),
             hint=self._lifecycle.hint,
             since=self._lifecycle.since,
             process=evidence,
@@ -122,9 +127,11 @@ class Supervisor:
             cannot_start=self._observer.cannot_start,
             cannot_start_for=self._pipe_access.users,
             has_mem_limit=self._observer.has_mem_limit,
+            has_client_priority=self._observer.has_client_priority,
+            client_end=self.pipe.waits_for,
             unknown_lines=self._control_log.unknown,
             operation=self.drainer.summary if desired.waits and desired.operation else None,
-            renewing=self._renewing,
+            renewing=self._renewal.is_running,
             restart_for=self._instance.outdated(self._settings.current),
             unrestored=self._leases.unrestored(self.gpu.uuid),
         )
@@ -157,36 +164,64 @@ class Supervisor:
         return self._lifecycle.ask()
 
     @property
+    def servers(self) -> tuple[Server, ...]:
+        """Its servers with their clients, as they were when it was asked last; orphans included."""
+        return self._observer.servers
+
+    async def servers_now(self) -> tuple[Server, ...] | None:
+        """Ask it anew, and return them; None where it does not answer, and nothing is known."""
+        if self._lifecycle.state is State.COOLING or self._death_tally.failed is not None:
+            await self._instance.find_orphans()  # it is dead, and its servers are all that there can be
+            return self._observer.servers
+        done, patience = self.ask(), 2 * self._settings.current.daemon.answer_deadline
+        until = clock.monotonic() + patience
+        while not done() or self._lifecycle.state in {State.DOWN, State.STARTING}:
+            if self.pipe.waits_for:
+                until = clock.monotonic() + patience  # the end of another client has its seat
+            elif clock.monotonic() >= until:
+                return None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TICK):
+                    await self._lifecycle.answered.wait()
+        return self._observer.servers if self._lifecycle.state in ANSWERED else None
+
+    def _seat_changed(self) -> None:
+        """Note that a long command has taken the daemon's only seat, or left it."""
+        self._lifecycle.notify_changed()
+        self._wake.set()
+
+    @property
     def trouble(self) -> str:
         """Why it is not certain that the limits that are wanted hold for its next client; empty when it is."""
+        if self.pipe.waits_for:
+            return self.pipe.waits_for  # whoever connects meanwhile may be turned away (NVIDIA: error 807)
         if self._lifecycle.state not in ANSWERED:
             return f"it is {self._lifecycle.state}: {self._lifecycle.because}"
-        return (
-            self._wanted_limits.trouble if self._next_user is None else "it is about to be replaced for its next user"
-        )
+        return "it is about to be replaced for its next user" if self._renewal.is_due else self._wanted_limits.trouble
 
     def renew_for(self, uid: int) -> bool:
         """Replace the daemon where its user was another until now, and nobody is left of that; tell whether it is so.
 
         Whatever such a one still has open, the log's FIFO or a connection, is nothing to the daemon of the next user.
         """
-        is_left = self._lifecycle.state is State.READY and self._pipe_access.was_anothers(uid)
-        if is_left and not self.drainer.desired.waits and not self._observer.present and self._next_user is None:
-            # Its last user cannot connect any more: whoever is a client is named by the answer to this question.
-            self._next_user = uid, self.ask()
-        return self._renewing or self._next_user is not None
+        if self.drainer.desired.waits:
+            return self._renewal.is_running or self._renewal.is_due
+        return self._renewal.want(uid, self.ask)
 
-    def _renew(self) -> bool:
-        """Begin to replace the daemon, once it has named no client; tell whether that was done."""
-        if self._next_user is None or not self._next_user[1]():
-            return False
-        (uid, _), self._next_user = self._next_user, None
-        if self._lifecycle.state is not State.READY or self._observer.present:
-            self._lifecycle.notify_changed()  # it stays, and whoever waits for another may go on
-            return False
-        self._move(Event.STOP, f"it is replaced, since its next user is uid {uid}")
-        self._renewing = True
-        return True
+    def distrust(self, because: str | None) -> None:
+        """Have the daemon replaced as soon as nobody is left, since its server may serve nobody; None: no more."""
+        if self._renewal.distrust(because):
+            self._wake.set()
+
+    @property
+    def lost_clients(self) -> int:
+        """How many clients its servers have lost without a word, as their log says."""
+        return self._control_log.serving.lost
+
+    @property
+    def canaries(self) -> set[int]:
+        """The pids of the canaries that are out, which count as nobody's clients."""
+        return self._observer.canaries
 
     def intend(self, command: OperatorCommand) -> str:
         """Do what an operator wants, from now on; return the operation that it is part of now, if it is one.
@@ -261,12 +296,13 @@ class Supervisor:
                 self._move(Event.COOLED, "the delay after its death has elapsed")
 
     async def _wait_for_resources(self, error: OSError) -> None:
-        """The machine had no descriptor, memory or process left: what cannot be looked at is not known to be well."""
-        hint = "find out which resource the machine has run out of; mpsd retries by itself"
+        """The machine had no descriptor, memory, process or disk: what cannot be looked at is not known to be well."""
+        lacks = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        hint = "find out which resource the machine has run out of, or which disk failed; mpsd retries by itself"
         if self._lifecycle.state in RUNNING:
-            self._move(Event.SILENT, f"mpsd could not check it: {error.strerror}", hint)
+            self._move(Event.SILENT, f"mpsd could not check it: {lacks}", hint)
         else:
-            self._lifecycle.explain(f"it cannot be started now: {error.strerror}", hint)
+            self._lifecycle.explain(f"it cannot be started now: {lacks}", hint)
             self._lifecycle.notify_changed()
         self._due = 0.0
         await asyncio.sleep(_TICK)
@@ -281,9 +317,7 @@ class Supervisor:
     def _move(self, event: Event, because: str, hint: str | None = None) -> None:
         """Apply an event."""
         self._lifecycle.move(event, because, hint, self._instance.pid)
-        self._renewing = self._renewing and self._lifecycle.state in {State.STOPPING, State.DOWN, State.STARTING}
-        if self._lifecycle.state is not State.READY:
-            self._next_user = None
+        self._renewal.follow(self._lifecycle.state)
         if self._lifecycle.state is State.DOWN:
             self._down.set()
 
@@ -331,6 +365,9 @@ class Supervisor:
     # -- proving and watching: it listens, it answers, and every limit reads back --------------------------------------
 
     async def _prove(self) -> None:
+        if self.pipe.waits_for:
+            await self._sleep(_TICK)
+            return
         is_new = self._instance.is_fresh and not self._wanted_limits.proved
         if is_new and not await self._instance.listens_by(self._due):
             if self._instance.give_up():
@@ -350,48 +387,44 @@ class Supervisor:
         await self._instance.find_orphans()
         desired = self.drainer.desired
         stopped = proc.is_stopped(self._instance.process.pid)
-        if not stopped and self._lifecycle.state is State.UNRESPONSIVE and await self._is_blocked_by_last_user():
-            self._move(
-                Event.STOP, f"it is replaced, since its last user keeps it from answering: {self._lifecycle.because}"
-            )
+        is_unresponsive = self._lifecycle.state is State.UNRESPONSIVE
+        if is_unresponsive and not stopped and await self._renewal.is_blocked_by_last_user():
+            because = self._lifecycle.because
+            self._move(Event.STOP, f"it is replaced, since its last user keeps it from answering: {because}")
             return
-        is_stuck = stopped and self._lifecycle.state is State.UNRESPONSIVE
-        if any((self._observer.check(awake=not stopped), not self._pipe_access.look(), is_stuck)):
+        if any((self._observer.check(awake=not stopped), not self._pipe_access.look(), stopped and is_unresponsive)):
             # There is reason to ask at once; one that is known to be stopped cannot answer before it goes on.
             self._due = 0.0
         if stopped:
-            due = self._lifecycle.state is not State.UNRESPONSIVE
+            due = not is_unresponsive
         else:
             # Whoever waits for people to leave asks every time who is left.
             waits = self._lifecycle.state is State.DRAINING
             due = waits or clock.monotonic() >= self._due or self._launcher.socket_is_gone
+        if self.pipe.waits_for:
+            # Its one seat is taken by a front-end of mpsd's own, so that nobody is heard, and nothing can be asked.
+            await self._sleep(_TICK)
+            return
         if due:
             await self._probe()
-            if self._renew():
+            if (uid := self._renewal.begin()) is not None:
+                self._move(Event.STOP, f"it is replaced, since its next user is uid {uid}")
                 return
+        distrusted = None if self.drainer.desired.waits else self._renewal.begin_distrusted(self.ask)
+        if distrusted is not None:
+            self._move(Event.STOP, f"it is replaced, since it may not serve clients: {distrusted}")
+            return
         # Who is there was asked since it was wanted, or it is asked now.
         if desired is self.drainer.desired and not self._drain():
             await self._sleep(clock.until_next(_TICK))
-
-    async def _is_blocked_by_last_user(self) -> bool:
-        """Tell whether a daemon answers nobody for what its last user did, and nobody is there.
-
-        It has its one seat, or has used up the daemon's descriptors: nobody can have become a client since.
-        """
-        if any(self._leases.on(self.name)) or any(proc.start_ticks(each.pid) for each in self._observer.present):
-            return False
-        if self._control_log.descriptors_used_up is not None:
-            return self._pipe_access.users is not None
-        with contextlib.suppress(OSError):
-            return self._pipe_access.are_last_users((await self._observer.connected()).values())
-        return False
 
     async def _probe(self) -> bool:
         """Talk to the daemon, and let the state be what comes of it; tell whether it could be reached at all."""
         assert self._instance.process is not None  # noqa: S101 - there is one in every state that is probed
         starting = self._lifecycle.state is State.STARTING and clock.monotonic() < self._due
         questions = self._lifecycle.questions
-        found = await self._prober.probe(self._instance.process, fresh=self._instance.is_fresh)
+        async with self.pipe.whole:
+            found = await self._prober.probe(self._instance.process, fresh=self._instance.is_fresh)
         if found.event is Event.SILENT and not found.reached and self._instance.is_fresh and starting:
             return False  # one that was just started has its time to be
         if found.event is Event.VERIFIED:
@@ -417,7 +450,10 @@ class Supervisor:
         if not desired.waits:
             return False
         answers = state in ANSWERED and self._wanted_limits.proved
-        quits = self.drainer.advance(self._observer.present, self._instance.identity, answers=answers)
+        unseen = sum(server.clients.count(0) for server in self._observer.servers)
+        quits = self.drainer.advance(
+            self._observer.present, self._instance.identity, answers=answers, unidentified=unseen
+        )
         if quits:
             self._move(Event.STOP, self.drainer.summary, f"stop it at once: mpsctl restart {self.name} --timeout 0")
         elif desired is not self.drainer.desired:
@@ -429,8 +465,10 @@ class Supervisor:
 
     async def _quit_or_force(self) -> None:
         """Have the daemon quit, and wait for whoever it waits for; or, when that has to be, by force."""
+        force = self.drainer.has_to_force(self._instance.identity) or self._renewal.has_to_force
         try:
-            await self._instance.quit(self.pipe, force=self.drainer.has_to_force(self._instance.identity))
+            if force or not self.pipe.waits_for:
+                await self._instance.quit(self.pipe, force=force)
         except ControlError as error:
             self._lifecycle.explain(error.detail, error.hint)
         await self._sleep(_TICK)

@@ -1,15 +1,26 @@
-"""Which limits a control daemon is to hold, and whether it was seen to hold them."""
+"""Which limits a control daemon is to hold, and the conversation that has it hold them and says how it is."""
 
+from dataclasses import dataclass
 from typing import Final
 
 from msgspec import structs
 
-from mpsd.core.errors import ControlUnknownCommandError
+from mpsd.core.errors import (
+    ControlError,
+    ControlUnknownCommandError,
+    ControlUnreachableError,
+    LimitNotHeldError,
+    PipeAccessError,
+)
+from mpsd.core.lifecycle import Event
 from mpsd.core.model import Limits
 from mpsd.core.settings import Settings
+from mpsd.daemon.control.launcher import Launcher
 from mpsd.daemon.control.observer import Observer
+from mpsd.daemon.control.pipe_access import PipeAccess
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock
+from mpsd.system.process import Process
 
 _MOMENT: Final = 0.2
 """Seconds for which limits that were read back are known to hold where the log does not show who changes them."""
@@ -98,3 +109,43 @@ class WantedLimits:
                 active_thread_percentage=float(wanted.active_thread_percentage),
                 pinned_device_mem_limit=memory.bytes if memory else None,
             )
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """What came of talking to a control daemon."""
+
+    event: Event
+    because: str
+    hint: str | None
+    reached: bool = True
+    """Whether anybody listened."""
+
+
+class Prober:
+    """Talks to one control daemon to see how it is."""
+
+    def __init__(self, launcher: Launcher, wanted_limits: WantedLimits, pipe_access: PipeAccess, log: Logger) -> None:
+        self._launcher = launcher
+        self._wanted_limits = wanted_limits
+        self._pipe_access = pipe_access
+        self._log = log
+
+    async def probe(self, daemon: Process, *, fresh: bool) -> ProbeResult:
+        """Have the daemon hold every limit that is wanted; `fresh` tells whether it was just started."""
+        try:
+            self._launcher.check_socket(daemon)
+            await self._wanted_limits.hold(fresh=fresh)
+            # Only now: one that was just started gives everything to whoever comes before its limits are set. And its
+            # socket too: it gives that to everybody a moment after it made it (measured, all versions).
+            self._pipe_access.admit()
+        except (LimitNotHeldError, ControlUnknownCommandError, PipeAccessError) as error:
+            # It is not silent; but a limit that does not hold opens no door, nor does a way that strangers may go.
+            self._wanted_limits.forget()
+            event = EventName.PIPE_ACCESS_NOT_HELD if isinstance(error, PipeAccessError) else EventName.LIMITS_NOT_HELD
+            self._log.error(event, because=error.detail)
+            return ProbeResult(Event.UNPROVEN, error.detail, error.hint)
+        except ControlError as error:
+            reached = not isinstance(error, ControlUnreachableError)
+            return ProbeResult(Event.SILENT, error.detail, error.hint, reached)
+        return ProbeResult(Event.VERIFIED, "it answers, and every limit reads back as set", None)

@@ -1,4 +1,4 @@
 """The GPUs of the node: their readings, their faults and their compute modes.
 
-Imported by: daemon/node.
+Imported by: daemon/canary, daemon/node.
 """

@@ -1,6 +1,6 @@
 """The compute modes of the GPUs: set where the settings ask for it, written down before, and given back. See step()."""
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Final
 
@@ -14,10 +14,6 @@ from mpsd.system.gpu import GpuSource, change_compute_mode
 from mpsd.system.saved_compute_modes import SavedComputeModes
 
 _EXCLUSIVE: Final = ComputeMode.EXCLUSIVE_PROCESS
-_FAILS_OPEN: Final = (
-    "while the compute mode of {gpus} is default, a process that does not use its lease's environment runs"
-    ' outside MPS, without limits; to prevent that, set daemon.compute_mode = "exclusive-process"'
-)
 _NO_ROOM: Final = "free space on the file system of paths.state_dir, then: mpsctl reset gpu{index}"
 
 
@@ -75,18 +71,13 @@ class ComputeModes:
         """Say why a GPU has not its own mode back, though nobody wants another, and what to do about it."""
         return None if self._wanted_on(gpu) else self._refused.get(gpu.uuid)
 
-    def notes(self, there: Mapping[Gpu, ComputeMode | None]) -> list[str]:
-        """Return what should be known of the modes that GPUs have, and of the GPUs that are not there."""
-        default = [gpu for gpu, mode in there.items() if mode is ComputeMode.DEFAULT and gpus.unsupported(gpu) is None]
+    def notes(self, there: Collection[str]) -> list[str]:
+        """Return what should be known of the modes of the GPUs that are not `there`, by UUID."""
         found = self._saved.by_gpu
-        missing = found.keys() - {gpu.uuid for gpu in there}
-        notes = [
+        return [
             f"{gpu} cannot be read now; mpsd has changed its compute mode, and will restore {found[gpu]}"
-            for gpu in sorted(missing)
+            for gpu in sorted(found.keys() - there)
         ]
-        if default and not self._wanted:
-            notes.append(_FAILS_OPEN.format(gpus=", ".join(f"GPU {gpu.index}" for gpu in default)))
-        return notes
 
     def _wanted_on(self, gpu: Gpu) -> bool:
         return self._wanted and gpus.unsupported(gpu) is None

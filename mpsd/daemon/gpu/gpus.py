@@ -32,6 +32,8 @@ class Gpus:
         self._log = log
         self._changed = changed
         self._usage: dict[int, Reading[GpuUsage]] = {}
+        self._began: dict[int, datetime] = {}
+        """When each of these readings began: what a GPU reported later is not in it."""
         self._unread: Mapping[int, Unknown] = {}
         self._reported: dict[str, tuple[int, datetime]] = {}
         """By UUID, the Xid that a GPU reported, and when: the latest, or the one that condemns it."""
@@ -79,14 +81,16 @@ class Gpus:
         """Read what is in use, and do what there is to do about the compute modes."""
         for index, gpu in self.by_index.items():
             async with self._reading:
+                began = clock.now()
                 before, now = self._usage.get(index), await self.modes.settle(gpu, await self._source.usage(gpu))
             if isinstance(now, Unknown) and not isinstance(before, Unknown):
                 facts = {"index": index, "uuid": gpu.uuid, "health": Health.UNKNOWN, "because": now.reason}
                 self._log.error(EventName.GPU_HEALTH, **facts)
             if isinstance(now, Known) and isinstance(before, Unknown):
                 self._log.info(EventName.GPU_HEALTH, index=index, uuid=gpu.uuid, health=Health.OK)
-            self._usage[index] = now
-            if now != before:
+            earlier, self._usage[index], self._began[index] = self._began.get(index, began), now, began
+            _, at = self._reported.get(gpu.uuid, (0, None))
+            if now != before or (at is not None and at >= earlier):  # what was reported since may be decided now
                 self._changed()
 
     def _note(self, fault: GpuFault) -> None:
@@ -95,7 +99,12 @@ class Gpus:
         before = self._reported.get(fault.gpu)
         if before is None or gpus.condemns(fault.xid) or not gpus.condemns(before[0]):
             self._reported[fault.gpu] = (fault.xid, clock.now())
+            self._soon.set()  # it may say itself what it needs
             self._changed()
+
+    def read_soon(self) -> None:
+        """Read the GPUs before it is time."""
+        self._soon.set()
 
     def want(self, mode: WantedComputeMode, because: str) -> None:
         """Have the GPUs in another compute mode, or in their own, soon."""
@@ -142,7 +151,13 @@ class Gpus:
             return GpuView(index, gpu, usage, Health.UNKNOWN, usage.reason, _LOOK)
         reported, at = self._reported.get(gpu.uuid, (0, clock.now()))
         report = f"at {at.isoformat(timespec='seconds')} it reported {gpus.describe_xid(reported)}" if reported else ""
-        if reported and gpus.condemns(reported):
+        needs = gpus.recovery(usage.value.recovery, index) if usage.value.recovery is not None else None
+        if needs is not None:
+            because, hint = needs
+            return GpuView(index, gpu, usage, Health.FAULTY, "; ".join(filter(None, (because, report))), hint)
+        # Where it says itself what it needs, that decides, once it was asked after the report.
+        is_late = usage.value.recovery is not None and at < self._began[index]
+        if reported and gpus.condemns(reported) and not is_late:
             hint = f"look it up in NVIDIA's list of XID errors, repair or reset the GPU, then: mpsctl reset gpu{index}"
             return GpuView(index, gpu, usage, Health.FAULTY, report, hint)
         closed = self.modes.trouble(gpu, usage.value.compute_mode)
@@ -154,5 +169,4 @@ class Gpus:
 
     def notes(self) -> list[str]:
         """Return what is not wrong with the GPUs and should be known."""
-        read = {gpu: self._usage.get(index) for index, gpu in self.by_index.items()}
-        return self.modes.notes({gpu: each.value.compute_mode for gpu, each in read.items() if isinstance(each, Known)})
+        return self.modes.notes({gpu for gpu, each in self.usages.items() if isinstance(each, Known)})

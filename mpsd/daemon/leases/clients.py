@@ -1,18 +1,25 @@
 """The clients of MPS, and the lease that each belongs to."""
 
-from collections.abc import Iterable, Iterator
-from functools import reduce
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Final
 
 from mpsd.core.admission.ledger import Ledger
-from mpsd.core.enforcement import attribution, violations
-from mpsd.core.enforcement.violations import AttributedClient
-from mpsd.core.model import Client, Lease, ProcessIdentity, ReadBack
-from mpsd.core.mps.limits import NOTHING, widest_read_back
+from mpsd.core.enforcement import attribution, change_of_user
+from mpsd.core.enforcement.lease_environment import LEASE
+from mpsd.core.enforcement.violations import AttributedClient, Violation
+from mpsd.core.errors import NotFoundError
+from mpsd.core.model import Client, Lease, ProcessIdentity, Stop, ViolationKind
 from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.limit_gates import LimitGates
+from mpsd.daemon.leases.pending_request import no_room
 from mpsd.daemon.leases.process_watch import ProcessWatch
 from mpsd.daemon.record.log import EventName
 from mpsd.system import proc
+
+_BY_ATTRIBUTION: Final = frozenset(
+    {ViolationKind.PROCESSES, ViolationKind.LIMITS, ViolationKind.MEMORY, ViolationKind.OUTSIDE}
+)
+"""The violations that are some lease's, and so depend on whose a process is."""
 
 
 class Clients:
@@ -26,39 +33,97 @@ class Clients:
 
     def restore(self, lease: Lease) -> None:
         """Watch the processes of a lease of an earlier mpsd, those that live."""
-        for identity in (lease.holder, *lease.clients):
+        for identity in (lease.holder, *lease.clients, *lease.bearers):
             self._watch.watch_identity(lease.id, identity)
 
     def drop_dead_clients(self, lease: Lease) -> None:
-        """Remove the clients of a restored lease that have exited."""
+        """Remove the processes of a restored lease that have exited."""
         living = self._watch.of(lease.id)
-        self._detach(lease, tuple(each for each in lease.clients if each in living))
+        self._keep(lease, lambda each: each in living)
 
     def remove(self, lease: Lease, gone: ProcessIdentity) -> None:
-        """Remove a client that has exited, if it was one."""
-        self._detach(lease, tuple(each for each in lease.clients if each != gone))
+        """Remove a process that has exited, if it was a client or a bearer."""
+        self._keep(lease, lambda each: each != gone)
+
+    def leave_to(self, lease: Lease, bearers: tuple[ProcessIdentity, ...]) -> None:
+        """Note that nobody is left of a lease's processes but these, which carry its token."""
+        clients = tuple(each for each in lease.clients if each in bearers)
+        lease = self._ledger.attach(lease.id, clients, bearers)
+        self._limit_gates.follow(lease)
+        because = f"its holder, pid {lease.holder.pid}, has exited, and these processes carry its token"
+        pids = [each.pid for each in bearers]
+        self._group_commit.change(lease, EventName.LEASE_BORNE, pids=pids, because=because)
 
     def attribute(self, clients: Iterable[Client]) -> None:
-        """Attribute clients to the leases whose processes they are or descend from, while those have room."""
+        """Attribute clients to the leases that they belong to, while those have room."""
         for client in clients:
-            found = self.lease_of(client)
+            found, kernel_says = self._find(client)
             if found.lease is None or not found.counted or client.identity in found.lease.clients:
                 continue
-            if self._watch.watch_identity(found.lease.id, client.identity):
-                lease = self._ledger.attach(found.lease.id, (*found.lease.clients, client.identity))
+            lease, identity = found.lease, client.identity
+            if self._watch.watch_identity(lease.id, identity):
+                bearers = lease.bearers if kernel_says else (*dict.fromkeys((*lease.bearers, identity)),)
+                lease = self._ledger.attach(lease.id, (*lease.clients, identity), bearers)
                 self._limit_gates.follow(lease)
-                self._group_commit.change(lease, EventName.CLIENT_ATTRIBUTED, client=client.identity.pid)
+                facts = {} if kernel_says else {"by": "token"}
+                self._group_commit.change(lease, EventName.CLIENT_ATTRIBUTED, client=identity.pid, **facts)
 
     def lease_of(self, client: Client) -> AttributedClient:
-        """Return a client with its lease, by its family, or by its control group where it has no family that counts."""
+        """Return a client with its lease: by its family, its control group, or its token, where the others say nothing.
+
+        That a lease has no room for it says nothing either, if its token is of one that has.
+        """
+        return self._find(client)[0]
+
+    def _find(self, client: Client) -> tuple[AttributedClient, bool]:
+        """Return a client with its lease, and whether it is its own by what the kernel says of both."""
         own = next((each for each in self._leases_of(client.identity) if client.identity in each.clients), None)
         if own is not None:
-            return AttributedClient(client, own, counted=True)
-        found = attribution.by_family(client, proc.ancestors(client.identity.pid), self._leases_of)
-        if found.lease is not None:
-            return found
-        cgroup = proc.cgroup(client.identity.pid)
-        return attribution.by_cgroup(client, self._in_cgroup(cgroup, client.daemon))
+            return AttributedClient(client, own, counted=True), client.identity not in own.bearers
+        has_room = self._ledger.has_room
+        found = attribution.by_family(client, proc.ancestors(client.identity.pid), self._leases_of, has_room)
+        if found.lease is None:
+            cgroup = proc.cgroup(client.identity.pid)
+            found = attribution.by_cgroup(client, self._in_cgroup(cgroup, client.daemon), has_room)
+        if not found.counted:
+            named = self._ledger.leases.get((client.environment or {}).get(LEASE, ""))
+            by_token = attribution.by_token(client, named, has_room)
+            if by_token.counted or found.lease is None:
+                return by_token, False
+        return found, found.lease is None or not self.is_borne(found.lease, client.identity)
+
+    def is_borne(self, lease: Lease, identity: ProcessIdentity) -> bool:
+        """Tell whether a process of a lease is its own by a token alone: the process's, or that of its ancestors.
+
+        The lease's other processes prove nothing about those who share a control group with its bearers.
+        """
+        if not lease.bearers:
+            return False
+        proven = {*self._watch.of(lease.id)}.difference(lease.bearers)
+        return identity in lease.bearers or not proven or proven.isdisjoint(proc.ancestors(identity.pid))
+
+    def ends_nobody(self, violation: Violation) -> bool:
+        """Tell whether a violation might be none without what belongs to its lease by a token alone."""
+        lease = self._ledger.leases.get(violation.lease or "")
+        if lease is None or not lease.bearers or violation.kind not in _BY_ATTRIBUTION:
+            return False
+        is_crowded = violation.kind is ViolationKind.PROCESSES and not {*lease.bearers}.isdisjoint(lease.clients)
+        return is_crowded or self.is_borne(lease, violation.process)
+
+    async def attach(self, lease_id: str) -> Lease:
+        """Wait anew for those processes of a lease that are still to come, and return when they can attach.
+
+        Raises NotFoundError when it has ended, or only waits, DoesNotFitError when all its processes are there, and as
+        `LimitGates.open` does.
+        """
+        lease = self._ledger.leases.get(lease_id)
+        if lease is None or lease.closing:
+            raise NotFoundError(f"processes cannot attach to lease {lease_id} now", hint="take out another lease")
+        if not self._ledger.has_room(lease):
+            raise no_room(lease)
+        self._limit_gates.follow(lease)
+        await self._limit_gates.open(lease)
+        return self._ledger.leases.get(lease_id, lease)
 
     def leases_with(self, pid: int) -> Iterator[Lease]:
         """Yield the leases of its own uid that a process has, or its ancestors have, the nearest first."""
@@ -66,11 +131,32 @@ class Clients:
         for ancestor in proc.ancestors(pid):
             yield from (lease for lease in self._leases_of(ancestor) if lease.owner.uid == uid)
 
-    def opened(self, daemon: str) -> ReadBack:
-        """Return the most that any lease on a control daemon gives each of its clients."""
-        found = ((lease, violations.share_on(lease, daemon)) for lease in self._ledger.on(daemon))
-        parts = (violations.part(lease, share) for lease, share in found if share is not None)
-        return reduce(widest_read_back, parts, NOTHING)
+    def stop(self, identity: ProcessIdentity) -> Stop:
+        """Return how a process is ended, as the lease says that it holds, or is a client of."""
+        return next((lease.request.stop for lease in self._leases_of(identity)), Stop.TERMINATE)
+
+    def of_changed_holders(self) -> Iterator[Violation]:
+        """Yield what is wrong with the leases whose holder runs as another user by now, which is none of them."""
+        for lease in self._ledger.leases.values():
+            uid = proc.real_uid_unless(lease.holder, lease.owner.uid)
+            if uid is not None and uid != lease.owner.holder_uid:
+                yield change_of_user.of_holder(lease, lease.shares[0], uid)
+
+    def of_changed_relative(
+        self, identity: ProcessIdentity, gpu: str, control_daemons: Collection[ProcessIdentity], *, outside: bool
+    ) -> Violation | None:
+        """Return what is wrong with a process on a GPU that is of a lease's family there, and another user's.
+
+        `outside`: it is no client of MPS. What a control daemon starts is nobody's, wherever that was started.
+        """
+        uid, family = proc.real_uid(identity.pid), [*proc.ancestors(identity.pid)]
+        if uid is None or not {*family}.isdisjoint(control_daemons):
+            return None
+        for lease in (lease for ancestor in family for lease in self._leases_of(ancestor)):
+            share = next((share for share in lease.shares if share.gpu == gpu), None)
+            if share is not None and uid not in {lease.owner.uid, lease.owner.holder_uid}:
+                return change_of_user.of_family(lease, share, identity, uid, outside=outside)
+        return None
 
     def _leases_of(self, identity: ProcessIdentity) -> list[Lease]:
         found = (self._ledger.leases.get(lease_id) for lease_id in self._watch.leases_of(identity))
@@ -87,8 +173,9 @@ class Clients:
             and any(proc.cgroup(each.pid) == cgroup for each in self._watch.of(lease.id))
         ]
 
-    def _detach(self, lease: Lease, left: tuple[ProcessIdentity, ...]) -> None:
-        if left != lease.clients:
-            lease = self._ledger.attach(lease.id, left)
+    def _keep(self, lease: Lease, stays: Callable[[ProcessIdentity], bool]) -> None:
+        clients, bearers = tuple(filter(stays, lease.clients)), tuple(filter(stays, lease.bearers))
+        if (clients, bearers) != (lease.clients, lease.bearers):
+            lease = self._ledger.attach(lease.id, clients, bearers)
             self._limit_gates.follow(lease)
             self._group_commit.change(lease)

@@ -23,7 +23,7 @@ from mpsd.system import clock
 _DELAY: Final = 0.01
 """Seconds for which what is stored may wait for more, to be told with it."""
 
-_MAKE_ROOM: Final = "free space on the file system of the runtime directory"
+_MAKE_ROOM: Final = "free space on the file system of the runtime directory, or make it writable again"
 
 
 class GroupCommit:
@@ -38,7 +38,7 @@ class GroupCommit:
         publish: Callable[[int], int],
         finish: Callable[[], None],
         find: Callable[[str], Lease | None],
-        refuse: Callable[[Lease, StorageError], None],
+        refuse: Callable[[str, str, StorageError], None],
     ) -> None:
         """`publish` takes note that the news up to a turn were logged, and returns up to which they are in the history.
 
@@ -90,7 +90,7 @@ class GroupCommit:
             gpus=[share.gpu for share in lease.shares],
             active_thread_percentage=float(lease.shares[0].threads),
             pinned_device_mem_limit=lease.shares[0].memory.bytes,
-            processes=lease.request.processes,
+            processes=lease.request.processes or 0,
             because=lease.because,
         )
 
@@ -178,7 +178,7 @@ class GroupCommit:
         self.trouble = result.because
         for lease in result.refused:
             because = f"it was not granted because it could not be stored: {result.because}"
-            self._refuse(lease, StorageError(because, hint=_MAKE_ROOM))
+            self._refuse(lease.id, because, StorageError(because, hint=_MAKE_ROOM))
         refused = {lease.id for lease in result.refused}
         self._events += [each for each in events if self._store.is_late(each.lease)]
         return [each for each in events if each.lease not in refused and not self._store.is_late(each.lease)]

@@ -6,19 +6,24 @@ stored in one commit; only then is it told, as an event and to the callers.
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Final
 
-from mpsd.core.admission.admission import Offer
+from mpsd.core.admission.admission import Amount, Offer
 from mpsd.core.admission.ledger import AdmissionRules, Ledger, Now
+from mpsd.core.admission.request_ids import RequestIds
 from mpsd.core.admission.usage import Usage
-from mpsd.core.enforcement import attribution
+from mpsd.core.enforcement.lease_environment import TOKEN_BYTES
 from mpsd.core.errors import CapacityError, DoesNotFitError, MpsdError, NotFoundError, StorageError
 from mpsd.core.model import Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
 from mpsd.core.reload import LiveSettings
-from mpsd.core.settings import Settings
+from mpsd.core.settings import OnExpiry, Settings
+from mpsd.daemon.ends.closing import Closing
+from mpsd.daemon.ends.endings import Endings
+from mpsd.daemon.leases.bearers import Bearers, Carriers
 from mpsd.daemon.leases.clients import Clients
+from mpsd.daemon.leases.expiry import Expiry
 from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.lease_store import LeaseStore
 from mpsd.daemon.leases.limit_gates import LimitGates
@@ -32,6 +37,7 @@ from mpsd.system.process import Process
 _MOST_ENDED: Final = 256
 """Leases that ended and can still be asked for."""
 
+_ID_BYTES: Final = 5
 _TICK: Final = 0.5
 """Seconds between two looks for leases whose time is over, and for room on a disk that was full."""
 
@@ -47,6 +53,7 @@ class Leases:
         ledger: Ledger,
         store: LeaseStore,
         limit_gates: LimitGates,
+        endings: Endings,
         log: Logger,
         *,
         settings: LiveSettings,
@@ -61,15 +68,19 @@ class Leases:
         self._limit_gates = limit_gates
         self._log = log
         self._group_commit = GroupCommit(
-            store, log, settings, publish=publish, finish=self._finish, find=ledger.find, refuse=self._refuse
+            store, log, settings, publish=publish, finish=self._finish, find=ledger.find, refuse=self._end
         )
         self._note_usage = note_usage
         self._published = published
         self._watch = ProcessWatch(self._process_gone)
+        self._expiry = Expiry(ledger, self._group_commit)
         self.clients = Clients(ledger, self._watch, self._group_commit, limit_gates)
+        self._bearers = Bearers(ledger, self._watch, self.clients, self._end)
         self.unrestored = UnrestoredLeases(store.discard, log)
-        self._by_request_id: dict[tuple[int, str], str] = {}
-        """By uid and request_id, the lease that it was given."""
+        self.closing = Closing(ledger, endings, self._group_commit, follow=limit_gates.follow, end=self._end, log=log)
+        self.request_ids = RequestIds(ledger.find)
+        self.left_behind: Callable[[Lease], None] = lambda _: None
+        """Called with a lease that has ended while it had clients."""
         self._pending: dict[str, PendingRequest] = {}
         """By lease whose outcome nobody has heard yet."""
         self._ended: dict[str, Lease] = {}
@@ -87,15 +98,18 @@ class Leases:
         """Watch holders and clocks until cancelled; the leases stay on disk for the next mpsd."""
         try:
             noted = clock.monotonic()
-            while True:
-                await asyncio.sleep(clock.until_next(_TICK))
-                self._end_overdue()
-                self._watch.let_go()
-                self._group_commit.look_for_room()
-                self.settle()  # the order changes with time alone
-                if clock.monotonic() - noted >= _USAGE_INTERVAL:
-                    noted = clock.monotonic()
-                    self._note_usage(self.ledger.usage)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._bearers.run())
+                while True:
+                    await asyncio.sleep(clock.until_next(_TICK))
+                    self._end_overdue()
+                    self.closing.look()
+                    self._watch.let_go()
+                    self._group_commit.look_for_room()
+                    self.settle()  # the order changes with time alone
+                    if clock.monotonic() - noted >= _USAGE_INTERVAL:
+                        noted = clock.monotonic()
+                        self._note_usage(self.ledger.usage)
         finally:
             self._group_commit.close()
             self._note_usage(self.ledger.usage)
@@ -111,11 +125,12 @@ class Leases:
             self._log.error(EventName.STORE_SET_ASIDE, because=found.because)
         self.unrestored.set_aside(found.unrestored)
         self._group_commit.publish_again(found.unpublished)
-        enter = (partial(self.ledger.restore, now=now), self._note_request, self.clients.restore)
+        enter = (partial(self.ledger.restore, now=now), self.request_ids.note, self.clients.restore)
         entered = [each for each in found.leases if self.unrestored.attempt(each, enter, self._set_aside)]
         # All of them stand in the ledger before the first ends: what it leaves must not be granted twice.
+        carriers = self._bearers.carriers(each for each in entered if not self._watch.of(each.id))
         for lease in entered:
-            self.unrestored.attempt(lease, [partial(self._take_up, now=now)], self._set_aside)
+            self.unrestored.attempt(lease, [partial(self._take_up, now=now, carriers=carriers)], self._set_aside)
         if found.leases:
             left = sum(1 for _ in self.ledger.all())
             self._log.info(EventName.LEASES_RESTORED, leases=left, ended=len(entered) - left)
@@ -127,12 +142,13 @@ class Leases:
         self._pending.pop(lease.id, None)
         return self._store.set_aside(lease.id)
 
-    def _take_up(self, lease: Lease, now: float) -> None:
-        if not self._watch.of(lease.id):
+    def _take_up(self, lease: Lease, now: float, carriers: Carriers) -> None:
+        if not self._watch.of(lease.id) and not self._bearers.watch(lease, carriers):
             self._end(lease.id, f"its holder, pid {lease.holder.pid}, died while mpsd was not running")
         elif lease.state is not LeaseState.WAITING:
             self._limit_gates.follow(lease)
             self.clients.drop_dead_clients(lease)
+            self.closing.take_up(lease)
         elif lease.request.request_id is None:
             self._end(lease.id, "mpsd was restarted, and the request has no request_id with which to continue")
         else:
@@ -146,13 +162,19 @@ class Leases:
             return
         if self._watch.of(lease_id):
             self.clients.remove(lease, gone)
-        elif gone == lease.holder:
-            self._end(lease_id, f"its holder, pid {gone.pid}, has exited")
+            return
+        because = f"its holder, pid {lease.holder.pid}, has exited"
+        if gone != lease.holder:
+            last = "process that carries its token" if gone in lease.bearers else "client"
+            because = f"its holder, pid {lease.holder.pid}, and its last {last}, pid {gone.pid}, have exited"
+        if lease_id in self._pending:  # nobody has heard of it, so that nobody has its token
+            self._end(lease_id, because)
         else:
-            self._end(lease_id, f"its holder, pid {lease.holder.pid}, and its last client, pid {gone.pid}, have exited")
+            self._bearers.end_unless_borne(lease, because)
 
     def _end_overdue(self) -> None:
         now = clock.monotonic()
+        self._expiry.look(now)
         for lease in self.ledger.overdue(now):
             place = self.ledger.place(lease.id, now)
             if place is not None:
@@ -160,7 +182,9 @@ class Leases:
                 because = f"timed out in the queue: {lacks.because}"
                 self._end(lease.id, because, refusal=DoesNotFitError(because, hint=lacks.hint, limit=lacks.limit))
             else:
-                self._end(lease.id, f"its time to live of {lease.ttl:g} s has expired")
+                ends_clients = self._settings.current.enforcement.on_expiry is OnExpiry.TERMINATE
+                end = self.closing.begin if ends_clients else self._end
+                end(lease.id, self._expiry.over(lease, ends_clients=ends_clients))
         for lease_id in [each for each, pending in self._pending.items() if (pending.held_until or now) < now]:
             self._end(lease_id, "its caller disconnected and did not come back")
 
@@ -181,9 +205,9 @@ class Leases:
         Raises what `Ledger.submit` does, StorageError, and ConnectionResetError where the caller `has_left`. Before it
         has heard, one that left, or is cancelled, loses its place, unless it has a request_id to come back with.
         """
-        now = self._now()
+        now, secret = self._now(), os.urandom(_ID_BYTES + TOKEN_BYTES).hex()  # as secrets.token_hex, in fewer calls
         requested = Lease(
-            id=f"lease-{os.urandom(5).hex()}",  # as secrets.token_hex has it, in four calls less
+            id=f"lease-{secret[: 2 * _ID_BYTES]}",
             state=LeaseState.WAITING,
             because="",
             owner=owner,
@@ -193,6 +217,7 @@ class Leases:
             created=now.time,
             until=None if wait is None else now.seconds + wait,
             ttl=ttl,
+            token=secret[2 * _ID_BYTES :],
         )
         self._watch.watch(requested.id, holder)  # first, since it fails where mpsd has no descriptor left
         try:
@@ -201,7 +226,7 @@ class Leases:
             self._watch.unwatch(requested.id)
             self.record_refusal(owner, refusal)
             raise
-        self._note_request(lease)
+        self.request_ids.note(lease)
         waits = lease.state is LeaseState.WAITING
         self._pending[lease.id] = PendingRequest.waiting(owner.uid) if waits else PendingRequest(owner.uid)
         self._decided(lease)
@@ -210,16 +235,6 @@ class Leases:
     def record_refusal(self, owner: Owner, refusal: MpsdError) -> None:
         """Tell in the log who was refused what, and why."""
         self._group_commit.refused(owner, refusal)
-
-    def of_request(self, request: LeaseRequest, owner: Owner) -> Lease | None:
-        """Return the lease, or the place in the queue, that this request was given when it was made before."""
-        if request.request_id is None:
-            return None
-        return self.ledger.find(self._by_request_id.get((owner.uid, request.request_id), ""))
-
-    def _note_request(self, lease: Lease) -> None:
-        if lease.request.request_id is not None:
-            self._by_request_id[lease.owner.uid, lease.request.request_id] = lease.id
 
     async def answer(self, lease: Lease, has_left: Callable[[], bool]) -> Lease:
         """Return the lease once it is granted, stored and open, or raise why it has ended, once that is stored.
@@ -279,38 +294,23 @@ class Leases:
         Raises NotFoundError when it has ended, or only waits, and StorageError: it is renewed then, but mpsd's death
         would undo that.
         """
-        if lease_id not in self.ledger.leases:
+        lease = self.ledger.leases.get(lease_id)
+        if lease is None or lease.closing:
             raise NotFoundError(f"lease {lease_id} holds nothing that can be renewed", hint="take out another lease")
         lease = self.ledger.renew(lease_id, ttl, clock.monotonic())
         self._group_commit.change(lease, EventName.LEASE_RENEWED, ttl=ttl)
         await self._group_commit.stored(lease_id)
         return lease
 
-    async def attach(self, lease_id: str) -> Lease:
-        """Wait anew for those processes of a lease that are still to come, and return when they can attach.
+    def offer(self, offers: Iterable[Offer], unleased: Mapping[int, Amount]) -> None:
+        """Take what the GPUs have to give from now on, and grant what has become possible.
 
-        Raises NotFoundError when it has ended, or only waits, DoesNotFitError when all its processes are there, and as
-        `LimitGates.open` does.
+        `unleased` is what the clients of each uid use of that without a lease.
         """
-        lease = self.ledger.leases.get(lease_id)
-        if lease is None:
-            raise NotFoundError(f"processes cannot attach to lease {lease_id} now", hint="take out another lease")
-        if not attribution.has_room(lease):
-            raise DoesNotFitError(
-                f"lease {lease_id} already has its {lease.request.processes} processes",
-                hint="end one of them, or take out a lease for more processes",
-                limit="processes",
-            )
-        self._limit_gates.follow(lease)
-        await self._limit_gates.open(lease)
-        return self.ledger.leases.get(lease_id, lease)
-
-    def offer(self, offers: Iterable[Offer]) -> None:
-        """Take what the GPUs have to give from now on, and grant what has become possible."""
         if offers is self._offered:
             return
         self._offered = offers
-        if self.ledger.offer(offers, clock.monotonic()):
+        if self.ledger.offer(offers, clock.monotonic(), unleased):
             for lease, shortage in self.ledger.impossible():
                 because = f"the capacity of the GPUs has changed: {shortage.because}"
                 self._end(lease.id, because, refusal=shortage.raised())
@@ -350,9 +350,6 @@ class Leases:
         if self._unsettled:
             self.settle()
 
-    def _refuse(self, lease: Lease, error: StorageError) -> None:
-        self._end(lease.id, error.detail, refusal=error)
-
     def _decided(self, lease: Lease) -> None:
         """Take note of what was decided about a request: its clients are let in before its caller hears of it."""
         if lease.state is not LeaseState.WAITING:
@@ -371,7 +368,7 @@ class Leases:
             raise NotFoundError(f"there is no lease {lease_id!r}", hint="list the leases: mpsctl leases")
         return found
 
-    def _end(self, lease_id: str, because: str, *, refusal: MpsdError | None = None) -> None:
+    def _end(self, lease_id: str, because: str, refusal: MpsdError | None = None) -> None:
         """End a lease: the one place where a lease ends. Those who have not heard of it yet are told why.
 
         `refusal` is what they are told, where that is not simply that it has ended.
@@ -384,9 +381,10 @@ class Leases:
         self._ended[lease_id] = ended
         while len(self._ended) > _MOST_ENDED:
             del self._ended[next(iter(self._ended))]
+        if not {*ended.clients}.isdisjoint(self._watch.of(lease_id)):
+            self.left_behind(ended)
         self._watch.unwatch(lease_id)
-        if ended.request.request_id is not None:
-            self._by_request_id.pop((ended.owner.uid, ended.request.request_id), None)
+        self.request_ids.forget(ended)
         pending = self._pending.pop(lease_id, None)
         if pending is not None:
             pending.decide(refusal or DoesNotFitError(f"the request has ended: {because}", hint="try again"))

@@ -1,27 +1,49 @@
-"""Keeps every control daemon at what the leases need: open for those whose clients are to come, and closed behind them.
+"""Keeps every control daemon at what the leases need: open for those whose processes may come, and closed otherwise.
 
-They are opened, and read back, before the grant is answered. In shared mode they are closed a moment later than they
-could be, so that grants and releases that follow each other at once do not each cost a conversation.
+They are opened, and read back, before the grant is answered. They are lowered a moment later than they could be, so
+that grants and releases that follow each other at once do not each cost a conversation.
 """
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from mpsd.core.enforcement import ceiling
-from mpsd.core.enforcement.ceiling import NEVER, CeilingRules, ExpectedClients
+from mpsd.core.enforcement.ceiling import NEVER, Awaited, CeilingRules, ContextProof, ExpectedClients
 from mpsd.core.errors import DaemonNotReadyError
-from mpsd.core.model import Lease, LeaseState, Limits
+from mpsd.core.model import GpuProcess, GpuUsage, Known, Lease, LeaseState, Limits, ProcessIdentity, Reading, Unknown
 from mpsd.core.mps.limits import widest_limits
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import Attach, Settings, Unadmitted
+from mpsd.core.supervision import wedge
 from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.control.supervisor import Supervisor
-from mpsd.system import clock
+from mpsd.system import clock, process_table
+from mpsd.system.new_processes import NewProcesses
 
 _LINGER: Final = 0.2
 """Seconds for which limits may stay that nobody needs any more."""
+
+_FIRST_READING: Final = 0.5
+"""Seconds after a client came until the GPUs are read for its memory; each further wait is twice as long."""
+
+_LAST_READING: Final = 8.0
+"""The longest of those waits. After it, the GPUs are read as often as they are anyway."""
+
+_LOOK: Final = 0.02
+"""Seconds between two looks for new processes of the leases for which that could open a ceiling."""
+
+_NOTHING: Final = GpuProcess(Known(0))
+"""What a process has on a GPU on which NVML does not list it."""
+
+
+_CANARY: Final = "canary"
+"""Stands among the leases for mpsd's own client; no lease has this id."""
+
+_CANARY_PATIENCE: Final = 60.0
+"""Seconds that a canary waits for its turn."""
 
 
 @dataclass(slots=True)
@@ -43,7 +65,18 @@ class LimitGates:
     def __init__(self, settings: LiveSettings, pipe_access: NodePipeAccess) -> None:
         self._pipe_access = pipe_access
         self._gates: dict[str, _Gate] = {}
+        self._leases: dict[str, Lease] = {}
+        """The living leases, by id, as they were followed last."""
+        self._unreadable: frozenset[str] = frozenset()
+        """The GPUs that could not be read last."""
+        self._proofs: dict[ProcessIdentity, ContextProof] = {}
+        """What NVML proved of the clients that there were when it was asked last."""
+        self._read_at = NEVER
+        """When the GPUs are to be read for the memory of clients."""
+        self._pause = _FIRST_READING
         self._changed = asyncio.Event()
+        self._closed = asyncio.Event()
+        """Set while a lease is closed out for which new processes would open."""
         self._wakes = NEVER
         """When `run` looks again by itself."""
         self._moved = asyncio.Event()
@@ -54,21 +87,43 @@ class LimitGates:
 
     def _configure(self, settings: Settings) -> None:
         self._rules, self._patience = rules(settings), 2 * settings.daemon.answer_deadline
+        for lease in self._leases.values():
+            self._await(lease, anew=False)
         self._settle_all()
+        self._changed.set()
 
     def add(self, supervisor: Supervisor) -> None:
-        """Take over what a control daemon is to give its clients."""
+        """Take over what a control daemon is to give its clients: those of the leases that it has already, too."""
         self._gates[supervisor.name] = _Gate(supervisor, self._rules.closed)
         supervisor.limit(self._rules.closed)
+        for lease in self._leases.values():
+            if any(share.daemon == supervisor.name for share in lease.shares):
+                self._await(lease, anew=True)
 
-    async def run(self) -> None:
-        """Follow the clock and what the supervisors find, until cancelled."""
+    async def run(self, read_soon: Callable[[], None], leases_with: Callable[[int], Iterator[Lease]]) -> None:
+        """Follow the clock, what the supervisors find, and new processes, until cancelled.
+
+        `read_soon` has the GPUs read, and `leases_with` yields the leases that a process has, or its ancestors have.
+        """
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._follow_processes(leases_with))
+            await self._follow_clock(read_soon)
+
+    async def _follow_clock(self, read_soon: Callable[[], None]) -> None:
         while True:
             self._changed.clear()
             self._settle_all()
             self._moved.set()
             self._moved = asyncio.Event()
-            self._wakes = min((min(each.lower_at, each.until) for each in self._gates.values()), default=NEVER)
+            if self._read_at <= clock.monotonic():
+                self._read_at = NEVER
+                read_soon()
+            if self._rules.attach is Attach.SHARED and any(map(self._is_closed_to, self._leases.values())):
+                self._closed.set()
+            else:
+                self._closed.clear()
+            wakes = (min(each.lower_at, each.until) for each in self._gates.values())
+            self._wakes = min(self._read_at, *wakes, NEVER)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None if self._wakes == NEVER else self._wakes - clock.monotonic()):
                     await self._changed.wait()
@@ -77,25 +132,88 @@ class LimitGates:
         """Look again soon: something has changed about a control daemon."""
         self._changed.set()
 
+    # -- who is waited for --------------------------------------------------------------------------------------------
+
     def follow(self, lease: Lease) -> None:
         """Wait for processes of a lease, or no more, by what it is now; its window begins anew."""
-        left = 0 if lease.state is LeaseState.ENDED else lease.request.processes - len(lease.clients)
+        if lease.state is LeaseState.ENDED or lease.closing:
+            self._leases.pop(lease.id, None)
+        else:
+            self._leases[lease.id] = lease
+        self._await(lease, anew=True)
+        if lease.state is LeaseState.ENDED:
+            self._pipe_access.close(lease)
+
+    def see(self, usages: Mapping[str, Reading[GpuUsage]], *, read: bool) -> None:
+        """Take in what is known of the GPUs, by UUID, if they were `read` since the last time.
+
+        Behind a client whose memory NVML shows, the ceiling closes.
+        """
+        if not read:
+            return
+        self._unreadable = frozenset(gpu for gpu, usage in usages.items() if isinstance(usage, Unknown))
+        if self._rules.attach is Attach.ANYTIME:
+            return
+        attached = [lease for lease in self._leases.values() if lease.clients]
+        self._proofs = {client: _proof(client, lease, usages) for lease in attached for client in lease.clients}
+        for lease in attached:
+            self._await(lease, anew=False)
+        misses = ContextProof.MISSING in self._proofs.values()
+        if misses and self._read_at == NEVER and self._pause <= _LAST_READING:
+            self._read_at, self._pause = clock.monotonic() + self._pause, 2 * self._pause
+        self._changed.set()
+
+    def _await(self, lease: Lease, *, anew: bool) -> None:
+        how_long = self._awaited(lease)
+        now = clock.monotonic()
         for share in lease.shares:
             gate = self._gates.get(share.daemon)
             if gate is None:  # the GPU of a lease of an earlier mpsd may be gone
                 continue
-            if left > 0:
-                limits = ceiling.each_process(lease, share)
-                is_other = gate.expected.expect(lease.id, limits, some=bool(lease.clients), now=clock.monotonic())
-            else:
-                is_other = gate.expected.forget(lease.id)
-            if lease.clients or self._rules.strict or (is_other and left > 0):
-                self._settle(gate, linger=lease.state is not LeaseState.ACTIVE)  # behind a client, the door is shut
+            limits = ceiling.each_process(lease, share)
+            is_other = gate.expected.expect(lease.id, limits, how_long, now=now, anew=anew)
+            if not anew:
+                continue  # whoever says so settles all of them
+            is_wider = is_other and how_long is not Awaited.NOBODY
+            if is_wider or how_long is Awaited.WINDOW or self._rules.attach is Attach.STRICT:
+                self._settle(gate)
             elif is_other:  # whoever asks next may well need what this one leaves
-                gate.lower_at = min(gate.lower_at, clock.monotonic() + _LINGER)
+                gate.lower_at = min(gate.lower_at, now + _LINGER)
             self._wake_if_needed(gate)
-        if lease.state is LeaseState.ENDED:
-            self._pipe_access.close(lease)
+        if anew and lease.clients and how_long is Awaited.ALWAYS and self._rules.attach is not Attach.ANYTIME:
+            self._pause = 2 * _FIRST_READING
+            self._read_at = min(self._read_at, now + _FIRST_READING)
+            self._changed.set()
+
+    def _awaited(self, lease: Lease) -> Awaited:
+        if lease.state is LeaseState.ENDED or lease.closing:
+            return Awaited.NOBODY
+        unreadable = any(share.gpu in self._unreadable for share in lease.shares)
+        new = ContextProof.UNKNOWN if unreadable else ContextProof.MISSING
+        return ceiling.awaited(lease, self._rules.attach, [self._proofs.get(each, new) for each in lease.clients])
+
+    def _is_closed_to(self, lease: Lease) -> bool:
+        """Tell whether a lease may have more processes than it has, and they would find the ceiling closed."""
+        if not lease.clients or not ceiling.may_have_more(lease):
+            return False
+        gates = (self._gates[share.daemon] for share in lease.shares if share.daemon in self._gates)
+        return any(not gate.expected.expects(lease.id) for gate in gates)
+
+    async def _follow_processes(self, leases_with: Callable[[int], Iterator[Lease]]) -> None:
+        """Open for the leases with room that have a new process.
+
+        That a process is there is evidence of nothing but that it may become a client, and it opens no more than the
+        lease's own part.
+        """
+        while True:
+            await self._closed.wait()
+            new = NewProcesses()
+            while self._closed.is_set():
+                await asyncio.sleep(_LOOK)
+                for pid in new.look():
+                    for lease in leases_with(pid):
+                        if self._is_closed_to(lease) and process_table.process_of_thread(pid) is None:
+                            self.follow(lease)
 
     def _wake_if_needed(self, gate: _Gate) -> None:
         """It is settled already: those who wait look again, and the clock is followed anew where it has to be."""
@@ -103,8 +221,8 @@ class LimitGates:
             self._changed.set()
 
     def _is_open(self, lease: Lease) -> bool:
-        """Tell whether a lease's clients can attach as it is: no turns, no window that has begun, no trouble."""
-        if self._rules.strict or lease.clients:
+        """Tell whether a lease's clients can attach as it is: no turns, no window that may have begun, no trouble."""
+        if self._rules.attach is not Attach.ANYTIME and (self._rules.attach is Attach.STRICT or lease.clients):
             return False
         for share in lease.shares:  # at every grant: a generator would take twice as long
             if share.daemon in self._gates and self._gates[share.daemon].supervisor.trouble:
@@ -135,10 +253,32 @@ class LimitGates:
                     self._pipe_access.open(lease)
                     return
         finally:
+            how_long = self._awaited(self._leases.get(lease.id, lease))
             for gate in gates:
-                gate.expected.answer(lease.id, some=bool(lease.clients), now=clock.monotonic())
+                gate.expected.answer(lease.id, how_long, now=clock.monotonic())
                 self._settle(gate)
                 self._wake_if_needed(gate)
+
+    @contextlib.asynccontextmanager
+    async def opened_for_canary(self, name: str) -> AsyncIterator[None]:
+        """Have a control daemon give a canary what it needs, read back, until this is left.
+
+        Raises DaemonNotReadyError where that is not so in time.
+        """
+        gate = self._gates[name]
+        gate.expected.expect(_CANARY, wedge.LIMITS, Awaited.ALWAYS, now=clock.monotonic())
+        self._settle(gate)
+        try:
+            try:
+                async with asyncio.timeout(_CANARY_PATIENCE):
+                    await self._open(gate, _CANARY)
+            except TimeoutError:
+                raise self._not_ready(gate.supervisor) from None
+            yield
+        finally:
+            gate.expected.forget(_CANARY)
+            self._settle(gate)
+            self._changed.set()
 
     async def _open(self, gate: _Gate, lease_id: str) -> None:
         supervisor, patience = gate.supervisor, None
@@ -148,6 +288,8 @@ class LimitGates:
                 if is_open:
                     return
                 patience = None
+            elif supervisor.pipe.waits_for:
+                patience = None  # the end of a client takes as long as its work does, and is no trouble
             elif is_open and patience is None:
                 patience = clock.monotonic() + self._patience
                 if supervisor.snapshot().log_silent_since is not None:
@@ -175,7 +317,7 @@ class LimitGates:
         for gate in self._gates.values():
             self._settle(gate)
 
-    def _settle(self, gate: _Gate, *, linger: bool = True) -> None:
+    def _settle(self, gate: _Gate) -> None:
         """Have a control daemon hold what is needed: wider limits at once, narrower ones when they have lingered."""
         now = clock.monotonic()
         needed = gate.expected.settle(self._rules, now)
@@ -184,7 +326,7 @@ class LimitGates:
             gate.lower_at = NEVER
             return
         limits = needed.limits
-        if linger and not self._rules.strict and now < gate.lower_at:
+        if self._rules.attach is not Attach.STRICT and now < gate.lower_at:
             limits = widest_limits(gate.limits, limits)
         gate.lower_at = NEVER if limits == needed.limits else min(gate.lower_at, now + _LINGER)
         if limits != gate.limits:
@@ -199,6 +341,18 @@ def rules(settings: Settings) -> CeilingRules:
         Unadmitted.DEFAULTS: settings.default_limits,
         Unadmitted.ALLOW: ceiling.UNLIMITED,
     }[settings.unadmitted]
-    return CeilingRules(
-        closed, strict=settings.enforcement.attach is Attach.STRICT, window=settings.enforcement.attach_window
-    )
+    return CeilingRules(closed, settings.enforcement.attach, settings.enforcement.attach_window)
+
+
+def _proof(client: ProcessIdentity, lease: Lease, usages: Mapping[str, Reading[GpuUsage]]) -> ContextProof:
+    """Return whether NVML shows memory of a client on any GPU of its lease."""
+    found = set[ContextProof]()
+    for share in lease.shares:
+        usage = usages.get(share.gpu)
+        process = usage.value.processes.get(client.pid, _NOTHING) if isinstance(usage, Known) else None
+        if process is None or isinstance(process.memory, Unknown):
+            found.add(ContextProof.UNKNOWN)
+        else:
+            found.add(ContextProof.SHOWN if process.memory.value else ContextProof.MISSING)
+    order = (ContextProof.SHOWN, ContextProof.UNKNOWN)
+    return next((each for each in order if each in found), ContextProof.MISSING)

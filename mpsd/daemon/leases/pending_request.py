@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
-from mpsd.core.errors import MpsdError, StoppingError
+from mpsd.core.errors import DoesNotFitError, MpsdError, StoppingError
+from mpsd.core.model import Lease
 
 
 @dataclass(slots=True)
@@ -38,6 +39,21 @@ class PendingRequest:
 def is_full(pending: Iterable[PendingRequest], uid: int, most: int) -> bool:
     """Tell whether as many requests of a uid as may be are kept for callers that hung up."""
     return sum(each.uid == uid and each.held_until is not None for each in pending) >= most
+
+
+def no_room(lease: Lease) -> DoesNotFitError:
+    """Return that a lease has as many client processes as it may have now."""
+    if lease.request.processes is None:
+        return DoesNotFitError(
+            f"lease {lease.id} already has {len(lease.clients)} processes, and the GPU has no place for another client",
+            hint="end one of them, or try again when another lease on the GPU has ended: mpsctl leases",
+            limit="clients",
+        )
+    return DoesNotFitError(
+        f"lease {lease.id} already has its {lease.request.processes} processes",
+        hint="end one of them, or take out a lease for more processes",
+        limit="processes",
+    )
 
 
 def stopping() -> StoppingError:

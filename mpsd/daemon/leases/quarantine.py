@@ -12,6 +12,7 @@ from mpsd.core.model import QuarantinedUid, Suspect
 from mpsd.core.reload import LiveSettings
 from mpsd.core.supervision import suspects
 from mpsd.core.supervision.suspects import Crash, QuarantinePolicy
+from mpsd.daemon.record.encoding import NOT_UNDERSTOOD
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import atomic_file, clock
 
@@ -45,7 +46,7 @@ class Quarantine:
             return
         try:
             file = msgspec.json.decode(raw, type=_File)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except NOT_UNDERSTOOD as error:
             aside = self._path.with_name(f"{self._path.name}.damaged")
             self._path.replace(aside)
             because = f"which uids are quarantined could not be read, so that none is: {error}"

@@ -1,14 +1,18 @@
 """Sees the processes on the GPUs, finds whose they are, and what of it breaks a lease; ends those that policy ends."""
 
-import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime
 from typing import Final
 
 from mpsd.core.enforcement import verification, violations
+from mpsd.core.enforcement.ending import EndCause
+from mpsd.core.enforcement.lease_environment import LEASE, TOKEN
+from mpsd.core.enforcement.opened import with_context
 from mpsd.core.enforcement.server_health import FAULT
 from mpsd.core.enforcement.verification import Verification
-from mpsd.core.enforcement.violations import AttributedClient, Violation
+from mpsd.core.enforcement.violations import AttributedClient, Doubt, Violation
+from mpsd.core.errors import StorageError
 from mpsd.core.lifecycle import ANSWERED
 from mpsd.core.model import (
     Client,
@@ -21,16 +25,19 @@ from mpsd.core.model import (
     Reading,
     Server,
     Share,
+    Stop,
     ViolationKind,
 )
-from mpsd.core.mps.limits import EVERYTHING
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import OnViolation, Unadmitted
-from mpsd.daemon.control.escalation import Terminate, end_client
+from mpsd.daemon.ends.endings import VIOLATION, Endings
 from mpsd.daemon.leases.clients import Clients
 from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.record.log import EventName, Logger
-from mpsd.system import clock, proc, process, process_table
+from mpsd.system import clock, proc, process_table
+
+_VARIABLES: Final = (*violations.VARIABLES, LEASE, TOKEN)
+"""What is read of a client's environment."""
 
 _UNCERTAIN: Final = frozenset({ViolationKind.MEMORY, ViolationKind.OUTSIDE})
 """NVML lists a process a moment before a control daemon does, and after: these have to be found twice."""
@@ -44,48 +51,58 @@ class ViolationMonitor:
         clients: Clients,
         find: Callable[[str], Lease | None],
         settings: LiveSettings,
-        terminate: Callable[[str, int, int], Terminate],
+        endings: Endings,
         *,
         quarantine: Quarantine,
         log: Logger,
     ) -> None:
-        """`find` returns a lease that has not ended; `terminate` what ends the contexts of a client of a daemon."""
+        """`find` returns a lease that has not ended."""
         self._settings = settings
         self._clients = clients
         self._find_lease = find
-        self._terminate = terminate
+        self._endings = endings
         self._quarantine = quarantine
         self._log = log
         self._seen: dict[tuple[str, ProcessIdentity], Client] = {}
+        self._with_context: set[tuple[str, ProcessIdentity]] = set()
+        """Those of them that NVML listed, so that each has had a context."""
         self._daemons: dict[str, Daemon] = {}
         self._usages: Mapping[str, Reading[GpuUsage]] = {}
         """By UUID, what was read of the GPUs last."""
         self._held: dict[tuple[str, str], dict[ProcessIdentity, GpuProcess]] = {}
         """By lease and GPU, what its processes hold there, as NVML said last."""
+        self._of_other_users: list[Violation] = []
+        """The processes of leases' families that were another user's when the GPUs were read last."""
         self._faults: dict[tuple[str, int], datetime] = {}
         """By control daemon and server, since when it handles a fatal fault."""
         self._suspected: set[Violation] = set()
         self._found: dict[Violation, None] = {}
         """The violations of now, in the order in which they were found."""
-        self._endings: dict[ProcessIdentity, asyncio.Task[None]] = {}
-        """The processes that are being ended, each once, for as long as that takes or there is a reason for it."""
-        self._ended: set[ProcessIdentity] = set()
-        """Those of them whose contexts their server has ended: there is no way back for them."""
+        self._doubts: tuple[Doubt, ...] = ()
+        self._not_stored = ""
+        """Why ends could not be stored, and so have not begun, as was logged last."""
 
     @property
     def violations(self) -> tuple[Violation, ...]:
         """The violations of now."""
         return tuple(self._found)
 
+    @property
+    def doubts(self) -> tuple[Doubt, ...]:
+        """What is not known now of the limits of clients of leases."""
+        return self._doubts
+
     def inspect(self, daemons: Iterable[Daemon], usages: Mapping[str, Reading[GpuUsage]], *, read: bool) -> None:
         """Look at what the control daemons say, and the GPUs (by UUID) if they were `read` since the last time."""
         self._daemons = {daemon.name: daemon for daemon in daemons}
+        if read:
+            self._usages = usages
         self._list_clients()
         self._clients.attribute(self._seen.values())
         if read:
-            self._usages = usages
             self._attribute_memory()
         self._follow_faults()
+        self._doubts = tuple(self._doubt())
         found = set(self._find())
         # What NVML says is believed when it says so twice, and holds until it says otherwise.
         uncertain = {each for each in found if each.kind in _UNCERTAIN}
@@ -100,28 +117,34 @@ class ViolationMonitor:
         self._found = {now[each]: None for each in self._found}
         for each in found:
             self._act(each)
-        reasons = {each.process for each in found}
-        self._endings = {each: task for each, task in self._endings.items() if each in reasons or not task.done()}
-        self._ended &= self._endings.keys()
-
-    def close(self) -> None:
-        """Do no more about anything."""
-        for task in self._endings.values():
-            task.cancel()
 
     def _list_clients(self) -> None:
         """Take in which clients the servers list, as far as they live: a pid that another has by now is nobody's."""
         seen: dict[tuple[str, ProcessIdentity], Client] = {}
         for daemon in self._daemons.values():
+            usage = self._usages.get(daemon.gpu)
+            listed = usage.value.processes if isinstance(usage, Known) else {}
             for server in daemon.servers:
-                for identity in server.ceilings:
-                    key = (daemon.name, identity)
-                    known = self._seen.get(key)
-                    found = known if known and known.server == server.pid else _client(identity, daemon, server)
+                for identity in server.opened:
+                    key, found = (daemon.name, identity), self._client(identity, daemon, server)
                     # The look at its start comes last, so that what was read by its pid was its own.
-                    if found is not None and proc.start_ticks(identity.pid) == identity.start_ticks:
+                    if found is not None and proc.live_ticks(identity.pid) == identity.start_ticks:
                         seen[key] = found
+                        if identity.pid in listed and listed[identity.pid].mps:
+                            self._with_context.add(key)
         self._seen = seen
+        self._with_context &= seen.keys()
+
+    def _client(self, identity: ProcessIdentity, daemon: Daemon, server: Server) -> Client | None:
+        """Return a client that a server lists, with what was open to it until now; None when it is gone."""
+        known, opened = self._seen.get((daemon.name, identity)), server.opened[identity]
+        if known is None or known.server != server.pid:
+            environment, uid = proc.variables_of(identity.pid, _VARIABLES), proc.real_uid(identity.pid)
+            found = (identity, daemon.name, daemon.gpu, server.pid, opened, environment)
+            return None if uid is None else Client(*found, uid)
+        if opened is not None and known.opened is not None and (daemon.name, identity) in self._with_context:
+            opened = with_context(known.opened, opened)
+        return replace(known, opened=opened)
 
     def _follow_faults(self) -> None:
         """Tell of each fatal fault that comes, with whom it hit, and of each that is over."""
@@ -190,13 +213,29 @@ class ViolationMonitor:
     def _attribute_memory(self) -> None:
         """Find whose is what is held on the GPUs; of one that cannot be read nothing is known."""
         self._held = {}
+        self._of_other_users = [*self._clients.of_changed_holders()]
+        holders = {each.process for each in self._of_other_users}
         servers = {server.pid for daemon in self._daemons.values() for server in daemon.servers}
+        daemons = {daemon.process.identity for daemon in self._daemons.values() if daemon.process is not None}
         for gpu, usage in self._usages.items():
             for pid, each in usage.value.processes.items() if isinstance(usage, Known) else ():
                 ticks = proc.start_ticks(pid) if pid not in servers else None
                 lease = next((each for each in self._clients.leases_with(pid) if _is_on(each, gpu)), None)
-                if ticks is not None and lease is not None:
-                    self._held.setdefault((lease.id, gpu), {})[ProcessIdentity(pid, ticks)] = each
+                if ticks is None or (identity := ProcessIdentity(pid, ticks)) in holders:
+                    continue
+                if lease is not None:
+                    self._held.setdefault((lease.id, gpu), {})[identity] = each
+                elif found := self._clients.of_changed_relative(identity, gpu, daemons, outside=not each.mps):
+                    self._of_other_users.append(found)
+
+    def _doubt(self) -> Iterator[Doubt]:
+        for client, lease, counted in self.attached():
+            share = violations.share_on(lease, client.daemon) if lease is not None and counted else None
+            if lease is not None and share is not None:
+                memory = self._daemons[client.daemon].has_mem_limit
+                because = violations.unknown(client, lease, share, memory=memory)
+                if because:
+                    yield Doubt(client.identity, lease.id, client.daemon, because)
 
     def _find(self) -> Iterator[Violation]:
         settings = self._settings.current
@@ -206,11 +245,10 @@ class ViolationMonitor:
             client = attached.client
             servers[client.identity] = client.server
             daemon = self._daemons[client.daemon]
-            opened = self._clients.opened(daemon.name) if denied else EVERYTHING
-            found = violations.of_client(attached, opened, denied=denied, memory=daemon.has_mem_limit)
-            # While a lease is not restored, a client without one may be its.
-            if found is not None and not (daemon.unrestored and found.kind is ViolationKind.NO_LEASE):
-                yield found
+            for found in violations.of_client(attached, denied=denied, memory=daemon.has_mem_limit):
+                # While a lease is not restored, a client without one may be its.
+                if not (daemon.unrestored and found.kind is ViolationKind.NO_LEASE):
+                    yield found
             uid = process_table.uid_of(client.identity.pid) if self._quarantine.uids else None
             if uid is not None and uid in self._quarantine.uids:
                 yield violations.of_quarantined(attached, uid)
@@ -219,16 +257,32 @@ class ViolationMonitor:
             if seconds > settings.enforcement.grace:
                 says = any(each.pid == client.server and each.status == FAULT for each in daemon.servers)
                 yield violations.of_lingering(attached, seconds, proven=says)
+        yield from (each for each in self._of_other_users if self._find_lease(each.lease or "") is not None)
         for (lease_id, gpu), held in self._held.items():
             lease = self._find_lease(lease_id)
             share = next((each for each in lease.shares if each.gpu == gpu), None) if lease is not None else None
             if lease is None or share is None:
                 continue
-            too_much = violations.of_memory(lease, held, share, servers)
+            too_much = self._too_much(lease, held, share, servers)
             if too_much is not None:
                 yield too_much
             outside = [each for each, on in held.items() if not on.mps and each not in servers]
             yield from violations.of_outside(lease, share, outside)
+
+    def _too_much(
+        self,
+        lease: Lease,
+        held: Mapping[ProcessIdentity, GpuProcess],
+        share: Share,
+        servers: Mapping[ProcessIdentity, int],
+    ) -> Violation | None:
+        """Judge what a lease's processes hold; what only a token adds to that ends nobody."""
+        proven = {each: on for each, on in held.items() if not self._clients.is_borne(lease, each)}
+        found = violations.of_memory(lease, proven, share, servers)
+        if found is not None or len(proven) == len(held):
+            return found
+        found = violations.of_memory(lease, held, share, servers)
+        return replace(found, own=False) if found is not None else None
 
     # -- acting -------------------------------------------------------------------------------------------------------
 
@@ -242,34 +296,39 @@ class ViolationMonitor:
             daemon=violation.daemon,
             policy=policy,
             because=violation.because,
+            hint=violation.hint,
         )
         self._found[violation] = None
 
     def _policy(self, violation: Violation) -> OnViolation:
-        """Return what policy says of a violation: nobody is ended for what another user could have brought about."""
-        return self._settings.current.on_violation(violation.kind) if violation.own else OnViolation.REPORT
+        """Return what policy says of a violation: nobody is ended for what is not proven to be its own doing."""
+        if not violation.own or self._clients.ends_nobody(violation):
+            return OnViolation.REPORT
+        return self._settings.current.on_violation(violation.kind)
 
     def _act(self, violation: Violation) -> None:
-        """Do what policy says, once for a process."""
-        if self._policy(violation) is OnViolation.REPORT or violation.process in self._endings:
+        """Do what policy says, once for a process; where that cannot be stored, it is tried at the next look."""
+        if self._policy(violation) is OnViolation.REPORT:
+            self._endings.let_go(violation.process, _cause(violation))  # policy may have been another
             return
-        living = process.adopt(violation.process)
-        if living is None:
-            return
-        terminate = self._end_contexts(violation) if violation.server is not None else None
-        ending = end_client(living, terminate, self._settings.current.enforcement.grace, self._log, violation.because)
-        self._endings[violation.process] = asyncio.get_running_loop().create_task(ending)
-
-    def _end_contexts(self, violation: Violation) -> Terminate:
-        assert violation.server is not None  # noqa: S101 - who has none has no contexts there
-        ask = self._terminate(violation.daemon, violation.server, violation.process.pid)
-
-        async def end() -> None:
-            await ask()
-            # It is no client any more, so that what it was ended for is over; the process is still to go.
-            self._ended.add(violation.process)
-
-        return end
+        lease = self._find_lease(violation.lease) if violation.lease is not None else None
+        client = self._seen.get((violation.daemon, violation.process))
+        try:
+            self._endings.end(
+                violation.process,
+                EndCause(_cause(violation), violation.because),
+                daemons=(violation.daemon,),
+                stop=lease.request.stop if lease is not None else Stop.TERMINATE,
+                # A fault has taken its contexts, so that no server has to be asked to end them.
+                lost=violation.kind is ViolationKind.LINGERS,
+                uid=client.uid if client is not None else None,
+            )
+        except StorageError as error:
+            if self._not_stored != error.detail:
+                self._log.error(EventName.STORE_FULL, because=error.detail)
+            self._not_stored = error.detail
+        else:
+            self._not_stored = ""
 
     def _end(self, violation: Violation) -> None:
         self._log.info(
@@ -280,21 +339,14 @@ class ViolationMonitor:
             daemon=violation.daemon,
         )
         del self._found[violation]
-        # A process whose reason is over is no longer ended.
-        if violation.process not in self._ended and not any(
-            each.process == violation.process and self._policy(each) is OnViolation.TERMINATE for each in self._found
-        ):
-            task = self._endings.get(violation.process)
-            if task is not None and proc.start_ticks(violation.process.pid) == violation.process.start_ticks:
-                del self._endings[violation.process]
-                task.cancel()
+        # Whoever was not touched yet is let go; an end that has begun is finished.
+        self._endings.let_go(violation.process, _cause(violation))
+
+
+def _cause(violation: Violation) -> str:
+    """Return what a violation is known by among the causes of an end."""
+    return f"{VIOLATION} {violation.kind} on {violation.daemon}"
 
 
 def _is_on(lease: Lease, gpu: str) -> bool:
     return any(share.gpu == gpu for share in lease.shares)
-
-
-def _client(identity: ProcessIdentity, daemon: Daemon, server: Server) -> Client | None:
-    environment, uid = proc.variables_of(identity.pid, violations.VARIABLES), proc.real_uid(identity.pid)
-    ceiling = server.ceilings[identity]
-    return None if uid is None else Client(identity, daemon.name, daemon.gpu, server.pid, ceiling, environment, uid)

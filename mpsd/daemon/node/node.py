@@ -5,37 +5,27 @@ import contextlib
 import gc
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final
 
 from msgspec import structs
 
-from mpsd.core import gpus, health, mps_facts
+from mpsd.core import gpus, health
 from mpsd.core.admission import quota
-from mpsd.core.admission.admission import Amount, Offer, Refusal
+from mpsd.core.admission.admission import Amount, Offer
 from mpsd.core.enforcement import violations
-from mpsd.core.errors import DaemonNotReadyError, MpsdError, NotFoundError, NotPermittedError, StorageError
+from mpsd.core.errors import DaemonNotReadyError, MpsdError, NotFoundError, RequestIdReusedError, StorageError
 from mpsd.core.health import NodeHealth
 from mpsd.core.lifecycle import State
-from mpsd.core.model import (
-    Daemon,
-    Gpu,
-    GpuView,
-    Inventory,
-    Lease,
-    LeaseRequest,
-    LeaseState,
-    Owner,
-    ViolationKind,
-)
+from mpsd.core.model import Daemon, Inventory, Lease, LeaseRequest, LeaseState, Owner, ViolationKind
 from mpsd.core.reload import LiveSettings
 from mpsd.core.roles import UserIdentity
-from mpsd.core.settings import OnViolation, Settings, Users
+from mpsd.core.settings import OnViolation, Settings
 from mpsd.core.supervision.drain import Intent, Operation, OperatorCommand
+from mpsd.daemon.canary.watches import ServerWatches
 from mpsd.daemon.control.drainer import DaemonLeases
-from mpsd.daemon.control.escalation import Terminate, terminate_contexts_of
 from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.control.state import Heartbeat
 from mpsd.daemon.control.supervisor import Supervisor
+from mpsd.daemon.ends.endings import Endings
 from mpsd.daemon.gpu.compute_modes import ComputeModes
 from mpsd.daemon.gpu.gpus import Gpus
 from mpsd.daemon.leases import mount_visibility
@@ -45,22 +35,16 @@ from mpsd.daemon.leases.limit_gates import LimitGates
 from mpsd.daemon.leases.pending_request import stopping
 from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.leases.violation_monitor import ViolationMonitor
+from mpsd.daemon.node import holder_check, offering
 from mpsd.daemon.node.status_line import status_line
+from mpsd.daemon.node.unleased import UnleasedClients
 from mpsd.daemon.record.log import EventName, Logger
-from mpsd.system import capabilities, clock, host_environment, process_table, rundir
+from mpsd.system import clock, host_environment
 from mpsd.system.control_pipe import ControlProgram
 from mpsd.system.gpu import GpuSource
 from mpsd.system.process import Process
 from mpsd.system.rundir import RunDir
 from mpsd.system.saved_compute_modes import SavedComputeModes
-
-_MOST_SUSPECTS: Final = 16
-"""Suspects that the status names: those that had pipe access at most crashes."""
-
-
-def daemon_name(gpu: Gpu) -> str:
-    """Name a GPU's control daemon, by the GPU's index."""
-    return f"gpu{gpu.index}"
 
 
 class Node:
@@ -77,7 +61,9 @@ class Node:
         completeness: Completeness,
         limit_gates: LimitGates,
         pipe_access: NodePipeAccess,
+        server_watches: ServerWatches,
         quarantine: Quarantine,
+        endings: Endings,
         log: Logger,
         simulated: bool,
     ) -> None:
@@ -104,11 +90,16 @@ class Node:
         self.completeness = completeness
         self._limit_gates = limit_gates
         self._pipe_access = pipe_access
+        self.server_watches = server_watches
         self.quarantine = quarantine
         leases.unrestored.changed = self._look
-        self._daemon_leases = DaemonLeases(leases.ledger.on, leases.release, leases.unrestored.on)
+        leases.left_behind = self._left_behind
+        self.unleased = UnleasedClients()
+        self._daemon_leases = DaemonLeases(leases.ledger.on, leases.release, leases.unrestored.on, leases.clients.stop)
+        self._endings = endings
+        endings.suspect = server_watches.suspect
         self.violation_monitor = ViolationMonitor(
-            leases.clients, leases.ledger.find, settings, self._terminate, quarantine=quarantine, log=log
+            leases.clients, leases.ledger.find, settings, endings, quarantine=quarantine, log=log
         )
 
     # -- running ------------------------------------------------------------------------------------------------------
@@ -122,12 +113,15 @@ class Node:
         self.gpus.modes.load()
         self.settings.follow(self._apply)
         await self.gpus.take(inventory)
+        for reason in health.not_closed(self.gpus.views()) if self.settings.current.limits_strangers else ():
+            self._log.warning(EventName.NODE_NOT_CLOSED, because=reason.because, hint=reason.hint)
 
     async def run(self) -> None:
         """Supervise until cancelled, and then leave the control daemons running."""
         async with asyncio.TaskGroup() as self._group:
             self._supervise()
-            self.leases.offer(self.offers())
+            self._endings.load()  # before a control daemon is asked anything: its seat may be taken by one of these
+            self.leases.offer(self.offers(), {})
             # Nobody was served yet: this task has not let go of the loop since mpsd began to listen.
             self.leases.restore()
             self._shut_out()
@@ -135,13 +129,13 @@ class Node:
             # What is here now is here to stay: the collector need not look at it again, some thousand times a day.
             gc.freeze()
             self._group.create_task(self.leases.run())
-            self._group.create_task(self._limit_gates.run())
+            self._group.create_task(self._limit_gates.run(self.gpus.read_soon, self.leases.clients.leases_with))
             self._group.create_task(self._follow_offers())
             self._group.create_task(self.gpus.listen())
             try:
                 await self.gpus.follow(self._read)
             finally:
-                self.violation_monitor.close()
+                self._endings.close()
 
     def _read(self) -> None:
         """The GPUs were read."""
@@ -155,19 +149,26 @@ class Node:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            before = self._offers
-            if self.offers() is not before:
-                self.leases.offer(self._offers)
+            if self._offers is not self.offers():  # what was offered before, and what is now
+                self.leases.offer(self._offers, self.unleased.charged())
                 self._inspect(read=False)
 
     def _inspect(self, *, read: bool) -> None:
         """See what the processes on the GPUs do; `read` tells whether the GPUs were read since the last time."""
         daemons = self.daemons()
         self.violation_monitor.inspect(daemons, self.gpus.usages, read=read)
+        self._limit_gates.see(self.gpus.usages, read=read)
         self.leases.unrestored.look(self.violation_monitor.occupied(), [each.gpu for each in daemons])
+        if self.unleased.look(self.violation_monitor.attached(), daemons, self.gpus.usages, read=read):
+            self._look()
 
-    def _terminate(self, daemon: str, server: int, client: int) -> Terminate:
-        return terminate_contexts_of(self._supervisors[daemon].pipe, server, client)
+    def _left_behind(self, lease: Lease) -> None:
+        """A lease has ended while it had clients: what they hold must not be granted to anybody else."""
+        self.unleased.left_behind(lease)
+        self.unleased.look(self.violation_monitor.attached(), self.daemons(), self.gpus.usages, read=False)
+        self._is_offered = False
+        self.leases.ledger.offer(self.offers(), clock.monotonic(), self.unleased.charged())
+        self.gpus.read_soon()
 
     async def refresh(self, lease: Lease) -> list[str]:
         """Ask the control daemons and the GPUs of a lease anew; return which daemons have not answered in time."""
@@ -227,7 +228,7 @@ class Node:
         """Give each GPU that can run MPS a supervisor, once."""
         assert self._group is not None  # noqa: S101 - called by run alone
         for _, gpu in sorted(self.gpus.by_index.items()):
-            name = daemon_name(gpu)
+            name = f"gpu{gpu.index}"
             if name not in self._supervisors and gpus.unsupported(gpu) is None:
                 supervisor = Supervisor(
                     name,
@@ -235,13 +236,16 @@ class Node:
                     program=self._program,
                     pipe_access=self._pipe_access.of(name, gpu.uuid),
                     leases=self._daemon_leases,
+                    endings=self._endings,
                     settings=self.settings,
                     log=self._log,
                     changed=self._look,
                 )
                 self._supervisors[name] = supervisor
                 self._limit_gates.add(supervisor)
+                self._endings.add(supervisor)
                 self._group.create_task(supervisor.run())
+                self._group.create_task(self.server_watches.watch(supervisor, self.gpus, self._look))
                 self._is_offered = False
 
     # -- telling ------------------------------------------------------------------------------------------------------
@@ -252,7 +256,7 @@ class Node:
 
     def _snapshot(self, supervisor: Supervisor) -> Daemon:
         """Return a control daemon, and whether it may have clients whose leases were lost."""
-        daemon = supervisor.snapshot()
+        daemon = self.server_watches.applied(supervisor.snapshot())
         try:
             return replace(daemon, incomplete=self.completeness.look(daemon))
         except StorageError as error:
@@ -272,7 +276,9 @@ class Node:
             self.daemons(),
             store=self.leases.trouble,
             quarantined=self.quarantine.quarantined,
-            suspects=self.quarantine.suspects[:_MOST_SUSPECTS],
+            suspects=self.quarantine.suspects,
+            violations=[each.because for each in self.violation_monitor.violations],
+            limited=self.settings.current.limits_strangers,
         )
 
     def heartbeats(self) -> dict[str, Heartbeat]:
@@ -308,19 +314,20 @@ class Node:
         wait: float | None,
         ttl: float | None,
         has_left: Callable[[], bool],
+        pid: int | None,
     ) -> Lease:
-        """Grant a lease to a holder, or raise the refusal.
+        """Grant a lease to a holder, or raise the refusal. `pid` is the holder's where the request names it.
 
         Raises what `Leases.admit` does, QuotaError, NotPermittedError for a uid that cannot reach a control daemon or a
-        process that does not find it, and StoppingError.
+        process that does not find it, RequestIdReusedError, and StoppingError.
         """
         if self._stopping:
             raise stopping()  # nothing of it goes into the log: whoever waits asks again and again
-        if (earlier := self.leases.of_request(request, owner)) is not None:
+        if request.request_id and (earlier := self._earlier(request, owner, pid)) is not None:
             return await self.leases.answer(earlier, has_left)
         try:
             offers = self.offers()
-            self.leases.offer(offers)
+            self.leases.offer(offers, self.unleased.charged())
             limits_of = quota.quota_of(user, self.settings.current)
             if request.gpu != "any" or limits_of.gpus is not None:
                 request = structs.replace(request, gpu=self._named(request.gpu), among=limits_of.gpus)
@@ -328,13 +335,23 @@ class Node:
             self.quarantine.check(owner.uid)
             ledger = self.leases.ledger
             worth = ledger.worth(request) if quota.weighs(limits_of) else Amount()
-            quota.check(limits_of, ledger.user(owner.uid), request.priority, worth)
-            self._check_pipe_access(owner.uid)
+            quota.check(limits_of, ledger.user(owner.uid), request, worth)
+            holder_check.check(owner.uid, self._run_dir.daemons)
             request = mount_visibility.narrowed(request, holder, offers, self._log)
         except MpsdError as refusal:
             self.leases.record_refusal(owner, refusal)
             raise
         return await self.leases.admit(request, owner, holder, wait=wait, ttl=ttl, has_left=has_left)
+
+    def _earlier(self, request: LeaseRequest, owner: Owner, pid: int | None) -> Lease | None:
+        """Return what a request was given before. Raises RequestIdReusedError."""
+        with contextlib.suppress(MpsdError):  # a GPU that is not there any more is compared as it was named
+            request = structs.replace(request, gpu=self._named(request.gpu))
+        try:
+            return self.leases.request_ids.earlier(request, owner.uid, pid)
+        except RequestIdReusedError as refusal:
+            self.leases.record_refusal(owner, refusal)
+            raise
 
     def _named(self, wanted: str) -> str:
         """Return the UUID of the GPU that was named, or `any`. Raises InvalidRequestError, DaemonNotReadyError."""
@@ -346,43 +363,17 @@ class Node:
             raise DaemonNotReadyError(f"GPU {named.index} cannot be shared: {refused[0]}", hint=refused[1], limit="gpu")
         return named.uuid
 
-    def _check_pipe_access(self, uid: int) -> None:
-        """Refuse a holder whose uid cannot reach the control sockets: it would run without MPS, and without limits."""
-        if uid in {0, process_table.own_uid()}:
-            return
-        if not capabilities.can_serve_users():
-            raise NotPermittedError(
-                f"uid {uid} cannot have a server: mpsd has no CAP_SETUID, so it would be root's, or none",
-                hint="ask an administrator to give mpsd CAP_SETUID",
-            )
-        closed = rundir.closed_to_others(self._run_dir.daemons)
-        if closed is not None:
-            raise NotPermittedError(
-                f"uid {uid} cannot reach the control daemons: it may not traverse {closed}",
-                hint=f"ask an administrator to run: chmod o+x {closed}",
-            )
-
     def offers(self) -> list[Offer]:
         """Return what each GPU that can be shared has to give now; the same list for as long as nothing has changed."""
         if not self._is_offered:
             self._is_offered = True
-            self._offers = [self._offer(self.gpus.view(each.gpu.index), each) for each in self._supervisors.values()]
+            self._offers = [self._offer(each) for each in self._supervisors.values()]
         return self._offers
 
-    def _offer(self, view: GpuView, supervisor: Supervisor) -> Offer:
-        settings, daemon, gpu = self.settings.current, self._snapshot(supervisor), supervisor.gpu
-        reason = health.refusal(view, daemon)
-        return Offer(
-            gpu=gpu.uuid,
-            daemon=daemon.name,
-            pipe_directory=daemon.pipe_directory,
-            threads=int(1000 * settings.admission.threads_oversubscription),
-            memory=max(gpu.memory_total - gpu.memory_reserved - settings.admission.memory_reserve, 0),
-            clients=mps_facts.clients_max(gpu.compute_capability, gpus.driver_branch(gpu.driver_version)),
-            limits=settings.default_limits,
-            many_users=daemon.process.many_users if daemon.process else settings.daemon.users is Users.MANY,
-            refusal=Refusal(reason.limit, reason.because, reason.hint, reason.uids) if reason is not None else None,
-        )
+    def _offer(self, supervisor: Supervisor) -> Offer:
+        gpu = supervisor.gpu
+        view, daemon, unleased = self.gpus.view(gpu.index), self._snapshot(supervisor), self.unleased.on(gpu.uuid)
+        return offering.offer(gpu, view, daemon, self.settings.current, unleased)
 
     # -- operating ----------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,10 @@ def status_line(node: NodeHealth, *, leases: int, waiting: int, reload: str) -> 
     ready = sum(each.state is State.READY for each in node.daemons)
     held = "1 lease" if leases == 1 else f"{leases} leases"
     parts = [f"{ready} of {len(node.daemons)} control daemons ready, {held}, {waiting} waiting"]
-    parts += [each.because for each in (*node.reasons, *node.warnings)]
+    parts += [each.because for each in node.reasons]
+    count = len(node.violations)
+    parts += [f"{count} violation{'s' if count > 1 else ''}: {node.violations[0]}"] if count else []
+    parts += [each.because for each in node.warnings]
     parts += [f"reload refused: {reload}"] if reload else []
     line = plain("; ".join(parts))
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."

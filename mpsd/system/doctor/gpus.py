@@ -1,15 +1,17 @@
 """The GPUs, the driver and the control program, and the record of compute modes that are to be given back."""
 
 import contextlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from mpsd.core.doctor.observed import GpuSeen, GpusSeen, Left, Library, NodeGpus
 from mpsd.core.errors import ConfigurationError, GpuError
-from mpsd.core.model import Known, Unknown
-from mpsd.core.settings import Settings
-from mpsd.system import driver, rundir, saved_compute_modes
+from mpsd.core.model import Known, Reading, Unknown
+from mpsd.core.mps import daemon_flags
+from mpsd.core.settings import Settings, Users
+from mpsd.system import driver, process, rundir, saved_compute_modes
 from mpsd.system.driver import Driver
 from mpsd.system.gpu import NvmlGpus
 from mpsd.system.saved_compute_modes import SavedComputeModes
@@ -31,6 +33,41 @@ def find(settings: Settings, control: str | None = None) -> Driver | None:
         return None
 
 
+_UNKNOWN_FLAG: Final = "-mpsctl-doctor"
+"""A flag that no control program has."""
+
+
+async def _knows_many_users(program: Path | None, settings: Settings) -> Reading[bool]:
+    """Ask the control program itself whether it knows -multiuser-server, with a pipe directory that is not there.
+
+    One that checks its flags answers an unknown one with its usage, and a known one by looking for a control daemon
+    (measured: 555). Those of 470, 535 and 550 look for one whatever the flag is.
+    """
+    if program is None or settings.daemon.users is not Users.MANY:
+        return Unknown("there is no control program that could be asked")
+    try:
+        if not await _refuses(program, _UNKNOWN_FLAG):
+            because = "the control program ignores flags that it does not know, as those of drivers 470 to 550 do"
+            return Unknown(f"{because}; 555 knows {daemon_flags.MANY_USERS}")
+        return Known(not await _refuses(program, daemon_flags.MANY_USERS))
+    except (OSError, TimeoutError) as error:
+        return Unknown(f"{program} cannot be asked: {error}")
+
+
+async def _refuses(program: Path, flag: str) -> bool:
+    environment = process.environment({"CUDA_MPS_PIPE_DIRECTORY": os.devnull})
+    done = await process.run((str(program), flag), env=environment, stdin=b"", seconds=_SECONDS)
+    if done.returncode is None:
+        raise TimeoutError(f"it did not end within {_SECONDS:g} s")
+    return _USAGE in done.output
+
+
+_USAGE: Final = "manual page"
+"""What stands in the usage of each control program (measured, 470 to 555), and in nothing else that it says."""
+
+_SECONDS: Final = 5.0
+
+
 async def look(settings: Settings, control: str | None, *, simulated: bool) -> GpusSeen:
     """Look at all of it; a driver that is not there is told as such."""
     there = find(settings, control)
@@ -42,6 +79,7 @@ async def look(settings: Settings, control: str | None, *, simulated: bool) -> G
         library=library(there.libraries if there else None),
         package=package_of(there.control) if there else None,
         left=left(settings),
+        many_users=await _knows_many_users(there.control if there else None, settings),
     )
     if simulated:
         return found

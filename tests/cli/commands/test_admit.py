@@ -26,6 +26,7 @@ VARIABLES = {
     "CUDA_VISIBLE_DEVICES",
     "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
     "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
+    "MPSD_LEASE",
 }
 
 
@@ -69,7 +70,9 @@ def test_admit_forms(node: Node) -> None:
     table = node.mpsctl("admit", *SHARE)
     assert re.match(r"lease +lease-\w+\nstate +granted: ", table.stdout)
     done = node.mpsctl("admit", *SHARE, "-o", "env")
-    assert {line.split("=")[0] for line in done.stdout.splitlines()} == {f"export {name}" for name in VARIABLES}
+    assert {line.split("=")[0] for line in done.stdout.splitlines()} == {
+        f"export {name}" for name in (*VARIABLES, "MPSD_LEASE_TOKEN", "MPSD_SOCKET")
+    }
 
 
 def test_fraction(node: Node) -> None:
@@ -216,6 +219,7 @@ def test_the_environment_of_a_shell(in_path: dict[str, str]) -> None:
     environment = dict(entry.split("=", 1) for entry in done.stdout[end_of_json:].split("\0") if entry)
     assert lease["env"].keys() == VARIABLES
     assert lease["env"].items() <= environment.items()
+    assert environment.keys() >= {"MPSD_LEASE_TOKEN", "MPSD_SOCKET"}
 
 
 def test_several_gpus(in_path: dict[str, str], node: Node) -> None:
@@ -326,9 +330,33 @@ def test_run(node: Node) -> None:
     assert int(pid) == process.pid
     variables = dict(entry.split("=", 1) for entry in entries)
     assert variables.pop("KEPT") == "as it was"
-    assert node.get(f"/v1/leases/{variables.pop('MPSD_LEASE')}").json["owner"]["pid"] == process.pid
-    assert variables.keys() == VARIABLES
+    assert node.get(f"/v1/leases/{variables['MPSD_LEASE']}").json["owner"]["pid"] == process.pid
+    assert variables.keys() == VARIABLES | {"MPSD_LEASE_TOKEN"}
     assert variables["CUDA_VISIBLE_DEVICES"] in {gpu["uuid"] for gpu in node.get("/v1/gpus").json["gpus"]}
+
+
+def test_where_its_lease_is(node: Node, short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a command's lease is found goes with it, if mpsctl was told: the socket, as a path, and whom to believe."""
+    monkeypatch.delenv("MPSD_SOCKET", raising=False)
+    (short_tmp / "here").symlink_to(node.socket.parent)
+    script = f'{sys.executable} -m mpsd.cli.main renew "$MPSD_LEASE" --ttl 5000 -o json; echo "$MPSD_TRUST_UID"'
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = run_mpsctl(
+        "here/mpsd.sock", "--trust-uid", "4242", "run", *SHARE, "--ttl", "1000", "--", "sh", "-c", script,
+        cwd=short_tmp, env=environment,
+    )  # fmt: skip
+    assert (done.stderr, done.stdout.splitlines()[-1]) == ("", "4242")
+    assert lifetime(json.loads(done.stdout[: done.stdout.rindex("}\n") + 2])) >= 5000
+
+
+def test_no_token_on_a_screen(node: Node) -> None:
+    """A lease as people see it shows its environment, and not the token."""
+    lease = json.loads(node.mpsctl("admit", *SHARE, "--pid", str(os.getpid()), "-o", "json").stdout)
+    assert lease["env"]["MPSD_LEASE_TOKEN"]
+    for command in (("admit", *SHARE, "--pid", str(os.getpid())), ("show", lease["id"]), ("attach", lease["id"])):
+        done = node.mpsctl(*command)
+        assert "MPSD_LEASE=" in done.stdout
+        assert "TOKEN" not in done.stdout
 
 
 def test_the_lease_of_a_command(node: Node) -> None:
@@ -356,7 +384,7 @@ def test_a_command_that_shows_that_it_gets_on(in_path: dict[str, str]) -> None:
 
 def test_a_time_to_live_that_nobody_asked_for(short_tmp: Path) -> None:
     """A command whose lease a quota lets end before it does is told, and how to prevent that."""
-    env = {"CUDA_VISIBLE_DEVICES": "GPU-1"}
+    env = {"CUDA_VISIBLE_DEVICES": "GPU-1", "MPSD_LEASE": "lease-1"}
     lease = {"id": "lease-1", "state": "granted", "because": "", "gpus": ["GPU-1"], "env": env, "expires": "2026-11-21"}
     for options, told in (([], True), (["--ttl", "9"], False)):
         with answering(short_tmp / f"s{told}", http(lease, "201 Created")):

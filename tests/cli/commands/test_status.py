@@ -50,7 +50,7 @@ def test_json(node: Node, command: str) -> None:
         (
             "status",
             [
-                r"healthy: .+",
+                r"healthy, not closed: a program that misses MPS gets all of GPU 0, GPU 1",
                 r"0 +ok +.+",
                 r"gpu1 +ready +\d+\w +\d+ +0\.1% +1MiB.*",
                 r".*1 lease, 0 waiting, 0 clients; .+",
@@ -83,7 +83,7 @@ def test_show(node: Node) -> None:
     assert re.search(r"^name +it's$", table, re.MULTILINE)
     assert re.search(r"^labels +team=a b$", table, re.MULTILINE)
     exports = node.mpsctl("show", lease["id"], "-o", "env").stdout.splitlines()
-    assert [line.split("=")[0] for line in exports] == [f"export {name}" for name in lease["env"]]
+    assert [line.split("=")[0] for line in exports] == [f"export {name}" for name in (*lease["env"], "MPSD_SOCKET")]
     node.request("DELETE", f"/v1/leases/{lease['id']}")
     assert re.search(r"^state +ended: ", node.mpsctl("show", lease["id"]).stdout, re.MULTILINE)
 
@@ -102,6 +102,7 @@ def test_names_with_tricks(node: Node) -> None:
 def test_names_with_escape_sequences(short_tmp: Path, form: str) -> None:
     """Escape sequences in a process's name do nothing to the terminal, and forge no line."""
     client = {"pid": 9, "name": HOSTILE, "uid": 0, "daemon": "gpu0", "gpu": "GPU-1", "server": 8, "lease": None}
+    client |= {"verdict": "ok", "because": ""}
     with answering(short_tmp / "s", http({"clients": [client]})):
         done = run_mpsctl(short_tmp / "s", "clients", "-o", form)
     assert done.returncode == 0, done.stderr
@@ -149,7 +150,7 @@ def test_an_older_mpsd(short_tmp: Path) -> None:
 def test_status_is_one_request(node: Node, short_tmp: Path) -> None:
     """The verdict and the tables come from one answer: mpsctl asks once, and shows what that says."""
     whole = node.get("/v1/status").json
-    whole["healthy"], whole["because"] = False, "gpu1 is failed: 5 deaths"
+    whole["healthy"], whole["headline"] = False, "NOT HEALTHY: gpu1 is failed: 5 deaths"
     whole["daemons"][1]["state"], whole["gpus"][0]["health"] = "failed", "faulty"
     for number, form in enumerate(("table", "json")):
         with answering(short_tmp / f"{number}", http(whole)) as server:
@@ -181,7 +182,7 @@ def test_a_daemon_that_hangs(make_node: Callable[..., Node]) -> None:
         os.kill(pid, signal.SIGCONT)
     first, second, *rest = done.stdout.splitlines()
     assert (done.returncode, done.stderr) == (1, "")
-    assert first.startswith("NOT HEALTHY: gpu1 is unresponsive: ")
+    assert first.startswith("NOT HEALTHY, not closed: gpu1 is unresponsive: ")
     assert second.startswith("  gpu1: ")
     assert any(re.match(r"gpu1 +unresponsive ", line) for line in rest)
     assert any(re.match(r"gpu0 +ready ", line) for line in rest)

@@ -23,6 +23,17 @@ Kept: TypeAlias = dict[str, list[tuple[int, Amount, int | None]]]
 """By GPU what is kept there: for whom, how much, and from whom alone; None: from all."""
 
 
+def taken_on(held: Iterable[Lease], offer: Offer) -> Amount:
+    """Return what cannot be granted on a GPU: what these leases hold, and what clients use that have none."""
+    return granted_on(held, offer.gpu) + offer.unleased
+
+
+def each_of(tenths: int, memory: int, request: LeaseRequest) -> tuple[int, int]:
+    """Return what each process of a request gets of this, in tenths of a percent and in MiB."""
+    processes = request.processes or 1
+    return tenths // processes, memory // MIB // processes
+
+
 @dataclass
 class HandLedger:
     """Everything that bears on a decision: what is offered, by which rules, who holds what, who waits, who had what."""
@@ -35,6 +46,8 @@ class HandLedger:
     leases: dict[str, Lease] = field(default_factory=dict)
     waiting: dict[str, Lease] = field(default_factory=dict)
     first_since: dict[str, float] = field(default_factory=dict)
+    unleased: dict[str, dict[int, Amount]] = field(default_factory=dict)
+    """By GPU and uid, what clients use that have no lease."""
     used: dict[int, float] = field(default_factory=dict)
     """By user, what it had, in share-seconds."""
     now: float = 0.0
@@ -55,15 +68,15 @@ class HandLedger:
         if request.fraction is not None:
             part = Fraction(str(request.fraction))
             memory = max(math.floor(part * offer.memory / MIB), 1) * MIB
-            return Amount(math.floor(part * 1000), memory, request.processes)
+            return Amount(math.floor(part * 1000), memory, request.processes or 1)
         assert request.threads is not None
         assert request.memory is not None
-        return Amount(request.threads.tenths, request.memory.bytes, request.processes)
+        return Amount(request.threads.tenths, request.memory.bytes, request.processes or 1)
 
     def can_ever(self, request: LeaseRequest, offer: Offer) -> bool:
         """Tell whether an empty GPU could grant it."""
         need, limits = self.need(request, offer), offer.limits
-        each_threads, each_memory = need.threads // request.processes, need.memory // MIB // request.processes
+        each_threads, each_memory = each_of(need.threads, need.memory, request)
         most_memory = limits.pinned_device_mem_limit
         return (
             0 < each_threads <= limits.active_thread_percentage.tenths
@@ -82,7 +95,7 @@ class HandLedger:
         """Name everything that is in the way of a lease on a GPU, beside these leases and what is kept."""
         if offer.refusal is not None:
             return {offer.refusal.limit}
-        need, taken = self.need(lease.request, offer), granted_on(held, offer.gpu)
+        need, taken = self.need(lease.request, offer), taken_on(held, offer)
         there = {each.owner.uid for each in held for share in each.shares if share.gpu == offer.gpu}
         found = {"user"} if not offer.many_users and there - {lease.owner.uid} else set()
         found |= {"threads"} if taken.threads + need.threads > offer.threads else set()
@@ -97,12 +110,21 @@ class HandLedger:
             found |= {"turn"} if over or alone else set()
         return found
 
+    def charged(self) -> dict[int, Amount]:
+        """Return by uid what clients use that have no lease, on the GPUs that there are."""
+        charged = dict[int, Amount]()
+        for gpu in self.offers:
+            for uid, amount in self.unleased.get(gpu, {}).items():
+                charged[uid] = charged.get(uid, Amount()) + amount
+        return charged
+
     # -- who goes first ------------------------------------------------------------------------------------------------
 
     def share(self, uid: int) -> float:
         """Return the part of the node that a user holds."""
         mine = [lease for lease in self.leases.values() if lease.owner.uid == uid]
         held = [granted_on(mine, gpu) for gpu in {share.gpu for lease in mine for share in lease.shares}]
+        held += [by_uid[uid] for gpu, by_uid in self.unleased.items() if uid in by_uid and gpu in self.offers]
         threads = sum(offer.threads for offer in self.offers.values())
         memory = sum(offer.memory for offer in self.offers.values())
         return max(
@@ -113,7 +135,8 @@ class HandLedger:
     def pass_time(self, seconds: float) -> None:
         """Let everybody use what it holds for so long."""
         left = 0.5 ** (seconds / self.half_life)
-        for uid in {lease.owner.uid for lease in self.leases.values()} | self.used.keys():
+        known = {lease.owner.uid for lease in self.leases.values()} | self.used.keys() | self.charged().keys()
+        for uid in known:
             grown = self.share(uid) * self.half_life / math.log(2) * (1 - left)
             self.used[uid] = self.used.get(uid, 0.0) * left + grown
         self.now += seconds
@@ -139,9 +162,16 @@ class HandLedger:
             return []
         sign = 1 if self.rules.placement is Placement.BEST_FIT else -1
 
-        def left(offer: Offer) -> tuple[int, int]:
-            taken = granted_on(held, offer.gpu)
-            return sign * (offer.memory - taken.memory), sign * (offer.threads - taken.threads)
+        def left(offer: Offer) -> tuple[int, int, bool]:
+            taken, need = taken_on(held, offer), self.need(lease.request, offer)
+            mine = each_of(need.threads, need.memory, lease.request)
+            others = (
+                each_of(share.threads.tenths, share.memory.bytes, each.request) != mine
+                for each in held
+                for share in each.shares
+                if share.gpu == offer.gpu
+            )
+            return sign * (offer.memory - taken.memory), sign * (offer.threads - taken.threads), any(others)
 
         return [offer.gpu for offer in sorted(fitting, key=left)[: lease.request.gpus]]
 
@@ -174,7 +204,7 @@ class HandLedger:
 
     def missing(self, lease: Lease, offer: Offer, held: Collection[Lease]) -> Fraction:
         """Return the part that is missing on a GPU of what a lease needs most of; all of it beside another user."""
-        need, taken = self.need(lease.request, offer), granted_on(held, offer.gpu)
+        need, taken = self.need(lease.request, offer), taken_on(held, offer)
         if "user" in self.lacking(lease, offer, held):
             return Fraction(1)
         return max(

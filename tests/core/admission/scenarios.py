@@ -138,5 +138,6 @@ def granted_on(leases: Iterable[Lease], where: str) -> Amount:
             if share.gpu == where:
                 threads += share.threads.tenths
                 memory += share.memory.bytes
-                clients += lease.request.processes
+                processes = lease.request.processes
+                clients += max(len(lease.clients), 1) if processes is None else processes
     return Amount(threads, memory, clients)

@@ -10,8 +10,8 @@ import pytest
 from msgspec import structs
 
 from mpsd.core.admission.admission import Amount, Offer
-from mpsd.core.admission.ledger import AdmissionRules, Ledger, UserTotals
-from mpsd.core.admission.usage import Account, Usage
+from mpsd.core.admission.ledger import AdmissionRules, Ledger
+from mpsd.core.admission.usage import Account, Usage, UserTotals
 from mpsd.core.errors import (
     DaemonNotReadyError,
     DoesNotFitError,
@@ -73,6 +73,27 @@ class TestPlacement:
         for index, threads, memory in taken:
             desk.ask(threads, memory, gpu=gpu(index))
         assert where(desk.ask(**asks)) == goes
+
+    @pytest.mark.parametrize("placement", Placement)
+    @pytest.mark.parametrize(
+        ("asks", "goes"),
+        [
+            ({"threads": 20, "memory": 8}, 1),
+            ({"threads": 10, "memory": 4}, 0),
+            ({"threads": 20, "memory": 8, "processes": 2}, 0),
+            ({"threads": 20, "memory": 8, "processes": None}, 1),
+            ({"threads": 7, "memory": 7}, 0),
+            ({"threads": 20, "memory": 2}, 0),
+        ],
+    )
+    def test_same_part(self, placement: Placement, asks: dict[str, Any], goes: int) -> None:
+        """Of GPUs with as much left, it is one whose leases all give each process the same as this one would."""
+        desk = Desk(*(offer(index) for index in range(3)), placement=placement)
+        desk.ask(40, 16, gpu=gpu(0), processes=4)
+        desk.ask(40, 16, gpu=gpu(1), processes=2)
+        for threads, memory in ((20, 2), (20, 14)):
+            desk.ask(threads, memory, gpu=gpu(2))
+        assert where(desk.ask(**asks)) == [goes]
 
     def test_fraction(self) -> None:
         """A fraction is of the GPU that it is granted on, and best fit is by bytes that are left."""
@@ -859,6 +880,49 @@ class TestRestore:
         ledger.offer([offer(0)], 0)
         ledger.restore(Desk(offer(0)).ask(100, uid=ANN), 0)
         assert ledger.usage.of(ANN, HALF_LIFE) == pytest.approx(50 + 0.5 * HALF_LIFE / 0.6931, rel=0.01)
+
+
+class TestAnyNumber:
+    """Leases that may have any number of client processes."""
+
+    def test_each_gets_the_whole(self) -> None:
+        """Each process is held to the whole of it, and it takes one place as long as nobody is there."""
+        desk = Desk(offer(clients=2))
+        lease = desk.ask(25, 2, processes=None)
+        assert lease.shares[0].env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25.0"
+        assert lease.shares[0].env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=2G"
+        assert desk.ledger.taken(gpu(0)) == Amount(250, 2 * GIB, 1)
+
+    def test_places(self) -> None:
+        """Its clients take a place each, while others have not been granted it, and leave it when they go."""
+        desk = Desk(offer(clients=4))
+        lease, other = desk.ask(25, 2, processes=None), desk.ask(uid=ANN)
+        clients = tuple(ProcessIdentity(pid, pid) for pid in (7, 8, 9))
+        for number in (1, 2, 3):
+            assert desk.ledger.has_room(lease)
+            lease = desk.ledger.attach(lease.id, clients[:number])
+            assert desk.ledger.taken(gpu(0)).clients == number + 1
+            assert desk.ledger.user(1000).holds == Amount(250, 2 * GIB, number)
+        assert not desk.ledger.has_room(lease)
+        waits = desk.waits(uid=ANN)
+        assert desk.waits_for(waits)[0] == "clients"
+        desk.end(other)
+        assert desk.ledger.find(waits.id) in desk.ledger.leases.values()
+        assert not desk.ledger.has_room(lease)
+        lease = desk.ledger.attach(lease.id, clients[:1])
+        assert desk.ledger.has_room(lease)
+        desk.ledger.attach(lease.id, ())
+        desk.end(*desk.ledger.leases.values())
+        assert desk.ledger.taken(gpu(0)) == Amount()
+
+    def test_restored(self) -> None:
+        """After a restart of mpsd it takes as many places as it has clients."""
+        desk = Desk(offer(clients=4))
+        lease = desk.ask(25, 2, processes=None)
+        lease = desk.ledger.attach(lease.id, tuple(ProcessIdentity(pid, pid) for pid in (7, 8)))
+        again = Desk(offer(clients=4))
+        again.ledger.restore(lease, 0.0)
+        assert again.ledger.taken(gpu(0)) == Amount(250, 2 * GIB, 2)
 
 
 class TestUsers:

@@ -60,7 +60,7 @@ requests = st.builds(
     gpu=st.sampled_from(("any", "any", "any", gpu(0), gpu(1), gpu(9))),
     among=st.sampled_from((None, None, None, (gpu(0),), (gpu(1), gpu(2)))),
     gpus=st.sampled_from((1, 1, 1, 1, 2, 3)),
-    processes=st.sampled_from((1, 1, 1, 2, 5, 30)),
+    processes=st.sampled_from((1, 1, 1, 2, 5, 30, None, None)),
     priority=st.sampled_from((0, 0, 0, 0, 1, -1)),
 )
 fractions = st.builds(
@@ -194,11 +194,33 @@ class Node(RuleBasedStateMachine):
     def attach(self, which: int, pids: tuple[int, ...]) -> None:
         """Let clients come and go."""
         lease = self.pick(list(self.books.leases.values()), which)
+        if lease.request.processes is None:
+            self.attach_any(lease, coming=6 * len(pids))
+            return
         clients = tuple(ProcessIdentity(pid, pid) for pid in pids)
+        assert self.ledger.has_room(lease) == (len(lease.clients) < lease.request.processes)
         attached = self.ledger.attach(lease.id, clients)
         state = LeaseState.ACTIVE if clients else LeaseState.GRANTED
         assert attached == structs.replace(lease, clients=clients, state=state)
         self.books.enter(attached)
+
+    def attach_any(self, lease: Lease, coming: int) -> None:
+        """Let clients of a lease come that may have any number, while that takes nobody's place; or one go."""
+        books = self.books
+        if not coming:
+            books.enter(self.ledger.attach(lease.id, lease.clients[:-1]))
+        for _ in range(coming):
+            lease = books.leases[lease.id]
+            offers = [books.offers[share.gpu] for share in lease.shares if share.gpu in books.offers]
+            is_free = all(
+                (granted_on(books.leases.values(), each.gpu) + each.unleased).clients < each.clients for each in offers
+            )
+            assert self.ledger.has_room(lease) == (is_free or not lease.clients)
+            if self.ledger.has_room(lease):
+                number = max((each.pid for each in lease.clients), default=0) + 1
+                books.enter(self.ledger.attach(lease.id, (*lease.clients, ProcessIdentity(number, number))))
+        self.forget_head()  # whoever has a lease already comes before those who wait for one
+        self.settle()
 
     @rule(which=picks, refusal=st.sampled_from((None, None, ILL, ON_HOLD)))
     def fall_ill(self, which: int, refusal: Any) -> None:
@@ -215,11 +237,27 @@ class Node(RuleBasedStateMachine):
         """Change what a control daemon gives any client, and how many."""
         self.change_offer(which, lambda at: structs.replace(at, clients=clients, limits=to))
 
+    @rule(which=picks, uid=picks, threads=st.sampled_from((1, 250, 1000)), memory=st.sampled_from((0, 333 * MIB + 5)))
+    def use_without_a_lease(self, which: int, uid: int, threads: int, memory: int) -> None:
+        """Let a client come that has no lease, or all of them go from a GPU, if its user has one there."""
+        if not self.books.offers:
+            return
+        at, user = self.pick(list(self.books.offers), which), self.pick(self.users, uid)
+        there = self.books.unleased.setdefault(at, {})
+        if user in there:
+            there.clear()
+        else:
+            there[user] = Amount(threads, memory, 1)
+        before = {lease.id: lease for lease in self.books.leases.values()}
+        self.change_offer(which, lambda each: structs.replace(each, unleased=sum(there.values(), Amount())))
+        assert before.items() <= self.ledger.leases.items(), "who has a lease keeps it"
+
     @rule(index=st.integers(0, 2), memory=st.sampled_from(SIZES))
     def lose_or_find(self, index: int, memory: int) -> None:
         """Let a GPU disappear with all that was granted on it, or come back."""
         if self.books.offers.pop(gpu(index), None) is None and index < self.gpus:
-            at = offer(index, memory=memory, clients=16, many_users=self.many_users)
+            unleased = sum(self.books.unleased.get(gpu(index), {}).values(), Amount())
+            at = offer(index, memory=memory, clients=16, many_users=self.many_users, unleased=unleased)
             self.books.offers[at.gpu] = at
         self.forget_head()
         self.offer()
@@ -296,7 +334,7 @@ class Node(RuleBasedStateMachine):
             at = books.offers[share.gpu]
             assert at.refusal is None
             assert (share.daemon, share.env["CUDA_VISIBLE_DEVICES"]) == (at.daemon, at.gpu)
-            assert Amount(share.threads.tenths, share.memory.bytes, request.processes) == books.need(request, at)
+            assert Amount(share.threads.tenths, share.memory.bytes, request.processes or 1) == books.need(request, at)
 
     def check_refusal(self, refusal: MpsdError, lease: Lease, gpus: list[str]) -> None:
         """A refusal is of the right kind, names a limit that is one, and says how to go on."""
@@ -414,7 +452,7 @@ class Node(RuleBasedStateMachine):
             assert ledger.taken(gpu(index)) == granted_on(books.leases.values(), gpu(index))
         for uid in UIDS:
             mine = [lease for lease in self.all() if lease.owner.uid == uid]
-            worth = Amount()
+            worth = books.charged().get(uid, Amount())
             for lease in mine:
                 held = [granted_on([lease], gpu(index)) for index in range(3)]
                 for each in held if lease.shares else [ledger.worth(lease.request)]:
@@ -479,8 +517,9 @@ class Node(RuleBasedStateMachine):
 
     def offer(self) -> None:
         """Hand in the offers; the same ones again are nothing new."""
-        self.ledger.offer(list(self.books.offers.values()), self.books.now)
-        assert not self.ledger.offer([structs.replace(each) for each in self.books.offers.values()], self.books.now)
+        charged, at = self.books.charged(), self.books.now
+        self.ledger.offer(list(self.books.offers.values()), at, charged)
+        assert not self.ledger.offer([structs.replace(each) for each in self.books.offers.values()], at, {**charged})
 
 
 class OneUser(Node):

@@ -66,7 +66,8 @@ def is_in_its_own_way(node: Node, lease: Lease) -> bool:
     assert request.threads is not None
     assert request.memory is not None
     for index in range(GPUS):
-        total = granted_on(mine, gpu(index)) + Amount(request.threads.tenths, request.memory.bytes, request.processes)
+        need = Amount(request.threads.tenths, request.memory.bytes, request.processes or 1)
+        total = granted_on(mine, gpu(index)) + need
         there = request.gpu in {"any", gpu(index)}
         fits += there and total.threads <= 1000 and total.memory <= offer().memory and total.clients <= 48
     return fits < request.gpus

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpsd.core.admission.admission import Amount
-from mpsd.core.admission.ledger import UserTotals
-from mpsd.core.admission.quota import check, quota_of, time_to_live
+from mpsd.core.admission.quota import check, notice, quota_of, time_to_live
+from mpsd.core.admission.usage import UserTotals
 from mpsd.core.errors import QuotaError
+from mpsd.core.model import LeaseRequest
 from mpsd.core.roles import UserIdentity
 from mpsd.core.setting_parsers import UserNames
 from mpsd.core.settings import Quota, Settings
@@ -112,7 +113,7 @@ class TestWhose:
 def test_refused(quota: Quota, has: UserTotals, priority: int, limit: str, words: str) -> None:
     """What exceeds a quota is refused with its name, with what was asked, and with what there is of it."""
     with pytest.raises(QuotaError) as refusal:
-        check(quota, has, priority, QUARTER)
+        check(quota, has, LeaseRequest(priority=priority), QUARTER)
     assert refusal.value.limit == limit
     assert words in refusal.value.detail
     assert refusal.value.hint
@@ -133,16 +134,24 @@ def test_refused(quota: Quota, has: UserTotals, priority: int, limit: str, words
 )
 def test_within(quota: Quota, has: UserTotals, priority: int) -> None:
     """A quota may be used up to its last bit, and where nothing is said there is no limit but that of priority."""
-    check(quota, has, priority, QUARTER)
+    check(quota, has, LeaseRequest(priority=priority), QUARTER)
+
+
+def test_any_number_of_processes() -> None:
+    """Where a quota bounds the clients of a user, a request for any number of them is beyond it."""
+    with pytest.raises(QuotaError) as refusal:
+        check(Quota(clients=8), UserTotals(), LeaseRequest(processes=None), QUARTER)
+    assert refusal.value.limit == "quota.clients"
+    check(Quota(threads=100), UserTotals(), LeaseRequest(processes=None), QUARTER)
 
 
 @given(st.integers(1, 100_000), st.integers(0, 100_000))
 def test_tenths_are_exact(tenths: int, has: int) -> None:
     """A quota in percent is as many tenths as it says, however the float falls: 16.1 * 10 is not 161.00000000000003."""
     quota = Quota(threads=float(f"{(has + tenths) / 10:.1f}"))
-    check(quota, UserTotals(1, Amount(has, 1, 1)), 0, Amount(tenths, 1, 1))
+    check(quota, UserTotals(1, Amount(has, 1, 1)), LeaseRequest(), Amount(tenths, 1, 1))
     with pytest.raises(QuotaError):
-        check(quota, UserTotals(1, Amount(has, 1, 1)), 0, Amount(tenths + 1, 1, 1))
+        check(quota, UserTotals(1, Amount(has, 1, 1)), LeaseRequest(), Amount(tenths + 1, 1, 1))
 
 
 @pytest.mark.parametrize(
@@ -158,6 +167,14 @@ def test_tenths_are_exact(tenths: int, has: int) -> None:
 def test_time_to_live(quota: Quota, asked: float | None, ttl: float | None) -> None:
     """Who asks for no time to live gets the longest that its quota allows, if it says anything."""
     assert time_to_live(quota, asked) == ttl
+
+
+@pytest.mark.parametrize(
+    ("ttl", "before"), [(1, 0.5), (100, 50), (120, 60), (600, 60), (3600, 360), (9000, 900), (86_400, 900)]
+)
+def test_notice(ttl: float, before: float) -> None:
+    """A holder learns of the end of its lease while it can act on it, and not so early that it is forgotten."""
+    assert notice(ttl) == before
 
 
 def test_too_long_a_time_to_live() -> None:

@@ -31,9 +31,11 @@ from mpsd.core.doctor.observed import (
     SocketSeen,
     Tasks,
 )
+from mpsd.core.doctor.observed_clients import ClientSeen
 from mpsd.core.doctor.table import CHECKS
+from mpsd.core.gpus import Condition
 from mpsd.core.health import Kind, Reason
-from mpsd.core.model import Condition, Gpu, GpuUsage, Known
+from mpsd.core.model import Gpu, GpuUsage, Known
 from mpsd.core.settings import Settings, parse
 from mpsd.core.units import GIB
 
@@ -153,7 +155,23 @@ WELL: Final = Observed(
         apparmor=True,
         devices=(DeviceNode(Path("/dev/nvidiactl"), 0o666), DeviceNode(Path("/dev/nvidia-uvm"), 0o666)),
     ),
+    clients=Known(()),
 )
+
+
+def clients(*found: ClientSeen) -> Observed:
+    """Return it with these processes of leases."""
+    return replace(WELL, clients=Known(found))
+
+
+def client(pid: int = 500, **otherwise: Any) -> ClientSeen:
+    """Return a process of a lease of 8 GiB that is well."""
+    usual: dict[str, Any] = {
+        "arguments": ("python", "train.py"),
+        "variables": Known({"CUDA_VISIBLE_DEVICES": GPU.uuid}),
+        "group": Known(None),
+    }
+    return ClientSeen(pid, "lease-1", GPU.uuid, 8 * GIB, **{**usual, **otherwise})
 
 
 def service(**otherwise: Any) -> Observed:

@@ -1,5 +1,6 @@
 """Each check of doctor: ok on a node that is well, and what it says of one that is not, with evidence and remedy."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +14,7 @@ from mpsd.core.doctor.observed import (
     DeviceNode,
     Left,
     Library,
+    NodeGpus,
     Observed,
     ServersSeen,
     SharedMemoryPlace,
@@ -20,9 +22,11 @@ from mpsd.core.doctor.observed import (
     SocketSeen,
     Tasks,
 )
+from mpsd.core.doctor.observed_clients import ClientSeen, MemoryGroup, ViolationAnswer
 from mpsd.core.doctor.table import CHECKS, FAMILIES
+from mpsd.core.gpus import Condition
 from mpsd.core.health import Kind
-from mpsd.core.model import Condition, GpuProcess, GpuUsage, Known, Unknown
+from mpsd.core.model import GpuProcess, GpuUsage, Known, Unknown
 from mpsd.core.settings import parse
 from mpsd.core.units import GIB, MIB
 from tests.core.doctor.seen import (
@@ -35,6 +39,8 @@ from tests.core.doctor.seen import (
     USAGE,
     WELL,
     answers,
+    client,
+    clients,
     daemon_answer,
     directory,
     files,
@@ -56,6 +62,32 @@ LOST: Final[Any] = {
     "lock_holder": Known(77),
     "socket": SocketSeen(Path("/run/mpsd/mpsd.sock"), None),
 }
+MANY: Final = '[daemon]\nusers = "many"\n'
+VLLM: Final = ("python", "/opt/bin/vllm", "serve", "some-model")
+
+
+def node() -> NodeGpus:
+    """Return what NVML told of a node that is well."""
+    assert isinstance(WELL.gpus.node, Known)
+    return WELL.gpus.node.value
+
+
+def numbered(value: str) -> Known[dict[str, str]]:
+    """Return an environment that names GPUs by number."""
+    return Known({"CUDA_VISIBLE_DEVICES": value})
+
+
+def jax(variables: dict[str, str]) -> ClientSeen:
+    """Return a process that runs JAX with these variables."""
+    return client(frameworks=frozenset({"jaxlib"}), variables=Known(variables))
+
+
+def grouped(limit: int, used: int, *, pids: Sequence[int] = (500,), **otherwise: Any) -> list[ClientSeen]:
+    """Return processes in a control group that limits their memory."""
+    group = Known(MemoryGroup("/sys/fs/cgroup/x", limit, used))
+    return [client(pid, group=group, **otherwise) for pid in pids]
+
+
 SILENT: Final[Any] = {"answers": Unknown("there is no socket"), "lock_holder": Known(None)}
 SOCKET: Final = WELL.service.socket
 LEFT: Final = Path("/var/lib/mpsd/compute-modes.json")
@@ -72,9 +104,14 @@ def at(observed: Observed, **otherwise: Any) -> Observed:
 
 
 def shm(**otherwise: Any) -> Observed:
-    """Return one with another /dev/shm."""
+    """Return one with another /dev/shm, and a driver that needs it."""
     assert isinstance(WELL.host.shared_memory, Known)
-    return host(shared_memory=Known(replace(WELL.host.shared_memory.value, **otherwise)))
+    return older(host(shared_memory=Known(replace(WELL.host.shared_memory.value, **otherwise))))
+
+
+def older(observed: Observed) -> Observed:
+    """Return a node with a driver whose servers share memory by /dev/shm."""
+    return replace(observed, gpus=gpu(driver="550.163.01").gpus)
 
 
 def used(*pids: int, mps: bool, mode: ComputeMode = ComputeMode.DEFAULT) -> GpuUsage:
@@ -104,6 +141,7 @@ def long_path() -> Observed:
 
 
 FOREIGN: Final = process(201, "control daemon", uid=1000)
+THIRD_PROTOCOL: Final = replace(FOREIGN, arguments=(*FOREIGN.arguments, "-p", "3"))
 DEFAULT: Final = process(202, "control daemon", variables=Known({}))
 OTHER: Final = process(
     203, "control daemon", variables=Known({"CUDA_MPS_PIPE_DIRECTORY": "/x", "CUDA_VISIBLE_DEVICES": "GPU-aa"})
@@ -167,6 +205,7 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
     ("daemon", reason(Kind.DAEMON, "gpu0 is failed: too many deaths"), "fail", "gpu0 is failed: too many"),
     ("daemon", reason(Kind.OPERATION, "gpu0 is stopping: a restart"), "fail", "gpu0 is stopping: a restart"),
     ("daemon", reason(Kind.HOLD, "gpu0 is held: by uid 0"), "warn", "gpu0 is held: by uid 0"),
+    ("violations", answers(violations=(ViolationAnswer("user", 12, "it runs as uid 7", "x"),)), "warn", "as uid 7"),
     ("limits", reason(Kind.DRIFT, "gpu0: x is 5 % instead of 6 %"), "fail", "gpu0: x is 5 % instead of 6 %"),
     ("pipe-path", long_path(), "fail", "113 bytes, and the maximum for a socket path is 106"),
     ("traverse", files(closed=Path("/run/mpsd")), "fail", "other uids may not traverse /run/mpsd"),
@@ -212,6 +251,7 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
     ("waiting-uids", files(servers=Unknown("closed")), "unknown", "closed"),
     ("clock", files(ahead=(Path("/run/mpsd/leases.db"), 3600.0)), "warn", "3600 s in the future"),
     ("foreign-daemon", processes(FOREIGN), "fail", "pid 201 (uid 1000) is a control daemon on /run/mpsd/mps/gpu0"),
+    ("foreign-daemon", processes(THIRD_PROTOCOL), "fail", "speaks protocol 3, which mpsd does not"),
     ("foreign-daemon", processes(HIDDEN), "unknown", "pid 204"),
     ("foreign-daemon", replace(WELL, processes=Unknown("no /proc")), "unknown", "no /proc"),
     ("foreign-daemon", host(first_pid_namespace=False), "unknown", "pid namespace"),
@@ -261,7 +301,8 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
     ("pid-namespace", at(host(first_pid_namespace=False), process=None), "warn", "does not see that of mpsd"),
     ("pid-namespace", processes(replace(DAEMON, pid_namespace=Known("pid:[7]"))), "fail", "pid 200"),
     ("pid-namespace", processes(replace(DAEMON, pid_namespace=Unknown("no"))), "unknown", "inspect pid 200"),
-    ("shm-shared", processes(replace(SERVER, shared_memory=Known(7))), "warn", "pid 300 (server) has another"),
+    ("shm-shared", older(processes(replace(SERVER, shared_memory=Known(7)))), "warn", "pid 300 (server) has another"),
+    ("shm-shared", processes(replace(SERVER, shared_memory=Known(7))), "unknown", "from driver 580 on"),
     ("shm-shared", processes(replace(SERVER, shared_memory=Unknown("no"))), "unknown", "inspect pid 300"),
     ("shm-shared", at(host(first_pid_namespace=False), process=None), "unknown", "not visible in this pid"),
     ("driver", gpus(node=Unknown("the kernel driver is not loaded"), remedy="modprobe"), "fail", "not loaded"),
@@ -289,7 +330,38 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
         "is set",
     ),
     ("memory-limit", gpu(driver="510.47.03"), "unknown", "was not tested"),
-    ("many-users", settings('[daemon]\nusers = "many"\n', gpu(driver="550.163.01")), "fail", "needs driver 555"),
+    ("many-users", settings(MANY, gpus(many_users=Known(value=False))), "fail", "-multiuser-server, which /"),
+    ("many-users", settings(MANY, gpus(many_users=Unknown("it ignores flags"))), "unknown", "it ignores flags"),
+    ("integrated", gpu(name="NVIDIA GB10"), "warn", "shares its memory with the node: NVML counts none of it"),
+    ("integrated", gpu(name="Orin (nvgpu)"), "warn", "no compute mode, and its MPS no terminate_client"),
+    (
+        "integrated",
+        gpus(node=Known(replace(node(), unreadable={1: "NVML: Not Supported"}))),
+        "fail",
+        "NVML does not tell of it what mpsd needs",
+    ),
+    (
+        "short-client",
+        answers(violations=(ViolationAnswer("short", 7, "process 7 has only", "x"),)),
+        "warn",
+        "process 7",
+    ),
+    ("short-client", at(WELL, **SILENT), "unknown", "there is no socket"),
+    ("invisible-gpu", answers(violations=(ViolationAnswer("limits", 7, "process 7 was", "x"),)), "warn", "process 7"),
+    ("gpu-numbers", clients(client(variables=numbered("3"))), "fail", "CUDA_VISIBLE_DEVICES=3: under MPS it sees one"),
+    ("gpu-numbers", clients(client(variables=numbered("0,1"))), "warn", "outside MPS, number 0 may be another GPU"),
+    ("gpu-numbers", clients(client(variables=Unknown("no"))), "unknown", "the environment of pid 500"),
+    ("gpu-numbers", replace(WELL, clients=Unknown("no leases")), "unknown", "no leases"),
+    ("host-memory", clients(*grouped(90 * MIB, 0, pids=(500, 501))), "fail", "limits 2 processes with leases"),
+    ("host-memory", clients(*grouped(GIB, GIB - MIB, client=False)), "warn", "of which 1MiB are free"),
+    ("host-memory", clients(client(group=Unknown("no"))), "unknown", "memory control group of pid 500"),
+    (
+        "framework-memory",
+        clients(client(arguments=VLLM)),
+        "warn",
+        "runs vLLM, which takes 90% of the GPU's total memory",
+    ),
+    ("framework-memory", clients(client(frameworks=frozenset({"jaxlib"}))), "warn", "runs JAX, which takes 75%"),
     ("architecture", gpu(compute_capability=(6, 1)), "fail", "older than Volta"),
     ("architecture", gpu(compute_capability=(3, 0)), "warn", "MPS needs 3.5"),
     ("mig", gpu(mig=True), "warn", "MIG mode is on"),
@@ -325,7 +397,8 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
     ("environment", host(variables={"CUDA_MPS_PIPE_DIRECTORY": "/x"}), "warn", "is not one of mpsd's"),
     ("environment", host(variables={"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=2G,1=4G"}), "warn", "several GPUs"),
     ("environment", host(variables={"CUDA_MPS_PROTOCOL_VERSION": "3"}), "warn", "another protocol"),
-    ("shm", host(shared_memory=Unknown("/dev/shm: No such file")), "fail", "No such file"),
+    ("shm", older(host(shared_memory=Unknown("/dev/shm: No such file"))), "fail", "No such file"),
+    ("shm", host(shared_memory=Unknown("/dev/shm: No such file")), "unknown", "from driver 580 on"),
     ("shm", shm(read_only=True), "fail", "read-only"),
     ("shm", shm(mode=0o755), "fail", "0755"),
     ("shm", shm(bytes=64 * MIB), "warn", "64MiB"),
@@ -365,7 +438,14 @@ FINE: Final[tuple[tuple[str, Observed], ...]] = (
     ("device-nodes", gpus(simulated=True)),
     ("other-daemon", processes(OTHER_NODE)),
     ("memory-limit", gpu(driver="535.261.03")),
-    ("many-users", settings('[daemon]\nusers = "many"\n', gpu(driver="555.58.02"))),
+    ("many-users", settings(MANY, gpus(many_users=Known(value=True)))),
+    ("short-client", answers(violations=(ViolationAnswer("memory", 7, "process 7 holds", "x"),))),
+    ("gpu-numbers", clients(client(variables=Known({})))),
+    ("host-memory", clients(*grouped(GIB, GIB - MIB))),
+    ("host-memory", clients(*grouped(GIB, 0, pids=(500, 501)))),
+    ("framework-memory", clients(client(arguments=(*VLLM, "--gpu-memory-utilization=0.05")))),
+    ("framework-memory", clients(jax({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".05"}))),
+    ("framework-memory", clients(jax({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}))),
     ("file-system", settings('[enforcement]\nunadmitted = "defaults"\n', runtime(keeps_acls=False))),
     ("leftovers", files(own=(pipe_directory("gpu7", DIRECTORY, "control"),))),
     ("leftovers", files(own=(pipe_directory("gpu7", "/x", "control", listening=True),))),

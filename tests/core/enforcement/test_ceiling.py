@@ -2,18 +2,32 @@
 
 from typing import Final
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec import structs
 
-from mpsd.core.enforcement.ceiling import SMALLEST, UNLIMITED, Ceiling, CeilingRules, ExpectedClients
-from mpsd.core.model import Limits
+from mpsd.core.enforcement.ceiling import (
+    SMALLEST,
+    UNLIMITED,
+    Awaited,
+    Ceiling,
+    CeilingRules,
+    ContextProof,
+    ExpectedClients,
+    awaited,
+    each_process,
+)
+from mpsd.core.model import Lease, LeaseRequest, Limits, ProcessIdentity, Share
 from mpsd.core.mps.limits import widest_limits
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.settings import Attach
+from tests.core.admission.scenarios import asked
 
 WINDOW: Final = 30.0
-SHARED: Final = CeilingRules(SMALLEST, strict=False, window=WINDOW)
-STRICT: Final = CeilingRules(SMALLEST, strict=True, window=WINDOW)
+SHARED: Final = CeilingRules(SMALLEST, attach=Attach.SHARED, window=WINDOW)
+STRICT: Final = CeilingRules(SMALLEST, attach=Attach.STRICT, window=WINDOW)
 
 
 def limits(percent: int, mebibytes: int | None) -> Limits:
@@ -35,20 +49,67 @@ def fits(one: Limits, other: Limits) -> bool:
     return widest_limits(one, other) == other
 
 
+ANYTIME: Final = CeilingRules(SMALLEST, Attach.ANYTIME, WINDOW)
+
+
+def held(processes: int | None, *pids: int) -> Lease:
+    """Return a lease for so many processes that has these clients."""
+    clients = tuple(ProcessIdentity(pid, pid) for pid in pids)
+    lease = asked(LeaseRequest(ActiveThreadPercentage(500), PinnedDeviceMemLimit(3000), processes=processes))
+    share = Share("GPU-0", "gpu0", ActiveThreadPercentage(500), PinnedDeviceMemLimit(3000), {})
+    return structs.replace(lease, shares=(share,), clients=clients)
+
+
+SHOWN, MISSING, UNKNOWN = ContextProof.SHOWN, ContextProof.MISSING, ContextProof.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("lease", "proofs", "expected"),
+    [
+        (held(1), [], Awaited.ALWAYS),
+        (held(3), [], Awaited.ALWAYS),
+        (held(1, 7), [MISSING], Awaited.ALWAYS),
+        (held(1, 7), [SHOWN], Awaited.NOBODY),
+        (held(1, 7), [UNKNOWN], Awaited.WINDOW),
+        (held(2, 7), [SHOWN], Awaited.WINDOW),
+        (held(2, 7), [MISSING], Awaited.ALWAYS),
+        (held(2, 7, 8), [SHOWN, SHOWN], Awaited.NOBODY),
+        (held(2, 7, 8), [SHOWN, UNKNOWN], Awaited.WINDOW),
+        (held(2, 7, 8), [UNKNOWN, MISSING], Awaited.ALWAYS),
+        (held(None, 7, 8), [SHOWN, SHOWN], Awaited.WINDOW),
+    ],
+)
+def test_awaited(lease: Lease, proofs: list[ContextProof], expected: Awaited) -> None:
+    """It closes behind a lease whose processes are all seen on the GPU, or after the window; never in `anytime`."""
+    for attach in Attach:
+        wanted = Awaited.ALWAYS if attach is Attach.ANYTIME else expected
+        assert awaited(lease, attach, proofs) is wanted
+
+
+def test_part() -> None:
+    """A part is what is granted, divided by the processes; all of it where there may be any number of them."""
+    parts = [each_process(lease, lease.shares[0]) for lease in (held(1), held(7), held(None))]
+    assert parts == [
+        Limits(ActiveThreadPercentage(500), PinnedDeviceMemLimit(3000)),
+        Limits(ActiveThreadPercentage(71), PinnedDeviceMemLimit(428)),
+        Limits(ActiveThreadPercentage(500), PinnedDeviceMemLimit(3000)),
+    ]
+
+
 class TestTogether:
     """In shared mode."""
 
     def test_closed(self) -> None:
         """With nobody to come, a process gets what it gets that nobody let in."""
         assert ExpectedClients().settle(SHARED, 0.0) == Ceiling(SMALLEST)
-        defaults = CeilingRules(QUARTER, strict=False, window=WINDOW)
+        defaults = CeilingRules(QUARTER, attach=Attach.SHARED, window=WINDOW)
         assert ExpectedClients().settle(defaults, 0.0).limits == QUARTER
 
     def test_largest(self) -> None:
         """It is as far open as the largest of those who are to come needs, each limit by itself."""
         expected = ExpectedClients()
-        expected.expect("a", QUARTER, some=False, now=0.0)
-        expected.expect("b", HALF, some=False, now=1.0)
+        expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
+        expected.expect("b", HALF, Awaited.ALWAYS, now=1.0)
         assert expected.settle(SHARED, 2.0) == Ceiling(limits(50, 1024))
         assert open_to(expected) == {"a", "b"}
         expected.forget("a")
@@ -59,26 +120,48 @@ class TestTogether:
     def test_never_below_what_anybody_gets(self) -> None:
         """Where an operator gives something to everybody, a small lease takes nothing of it."""
         expected = ExpectedClients()
-        expected.expect("a", QUARTER, some=False, now=0.0)
-        assert expected.settle(CeilingRules(UNLIMITED, strict=False, window=WINDOW), 0.0).limits == UNLIMITED
+        expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
+        assert expected.settle(CeilingRules(UNLIMITED, attach=Attach.SHARED, window=WINDOW), 0.0).limits == UNLIMITED
 
     def test_no_process_is_there_yet(self) -> None:
         """Its first process is waited for as long as the lease lives."""
         expected = ExpectedClients()
-        expected.expect("a", QUARTER, some=False, now=0.0)
+        expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
         assert expected.settle(SHARED, 1e9) == Ceiling(QUARTER)
         assert open_to(expected) == {"a"}
 
     def test_the_others_have_a_window(self) -> None:
         """Those that do not come with the first are waited for, from the last that came, and can be asked for again."""
         expected = ExpectedClients()
-        expected.expect("a", QUARTER, some=True, now=0.0)
-        expected.expect("a", QUARTER, some=True, now=20.0)
+        expected.expect("a", QUARTER, Awaited.WINDOW, now=0.0)
+        expected.expect("a", QUARTER, Awaited.WINDOW, now=20.0)
         assert expected.settle(SHARED, 49.9) == Ceiling(QUARTER, 50.0)
         assert expected.settle(SHARED, 50.0) == Ceiling(SMALLEST)
-        expected.expect("a", QUARTER, some=True, now=60.0)
+        expected.expect("a", QUARTER, Awaited.WINDOW, now=60.0)
         assert expected.settle(SHARED, 60.0) == Ceiling(QUARTER, 90.0)
         assert open_to(expected) == {"a"}
+
+    def test_a_look_begins_no_window_anew(self) -> None:
+        """A window that is over stays so, and one that goes on is no longer for it, until something happens."""
+        expected = ExpectedClients()
+        expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
+        expected.expect("a", QUARTER, Awaited.WINDOW, now=10.0, anew=False)
+        expected.expect("a", QUARTER, Awaited.WINDOW, now=20.0, anew=False)
+        assert expected.settle(SHARED, 39.9) == Ceiling(QUARTER, 40.0)
+        assert expected.settle(SHARED, 40.0) == Ceiling(SMALLEST)
+        expected.expect("a", QUARTER, Awaited.WINDOW, now=41.0, anew=False)
+        assert expected.settle(SHARED, 41.0) == Ceiling(SMALLEST)
+        expected.expect("a", QUARTER, Awaited.ALWAYS, now=42.0, anew=False)
+        assert expected.settle(SHARED, 1e9) == Ceiling(QUARTER)
+
+    def test_as_long_as_a_lease_lives(self) -> None:
+        """In `anytime` it is as far open as the largest lease that lives, whatever its clients do."""
+        expected = ExpectedClients()
+        expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
+        expected.expect("b", HALF, Awaited.ALWAYS, now=0.0)
+        assert expected.settle(ANYTIME, 1e9) == Ceiling(limits(50, 1024))
+        expected.expect("b", HALF, Awaited.NOBODY, now=0.0)
+        assert expected.settle(ANYTIME, 1e9) == Ceiling(QUARTER)
 
 
 class TestStrictly:
@@ -87,8 +170,8 @@ class TestStrictly:
     def test_one_at_a_time(self) -> None:
         """Each has its turn, in the order in which they came, under exactly its own limits."""
         expected = ExpectedClients()
-        expected.expect("a", QUARTER, some=False, now=0.0)
-        expected.expect("b", HALF, some=False, now=1.0)
+        expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
+        expected.expect("b", HALF, Awaited.ALWAYS, now=1.0)
         assert expected.settle(STRICT, 2.0) == Ceiling(QUARTER, 32.0)
         assert open_to(expected) == {"a"}
         expected.forget("a")
@@ -100,14 +183,14 @@ class TestStrictly:
     def test_exactly(self) -> None:
         """Also where everybody gets more."""
         expected = ExpectedClients()
-        expected.expect("a", QUARTER, some=False, now=0.0)
-        assert expected.settle(CeilingRules(UNLIMITED, strict=True, window=WINDOW), 0.0).limits == QUARTER
+        expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
+        assert expected.settle(CeilingRules(UNLIMITED, attach=Attach.STRICT, window=WINDOW), 0.0).limits == QUARTER
 
     def test_who_does_not_come_has_another_turn(self) -> None:
         """It goes behind all others, and comes again; one that has some of its processes has to ask."""
         expected = ExpectedClients()
-        expected.expect("a", QUARTER, some=False, now=0.0)
-        expected.expect("b", HALF, some=True, now=0.0)
+        expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
+        expected.expect("b", HALF, Awaited.WINDOW, now=0.0)
         for now, ceiling in (
             (0.0, Ceiling(QUARTER, 30.0)),
             (29.9, Ceiling(QUARTER, 30.0)),
@@ -122,24 +205,24 @@ class TestStrictly:
     def test_a_turn_is_held(self) -> None:
         """It passes no more while its lease waits for another GPU, and begins when that was told, once."""
         expected = ExpectedClients()
-        expected.expect("a", QUARTER, some=False, now=0.0)
-        expected.expect("b", HALF, some=False, now=0.0)
+        expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
+        expected.expect("b", HALF, Awaited.ALWAYS, now=0.0)
         expected.settle(STRICT, 0.0)
         expected.hold("b")  # not its turn: there is nothing to be held
         expected.hold("a")
         assert expected.settle(STRICT, 1000.0) == Ceiling(QUARTER)
-        expected.answer("a", some=False, now=1000.0)
+        expected.answer("a", Awaited.ALWAYS, now=1000.0)
         assert expected.settle(STRICT, 1000.0) == Ceiling(QUARTER, 1030.0)
         expected.hold("a")
-        expected.answer("a", some=False, now=1010.0)
+        expected.answer("a", Awaited.ALWAYS, now=1010.0)
         assert expected.settle(STRICT, 1010.0) == Ceiling(QUARTER, 1030.0)
         assert expected.settle(STRICT, 1030.0) == Ceiling(HALF, 1060.0)
 
     def test_a_turn_that_is_held_ends_with_its_lease(self) -> None:
         """Whoever is next has the next."""
         expected = ExpectedClients()
-        expected.expect("a", QUARTER, some=False, now=0.0)
-        expected.expect("b", HALF, some=False, now=0.0)
+        expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
+        expected.expect("b", HALF, Awaited.ALWAYS, now=0.0)
         expected.settle(STRICT, 0.0)
         expected.hold("a")
         expected.forget("a")
@@ -149,12 +232,13 @@ class TestStrictly:
         """While somebody waits to be told, neither mode forgets the lease; its window begins when it is told."""
         for rules in (SHARED, STRICT):
             expected = ExpectedClients()
-            expected.expect("a", QUARTER, some=True, now=0.0)
+            expected.expect("a", QUARTER, Awaited.WINDOW, now=0.0)
             expected.settle(rules, 0.0)
             expected.ask("a")
+            expected.expect("a", QUARTER, Awaited.WINDOW, now=0.5, anew=False)
             expected.settle(rules, 31.0)
             assert open_to(expected) == {"a"}
-            expected.answer("a", some=True, now=40.0)
+            expected.answer("a", Awaited.WINDOW, now=40.0)
             assert expected.settle(rules, 69.9) == Ceiling(QUARTER, 70.0)
             expected.settle(rules, 70.0)
             assert not expected.expects("a")
@@ -170,7 +254,7 @@ def test_what_needs_nothing_else(comings: list[tuple[int, Limits, bool]]) -> Non
     for number, size, comes in comings:
         before = expected.settle(SHARED, 0.0)
         name = str(number)
-        is_other = expected.expect(name, size, some=False, now=0.0) if comes else expected.forget(name)
+        is_other = expected.expect(name, size, Awaited.ALWAYS, now=0.0) if comes else expected.forget(name)
         assert is_other or expected.settle(SHARED, 0.0) == before
 
 
@@ -182,8 +266,8 @@ def test_widest_is_an_upper_bound(asked: list[Limits], closed: Limits) -> None:
     """In shared mode nobody gets more than somebody needs or anybody gets, in either limit, and nobody less."""
     expected = ExpectedClients()
     for number, each in enumerate(asked):
-        expected.expect(str(number), each, some=False, now=0.0)
-    found = expected.settle(CeilingRules(closed, strict=False, window=WINDOW), 0.0).limits
+        expected.expect(str(number), each, Awaited.ALWAYS, now=0.0)
+    found = expected.settle(CeilingRules(closed, attach=Attach.SHARED, window=WINDOW), 0.0).limits
     every = [closed, *asked]
     assert all(fits(each, found) for each in every)
     assert found.active_thread_percentage in {each.active_thread_percentage for each in every}
@@ -206,7 +290,7 @@ class Attachment(RuleBasedStateMachine):
         """A lease is granted."""
         self.number += 1
         self.waiting[str(self.number)] = limits(percent, mebibytes)
-        self.expected.expect(str(self.number), limits(percent, mebibytes), some=False, now=self.now)
+        self.expected.expect(str(self.number), limits(percent, mebibytes), Awaited.ALWAYS, now=self.now)
 
     @precondition(lambda self: self.waiting)
     @rule(pick=st.integers(0, 100))

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpsd.core.enforcement.drift import drift, opened
+from mpsd.core.enforcement.opened import ANYTHING
 from mpsd.core.model import Drift, Limits, ReadBack
-from mpsd.core.mps.limits import EVERYTHING, NOTHING
-from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.mps.limits import NOTHING
+from mpsd.core.quantities import ActiveThreadPercentage, Bounds, PinnedDeviceMemLimit
 from mpsd.core.units import GIB, MIB
 
 NOW: Final = datetime(2026, 1, 1, tzinfo=UTC)
@@ -154,16 +155,15 @@ def test_any_reading(tenths: int, mebibytes: int | None, found: int, memory: int
 )
 def test_what_others_opened(command: str, fresh: ReadBack, old: ReadBack) -> None:
     """A command counts for the server that it names, or may name, and one about the defaults for a fresh server."""
-    assert opened([command], 7, fresh=True) == fresh
-    assert opened([command], 7, fresh=False) == old
+    assert opened([command], 7, fresh=True).most == fresh
+    assert opened([command], 7, fresh=False).most == old
 
 
-def test_the_widest_counts() -> None:
-    """Of several commands each limit counts where it was the widest."""
+def test_the_widest_and_the_narrowest_count() -> None:
+    """Of several commands each limit counts where it was the widest, and where it was the narrowest."""
     commands = ["set_active_thread_percentage 7 80", "set_active_thread_percentage 7 25"]
-    assert opened(commands, 7, fresh=False) == ReadBack(800, 0)
-    assert opened([*commands, "set_device_pinned_mem_limit 7 0 0"], 7, fresh=False) == ReadBack(800, None)
-    assert (
-        opened([*commands, "set_active_thread_percentage 7 x", "set_device_pinned_mem_limit 7 0 x"], 7, fresh=False)
-        == EVERYTHING
-    )
+    assert opened(commands, 7, fresh=False) == Bounds(ReadBack(250, None), ReadBack(800, 0))
+    none = opened([*commands, "set_device_pinned_mem_limit 7 0 0"], 7, fresh=False)
+    assert none == Bounds(ReadBack(250, 0), ReadBack(800, None))
+    doubt = ["set_active_thread_percentage 7 x", "set_device_pinned_mem_limit 7 0 x"]
+    assert opened([*commands, *doubt], 7, fresh=False) == ANYTHING

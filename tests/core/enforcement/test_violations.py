@@ -11,15 +11,17 @@ from msgspec import structs
 
 from mpsd.core.admission.admission import Amount, Offer, share
 from mpsd.core.enforcement import attribution
-from mpsd.core.enforcement.verification import verify
+from mpsd.core.enforcement.opened import ANYTHING, between, opened, widened, with_context
+from mpsd.core.enforcement.verification import Verdict, verify
 from mpsd.core.enforcement.violations import (
     AttributedClient,
     Violation,
-    in_force,
+    can_use,
     of_client,
     of_lingering,
     of_memory,
     of_outside,
+    unknown,
 )
 from mpsd.core.model import (
     Client,
@@ -34,8 +36,8 @@ from mpsd.core.model import (
     Unknown,
     ViolationKind,
 )
-from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE, EVERYTHING, PINNED_DEVICE_MEM_LIMIT
-from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE, EVERYTHING, NOTHING, PINNED_DEVICE_MEM_LIMIT
+from mpsd.core.quantities import ActiveThreadPercentage, Bounds, Opened, PinnedDeviceMemLimit
 from mpsd.core.settings import Settings
 from mpsd.core.units import GIB, MIB
 from mpsd.simulator.cuda import Pinned, pinned
@@ -44,6 +46,8 @@ GPU: Final = "GPU-00000000-0000-4000-8000-000000000000"
 OFFER: Final = Offer(GPU, "gpu0", "/run/mpsd/mps/gpu0", 1000, 80 * GIB, 48, Settings().default_limits, many_users=False)
 HOLDER, OTHER, THIRD = (ProcessIdentity(pid, 1) for pid in (100, 200, 300))
 CLOSED: Final = ReadBack(1, MIB)
+PART: Final = ReadBack(250, 2 * GIB)
+WIDE: Final = ReadBack(1000, None)
 
 
 def lease(
@@ -72,13 +76,21 @@ def client(
     identity: ProcessIdentity = HOLDER,
     *,
     of: Lease | None = None,
-    ceiling: ReadBack | None = CLOSED,
+    ceiling: ReadBack | None = PART,
+    since: ReadBack | None = None,
     environment: dict[str, str] | None = None,
     uid: int = 0,
 ) -> Client:
-    """Return a client with the environment of a lease, or with this one."""
+    """Return a client with the environment of a lease, or with this one.
+
+    `ceiling` is what was open when it connected, and `since` what was open later as well.
+    """
     own = environment if environment is not None else dict(of.shares[0].env) if of is not None else {}
-    return Client(identity, "gpu0", GPU, 7, ceiling, own, uid)
+    if ceiling is None:
+        return Client(identity, "gpu0", GPU, 7, None, own, uid)
+    at = Bounds(ceiling, ceiling)
+    there = Opened(at, at if since is None else widened(at, Bounds(since, since)))
+    return Client(identity, "gpu0", GPU, 7, there, own, uid)
 
 
 # -- what a client can use ---------------------------------------------------------------------------------------------
@@ -98,20 +110,53 @@ _ENTRIES = st.sampled_from(
 def test_as_mps_decides(tenths: int, memory: int | None, percentage: str, entries: str) -> None:
     """What is said of a client is what MPS gives it: never less, and more by rounding alone."""
     environment = {ACTIVE_THREAD_PERCENTAGE.variable: percentage, PINNED_DEVICE_MEM_LIMIT.variable: entries}
-    found = in_force(client(ceiling=ReadBack(tenths, memory), environment=environment))
+    bounds = can_use(client(ceiling=ReadBack(tenths, memory), environment=environment))
+    found = bounds.most
     really = pinned([GPU], tenths / 10, {} if memory is None else {0: memory}, environment)
     assert isinstance(really, Pinned)
     assert 0 <= found.active_thread_percentage_tenths / 10 - really.percentage < 0.1
     assert found.pinned_device_mem_limit == really.memory
+    assert widened(bounds, Bounds(found, found)) == bounds  # the least is no more than the most
 
 
 def test_what_nobody_saw() -> None:
     """Of one that connected before mpsd could see it, everything was open but what its own environment closes."""
-    assert in_force(client(ceiling=None)) == EVERYTHING
-    assert in_force(client(of=lease(), ceiling=None)) == ReadBack(250, 2 * GIB)
+    assert can_use(client(ceiling=None)) == ANYTHING
+    assert can_use(client(of=lease(), ceiling=None)) == Bounds(NOTHING, PART)
+
+
+def test_both_readings() -> None:
+    """What is open after a client has connected counts too: MPS may take it over with each context that it makes."""
+    assert can_use(client(ceiling=PART, since=WIDE)) == Bounds(PART, WIDE)
+    assert can_use(client(ceiling=PART, since=CLOSED)) == Bounds(CLOSED, PART)
+    assert can_use(client(of=lease(), ceiling=PART, since=WIDE)) == Bounds(PART, PART)
+
+
+def test_what_was_open() -> None:
+    """It is what two conversations say, and what others set in between; unknown at first, it stays unknown."""
+    nobody = Bounds(EVERYTHING, NOTHING)
+    assert between(None, PART, nobody) is None
+    assert between(PART, CLOSED, nobody) == Bounds(CLOSED, PART)
+    assert between(PART, PART, Bounds(CLOSED, ReadBack(800, 0))) == Bounds(CLOSED, ReadBack(800, 2 * GIB))
+    fixed, wide = Bounds(PART, PART), Bounds(CLOSED, WIDE)
+    first = opened(None, fixed, new=True)
+    assert first == Opened(fixed, fixed)
+    assert first is not None
+    later = opened(first, wide, new=False)
+    assert later == Opened(fixed, wide)
+    assert opened(first, None, new=False) == Opened(fixed, ANYTHING)
+    assert opened(None, wide, new=False) is None
+    # Its first context has no less than was open until it was seen; a further one may have more.
+    assert later is not None
+    assert with_context(first, later) == Opened(fixed, Bounds(PART, WIDE))
 
 
 # -- whose a client is -------------------------------------------------------------------------------------------------
+
+
+def has_room(of: Lease) -> bool:
+    """Tell whether a lease may have one more client, as the ledger does."""
+    return of.request.processes is None or len(of.clients) < of.request.processes
 
 
 def test_nearest_with_room() -> None:
@@ -119,19 +164,19 @@ def test_nearest_with_room() -> None:
     near, far = lease(25, clients=(OTHER,)), lease(50)
     leases = {OTHER: [near], HOLDER: [far]}
     family = [THIRD, OTHER, HOLDER]
-    found = attribution.by_family(client(THIRD), family, lambda each: leases.get(each, []))
+    found = attribution.by_family(client(THIRD), family, lambda each: leases.get(each, []), has_room)
     assert (found.lease, found.counted) == (far, True)
     full = {OTHER: [near]}
-    found = attribution.by_family(client(THIRD), family, lambda each: full.get(each, []))
+    found = attribution.by_family(client(THIRD), family, lambda each: full.get(each, []), has_room)
     assert (found.lease, found.counted) == (near, False)
-    assert attribution.by_family(client(THIRD), family, lambda _: []).lease is None
+    assert attribution.by_family(client(THIRD), family, lambda _: [], has_room).lease is None
 
 
 def test_by_its_environment() -> None:
     """Where a holder has several leases, a client belongs to the one whose environment it has, else to the oldest."""
     old, new = lease(25), lease(50)
     for own, expected in ((dict(new.shares[0].env), new), (dict(old.shares[0].env), old), ({}, old)):
-        found = attribution.by_family(client(HOLDER, environment=own), [HOLDER], lambda _: [new, old])
+        found = attribution.by_family(client(HOLDER, environment=own), [HOLDER], lambda _: [new, old], has_room)
         assert found.lease is expected
 
 
@@ -155,52 +200,102 @@ def test_control_groups(cgroup: str, *, telling: bool) -> None:
 def test_only_one_in_the_control_group() -> None:
     """A client without a family is that lease's which alone has processes in its control group."""
     one, other = lease(25), lease(50)
-    assert attribution.by_cgroup(client(OTHER), [one]).lease is one
-    assert attribution.by_cgroup(client(OTHER), [one, other]).lease is None
-    assert not attribution.by_cgroup(client(OTHER), [lease(clients=(HOLDER,))]).counted
+    assert attribution.by_cgroup(client(OTHER), [one], has_room).lease is one
+    assert attribution.by_cgroup(client(OTHER), [one, other], has_room).lease is None
+    assert not attribution.by_cgroup(client(OTHER), [lease(clients=(HOLDER,))], has_room).counted
 
 
 def test_another_uid_has_no_part_in_a_lease() -> None:
     """A client of another uid is no lease's, in its family or in its control group; and one lease hides no other."""
     near, far = lease(25), lease(50)
     bobs = structs.replace(far, owner=Owner(1000, 1000, THIRD.pid, None))
-    assert attribution.by_family(client(THIRD, uid=1000), [THIRD, OTHER], lambda _: [near]).lease is None
-    family = attribution.by_family(client(THIRD, uid=1000), [THIRD, OTHER], lambda _: [near, bobs])
+    assert attribution.by_family(client(THIRD, uid=1000), [THIRD, OTHER], lambda _: [near], has_room).lease is None
+    family = attribution.by_family(client(THIRD, uid=1000), [THIRD, OTHER], lambda _: [near, bobs], has_room)
     assert (family.lease, family.counted) == (bobs, True)
-    assert attribution.by_cgroup(client(THIRD, uid=1000), [near]).lease is None
-    assert attribution.by_cgroup(client(THIRD, uid=1000), [near, bobs]).lease is bobs
-    assert attribution.by_cgroup(client(THIRD), [near, bobs]).lease is near
+    assert attribution.by_cgroup(client(THIRD, uid=1000), [near], has_room).lease is None
+    assert attribution.by_cgroup(client(THIRD, uid=1000), [near, bobs], has_room).lease is bobs
+    assert attribution.by_cgroup(client(THIRD), [near, bobs], has_room).lease is near
 
 
 # -- what is a violation -----------------------------------------------------------------------------------------------
 
 
-def kind(attached: AttributedClient, *, denied: bool = True, memory: bool = True) -> ViolationKind | None:
-    """Return which violation a client is, if any."""
-    found = of_client(attached, EVERYTHING, denied=denied, memory=memory)
-    return found.kind if found is not None else None
+def kinds(attached: AttributedClient, *, denied: bool = True, memory: bool = True) -> list[ViolationKind]:
+    """Return which violations a client is."""
+    return [each.kind for each in of_client(attached, denied=denied, memory=memory)]
 
 
 @pytest.mark.parametrize(
-    ("ceiling", "opened", "environment", "own"),
+    ("opened", "environment", "word"),
     [
-        (ReadBack(1000, None), ReadBack(500, 4 * GIB), {}, True),
-        (ReadBack(1000, None), ReadBack(250, 2 * GIB), {}, False),
-        (ReadBack(1000, None), ReadBack(250, 2 * GIB), {PINNED_DEVICE_MEM_LIMIT.variable: "GPU-ffff=1G"}, True),
-        (ReadBack(1000, None), ReadBack(500, 4 * GIB), None, False),
+        (WIDE, {}, "100 % of the threads instead of 25 % and unlimited memory instead of 2GiB"),
+        (WIDE, None, "cannot be read"),
+        (None, {}, "before this mpsd could see"),
+        (ReadBack(250, 3 * GIB), {}, "3GiB of memory instead of 2GiB"),
+        (PART, {}, ""),
+        (PART, None, ""),
+        (WIDE, lease().shares[0].env, ""),
+        (None, lease().shares[0].env, ""),
     ],
 )
-def test_what_a_stranger_opened(
-    ceiling: ReadBack,
-    opened: ReadBack,
-    environment: dict[str, str] | None,
-    own: bool,  # noqa: FBT001 - a row of the table
-) -> None:
-    """A client that can use too much by a stranger's command alone is told of, and is not ended for it."""
-    attached = AttributedClient(replace(client(ceiling=ceiling), environment=environment), lease(), counted=True)
-    found = of_client(attached, opened, denied=True, memory=True)
-    assert found is not None
-    assert (found.kind, found.own) == (ViolationKind.LIMITS, own)
+def test_what_only_might_be(opened: ReadBack | None, environment: dict[str, str] | None, word: str) -> None:
+    """A client whose environment does not show that it is held, beside more, is unknown, and breaks nothing."""
+    granted = lease()
+    found = replace(client(ceiling=opened), environment=environment)
+    assert kinds(AttributedClient(found, granted, counted=True)) == []
+    said = unknown(found, granted, granted.shares[0], memory=True)
+    assert (word in said) if word else (said == "")
+    # So it is where more was open later only.
+    if opened == WIDE:
+        later = replace(client(ceiling=PART, since=WIDE), environment=environment)
+        assert unknown(later, granted, granted.shares[0], memory=True) == said
+
+
+def test_variable_trap() -> None:
+    """An entry for a GPU that the client does not see has MPS drop every memory limit; it is reported, and no proof."""
+    granted, variable = lease(), PINNED_DEVICE_MEM_LIMIT.variable
+    for text, entry in (("0=2G,1=4G", "1=4G"), ("GPU-ffff=1G", "GPU-ffff=1G"), ("2G", "2G"), ("7=1G", "7=1G")):
+        attached = AttributedClient(client(environment={variable: text}), granted, counted=True)
+        (found,) = of_client(attached, denied=True, memory=True)
+        assert (found.kind, found.own) == (ViolationKind.LIMITS, False)
+        assert f"has the entry '{entry}'" in found.because
+        assert f"mpsctl show {granted.id} -o env" in found.hint
+        assert kinds(attached, memory=False) == []
+    for text in ("", "0=2G", "00=2G", "GPU-0000=2G", f"{GPU}=2G,0=1G", ",", "0=x"):
+        assert kinds(AttributedClient(client(environment={variable: text}), granted, counted=True)) == []
+
+
+def test_short() -> None:
+    """A client that attached while less was open than its part is told of, with what to type, and ended for nothing."""
+    granted, late = lease(), lease(processes=2)
+    (found,) = of_client(AttributedClient(client(ceiling=CLOSED), granted, counted=True), denied=True, memory=True)
+    assert (found.kind, found.own) == (ViolationKind.SHORT, False)
+    assert "0.1 % of the threads instead of 25 % and 1MiB of memory instead of 2GiB" in found.because
+    assert "mpsctl run" in found.hint
+    other = client(OTHER, ceiling=CLOSED)
+    (found,) = of_client(AttributedClient(other, late, counted=True), denied=True, memory=True)
+    assert f"mpsctl attach {late.id}" in found.hint
+    # One that lowered itself, or of which nobody saw it, is not short; nor is memory that reads back in whole GiB.
+    own = client(environment={ACTIVE_THREAD_PERCENTAGE.variable: "1"})
+    assert kinds(AttributedClient(own, granted, counted=True)) == []
+    assert kinds(AttributedClient(client(ceiling=None), granted, counted=True)) == []
+    odd = structs.replace(granted.shares[0], memory=PinnedDeviceMemLimit(2500))
+    assert kinds(AttributedClient(client(), structs.replace(granted, shares=(odd,)), counted=True)) == []
+    assert kinds(AttributedClient(client(ceiling=ReadBack(250, None)), granted, counted=True)) == []
+    assert kinds(AttributedClient(client(ceiling=CLOSED), granted, counted=True), memory=False) == [ViolationKind.SHORT]
+
+
+def test_short_by_one_reading() -> None:
+    """Where more was open once it had connected, MPS may have fixed it before; and if it was not always, who knows."""
+    granted, share = lease(), lease().shares[0]
+    found = client(of=granted, ceiling=CLOSED, since=PART)
+    (short,) = of_client(AttributedClient(found, granted, counted=True), denied=True, memory=True)
+    assert (short.kind, short.own) == (ViolationKind.SHORT, False)
+    assert "may for good have only 0.1 % of the threads instead of 25 %" in short.because
+    either = Opened(Bounds(CLOSED, PART), Bounds(CLOSED, PART))
+    found = replace(client(of=granted), opened=either)
+    assert kinds(AttributedClient(found, granted, counted=True)) == []
+    assert "may for good have only 0.1 % of the threads" in unknown(found, granted, share, memory=True)
 
 
 def test_fault_that_a_log_tells() -> None:
@@ -210,20 +305,12 @@ def test_fault_that_a_log_tells() -> None:
 
 
 def test_clients() -> None:
-    """A client is a violation without a lease, beyond its number, and when it can use more than its part."""
-    granted, wide = lease(), ReadBack(1000, None)
-    assert kind(AttributedClient(client(of=granted, ceiling=wide), granted, counted=True)) is None
-    assert kind(AttributedClient(client(ceiling=wide), granted, counted=True)) is ViolationKind.LIMITS
-    # Without an environment of its own it is held all the same where no more than its part was open.
-    assert kind(AttributedClient(client(ceiling=ReadBack(250, 2 * GIB)), granted, counted=True)) is None
-    assert kind(AttributedClient(client(ceiling=ReadBack(250, 3 * GIB)), granted, counted=True)) is ViolationKind.LIMITS
-    # A driver without memory limits cannot hold anybody to one, and mpsd says so elsewhere.
-    assert kind(AttributedClient(client(ceiling=ReadBack(250, None)), granted, counted=True), memory=False) is None
-    # What nobody saw is not held against anybody.
-    assert kind(AttributedClient(client(ceiling=None), granted, counted=True)) is None
-    assert kind(AttributedClient(client(of=granted), granted, counted=False)) is ViolationKind.PROCESSES
-    assert kind(AttributedClient(client(), None, counted=False)) is ViolationKind.NO_LEASE
-    assert kind(AttributedClient(client(), None, counted=False), denied=False) is None
+    """A client is a violation without a lease, and beyond the number of its lease."""
+    granted = lease()
+    assert kinds(AttributedClient(client(of=granted, ceiling=WIDE), granted, counted=True)) == []
+    assert kinds(AttributedClient(client(of=granted), granted, counted=False)) == [ViolationKind.PROCESSES]
+    assert kinds(AttributedClient(client(), None, counted=False)) == [ViolationKind.NO_LEASE]
+    assert kinds(AttributedClient(client(), None, counted=False), denied=False) == []
 
 
 def test_memory() -> None:
@@ -255,18 +342,26 @@ def test_verify() -> None:
     granted = lease(clients=(HOLDER,))
     held = {GPU: {HOLDER: GpuProcess(Known(GIB), mps=True)}}
     well = verify(granted, [client(of=granted)], held, (), memory=True)
-    assert (well.ok, [each.held for each in well.processes]) == (True, [GIB])
+    assert (well.verdict, [each.held for each in well.processes]) == (Verdict.OK, [GIB])
     # It is well whatever was open, as long as its own environment holds it; and nobody knows where that does not.
     assert verify(granted, [client(of=granted, ceiling=None)], held, (), memory=True).ok
-    unknown = verify(granted, [client(ceiling=None)], held, (), memory=True)
-    assert (unknown.ok, unknown.processes[0].in_force) == (False, None)
-    assert "limits are unknown" in unknown.because
+    for what in (client(ceiling=None), client(ceiling=WIDE), client(ceiling=PART, since=WIDE)):
+        doubt = verify(granted, [what], held, (), memory=True)
+        assert (doubt.verdict, doubt.processes[0].verdict) == (Verdict.UNKNOWN, Verdict.UNKNOWN)
+        assert doubt.unknown == (doubt.because,)
+        assert (doubt.processes[0].in_force is None) == (what.opened is None)
 
-    assert not verify(granted, [client(ceiling=ReadBack(1000, None))], held, (), memory=True).ok
+    short = verify(granted, [client(of=granted, ceiling=CLOSED)], held, (), memory=True)
+    assert (short.verdict, short.processes[0].in_force) == (Verdict.VIOLATION, CLOSED)
+    trapped = client(environment={PINNED_DEVICE_MEM_LIMIT.variable: "1=2G"})
+    trap = verify(granted, [trapped], held, (), memory=True)
+    assert trap.verdict is Verdict.VIOLATION
+    assert trap.because.startswith("no memory limit: ")
+
     outside = {GPU: {OTHER: GpuProcess(Known(GIB))}}
     assert "outside MPS" in verify(granted, [], outside, (), memory=True).because
     assert not verify(granted, [client(of=granted)], {GPU: {**held[GPU], **outside[GPU]}}, (), memory=True).ok
-    found = Violation(ViolationKind.MEMORY, HOLDER, granted.id, "gpu0", "too much")
+    found = Violation(ViolationKind.MEMORY, HOLDER, granted.id, "gpu0", "too much", "less")
     assert verify(granted, [client(of=granted)], held, (found,), memory=True).because == "too much"
 
 
@@ -274,8 +369,9 @@ def test_verify_what_is_not_known() -> None:
     """What could not be asked now is not well, and what is wrong all the same is told first."""
     granted = lease(clients=(HOLDER,))
     told = verify(granted, [client(of=granted)], {}, (), memory=True, unknown=["gpu0 is unresponsive"])
-    assert (told.ok, told.because) == (False, "gpu0 is unresponsive")
-    wrong = verify(granted, [client(ceiling=ReadBack(1000, None))], {}, (), memory=True, unknown=["gpu0 is silent"])
+    assert (told.verdict, told.because) == (Verdict.UNKNOWN, "gpu0 is unresponsive")
+    wrong = verify(granted, [client(ceiling=CLOSED)], {}, (), memory=True, unknown=["gpu0 is silent"])
+    assert (wrong.verdict, wrong.unknown) == (Verdict.VIOLATION, ("gpu0 is silent",))
     assert "instead of 25 %" in wrong.because
 
 

@@ -186,7 +186,9 @@ class TestAnswers:
         status = node.get("/v1/status").json
         assert status["gpus"] == node.get("/v1/gpus").json["gpus"]
         assert status["daemons"] == node.get("/v1/daemons").json["daemons"]
-        assert (status["healthy"], status["because"], status["reasons"], status["warnings"]) == (True, WELL, [], [])
+        assert (status["healthy"], status["because"], status["reasons"]) == (True, WELL, [])
+        assert [each["kind"] for each in status["warnings"]] == ["not_closed"]
+        assert (status["headline"].split(":")[0], status["violations"]) == ("healthy, not closed", [])
 
     def test_config(self, node: Node) -> None:
         """`/v1/config` tells the settings in force, sections by name, in the words of the file."""
@@ -246,6 +248,8 @@ class TestContract:
             "CUDA_VISIBLE_DEVICES",
             "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
             "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
+            "MPSD_LEASE",
+            "MPSD_LEASE_TOKEN",
         }
         assert all(_TIME.fullmatch(time) for time in (lease["created"], lease["granted"], lease["owner"]["start_time"]))
 

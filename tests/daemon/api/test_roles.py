@@ -10,7 +10,7 @@ from tests.daemon.api.conftest import MakeLine
 from tests.daemon.caller import NOBODY, Caller, calling, needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.leases.line import Line, Talk
-from tests.node import Answer, Node
+from tests.node import TOKEN, Answer, Node, as_listed, unjudged
 
 pytestmark = [pytest.mark.real_daemon(535), needs_root]
 
@@ -242,6 +242,7 @@ class TestAnothersLease:
         assert line.lease(lease) == before
         assert line.call(method, target, body_of(method, path), uid=ADMIN).answer().status in {
             200,
+            202,
             204,
             404 if waiting else 200,
         }
@@ -282,13 +283,35 @@ class TestSeeing:
         mine = line.granted(uid=USER, threads=10, memory="1GiB", gpu="0")
         theirs = line.granted(uid=OTHER, threads=30, memory="2GiB", gpu="1")
         seen = line.call("GET", "/v1/leases", uid=USER).answer().json
-        assert seen["leases"] == [mine]
+        assert [unjudged(each) for each in seen["leases"]] == [as_listed(mine)]
         assert seen["others"] == {"leases": 1, "waiting": 0, "threads_granted": 30.0, "memory_granted": 2 * 1024**3}
         for uid in (ADMIN, None):
             seen = line.call("GET", "/v1/leases", uid=uid).answer().json
             assert {each["id"] for each in seen["leases"]} == {mine["id"], theirs["id"]}
             assert seen["others"]["leases"] == 0
         assert line.call("GET", "/v1/leases", uid=OBSERVER).answer().json["leases"] == []
+
+    def test_token(self, make_node: Start, make_line: MakeLine) -> None:
+        """A lease's token is its owner's and the administrators', where a lease is all that was asked for."""
+        line = make_line(make_node(simulate=1, config=f"{CONFIG}[api]\nopen = true\n").start())
+        lease = line.granted(uid=USER, threads=10, memory="1GiB", ttl=1000)
+        path, token = f"/v1/leases/{lease['id']}", lease["env"][TOKEN]
+        assert len(bytes.fromhex(token)) >= 16
+        assert token != line.granted(uid=USER, threads=10, memory="1GiB")["env"][TOKEN]
+        for uid in (USER, ADMIN, None):
+            assert line.call("GET", path, uid=uid).answer().json["shares"][0]["env"] == lease["env"]
+            renewed = line.call("POST", f"{path}/renew", {"ttl": 2000}, uid=uid).answer().json
+            assert renewed["env"] == lease["env"]
+            assert token not in line.call("GET", "/v1/leases", uid=uid).answer().body.decode()
+            for other in ("/verify", "/nothing"):
+                assert token not in line.call("GET", f"{path}{other}", uid=uid).answer().body.decode()
+        for uid in (OTHER, OBSERVER, OPERATOR):
+            seen = unjudged(line.call("GET", path, uid=uid).answer().json)
+            assert (seen["env"]["MPSD_LEASE"], seen) == (lease["id"], as_listed({**lease, "expires": seen["expires"]}))
+        assert line.call("DELETE", path, uid=USER).answer().status == 204
+        for told in ("/v1/events?after=0", "/v1/status", "/v1/clients", "/metrics"):
+            assert token not in line.call("GET", told, uid=None).answer().body.decode()
+        assert token not in line.node.stderr.read_text()
 
     def test_open(self, make_node: Start, make_line: MakeLine) -> None:
         """With `api.open`, which a reload applies, everybody sees all, and still touches nothing of others."""
@@ -297,7 +320,8 @@ class TestSeeing:
         path = f"/v1/leases/{lease['id']}"
         not_permitted(line.call("GET", path, uid=OTHER).answer())
         assert line.node.reload("[api]\nopen = true\n")["applied"] == ["api.open"]
-        assert line.call("GET", path, uid=OTHER).answer().json == lease
-        assert line.call("GET", "/v1/leases", uid=OTHER).answer().json["leases"] == [lease]
+        assert unjudged(line.call("GET", path, uid=OTHER).answer().json) == as_listed(lease)
+        (listed,) = line.call("GET", "/v1/leases", uid=OTHER).answer().json["leases"]
+        assert unjudged(listed) == as_listed(lease)
         not_permitted(line.call("DELETE", path, uid=OTHER).answer())
         not_permitted(line.call("POST", f"{path}/renew", {"ttl": 1}, uid=OTHER).answer())

@@ -47,7 +47,8 @@ def test_fatal_fault(node: Node) -> None:
         event(node, "server_recovered")
     wait_until(lambda: node.get("/readyz").status == 200, what="the node to be ready")
     assert node.request("POST", "/v1/leases", SMALL).status == 201
-    assert node.ask("gpu0", "get_default_active_thread_percentage") == ["10.0"]
+    # What those needed that have gone may stay for a moment.
+    wait_until(lambda: node.ask("gpu0", "get_default_active_thread_percentage") == ["10.0"], what="its own alone")
 
 
 def test_fault_of_a_silent_daemon(node: Node) -> None:

@@ -109,7 +109,7 @@ class TestClients:
             assert client.compute(0.01)["ok"]
 
     def test_timeout(self, node: Node) -> None:
-        """After it a client is ended, politely first, with its lease; each step is told."""
+        """After it a client is ended with its lease; each step is logged."""
         with leased(node, "--threads", "10", "--memory", "1GiB") as client:
             assert client.hello["mps"]
             lease = node.get("/v1/leases").json["leases"][0]["id"]
@@ -118,7 +118,7 @@ class TestClients:
             assert "ends the remaining clients after 0.1 s" in found["because"]
             client.process.wait(timeout=5)
         forced = node.events("client_forced", pid=client.pid)
-        assert [each["step"] for each in forced] == ["SIGTERM"]
+        assert [each["step"] for each in forced] == ["terminate_client", "SIGTERM"]
         over = event(node, "lease_ended", lease=lease)
         assert "the timeout has expired" in over["because"]
         assert node.daemons()["gpu0"]["state"] == "draining"
@@ -127,14 +127,14 @@ class TestClients:
         assert node.request("POST", "/v1/leases", SMALL).status == 201
 
     def test_one_that_ignores_sigterm(self, node: Node) -> None:
-        """It is ended by its server, and only then killed."""
+        """It is killed when its time is over, long after its server has ended its contexts."""
         stubborn = ("sh", "-c", 'trap "" TERM; exec "$@"', "sh")
         with SimulatedClient(variables(node), before=stubborn) as client:
             assert client.hello["mps"]
             ended(node, begin(node, "restart", timeout=0))
             client.process.wait(timeout=5)
         forced = [each["step"] for each in node.events("client_forced", pid=client.pid)]
-        assert forced == ["SIGTERM", "terminate_client", "SIGKILL"]
+        assert forced == ["terminate_client", "SIGTERM", "SIGKILL"]
 
     def test_asked_for_long_after(self, node: Node) -> None:
         """Whoever began something can ask what came of it, whatever else was wanted since, and of whichever mpsd."""

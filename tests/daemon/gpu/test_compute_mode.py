@@ -51,8 +51,11 @@ def node(make_node: Start, nvml: FakeNvml) -> Node:
 
 def written(node: Node) -> dict[str, str]:
     """Return what mpsd has written down, by UUID."""
-    path = node.root / "state" / "compute-modes.json"
-    found: dict[str, str] = json.loads(path.read_text())["found"] if path.exists() else {}
+    try:
+        text = (node.root / "state" / "compute-modes.json").read_text()
+    except FileNotFoundError:  # it is removed with the last of them
+        return {}
+    found: dict[str, str] = json.loads(text)["found"]
     return found
 
 
@@ -416,19 +419,21 @@ def test_prohibited(make_node: Start, config: str) -> None:
 
 
 def test_who_misses_mps_is_kept_out(make_node: Start) -> None:
-    """Left as it is, MPS fails open, and status says so; in exclusive-process who misses MPS gets an error."""
+    """Left as it is, MPS fails open, and status says so first; in exclusive-process who misses MPS gets an error."""
     node = make_node(simulate=1, control=None, config=LEAVE).start()
-    (note,) = node.get("/v1/status").json["notes"]
-    assert "outside MPS, without limits" in note
-    assert 'daemon.compute_mode = "exclusive-process"' in note
-    assert "GPU 0" in note
+    said = node.mpsctl("status")
+    first, second, *_ = said.stdout.splitlines()
+    assert (said.returncode, first) == (0, "healthy, not closed: a program that misses MPS gets all of GPU 0")
+    assert 'daemon.compute_mode = "exclusive-process"' in second
+    (told,) = node.events("node_not_closed")
+    assert told["because"] in first
     with leased(node, "--threads", "25", "--memory", "2GiB") as client, SimulatedClient(outside(node)) as stray:
         assert client.hello["mps"]
         assert stray.hello["ok"]
         assert not stray.hello["mps"]
     node.reload(WANTED)
     wait_until(lambda: gpu(node)["compute_mode"] == "exclusive-process", what="the mode to be set")
-    assert node.get("/v1/status").json["notes"] == []
+    assert node.get("/v1/status").json["headline"].startswith("healthy: ")
     with leased(node, "--threads", "25", "--memory", "2GiB") as client, SimulatedClient(outside(node)) as stray:
         assert client.hello["mps"]
         assert stray.hello["error"] == "CUDA_ERROR_DEVICE_UNAVAILABLE"

@@ -12,9 +12,10 @@ import pytest
 
 from tests.daemon.caller import NOBODY, Caller, calling, needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import GIB, MIB
+from tests.daemon.helpers import GIB, MIB, branches
 from tests.harness import wait_until
-from tests.node import Answer, Node
+from tests.node import TOKEN, Answer, Node, as_listed
+from tests.real import RealDaemon
 
 pytestmark = pytest.mark.real_daemon(535)
 
@@ -83,9 +84,11 @@ class TestLease:
             "CUDA_VISIBLE_DEVICES": daemon["gpu"],
             "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25.0",
             "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=2G",
+            "MPSD_LEASE": lease["id"],
+            TOKEN: lease["env"][TOKEN],
         }
         assert node.get(f"/v1/leases/{lease['id']}").json == lease
-        assert node.get("/v1/leases").json["leases"] == [lease]
+        assert node.get("/v1/leases").json["leases"] == [as_listed(lease)]
         assert node.get("/v1/status").json["leases"] == 1
         shown = gpu(node, int(lease["daemon"][-1]))
         assert (shown["threads_granted"], shown["memory_granted"], shown["clients"]) == (25.0, 2 * GIB, 1)
@@ -142,13 +145,13 @@ class TestCapacity:
         granted(admit(node, threads=10, memory="9.5GiB", gpu="0"))
 
     def test_clients(self, node: Node) -> None:
-        """MPS admits 48 clients on a GPU with this driver, and so does mpsd."""
-        for _ in range(48):
+        """MPS admits 48 clients on a GPU with this driver; mpsd keeps one place for its own canary."""
+        for _ in range(47):
             granted(admit(node, threads=0.1, memory="1MiB", gpu="0"))
-        assert "0 of 48 are left" in refused(
+        assert "0 of 47 are left" in refused(
             admit(node, threads=0.1, memory="1MiB", gpu="0"), 409, "does_not_fit", "clients"
         )
-        assert (gpu(node, 0)["clients"], gpu(node, 0)["clients_max"]) == (48, 48)
+        assert (gpu(node, 0)["clients"], gpu(node, 0)["clients_max"]) == (47, 48)
 
     def test_more_than_there_is(self, node: Node) -> None:
         """What no GPU has at all is told apart from what none has left: asking again does not help."""
@@ -243,6 +246,37 @@ class TestRequestId:
         assert gpu(node, 0)["threads_granted"] == 70.0
 
     @needs_root
+    def test_another_request(self, node: Node) -> None:
+        """A request_id that is used for another request is refused, with what differs; how long it waits may."""
+        asked = {"threads": 60, "memory": "1GiB", "request_id": "once", "gpu": "0"}
+        first = granted(admit(node, **asked))
+        assert granted(admit(node, **asked, wait=5))["id"] == first["id"]
+        assert granted(admit(node, **{**asked, "memory": 1024**3, "gpu": first["gpus"][0]}))["id"] == first["id"]
+        other = {**asked, "threads": 50, "memory": "2GiB", "gpu": "1", "ttl": 60, "name": "x", "stop": "sigterm"}
+        detail = refused(admit(node, **other), 422, "request_id_reused", "request_id")
+        assert detail.startswith(f"request_id 'once' was used for {first['id']}, which is another request: ")
+        for difference in (
+            "threads was 60.0, and is 50.0",
+            "memory was 1GiB, and is 2GiB",
+            f"gpu was '{first['gpus'][0]}', and is 'GPU-",
+            "ttl was not given, and is 60",
+            "name was '', and is 'x'",
+            "stop was terminate, and is sigterm",
+        ):
+            assert difference in detail
+        assert node.events("lease_refused", code="request_id_reused")
+        assert node.request("DELETE", f"/v1/leases/{first['id']}").status == 204
+        assert granted(admit(node, **other))["id"] != first["id"]
+
+    def test_another_holder(self, node: Node) -> None:
+        """A request that names another process as the holder is another request."""
+        asked = {"threads": 10, "memory": "1GiB", "request_id": "once"}
+        first = granted(admit(node, **asked))
+        assert granted(admit(node, **asked, pid=os.getpid()))["id"] == first["id"]
+        detail = refused(admit(node, **asked, pid=os.getppid()), 422, "request_id_reused", "request_id")
+        assert f"pid was {os.getpid()}, and is {os.getppid()}" in detail
+
+    @needs_root
     def test_of_another_user(self, node: Node) -> None:
         """A request_id is its user's own: nobody gets another's lease by guessing it."""
         mine = granted(admit(node, threads=10, memory="1GiB", request_id="once"))
@@ -256,6 +290,24 @@ class TestRequestId:
         with ThreadPoolExecutor(16) as pool:
             answers = list(pool.map(lambda _: admit(node, threads=10, memory="1GiB", request_id="race"), range(16)))
         assert len({granted(answer)["id"] for answer in answers}) == 1
+
+
+@pytest.mark.parametrize("real", branches())
+def test_client_priority(make_node: Start, real: RealDaemon) -> None:
+    """It stands in the environment of its clients; a driver that has none says so, and what to do."""
+    node = make_node(simulate=1, control=real.control).start()
+    answer = admit(node, threads=10, memory="1GiB", client_priority=1)
+    if real.branch < 535:
+        detail = refused(answer, 422, "invalid_request", "client_priority")
+        assert detail.endswith("this driver has no priority of clients: 535 and newer have")
+        assert granted(admit(node, threads=10, memory="1GiB"))["client_priority"] is None
+        return
+    lease = granted(answer)
+    assert lease["client_priority"] == 1
+    assert lease["env"]["CUDA_MPS_CLIENT_PRIORITY"] == "1"
+    plain = granted(admit(node, threads=10, memory="1GiB"))
+    assert "CUDA_MPS_CLIENT_PRIORITY" not in plain["env"]
+    refused(admit(node, threads=10, memory="1GiB", client_priority=2), 422, "invalid_request")
 
 
 class TestEnd:

@@ -16,6 +16,7 @@ from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.enforcement.ceiling import SMALLEST
 from mpsd.core.model import Limits
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.settings import Attach
 from mpsd.simulator.client import program
 from tests.daemon.caller import needs_root
 from tests.daemon.conftest import Start
@@ -25,7 +26,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import WAITS, SimulatedClient, gpus, variables
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("binds")]
 
 RUNS: Final = int(os.environ.get("MPSD_RUNS", "20"))
 TOGETHER: Final = 4
@@ -128,15 +129,16 @@ def living(node: Node) -> list[str]:
 
 @needs_root
 @pytest.mark.timeout(60 + 2 * RUNS)
-@pytest.mark.parametrize("mode", ["strict", "shared"])
-def test_never_more(make_node: Start, mode: str) -> None:
-    """No client has more than its part in strict mode, or than the largest in shared; nobody else has anything."""
+@pytest.mark.parametrize("mode", Attach)
+def test_never_more(make_node: Start, mode: Attach) -> None:
+    """No client has more than its part in strict mode, or than the largest in the others; nobody else has anything."""
     dice = random.Random(mode)
     node = make_node(simulate=1, control=None, config=f'[enforcement]\nattach = "{mode}"\n').start()
     gpus(node)[0].set_compute_mode(ComputeMode.EXCLUSIVE_PROCESS)
     runs = 0
     with SimulatedClient(variables(node)) as keeper, ThreadPoolExecutor(TOGETHER + 1) as pool:
         assert keeper.hello["mps"]  # so that a server is there, and the GPU is taken
+        assert keeper.alloc("1MiB")["ok"]  # so that nobody awaits its context
         own = node.request("POST", "/v1/leases", {"threads": 0.1, "memory": MIB, "gpu": "0", "pid": keeper.pid}).json[
             "id"
         ]
@@ -150,7 +152,7 @@ def test_never_more(make_node: Start, mode: str) -> None:
             threads = [each.active_thread_percentage.tenths for each in sizes]
             memory = [each.pinned_device_mem_limit.bytes for each in sizes if each.pinned_device_mem_limit]
             for number, (_, seen) in enumerate(found):
-                if mode == "strict":
+                if mode is Attach.STRICT:
                     assert seen.within(threads[number], memory[number]), node.stderr
                 else:
                     assert seen.within(max(threads), max(memory)), node.stderr

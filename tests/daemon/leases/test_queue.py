@@ -97,7 +97,7 @@ class TestWaiting:
                 {"threads": 50, "processes": 40},
                 {"processes": 9},
                 "clients",
-                "9 client processes were requested, but only 8 of 48 are left",
+                "9 client processes were requested, but only 7 of 47 are left",
             ),
         ],
     )
@@ -353,6 +353,11 @@ class TestTimeToLive:
         assert call.answer().json["id"] == lease["id"]
         ended = line.lease(expires)
         assert (ended["state"], ended["because"]) == ("ended", "its time to live of 0.6 s has expired")
+        # Its holder has learned of it before, and learns when it is over; who renewed in time learns of nothing.
+        told = {each["event"]: each for each in line.node.log() if each["event"].startswith("lease_expir")}
+        assert [each["lease"] for each in told.values()] == [expires["id"]] * 2
+        assert told["lease_expiring"]["hint"] == f"renew it: mpsctl renew {expires['id']} --ttl 0.6"
+        assert "a program that starts in its environment from now on has no lease" in told["lease_expired"]["because"]
         assert line.lease(renewed)["state"] == "granted"
 
     def test_time_starts_with_the_grant(self, line: Line) -> None:
@@ -413,7 +418,7 @@ class TestEnd:
         assert lease["request_id"] == "mine"
         line.waits(**SMALL)
         call.hang_up()
-        again = line.call("POST", "/v1/leases", {**SMALL, "wait": None, "request_id": "mine"})
+        again = line.call("POST", "/v1/leases", {**SMALL, "wait": None, "request_id": "mine", "name": lease["name"]})
         # The answer to a later question on the queue proves that mpsd has noticed the hanging up.
         _, last = line.waits(**SMALL)
         assert ids(line.queue())[0] == lease["id"]
@@ -428,14 +433,14 @@ class TestEnd:
         call.hang_up()
         line.release(first)
         wait_until(lambda: line.lease(lease)["state"] == "granted", what="the lease to be granted")
-        assert line.granted(**SMALL, request_id="mine")["id"] == lease["id"]
+        assert line.granted(**SMALL, request_id="mine", name=lease["name"])["id"] == lease["id"]
 
     def test_same_request_twice_at_once(self, line: Line) -> None:
         """Two who wait with the same request_id wait for the same lease; one that hangs up leaves it to the other."""
         first = fill(line)
         one, lease = line.waits(**SMALL, request_id="mine")
-        two = line.call("POST", "/v1/leases", {**SMALL, "wait": None, "request_id": "mine"})
-        three = line.call("POST", "/v1/leases", {**SMALL, "wait": None, "request_id": "mine"})
+        two = line.call("POST", "/v1/leases", {**SMALL, "wait": None, "request_id": "mine", "name": lease["name"]})
+        three = line.call("POST", "/v1/leases", {**SMALL, "wait": None, "request_id": "mine", "name": lease["name"]})
         assert ids(line.queue()) == [lease["id"]]
         two.hang_up()
         line.release(first)

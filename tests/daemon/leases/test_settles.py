@@ -1,4 +1,4 @@
-"""Whatever dies while leases come and go: once it has settled, the limits in force are what the leases say.
+"""Whatever dies while leases come and go: once it has settled, the limits in force are what the living leases say.
 
 They are read with the front-end of the control daemon and not through mpsd: NVIDIA's own on its own control daemons,
 whose servers do not start without a GPU, so that their defaults are what there is; and the simulator's on a simulated
@@ -34,10 +34,8 @@ MOST: Final = 5
 CONFIG: Final = """
 [daemon]
 death_window = 0.1
-[enforcement]
-attach_window = 600.0
 """
-"""No death counts for long, so that the next start waits for nothing; and all who may come may come till the end."""
+"""No death counts for long, so that the next start waits for nothing."""
 
 Limits = tuple[str, ...]
 """An active thread percentage, and a memory limit where the driver has one, as a front-end prints them."""
@@ -202,14 +200,12 @@ class Scene:
         daemon = self.node.daemons()["gpu0"]
         if leases.keys() != self.held.keys() or daemon["state"] != "ready" or not daemon["verified"]:
             return None
-        come = {lease: len(each["clients"]) == each["processes"] for lease, each in leases.items()}
-        pending = [each for lease, each in self.held.items() if not come[lease]]
-        threads = max((float(each.threads) for each in pending), default=0.1)
-        memory = max((each.memory * GIB for each in pending), default=MIB)
+        threads = max((float(each.threads) for each in self.held.values()), default=0.1)
+        memory = max((each.memory * GIB for each in self.held.values()), default=MIB)
         wanted = {"active_thread_percentage": threads, "pinned_device_mem_limit": memory if self.memory else None}
         if daemon["limits_wanted"] != wanted:
             return None
-        limits = f"{threads:.1f}", f"{memory // GIB}G" if pending else "1M"
+        limits = f"{threads:.1f}", f"{memory // GIB}G" if self.held else "1M"
         clients = {pid for each in leases.values() for pid in each["clients"]}
         return limits[: 1 + self.memory], clients, daemon["pid"]
 

@@ -4,18 +4,22 @@ The node is of simulated parts alone: its clients are real processes, and so are
 """
 
 import signal
+import sys
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
+from mpsd.simulator.client import program as client_program
 from mpsd.simulator.control import program as simulator
 from tests.daemon.caller import calling
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import BRISK, GIB, event, is_running, needs_last_pid, program, stopped, with_pid
+from tests.daemon.helpers import BRISK, GIB, event, holding, is_running, needs_last_pid, program, stopped, with_pid
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, leased, outside, variables
+
+pytestmark = pytest.mark.usefixtures("binds")
 
 GRACE: Final = "[enforcement]\ngrace = 0.3\n"
 TERMINATE: Final = '[enforcement]\ngrace = 0.3\non_violation = "terminate"\n'
@@ -110,20 +114,49 @@ def test_processes(node: Node) -> None:
             over(node, kind="processes", pid=second.pid)
 
 
-def test_limits(node: Node) -> None:
-    """A client that unset its environment, while more was open for another lease, can use more than its part."""
+IN_PROCESS: Final = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+os.environ.update(pair.split("=", 1) for pair in sys.argv[2:] if "=" in pair)
+from mpsd.simulator import client
+sys.exit(client.main())
+"""
+"""A program that sets its own environment before it uses CUDA, as every library in a notebook does."""
+
+
+def sets_itself(node: Node, own: dict[str, str]) -> SimulatedClient:
+    """Start a client whose environment is set by itself, so that nobody else can see it."""
+    root, _, _ = client_program()[3].rpartition("/mpsd/")
+    pairs = [f"{name}={value}" for name, value in own.items()]
+    return SimulatedClient(variables(node), before=(sys.executable, "-I", "-S", "-c", IN_PROCESS, root, *pairs))
+
+
+def test_own_environment_beside_a_larger_lease(node: Node) -> None:
+    """A program that set its own environment is held by it, though nobody sees that: it is unknown, and lives on."""
+    node.reload(TERMINATE + '[violations]\nlimits = "terminate"\n')
     granted = lease(node, threads=25, memory=GIB)
     with calling(node.socket) as other:
         assert other.admit(threads=50, memory=4 * GIB, gpu="0").status == 201
-        with SimulatedClient(variables(node)) as client:
-            assert client.hello["active_thread_percentage"] == 50.0
-            told = event(node, "violation", pid=client.pid)
-            assert (told["kind"], told["lease"]) == ("limits", granted["id"])
-            assert "50 % of the threads instead of 25 %" in told["because"]
-            assert "4GiB of memory instead of 1GiB" in told["because"]
-            # Only its end makes it over: nobody can change what it got.
-            client.end()
-            over(node, kind="limits", pid=client.pid)
+        with sets_itself(node, environment(granted)) as held:
+            assert held.hello["active_thread_percentage"] == 25.0
+            event(node, "client_attributed", client=held.pid)
+            # A second one is one too many, which is proven: mpsd has judged both by the time that it ends.
+            with SimulatedClient(variables(node)) as stray:
+                assert stray.process.wait(20) != 0
+            said = node.mpsctl("verify", granted["id"])
+            assert said.returncode == 1
+            assert said.stdout.startswith(f"unknown: process {held.pid} was not started in the environment of lease ")
+            assert "unless it has set that itself, it can use up to 50 % of the threads instead of 25 %" in said.stdout
+            (client,) = [each for each in clients(node) if each["pid"] == held.pid]
+            assert client["verdict"] == "unknown"
+            for command in (("clients",), ("leases",), ("show", granted["id"])):
+                shown = node.mpsctl(*command).stdout
+                assert f"process {held.pid} was not started in the environment of lease" in shown
+            status = node.get("/v1/status").json
+            assert (status["healthy"], status["violations"]) == (True, [])
+            assert held.compute(0.01)["ok"]
+    assert {line["pid"] for line in node.events("violation")} == {stray.pid}
+    assert {line["pid"] for line in node.events("client_forced")} == {stray.pid}
 
 
 @pytest.mark.parametrize("figure", ["9" * 5000 + "G", "0G", "\u0663G", "1_0M"])
@@ -134,9 +167,60 @@ def test_figures_that_are_none(node: Node, figure: str) -> None:
     with calling(node.socket) as other:
         assert other.admit(threads=50, memory=4 * GIB, gpu="0").status == 201
         with SimulatedClient(own) as client:
-            told = event(node, "violation", pid=client.pid)
-            assert (told["kind"], told["lease"]) == ("limits", granted["id"])
-            assert "4GiB of memory instead of 1GiB" in told["because"]
+            event(node, "client_attributed", client=client.hello["pid"])
+            answer = node.get(f"/v1/leases/{granted['id']}/verify").json
+            assert (answer["verdict"], answer["violations"]) == ("unknown", [])
+            assert "4GiB of memory instead of 1GiB" in answer["because"]
+
+
+def test_variable_trap(node: Node) -> None:
+    """A limit for a GPU that a client does not see takes all of its memory limits away: told, and ending nobody."""
+    node.reload(TERMINATE + '[violations]\nlimits = "terminate"\n')
+    granted = lease(node, threads=25, memory=GIB)
+    own = environment(granted) | {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=1G,1=1G"}
+    with SimulatedClient(own) as trapped:
+        assert trapped.hello["pinned_device_mem_limit"] is None
+        told = event(node, "violation", pid=trapped.pid)
+        assert (told["kind"], told["lease"], told["policy"]) == ("limits", granted["id"], "report")
+        said = node.mpsctl("verify", granted["id"])
+        assert said.returncode == 1
+        assert said.stdout.startswith(
+            f"not ok: no memory limit: process {trapped.pid} was started with CUDA_MPS_PINNED"
+        )
+        assert "has the entry '1=1G'" in said.stdout
+        assert "no limit of 1GiB" in said.stdout
+        status = node.mpsctl("status")
+        assert status.returncode == 0
+        assert "1 violation: " in status.stdout.splitlines()[0]
+        assert f"mpsctl show {granted['id']} -o env" in status.stdout
+        assert node.get("/readyz").status == 200
+        examined = node.mpsctl("doctor", "--only", "invisible-gpu")
+        assert (examined.returncode, f"process {trapped.pid} was started with" in examined.stdout) == (0, True)
+        assert trapped.sync()["ok"]
+    assert node.events("client_forced") == []
+
+
+def test_short(node: Node) -> None:
+    """A client that came while its daemon was closed has less than its lease: that is loud, and it lives on."""
+    with SimulatedClient(variables(node)) as early, calling(node.socket) as caller:
+        assert early.hello["active_thread_percentage"] == 0.1
+        event(node, "violation", kind="no_lease", pid=early.pid)
+        granted = caller.admit(threads=25, memory=GIB, gpu="0", pid=early.pid).json
+        told = event(node, "violation", kind="short", pid=early.pid)
+        assert (told["lease"], told["policy"]) == (granted["id"], "report")
+        node.reload(TERMINATE)
+        said = node.mpsctl("verify", granted["id"])
+        assert said.returncode == 1
+        assert said.stdout.startswith(f"not ok: process {early.pid} ")
+        assert "only 0.1 % of the threads instead of 25 % and 1MiB of memory instead of 1GiB" in said.stdout
+        status = node.mpsctl("status")
+        assert (status.returncode, node.get("/readyz").status) == (0, 200)
+        assert "1 violation: " in status.stdout.splitlines()[0]
+        assert f"  short, process {early.pid}: start the program again under a lease: mpsctl run" in status.stdout
+        assert early.sync()["ok"]
+        early.end()
+        over(node, kind="short", pid=early.pid)
+    assert node.events("client_forced") == []
 
 
 def test_memory(make_node: Start, short_tmp: Path) -> None:
@@ -181,7 +265,7 @@ def test_outside(node: Node) -> None:
 
 
 def test_report_and_terminate(node: Node) -> None:
-    """To report touches nobody; the day policy says terminate, SIGTERM is enough, and nobody else notices."""
+    """To report touches nobody; the day policy says terminate, it ends the process, and nobody else notices."""
     with leased(node, "--threads", "25", "--memory", "2GiB") as good, calling(node.socket) as another:
         event(node, "client_attributed", client=good.hello["pid"])
         another.admit(threads=10, memory=GIB, gpu="0", processes=1)
@@ -196,14 +280,14 @@ def test_report_and_terminate(node: Node) -> None:
             node.reload(GRACE + '[violations]\nno_lease = "terminate"\n')
             assert stray.process.wait(20) == -signal.SIGTERM
             over(node, kind="no_lease", pid=stray.pid)
-            assert steps(node, stray.pid) == ["SIGTERM"]
+            assert steps(node, stray.pid) == ["terminate_client", "SIGTERM"]
         assert good.compute(0.01)["ok"]
         assert good.alloc("2GiB")["ok"]
     assert {line["pid"] for line in node.events("client_forced")} == {stray.pid}
 
 
 def test_steps(node: Node) -> None:
-    """Who ignores SIGTERM is killed only when its server has said that its contexts are ended; others compute on."""
+    """A process gets no signal before its server has said that its contexts are ended; others compute on."""
     with leased(node, "--threads", "25", "--memory", "2GiB") as good, calling(node.socket) as another:
         event(node, "client_attributed", client=good.hello["pid"])
         another.admit(threads=10, memory=GIB, gpu="0")
@@ -216,7 +300,7 @@ def test_steps(node: Node) -> None:
             assert stray.process.wait(20) == -signal.SIGKILL
             asked = f"Cmd:terminate_client {server} {stray.pid}"
             assert asked in node.control_log("gpu0").read_text()
-            assert steps(node, stray.pid) == ["SIGTERM", "terminate_client", "SIGKILL"]
+            assert steps(node, stray.pid) == ["terminate_client", "SIGTERM", "SIGKILL"]
             assert "failed" not in node.events("client_forced", step="terminate_client")[0]
         assert good.compute(0.01)["ok"]
         assert node.ask("gpu0", f"get_client_list {server}") == [str(good.pid)]
@@ -241,25 +325,28 @@ _SAYS: Final = """
 
 @pytest.mark.parametrize(("branch", "instead"), [(470, None), (555, "get_server_list")])
 def test_no_zero(make_node: Start, short_tmp: Path, branch: int, instead: str | None) -> None:
-    """Where `terminate_client` does not answer 0 (470 has none) there is no SIGKILL: it could take others with it."""
+    """Where `terminate_client` does not answer 0 (470 has none), nobody who shares a server gets any signal.
+
+    Whoever is alone on its server in the end can be ended: there is nobody left to be harmed.
+    """
     node = make_node(simulate=1, config=GRACE)
     command = " ".join(simulator(branch, str(node.root / "run" / "simulated")))
     before = _SAYS.format(instead=instead, command=command) if instead else ""
     node.control = stands_in(short_tmp / "control", node, branch, before)
     node.start()
-    with SimulatedClient(variables(node)) as stubborn:
-        stubborn.do("ignore TERM")
-        event(node, "violation", pid=stubborn.pid)
+    with SimulatedClient(variables(node)) as stray, SimulatedClient(variables(node)) as other:
+        for each in (stray, other):
+            event(node, "violation", pid=each.hello["pid"])
         node.reload(TERMINATE)
-        told = event(node, "client_forced", pid=stubborn.pid, step="terminate_client")
-        assert told["failed"]
-        # Another one goes all of its way meanwhile; this one stays, told and alive.
-        with SimulatedClient(variables(node)) as other:
-            assert other.process.wait(20) == -signal.SIGTERM
-            over(node, pid=other.pid)
-        assert stubborn.sync()["ok"]
-        assert steps(node, stubborn.pid) == ["SIGTERM", "terminate_client"]
-        assert node.events("violation_ended", pid=stubborn.pid) == []
+        for each in (stray, other):
+            assert event(node, "client_forced", pid=each.pid, step="terminate_client")["failed"]
+            stays = event(node, "client_not_ended", pid=each.pid)["stays_because"]
+            assert f"server {stray.hello['server']} of gpu0 has other clients" in stays
+        assert stray.sync()["ok"]
+        assert other.sync()["ok"]
+        assert {*steps(node, stray.pid), *steps(node, other.pid)} == {"terminate_client"}
+        other.end()
+        assert stray.process.wait(20) == -signal.SIGTERM
 
 
 def test_grace(node: Node) -> None:
@@ -268,28 +355,22 @@ def test_grace(node: Node) -> None:
     with SimulatedClient(variables(node)) as stray:
         assert stray.process.wait(20) == -signal.SIGTERM
         over(node, pid=stray.pid)
-    assert steps(node, stray.pid) == ["SIGTERM"]
+    assert steps(node, stray.pid) == ["terminate_client", "SIGTERM"]
 
 
-@pytest.mark.slow
-def test_let_go(node: Node) -> None:
-    """A process whose reason is over is no longer ended."""
-    granted = lease(node)
-    with SimulatedClient(environment(granted)) as first:
-        event(node, "client_attributed", client=first.hello["pid"])
-        with SimulatedClient(environment(granted)) as second:
-            second.do("ignore TERM")
-            event(node, "violation", pid=second.pid)
-            node.reload('[enforcement]\ngrace = 2.0\non_violation = "terminate"\n')
-            event(node, "client_forced", pid=second.pid, step="SIGTERM")
-            first.end()
-            over(node, pid=second.pid)
-            # A third takes all steps, and by then the second would have, too.
-            with SimulatedClient(environment(granted)) as third:
-                third.do("ignore TERM")
-                assert third.process.wait(20) == -signal.SIGKILL
-            assert second.sync()["ok"]
-            assert steps(node, second.pid) == ["SIGTERM"]
+def test_let_go(make_node: Start) -> None:
+    """A process to which nothing was done yet is let go when it is no longer to be ended."""
+    node = make_node(simulate=1, control=None, config=BRISK).start()
+    with SimulatedClient(variables(node)) as stray:
+        event(node, "violation", pid=stray.hello["pid"])
+        with holding(node, "gpu0"):  # nobody can be asked whose client it is
+            node.reload(BRISK + TERMINATE)
+            assert "gpu0 does not answer" in event(node, "client_not_ended", pid=stray.pid)["stays_because"]
+            node.reload(BRISK)
+            event(node, "client_let_go", pid=stray.pid)
+        node.wait_for_state("gpu0", "ready")
+        assert stray.sync()["ok"]
+    assert node.events("client_forced") == []
 
 
 @needs_last_pid

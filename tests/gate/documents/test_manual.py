@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -10,7 +11,7 @@ import pytest
 
 from mpsd.cli.group import EXIT_STATUS
 from mpsd.core.errors import catalogue
-from mpsd.core.settings import Settings, parse, quota_rows, rows
+from mpsd.core.settings import Settings, WantedComputeMode, parse, quota_rows, rows
 from tests.gate.generate import FILES
 from tests.gate.source import ROOT
 from tests.tools import needed
@@ -61,14 +62,16 @@ def test_every_exit_status_is_told() -> None:
     assert {error.exit_code for error in catalogue()} <= EXIT_STATUS.keys()
 
 
-def test_the_example_sets_nothing() -> None:
-    """It asks for what no configuration asks for; with every default uncommented, too."""
+def test_the_example_sets_the_compute_mode() -> None:
+    """It closes a new installation, and asks else for what no configuration asks for; all uncommented, too."""
     example = FILES["docs/mpsd.toml"]()
-    assert parse(example) == Settings()
+    closed = replace(Settings().daemon, compute_mode=WantedComputeMode.EXCLUSIVE_PROCESS)
+    assert parse(example) == replace(Settings(), daemon=closed)
     uncommented = re.sub(r"^#(\w+ = .+)$", r"\1", example, flags=re.MULTILINE)
     assert uncommented.count("\n#") < example.count("\n#")
     socket = Settings().socket
-    assert parse(uncommented) == parse(f'[api]\nsocket = "{socket}"\n')
+    both = f'[api]\nsocket = "{socket}"\n[daemon]\ncompute_mode = "exclusive-process"\n'
+    assert parse(uncommented) == parse(both)
 
 
 def test_made_from_what_is_installed() -> None:

@@ -1,0 +1,44 @@
+"""Processes of a lease's family that run as another user than the lease's: they are none of its clients. Pure.
+
+The pattern of every entrypoint, cron job and prolog: root takes out a lease, and becomes the user whose program it
+starts. That user may not reach the control daemon, so that the program runs outside MPS, on the whole GPU.
+"""
+
+from mpsd.core.enforcement.violations import Violation
+from mpsd.core.model import Lease, ProcessIdentity, Share, ViolationKind
+
+
+def of_holder(lease: Lease, share: Share, uid: int) -> Violation:
+    """Judge a holder that runs as this uid by now."""
+    because = f"process {lease.holder.pid}, the holder of lease {lease.id}, runs as uid {uid}, {_cure(lease, uid)}"
+    return _violation(lease, share, lease.holder, because)
+
+
+def of_family(lease: Lease, share: Share, identity: ProcessIdentity, uid: int, *, outside: bool) -> Violation:
+    """Judge a process of a lease's family that runs as this uid on its GPU; `outside`: as no client of MPS."""
+    how = "outside MPS, without limits, " if outside else ""
+    because = (
+        f"process {identity.pid} of the family of lease {lease.id} runs {how}on the GPU of {share.daemon} as uid {uid},"
+        f" {_cure(lease, uid)}"
+    )
+    return _violation(lease, share, identity, because)
+
+
+def _violation(lease: Lease, share: Share, identity: ProcessIdentity, because: str) -> Violation:
+    # Another user's process is not the lease's to end.
+    return Violation(
+        kind=ViolationKind.USER,
+        process=identity,
+        lease=lease.id,
+        daemon=share.daemon,
+        because=because,
+        hint="a lease is for one user's processes: mpsctl run --help",
+        own=False,
+    )
+
+
+def _cure(lease: Lease, uid: int) -> str:
+    return (
+        f"and the lease is uid {lease.owner.uid}'s, so that the process has no part in it: start it, as root, by"
+        f" mpsctl run --user {uid}"
+    )

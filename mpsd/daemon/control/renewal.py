@@ -1,0 +1,135 @@
+"""The replacement of a control daemon for its next user, or because its server may serve nobody; once nobody is left.
+
+What its last user still has open is nothing to the next.
+"""
+
+import contextlib
+from collections.abc import Callable
+
+from mpsd.core.lifecycle import ANSWERED, State
+from mpsd.daemon.control.control_log import ControlLog
+from mpsd.daemon.control.drainer import DaemonLeases
+from mpsd.daemon.control.observer import Observer
+from mpsd.daemon.control.pipe_access import PipeAccess
+from mpsd.daemon.control.state import Lifecycle
+from mpsd.system import proc
+
+
+class Renewal:
+    """Whether one control daemon is to be replaced for its next user, and whether that is under way."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        lifecycle: Lifecycle,
+        pipe_access: PipeAccess,
+        observer: Observer,
+        control_log: ControlLog,
+        leases: DaemonLeases,
+    ) -> None:
+        self._name = name
+        self._lifecycle, self._pipe_access, self._leases = lifecycle, pipe_access, leases
+        self._observer, self._control_log = observer, control_log
+        self._next_user: tuple[int, Callable[[], bool]] | None = None
+        """For whom it is to be replaced, and whether it was asked since who is there."""
+        self._distrusted: str | None = None
+        """Why its server may serve nobody, while there is reason to believe that."""
+        self._is_answered: Callable[[], bool] | None = None
+        """Tells whether it was asked who is there since nobody was left."""
+        self.is_running = False
+        """Whether it is being replaced."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is to be replaced, and was not asked yet who is there."""
+        return self._next_user is not None
+
+    @property
+    def _is_used(self) -> bool:
+        """Whether anybody is a client, those included that mpsd cannot see: their pid is 0."""
+        return bool(self._observer.present) or any(0 in server.clients for server in self._observer.servers)
+
+    def want(self, uid: int, ask: Callable[[], Callable[[], bool]]) -> bool:
+        """Replace the daemon where its user was another until now, and nobody is left of that; tell whether it is so.
+
+        `ask` has the daemon asked who is there, and returns what tells whether that was done.
+        """
+        is_left = self._lifecycle.state is State.READY and self._pipe_access.was_anothers(uid)
+        if is_left and not self._is_used and self._next_user is None:
+            # Its last user cannot connect any more: whoever is a client is named by the answer to this question.
+            self._next_user = uid, ask()
+        return self.is_running or self.is_due
+
+    def begin(self) -> int | None:
+        """Begin once the daemon has named no client, and return its next user; None when it is not replaced now."""
+        if self._next_user is None or not self._next_user[1]():
+            return None
+        (uid, _), self._next_user = self._next_user, None
+        if self._lifecycle.state is not State.READY or self._is_used:
+            self._lifecycle.notify_changed()  # it stays, and whoever waits for another may go on
+            return None
+        self.is_running = True
+        return uid
+
+    def distrust(self, because: str | None) -> bool:
+        """Have the daemon replaced as soon as nobody is left, or no more; tell whether that is new."""
+        before, self._distrusted = self._distrusted, because
+        return before != because
+
+    def begin_distrusted(self, ask: Callable[[], Callable[[], bool]]) -> str | None:
+        """Begin once nobody is left on a daemon that is not trusted, and return why; None when it is not replaced now.
+
+        Who is there is judged by the processes that live, and not by the server's list; and `ask` has the daemon asked
+        once more, since somebody may have come meanwhile.
+        """
+        if self._distrusted is None or self._lifecycle.state not in ANSWERED or not self.is_deserted:
+            self._is_answered = None
+            return None
+        if self._is_answered is None:
+            self._is_answered = ask()
+        if not self._is_answered():
+            return None
+        self._is_answered, self.is_running = None, True
+        return self._distrusted
+
+    @property
+    def is_deserted(self) -> bool:
+        """Whether no lease and no living process is left on the daemon.
+
+        A client of another pid namespace is listed as pid 0 (R580), and whether that lives nobody can see.
+        """
+        unseen = any(0 in each.clients for each in self._observer.servers)
+        return not any(self._leases.on(self._name)) and not unseen and not self.present
+
+    @property
+    def present(self) -> bool:
+        """Whether a client of the daemon, or a server that outlived one, lives."""
+        return any(proc.live_ticks(each.pid) == each.start_ticks for each in self._observer.present)
+
+    @property
+    def has_to_force(self) -> bool:
+        """Whether a daemon that is to quit has to be made to: a wedged server never goes, and nobody is left in it."""
+        unseen = any(0 in each.clients for each in self._observer.servers)
+        return self._distrusted is not None and not unseen and not self.present
+
+    def follow(self, state: State) -> None:
+        """Note that the daemon's state is this one now."""
+        self.is_running = self.is_running and state in {State.STOPPING, State.DOWN, State.STARTING}
+        if state is not State.READY:
+            self._next_user = None
+
+    async def is_blocked_by_last_user(self) -> bool:
+        """Tell whether a daemon answers nobody for what its last user did, and nobody is there.
+
+        That user has its one seat, or has used up the daemon's descriptors: nobody can have become a client since.
+        """
+        if any(0 in server.clients for server in self._observer.servers):
+            return False
+        if any(self._leases.on(self._name)) or self.present:
+            return False
+        if self._control_log.descriptors_used_up is not None:
+            return self._pipe_access.users is not None
+        with contextlib.suppress(OSError):
+            return self._pipe_access.are_last_users((await self._observer.connected()).values())
+        return False

@@ -1,0 +1,28 @@
+"""How a control daemon is ended: step by step, each with its time, and never the last step first."""
+
+import signal
+from typing import Final
+
+from mpsd.core.errors import ControlError
+from mpsd.daemon.record.log import EventName, Logger
+from mpsd.system.control_pipe import ControlPipe
+from mpsd.system.process import Process
+
+_STEP: Final = 5
+"""Seconds for each step of ending a control daemon."""
+
+
+async def end_daemon(daemon: Process, pipe: ControlPipe, log: Logger) -> None:
+    """End a control daemon by `quit`, SIGTERM and SIGKILL; its pidfd says when it is gone."""
+    try:
+        await pipe.give_up()
+        await pipe.quit(_STEP)
+        if await daemon.gone_within(_STEP):
+            return
+    except ControlError as error:
+        log.warning(EventName.DAEMON_FORCED, step="quit", because=error.detail)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        log.warning(EventName.DAEMON_FORCED, step=number.name, pid=daemon.pid)
+        daemon.signal(number)
+        if await daemon.gone_within(_STEP):
+            return

@@ -1,0 +1,292 @@
+"""The end of one process, step by step: `mpsd/core/enforcement/ending.py` decides each, and here it is done."""
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final, Protocol
+
+from msgspec import structs
+
+from mpsd.core.enforcement import ending as endings
+from mpsd.core.enforcement.ending import Act, Ending, EndStep, Move, PendingAnswer, Place, Seen
+from mpsd.core.errors import (
+    ControlBrokenError,
+    ControlBusyError,
+    ControlError,
+    ControlUnknownCommandError,
+    ControlUnreachableError,
+    ControlUnresponsiveError,
+    StorageError,
+)
+from mpsd.core.model import ProcessIdentity, Server, Stop
+from mpsd.core.mps import commands
+from mpsd.core.reload import LiveSettings
+from mpsd.daemon.ends.end_store import EndStore
+from mpsd.daemon.record.log import EventName, Logger
+from mpsd.system import clock, proc
+from mpsd.system.control_pipe import ControlPipe
+from mpsd.system.lasting_front_end import LongCommand, PendingCommand
+from mpsd.system.process import Process
+
+_SIGNALS: Final = {Act.SIGTERM_FIRST: signal.SIGTERM, Act.SIGTERM: signal.SIGTERM, Act.SIGKILL: signal.SIGKILL}
+
+_STEPS: Final = {
+    Act.SIGTERM_FIRST: EndStep.SIGTERM_FIRST,
+    Act.SIGTERM: EndStep.SIGTERM,
+    Act.SIGKILL: EndStep.SIGKILL,
+}
+
+_FIRST_LOOK: Final = 0.5
+_LAST_LOOK: Final = 5.0
+"""Seconds between two looks whether a client that has to stay can be ended now: twice as long each time."""
+
+
+class DaemonOfClients(Protocol):
+    """A control daemon, as whoever ends its clients needs it."""
+
+    name: str
+    pipe: ControlPipe
+
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        """Its servers with their clients, as they were when it was asked last; orphans included."""
+
+    async def servers_now(self) -> tuple[Server, ...] | None:
+        """Ask it anew, and return them; None where it does not answer, and nothing is known."""
+
+
+class EndSteps:
+    """The end of one process. `ending` is what is on disk of it."""
+
+    def __init__(
+        self,
+        ending: Ending,
+        living: Process | None,
+        *,
+        daemons: Mapping[str, DaemonOfClients],
+        locks: Callable[[str], asyncio.Lock],
+        store: EndStore,
+        settings: LiveSettings,
+        suspect: Callable[[str, int, int, str], None],
+        log: Logger,
+    ) -> None:
+        """`locks` returns the lock of a control daemon, which ends its clients one at a time."""
+        self.ending = ending
+        self.stays = ""
+        """Why nothing can be done about it now; empty while something can."""
+        self._living = living
+        self._daemons = daemons
+        self._locks = locks
+        self._store = store
+        self._settings = settings
+        self._suspect = suspect
+        self._log = log
+        self._killed = False
+        self._powerless = ""
+        """Why no signal of mpsd reaches it, if so."""
+        self._pause = _FIRST_LOOK
+
+    @property
+    def pid(self) -> int:
+        """The pid of the process."""
+        return self.ending.process.pid
+
+    @property
+    def _is_gone(self) -> bool:
+        return self._living is None or self._living.is_gone()
+
+    async def run(self) -> None:
+        """Take one step after the other until the process is gone."""
+        while (move := endings.next_move(self.ending, await self._see())).act is not Act.DONE:
+            try:
+                await self._take(move)
+            except StorageError as error:
+                await self._stay(error.detail)  # what is not on disk is not done
+            except PermissionError as error:
+                self._powerless = f"mpsd has no permission to signal it: {error.strerror} (CAP_KILL)"
+                self._forced("none", failed=self._powerless)
+            except OSError as error:
+                await self._stay(f"the machine lacks what it takes: {error.strerror}")
+        self._report_suspects()
+
+    def close(self) -> None:
+        """Watch the process no more."""
+        if self._living is not None:
+            self._living.close()
+
+    async def _take(self, move: Move) -> None:
+        match move.act:
+            case Act.AWAIT:
+                await self._await_answer()
+            case _ if self._powerless:
+                await self._stay(self._powerless)
+            case Act.ASK if move.place is not None:
+                await self._ask(move.place)
+            case Act.WAIT:
+                await self._gone_within(move.until - clock.since_boot())
+            case Act.STAY:
+                await self._stay(move.because)
+            case Act.SIGKILL if self._killed:
+                await self._gone_within(_LAST_LOOK)  # the kernel has not let go of it yet
+            case act:
+                self._signal(act, move.suspects)
+
+    def change(self, ending: Ending) -> None:
+        """Take a change of what is on disk. Raises StorageError: nothing has changed, then."""
+        self._store.keep(ending)
+        self.ending = ending
+
+    async def _gone_within(self, seconds: float) -> None:
+        if self._living is not None and seconds > 0:
+            await self._living.gone_within(seconds)
+
+    async def _stay(self, because: str) -> None:
+        """Report once why it stays, and look again after a while."""
+        if self.stays != because:
+            self.stays = because
+            self._log.warning(
+                EventName.CLIENT_NOT_ENDED, pid=self.pid, because=self.ending.because, stays_because=because
+            )
+        await self._gone_within(self._pause)
+        self._pause = min(self._pause * 2, _LAST_LOOK)
+
+    def _forced(self, step: str, **facts: object) -> None:
+        self.stays, self._pause = "", _FIRST_LOOK
+        self._log.warning(EventName.CLIENT_FORCED, step=step, pid=self.pid, because=self.ending.because, **facts)
+
+    # -- seeing -------------------------------------------------------------------------------------------------------
+
+    async def _see(self) -> Seen:
+        """Find out whose client it is, where what is next depends on that."""
+        now = clock.since_boot()
+        seen = Seen(self._is_gone, (), "", now)
+        act = endings.next_move(self.ending, seen._replace(unknown="not asked yet")).act
+        if act is not Act.STAY:
+            return seen
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._places_on(each)) for each in self._where()]
+        found = [task.result() for task in tasks]
+        places = tuple(place for each, _ in found for place in each)
+        reasons = [because for _, because in found if because]
+        reasons += [f"mpsd does not know {name} now" for name in self.ending.daemons if name not in self._daemons]
+        unknown = "; ".join(reasons)
+        return Seen(self._is_gone, places, unknown, clock.since_boot())
+
+    def _where(self) -> list[DaemonOfClients]:
+        """Return the control daemons of which it may be a client."""
+        return [
+            daemon
+            for name, daemon in self._daemons.items()
+            if name in self.ending.daemons or any(self.pid in server.clients for server in daemon.servers)
+        ]
+
+    async def _places_on(self, daemon: DaemonOfClients) -> tuple[list[Place], str]:
+        """Ask a control daemon whose client the process is, or return why that is not known."""
+        servers = await daemon.servers_now()
+        if servers is None:
+            return [], f"{daemon.name} does not answer, so that it is not known whose client process {self.pid} is"
+        for server in servers:
+            if server.orphan:
+                because = f"server {server.pid} of {daemon.name} outlived its control daemon"
+                return [], f"{because}, so that its clients are unknown, and their contexts cannot be ended"
+            if server.limits is None:
+                return [], f"server {server.pid} of {daemon.name} is busy, and does not list its clients"
+        places = []
+        for server in servers:
+            ticks = proc.start_ticks(server.pid)
+            if self.pid in server.clients and ticks is not None:
+                # Pid 0 is somebody whom mpsd cannot see; who is listed and gone cannot be harmed.
+                others = {each for each in server.clients if each == 0 or proc.start_ticks(each) is not None}
+                alone = others <= {self.pid}
+                places.append(Place(daemon.name, ProcessIdentity(server.pid, ticks), alone))
+        return places, ""
+
+    # -- asking -------------------------------------------------------------------------------------------------------
+
+    async def _ask(self, place: Place) -> None:
+        """Have a server end its contexts, when it is its turn and that is still what is next."""
+        async with self._locks(place.daemon):
+            move = endings.next_move(self.ending, await self._see())
+            if move.act is not Act.ASK or move.place is None or move.place.server != place.server:
+                return
+
+            def note(pending: PendingCommand) -> None:
+                self.change(endings.asking(self.ending, PendingAnswer(place.daemon, place.server, *pending)))
+
+            pipe, long = self._daemons[place.daemon].pipe, self._long(place.daemon, place.server)
+            await self._settle(place.server, place.daemon, lambda: pipe.ask_long(long, note))
+
+    async def _await_answer(self) -> None:
+        """Wait for the answer that an earlier mpsd asked for."""
+        pending = self.ending.pending
+        assert pending is not None  # noqa: S101 - that is what is next
+        daemon = self._daemons.get(pending.daemon)
+        if daemon is None:
+            await asyncio.sleep(_FIRST_LOOK)  # its GPU is not there yet
+            return
+        pipe, long = daemon.pipe, self._long(pending.daemon, pending.server)
+        earlier = PendingCommand(pending.front_end, pending.nonce, pending.until)
+        await self._settle(pending.server, pending.daemon, lambda: pipe.take_over(long, earlier))
+
+    def _long(self, daemon: str, server: ProcessIdentity) -> LongCommand[None]:
+        seconds = self._settings.current.enforcement.terminate_deadline
+        because = (
+            f"server {server.pid} is ending the contexts of client {self.pid} (terminate_client), which takes as long"
+            f" as its work on the GPU does, and {seconds:g} s at most; grants on {daemon} wait"
+        )
+        answer = self._store.answer_to(self.ending.process)
+        return LongCommand(commands.terminate_client(server.pid, self.pid), answer, because, seconds)
+
+    async def _settle(self, server: ProcessIdentity, daemon: str, ask: Callable[[], Awaitable[None]]) -> None:
+        """Ask a server, and store what came of it."""
+        try:
+            await ask()
+        except (ControlBusyError, ControlUnreachableError, ControlBrokenError) as error:
+            # That says nothing about the server: it was not asked, or the control daemon went away.
+            self.change(endings.unheard(self.ending))
+            await self._stay(error.detail)
+        except ControlError as error:
+            self._refused(server, daemon, error)
+        else:
+            self._forced("terminate_client", server=server.pid)
+            self.change(endings.released(self.ending, server))
+
+    def _refused(self, server: ProcessIdentity, daemon: str, error: ControlError) -> None:
+        self._forced("terminate_client", server=server.pid, failed=error.detail)
+        late = isinstance(error, ControlUnresponsiveError)
+        self.change(
+            endings.refused(
+                self.ending,
+                server,
+                error.detail,
+                final=isinstance(error, ControlUnknownCommandError),
+                settled=not late,
+                again=clock.since_boot() + self._settings.current.enforcement.grace,
+            )
+        )
+        if late:
+            because = f"terminate_client of {self.pid} did not come back: {error.detail}"
+            self._suspect(daemon, server.pid, self.ending.uid, because)
+
+    # -- signals ------------------------------------------------------------------------------------------------------
+
+    def _signal(self, act: Act, suspects: tuple[Place, ...]) -> None:
+        """Send a signal, once that is on disk; but no second SIGTERM to a program that was asked to stop gracefully."""
+        if self.ending.uid >= 0 and proc.real_uid(self.pid) not in {self.ending.uid, None}:
+            self._powerless = "it runs as another user than when its end began, and mpsd signals no process of others"
+            self._forced("none", failed=self._powerless)
+            return
+        number, grace = _SIGNALS[act], self._settings.current.enforcement.grace
+        unreleased = tuple((place.daemon, place.server) for place in suspects)
+        until = clock.since_boot() + grace
+        self.change(structs.replace(self.ending, step=_STEPS[act], until=until, unreleased=unreleased))
+        self._killed = act is Act.SIGKILL
+        if act is Act.SIGTERM and self.ending.stop is Stop.SIGTERM:
+            return
+        if self._living is not None and self._living.signal(number):
+            self._forced(number.name)
+
+    def _report_suspects(self) -> None:
+        for daemon, server in self.ending.unreleased:
+            because = f"its only client, process {self.pid}, was ended by a signal, and it had not ended its contexts"
+            self._suspect(daemon, server.pid, self.ending.uid, because)

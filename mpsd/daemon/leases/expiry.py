@@ -1,0 +1,47 @@
+"""Says when the time to live of a lease is over soon, and when it is over: its processes are told by nobody else."""
+
+from typing import Final
+
+from mpsd.core.admission import quota
+from mpsd.core.admission.ledger import Ledger
+from mpsd.core.model import Lease
+from mpsd.daemon.leases.group_commit import GroupCommit
+from mpsd.daemon.record.log import EventName
+
+_AFTERWARDS: Final = (
+    "its processes keep what they have; a program that starts in its environment from now on has no lease: it"
+    " gets an error, or misses MPS"
+)
+
+
+class Expiry:
+    """Which leases expire soon, each reported once for each time to live that it was given."""
+
+    def __init__(self, ledger: Ledger, group_commit: GroupCommit) -> None:
+        self._ledger = ledger
+        self._group_commit = group_commit
+        self._reported: dict[str, float] = {}
+        """By lease, the moment of its end that was reported."""
+
+    def look(self, now: float) -> None:
+        """Report the leases that expire soon; an mpsd that has just started reports them again."""
+        soon: dict[str, float] = {}
+        for lease in self._ledger.expiring(now + quota.LONGEST_NOTICE):
+            ttl, ends = lease.ttl or 0.0, lease.expires or 0.0
+            if now < ends - quota.notice(ttl):
+                continue
+            soon[lease.id] = ends
+            if self._reported.get(lease.id) != ends:
+                because = f"its time to live of {ttl:g} s ends in {max(ends - now, 0):.0f} s"
+                hint = f"renew it: mpsctl renew {lease.id} --ttl {ttl:g}"
+                facts = {"clients": [each.pid for each in lease.clients], "because": because, "hint": hint}
+                self._group_commit.change(lease, EventName.LEASE_EXPIRING, **facts)
+        self._reported = soon
+
+    def over(self, lease: Lease, *, ends_clients: bool) -> str:
+        """Report a lease whose time to live is over, with those who are left, and return why it ends."""
+        because = f"its time to live of {lease.ttl:g} s has expired"
+        afterwards = "its clients are ended" if ends_clients else _AFTERWARDS
+        facts = {"clients": [each.pid for each in lease.clients], "because": f"{because}; {afterwards}"}
+        self._group_commit.change(lease, EventName.LEASE_EXPIRED, **facts)
+        return because

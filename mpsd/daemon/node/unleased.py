@@ -1,0 +1,67 @@
+"""The clients that no lease has, and what they count as, on each GPU and for each user."""
+
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
+
+from mpsd.core.admission import unleased
+from mpsd.core.admission.admission import NOTHING, Amount, places
+from mpsd.core.enforcement.violations import AttributedClient
+from mpsd.core.model import Daemon, GpuUsage, Lease, ProcessIdentity, Reading
+from mpsd.system import process
+
+Sums: TypeAlias = Mapping[tuple[str, int | None], Amount]
+"""By GPU and uid; no uid for clients of which a server tells no pid that mpsd could see."""
+
+
+class UnleasedClients:
+    """What is used without a lease, as it was seen last."""
+
+    def __init__(self) -> None:
+        self._sums: Sums = {}
+        self._parts: dict[tuple[str, ProcessIdentity], int] = {}
+        """By GPU and client of a lease that has ended since NVML was asked, what it might hold by then."""
+
+    def left_behind(self, lease: Lease) -> None:
+        """Note that a lease has ended while it had clients: until NVML is asked again, they may hold their parts."""
+        for share in lease.shares:
+            for client in lease.clients:
+                self._parts[share.gpu, client] = share.memory.bytes // places(lease)
+
+    def look(
+        self,
+        attached: Iterable[AttributedClient],
+        daemons: Iterable[Daemon],
+        usages: Mapping[str, Reading[GpuUsage]],
+        *,
+        read: bool,
+    ) -> bool:
+        """See who has no lease, or one that has no room for it; tell whether that comes to something else than before.
+
+        `read` tells whether the GPUs were read since the last time.
+        """
+        if read:
+            self._parts.clear()
+        sums = dict[tuple[str, int | None], Amount]()
+        for each in attached:
+            client = each.client
+            if (each.lease is None or not each.counted) and process.lives(client.identity):
+                part = self._parts.get((client.gpu, client.identity), 0)
+                amount = unleased.amount(client, usages.get(client.gpu), part)
+                sums[client.gpu, client.uid] = sums.get((client.gpu, client.uid), NOTHING) + amount
+        for daemon in daemons:
+            for _ in range(sum(server.clients.count(0) for server in daemon.servers)):
+                sums[daemon.gpu, None] = sums.get((daemon.gpu, None), NOTHING) + unleased.LEAST
+        before, self._sums = self._sums, sums
+        return before != sums
+
+    def on(self, gpu: str) -> Amount:
+        """Return what clients use of a GPU that no lease has."""
+        return sum((amount for (where, _), amount in self._sums.items() if where == gpu), NOTHING)
+
+    def charged(self) -> dict[int, Amount]:
+        """Return what each user is charged with."""
+        charged = dict[int, Amount]()
+        for (_, uid), amount in self._sums.items():
+            if uid is not None:
+                charged[uid] = charged.get(uid, NOTHING) + amount
+        return charged

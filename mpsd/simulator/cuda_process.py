@@ -1,0 +1,278 @@
+"""One process's use of CUDA on simulated GPUs: through MPS, or where it finds none without; and its contexts."""
+
+import json
+import os
+import select
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from mpsd.simulator.cuda import CudaError, Pinned, pinned
+from mpsd.simulator.devices import MEMORY, VARIABLE, Device, Kind, there
+
+_SOCKET: Final = "simulated_clients"
+_PACKET: Final = 1 << 18
+
+
+class FailedError(Exception):
+    """A call to CUDA failed."""
+
+    def __init__(self, error: CudaError) -> None:
+        super().__init__(error.symbol)
+        self.error = error
+
+
+@dataclass(slots=True)
+class Context:
+    """A context of this process, and the device memory that was allocated in it."""
+
+    number: int
+    pinned: Pinned
+    allocated: int = 0
+
+
+class CudaProcess:
+    """CUDA as one process has it. Every method raises FailedError wherever a call to CUDA would fail.
+
+    Each call initialises CUDA where that was not done yet, as the runtime does; one that needs a context makes the
+    primary one where there is none, again after a reset.
+    """
+
+    def __init__(self) -> None:
+        self.server: int | None = None
+        """The pid of the server; None outside MPS."""
+        self.contexts: dict[int, Context] = {}
+        """By number, the last that was made being the current one."""
+        self._connection: socket.socket | None = None
+        self._device: Device | None = None
+        self._share: Pinned | None = None
+        """What a process outside MPS has."""
+        self._primary: int | None = None
+        self._made = 0
+        self._error: CudaError | None = None
+
+    def init(self) -> None:
+        """Initialise CUDA: connect to MPS, or fail open; blocks while MPS has it wait, and for ever in a wedge."""
+        if self._device is not None:
+            return
+        environment = _cuda_variables()
+        self._connection = _connect(environment)
+        if self._connection is None:
+            self._share, self._device = _outside(environment)
+            return
+        hello = {
+            "command": " ".join(Path("/proc/self/cmdline").read_text().split("\0")).strip(),
+            "namespace": Path("/proc/self/ns/pid").readlink().name.strip("pid:[]"),
+            "environment": environment,
+        }
+        said = self._ask(self._connection, hello, CudaError.MPS_CONNECTION_FAILED)
+        self._device = Device(Path(said["gpus"]), said["gpu"])
+        self.server = said["server"]
+
+    # -- contexts --
+
+    def context(self) -> Context:
+        """Make a context, which is the current one from now on."""
+        self.init()
+        self.sync()
+        device = self._device
+        assert device is not None  # noqa: S101 - CUDA is initialised
+        if self._connection is not None:
+            said = self._ask(self._connection, {"context": _cuda_variables()}, CudaError.MPS_RPC_FAILURE)
+            context = Context(said["number"], Pinned(**said["pinned"]))
+        else:
+            if os.getpid() not in device.processes() and not device.available:
+                raise FailedError(CudaError.DEVICE_UNAVAILABLE)
+            assert self._share is not None  # noqa: S101 - it is outside MPS
+            context = Context(self._made, self._share)
+        self._made += 1
+        self.contexts[context.number] = context
+        self._hold()
+        return context
+
+    def current(self) -> Context:
+        """Return the current context: the primary one is made where there is none."""
+        if not self.contexts:
+            self._primary = self.context().number
+        return next(reversed(self.contexts.values()))
+
+    def destroy(self, number: int) -> None:
+        """Destroy a context, and free what was allocated in it."""
+        self.init()
+        self.sync()
+        if number not in self.contexts:
+            raise FailedError(CudaError.INVALID_CONTEXT)
+        if self._connection is not None:
+            self._ask(self._connection, {"destroy": number}, CudaError.MPS_RPC_FAILURE)
+        del self.contexts[number]
+        self._hold()
+
+    def reset(self) -> None:
+        """Drop the primary context, as cudaDeviceReset does; the next use makes it anew."""
+        number, self._primary = self._primary, None
+        if number is not None and number in self.contexts:
+            self.destroy(number)
+
+    # -- memory and work --
+
+    @property
+    def allocated(self) -> int:
+        """Bytes that this process has allocated, in all of its contexts: its limit is for all of them (KDP#594)."""
+        return sum(each.allocated for each in self.contexts.values())
+
+    def alloc(self, size: int) -> None:
+        """Allocate device memory in the current context."""
+        context = self.current()
+        self.sync()
+        if context.pinned.memory is not None and self.allocated + size > context.pinned.memory:
+            raise FailedError(CudaError.OUT_OF_MEMORY)
+        context.allocated += size
+        try:
+            self._hold()
+        except FailedError:
+            context.allocated -= size
+            raise
+
+    def free(self, size: int | None) -> None:
+        """Free device memory of the current context; all of it when no size is given."""
+        context = self.current()
+        self.sync()
+        context.allocated -= context.allocated if size is None else min(size, context.allocated)
+        self._hold()
+
+    def _hold(self) -> None:
+        """Have the GPU know what this process has: nothing, and not even its pid, without a context."""
+        assert self._device is not None  # noqa: S101 - CUDA is initialised
+        kind = Kind.COMPUTE if self._connection is None else Kind.MPS_COMPUTE
+        if not self.contexts:
+            self._device.release(os.getpid())
+        elif not self._device.hold(os.getpid(), self.allocated, kind):
+            raise FailedError(CudaError.OUT_OF_MEMORY)
+
+    def compute(self, work: float, launched: Callable[[], None] | None = None) -> float:
+        """Run a kernel of so much work, in seconds of the whole GPU, and return how long it took.
+
+        `launched` is called when it is in flight, as its server knows.
+        """
+        rate = self.current().pinned.rate
+        begin = time.monotonic()
+        end = begin + work / rate
+        self.sync()
+        self._say({"working": True})
+        if launched is not None:
+            launched()
+        while (left := end - time.monotonic()) > 0:
+            self.sync(left)
+        self._say({"working": False})
+        return time.monotonic() - begin
+
+    def fault(self) -> None:
+        """Meet a fatal fault of the GPU; every client of the server gets its error."""
+        self.current()
+        self.sync()
+        if self._connection is not None:
+            self._say({"fault": True})
+            self.sync(None)
+        self._error = CudaError.LAUNCH_FAILED
+        raise FailedError(self._error)
+
+    # -- errors --
+
+    def sync(self, seconds: float | None = 0.0) -> None:
+        """Raise the error that has come up, or that does within some time; no time is for ever."""
+        if self._error is None:
+            self._error = self._failure(seconds)
+        if self._error is not None:
+            raise FailedError(self._error)
+
+    def _failure(self, seconds: float | None) -> CudaError | None:
+        """Return the error that comes up within some time; the end of the server is one too."""
+        if self._device is not None and self._device.lost:
+            return CudaError.DEVICE_UNAVAILABLE
+        if self._connection is None:
+            time.sleep(seconds or 0)
+            return None
+        if not select.select([self._connection], [], [], seconds)[0]:
+            return None
+        said = self._receive(self._connection)
+        return CudaError.MPS_RPC_FAILURE if said is None else CudaError(said["error"])
+
+    # -- the server --
+
+    def _ask(self, connection: socket.socket, question: Mapping[str, Any], gone: CudaError) -> dict[str, Any]:
+        """Return what the server answers; `gone` is the error that its end means."""
+        self._say(question)
+        said = self._receive(connection)
+        if said is None:
+            raise FailedError(gone)
+        if "error" in said:  # for good: it came before the answer
+            self._error = CudaError(said["error"])
+            raise FailedError(self._error)
+        if "error" in said["answer"]:
+            raise FailedError(CudaError(said["answer"]["error"]))
+        return dict(said["answer"])
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        if self._connection is not None:
+            try:
+                self._connection.send(json.dumps(message).encode())
+            except ConnectionError:
+                return  # it has gone: that is heard where it is read from
+
+    @staticmethod
+    def _receive(connection: socket.socket) -> dict[str, Any] | None:
+        try:
+            packet = connection.recv(_PACKET)
+        except ConnectionError:  # it was killed with something unread
+            return None
+        return dict(json.loads(packet)) if packet else None
+
+    def leave(self) -> None:
+        """Say goodbye to the server: a process that is killed does not."""
+        if self._connection is not None:
+            self._failure(0.0)  # what is left unread would take the goodbye with it
+            self._say({"end": True})
+
+
+def _cuda_variables() -> dict[str, str]:
+    """Return the variables of CUDA as they are now, which its process may have set since it started."""
+    return {name: value for name, value in os.environ.items() if name.startswith("CUDA_")}
+
+
+def _connect(environment: Mapping[str, str]) -> socket.socket | None:
+    """Return a connection to the control daemon, or None where there is none, for whatever reason."""
+    directory = environment.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")  # noqa: S108 - NVIDIA's own default
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect(f"{directory}/{_SOCKET}")
+    except OSError:
+        connection.close()
+        return None
+    return connection
+
+
+def _outside(environment: Mapping[str, str]) -> tuple[Pinned, Device]:
+    """Return what a process outside MPS gets: all of the first GPU that it sees, whatever its own limits say."""
+    gpus = {device.uuid: device for device in there(Path(os.environ.get(VARIABLE, os.devnull)))}
+    seen = {name: value for name, value in environment.items() if name == "CUDA_VISIBLE_DEVICES"}
+    share = pinned(tuple(gpus), 100.0, {}, seen)
+    if isinstance(share, CudaError):
+        raise FailedError(share)
+    return share, gpus[share.gpu]
+
+
+def described(context: Context) -> dict[str, Any]:
+    """Return what there is to tell of a context."""
+    share = context.pinned
+    return {
+        "context": context.number,
+        "gpu": share.gpu,
+        "active_thread_percentage": share.percentage,
+        "multiprocessors": share.multiprocessors,
+        "pinned_device_mem_limit": share.memory,
+        "memory": MEMORY if share.memory is None else share.memory,
+        "total": MEMORY,
+    }

@@ -1,0 +1,103 @@
+"""The canary: a client of mpsd's own, on libcuda alone, that shows whether CUDA can be used through MPS.
+
+Run as `python -m mpsd.system.canary [--as UID:GID]`: it becomes that user, initialises CUDA, makes a context on the
+first GPU that it sees, and says in a line of JSON what came of it: `ok`, with `mps` where the driver tells that, or the
+error's name and number and the call that it came of. Whoever runs it sets a deadline: in a wedge it says nothing, for
+ever. It launches no kernel, so it may be killed at any time (mps-facts B4.3).
+
+It becomes the user when everything that it needs is imported: that user need not be able to read mpsd's files. Source
+of each signature: NVIDIA's cuda.h. The names with a suffix (`_v2`) are what the header's plain names stand for.
+"""
+
+import ctypes
+import json
+import os
+import sys
+from collections.abc import Mapping
+from ctypes import byref, c_char_p, c_int, c_void_p
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+_LIBRARY: Final = "libcuda.so.1"
+
+_MPS_ENABLED: Final = 133
+"""CU_DEVICE_ATTRIBUTE_MPS_ENABLED: "contexts created on this device will be shared via MPS", of CUDA 12.1 and newer."""
+
+_UNKNOWN_ATTRIBUTE: Final = 1
+"""CUDA_ERROR_INVALID_VALUE: the driver does not know the attribute."""
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryProgram:
+    """The program that is the canary: this one, or the simulator's client."""
+
+    argv: tuple[str, ...] = (sys.executable, "-I", "-m", "mpsd.system.canary")
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """What it is told in its environment beside what every client is."""
+
+
+class _CudaError(Exception):
+    """A call returned something else than CUDA_SUCCESS."""
+
+    def __init__(self, function: str, code: int, name: str) -> None:
+        super().__init__(function, code, name)
+        self.answer = {"ok": False, "error": name, "code": code, "call": function}
+
+
+def _call(library: ctypes.CDLL, function: str, *arguments: object) -> None:
+    code = getattr(library, function)(*arguments)
+    if code == 0:
+        return
+    name = c_char_p()
+    library.cuGetErrorName(c_int(code), byref(name))  # leaves NULL where it does not know the code
+    raise _CudaError(function, code, (name.value or b"unknown").decode())
+
+
+def _sharing(library: ctypes.CDLL, device: c_int) -> dict[str, bool]:
+    """Return as `mps` whether contexts are made through MPS; nothing where the driver does not tell."""
+    enabled = c_int()
+    try:
+        _call(library, "cuDeviceGetAttribute", byref(enabled), c_int(_MPS_ENABLED), device)
+    except _CudaError as error:
+        if error.answer["code"] == _UNKNOWN_ATTRIBUTE:
+            return {}
+        raise
+    return {"mps": bool(enabled.value)}
+
+
+def _sing() -> dict[str, Any]:
+    """Use CUDA, and return what there is to say."""
+    try:
+        library = ctypes.CDLL(_LIBRARY)
+        device, context = c_int(), c_void_p()
+        _call(library, "cuInit", c_int(0))
+        _call(library, "cuDeviceGet", byref(device), c_int(0))
+        sharing = _sharing(library, device)
+        _call(library, "cuCtxCreate_v2", byref(context), c_int(0), device)
+        _call(library, "cuCtxDestroy_v2", context)
+    except OSError as error:
+        return {"ok": False, "error": f"{_LIBRARY} cannot be loaded: {error}", "code": None, "call": "dlopen"}
+    except _CudaError as error:
+        return error.answer
+    return {"ok": True, **sharing}
+
+
+def become(user: str) -> None:
+    """Become the user `UID:GID` for good, with no groups beside. Raises OSError, and ValueError for another text."""
+    uid, gid = (int(each) for each in user.split(":"))
+    os.setgroups([])
+    os.setresgid(gid, gid, gid)
+    os.setresuid(uid, uid, uid)
+
+
+def main(arguments: list[str]) -> int:
+    """Be a canary; return the exit status."""
+    if arguments[:1] == ["--as"] and len(arguments) > 1:
+        become(arguments[1])
+    answer = _sing()
+    print(json.dumps({"pid": os.getpid(), **answer}), flush=True)  # noqa: T201 - this is a program
+    return 0 if answer["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,47 @@
+"""Processes that came to be since the last look, found without a look at all the others."""
+
+import os
+from pathlib import Path
+from typing import Final
+
+from mpsd.system import process_table
+
+_MOST: Final = 32
+"""Processes that one look finds at most; the others are found by the next ones."""
+
+_MOST_NUMBERS: Final = 1024
+"""Numbers that one look tries at most."""
+
+_FIRST: Final = 300
+"""Where the numbers begin anew. Source: the kernel's kernel/pid.c, RESERVED_PIDS."""
+
+
+class NewProcesses:
+    """The processes that came after this was made, as far as mpsd sees them.
+
+    The kernel gives pids in ascending order until they begin anew, and says which one it gave last: the last field of
+    /proc/loadavg, in the pid namespace of who reads it. Source: proc(5), and the kernel's fs/proc/loadavg.c. So a look
+    costs one short read where nothing came, and never more than a few dozen, however many came.
+    """
+
+    def __init__(self) -> None:
+        self._last = _last_pid()
+
+    def look(self) -> list[int]:
+        """Return the pids of some that came since the last look and are there still; some of them may be threads."""
+        newest, found = _last_pid(), list[int]()
+        if newest < self._last:  # the numbers have begun anew
+            last, self._last = self._last, newest
+            return [pid for pid in process_table.pids() if pid > last or _FIRST <= pid <= newest][:_MOST]
+        for pid in range(self._last + 1, min(newest, self._last + _MOST_NUMBERS) + 1):
+            self._last = pid
+            if os.path.exists(f"/proc/{pid}"):  # noqa: PTH110 - an object for each number would cost more than the look
+                found.append(pid)
+                if len(found) == _MOST:
+                    break
+        return found
+
+
+def _last_pid() -> int:
+    """Return the number that the kernel gave last to a process or thread."""
+    return int(Path("/proc/loadavg").read_text(encoding="ascii").split()[-1])

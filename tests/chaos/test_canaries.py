@@ -1,0 +1,148 @@
+"""However busy it is, and whatever becomes of its clients: a server that serves is never called wedged.
+
+Clients compute without a pause, come late, reset, stop, and end in every way that there is, also in mid-kernel beside
+others; strangers end their contexts; servers and clients are stopped for a while; and canaries are out all the time. In
+CI it goes on for some seconds; by hand, for as long as you like:
+
+    MPSD_CHAOS_SECONDS=7200 [MPSD_CHAOS_SEED=1] pytest -n 0 -s tests/chaos/test_canaries.py
+"""
+
+import os
+import random
+import signal
+import sys
+import threading
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import pytest
+
+from mpsd.simulator.cuda import Binds
+from tests.chaos.conftest import Start
+from tests.chaos.test_chaos import LONG, for_seconds
+from tests.harness import wait_until
+from tests.node import Node
+from tests.simulated_clients import SimulatedClient, variables
+
+pytestmark = [pytest.mark.slow, LONG]
+
+CONFIG: Final = "[daemon]\ncanary_deadline = 5.0\n"
+CLIENTS: Final = 12
+WAYS: Final = ("exit", "idle", "obey", "terminated", "mid-kernel")
+
+
+@dataclass
+class Busy:
+    """A node whose one GPU is busy."""
+
+    node: Node
+    dice: random.Random
+    stack: ExitStack
+    clients: list[SimulatedClient] = field(default_factory=list)
+    servers: dict[int, int] = field(default_factory=dict)
+    """By client."""
+    done: Counter[str] = field(default_factory=Counter)
+
+    def come(self) -> None:
+        """Have one more client come, early or late, and compute for as long as it lives."""
+        late = self.dice.random() < 0.3
+        client = self.stack.enter_context(SimulatedClient(variables(self.node), late=late))
+        if not client.hello["ok"]:  # the server handles a fault
+            self.done["turned away"] += 1
+            return
+        said = client.init()
+        if not said["ok"]:
+            self.done["turned away"] += 1
+            return
+        self.servers[client.pid] = said["server"]
+        if client.do("obey TERM")["ok"] and client.do(f"loop {self.dice.uniform(0.001, 0.05)}")["ok"]:
+            self.clients.append(client)
+            self.done["came"] += 1
+
+    def go(self) -> None:
+        """Have a client end, in any way but one: in mid-kernel with nobody beside it."""
+        if not self.clients:
+            return
+        client = self.clients.pop(self.dice.randrange(len(self.clients)))
+        how = self.dice.choice(WAYS if self.clients else WAYS[:-1])
+        self.done[how] += 1
+        match how:
+            case "exit":
+                client.end()
+            case "idle":
+                client.do("sync")  # ends its loop
+                client.kill()
+            case "obey":
+                client.kill(signal.SIGTERM)
+            case "terminated":
+                self.terminate(client)
+                client.kill()
+            case _:
+                client.kill()
+                self.leave()  # whoever met its fault has the duty to go
+
+    def terminate(self, client: SimulatedClient) -> None:
+        """Have a stranger end the contexts of a client, which takes as long as its kernel does."""
+        assert self.node.ask("gpu0", f"terminate_client {self.servers[client.pid]} {client.pid}") == ["0"]
+
+    def leave(self) -> None:
+        """Have all clients end, by their own will: the last of them is alone."""
+        for client in self.clients:
+            client.kill(signal.SIGTERM)
+        self.clients.clear()
+
+    def stop(self) -> None:
+        """Stop a client or a server for a moment."""
+        servers = [each["pid"] for each in self.node.daemons()["gpu0"]["servers"]]
+        pids = [each.pid for each in self.clients] + servers
+        if pids:
+            pid = self.dice.choice(pids)
+            os.kill(pid, signal.SIGSTOP)
+            self.node.get("/v1/status")
+            os.kill(pid, signal.SIGCONT)
+            self.done["stopped"] += 1
+
+    def happens(self) -> None:
+        """Have one thing happen."""
+        self.dice.choice([self.come, self.come, self.come, self.go, self.go, self.stop])()
+        if len(self.clients) >= CLIENTS:
+            self.go()
+
+
+def verdicts(node: Node, over: threading.Event, found: list[Any]) -> None:
+    """Send canaries until it is over."""
+    while not over.is_set():
+        found.append(node.request("POST", "/v1/daemons/gpu0/canary", {}).json)
+
+
+@pytest.mark.parametrize("binds", Binds)
+def test_busy(start: Start, dice: random.Random, binds: Binds) -> None:
+    """No canary takes a busy server for a wedged one, and nothing is closed."""
+    node = start(simulate=1, config=CONFIG, binds=binds)
+    lease = {"threads": 50, "memory": "20GiB", "gpu": "0", "processes": 2 * CLIENTS}
+    assert node.request("POST", "/v1/leases", lease).status == 201
+    found: list[Any] = []
+    over, goes_on = threading.Event(), for_seconds()
+    sending = threading.Thread(target=verdicts, args=(node, over, found))
+    with ExitStack() as stack:
+        busy = Busy(node, dice, stack)
+        sending.start()
+        try:
+            while goes_on():
+                busy.happens()
+                assert not node.events("server_wedged"), node.events("server_wedged")
+            busy.leave()
+        finally:
+            over.set()
+            sending.join()
+    sys.stdout.write(f"{dict(busy.done)}; {dict(Counter(each['verdict'] for each in found))}\n")
+    assert "wedged" not in {each["verdict"] for each in found}
+    assert not node.events("server_wedged")
+    assert not [each for each in node.events("canary_ended") if each["proof"] == "silence"]
+    last = wait_until(
+        lambda: (said := node.request("POST", "/v1/daemons/gpu0/canary", {}).json)["verdict"] == "ok" and said,
+        what="a canary to be served at the end",
+    )
+    assert last["canaries"] == 1

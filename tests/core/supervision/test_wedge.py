@@ -1,0 +1,157 @@
+"""What makes a server suspect, when it is examined, and what canaries prove."""
+
+from typing import Final
+
+import pytest
+
+from mpsd.core.model import ProcessIdentity
+from mpsd.core.supervision.wedge import (
+    FAILURES,
+    LONG,
+    SPACING,
+    CanaryEnd,
+    Cause,
+    Listed,
+    ListedClients,
+    Proof,
+    Suspicion,
+    Suspicions,
+    Verdict,
+    verdict,
+)
+
+HERE: Final = Listed(server=7, pid=100)
+ALIVE: Final = ProcessIdentity(100, 5000)
+
+
+def ends(*proofs: Proof) -> list[CanaryEnd]:
+    """Return canaries that ended so."""
+    return [CanaryEnd(each, "") for each in proofs]
+
+
+def lost(uid: int | None = 1000, cause: Cause = Cause.LOST) -> Suspicion:
+    """Return a suspicion."""
+    return Suspicion(cause, "", uid)
+
+
+# -- canaries ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("proof", "expected"),
+    [
+        (Proof.CONTEXT, Verdict.OK),
+        (Proof.ERROR, Verdict.UNKNOWN),
+        (Proof.NOTHING, Verdict.UNKNOWN),
+        (Proof.SILENCE, None),
+    ],
+)
+def test_one_canary(proof: Proof, expected: Verdict | None) -> None:
+    """An answer decides at once; silence has another canary sent."""
+    assert verdict(ends(proof)) is expected
+
+
+def test_silence_in_a_row() -> None:
+    """So many without an answer in a row are a wedge, and one fewer is none; any answer in between clears it."""
+    assert verdict(ends(*[Proof.SILENCE] * (FAILURES - 1))) is None
+    assert verdict(ends(*[Proof.SILENCE] * FAILURES)) is Verdict.WEDGED
+    assert verdict(ends(*[Proof.SILENCE] * (FAILURES - 1), Proof.CONTEXT)) is Verdict.OK
+    assert verdict(ends(*[Proof.SILENCE] * (FAILURES - 1), Proof.ERROR)) is Verdict.UNKNOWN
+
+
+# -- suspicions --------------------------------------------------------------------------------------------------------
+
+
+def test_first_suspicion_is_looked_into_at_once() -> None:
+    """The first of a uid is due at once, and one like it is no further one."""
+    suspicions = Suspicions()
+    assert suspicions.due(10.0) is None
+    assert suspicions.add(lost(), 10.0)
+    assert not suspicions.add(lost(), 11.0)
+    assert suspicions.due(10.0) == lost()
+
+
+def test_no_uid_has_more_than_its_share() -> None:
+    """A uid brings about one examination in so many seconds, whatever it does; others are not kept waiting by that."""
+    suspicions = Suspicions()
+    examined = []
+    for second in range(300):
+        suspicions.add(lost(1000), float(second))
+        if suspicions.due(float(second)) is not None:
+            examined.append(second)
+            suspicions.settle(float(second), proven=True)
+    assert examined == [0, 60, 120, 180, 240]
+    assert suspicions.add(lost(1001), 299.5)
+    assert suspicions.due(299.5) == lost(1001)
+
+
+def test_examination_answers_all() -> None:
+    """What one examination proves answers every open suspicion, those included that were not due."""
+    suspicions = Suspicions()
+    suspicions.add(lost(1), 0.0)
+    suspicions.settle(0.0, proven=True)
+    suspicions.add(lost(1), 1.0)
+    suspicions.add(lost(2), 2.0)
+    suspicions.settle(2.0, proven=True)
+    assert suspicions.due(2.0 + 10 * SPACING) is None
+
+
+def test_strong_suspicion_stays_where_nothing_was_proven() -> None:
+    """A server that lists the dead is examined again later where no canary could be sent; weaker signs are dropped."""
+    suspicions = Suspicions()
+    suspicions.add(lost(1), 0.0)
+    suspicions.add(lost(1, Cause.STILL_LISTED), 0.0)
+    assert suspicions.strong == lost(1, Cause.STILL_LISTED)
+    suspicions.settle(0.0, proven=False)
+    assert suspicions.due(SPACING - 1) is None
+    assert suspicions.due(SPACING) == lost(1, Cause.STILL_LISTED)
+    suspicions.clear()
+    assert suspicions.strong is None
+
+
+# -- the clients that a server lists -----------------------------------------------------------------------------------
+
+
+def test_client_that_lives_is_not_suspect() -> None:
+    """A client that lives and holds memory is nobody's suspicion, however long it is listed."""
+    clients = ListedClients()
+    clients.living(HERE, ALIVE, 1000, 0.0)
+    clients.keep([HERE])
+    assert clients.dead([HERE], {100: 5000}.get) == []
+    assert clients.silent([100], 10 * LONG) is None
+
+
+@pytest.mark.parametrize("ticks", [None, 6000])
+def test_client_that_is_kept(ticks: int | None) -> None:
+    """A client that ended and is still listed is suspect once, also where another process has its pid by now."""
+    clients = ListedClients()
+    clients.living(HERE, ALIVE, 1000, 0.0)
+    assert clients.dead([HERE], {100: ticks}.get) == [HERE]
+    found = clients.still_listed(HERE)
+    assert found == Suspicion(Cause.STILL_LISTED, "server 7 still lists client 100, which has ended", 1000)
+    assert clients.still_listed(HERE) is None
+
+
+def test_client_that_was_dead_before() -> None:
+    """One that mpsd never saw alive, as after its own restart, is suspect as well, and nobody's."""
+    clients = ListedClients()
+    assert clients.dead([HERE], {100: None}.get) == [HERE]
+    assert clients.still_listed(HERE) == Suspicion(
+        Cause.STILL_LISTED, "server 7 still lists client 100, which has ended", None
+    )
+
+
+def test_client_that_is_silent() -> None:
+    """A client that is listed for long without memory is suspect once; a successor with its pid has its own time."""
+    clients = ListedClients()
+    clients.living(HERE, ALIVE, 1000, 0.0)
+    assert clients.silent([], LONG - 1) is None
+    found = clients.silent([], LONG)
+    assert found is not None
+    assert (found.cause, found.uid) == (Cause.SILENT, 1000)
+    assert clients.silent([], 2 * LONG) is None
+    clients.living(HERE, ProcessIdentity(100, 6000), 1000, 2 * LONG)
+    assert clients.silent([], 2 * LONG + 1) is None
+    assert clients.silent([], 3 * LONG) is not None
+    clients.keep([])
+    assert clients.silent([], 9 * LONG) is None

@@ -1,0 +1,162 @@
+"""A server that serves nobody and says that it is well is noticed, nobody is admitted to it, and it is replaced."""
+
+import os
+import signal
+from typing import Any, Final
+
+import pytest
+
+from tests.daemon.conftest import Start
+from tests.daemon.helpers import event, next_ready, stopped
+from tests.harness import wait_until
+from tests.node import Node
+from tests.simulated_clients import SimulatedClient, leased, variables
+
+BRISK: Final = "[daemon]\ncanary_deadline = 2.0\nprobe_interval = 1.0\n"
+
+
+@pytest.fixture
+def node(make_node: Start) -> Node:
+    """Start a node whose canaries have little time."""
+    return make_node(simulate=1, control=None, config=BRISK).start()
+
+
+def hold(node: Node, **asked: Any) -> str:
+    """Take out a lease for this very process, which is no client; return its id."""
+    answer = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB", "gpu": "0", **asked})
+    assert answer.status == 201, answer.body
+    return str(answer.json["id"])
+
+
+def release(node: Node, lease: str) -> None:
+    """End a lease."""
+    assert node.request("DELETE", f"/v1/leases/{lease}").status == 204
+
+
+def wedge(node: Node) -> SimulatedClient:
+    """Have a client with a lease killed in mid-kernel, with no other client beside it."""
+    client = leased(node, "--threads", "25", "--memory", "2GiB")
+    client.launch(60)
+    client.kill()
+    return client
+
+
+def canary(node: Node) -> Any:
+    """Return what canaries prove."""
+    return node.request("POST", "/v1/daemons/gpu0/canary", {}).json
+
+
+def test_alone(node: Node) -> None:
+    """Where nobody is left, a control daemon whose server still lists a dead client is replaced without a canary."""
+    before = node.daemons()["gpu0"]["pid"]
+    with wedge(node) as client:
+        told = event(node, "server_suspect", cause="client_still_listed")
+        assert f"client {client.pid}" in told["because"]
+    next_ready(node, "gpu0", before)
+    with leased(node, "--threads", "25", "--memory", "2GiB") as again:
+        assert again.hello["mps"]
+        assert again.compute(0.01)["ok"]
+
+
+def test_beside_a_lease(node: Node) -> None:
+    """While a lease is there the daemon stays: canaries prove the wedge, nobody is admitted, and the end clears it."""
+    before, mine = node.daemons()["gpu0"]["pid"], hold(node)
+    with wedge(node) as client:
+        told = event(node, "server_wedged")
+    assert told["because"].count("did not initialise CUDA within 2 s") == 3
+    # Canaries are nobody's clients, although mpsd descends from the holder of a lease here.
+    assert {each["client"] for each in node.events("client_attributed")} <= {client.pid}
+    found = node.daemons()["gpu0"]
+    assert (found["state"], found["pid"], found["wedged"]) == ("ready", before, True)
+    answer = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
+    assert (answer.status, answer.json["code"], answer.json["limit"]) == (409, "daemon_not_ready", "health")
+    assert "wedged" in answer.json["detail"]
+    status = node.mpsctl("status")
+    assert status.returncode == 1
+    assert "is wedged" in status.stdout
+    release(node, mine)
+    next_ready(node, "gpu0", before)
+    event(node, "server_serves")
+    release(node, hold(node))
+
+
+def test_verify(node: Node) -> None:
+    """`mpsctl verify --canary` says whether MPS serves at all, also before there is a server, with the evidence."""
+    mine = hold(node)
+    said = node.mpsctl("verify", "--canary", "gpu0")
+    assert (said.returncode, said.stderr) == (0, "")
+    assert said.stdout.startswith("gpu0: ok: canary ")
+    with wedge(node):
+        said = node.mpsctl("verify", "--canary", "gpu0")
+        assert said.returncode == 1
+        assert said.stdout.startswith("gpu0: wedged: canary ")
+    release(node, mine)
+
+
+def test_lost_client(node: Node) -> None:
+    """A client that is killed while it idles makes its server suspect; one canary clears it, and nothing is closed."""
+    before, mine = node.daemons()["gpu0"]["pid"], hold(node)
+    with leased(node, "--threads", "25", "--memory", "2GiB") as client:
+        assert client.hello["ok"]
+        client.kill()
+    event(node, "server_suspect", cause="client_lost")
+    ended = event(node, "canary_ended", cause="client_lost")
+    assert ended["proof"] in {"context", "error"}  # the ceiling may be closed
+    assert node.daemons()["gpu0"]["pid"] == before
+    release(node, mine)
+
+
+def test_operators_restart(node: Node) -> None:
+    """An operator's restart of a wedged daemon waits for leases and living clients, and for nothing that is dead."""
+    before, mine = node.daemons()["gpu0"]["pid"], hold(node)
+    with wedge(node):
+        event(node, "server_wedged")
+    restart = node.mpsctl("restart", "gpu0", "--no-wait")
+    assert restart.returncode == 0, restart.stderr
+    release(node, mine)
+    next_ready(node, "gpu0", before)
+    event(node, "operation_ended", state="done")
+
+
+def test_stopped_server(node: Node) -> None:
+    """A server that is stopped answers nobody either, but that is no wedge."""
+    with leased(node, "--threads", "25", "--memory", "2GiB") as client:
+        server = client.hello["server"]
+        wait_until(
+            lambda: [each["pid"] for each in node.daemons()["gpu0"]["servers"]] == [server], what="it to be seen"
+        )
+        with stopped(server):
+            found = canary(node)
+        assert found["verdict"] == "unknown"
+        assert "is stopped (SIGSTOP)" in found["because"]
+        assert not node.daemons()["gpu0"]["wedged"]
+
+
+def test_hanging_clients_are_left_alone(node: Node) -> None:
+    """Clients that hang in a wedge keep their daemon: they are ended by whoever started them, or an operator's word."""
+    before, mine = node.daemons()["gpu0"]["pid"], hold(node, processes=2)
+    with wedge(node):
+        pass
+    with SimulatedClient(variables(node)) as hanging:
+        event(node, "server_wedged")
+        release(node, mine)
+        wait_until(lambda: node.get("/v1/clients").json["clients"], what="it to be listed")
+        assert node.daemons()["gpu0"]["pid"] == before
+        assert not hanging.has_answered
+        os.kill(hanging.pid, signal.SIGKILL)
+    next_ready(node, "gpu0", before)
+
+
+def test_end_that_does_not_come_about(make_node: Start) -> None:
+    """A server that does not come back from `terminate_client` is suspect; nobody is left in it, so it is replaced."""
+    config = f'{BRISK}[enforcement]\nterminate_deadline = 0.7\ngrace = 0.3\non_violation = "terminate"\n'
+    node = make_node(simulate=1, control=None, config=config).start()
+    before = node.daemons()["gpu0"]["pid"]
+    with SimulatedClient(variables(node)) as stray:
+        assert stray.do("ignore TERM")["ok"]
+        stray.launch(60)
+        told = event(node, "server_suspect", cause="terminate_client")
+        assert f"server {stray.hello['server']}" in told["because"]
+        next_ready(node, "gpu0", before)
+    with leased(node, "--threads", "25", "--memory", "2GiB") as client:
+        assert client.compute(0.01)["ok"]

@@ -1,0 +1,73 @@
+"""What the tests of ends share: clients that compute, and what became of one that was ended."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from tests.daemon.helpers import event
+from tests.node import Node
+from tests.simulated_clients import SimulatedClient, leased
+
+BUSY: Final = 0.05
+"""Seconds of the whole GPU's work in a kernel: a tenth of the GPU takes ten times as long."""
+
+
+def target(node: Node, *options: str) -> SimulatedClient:
+    """Start a client that has a lease, and that is attributed to it."""
+    client = leased(node, "--threads", "10", "--memory", "1GiB", *options)
+    event(node, "client_attributed", client=client.hello["pid"])
+    return client
+
+
+def lease_of(node: Node, client: SimulatedClient) -> str:
+    """Return the lease that a client holds."""
+    (found,) = (each for each in node.get("/v1/leases").json["leases"] if each["owner"]["pid"] == client.pid)
+    return str(found["id"])
+
+
+@contextmanager
+def neighbour(node: Node) -> Iterator[SimulatedClient]:
+    """Give a client that computes all the time, and prove at the end that nobody has harmed it."""
+    with target(node) as client:
+        client.loop(BUSY / 10)
+        yield client
+        _is_well(client)
+        client.end()  # by itself: killed in mid-kernel, it would harm others
+
+
+def unharmed(client: SimulatedClient) -> None:
+    """Prove that a client that computes has met no error, and let it compute on."""
+    _is_well(client)
+    client.loop(BUSY / 10)
+
+
+def _is_well(client: SimulatedClient) -> None:
+    client.tell("sync")
+    assert client.answer()["ok"]
+    assert client.answer()["ok"]
+
+
+def steps(node: Node, pid: int) -> list[str]:
+    """Return how a client was ended so far."""
+    return [line["step"] for line in node.events("client_forced", pid=pid)]
+
+
+def asked(node: Node, pid: int) -> int:
+    """Return how often the control daemon was asked to end the contexts of a client."""
+    lines = node.control_log("gpu0").read_text().splitlines()
+    return sum("Cmd:terminate_client" in line and line.endswith(f" {pid}") for line in lines)
+
+
+def ends(node: Node) -> list[dict[str, Any]]:
+    """Return the ends that are on disk."""
+    files = (node.root / "run" / "ends").glob("*.json")
+    return [json.loads(text) for file in files if (text := _read(file))]
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except FileNotFoundError:
+        return ""

@@ -1,0 +1,46 @@
+"""Ends of processes, as mpsd keeps them."""
+
+import asyncio
+import contextlib
+import signal
+import sys
+from pathlib import Path
+
+from mpsd.core.enforcement.ending import EndCause
+from mpsd.core.reload import LiveSettings
+from mpsd.core.settings import LogFormat, Settings
+from mpsd.daemon.ends.end_store import EndStore
+from mpsd.daemon.ends.endings import Endings
+from mpsd.daemon.record.log import configure
+from mpsd.system import process
+
+
+def pidfds() -> int:
+    """Return how many pidfds this process has."""
+    count = 0
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the directory itself
+            count += str(each.readlink()) == "anon_inode:[pidfd]"
+    return count
+
+
+def test_let_go_at_once(tmp_path: Path) -> None:
+    """An end that is taken back before its first step leaves no descriptor behind."""
+
+    async def scenario() -> tuple[int, int]:
+        target = process.spawn([sys.executable, "-c", "import signal; signal.pause()"], env={})
+        try:
+            endings = Endings(EndStore(tmp_path), LiveSettings(Settings()), configure(LogFormat.JSON))
+            before = pidfds()
+            endings.end(target.identity, EndCause("a test", "it is a test"))
+            endings.let_go(target.identity, "a test")
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            return before, pidfds()
+        finally:
+            target.signal(signal.SIGKILL)
+            await target.wait()
+            target.close()
+
+    before, after = asyncio.run(scenario())
+    assert after == before

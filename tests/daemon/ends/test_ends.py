@@ -1,0 +1,384 @@
+"""Clients are ended beside computing neighbours, whatever for: none of these is harmed, and nobody is ended twice.
+
+The nodes are of simulated parts: a simulated client that dies in mid-kernel harms those that share its server.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from mpsd.simulator.control import program as simulator
+from tests.daemon.caller import calling, needs_root
+from tests.daemon.conftest import Start
+from tests.daemon.control.operations import begin, ended, look, waiting
+from tests.daemon.ends.clients import BUSY, asked, ends, lease_of, neighbour, steps, target, unharmed
+from tests.daemon.helpers import BRISK, event, holding, is_running, program, states
+from tests.harness import look_at, wait_until
+from tests.node import Node
+from tests.simulated_clients import SimulatedClient, leased, variables
+
+GRACE: Final = "[enforcement]\ngrace = 0.3\n"
+ANN: Final = 61421
+"""A uid that has no rights and no name."""
+
+SMALL: Final = {"threads": 10, "memory": "1GiB", "gpu": "0"}
+
+
+@pytest.fixture
+def node(make_node: Start) -> Node:
+    """Start a simulated node."""
+    return make_node(simulate=1, control=None, config=GRACE).start()
+
+
+# -- each way ---------------------------------------------------------------------------------------------------------
+
+
+def by_release(node: Node, client: SimulatedClient) -> None:
+    """End it with its lease, at its owner's word."""
+    assert node.request("POST", f"/v1/leases/{lease_of(node, client)}/end").status == 202
+
+
+def by_expiry(node: Node, client: SimulatedClient) -> None:
+    """Have the time of its lease be over."""
+    node.reload(GRACE + 'on_expiry = "terminate"\n')
+    assert node.request("POST", f"/v1/leases/{lease_of(node, client)}/renew", {"ttl": 0.1}).status == 200
+
+
+def by_violation(node: Node, client: SimulatedClient) -> None:
+    """End it since it has no lease any more."""
+    node.reload(GRACE + '[violations]\nno_lease = "terminate"\n')
+    assert node.request("DELETE", f"/v1/leases/{lease_of(node, client)}").status == 204
+
+
+@pytest.mark.parametrize("way", [by_release, by_expiry, by_violation])
+def test_each_way(node: Node, way: Callable[[Node, SimulatedClient], None]) -> None:
+    """A client in mid-kernel is ended when its kernel has, and then gets its signal; its neighbour computes on."""
+    with neighbour(node), target(node) as client:
+        lease = lease_of(node, client)
+        client.launch(BUSY)
+        way(node, client)
+        assert client.process.wait(20) == -signal.SIGTERM
+        event(node, "client_ended", pid=client.pid)
+        assert steps(node, client.pid) == ["terminate_client", "SIGTERM"]
+        assert asked(node, client.pid) == 1
+        event(node, "lease_ended", lease=lease)
+        wait_until(lambda: not ends(node), what="nothing to be left on disk")
+
+
+def test_drain(node: Node) -> None:
+    """All are ended, one after the other, and none of them meets an error of another's."""
+    with target(node) as one, target(node) as other:
+        for each in (one, other):
+            each.launch(BUSY)
+        ended(node, begin(node, "drain", timeout=0))
+        for each in (one, other):
+            assert each.process.wait(20) == -signal.SIGTERM
+            assert each.answer()["ok"]  # its kernel has come to its end
+            assert steps(node, each.pid) == ["terminate_client", "SIGTERM"]
+            assert asked(node, each.pid) == 1
+    assert node.events("daemon_forced") == []
+
+
+def test_whoever_asks(node: Node) -> None:
+    """A client that is ended for three reasons at once is ended once."""
+    with neighbour(node), target(node) as client:
+        lease = lease_of(node, client)
+        client.launch(4 * BUSY)
+        by_release(node, client)
+        wait_until(lambda: asked(node, client.pid), what="its server to be asked")
+        by_release(node, client)
+        node.reload(GRACE + 'on_violation = "terminate"\n')
+        assert node.request("DELETE", f"/v1/leases/{lease}").status == 204
+        assert client.process.wait(20) == -signal.SIGTERM
+        assert steps(node, client.pid) == ["terminate_client", "SIGTERM"]
+        assert asked(node, client.pid) == 1
+
+
+# -- what the lease says ----------------------------------------------------------------------------------------------
+
+
+def test_program_that_stops_gracefully(node: Node) -> None:
+    """SIGTERM comes first where the lease asks for it, and is enough for a program that finishes its work."""
+    node.reload("[enforcement]\ngrace = 20.0\n")
+    with neighbour(node), target(node, "--stop", "sigterm") as client:
+        assert client.do("obey TERM")["ok"]
+        client.launch(BUSY)
+        by_release(node, client)
+        assert client.process.wait(20) == 0
+        event(node, "client_ended", pid=client.pid)
+        assert steps(node, client.pid) == ["SIGTERM"]
+        assert asked(node, client.pid) == 0
+
+
+def test_program_that_does_not(node: Node) -> None:
+    """Where it does not stop all the same, its server ends its contexts, and no second SIGTERM comes."""
+    with neighbour(node), target(node, "--stop", "sigterm") as client:
+        client.do("ignore TERM")
+        by_release(node, client)
+        assert client.process.wait(20) == -signal.SIGKILL
+        assert steps(node, client.pid) == ["SIGTERM", "terminate_client", "SIGKILL"]
+
+
+def test_catching_a_signal_proves_nothing(node: Node) -> None:
+    """A program that catches SIGTERM, and would exit in mid-kernel, gets none before its contexts are ended."""
+    with neighbour(node), target(node) as client:
+        assert client.do("catch TERM")["ok"]
+        client.launch(BUSY)
+        by_release(node, client)
+        assert client.process.wait(20) == 128 + signal.SIGTERM
+        assert steps(node, client.pid) == ["terminate_client", "SIGTERM"]
+
+
+# -- as long as it takes ----------------------------------------------------------------------------------------------
+
+
+def test_while_a_server_is_ending_contexts(make_node: Start) -> None:
+    """The daemon says what it waits for, and is no less healthy for it; grants wait, and come when it is over."""
+    node = make_node(simulate=1, control=None, config=GRACE + BRISK).start()
+    with neighbour(node), target(node) as client:
+        client.launch(6 * BUSY)
+        by_release(node, client)
+        daemon = wait_until(
+            lambda: "terminate_client" in (found := node.daemons()["gpu0"])["because"] and found, what="it to say so"
+        )
+        assert daemon["state"] == "ready"
+        assert f"ending the contexts of client {client.pid}" in daemon["because"]
+        status = node.get("/v1/status").json
+        assert status["healthy"]
+        (warning,) = (each for each in status["warnings"] if each["kind"] == "client_end")
+        assert "grants on gpu0 wait" in warning["because"]
+        assert node.get("/readyz").status == 200
+        granted = node.request("POST", "/v1/leases", SMALL)  # it waits meanwhile
+        assert granted.status == 201
+        assert client.answer()["ok"]
+        (released,) = node.events("client_forced", pid=client.pid, step="terminate_client")
+        (grant,) = node.events("lease_granted", lease=granted.json["id"])
+        assert released["at"] >= grant["at"]  # it was decided at once, and answered afterwards
+        assert client.process.wait(20) == -signal.SIGTERM
+    assert "unresponsive" not in states(node, "gpu0")
+
+
+def test_deadline(make_node: Start) -> None:
+    """A server that does not come back in time leaves the client alone beside others, and that is reported.
+
+    Once the client is alone on its server, signals end it.
+    """
+    config = "[enforcement]\ngrace = 0.3\nterminate_deadline = 0.5\n" + BRISK
+    node = make_node(simulate=1, control=None, config=config).start()
+    with target(node) as other, target(node) as client:
+        other.loop(BUSY / 10)
+        client.launch(100.0)
+        by_release(node, client)
+        failed = event(node, "client_forced", pid=client.pid, step="terminate_client")["failed"]
+        assert "did not answer 'terminate_client" in failed
+        stays = event(node, "client_not_ended", pid=client.pid)
+        assert "has other clients" in stays["stays_because"]
+        unharmed(other)
+        assert is_running(client.pid)
+        other.end()
+        assert client.process.wait(20) == -signal.SIGTERM
+        event(node, "client_ended", pid=client.pid)
+        assert steps(node, client.pid)[-1] == "SIGTERM"
+        assert {*steps(node, client.pid)[:-1]} == {"terminate_client"}
+
+
+def test_capacity_is_kept(node: Node) -> None:
+    """What a lease has is granted to nobody while its clients are being ended, and then it is."""
+    with neighbour(node), leased(node, "--threads", "60", "--memory", "1GiB") as client:
+        event(node, "client_attributed", client=client.hello["pid"])
+        lease = lease_of(node, client)
+        client.launch(20 * BUSY)
+        by_release(node, client)
+        wait_until(lambda: asked(node, client.pid), what="its server to be asked")
+        found = node.get(f"/v1/leases/{lease}").json
+        assert found["state"] == "active"
+        assert "its clients are being ended" in found["because"]
+        refused = node.request("POST", "/v1/leases", {**SMALL, "threads": 50})
+        assert (refused.status, refused.json["limit"]) == (409, "threads")
+        assert node.request("POST", f"/v1/leases/{lease}/renew", {"ttl": 60}).status == 404
+        assert node.request("POST", "/v1/leases", {**SMALL, "threads": 50, "wait": 20}).status == 201
+        assert client.process.wait(20) == -signal.SIGTERM
+
+
+def test_release_by_command(node: Node) -> None:
+    """`mpsctl release --end-clients` returns when both are gone; without clients it is as any release."""
+    with neighbour(node), target(node) as client:
+        lease = lease_of(node, client)
+        client.launch(BUSY)
+        assert node.mpsctl("release", lease, "--end-clients").returncode == 0
+        assert client.process.wait(20) == -signal.SIGTERM
+        assert node.get(f"/v1/leases/{lease}").json["state"] == "ended"
+        assert node.mpsctl("release", lease, "--end-clients").returncode == 0
+        idle = node.request("POST", "/v1/leases", SMALL).json["id"]
+        assert node.mpsctl("release", idle, "--end-clients").returncode == 0
+
+
+# -- mpsd is killed, or stopped ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_mpsd_ends_while_a_server_is_asked(make_node: Start, number: signal.Signals) -> None:
+    """The front-end that waits goes on, and the next mpsd hears its answer: nothing is asked twice."""
+    node = make_node(simulate=1, control=None, config=GRACE + BRISK).start()
+    with neighbour(node), target(node) as client:
+        client.launch(6 * BUSY)
+        by_release(node, client)
+        (end,) = wait_until(lambda: [each for each in ends(node) if each["pending"]], what="its server to be asked")
+        node.end(number)
+        front_end = end["pending"]["front_end"]["pid"]
+        assert look_at(front_end) is not None
+        node.start(ready=False)
+        resumed = event(node, "client_end_resumed", pid=client.pid)
+        assert resumed["step"] == "terminate_client"
+        assert client.process.wait(20) == -signal.SIGTERM
+        event(node, "client_ended", pid=client.pid)
+        node.wait_for_state("gpu0", "ready")
+        assert steps(node, client.pid) == ["terminate_client", "SIGTERM"]
+        assert asked(node, client.pid) == 1
+    assert "unresponsive" not in states(node, "gpu0")
+
+
+def test_mpsd_is_killed_before_a_server_is_asked(make_node: Start) -> None:
+    """The next mpsd does not know yet whose client a process is: until it does, there is no signal."""
+    node = make_node(simulate=1, control=None, config=GRACE + BRISK).start()
+    with neighbour(node), target(node) as client:
+        client.launch(BUSY)
+        with holding(node, "gpu0"):
+            by_release(node, client)
+            event(node, "client_not_ended", pid=client.pid)
+            node.end(signal.SIGKILL)
+        node.start(ready=False)
+        assert event(node, "client_end_resumed", pid=client.pid)["step"] == "none"
+        assert client.process.wait(20) == -signal.SIGTERM
+        assert steps(node, client.pid) == ["terminate_client", "SIGTERM"]
+
+
+def test_mpsd_is_killed_between_signals(node: Node) -> None:
+    """One that has had its SIGTERM has its time, and then SIGKILL: the next mpsd sends no second SIGTERM."""
+    node.reload("[enforcement]\ngrace = 1.0\n")
+    with neighbour(node), target(node) as client:
+        client.do("ignore TERM")
+        by_release(node, client)
+        event(node, "client_forced", pid=client.pid, step="SIGTERM")
+        node.end(signal.SIGKILL)
+        node.start()
+        assert client.process.wait(20) == -signal.SIGKILL
+        event(node, "client_ended", pid=client.pid)
+        assert steps(node, client.pid) == ["terminate_client", "SIGTERM", "SIGKILL"]
+
+
+def test_damaged_record(node: Node) -> None:
+    """A record that makes no sense is reported, and keeps mpsd from nothing."""
+    node.end()
+    (node.root / "run" / "ends" / "1-1.json").write_text("{")
+    node.start()
+    assert "ends/1-1.json" in event(node, "file_damaged")["because"]
+    assert ends(node) == []
+
+
+# -- whom nobody can identify -----------------------------------------------------------------------------------------
+
+_HIDES: Final = """
+[ "$1" = -f ] || {{ {command} | sed "s/^$(cat {file})\\$/0/"; exit; }}
+exec {command} "$@"
+"""
+
+
+class TestUnidentified:
+    """A client that lives where mpsd sees no processes has the pid 0 in its server's list."""
+
+    @pytest.fixture
+    def node(self, make_node: Start, short_tmp: Path) -> Node:
+        """Start a node whose front-ends say 0 for the pid that stands in a file."""
+        node = make_node(simulate=1, config='[enforcement]\nunadmitted = "allow"\ngrace = 0.3\n')
+        self.hidden = short_tmp / "hidden"
+        self.hidden.write_text("none")
+        command = " ".join(simulator(555, str(node.root / "run" / "simulated")))
+        (short_tmp / "bin").mkdir()
+        script = _HIDES.format(command=command, file=self.hidden)
+        node.control = program(short_tmp / "bin" / "nvidia-cuda-mps-control", script)
+        return node.start()
+
+    def _hidden(self, client: SimulatedClient) -> None:
+        self.hidden.write_text(str(client.hello["pid"]))
+
+    def test_drain_waits(self, node: Node) -> None:
+        """The daemon is not empty while it has such a client, and says that it waits for it."""
+        with SimulatedClient(variables(node)) as client:
+            self._hidden(client)
+            operation = begin(node, "drain")
+            (blocker,) = waiting(node, operation)
+            assert (blocker["what"], blocker["pid"]) == ("client", 0)
+            assert "cannot be identified (pid 0" in look(node, operation)["because"]
+            assert client.compute(0.01)["ok"]
+        ended(node, operation)
+
+    def test_timeout(self, node: Node) -> None:
+        """With a timeout it ends with its server, which is reported; nobody is admitted afterwards either."""
+        before = node.daemons()["gpu0"]["pid"]
+        with SimulatedClient(variables(node)) as hidden, SimulatedClient(variables(node)) as seen:
+            self._hidden(hidden)
+            assert seen.hello["ok"]
+            operation = begin(node, "drain", timeout=0.1)
+            ended(node, operation)
+            assert steps(node, seen.pid) == ["terminate_client", "SIGTERM"]
+            assert not hidden.sync()["ok"]
+        (forced,) = node.events("daemon_forced", step="quit -t")
+        assert "cannot be identified (pid 0" in forced["because"]
+        assert (after := node.wait_for_state("gpu0", "draining"))["pid"] != before, after
+        assert node.request("POST", "/v1/leases", SMALL).json["limit"] == "hold"
+
+
+@needs_root
+def test_who_becomes_another_user(make_node: Start, short_tmp: Path) -> None:
+    """Nobody has mpsd signal a process of another user: a client that executes a setuid program is left alone."""
+    copy = short_tmp / "becomes-root"
+    shutil.copy(Path(sys.executable).resolve(), copy)
+    copy.chmod(0o4755)
+    becomes = "import os; os.setgroups([]); os.setresuid(0, 0, 0); print('root', flush=True); input()"
+    script = (
+        "import os; from mpsd.simulator.cuda_process import CudaProcess; os.setgroups([]);"
+        f" os.setresgid({ANN}, {ANN}, {ANN}); os.setresuid({ANN}, {ANN}, {ANN});"
+        " cuda = CudaProcess(); print(os.getpid(), flush=True); input(); cuda.init(); cuda.context();"
+        f" print('client', flush=True); input(); os.execv({str(copy)!r}, [{str(copy)!r}, '-I', '-c', {becomes!r}])"
+    )
+    node = make_node(simulate=1, control=None, config=GRACE).start()
+    environment = {**os.environ, **variables(node)}
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        ) as process,
+        calling(node.socket, uid=ANN) as ann,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def says(expected: str) -> None:
+            assert process.stdout is not None
+            assert process.stdout.readline().strip() == expected
+
+        says(f"{process.pid}")
+        lease = ann.request("POST", "/v1/leases", {**SMALL, "pid": process.pid})
+        assert lease.status == 201, lease.body
+        for answer in ("client", "root"):
+            process.stdin.write("\n")
+            says(answer)
+            if answer == "client":
+                event(node, "client_attributed", client=process.pid)
+        assert ann.request("POST", f"/v1/leases/{lease.json['id']}/end").status == 202
+        assert f"it runs as uid 0, and its lease is of uid {ANN}" in event(node, "client_not_ended")["because"]
+        assert process.poll() is None
+        assert not [each for each in node.events("client_forced", pid=process.pid) if each["step"].startswith("SIG")]
+        process.kill()

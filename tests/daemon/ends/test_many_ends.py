@@ -1,0 +1,127 @@
+"""Many ends by every way, beside neighbours that compute, under an mpsd that is killed at any time: none is harmed.
+
+`MPSD_ENDS=500` for as many ends as that; `MPSD_SEED` for another order of events.
+"""
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Final
+
+import pytest
+
+from tests.daemon.conftest import Start
+from tests.daemon.ends.clients import BUSY, asked, ends, lease_of, neighbour, steps, target, unharmed
+from tests.daemon.helpers import event
+from tests.harness import wait_until
+from tests.node import Node
+from tests.simulated_clients import SimulatedClient, variables
+
+ENDS: Final = int(os.environ.get("MPSD_ENDS", "8"))
+SEED: Final = int(os.environ.get("MPSD_SEED", "16"))
+AT_ONCE: Final = 3
+
+CONFIG: Final = """
+[daemon]
+answer_deadline = 1.0
+[enforcement]
+grace = 0.5
+on_expiry = "terminate"
+[violations]
+no_lease = "terminate"
+"""
+
+
+class Target:
+    """A client that is to be ended, and how."""
+
+    def __init__(self, node: Node, dice: random.Random, stack: ExitStack) -> None:
+        self.node = node
+        self.way = dice.choice(["release", "release", "expiry", "violation", "released twice"])
+        self.polite = dice.random() < 0.25
+        self.stubborn = dice.random() < 0.3
+        options = ["--stop", "sigterm"] if self.polite else []
+        self.client = stack.enter_context(target(node, *options))
+        self.lease = lease_of(node, self.client)
+        # Of a process that had this pid before, in a long run.
+        self.earlier = len(steps(node, self.client.pid)), asked(node, self.client.pid)
+        if self.stubborn:
+            self.client.do("ignore TERM")
+        elif self.polite:
+            self.client.do("obey TERM")
+        else:
+            self.client.do("catch TERM")
+        # A program that was said to stop gracefully and does not may be in mid-kernel when its time is over.
+        if dice.random() < 0.7:
+            self.client.launch(BUSY * dice.random())
+
+    def end(self) -> None:
+        """Have it ended."""
+        path = f"/v1/leases/{self.lease}"
+        if self.way in {"release", "released twice"}:
+            assert self.node.request("POST", f"{path}/end").status == 202
+        if self.way == "released twice":
+            assert self.node.request("DELETE", path).status == 204
+        if self.way == "violation":
+            assert self.node.request("DELETE", path).status == 204
+        if self.way == "expiry":
+            assert self.node.request("POST", f"{path}/renew", {"ttl": 0.05}).status == 200
+
+    def check(self) -> None:
+        """Prove that it was ended once, and in this order."""
+        pid = self.client.pid
+        self.client.process.wait(30)
+        wait_until(lambda: pid not in [each["process"]["pid"] for each in ends(self.node)], what="its end to be over")
+        taken = steps(self.node, pid)[self.earlier[0] :]
+        assert taken, self.way
+        # What a lease that has ended said of its clients holds no more.
+        polite = self.polite and self.way != "violation"
+        assert taken[0] == ("SIGTERM" if polite else "terminate_client"), (self.way, taken)
+        assert len(set(taken)) == len(taken), taken
+        assert asked(self.node, pid) - self.earlier[1] <= 1
+
+
+@contextmanager
+def client_without_lease(node: Node) -> Iterator[SimulatedClient]:
+    """Give a client that nobody let in."""
+    with SimulatedClient(variables(node)) as stray:
+        assert stray.hello["pid"]
+        yield stray
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120 + 5 * ENDS)
+def test_many_ends(make_node: Start) -> None:
+    """Whatever ends whom, and whenever mpsd is killed: neighbours compute on, and each is ended once."""
+    node = make_node(simulate=1, control=None, config=CONFIG).start()
+    dice = random.Random(SEED)
+    with neighbour(node) as one, neighbour(node) as another:
+        for _ in range(0, ENDS, AT_ONCE):
+            with ExitStack() as stack:
+                targets = [Target(node, dice, stack) for _ in range(AT_ONCE)]
+                for each in targets:
+                    each.end()
+                if dice.random() < 0.6:
+                    for _ in range(dice.randrange(60)):  # each takes a millisecond or three
+                        node.get("/healthz")
+                    node.end(dice.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
+                    node.start()
+                for each in targets:
+                    each.check()
+            unharmed(one)
+            unharmed(another)
+
+
+@pytest.mark.slow
+def test_many_that_nobody_let_in(make_node: Start) -> None:
+    """Clients without a lease are ended one after the other, and none of them, nor a neighbour, is harmed."""
+    node = make_node(simulate=1, control=None, config=CONFIG).start()
+    with neighbour(node), ExitStack() as stack:
+        strays = [stack.enter_context(client_without_lease(node)) for _ in range(4)]
+        for each in strays:
+            assert each.process.wait(30) == -signal.SIGTERM
+            event(node, "client_ended", pid=each.pid)
+            assert steps(node, each.pid) == ["terminate_client", "SIGTERM"]
+            assert asked(node, each.pid) == 1

@@ -1,0 +1,51 @@
+"""What a GPU itself says that it needs decides whether it is given out, where its driver tells that (570 and newer)."""
+
+from typing import Any, Final
+
+import pytest
+
+from tests.daemon.conftest import Start
+from tests.daemon.helpers import event
+from tests.harness import wait_until
+from tests.node import Node
+from tests.system.fake_nvml import FakeNvml
+
+DRIVER: Final = (
+    "driver 570.124.06",
+    "gpu GPU-11111111-2222-4333-8444-555555555555 9.0 0 85520809984 640000000 0 NVIDIA H100 80GB HBM3",
+)
+SMALL: Final = {"threads": 10, "memory": "1GiB"}
+
+
+@pytest.fixture
+def node(make_node: Start, nvml: FakeNvml) -> Node:
+    """Start a node whose one GPU is what the fake NVML shows of it."""
+    nvml.show(*DRIVER, "recovery 0 0")
+    return make_node(simulate=None, config="", env=nvml.variables).start()
+
+
+def is_now(node: Node, health: str) -> dict[str, Any]:
+    """Wait until the GPU has this health, and return it."""
+    found: dict[str, Any] = wait_until(
+        lambda: (gpu := node.get("/v1/gpus").json["gpus"][0])["health"] == health and gpu,
+        what=f"the GPU to be {health}; the log is {node.stderr}",
+    )
+    return found
+
+
+def test_recovery(node: Node, nvml: FakeNvml) -> None:
+    """An Xid takes no GPU out of service that says that it needs nothing; one that needs a reset is given to nobody."""
+    nvml.show(*DRIVER, "recovery 0 0", "xid 0 79")
+    event(node, "gpu_xid", xid=79)
+    assert "Xid 79" in is_now(node, "ok")["because"]
+    assert node.request("POST", "/v1/leases", SMALL).status == 201
+    nvml.show(*DRIVER, "recovery 0 4", "xid 0 79", "xid 0 154")
+    gpu = is_now(node, "faulty")
+    assert gpu["because"].startswith("it needs a reset, and works at reduced capacity until then; at ")
+    assert "mpsctl drain gpu0" in gpu["hint"]
+    refused = node.request("POST", "/v1/leases", SMALL)
+    assert (refused.json["code"], refused.json["limit"]) == ("daemon_not_ready", "health")
+    # Once it was reset it says so, and nobody has to tell mpsd.
+    nvml.show(*DRIVER, "recovery 0 0", "xid 0 79", "xid 0 154", "xid 0 154")
+    is_now(node, "ok")
+    assert node.request("POST", "/v1/leases", SMALL).status == 201

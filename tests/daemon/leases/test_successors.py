@@ -1,0 +1,253 @@
+"""Programs of one lease that come one after another, and beside each other: each gets the lease's part, on a real node.
+
+MPSD_RUNS says how many programs there are to be in the random run.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from mpsd.simulator.devices import VARIABLE
+from tests.daemon.conftest import Start
+from tests.daemon.helpers import GIB, MIB
+from tests.harness import wait_until
+from tests.node import Node
+from tests.simulated_clients import SimulatedClient, gpus, leased
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("binds")]
+
+RUNS: Final = int(os.environ.get("MPSD_RUNS", "20"))
+
+_ONE_AFTER_ANOTHER: Final = """
+import os, sys, time
+from mpsd.simulator import client
+read, write = os.pipe()
+os.write(write, b"alloc 1MiB\\ncompute 0.01\\n")
+os.close(write)
+programs, pause = int(sys.argv[1]), float(sys.argv[2])
+text = os.read(read, 1000)
+for number in range(programs):
+    pid = os.fork()
+    if pid == 0:
+        read, write = os.pipe()
+        os.write(write, text)
+        os.close(write)
+        os.dup2(read, 0)
+        status = client.main()
+        sys.stdout.flush()
+        os._exit(status)
+    os.waitpid(pid, 0)
+    time.sleep(pause)
+"""
+"""Short programs, each of which connects as soon as the one before has ended, or a moment later."""
+
+
+def attach(mode: str, more: str = "") -> str:
+    """Return a configuration with this mode."""
+    return f'[enforcement]\nattach = "{mode}"\n{more}'
+
+
+def one_after_another(node: Node, programs: int, pause: float) -> list[dict[str, Any]]:
+    """Run short programs under one lease of a quarter, with so many seconds between them, and return what each says."""
+    root = str(Path(__file__).parents[3])
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
+    mpsctl = [sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket), "run", "--threads", "25"]
+    run = [*mpsctl, "--memory", "2GiB", "--gpu", "0", "--", sys.executable, "-c", _ONE_AFTER_ANOTHER]
+    done = subprocess.run(
+        [*run, str(programs), str(pause)],
+        env={**bare, VARIABLE: str(node.root / "run" / "simulated"), "PYTHONPATH": root},
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    return [each for each in said if "active_thread_percentage" in each]
+
+
+def has_quarter(said: dict[str, Any]) -> bool:
+    """Tell whether a client has the quarter of its lease, under MPS."""
+    return (said["mps"], said["active_thread_percentage"], said["pinned_device_mem_limit"]) == (True, 25.0, 2 * GIB)
+
+
+@pytest.mark.parametrize(("mode", "pause"), [("anytime", 0.0), ("shared", 0.05)])
+def test_instant_successors(make_node: Start, mode: str, pause: float) -> None:
+    """Of 30 short programs, each right after the one before, none goes without: at once, or in `shared` 50 ms after."""
+    node = make_node(simulate=1, control=None, config=attach(mode)).start()
+    found = one_after_another(node, 30, pause)
+    assert len(found) == 30
+    assert [each for each in found if not has_quarter(each)] == []
+
+
+def attributed(node: Node, clients: int) -> str:
+    """Wait until the only lease has so many clients, and return its id."""
+
+    def look() -> str | None:
+        (lease,) = node.get("/v1/leases").json["leases"]
+        return lease["id"] if len(lease["clients"]) == clients else None
+
+    found: str = wait_until(look, what=f"{clients} clients to be attributed; the log is {node.stderr}")
+    return found
+
+
+def in_force(node: Node) -> tuple[float, int]:
+    """Return the limits that are in force, read back."""
+    daemon = node.daemons()["gpu0"]
+    limits = daemon["limits"]
+    return (limits["active_thread_percentage"], limits["pinned_device_mem_limit"]) if daemon["verified"] else (0.0, 0)
+
+
+OPEN, CLOSED = (25.0, 2 * GIB), (0.1, MIB)
+
+
+_BESIDE: Final = """
+import subprocess, sys
+waits, client = ["sh", "-c", 'read go && exec "$@"', "sh"], sys.argv[1:]
+processes = [subprocess.Popen(client, stdin=subprocess.PIPE, bufsize=0)]
+for line in sys.stdin:
+    if line.strip() == "another":
+        processes.append(subprocess.Popen([*waits, *client], stdin=subprocess.PIPE, bufsize=0))
+    else:
+        processes[-1].stdin.write(line.encode())
+"""
+"""Holds a lease, starts a client, and another process when it is told to, and tells the latest what else it is told.
+
+A further process becomes a client when it is told anything.
+"""
+
+
+@pytest.mark.parametrize("mode", ["shared", "strict"])
+def test_closes_behind_a_context(make_node: Start, mode: str) -> None:
+    """It closes behind a client once NVML shows memory of it, and opens as soon as that client is gone."""
+    node = make_node(simulate=1, control=None, config=attach(mode)).start()
+    with leased(node, "--threads", "25", "--memory", "2GiB", within=(sys.executable, "-c", _BESIDE)) as holder:
+        assert has_quarter(holder.hello)
+        lease = attributed(node, 1)
+        if not gpus(node)[0].processes()[holder.hello["pid"]].memory:
+            node.request("GET", f"/v1/leases/{lease}/verify")  # has the GPUs read
+            assert in_force(node) == OPEN
+        assert holder.alloc("1MiB")["ok"]
+        node.request("GET", f"/v1/leases/{lease}/verify")
+        wait_until(lambda: in_force(node) == CLOSED, what=f"the ceiling to close; the log is {node.stderr}")
+        holder.tell("exit")
+        wait_until(lambda: in_force(node) == OPEN, what=f"the ceiling to open; the log is {node.stderr}")
+        holder.tell("another")
+        holder.tell("go")
+        assert has_quarter(holder.answer())
+
+
+def test_where_nvml_cannot_tell(make_node: Start) -> None:
+    """Where a GPU cannot be read, it closes behind a client at the end of the window."""
+    node = make_node(simulate=1, control=None, config=attach("shared", "attach_window = 0.5\n")).start()
+    with leased(node, "--threads", "25", "--memory", "2GiB") as holder:
+        assert has_quarter(holder.hello)
+        lease = attributed(node, 1)
+        gpus(node)[0].lose()
+        node.request("GET", f"/v1/leases/{lease}/verify")
+        wait_until(lambda: in_force(node) == CLOSED, what=f"the ceiling to close; the log is {node.stderr}")
+        gpus(node)[0].recover()
+        holder.end()
+
+
+def test_new_descendant(make_node: Start) -> None:
+    """In `shared` it opens again, when the window is over, for a process that a lease with room has started."""
+    config = attach("shared", "attach_window = 3.0\n")
+    node = make_node(simulate=1, control=None, config=config).start()
+    asked = ("--threads", "50", "--memory", "4GiB", "--processes", "2")
+    with leased(node, *asked, within=(sys.executable, "-c", _BESIDE)) as holder:
+        assert has_quarter(holder.hello)
+        assert holder.alloc("1MiB")["ok"]
+        node.request("GET", f"/v1/leases/{attributed(node, 1)}/verify")
+        wait_until(lambda: in_force(node) == CLOSED, what=f"the ceiling to close; the log is {node.stderr}")
+        holder.tell("another")
+        wait_until(lambda: in_force(node) == OPEN, what=f"the ceiling to open; the log is {node.stderr}")
+        holder.tell("go")
+        assert has_quarter(holder.answer())
+
+
+def test_any_number_of_processes(make_node: Start) -> None:
+    """Each process of a lease for any number gets all of it, is counted as a client, and what all hold is summed up."""
+    node = make_node(simulate=1, control=None).start()
+    asked = ("--threads", "25", "--memory", "2GiB", "--processes", "any")
+    with leased(node, *asked, within=(sys.executable, "-c", _BESIDE)) as holder:
+        assert has_quarter(holder.hello)
+        holder.tell("another")
+        holder.tell("go")
+        assert has_quarter(holder.answer())
+        (lease,) = node.get("/v1/leases").json["leases"]
+        assert lease["processes"] == 0
+        attributed(node, 2)
+        assert node.get("/v1/gpus").json["gpus"][0]["clients"] == 2
+
+
+@dataclass
+class Job:
+    """A lease and its holder, and what each of its processes is to have."""
+
+    holder: SimulatedClient
+    threads: float
+    memory: int
+
+    @classmethod
+    def granted(cls, node: Node, dice: random.Random) -> "Job":
+        """Take out a lease of any size, for any number of processes, and start the first of them at once."""
+        processes = dice.choice([1, 1, 2, 3, None])
+        threads, memory = dice.randint(1, 70), dice.randint(1, 4096)
+        whole = processes or 1
+        asked = ("--threads", f"{threads * whole / 10}", "--memory", f"{memory * whole}MiB")
+        many = ("--processes", "any" if processes is None else f"{processes}")
+        beside = (sys.executable, "-c", _BESIDE)
+        return cls(leased(node, *asked, *many, "--gpu", "0", within=beside), threads / 10, memory * MIB)
+
+    def check(self, said: dict[str, Any]) -> None:
+        """See that a process has its part, no more and no less."""
+        assert said["ok"], said
+        found = said["mps"], said["active_thread_percentage"], said["pinned_device_mem_limit"]
+        assert found == (True, self.threads, self.memory)
+
+    def another(self) -> None:
+        """Have one more process come, beside the others or after they have gone."""
+        self.holder.tell("another")
+        self.holder.tell("go")
+        self.check(self.holder.answer())
+
+    def end(self) -> None:
+        """End the holder, and with it all that it started."""
+        with self.holder:
+            self.holder.kill()
+
+
+@pytest.mark.timeout(60 + 2 * RUNS)
+def test_honest_programs(make_node: Start) -> None:
+    """In `anytime` no honest process is below its part, nor above, whatever comes and goes beside it."""
+    dice = random.Random(0)
+    node = make_node(simulate=1, control=None, config="").start()
+    jobs, checked = list[Job](), 0
+    try:
+        while checked < RUNS:
+            step = dice.choice(["grant", "another", "another", "leave", "end", "read"])
+            if step == "grant" and len(jobs) < 4:
+                jobs.append(Job.granted(node, dice))
+                jobs[-1].check(jobs[-1].holder.hello)
+                checked += 1
+            elif step == "another" and jobs:
+                dice.choice(jobs).another()
+                checked += 1
+            elif step == "leave" and jobs:  # and one comes in the moment after
+                job = dice.choice(jobs)
+                job.holder.tell("exit")
+                job.another()
+                checked += 1
+            elif step == "end" and jobs:
+                jobs.pop(dice.randrange(len(jobs))).end()
+            elif step == "read":
+                node.get("/v1/gpus")
+    finally:
+        for job in jobs:
+            job.end()

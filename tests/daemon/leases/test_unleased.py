@@ -1,0 +1,125 @@
+"""Clients that no lease has count against what is granted, and for their users: nobody takes a GPU by being unknown."""
+
+from typing import Any
+
+import pytest
+
+from tests.daemon.caller import calling, needs_root
+from tests.daemon.conftest import Start
+from tests.daemon.helpers import GIB, event
+from tests.harness import wait_until
+from tests.node import Node
+from tests.simulated_clients import SimulatedClient, variables
+
+THREADS = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+ALLOW = '[enforcement]\nunadmitted = "allow"\n'
+BOB = 2721
+
+
+def gpu(node: Node) -> tuple[float, int, int]:
+    """Return what counts as used without a lease: threads, GiB of memory, and clients."""
+    found = node.get("/v1/status").json["gpus"][0]
+    return found["threads_unleased"], found["memory_unleased"] // GIB, found["clients_unleased"]
+
+
+def refused(node: Node, limit: str, **asked: Any) -> str:
+    """Ask for what is refused for want of this, and return the reason."""
+    answer = node.request("POST", "/v1/leases", asked)
+    assert (answer.status, answer.json["limit"]) == (409 if "." not in limit else 403, limit), answer.body
+    return str(answer.json["detail"])
+
+
+def sees(node: Node, threads: float, memory: int, clients: int) -> None:
+    """Wait until that is what counts as used without a lease."""
+    wait_until(lambda: gpu(node) == (threads, memory, clients), what="it to be counted", deadline=20)
+
+
+def test_counted(make_node: Start) -> None:
+    """A client without a lease counts as what its environment names and what it holds, until it goes."""
+    node = make_node(simulate=1, control=None, config=ALLOW).start()
+    with SimulatedClient({**variables(node), THREADS: "60"}) as client:
+        client.alloc("40GiB")
+        sees(node, 60.0, 40, 1)
+        because = refused(node, "threads", threads=50, memory=GIB)
+        assert because == (
+            "50.0 % of the threads were requested, but only 40 % are left; 1 client without a lease counts as 60 % and"
+            " 40GiB"
+        )
+        assert "40GiB" in refused(node, "memory", threads=10, memory=40 * GIB)
+        for command in ("status", "gpus"):
+            assert "GPU 0: 60% and 40GiB count as used by 1 client without a lease" in node.mpsctl(command).stdout
+        with calling(node.socket) as caller, SimulatedClient({**variables(node), THREADS: "nonsense"}) as other:
+            fits = caller.admit(threads=39.9, memory=30 * GIB)
+            assert fits.status == 201
+            assert other.hello["mps"]
+            sees(node, 60.1, 40, 2)
+            assert node.get(f"/v1/leases/{fits.json['id']}").json["state"] == "granted"
+    sees(node, 0.0, 0, 0)
+    assert node.request("POST", "/v1/leases", {"threads": 60, "memory": 40 * GIB}).status == 201
+
+
+def test_waited_for(make_node: Start) -> None:
+    """What a client without a lease uses can be waited for, since it may go: it is never called out of reach."""
+    node = make_node(simulate=1, control=None, config=ALLOW).start()
+    with SimulatedClient({**variables(node), THREADS: "60"}) as client:
+        sees(node, 60.0, 0, 1)
+        with calling(node.socket) as caller:
+            answer = caller.admit(fraction=1.0)
+            assert (answer.status, answer.json["code"]) == (409, "does_not_fit")
+            assert client.end() == 0
+            assert caller.admit(fraction=1.0, wait=30).status == 201
+
+
+@pytest.mark.parametrize("ends", ["released", "expired"])
+def test_left_behind(make_node: Start, ends: str) -> None:
+    """What the clients of a lease hold that has ended is not granted again before they have gone, at no moment."""
+    node = make_node(simulate=1, control=None, config="").start()
+    asked = {"threads": 60, "memory": 60 * GIB}
+    with calling(node.socket) as caller:
+        lease = node.request("POST", "/v1/leases", asked).json
+        with SimulatedClient({**variables(node), **lease["env"]}) as client:
+            assert client.hello["ok"]
+            event(node, "client_attributed", client=client.hello["pid"])
+            client.alloc("50GiB")  # which NVML was not asked about yet
+            if ends == "released":
+                assert node.request("DELETE", f"/v1/leases/{lease['id']}").status == 204
+            else:
+                assert node.request("POST", f"/v1/leases/{lease['id']}/renew", {"ttl": 0.001}).status == 200
+                event(node, "lease_ended", lease=lease["id"])
+            assert gpu(node)[0] == 60.0
+            answer = caller.admit(threads=10, memory=60 * GIB)
+            assert (answer.status, answer.json["limit"]) == (409, "memory")
+            sees(node, 60.0, 50, 1)
+            assert caller.admit(**asked).status == 409
+        assert caller.admit(**asked, wait=30).status == 201
+
+
+@needs_root
+def test_charged(make_node: Start) -> None:
+    """What a user's clients use without a lease counts in its quota."""
+    quota = f'[daemon]\nusers = "many"\n[quota.{BOB}]\nthreads = 70\n'
+    node = make_node(simulate=1, control=None, config=ALLOW + quota).start()
+    as_bob = ("setpriv", f"--reuid={BOB}", f"--regid={BOB}", "--clear-groups")
+    with (
+        SimulatedClient({**variables(node), THREADS: "50"}, before=as_bob),
+        calling(node.socket, uid=BOB) as bob,
+    ):
+        sees(node, 50.0, 0, 1)
+        answer = bob.admit(threads=30, memory=GIB)
+        assert (answer.status, answer.json["limit"]) == (403, "quota.threads")
+        assert "mpsctl clients" in answer.json["hint"]
+        assert bob.admit(threads=20, memory=GIB).status == 201
+        assert node.request("POST", "/v1/leases", {"threads": 30, "memory": GIB}).status == 201
+
+
+def test_one_too_many(make_node: Start) -> None:
+    """A client for which its lease has no room counts beside the lease."""
+    node = make_node(simulate=1, control=None, config="").start()
+    lease = node.request("POST", "/v1/leases", {"threads": 60, "memory": GIB}).json
+    with SimulatedClient({**variables(node), **lease["env"]}) as first:
+        assert event(node, "client_attributed", client=first.hello["pid"])
+        assert gpu(node)[2] == 0
+        with SimulatedClient({**variables(node), **lease["env"], THREADS: "10"}) as second:
+            assert event(node, "violation", pid=second.hello["pid"])["kind"] == "processes"
+            sees(node, 10.0, 0, 1)
+            refused(node, "threads", threads=31, memory=GIB)

@@ -1,0 +1,177 @@
+"""Leases of one user and programs of another: named with their cause and cure, and how root does it right."""
+
+import json
+import os
+import pwd
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from tests.daemon.caller import NOBODY, calling, needs_root
+from tests.daemon.conftest import Start
+from tests.daemon.helpers import GIB, event
+from tests.harness import wait_until
+from tests.node import Node
+from tests.simulated_clients import WAITS, SimulatedClient, leased
+
+pytestmark = needs_root
+
+ANN, BOB = 2731, 2732
+MANY = '[daemon]\nusers = "many"\n'
+QUOTA = f'{MANY}[quota."%{NOBODY}"]\nthreads = 30\n'
+AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
+NAME = pwd.getpwuid(NOBODY).pw_name
+ROOT = str(Path(__file__).parents[3])
+
+
+@pytest.fixture(scope="module")
+def python() -> str:
+    """Return an interpreter that other users can run: that of the tests may be in a home directory."""
+    for each in (sys.executable, "/usr/bin/python3"):
+        if subprocess.run([*AS_NOBODY, "sh", "-c", f"{each} -c ''"], capture_output=True, check=False).returncode == 0:
+            return each
+    pytest.skip("no Python here that other users can run")
+
+
+def instead(python: str) -> tuple[str, ...]:
+    """Return what becomes the program that follows, under another interpreter."""
+    return ("sh", "-c", f'shift; exec {python} "$@"', "sh")
+
+
+def go(program: SimulatedClient) -> None:
+    """Have a program that waits become a client."""
+    assert program.process.stdin is not None
+    program.process.stdin.write(b"go\n")
+
+
+@pytest.fixture
+def node(make_node: Start) -> Node:
+    """Start a node of many users."""
+    return make_node(simulate=1, control=None, config=QUOTA).start()
+
+
+def verified(node: Node, lease: str) -> Any:
+    """Have everything read anew, and return how a lease is."""
+    return node.get(f"/v1/leases/{lease}/verify").json
+
+
+# -- a change of user --------------------------------------------------------------------------------------------------
+
+
+def test_holder_that_changed(node: Node, python: str) -> None:
+    """A holder that became another user is named, with what to type, before it is on the GPU or after."""
+    with leased(node, "--fraction", "0.25", within=(*AS_NOBODY, *WAITS, *instead(python))) as program:
+        lease = event(node, "lease_granted", pid=program.pid)["lease"]
+        expected = (
+            f"process {program.pid}, the holder of lease {lease}, runs as uid {NOBODY}, and the lease is uid 0's, so"
+            f" that the process has no part in it: start it, as root, by mpsctl run --user {NOBODY}"
+        )
+        answer = wait_until(lambda: (found := verified(node, lease))["violations"] and found, what="it to be found")
+        assert (answer["ok"], answer["because"], answer["violations"]) == (False, expected, [expected])
+        told = event(node, "violation", pid=program.pid)
+        assert (told["kind"], told["lease"], told["policy"]) == ("user", lease, "report")
+        assert expected in node.mpsctl("verify", lease).stdout
+        for command in (("status",), ("show", lease), ("doctor", "--only", "violations")):
+            assert expected in node.mpsctl(*command).stdout, command
+        go(program)
+        assert not program.hello["mps"]
+        assert expected in verified(node, lease)["violations"]
+    event(node, "lease_ended", lease=lease)
+    event(node, "violation_ended", pid=program.pid)
+
+
+def test_relative_that_changed(make_node: Start, python: str) -> None:
+    """What a holder starts as another user, by su say, is named where it runs on the GPU, and is not ended."""
+    config = f'{MANY}[enforcement]\non_violation = "terminate"\ngrace = 0.2\n'
+    node = make_node(simulate=1, control=None, config=config).start()
+    within = ("sh", "-c", 'exec 3<&0; "$@" <&3 & wait', "sh", *AS_NOBODY, *instead(python))
+    with leased(node, "--fraction", "0.25", within=within) as program:
+        lease, pid = event(node, "lease_granted", pid=program.pid)["lease"], program.hello["pid"]
+        assert not program.hello["mps"]
+        answer = verified(node, lease)
+        assert answer["because"] == (
+            f"process {pid} of the family of lease {lease} runs outside MPS, without limits, on the GPU of gpu0 as uid"
+            f" {NOBODY}, and the lease is uid 0's, so that the process has no part in it: start it, as root, by"
+            f" mpsctl run --user {NOBODY}"
+        )
+        assert event(node, "violation", pid=pid)["policy"] == "report"
+        assert verified(node, lease)["violations"] == [answer["because"]]
+        assert program.do("sync")["ok"]
+
+
+# -- the right way -----------------------------------------------------------------------------------------------------
+
+
+def test_run_as(node: Node, python: str) -> None:
+    """Root runs another user's program under a lease of that user's: under MPS, within its limits and its quota."""
+    with leased(node, "--fraction", "0.25", "--user", NAME, within=(*WAITS, *instead(python))) as program:
+        lease = event(node, "lease_granted", pid=program.pid)["lease"]
+        assert verified(node, lease)["violations"] == []
+        go(program)
+        assert (program.hello["mps"], program.hello["active_thread_percentage"]) == (True, 25.0)
+        event(node, "client_attributed", client=program.pid, lease=lease)
+        assert verified(node, lease)["ok"]
+        shown = node.get(f"/v1/leases/{lease}").json
+        assert (shown["owner"]["uid"], shown["owner"]["gid"]) == (NOBODY, pwd.getpwuid(NOBODY).pw_gid)
+        refused = node.mpsctl("run", "--fraction", "0.25", "--user", str(NOBODY), "--", "true")
+        assert (refused.returncode, "your quota is 30 %" in refused.stderr) == (77, True), refused.stderr
+    assert node.events("violation") == []
+
+
+def test_what_it_becomes(node: Node, python: str) -> None:
+    """The program has the user's uid, gid and groups, and the variables that su sets; its lease is its own to renew."""
+    script = (
+        f'id; echo "$HOME $SHELL $USER $LOGNAME $PWD"; {python} -m mpsd.cli.main renew "$MPSD_LEASE" --ttl 5000 -o json'
+    )
+    done = node.mpsctl(
+        "run", "--fraction", "0.25", "--ttl", "1000", "--user", NAME, "--", "sh", "-c", script,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{Path(click.__file__).parents[1]}"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    identity, variables, *renewed = done.stdout.splitlines()
+    user = pwd.getpwuid(NOBODY)
+    assert variables == f"{user.pw_dir} {user.pw_shell} {NAME} {NAME} {ROOT}"
+    as_su_has_it = subprocess.run(["su", "-s", "/bin/sh", "-c", "id", NAME], capture_output=True, text=True, check=True)
+    assert identity == as_su_has_it.stdout.strip()
+    assert json.loads("\n".join(renewed))["owner"]["uid"] == NOBODY
+
+
+def test_what_cannot_be(node: Node) -> None:
+    """Nobody but an administrator takes out a lease for another, and what nobody is cannot be named."""
+    owner = {"uid": BOB, "gid": BOB}
+    with calling(node.socket, uid=ANN) as ann:
+        answer = ann.admit(threads=10, memory=GIB, owner=owner)
+        assert (answer.status, answer.json["code"]) == (403, "not_permitted")
+    for name in ("nobody-has-this-name", "4294967294", "99999999999999999999"):
+        refused = node.mpsctl("admit", "--fraction", "0.1", "--user", name)
+        assert (refused.returncode, "there is no user" in refused.stderr) == (2, True), refused.stderr
+    by_ann = ["setpriv", f"--reuid={ANN}", f"--regid={ANN}", "--clear-groups", sys.executable, "-m", "mpsd.cli.main"]
+    done = subprocess.run(
+        [*by_ann, "--socket", str(node.socket), "run", "--fraction", "0.1", "--user", NAME, "--", "true"],
+        capture_output=True, text=True, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert (done.returncode, "only root" in done.stderr) == (77, True), done.stderr
+    assert node.get("/v1/leases").json["leases"] == []
+
+
+def test_admit_for(node: Node) -> None:
+    """Root takes out a lease for a process of another user's, which stays its holder; the other may end it."""
+    with calling(node.socket, uid=BOB) as bob, calling(node.socket, uid=ANN) as ann:
+        answer = node.request(
+            "POST", "/v1/leases", {"fraction": 0.1, "pid": bob.pid, "owner": {"uid": BOB, "gid": BOB, "groups": [77]}}
+        )
+        assert (answer.status, answer.json["owner"]["uid"], answer.json["owner"]["pid"]) == (201, BOB, bob.pid)
+        path = f"/v1/leases/{answer.json['id']}"
+        assert verified(node, answer.json["id"])["violations"] == []
+        assert ann.request("DELETE", path).status == 403
+        assert bob.request("DELETE", path).status == 204
+    done = node.mpsctl("admit", "--fraction", "0.1", "--user", NAME, "-o", "env", "--pid", str(os.getpid()))
+    (lease,) = re.findall(r"^export MPSD_LEASE=(\S+)$", done.stdout, re.MULTILINE)
+    assert node.get(f"/v1/leases/{lease}").json["owner"]["uid"] == NOBODY
+    # This process, of root's, holds it for the other, as an administrator said.
+    assert verified(node, lease)["violations"] == []

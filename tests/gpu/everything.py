@@ -1,0 +1,144 @@
+"""All that is to be measured on a GPU, in one command, on a machine with Python, NVIDIA's driver and nothing else.
+
+    python3 tests/gpu/everything.py --fetch wheels [--python 3.12]   where there is a network: what that machine needs
+    python3 tests/gpu/everything.py --wheels wheels                  there, as root, in a checkout of mpsd
+
+It needs no pip, no network and no CUDA toolkit there: wheels are archives, and are unpacked. It says what the machine
+lacks; runs the tests of a real GPU, the questions and the report, each with a deadline, which is 7.5 minutes for all;
+and prints their tables for docs/gpu.md. The status is 0 when all of it ran and no test failed.
+"""
+
+import argparse
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+
+PROGRAMS: Final = ("/usr/local/nvidia/bin", "/opt/nvidia/bin", "/driver-root/usr/bin")
+LIBRARIES: Final = ("/usr/local/nvidia/lib64", "/opt/nvidia/lib64", "/driver-root/usr/lib64")
+"""Where containers and cloud images have the driver's programs and libraries, beside the usual places."""
+
+PARTS: Final = (
+    (
+        "the tests of a real GPU",
+        ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu"),
+        210,
+    ),
+    ("what NVIDIA does not document", ("-m", "tests.gpu.questions"), 150),
+    ("the report", ("-m", "tests.gpu.report"), 90),
+)
+"""What is run, as arguments of Python, and for how many seconds at most."""
+
+
+def requirements() -> list[str]:
+    """Return what mpsd and these tests need, as pyproject.toml has it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    tests = project["optional-dependencies"]["test"]
+    return [*project["dependencies"], *(each for each in tests if each.startswith("pytest"))]
+
+
+def fetch(directory: Path, python: str | None) -> int:
+    """Download the wheels for a machine with this Python, or with that of here."""
+    which = ["--python-version", python] if python else []
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--only-binary=:all:",
+        *which,
+        "--dest",
+        str(directory),
+    ]
+    return subprocess.run([*command, *requirements()], check=False).returncode
+
+
+def lacking(environment: dict[str, str]) -> Iterator[str]:
+    """Yield what this machine lacks."""
+    if sys.version_info < (3, 11):  # noqa: UP036 - this is where that is said
+        yield f"Python 3.11 or newer: this is {sys.version.split()[0]}"
+    if os.geteuid() != 0:
+        yield "root: the tests start control daemons and clients of several users"
+    if shutil.which("nvidia-cuda-mps-control", path=environment["PATH"]) is None:
+        yield "nvidia-cuda-mps-control in PATH: it comes with NVIDIA's driver, or as a package of its own"
+    if shutil.which("nvidia-cuda-mps-server", path=environment["PATH"]) is None:
+        yield "nvidia-cuda-mps-server in PATH: a control daemon starts it for the first client"
+    for library in ("libcuda.so.1", "libnvidia-ml.so.1"):
+        places = [*(Path(each, library) for each in environment["LD_LIBRARY_PATH"].split(":") if each), library]
+        if not any(_loads(each) for each in places):
+            yield f"{library}: it comes with NVIDIA's driver"
+
+
+def _loads(library: Path | str) -> bool:
+    try:
+        ctypes.CDLL(str(library))
+    except OSError:
+        return False
+    return True
+
+
+def run(wheels: Path) -> int:
+    """Unpack the wheels, and run all of it."""
+    inherited = os.environ.get("LD_LIBRARY_PATH", "")
+    environment = {
+        **os.environ,
+        "PATH": ":".join([os.environ.get("PATH", os.defpath), *PROGRAMS]),
+        "LD_LIBRARY_PATH": ":".join(filter(None, [inherited, *LIBRARIES])),
+        "MPSD_REQUIRE_GPU": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if missing := list(lacking(environment)):
+        print("This machine lacks:", *missing, sep="\n- ")
+        return 1
+    site = Path(tempfile.mkdtemp(prefix="mpsd-site-", dir="/tmp"))
+    site.chmod(0o755)  # clients of other users import from it
+    begin, failed = time.monotonic(), list[str]()
+    try:
+        for wheel in sorted(wheels.glob("*.whl")):
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(site)
+        environment["PYTHONPATH"] = f"{ROOT}:{site}"
+        for what, arguments, seconds in PARTS:
+            print(f"\n--- {what}, {seconds} s at most", flush=True)
+            try:
+                done = subprocess.run(
+                    [sys.executable, *arguments], cwd=ROOT, env=environment, timeout=seconds, check=False
+                )
+            except subprocess.TimeoutExpired:
+                failed.append(f"{what}: not done after {seconds} s")
+            else:
+                failed += [f"{what}: status {done.returncode}"] if done.returncode else []
+    finally:
+        shutil.rmtree(site)
+    print(f"\n--- {time.monotonic() - begin:.0f} s;", "; ".join(failed) or "all of it ran, and no test failed")
+    return 1 if failed else 0
+
+
+def main() -> int:
+    """Do what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fetch", type=Path, metavar="DIR", help="download what is needed, and do nothing else")
+    parser.add_argument("--python", metavar="VERSION", help="of the machine that it is for, such as 3.12")
+    parser.add_argument("--wheels", type=Path, metavar="DIR", help="what --fetch downloaded")
+    given = parser.parse_args()
+    if given.fetch is not None:
+        return fetch(given.fetch, given.python)
+    if given.wheels is None or not list(given.wheels.glob("*.whl")):
+        parser.error("--wheels DIR has to name a directory with what --fetch downloaded")
+    return run(given.wheels)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

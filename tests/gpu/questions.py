@@ -1,0 +1,320 @@
+"""What NVIDIA does not document of MPS, asked of this machine's first GPU: `python -m tests.gpu.questions`.
+
+NVIDIA's own control daemon answers, without mpsd, and nothing is judged: whatever happens is the answer, a row of a
+table for docs/gpu.md. The last questions may leave MPS wedged, and each has a control daemon of its own, which is ended
+by `quit -t` and then by force. With `--quick` all work is a tenth as long: enough to try this program, not the GPU.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from tests.daemon.helpers import GIB, MIB, is_running
+from tests.gpu import machine
+from tests.gpu.machine import PROGRAM, Client
+from tests.gpu.report import Row, said
+from tests.harness import remove_tree, wait_until
+
+LATE: Final = (*PROGRAM, "--late")
+
+OPEN: Final = ("100", "16384M")
+PART: Final = ("30", "4096M")
+CLOSED: Final = ("0.1", "1M")
+"""Limits as the front-end takes them: much of the GPU, a part of it, and the least that reads back."""
+
+PACE: Final = 0.1 if "--quick" in sys.argv else 1.0
+"""How long work takes, against what is written below."""
+
+LONG: Final = 20.0
+"""Seconds without an answer after which a client is said to hang."""
+
+Limits = tuple[str, str]
+
+
+class Mps:
+    """One of NVIDIA's own control daemons for the first GPU, in a directory of its own."""
+
+    def __init__(self, root: Path) -> None:
+        root.mkdir()
+        self.variables = {"CUDA_MPS_PIPE_DIRECTORY": str(root), "CUDA_VISIBLE_DEVICES": "0"}
+        self._environment = {**os.environ, **self.variables, "CUDA_MPS_LOG_DIRECTORY": str(root)}
+        self._log = (root / "out").open("wb")
+        self._socket = root / "control"
+
+    def __enter__(self) -> Self:
+        """Start it."""
+        self._process = subprocess.Popen(
+            [machine.control(), "-f"],
+            env=self._environment,
+            stdout=self._log,
+            stderr=self._log,
+            stdin=subprocess.DEVNULL,
+        )
+        wait_until(self._socket.exists, what="the control daemon to listen")
+        wait_until(
+            lambda: "100" in self.ask("get_default_active_thread_percentage"), what="the control daemon to answer"
+        )
+        return self
+
+    def ask(self, text: str) -> str:
+        """Say something by NVIDIA's front-end, and return what it answers."""
+        command = [machine.control()]
+        done = subprocess.run(
+            command, env=self._environment, input=f"{text}\n", capture_output=True, text=True, timeout=LONG, check=False
+        )
+        return done.stdout.strip()
+
+    @property
+    def servers(self) -> list[int]:
+        """The pids of its servers."""
+        return [int(each) for each in self.ask("get_server_list").split() if each.isdigit()]
+
+    def set(self, limits: Limits) -> None:
+        """Have the next client get these limits at most."""
+        threads, memory = limits
+        lines = [f"set_default_active_thread_percentage {threads}", f"set_default_device_pinned_mem_limit 0 {memory}"]
+        for server in self.servers:
+            lines.append(f"set_active_thread_percentage {server} {threads}")
+            lines.append(f"set_device_pinned_mem_limit {server} 0 {memory}")
+        self.ask("\n".join(lines))
+
+    def client(self, **variables: str) -> Client:
+        """Start a client that initialises CUDA when it is told to."""
+        return Client(LATE, {**machine.ENVIRONMENT, **self.variables, **variables})
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End it and its servers: as NVIDIA says, and by force where that does not help."""
+        servers: list[int] = []
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            servers = self.servers
+            self.ask("quit -t 5")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(LONG)
+        self._process.kill()
+        self._process.wait()
+        for server in servers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(server, signal.SIGKILL)
+        wait_until(lambda: not any(is_running(each) for each in servers), what="the servers to be gone", deadline=60)
+        self._log.close()
+
+
+def do(client: Client, *lines: str, seconds: float = LONG) -> dict[str, Any]:
+    """Have a client do this, and return its last answer, or the first that is an error; a hang is an answer, too."""
+    answer: dict[str, Any] = {"ok": True}
+    for line in lines:
+        client.tell(line)
+        try:
+            answer = client.answer(seconds)
+        except AssertionError as error:
+            return {"ok": False, "error": str(error), "call": line}
+        if not answer["ok"]:
+            return answer
+    return answer
+
+
+def context(client: Client) -> str:
+    """Say what the current context has: multiprocessors, as CUDA says and as they ran, and memory."""
+    info, work = do(client, "info"), do(client, "busy 0.3")
+    held = do(client, "alloc-until-refused", seconds=60)
+    do(client, "free")
+    if not (info["ok"] and work["ok"] and held["ok"]):
+        return said(next(each for each in (info, work, held) if not each["ok"]))
+    free, total = info["free"] / GIB, info["total"] / GIB
+    ran = f"{work['multiprocessors']} multiprocessors ran (CUDA says {info['multiprocessors']})"
+    return f"{ran}; {held['held'] // MIB} MiB, then {held['refused']} (CUDA says {free:.1f} of {total:.1f} GiB free)"
+
+
+def begun(client: Client, *lines: str) -> str:
+    """Have a client do this, and say what its context then has, or what failed."""
+    answer = do(client, *lines)
+    return context(client) if answer["ok"] else said(answer)
+
+
+# -- when limits bind -------------------------------------------------------------------------------------------------
+
+
+def binding(mps: Mps) -> Iterator[Row]:
+    """Whether a client is fixed when it connects or when it makes a context: under closed, open and changed limits."""
+    mps.set(OPEN)
+    with mps.client() as client:
+        yield "opened: a client that makes its context at once", begun(client, "init", "create")
+    changes = [
+        ("opened, then closed", OPEN, CLOSED),
+        ("closed, then opened", CLOSED, OPEN),
+        ("opened, then part", OPEN, PART),
+    ]
+    for what, before, after in changes:
+        mps.set(before)
+        with mps.client() as client:
+            answer = do(client, "init")
+            time.sleep(5 * PACE)
+            mps.set(after)
+            first = begun(client, "create") if answer["ok"] else said(answer)
+            yield f"{what}: cuInit before, the context 5 s later", first
+
+
+def contexts(mps: Mps) -> Iterator[Row]:
+    """Whether a second context, or a primary context that was reset, has the limits of its own time."""
+    mps.set(OPEN)
+    with mps.client() as client:
+        yield "opened: the first context", begun(client, "init", "create")
+        mps.set(PART)
+        yield "part, since then: the same context", context(client)
+        yield "part: a second context of the process", begun(client, "create")
+        yield "and the first again", begun(client, "destroy")
+    mps.set(OPEN)
+    with mps.client() as client:
+        yield "opened: the primary context", begun(client, "init", "primary")
+        mps.set(PART)
+        yield "part, since then: it is reset", begun(client, "reset")
+
+
+def successors(mps: Mps) -> Iterator[Row]:
+    """What a successor gets that connects at once when its predecessor has ended, under limits that change then."""
+    mps.set(PART)
+    with mps.client() as client:
+        do(client, "init", "create", "busy 0.2")
+        mps.set(CLOSED)
+        client.end()
+        begin = time.monotonic()
+        mps.set(PART)
+        yield "limits of a server changed by the front-end in", f"{(time.monotonic() - begin) * 1000:.1f} ms"
+    with mps.client() as client:
+        yield "part: a successor that connects at once", begun(client, "init", "create")
+
+
+def least(mps: Mps) -> Iterator[Row]:
+    """What can be run with 0.1 % and 1 MiB, and with each alone."""
+    for what, limits in (("0.1 % and 1 MiB", CLOSED), ("0.1 %", ("0.1", "16384M")), ("1 MiB", ("100", "1M"))):
+        mps.set(limits)
+        with mps.client() as client:
+            yield f"{what}: a context", begun(client, "init", "create")
+
+
+def variables(mps: Mps) -> Iterator[Row]:
+    """What a client's own variables do: lower, higher, and a memory limit for a GPU that it cannot see."""
+    mps.set(PART)
+    threads, memory = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+    cases = {
+        "its own 10 % and 1 GiB": {threads: "10", memory: "0=1G"},
+        "its own 100 % and 12 GiB": {threads: "100", memory: "0=12G"},
+        "its own 1 GiB, and one for GPU 1, which it cannot see": {memory: "0=1G,1=1G"},
+        "one for GPU 7 alone": {memory: "7=1G"},
+    }
+    for what, own in cases.items():
+        with mps.client(**own) as client:
+            yield f"part: a client with {what}", begun(client, "init", "create")
+
+
+# -- how clients end --------------------------------------------------------------------------------------------------
+
+
+def ending(mps: Mps) -> Iterator[Row]:
+    """What the end of a busy client does to another one on the same server."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with mps.client() as neighbour, mps.client() as victim:
+            for each in (neighbour, victim):
+                do(each, "init", "create", "busy 0.2")
+            victim.tell(f"busy {30 * PACE}")
+            neighbour.tell(f"busy {6 * PACE}")
+            time.sleep(2 * PACE)
+            victim.kill(number)
+            try:
+                answer = neighbour.answer(LONG)
+            except AssertionError as error:
+                answer = {"ok": False, "error": str(error), "call": "busy"}
+            yield f"{number.name} of a busy client: its neighbour, in its work", said(answer)
+            yield "and its neighbour, a moment later", said(do(neighbour, "busy 0.2"))
+            yield "and one that comes then", after(mps)
+
+
+def terminating(mps: Mps) -> Iterator[Row]:
+    """What `terminate_client` says, how long it takes, and what it does to the client and to its neighbour."""
+    with mps.client() as neighbour, mps.client() as victim:
+        for each in (neighbour, victim):
+            do(each, "init", "create", "busy 0.2")
+        victim.tell(f"busy {30 * PACE}")
+        neighbour.tell(f"busy {6 * PACE}")
+        time.sleep(2 * PACE)
+        begin = time.monotonic()
+        answer = mps.ask(f"terminate_client {mps.servers[0]} {victim.pid}")
+        took = time.monotonic() - begin
+        yield "terminate_client of a busy client", f"{answer!r} after {took:.2f} s"
+        yield "the client, in its work", said(victim.answer(60))
+        yield "its neighbour, in its work", said(neighbour.answer(LONG))
+        victim.kill(signal.SIGKILL)
+        yield "its neighbour, once the client was killed", said(do(neighbour, "busy 0.2"))
+        yield "and one that comes then", after(mps)
+
+
+def wedge(mps: Mps) -> Iterator[Row]:
+    """Whether a client that is killed while it is busy, alone on its server, leaves a server that serves nobody."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with mps.client() as client:
+            do(client, "init", "create", "busy 0.2")
+            client.tell(f"busy {30 * PACE}")
+            time.sleep(2 * PACE)
+            client.kill(number)
+        time.sleep(PACE)
+        servers = mps.servers
+        states = [mps.ask(f"get_server_status {each}") for each in servers]
+        listed = [mps.ask(f"get_client_list {each}") or "nobody" for each in servers]
+        yield f"{number.name} of a busy client, alone: its server", f"{states}, and lists {listed}"
+        yield "and one that comes then", after(mps)
+
+
+def after(mps: Mps) -> str:
+    """Say how a client fares that comes now."""
+    with mps.client() as client:
+        begin = time.monotonic()
+        answer = do(client, "init", "create", "busy 0.2")
+        took = time.monotonic() - begin
+        if answer["ok"]:
+            client.end()
+        return f"{said(answer)}, after {took:.1f} s"
+
+
+QUESTIONS: Final[tuple[Callable[[Mps], Iterator[Row]], ...]] = (
+    binding, contexts, successors, least, variables, terminating, ending, wedge,
+)  # fmt: skip
+
+
+def answers(root: Path) -> Iterator[Row]:
+    """Ask each question of a control daemon of its own; one that cannot be asked to its end says why."""
+    for number, question in enumerate(QUESTIONS):
+        with ExitStack() as stack:
+            try:
+                yield from question(stack.enter_context(Mps(root / f"{number}")))
+            except (AssertionError, OSError, IndexError, subprocess.TimeoutExpired) as error:
+                yield f"{question.__name__}: could not be asked to its end", " ".join(str(error).split())
+
+
+def main() -> int:
+    """Print the table, row by row as it is measured."""
+    if (missing := machine.missing()) is not None:
+        print(f"nothing to ask: {missing}", file=sys.stderr)
+        return 1
+    root = Path(tempfile.mkdtemp(prefix="mq-", dir="/tmp"))
+    try:
+        print("| what | answer |\n|---|---|")
+        for what, answer in answers(root):
+            print(f"| {what} | {answer} |", flush=True)
+    finally:
+        remove_tree(root)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

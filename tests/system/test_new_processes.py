@@ -1,0 +1,46 @@
+"""New processes are found by their numbers, each once, and those that were there before are not."""
+
+import os
+import subprocess
+import threading
+from collections.abc import Callable
+
+from mpsd.system import process_table
+from mpsd.system.new_processes import NewProcesses
+from tests.harness import wait_until
+
+
+def finder(new: NewProcesses, wanted: set[int]) -> Callable[[], bool]:
+    """Return what looks until all of these were found; others of the machine may come meanwhile."""
+    found = list[int]()
+
+    def look() -> bool:
+        found.extend(new.look())
+        assert len(found) == len(set(found))
+        return wanted <= set(found)
+
+    return look
+
+
+def test_found_once() -> None:
+    """Each process that has come since is found, once, however many they are; one that was there before is not."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as before:
+        new = NewProcesses()
+        there = [subprocess.Popen(["cat"], stdin=subprocess.PIPE) for _ in range(80)]
+        look = finder(new, {each.pid for each in there})
+        wait_until(look, what="all of them to be found")
+        assert before.pid not in new.look()
+        for each in (before, *there):
+            each.communicate()
+
+
+def test_threads_are_told_apart() -> None:
+    """A thread has a number, too, and may be found; the process table knows it for one."""
+    new, done = NewProcesses(), threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    assert thread.native_id is not None
+    wait_until(finder(new, {thread.native_id}), what="the thread's number")
+    assert process_table.process_of_thread(thread.native_id) == os.getpid()
+    done.set()
+    thread.join()

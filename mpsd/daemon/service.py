@@ -138,7 +138,9 @@ async def serve(plan: Plan) -> None:
                 completeness=Completeness(lease_store, log),
                 limit_gates=limit_gates,
                 pipe_access=pipe_access,
-                server_watches=ServerWatches(Canaries(plan.canary, plan.program, limit_gates, pipe_access), live, log),
+                server_watches=ServerWatches(
+                    Canaries(plan.canary, plan.program, limit_gates, pipe_access), run_dir.daemon, live, log
+                ),
                 quarantine=quarantine,
                 endings=endings,
                 log=log,

@@ -25,6 +25,7 @@ from mpsd.core.supervision.wedge import (
     Verdict,
 )
 from mpsd.daemon.canary.canary import Canaries
+from mpsd.daemon.canary.unserved import Unserved, UnservedRecord
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.gpu.gpus import Gpus
 from mpsd.daemon.record.log import EventName, Logger
@@ -57,6 +58,7 @@ class ServerWatch:
         supervisor: Supervisor,
         canaries: Canaries,
         gpus: Gpus,
+        record: UnservedRecord,
         *,
         settings: LiveSettings,
         changed: Callable[[], None],
@@ -66,6 +68,7 @@ class ServerWatch:
         self._supervisor = supervisor
         self._canaries = canaries
         self._gpus = gpus
+        self._record = record
         self._settings = settings
         self._changed = changed
         self._log = log.bind(daemon=supervisor.name)
@@ -75,20 +78,21 @@ class ServerWatch:
         """Tells whether the daemon was asked since a client that it lists was found to have ended."""
         self._lost = supervisor.lost_clients
         self._process: ProcessIdentity | None = None
-        self._server: int | None = None
-        self._unserved: str | None = None
-        self._wedged = False
+        self._server: ProcessIdentity | None = None
+        self._unserved = record.load()
+        """What speaks against the server; what an earlier mpsd knew holds until it was examined again."""
         self._again = 0.0
-        """When a server that is wedged is examined again."""
+        """When a server that serves nobody is examined again."""
         self._examining: asyncio.Task[Examination] | None = None
 
     # -- what others may ask and say ----------------------------------------------------------------------------------
 
     def applied(self, daemon: Daemon) -> Daemon:
         """Return a snapshot of the daemon with what is known of its server."""
-        if self._unserved is None or daemon.process is None or daemon.process.identity != self._process:
+        known = self._unserved
+        if known is None or daemon.process is None or daemon.process.identity != known.daemon:
             return daemon
-        return replace(daemon, unserved=self._unserved, wedged=self._wedged)
+        return replace(daemon, unserved=known.because, wedged=known.wedged)
 
     def suspect(self, suspicion: Suspicion) -> None:
         """Take in a suspicion from elsewhere, such as an end that did not come about."""
@@ -126,13 +130,14 @@ class ServerWatch:
         if self._supervisor.snapshot().state not in ANSWERED:
             return None
         now = clock.monotonic()
-        if self._wedged and now >= self._again:
-            return Suspicion(Cause.WEDGED, "it was found wedged before")
+        if self._unserved is not None and now >= self._again:
+            found = "it was found wedged" if self._unserved.wedged else "it did not answer a canary"
+            return Suspicion(Cause.WEDGED, f"{found} before")
         return self._suspicions.due(now)
 
     def _look(self, daemon: Daemon) -> None:
         identity = daemon.process.identity if daemon.process is not None else None
-        server = next((each.pid for each in daemon.servers if not each.orphan), None)
+        server = _server_of(daemon)
         if (identity, server) != (self._process, self._server) and self._is_gone():
             self._forget()
         self._process, self._server = identity, server
@@ -141,20 +146,21 @@ class ServerWatch:
         self._look_at_clients(daemon)
         lost, self._lost = self._supervisor.lost_clients - self._lost, self._supervisor.lost_clients
         if lost > 0:
-            uid = proc.real_uid(server) if server is not None else None
-            self.suspect(Suspicion(Cause.LOST, f"server {server} lost a client that had not said goodbye", uid))
+            uid = proc.real_uid(server.pid) if server is not None else None
+            who = f"server {server.pid}" if server is not None else "a server"
+            self.suspect(Suspicion(Cause.LOST, f"{who} lost a client that had not said goodbye", uid))
         strong = self._suspicions.strong
-        if self._wedged:
-            self._supervisor.distrust(self._unserved)
+        if self._unserved is not None and self._unserved.wedged:
+            self._supervisor.distrust(self._unserved.because)
         else:
             self._supervisor.distrust(strong.because if strong is not None else None)
 
     def _is_gone(self) -> bool:
         """Tell whether the daemon, or the server, of which something is known is gone."""
-        daemon = self._process
-        if daemon is not None and proc.start_ticks(daemon.pid) != daemon.start_ticks:
+        known = [each for each in (self._process, self._server) if each is not None]
+        if any(proc.start_ticks(each.pid) != each.start_ticks for each in known):
             return True
-        return self._server is not None and proc.start_ticks(self._server) is None
+        return self._unserved is not None and self._unserved.is_gone
 
     def _forget(self) -> None:
         """Forget what is known: it was about a server that is gone."""
@@ -162,8 +168,8 @@ class ServerWatch:
         self._listed = ListedClients()
         self._is_answered = None
         if self._unserved is not None:
+            self._conclude(None)
             self._log.info(EventName.SERVER_SERVES, because="the server that served no client is gone")
-            self._conclude(None, wedged=False)
         self._supervisor.distrust(None)
 
     def _look_at_clients(self, daemon: Daemon) -> None:
@@ -202,7 +208,7 @@ class ServerWatch:
             level = self._log.info if end.proof is Proof.CONTEXT else self._log.warning
             level(EventName.CANARY_ENDED, proof=end.proof, cause=reason.cause, because=end.because)
             if end.proof is Proof.SILENCE and self._unserved is None:
-                self._conclude(f"{reason.because}; {end.because}", wedged=False)
+                self._conclude(self._against(f"{reason.because}; {end.because}", wedged=False))
         found = Examination(verdict, reason, clock.now(), tuple(ends))
         self._settle(found)
         return found
@@ -220,15 +226,36 @@ class ServerWatch:
         self._again = now + wedge.SPACING
         evidence = f"{found.reason.because}; {found.evidence}"
         if found.verdict is Verdict.WEDGED:
-            if not self._wedged:
+            if not self._is_wedged:
+                self._conclude(self._against(evidence, wedged=True))
                 self._log.error(EventName.SERVER_WEDGED, because=evidence)
-                self._conclude(evidence, wedged=True)
-            self._supervisor.distrust(self._unserved)
-        elif self._unserved is not None and not (self._wedged and found.ends[-1].proof is Proof.NOTHING):
+            self._supervisor.distrust(self._unserved.because if self._unserved is not None else None)
+        elif self._unserved is not None and not (self._is_wedged and found.ends[-1].proof is Proof.NOTHING):
+            self._conclude(None)
             self._log.info(EventName.SERVER_SERVES, because=evidence)
-            self._conclude(None, wedged=False)
             self._supervisor.distrust(None)
 
-    def _conclude(self, unserved: str | None, *, wedged: bool) -> None:
-        self._unserved, self._wedged = unserved, wedged
+    @property
+    def _is_wedged(self) -> bool:
+        return self._unserved is not None and self._unserved.wedged
+
+    def _against(self, because: str, *, wedged: bool) -> Unserved | None:
+        """Return what speaks against the server that is there now; None where its control daemon has gone meanwhile."""
+        daemon = self._supervisor.snapshot()
+        if daemon.process is None:
+            return None
+        return Unserved(daemon.process.identity, _server_of(daemon), because, wedged)
+
+    def _conclude(self, unserved: Unserved | None) -> None:
+        self._record.keep(unserved)  # before anybody hears of it
+        self._unserved = unserved
         self._changed()
+
+
+def _server_of(daemon: Daemon) -> ProcessIdentity | None:
+    """Return the server of a control daemon, if one is there."""
+    for each in daemon.servers:
+        ticks = None if each.orphan else proc.start_ticks(each.pid)
+        if ticks is not None:
+            return ProcessIdentity(each.pid, ticks)
+    return None

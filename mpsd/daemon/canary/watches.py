@@ -6,27 +6,39 @@ from mpsd.core.model import Daemon
 from mpsd.core.reload import LiveSettings
 from mpsd.core.supervision.wedge import Cause, Suspicion
 from mpsd.daemon.canary.canary import Canaries
+from mpsd.daemon.canary.unserved import UnservedRecord
 from mpsd.daemon.canary.watch import Examination, ServerWatch
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.gpu.gpus import Gpus
 from mpsd.daemon.record.log import Logger
+from mpsd.system.rundir import DaemonPaths
 
 
 class ServerWatches:
     """Who watches which server, by the name of its control daemon."""
 
-    def __init__(self, canaries: Canaries, settings: LiveSettings, log: Logger) -> None:
+    def __init__(
+        self, canaries: Canaries, paths: Callable[[str], DaemonPaths], settings: LiveSettings, log: Logger
+    ) -> None:
+        """`paths` returns where the control daemon of a name has its files."""
         self._canaries = canaries
+        self._paths = paths
         self._settings = settings
         self._log = log
         self._watches: dict[str, ServerWatch] = {}
 
-    async def watch(self, supervisor: Supervisor, gpus: Gpus, changed: Callable[[], None]) -> None:
-        """Watch the server of a control daemon until cancelled; `changed` is called with each verdict."""
+    def add(self, supervisor: Supervisor, gpus: Gpus, changed: Callable[[], None]) -> ServerWatch:
+        """Return the watch over the server of a control daemon; `changed` is called with each verdict."""
         watch = self._watches[supervisor.name] = ServerWatch(
-            supervisor, self._canaries, gpus, settings=self._settings, changed=changed, log=self._log
+            supervisor,
+            self._canaries,
+            gpus,
+            UnservedRecord(self._paths(supervisor.name).unserved, self._log),
+            settings=self._settings,
+            changed=changed,
+            log=self._log,
         )
-        await watch.run()
+        return watch
 
     def applied(self, daemon: Daemon) -> Daemon:
         """Return a snapshot of a control daemon with what is known of its server."""

@@ -245,7 +245,7 @@ class Node:
                 self._limit_gates.add(supervisor)
                 self._endings.add(supervisor)
                 self._group.create_task(supervisor.run())
-                self._group.create_task(self.server_watches.watch(supervisor, self.gpus, self._look))
+                self._group.create_task(self.server_watches.add(supervisor, self.gpus, self._look).run())
                 self._is_offered = False
 
     # -- telling ------------------------------------------------------------------------------------------------------

@@ -1,13 +1,15 @@
 """A server that serves nobody and says that it is well is noticed, nobody is admitted to it, and it is replaced."""
 
+import json
 import os
 import signal
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import event, next_ready, stopped
+from tests.daemon.helpers import event, is_running, kill, next_ready, stopped
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, leased, variables
@@ -39,6 +41,11 @@ def wedge(node: Node) -> SimulatedClient:
     client.launch(60)
     client.kill()
     return client
+
+
+def record(node: Node) -> Path:
+    """Return the file that has what speaks against a server."""
+    return node.root / "run" / "gpu0.unserved.json"
 
 
 def canary(node: Node) -> Any:
@@ -77,6 +84,59 @@ def test_beside_a_lease(node: Node) -> None:
     release(node, mine)
     next_ready(node, "gpu0", before)
     event(node, "server_serves")
+    release(node, hold(node))
+
+
+def test_verdict_outlives_mpsd(node: Node) -> None:
+    """The next mpsd admits nobody to a wedged server either, without a new canary, and replaces it in the end."""
+    before, mine = node.daemons()["gpu0"]["pid"], hold(node)
+    with wedge(node):
+        told = event(node, "server_wedged")
+    node.end(signal.SIGKILL)
+    canaries = node.events("canary_ended")
+    node.start(ready=False)
+    found = node.wait_for_state("gpu0", "ready")
+    assert (found["pid"], found["wedged"], found["unserved"]) == (before, True, told["because"])
+    answer = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
+    assert (answer.status, answer.json["code"]) == (409, "daemon_not_ready")
+    assert node.events("canary_ended") == canaries
+    wait_until(lambda: node.events("canary_ended") != canaries, what="it to be examined again")
+    release(node, mine)
+    next_ready(node, "gpu0", before)
+    event(node, "server_serves")
+    release(node, hold(node))
+    assert not record(node).exists()
+
+
+@pytest.mark.parametrize("gone", ["server", "daemon", "boot"])
+def test_verdict_on_a_server_that_is_gone(node: Node, gone: str) -> None:
+    """What was noted of a server that is no more says nothing about the next one."""
+    mine = hold(node)
+    with wedge(node) as client:
+        event(node, "server_wedged")
+    node.end(signal.SIGKILL)
+    noted = json.loads(record(node).read_bytes())
+    server = noted["unserved"]["server"]["pid"]
+    assert server == client.hello["server"]
+    if gone == "boot":
+        noted["boot_id"] = "another"
+        record(node).write_text(json.dumps(noted))
+    pids = {"server": [server], "daemon": [noted["unserved"]["daemon"]["pid"], server], "boot": []}[gone]
+    for pid in pids:
+        kill(pid)
+    wait_until(lambda: not any(map(is_running, pids)), what="them to be gone")
+    node.start()
+    assert not node.daemons()["gpu0"]["wedged"]
+    release(node, hold(node, request_id="another"))
+    release(node, mine)
+
+
+def test_damaged_verdict(node: Node) -> None:
+    """A damaged record keeps mpsd from nothing: it is logged, and counts as none."""
+    node.end(signal.SIGKILL)
+    record(node).write_text("{")
+    node.start()
+    assert str(record(node)) in event(node, "file_damaged")["because"]
     release(node, hold(node))
 
 

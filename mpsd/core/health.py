@@ -277,9 +277,7 @@ def _of_servers(daemon: Daemon) -> Iterator[Reason]:
 def _unserved(name: str, evidence: str, *, wedged: bool) -> Reason:
     if not wedged:
         because = f"{name}: whether its server serves clients is not known: {evidence}"
-        return Reason(
-            Kind.CANARY_SILENT, name, because, "wait: the next canaries decide it; mpsctl events has the result"
-        )
+        return Reason(Kind.CANARY_SILENT, name, because, f"the next canaries decide it: mpsctl verify --canary {name}")
     because = f"{name} is wedged: its server serves no client, and every new one hangs: {evidence}"
     hint = (
         f"mpsd replaces it when no lease and no client is left on it; at once, ending them: mpsctl restart {name}"

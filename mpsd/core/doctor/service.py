@@ -14,9 +14,10 @@ from mpsd.core.settings import Settings
 _GPU_KINDS: Final = frozenset({Kind.GPU_UNKNOWN, Kind.GPU, Kind.GPU_UNSUPPORTED, Kind.GPU_NOT_RESTORED})
 _DAEMON_KINDS: Final = frozenset({Kind.DAEMON, Kind.OPERATION, Kind.HOLD})
 _LIMIT_KINDS: Final = frozenset({Kind.DRIFT})
+_WEDGE_KINDS: Final = frozenset({Kind.WEDGED, Kind.CANARY_SILENT})
 
-_WARNED: Final = frozenset({Kind.GPU_UNSUPPORTED, Kind.HOLD})
-"""What somebody wanted so; every other reason fails its check."""
+_WARNED: Final = frozenset({Kind.GPU_UNSUPPORTED, Kind.HOLD, Kind.CANARY_SILENT})
+"""What somebody wanted so, or what is not decided yet; every other reason fails its check."""
 
 _STOPPED_BY_HAND: Final = {"inactive", "deactivating"}
 
@@ -242,6 +243,11 @@ def _daemon(seen: Observed) -> Iterator[Finding]:
     yield from _reasons(answers, _DAEMON_KINDS, _daemons(answers))
 
 
+def _wedge(seen: Observed) -> Iterator[Finding]:
+    answers = _answers(seen)
+    yield from _reasons(answers, _WEDGE_KINDS, _daemons(answers))
+
+
 def _limits(seen: Observed) -> Iterator[Finding]:
     answers = _answers(seen)
     yield from _reasons(answers, _LIMIT_KINDS, _daemons(answers))
@@ -326,6 +332,12 @@ CHECKS: Final = (
     Check("node", "mpsd reports the node as healthy", "mpsd has a reason that no other check covers.", _node),
     Check("gpu-health", "mpsd can grant leases on every GPU", "No lease can be granted on that GPU.", _gpu_health),
     Check("daemon", "every control daemon is ready", "No lease can be granted on its GPU.", _daemon),
+    Check(
+        "wedge",
+        "every server answers the canaries that mpsd sent to it",
+        "No lease can be granted on that GPU; a client that connects by itself hangs when it initialises CUDA.",
+        _wedge,
+    ),
     Check("limits", "every limit reads back as mpsd set it", "A client can use more than its lease grants.", _limits),
     Check(
         "violations",

@@ -7,7 +7,7 @@ alone a process is at most a look-alike, which `mpsctl doctor` mentions and noth
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -163,24 +163,36 @@ def in_sessions(leaders: Collection[ProcessIdentity]) -> dict[ProcessIdentity, P
 def started_with(variable: str, owners: Mapping[str, int]) -> dict[str, list[ProcessIdentity]]:
     """Return, by value, the processes that were started with a variable of one of these values, the oldest first.
 
-    Each value is one uid's: only processes of that real uid count. A value counts that stands near the beginning of an
-    environment, since a process may have megabytes of it, and a user may have thousands of processes. What starts while
-    others are looked at is looked at too, for a few rounds. Raises OSError where there are no descriptors left.
+    What starts while others are looked at is looked at too, for a few rounds. Otherwise as `started_with_among`.
     """
     found: dict[str, list[ProcessIdentity]] = {}
-    uids, seen = {0, *owners.values()}, set[int]()
+    seen = set[int]()
     for _ in range(_ROUNDS):
         fresh = [pid for pid in pids() if pid not in seen]
         if not fresh:
             break
         seen.update(fresh)
-        for pid in fresh:
-            value = _value_of(pid, os.fsencode(f"{variable}="), uids)
-            if value in owners and (identity := _of_user(pid, owners[value])) is not None:
-                found.setdefault(value, []).append(identity)
+        for value, identity in started_with_among(fresh, variable, owners):
+            found.setdefault(value, []).append(identity)
     for identities in found.values():
         identities.sort(key=lambda each: (each.start_ticks, each.pid))
     return found
+
+
+def started_with_among(
+    candidates: Iterable[int], variable: str, owners: Mapping[str, int]
+) -> Iterator[tuple[str, ProcessIdentity]]:
+    """Yield those of some processes that were started with a variable of one of these values, each with its value.
+
+    Each value is one uid's: only processes of that real uid count. A value counts that stands near the beginning of an
+    environment, since a process may have megabytes of it, and a user may have thousands of processes. Raises OSError
+    where there are no descriptors left.
+    """
+    uids, prefix = {0, *owners.values()}, os.fsencode(f"{variable}=")
+    for pid in candidates:
+        value = _value_of(pid, prefix, uids)
+        if value in owners and (identity := _of_user(pid, owners[value])) is not None:
+            yield value, identity
 
 
 def _value_of(pid: int, prefix: bytes, uids: Collection[int]) -> str:

@@ -6,12 +6,13 @@ that grants and releases that follow each other at once do not each cost a conve
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from mpsd.core.enforcement import ceiling
 from mpsd.core.enforcement.ceiling import NEVER, Awaited, CeilingRules, ContextProof, ExpectedClients
+from mpsd.core.enforcement.lease_environment import TOKEN
 from mpsd.core.errors import DaemonNotReadyError
 from mpsd.core.model import GpuProcess, GpuUsage, Known, Lease, LeaseState, Limits, ProcessIdentity, Reading, Unknown
 from mpsd.core.mps.limits import widest_limits
@@ -200,7 +201,7 @@ class LimitGates:
         return any(not gate.expected.expects(lease.id) for gate in gates)
 
     async def _follow_processes(self, leases_with: Callable[[int], Iterator[Lease]]) -> None:
-        """Open for the leases with room that have a new process.
+        """Open for the leases with room that have a new process: by its family, or by the token that it carries.
 
         That a process is there is evidence of nothing but that it may become a client, and it opens no more than the
         lease's own part.
@@ -210,10 +211,24 @@ class LimitGates:
             new = NewProcesses()
             while self._closed.is_set():
                 await asyncio.sleep(_LOOK)
-                for pid in new.look():
-                    for lease in leases_with(pid):
-                        if self._is_closed_to(lease) and process_table.process_of_thread(pid) is None:
-                            self.follow(lease)
+                # Where the machine has no descriptor left nobody can become a client either.
+                with contextlib.suppress(OSError):
+                    pids = new.look()
+                    for pid in pids:
+                        for lease in leases_with(pid):
+                            self._open_for(lease, pid)
+                    self._open_for_carriers(pids)
+
+    def _open_for_carriers(self, pids: Collection[int]) -> None:
+        """Open for the leases whose token a new process was started with, which left their family (8 us a process)."""
+        closed = {each.token: each for each in self._leases.values() if each.token and self._is_closed_to(each)}
+        owners = {token: lease.owner.uid for token, lease in closed.items()}
+        for token, carrier in process_table.started_with_among(pids if owners else (), TOKEN, owners):
+            self._open_for(closed[token], carrier.pid)
+
+    def _open_for(self, lease: Lease, pid: int) -> None:
+        if self._is_closed_to(lease) and process_table.process_of_thread(pid) is None:
+            self.follow(lease)
 
     def _wake_if_needed(self, gate: _Gate) -> None:
         """It is settled already: those who wait look again, and the clock is followed anew where it has to be."""

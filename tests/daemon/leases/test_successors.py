@@ -19,7 +19,7 @@ from tests.daemon.conftest import Start
 from tests.daemon.helpers import GIB, MIB
 from tests.harness import wait_until
 from tests.node import Node
-from tests.simulated_clients import SimulatedClient, gpus, leased
+from tests.simulated_clients import WAITS, SimulatedClient, gpus, leased, variables
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("binds")]
 
@@ -169,6 +169,27 @@ def test_new_descendant(make_node: Start) -> None:
         wait_until(lambda: in_force(node) == OPEN, what=f"the ceiling to open; the log is {node.stderr}")
         holder.tell("go")
         assert has_quarter(holder.answer())
+
+
+def test_new_process_without_a_family(make_node: Start) -> None:
+    """It opens again for a process that carries the token of a lease with room, whoever started it."""
+    config = attach("shared", "attach_window = 3.0\n")
+    node = make_node(simulate=1, control=None, config=config).start()
+    asked = ("--threads", "50", "--memory", "4GiB", "--processes", "2")
+    with leased(node, *asked) as holder:
+        assert has_quarter(holder.hello)
+        assert holder.alloc("1MiB")["ok"]
+        lease = attributed(node, 1)
+        node.request("GET", f"/v1/leases/{lease}/verify")
+        wait_until(lambda: in_force(node) == CLOSED, what=f"the ceiling to close; the log is {node.stderr}")
+        environment = {**variables(node), **node.get(f"/v1/leases/{lease}").json["env"]}
+        with SimulatedClient(environment, before=WAITS) as carrier:
+            wait_until(lambda: in_force(node) == OPEN, what=f"the ceiling to open; the log is {node.stderr}")
+            assert carrier.process.stdin is not None
+            carrier.process.stdin.write(b"go\n")
+            assert has_quarter(carrier.hello)
+            assert attributed(node, 2) == lease
+        assert node.events("violation") == []
 
 
 def test_any_number_of_processes(make_node: Start) -> None:

@@ -39,6 +39,8 @@ class DaemonPaths:
     """The file that has who was let in to it since it started."""
     reading: Path
     """The file that tells how far its log was read."""
+    own_limits: Path
+    """The file that has the limits that mpsd itself set."""
     unserved: Path
     """The file that has the evidence against its server, where that serves nobody."""
     operator_intent: Path
@@ -193,6 +195,7 @@ class RunDir:
             record=paths.runtime_dir / f"{name}.process.json",
             let_in=paths.runtime_dir / f"{name}.let-in.json",
             reading=paths.runtime_dir / f"{name}.reading.json",
+            own_limits=paths.runtime_dir / f"{name}.limits.json",
             unserved=paths.runtime_dir / f"{name}.unserved.json",
             operator_intent=paths.state_dir / f"{name}.intention.json",
         )

@@ -42,6 +42,7 @@ MODES: Final = {
     "c/log/gpu0/control.log": "-rw-r-----",
     "run": "drwxr-xr-x",
     "run/gpu0.let-in.json": "-rw-------",
+    "run/gpu0.limits.json": "-rw-------",
     "run/gpu0.process.json": "-rw-------",
     "run/gpu0.reading.json": "-rw-------",
     "run/ends": "drwx------",

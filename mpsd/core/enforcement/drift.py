@@ -1,7 +1,7 @@
 """Whether the limits in force are the limits that mpsd set. Pure."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from datetime import datetime
 from typing import Final, TypeAlias
 
@@ -24,8 +24,11 @@ def drift(
     now: datetime,
     *,
     servers: Iterable[Server] = (),
+    own: Collection[ReadBack] = (),
 ) -> tuple[Drift, ...]:
     """Return the limits that are not as set, each with the time since when it is known to differ.
+
+    What a limit has in one of `own`, which mpsd itself set or was about to set, is nobody else's doing.
 
     `found` is what the daemon said of its defaults, `servers` what each said of itself, `before` the drift that was
     known already, and `foreign` the commands of others that the log showed since then: the latest that sets this limit
@@ -34,6 +37,8 @@ def drift(
     known = {(each.limit, each.server): each for each in before}
     result = []
     for server, limit, want, have in _differing(wanted, found, servers):
+        if any(have == limit.found(each) for each in own):
+            continue
         earlier, shown = known.get((limit.name, server)), limit.shown(have)
         commands = [command for command in foreign if _sets(command, limit, server)]
         if commands or earlier is None or earlier.found != shown:

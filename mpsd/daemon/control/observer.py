@@ -157,15 +157,15 @@ class Observer:
         self._undo()
         self.control_log.settle(foreign)
 
-    async def read(self, wanted: Limits) -> bool:
+    async def read(self, wanted: Limits, own: Collection[ReadBack]) -> bool:
         """Read every limit back, tell of what others changed, and return whether all are as wanted.
 
-        Raises ControlError as `ControlPipe.hold` does.
+        `own` is what mpsd itself set. Raises ControlError as `ControlPipe.hold` does.
         """
         known, foreign = tuple(self._servers), self.control_log.foreign
         found = await self._converse(wanted, apply=False)
         self.control_log.look()
-        self._compare(wanted, found, known)
+        self._compare(wanted, found, known, own)
         self.control_log.settle(foreign)
         return drift.holds(wanted, found, self._servers.values()) and not self._priority
 
@@ -308,16 +308,17 @@ class Observer:
         self._opened[identity] = now
         return replace(server, opened=now)
 
-    def _compare(self, wanted: Limits, found: ReadBack, known: tuple[ProcessIdentity, ...]) -> None:
+    def _compare(
+        self, wanted: Limits, found: ReadBack, known: tuple[ProcessIdentity, ...], own: Collection[ReadBack]
+    ) -> None:
         """Keep what others changed, and tell of it when it comes and when it goes.
 
         A server that was not known before may have started under other limits: that is nobody's hand.
         """
         servers = tuple(self._servers[each] for each in known if each in self._servers)
-        before = self.drift
-        foreign, now = self.control_log.unexplained, clock.now()
+        before, foreign, now = self.drift, self.control_log.unexplained, clock.now()
         self.drift = (
-            *drift.drift(wanted, found, before, foreign, now, servers=servers),
+            *drift.drift(wanted, found, before, foreign, now, servers=servers, own=own),
             *drift.priority_drift(self._priority, before, foreign, now),
         )
         for each in self.drift:

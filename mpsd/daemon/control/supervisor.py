@@ -22,6 +22,7 @@ from mpsd.daemon.control.drainer import DaemonLeases, Drainer
 from mpsd.daemon.control.instance import LISTEN_POLL, Instance
 from mpsd.daemon.control.launcher import Launcher
 from mpsd.daemon.control.observer import Observer
+from mpsd.daemon.control.own_limits import OwnLimits
 from mpsd.daemon.control.pipe_access import PipeAccess
 from mpsd.daemon.control.renewal import Renewal
 from mpsd.daemon.control.state import Heartbeat, Lifecycle, longest_round
@@ -81,7 +82,7 @@ class Supervisor:
         self.pipe = self._launcher.pipe(daemon.answer_deadline, self._control_log.key)
         self._observer = Observer(paths, self._control_log, self.pipe, pipe_access.let_in, self._log)
         self._instance = Instance(self._launcher, self._observer, self._log, self._wake.set)
-        self._wanted_limits = WantedLimits(self._observer, settings.current, self._log)
+        self._wanted_limits = WantedLimits(self._observer, OwnLimits(paths, self._log), settings.current, self._log)
         self._prober = Prober(self._launcher, self._wanted_limits, pipe_access, self._log)
         self._lifecycle = Lifecycle(self._log, changed)
         self.pipe.changed = self._seat_changed

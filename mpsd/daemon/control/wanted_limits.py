@@ -13,10 +13,11 @@ from mpsd.core.errors import (
     PipeAccessError,
 )
 from mpsd.core.lifecycle import Event
-from mpsd.core.model import Limits
+from mpsd.core.model import Limits, ProcessIdentity
 from mpsd.core.settings import Settings
 from mpsd.daemon.control.launcher import Launcher
 from mpsd.daemon.control.observer import Observer
+from mpsd.daemon.control.own_limits import OwnLimits
 from mpsd.daemon.control.pipe_access import PipeAccess
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock
@@ -29,8 +30,9 @@ _MOMENT: Final = 0.2
 class WantedLimits:
     """The limits that the next clients of one control daemon are to get at most."""
 
-    def __init__(self, observer: Observer, settings: Settings, log: Logger) -> None:
+    def __init__(self, observer: Observer, own: OwnLimits, settings: Settings, log: Logger) -> None:
         self._observer = observer
+        self._own = own
         self._log = log
         self._limits = settings.default_limits  # until it is said what clients need
         self._has_to = settings.default_limits.pinned_device_mem_limit is not None
@@ -82,19 +84,22 @@ class WantedLimits:
         """It is another process now, or it does not hold what it held."""
         self.proved = self._others = False
 
-    async def hold(self, *, fresh: bool) -> None:
+    async def hold(self, daemon: ProcessIdentity, *, fresh: bool) -> None:
         """Read every limit back, put back what others changed, and set what is not as wanted.
 
         A `fresh` daemon is told at once; one that is adopted is asked first, and told only if something differs. Raises
         as `Observer.set` does.
         """
+        self._own.follow(daemon)
         while True:
             wanted = self.limits
             try:
                 command = not self._others and (self.proved or not fresh)
-                if not (command and await self._observer.read(wanted)):
+                if not (command and await self._observer.read(wanted, self._own.limits)):
+                    self._own.note(wanted)
                     await self._observer.set(wanted)
                     self._others = self.limits != wanted
+                self._own.settle(wanted)
             except ControlUnknownCommandError:
                 if self.limits == wanted:
                     raise
@@ -135,7 +140,7 @@ class Prober:
         """Have the daemon hold every limit that is wanted; `fresh` tells whether it was just started."""
         try:
             self._launcher.check_socket(daemon)
-            await self._wanted_limits.hold(fresh=fresh)
+            await self._wanted_limits.hold(daemon.identity, fresh=fresh)
             # Only now: one that was just started gives everything to whoever comes before its limits are set. And its
             # socket too: it gives that to everybody a moment after it made it (measured, all versions).
             self._pipe_access.admit()

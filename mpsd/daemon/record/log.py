@@ -46,6 +46,7 @@ class EventName(StrEnum):
     OPERATION_ENDED = "operation_ended"
     DAEMON_FORCED = "daemon_forced"
     LIMITS_VERIFIED = "limits_verified"
+    LIMITS_NOT_STORED = "limits_not_stored"
     LIMITS_NOT_HELD = "limits_not_held"
     LIMITS_NOT_GIVEN = "limits_not_given"
     LIMIT_DRIFT = "limit_drift"

@@ -44,6 +44,14 @@ def test_what_drifted(found: ReadBack, expected: list[tuple[str, float, float | 
     assert all(each.since == NOW and each.command is None for each in result)
 
 
+def test_own_limits() -> None:
+    """What mpsd itself set is no drift, limit by limit: it may have been killed between two of them."""
+    own = (ReadBack(100, GIB), ReadBack(250, 2 * GIB))
+    assert drift(WANTED, ReadBack(100, 2 * GIB), (), (), NOW, own=own) == ()
+    (found,) = drift(WANTED, ReadBack(100, 4 * GIB), (), (), NOW, own=own)
+    assert (found.limit, found.found) == (MEMORY, 4 * GIB)
+
+
 def test_limit_where_none_is_wanted() -> None:
     """A memory limit that nobody configured is drift; that there is none is not."""
     wanted = Limits(ActiveThreadPercentage(1000), None)

@@ -245,6 +245,31 @@ def test_mpsd_ends_while_a_server_is_asked(make_node: Start, number: signal.Sign
     assert "unresponsive" not in states(node, "gpu0")
 
 
+def test_own_limits_are_no_drift(make_node: Start) -> None:
+    """What mpsd had set when it was killed is no stranger's change, although the next mpsd wants less by then."""
+    node = make_node(simulate=1, control=None, config=GRACE + BRISK).start()
+    with neighbour(node), target(node) as client:
+        wider = node.request("POST", "/v1/leases", {"threads": 50, "memory": "2GiB"}).json["id"]
+        assert in_force(node) == 50.0
+        client.launch(10 * BUSY)
+        by_release(node, client)
+        wait_until(lambda: any(each["pending"] for each in ends(node)), what="its server to be asked")
+        # The control daemon's one seat is taken, so that the ceiling stays what it is.
+        assert node.request("DELETE", f"/v1/leases/{wider}").status == 204
+        node.end(signal.SIGKILL)
+        node.start(ready=False)
+        event(node, "client_ended", pid=client.pid)
+        node.wait_for_state("gpu0", "ready")
+        wait_until(lambda: in_force(node) == 10.0, what="the ceiling to follow the lease that is left")
+    assert node.events("limit_drift") == []
+
+
+def in_force(node: Node) -> float:
+    """Return the ceiling of threads, read back."""
+    daemon = node.daemons()["gpu0"]
+    return float(daemon["limits"]["active_thread_percentage"]) if daemon["verified"] else 0.0
+
+
 def test_mpsd_is_killed_before_a_server_is_asked(make_node: Start) -> None:
     """The next mpsd does not know yet whose client a process is: until it does, there is no signal."""
     node = make_node(simulate=1, control=None, config=GRACE + BRISK).start()

@@ -1,0 +1,72 @@
+"""The limits that mpsd itself gave one control daemon, on disk before they are set: they are no stranger's change.
+
+An mpsd that is killed leaves what it had set, or a part of what it was about to set, and the next one may want others:
+a lease has ended meanwhile, or ended while the control daemon's one seat was taken.
+"""
+
+from typing import Final
+
+from msgspec import Struct
+
+from mpsd.core.model import Limits, ProcessIdentity, ReadBack, Unknown
+from mpsd.core.mps.limits import EVERYTHING, LIMITS
+from mpsd.daemon.record import encoding
+from mpsd.daemon.record.log import EventName, Logger
+from mpsd.system import atomic_file, clock
+from mpsd.system.rundir import DaemonPaths
+
+_MOST: Final = 8
+"""Limits that are remembered while none of them is known to have taken: the first of them, and the latest."""
+
+
+class _File(Struct, forbid_unknown_fields=True):
+    boot_id: str
+    process: ProcessIdentity
+    limits: tuple[ReadBack, ...]
+
+
+class OwnLimits:
+    """What each limit of a control daemon may be by mpsd's own doing, as it reads back."""
+
+    def __init__(self, paths: DaemonPaths, log: Logger) -> None:
+        self._path = paths.own_limits
+        self._log = log
+        self._process: ProcessIdentity | None = None
+        self.limits: tuple[ReadBack, ...] = ()
+        """The latest last."""
+
+    def follow(self, daemon: ProcessIdentity) -> None:
+        """Take up what an earlier mpsd gave this process, where it is another than before.
+
+        A damaged file is logged and counts as none: what it had is reported as drift then, and set right all the same.
+        """
+        if daemon == self._process:
+            return
+        self._process, self.limits = daemon, ()
+        found = encoding.load(self._path, _File)
+        if isinstance(found, Unknown):
+            self._log.warning(EventName.FILE_DAMAGED, because=found.reason)
+        elif found is not None and (found.value.boot_id, found.value.process) == (clock.boot_id(), daemon):
+            self.limits = found.value.limits
+
+    def note(self, wanted: Limits) -> None:
+        """Note what is about to be set; where that cannot be stored, this mpsd knows it all the same."""
+        limits = (*(each for each in self.limits if each != _as_read_back(wanted)), _as_read_back(wanted))
+        if limits == self.limits or self._process is None:
+            return
+        self.limits = limits if len(limits) <= _MOST else (limits[0], *limits[1 - _MOST :])
+        try:
+            atomic_file.write(self._path, encoding.to_json(_File(clock.boot_id(), self._process, self.limits)))
+        except OSError as error:
+            self._log.error(EventName.LIMITS_NOT_STORED, because=str(error))
+
+    def settle(self, wanted: Limits) -> None:
+        """Note that every limit read back as wanted: whatever else it is from now on is somebody else's doing."""
+        self.limits = (_as_read_back(wanted),)
+
+
+def _as_read_back(wanted: Limits) -> ReadBack:
+    result = EVERYTHING
+    for limit in LIMITS:
+        result = limit.put(result, limit.wanted(wanted))
+    return result

@@ -32,7 +32,12 @@ LONGEST_SOCKET_NAME = "control_privileged"
 
 
 def clients_max(compute_capability: tuple[int, int], driver_branch: int | None) -> int:
-    """Client contexts that MPS admits on one device; an unknown driver branch counts as the older, smaller figure."""
+    """Client contexts that MPS admits on one device; an unknown driver branch counts as the older, smaller figure.
+
+    mpsd takes as many clients for as many contexts: no documented command tells how many a client has. Source: the man
+    pages of 470 to 555, and NVIDIA, "Multi-Process Service", mpsv2-interface: `get_client_list` and
+    `get_device_client_list` print pids, and `ps` is one of client processes, whose column ID is not explained.
+    """
     if compute_capability < VOLTA:
         return CLIENTS_BEFORE_VOLTA
     return CLIENTS_R590 if driver_branch is not None and driver_branch >= R590 else CLIENTS_VOLTA

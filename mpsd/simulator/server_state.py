@@ -269,6 +269,8 @@ class Server:
             answer.printed += [str(client.pid) for client in self.clients.values() if client.gpu == device]
 
     def _ps(self, answer: Answer, _arguments: list[str]) -> None:
+        # "A snapshot of the current client processes" (man pages of 535 to 555): whether one with several contexts has
+        # several lines is unknown, and so is what ID is; the number of a context is a guess. Nothing depends on it.
         answer.printed.append(_PS.format("PID", "ID", "SERVER", "DEVICE", "NAMESPACE", "COMMAND"))
         for client in self.clients.values():
             device = "-".join(client.gpu.split("-")[:4])

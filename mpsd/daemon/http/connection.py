@@ -27,8 +27,12 @@ MAXIMUM_BODY: Final = 64 * 1024
 _LONGEST_HEAD: Final = 16 * 1024
 """Bytes of a request before its body."""
 
-_LARGEST: Final = _LONGEST_HEAD + 2 * MAXIMUM_BODY
-"""Bytes of a request in all; what frames the chunks of a body, and follows them, may be as much as the body."""
+_LARGEST: Final = 1024 * 1024
+"""Bytes of a request in all, with what frames the chunks of a body, and follows them.
+
+What exceeds `MAXIMUM_BODY` is read so far and dropped, for its caller to get as far as reading why it was refused: one
+that is cut off while it sends gets an error of its own (ECONNRESET, EPIPE) instead.
+"""
 
 _BUFFER: Final = memoryview(bytearray(8 * 1024))
 """What was received last, on whichever connection: it is taken from here before anything else is received."""

@@ -157,6 +157,14 @@ class TestTooMuch:
             talk.send(begin + b"x" * 10_000_000)
         assert "it is too long" in unread(talk)
 
+    @pytest.mark.parametrize("size", [200_000, 900_000])
+    def test_a_large_body(self, talk: Talk, size: int) -> None:
+        """Who sends too large a body can send all of it, reads why it is refused, and may ask on."""
+        talk.send(message("POST", "/v1/leases", b" " * size))
+        assert talk.answer().status == 413
+        talk.send(message("GET", "/healthz"))
+        assert talk.answer().status == 200
+
     def test_an_endless_body(self, node: Node, talk: Talk) -> None:
         """A body that is too large is refused while it comes, and what goes on coming is cut off."""
         with contextlib.suppress(BrokenPipeError):

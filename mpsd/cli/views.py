@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from mpsd.cli.render import age, columns, percent, plural, size, table, until
 from mpsd.core.sanitize import SECRETS
+from mpsd.core.units import GIB
 
 if TYPE_CHECKING:
     from mpsd.cli import answer_types
@@ -69,7 +70,7 @@ def _gpus_in_short(gpus: "list[answer_types.Gpu]") -> str:
             gpu["compute_mode"] or _UNKNOWN,
             _granted_threads(gpu),
             _granted_memory(gpu),
-            _granted_clients(gpu),
+            _taken_places(gpu),
             gpu["name"] or _UNKNOWN,
         )
         for gpu in gpus
@@ -108,7 +109,7 @@ def gpus(answer: "answer_types.Gpus") -> str:
             _granted_memory(gpu),
             size(gpu["memory_reserved"]),
             _UNKNOWN if gpu["memory_held"] is None else size(gpu["memory_held"]),
-            _granted_clients(gpu),
+            _taken_places(gpu),
             gpu["uuid"] or _UNKNOWN,
             gpu["name"] or _UNKNOWN,
         )
@@ -136,8 +137,10 @@ def _granted_memory(gpu: "answer_types.Gpu") -> str:
     return f"{size(gpu['memory_granted'])} of {_UNKNOWN if gpu['memory_total'] is None else size(gpu['memory_total'])}"
 
 
-def _granted_clients(gpu: "answer_types.Gpu") -> str:
-    return f"{gpu['clients']} of {_UNKNOWN if gpu['clients_max'] is None else gpu['clients_max']}"
+def _taken_places(gpu: "answer_types.Gpu") -> str:
+    """Print how many clients there may be by the leases, and are without one, of those that MPS admits."""
+    taken = gpu["clients"] + gpu["clients_unleased"]
+    return f"{taken} of {_UNKNOWN if gpu['clients_max'] is None else gpu['clients_max']}"
 
 
 def _trouble(name: str, part: "answer_types.Gpu | answer_types.Daemon") -> str:
@@ -247,11 +250,16 @@ def verified(answer: "answer_types.Verify") -> str:
 def _in_force(
     each: "answer_types.Process", name: Literal["active_thread_percentage", "pinned_device_mem_limit"]
 ) -> str:
-    """Print a limit that a process really has, of the one that it was granted: between what and what, if it differs."""
-    granted = _limit(name, each["limits_granted"][name])
-    in_force, at_least = each["limits_in_force"], each["limits_at_least"]
+    """Print a limit that a process really has, of the one that it was granted: between what and what, if it differs.
+
+    A control daemon reports memory from 1 GiB on in whole GiB, rounded down (measured, 535 to 555): where that is what
+    it would report of the one that was granted, both are printed so.
+    """
+    exact, in_force, at_least = each["limits_granted"][name], each["limits_in_force"], each["limits_at_least"]
     if in_force is None:
-        return f"{_UNKNOWN} of {granted}" if each["mps"] else f"- of {granted}"
+        return f"{_UNKNOWN} of {_limit(name, exact)}" if each["mps"] else f"- of {_limit(name, exact)}"
+    reported = exact if exact is None or exact < GIB else int(exact) // GIB * GIB  # no percentage is that large
+    granted = _limit(name, reported if in_force[name] == reported else exact)
     most = _limit(name, in_force[name])
     least = most if at_least is None else _limit(name, at_least[name])
     return f"{most} of {granted}" if least == most else f"{least} to {most} of {granted}"

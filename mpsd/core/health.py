@@ -15,6 +15,7 @@ from msgspec import Struct
 from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.lifecycle import State
 from mpsd.core.model import Daemon, Drift, GpuView, Health, Known, QuarantinedUid, Server, Suspect
+from mpsd.core.reload import RELOAD
 from mpsd.core.units import format_size
 
 _MOST_SUSPECTS: Final = 16
@@ -224,7 +225,7 @@ def not_closed(views: Iterable[GpuView]) -> Iterator[Reason]:
     ]
     if open_to_all:
         because = f"a program that misses MPS gets all of {', '.join(open_to_all)}"
-        hint = 'to close it, set daemon.compute_mode = "exclusive-process" in mpsd.toml, and reload mpsd'
+        hint = 'to close it, set daemon.compute_mode = "exclusive-process" in mpsd.toml, then: ' + RELOAD
         yield Reason(Kind.NOT_CLOSED, "node", because, hint)
 
 

@@ -6,8 +6,12 @@ one that has to act on a change registers with `follow`. So a reload is handed o
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Final
 
 from mpsd.core.settings import Settings, rows
+
+RELOAD: Final = "systemctl reload mpsd (or kill -HUP PID)"
+"""What to type to have mpsd read its configuration again; PID is mpsd's, where systemd did not start it."""
 
 
 def changed(old: Settings, new: Settings) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -33,8 +33,8 @@ def briefly(value: object) -> str:
 
 
 def bare_number(text: str) -> str:
-    """Return a text without what surrounds it when it is a number, and else one that is none."""
-    return text.strip() if _NUMBER.fullmatch(text.strip()) else "nan"
+    """Return a text without the spaces around it when it is a number, and else one that is none."""
+    return text.strip(" ") if _NUMBER.fullmatch(text.strip(" ")) else "nan"
 
 
 def parse_size(value: str | int) -> int:
@@ -48,7 +48,7 @@ def parse_size(value: str | int) -> int:
     out_of_range = f"{briefly(value)} is not between 1 byte and {_MAXIMUM_SIZE} bytes"
     if isinstance(value, int) and abs(value) > _MAXIMUM_SIZE:
         raise InvalidRequestError(out_of_range, hint=hint)
-    match = _SIZE.fullmatch(str(value).strip())
+    match = _SIZE.fullmatch(str(value).strip(" "))
     if match is None:
         raise InvalidRequestError(f"{briefly(value)} is not a size", hint=hint)
     number, unit = match.groups()

@@ -221,6 +221,45 @@ def test_bounds(least: float | None, most: float | None, shown: str) -> None:
     assert shown in views.verified(answer).splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("granted", "in_force", "shown"),
+    [
+        (20347 << 20, 19 * GIB, "19GiB of 19GiB"),
+        (20347 << 20, 18 * GIB, "18GiB of 19.87GiB"),
+        (20347 << 20, 20347 << 20, "19.87GiB of 19.87GiB"),
+        (512 << 20, 512 << 20, "512MiB of 512MiB"),
+        (512 << 20, 0, "0B of 512MiB"),
+    ],
+)
+def test_memory_as_it_is_reported(granted: int, in_force: int, shown: str) -> None:
+    """A control daemon reports whole GiB: what is as granted is shown beside the grant in whole GiB."""
+
+    def limits(memory: int) -> Any:
+        return {"active_thread_percentage": 25.0, "pinned_device_mem_limit": memory}
+
+    process: Any = {
+        "pid": 9,
+        "daemon": "gpu0",
+        "server": 8,
+        "mps": True,
+        "limits_granted": limits(granted),
+        "limits_in_force": limits(in_force),
+        "limits_at_least": None,
+        "memory_held": None,
+        "ok": True,
+        "because": "",
+    }
+    answer: Any = {"verdict": "ok", "because": "", "violations": [], "unknown": [], "processes": [process]}
+    assert f" {shown} " in views.verified(answer).splitlines()[-1]
+
+
+def test_clients_without_a_lease() -> None:
+    """A client without a lease takes a place as well."""
+    (row, line) = views.gpus({"gpus": [gpu(clients_unleased=2)]}).splitlines()[1:]
+    assert " 3 of 48 " in row
+    assert "2 clients without a lease" in line
+
+
 def test_drift() -> None:
     """A limit that drifted is told in mpsd's own sentence, with its age, and is marked where limits are listed."""
     memory = drift(limit="pinned_device_mem_limit", because="gpu0: the sentence")

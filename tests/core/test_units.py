@@ -35,6 +35,8 @@ NO_NUMBERS: Final = (
     "\0",
     "½",
     "1_0",
+    "1\n",
+    "\t1",
     "٣",
 )
 
@@ -61,7 +63,7 @@ SIZES: Final = {
 NO_SIZES: Final = (
     *NO_NUMBERS, "0", "0GiB", "0.5", "0.0001KiB", "-1", "-8GiB", "+8GiB", "1e3", "1_000",
     "8gib", "8Gib", "8G", "8M", "1TiB", "8GiBs", "GiB", ".5GiB", "5.GiB", "٨GiB", "9223372036854775808",
-    "9007199254740992KiB",
+    "9007199254740992KiB", "1GiB\n", "1GiB\t",
 )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from mpsd.core.errors import (
 from mpsd.core.model import Lease, LeaseRequest, Limits, Share
 from mpsd.core.mps.limits import CLIENT_PRIORITY_VARIABLE, variables
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
-from mpsd.core.units import MIB, format_size
+from mpsd.core.units import MIB, briefly, format_size
 
 
 class Refusal(Struct, frozen=True):
@@ -136,8 +136,9 @@ def check(request: LeaseRequest) -> None:
                 limit="fraction",
             )
         if not 0.001 <= request.fraction <= 1:  # noqa: PLR2004 - a tenth of a percent, the finest that MPS knows
+            given = briefly(request.fraction).removesuffix(".0")
             raise InvalidRequestError(
-                f"fraction {request.fraction:g} is not between 0.001 and 1",
+                f"fraction {given} is not between 0.001 and 1",
                 hint="give a number such as 0.25, which is a quarter of a GPU",
                 limit="fraction",
             )

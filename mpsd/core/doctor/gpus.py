@@ -11,6 +11,7 @@ from mpsd.core.doctor.observed import GpuSeen, Observed
 from mpsd.core.doctor.processes import SERVER
 from mpsd.core.model import Gpu, Known, Unknown
 from mpsd.core.mps_facts import VOLTA, clients_max
+from mpsd.core.reload import RELOAD
 from mpsd.core.settings import WantedComputeMode
 
 _FULL: Final = 0.9
@@ -85,7 +86,7 @@ def _compute_mode(seen: Observed) -> Iterator[Finding]:
             yield Finding(Verdict.WARN, because, evidence, remedy, f"GPU {index}")
         elif mode == ComputeMode.DEFAULT and leave:
             because = "its compute mode is default: a process that bypasses MPS runs on it without limits"
-            remedy = 'set daemon.compute_mode = "exclusive-process", then systemctl reload mpsd, or SIGHUP'
+            remedy = f'set daemon.compute_mode = "exclusive-process" in mpsd.toml, then: {RELOAD}'
             yield Finding(Verdict.WARN, because, evidence, remedy, f"GPU {index}")
 
 

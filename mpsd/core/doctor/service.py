@@ -124,7 +124,7 @@ def _reload(seen: Observed) -> Iterator[Finding]:
     applied, waiting = reload.changed(_located(in_force.value), _located(file.value))
     if not applied and not waiting:
         return
-    remedy = "systemctl restart mpsd (clients are not affected)" if waiting else "systemctl reload mpsd, or SIGHUP"
+    remedy = "systemctl restart mpsd (clients are not affected)" if waiting else reload.RELOAD
     if "paths.runtime_dir" in waiting:
         remedy = "control daemons are found by this path: restore it, systemctl start mpsd-stop-daemons, change it,"
         remedy += " systemctl start mpsd"

@@ -97,8 +97,6 @@ class CanaryEnd:
     proof: Proof
     because: str
     """A sentence, which names the canary's pid where there was one."""
-    server: Pid | None = None
-    """The server that it was sent to."""
 
 
 class Verdict(StrEnum):

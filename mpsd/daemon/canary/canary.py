@@ -56,19 +56,19 @@ class Canaries:
         daemon = supervisor.snapshot()
         server = next((each for each in daemon.servers if not each.orphan), None)
         if (stopped := _stopped_server(daemon)) is not None:
-            return _nothing(stopped, server)
+            return _nothing(stopped)
         uid = self._user(daemon, server)
         if uid != process_table.own_uid() and not capabilities.can_serve_users():
-            return _nothing(f"mpsd cannot become uid {uid} to send a canary: it has no CAP_SETUID", server)
+            return _nothing(f"mpsd cannot become uid {uid} to send a canary: it has no CAP_SETUID")
         try:
             async with self._gates.opened_for_canary(daemon.name) if opened else contextlib.nullcontext():
                 with self._pipe_access.opened_for_canary(daemon.name, daemon.gpu, uid):
-                    return await self._send(supervisor, daemon, server, uid, seconds)
+                    return await self._send(supervisor, daemon, uid, seconds)
         except MpsdError as error:
             stopped = _stopped_server(supervisor.snapshot())
-            return _nothing(stopped or f"no canary could be sent: {error.detail}", server)
+            return _nothing(stopped or f"no canary could be sent: {error.detail}")
         except OSError as error:
-            return _nothing(f"no canary could be started: {error.strerror}", server)
+            return _nothing(f"no canary could be started: {error.strerror}")
 
     @staticmethod
     def _user(daemon: Daemon, server: Server | None) -> int:
@@ -79,9 +79,7 @@ class Canaries:
         users = daemon.cannot_start_for
         return next(iter(users)) if users is not None and len(users) == 1 else process_table.own_uid()
 
-    async def _send(
-        self, supervisor: Supervisor, daemon: Daemon, server: Server | None, uid: int, seconds: float
-    ) -> CanaryEnd:
+    async def _send(self, supervisor: Supervisor, daemon: Daemon, uid: int, seconds: float) -> CanaryEnd:
         become: tuple[str, ...] = ()
         if uid != process_table.own_uid():
             become = ("--as", f"{uid}:{await asyncio.to_thread(credentials.group_of, uid)}")
@@ -96,15 +94,15 @@ class Canaries:
             try:
                 answered, was_stopped = await _watched(canary, seconds)
                 if was_stopped:
-                    return _nothing(f"canary {canary.pid} was stopped (SIGSTOP)", server)
+                    return _nothing(f"canary {canary.pid} was stopped (SIGSTOP)")
                 if not answered and (stopped := _stopped_server(supervisor.snapshot())) is not None:
-                    return _nothing(stopped, server)
+                    return _nothing(stopped)
             finally:
                 await self._end(supervisor, canary)
             if not answered:
                 because = f"canary {canary.pid} (uid {uid}) did not initialise CUDA within {seconds:g} s"
-                return CanaryEnd(Proof.SILENCE, because, server.pid if server is not None else None)
-            return _judge(os.pread(sink, _MOST_OUTPUT, 0), canary.pid, uid, server)
+                return CanaryEnd(Proof.SILENCE, because)
+            return _judge(os.pread(sink, _MOST_OUTPUT, 0), canary.pid, uid)
 
     @staticmethod
     async def _end(supervisor: Supervisor, canary: Process) -> None:
@@ -157,24 +155,24 @@ def _stopped_server(daemon: Daemon) -> str | None:
     return None
 
 
-def _nothing(because: str, server: Server | None) -> CanaryEnd:
-    return CanaryEnd(Proof.NOTHING, because, server.pid if server is not None else None)
+def _nothing(because: str) -> CanaryEnd:
+    return CanaryEnd(Proof.NOTHING, because)
 
 
-def _judge(output: bytes, pid: int, uid: int, server: Server | None) -> CanaryEnd:
+def _judge(output: bytes, pid: int, uid: int) -> CanaryEnd:
     """Return what the canary's own words prove, if it said anything."""
-    who, number = f"canary {pid} (uid {uid})", server.pid if server is not None else None
+    who = f"canary {pid} (uid {uid})"
     try:
         said: dict[str, Any] = json.loads(output.decode().splitlines()[-1])
         made = said["ok"]
     except (ValueError, IndexError, KeyError, TypeError):
         text = output.decode(errors="replace").strip().splitlines()
-        return _nothing(f"{who} ended without an answer{f': {text[-1]}' if text else ''}", server)
+        return _nothing(f"{who} ended without an answer{f': {text[-1]}' if text else ''}")
     if not made and said.get("code") is None:
-        return _nothing(f"{who} could not use CUDA: {said.get('error')}", server)
+        return _nothing(f"{who} could not use CUDA: {said.get('error')}")
     if not made:
         call = f"{said['call']} returned " if said.get("call") else ""
-        return CanaryEnd(Proof.ERROR, f"{who}: {call}{said.get('error')} ({said['code']})", number)
+        return CanaryEnd(Proof.ERROR, f"{who}: {call}{said.get('error')} ({said['code']})")
     if said.get("mps") is False:
-        return _nothing(f"{who} did not find the control daemon, and used CUDA without MPS", server)
-    return CanaryEnd(Proof.CONTEXT, f"{who} initialised CUDA and made a context", number)
+        return _nothing(f"{who} did not find the control daemon, and used CUDA without MPS")
+    return CanaryEnd(Proof.CONTEXT, f"{who} initialised CUDA and made a context")

@@ -6,6 +6,7 @@ from datetime import datetime
 
 from mpsd.core.errors import InternalError
 from mpsd.core.sanitize import harmless_json, plain
+from mpsd.core.units import GIB
 
 _GAP = "  "
 _LONGEST_EVENT = 24
@@ -47,6 +48,14 @@ def size(count: int) -> str:
         if count >= factor:
             return f"{count * 100 // factor / 100:g}{unit}"
     return f"{count}B"
+
+
+def as_reported(limit: float | None) -> float | None:
+    """Return what a control daemon reports of a limit in force: memory from 1 GiB on in whole GiB, rounded down.
+
+    Measured, 535 to 555. A percentage is never as large, and is reported as it is.
+    """
+    return limit if limit is None or limit < GIB else int(limit) // GIB * GIB
 
 
 def percent(value: float) -> str:

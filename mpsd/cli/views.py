@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Literal
 
-from mpsd.cli.render import age, columns, percent, plural, size, table, until
+from mpsd.cli.render import age, as_reported, columns, percent, plural, size, table, until
 from mpsd.core.sanitize import SECRETS
-from mpsd.core.units import GIB
 
 if TYPE_CHECKING:
     from mpsd.cli import answer_types
@@ -138,7 +137,6 @@ def _granted_memory(gpu: "answer_types.Gpu") -> str:
 
 
 def _taken_places(gpu: "answer_types.Gpu") -> str:
-    """Print how many clients there may be by the leases, and are without one, of those that MPS admits."""
     taken = gpu["clients"] + gpu["clients_unleased"]
     return f"{taken} of {_UNKNOWN if gpu['clients_max'] is None else gpu['clients_max']}"
 
@@ -250,16 +248,11 @@ def verified(answer: "answer_types.Verify") -> str:
 def _in_force(
     each: "answer_types.Process", name: Literal["active_thread_percentage", "pinned_device_mem_limit"]
 ) -> str:
-    """Print a limit that a process really has, of the one that it was granted: between what and what, if it differs.
-
-    A control daemon reports memory from 1 GiB on in whole GiB, rounded down (measured, 535 to 555): where that is what
-    it would report of the one that was granted, both are printed so.
-    """
+    """Print a limit that a process really has, of the one that it was granted: between what and what, if it differs."""
     exact, in_force, at_least = each["limits_granted"][name], each["limits_in_force"], each["limits_at_least"]
     if in_force is None:
         return f"{_UNKNOWN} of {_limit(name, exact)}" if each["mps"] else f"- of {_limit(name, exact)}"
-    reported = exact if exact is None or exact < GIB else int(exact) // GIB * GIB  # no percentage is that large
-    granted = _limit(name, reported if in_force[name] == reported else exact)
+    granted = _limit(name, in_force[name] if in_force[name] == as_reported(exact) else exact)  # with as many digits
     most = _limit(name, in_force[name])
     least = most if at_least is None else _limit(name, at_least[name])
     return f"{most} of {granted}" if least == most else f"{least} to {most} of {granted}"

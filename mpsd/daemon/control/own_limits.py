@@ -34,6 +34,8 @@ class OwnLimits:
         self._process: ProcessIdentity | None = None
         self.limits: tuple[ReadBack, ...] = ()
         """The latest last."""
+        self._stored: tuple[ReadBack, ...] = ()
+        """Those on disk, at least these: leases that come and go mostly bring the same two."""
 
     def follow(self, daemon: ProcessIdentity) -> None:
         """Take up what an earlier mpsd gave this process, where it is another than before.
@@ -42,23 +44,25 @@ class OwnLimits:
         """
         if daemon == self._process:
             return
-        self._process, self.limits = daemon, ()
+        self._process, self.limits, self._stored = daemon, (), ()
         found = encoding.load(self._path, _File)
         if isinstance(found, Unknown):
             self._log.warning(EventName.FILE_DAMAGED, because=found.reason)
         elif found is not None and (found.value.boot_id, found.value.process) == (clock.boot_id(), daemon):
-            self.limits = found.value.limits
+            self.limits = self._stored = found.value.limits
 
     def note(self, wanted: Limits) -> None:
         """Note what is about to be set; where that cannot be stored, this mpsd knows it all the same."""
         limits = (*(each for each in self.limits if each != _as_read_back(wanted)), _as_read_back(wanted))
-        if limits == self.limits or self._process is None:
-            return
         self.limits = limits if len(limits) <= _MOST else (limits[0], *limits[1 - _MOST :])
+        if self._process is None or {*self.limits} <= {*self._stored}:
+            return
         try:
             atomic_file.write(self._path, encoding.to_json(_File(clock.boot_id(), self._process, self.limits)))
         except OSError as error:
             self._log.error(EventName.LIMITS_NOT_STORED, because=str(error))
+        else:
+            self._stored = self.limits
 
     def settle(self, wanted: Limits) -> None:
         """Note that every limit read back as wanted: whatever else it is from now on is somebody else's doing."""

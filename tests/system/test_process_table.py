@@ -143,6 +143,23 @@ def test_leader_with() -> None:
             assert process_table.leader_with("TOKEN", "ab") is None
 
 
+def test_started_with() -> None:
+    """Who was started with a value of a variable is found among others, if it is of the uid that the value is of."""
+    own, bare = os.getuid(), {"PATH": os.environ["PATH"]}
+    with (
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE, env={**bare, "MARK": "mine"}) as mine,
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE, env={**bare, "MARK": "another"}) as another,
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE, env={**bare, "MARKED": "mine"}) as other,
+    ):
+        pids = [mine.pid, another.pid, other.pid]
+        found = [*process_table.started_with_among(pids, "MARK", {"mine": own, "nobody's": own})]
+        assert [(value, each.pid) for value, each in found] == [("mine", mine.pid)]
+        assert [*process_table.started_with_among(pids, "MARK", {"mine": own + 1})] == []
+        assert [each.pid for each in process_table.started_with("MARK", {"mine": own})["mine"]] == [mine.pid]
+        for each in (mine, another, other):
+            each.communicate()
+
+
 def test_threads() -> None:
     """The number of a thread is known as such; that of a process, and of nobody, is not."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:

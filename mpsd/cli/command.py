@@ -10,7 +10,7 @@ import click
 
 from mpsd.cli import views
 from mpsd.cli.api import Api
-from mpsd.cli.render import as_exports, as_json, plural
+from mpsd.cli.render import as_env_file, as_exports, as_json, plural
 from mpsd.core.errors import DoesNotFitError, InternalError, InvalidRequestError, MpsdError, NotFoundError
 from mpsd.core.sanitize import plain
 
@@ -77,6 +77,8 @@ def print_lease(api: Api, form: str, lease: "answer_types.Lease", share: int | N
     """Print a lease, in any of its forms; its token stands in those that programs read."""
     if form == "env":
         click.echo(as_exports(environment(api, lease, share)))
+    elif form == "env-file":
+        click.echo(as_env_file(environment(api, lease, share)))
     else:
         print_answer(form, lease, lambda safe: views.lease(safe, now()))
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 
-from mpsd.core.errors import InternalError
+from mpsd.core.errors import InternalError, InvalidRequestError
 from mpsd.core.sanitize import harmless_json, plain
 
 _GAP = "  "
@@ -18,14 +18,38 @@ def as_json(answer: object) -> str:
     return harmless_json(json.dumps(answer, indent=2, ensure_ascii=False))
 
 
+_AMBIGUOUS = frozenset("\"'`\\$#")
+"""What some readers of an env-file take as it is, and others for quotes, escapes, variables or comments."""
+
+
 def as_exports(variables: Mapping[str, str]) -> str:
     """Return shell lines that export these variables. Raises InternalError for a name that no variable can have."""
     from shlex import quote
 
+    _check_names(variables)
+    return "\n".join(f"export {name}={quote(value)}" for name, value in variables.items())
+
+
+def as_env_file(variables: Mapping[str, str]) -> str:
+    """Return lines `KEY=VALUE` that podman and Docker (--env-file), systemd (EnvironmentFile=) and dotenv read alike.
+
+    Nothing is quoted in them, since podman and Docker take quotes for a part of the value. Raises InvalidRequestError
+    for a value that such a line cannot have, and InternalError for a name that no variable can have.
+    """
+    _check_names(variables)
+    for name, value in variables.items():
+        if not value.isprintable() or value != value.strip() or _AMBIGUOUS & {*value}:
+            raise InvalidRequestError(
+                f"the value of {name} is {plain(value)!r}, which a line KEY=VALUE cannot have for all its readers",
+                hint="use -o env in a shell, or paths without quotes, blanks at an end, and any of `\\$#",
+            )
+    return "\n".join(f"{name}={value}" for name, value in variables.items())
+
+
+def _check_names(variables: Mapping[str, str]) -> None:
     wrong = [name for name in variables if not (name.isascii() and name.isidentifier())]
     if wrong:
         raise InternalError(f"mpsd named a variable {plain(wrong[0])!r}", hint="look at the lease with -o json")
-    return "\n".join(f"export {name}={quote(value)}" for name, value in variables.items())
 
 
 def columns(rows: Iterable[Sequence[str]]) -> str:

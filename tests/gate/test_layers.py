@@ -23,6 +23,7 @@ ROOMS: Final = {
     "core/enforcement": frozenset({"core", "core/mps"}),
     "core/supervision": frozenset({"core"}),
     "core/doctor": frozenset({"core", "core/mps"}),
+    "core/containers": frozenset({"core"}),
     "system": frozenset[str](),
     "system/doctor": frozenset({"system"}),
     "daemon/record": frozenset[str](),

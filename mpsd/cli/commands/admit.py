@@ -169,7 +169,7 @@ def _give_back(api: Api, lease: "answer_types.Lease") -> None:
 @click.command(cls=ForEval)
 @_with_request
 @click.option("--pid", type=int, help="Process that holds the lease.  [default: the calling shell]")
-@with_form("env")
+@with_form("env", "env-file")
 @with_api
 def admit(api: Api, form: str, pid: int | None, wait: float, **request: object) -> None:
     """Take out a lease and print it.
@@ -190,9 +190,9 @@ def admit(api: Api, form: str, pid: int | None, wait: float, **request: object) 
     holder = calling_program() if pid is None else pid
     if holder == 0:
         raise click.UsageError("The caller is in another pid namespace: name the holder of the lease with --pid.")
-    if form == "env" and request["gpus"] not in {None, 1}:
+    if form in {"env", "env-file"} and request["gpus"] not in {None, 1}:
         raise InvalidRequestError(
-            "-o env works for one GPU only: a process can use one GPU, and the environment names it",
+            f"-o {form} works for one GPU only: a process can use one GPU, and the environment names it",
             hint="take out the lease with -o json, then in each process: mpsctl show LEASE -o env --share N",
         )
     try:

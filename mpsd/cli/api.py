@@ -64,6 +64,10 @@ class Api(Client):
         """
         return cast("answer_types.Lease", self.post("/v1/leases", request, deadline=deadline, meanwhile=meanwhile))
 
+    def add_holder(self, lease: str, request: Mapping[str, object]) -> "answer_types.Lease":
+        """Have a lease held by another holder, or its claim taken; answered once the lease is open to it."""
+        return cast("answer_types.Lease", self.post(f"/v1/leases/{segment(lease)}/holders", request))
+
     def renew(self, lease: str, ttl: float) -> "answer_types.Lease":
         """Let a lease live for this many seconds from now on."""
         return cast("answer_types.Lease", self.post(f"/v1/leases/{segment(lease)}/renew", {"ttl": ttl}))

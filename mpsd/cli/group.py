@@ -11,8 +11,10 @@ from mpsd.cli.api import SOCKET, Api
 _MODULES: Final = {
     "admit": "admit",
     "attach": "admit",
+    "cdi": "cdi",
     "clients": "status",
     "config": "status",
+    "container": "container",
     "daemons": "status",
     "doctor": "doctor",
     "drain": "operate",

@@ -63,6 +63,8 @@ MOST_FILES: Final = 15
 
 MAY_IMPORT_MORE: Final = {
     "mpsd/cli/doctor_run.py": frozenset({"system"}),  # it looks at the machine itself; doctor's alone
+    "mpsd/cli/commands/cdi.py": frozenset({"system"}),  # it writes files that container runtimes read, as root mostly
+    "mpsd/cli/commands/container.py": frozenset({"system"}),  # it runs a container runtime, and is its hook
     "mpsd/cli/commands/service.py": frozenset(
         {"system"}
     ),  # it makes mpsd a service of the machine, whether mpsd runs or not

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mpsd.cli import answer_types
 
 _NOT_EXECUTABLE: Final = 126
-_NOT_FOUND: Final = 127
+NOT_FOUND: Final = 127
 """What a shell exits with for a command that it finds and cannot run, and for one that it does not find."""
 
 
@@ -147,27 +147,27 @@ _REQUEST: Final = (
 )
 
 
-def _with_request(function: Callable[..., None]) -> Callable[..., None]:
+def with_request(function: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options that say what is asked for."""
     for option in reversed(_REQUEST):
         function = option(function)
     return function
 
 
-def _take(api: Api, options: Mapping[str, object], *, wait: float) -> "answer_types.Lease":
+def take(api: Api, options: Mapping[str, object], *, wait: float) -> "answer_types.Lease":
     """Return the lease that was asked for; the server has the defaults for what was not given."""
     request = {name: value for name, value in options.items() if value is not None}
     return lease_wait.admit(api, request, wait=wait) if wait else api.admit(request)
 
 
-def _give_back(api: Api, lease: "answer_types.Lease") -> None:
+def give_back(api: Api, lease: "answer_types.Lease") -> None:
     """Release a lease that nobody got to use; when that fails, it ends with its holder."""
     with contextlib.suppress(MpsdError):
         api.release(lease["id"])
 
 
 @click.command(cls=ForEval)
-@_with_request
+@with_request
 @click.option("--pid", type=int, help="Process that holds the lease.  [default: the calling shell]")
 @with_form("env", "env-file")
 @with_api
@@ -196,7 +196,7 @@ def admit(api: Api, form: str, pid: int | None, wait: float, **request: object) 
             hint="take out the lease with -o json, then in each process: mpsctl show LEASE -o env --share N",
         )
     try:
-        lease = _take(api, {**request, "pid": holder}, wait=wait)
+        lease = take(api, {**request, "pid": holder}, wait=wait)
     except SignalledError as signal:
         if form == "env":
             click.echo(f"(exit {signal.exit_code})")
@@ -204,7 +204,7 @@ def admit(api: Api, form: str, pid: int | None, wait: float, **request: object) 
     try:
         print_lease(api, form, lease)
     except (OSError, MpsdError):
-        _give_back(api, lease)
+        give_back(api, lease)
         raise
 
 
@@ -220,7 +220,7 @@ def _become(uid: int) -> dict[str, str]:
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@_with_request
+@with_request
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=program)
 @with_api
 def run(api: Api, command: tuple[str, ...], wait: float, **request: object) -> None:
@@ -247,7 +247,7 @@ def run(api: Api, command: tuple[str, ...], wait: float, **request: object) -> N
     if request["owner"] is not None and os.geteuid() != 0:
         raise NotPermittedError("only root can start a program as another user", hint="use sudo mpsctl run --user")
     try:
-        lease = _take(api, request, wait=wait)
+        lease = take(api, request, wait=wait)
     except SignalledError as signal:
         signal.end()
     try:
@@ -261,11 +261,11 @@ def run(api: Api, command: tuple[str, ...], wait: float, **request: object) -> N
             variables |= _become(lease["owner"]["uid"])
         os.execvpe(command[0], command, {**os.environ, **variables})  # noqa: S606 - that is what it is for
     except (OSError, MpsdError) as error:
-        _give_back(api, lease)
+        give_back(api, lease)
         if isinstance(error, MpsdError):
             raise
         click.echo(f"mpsctl: {command[0]}: {error.strerror}", err=True)
-        click.get_current_context().exit(_NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE)
+        click.get_current_context().exit(NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE)
 
 
 @click.command()

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from mpsd.core.errors import StorageError
-from mpsd.core.model import Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
+from mpsd.core.model import HoldingProcess, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
 from mpsd.daemon.leases.lease_store import LEASES_FIRST, LEASES_SCHEMA, LeaseEvent, LeaseStore
 from mpsd.daemon.record.log import EventName
 from mpsd.system import clock
@@ -24,7 +24,7 @@ LEASE: Final = Lease(
     state=LeaseState.GRANTED,
     because="it fits",
     owner=Owner(0, 0, 1, None),
-    holder=ProcessIdentity(1, 1),
+    holders=(HoldingProcess(ProcessIdentity(1, 1)),),
     request=LeaseRequest(),
     arrival=1,
     created=clock.now(),

@@ -19,8 +19,9 @@ MAY_IMPORT: Final = {
 ROOMS: Final = {
     "core": frozenset[str](),
     "core/mps": frozenset({"core"}),
-    "core/admission": frozenset({"core", "core/mps"}),
-    "core/enforcement": frozenset({"core", "core/mps"}),
+    "core/holders": frozenset({"core"}),
+    "core/admission": frozenset({"core", "core/mps", "core/holders"}),
+    "core/enforcement": frozenset({"core", "core/mps", "core/holders"}),
     "core/supervision": frozenset({"core"}),
     "core/doctor": frozenset({"core", "core/mps"}),
     "core/containers": frozenset({"core"}),
@@ -31,13 +32,30 @@ ROOMS: Final = {
     "daemon/gpu": frozenset({"daemon/record"}),
     "daemon/ends": frozenset({"daemon/record"}),
     "daemon/control": frozenset({"daemon/record", "daemon/ends"}),
-    "daemon/leases": frozenset({"daemon/record", "daemon/ends", "daemon/control"}),
+    "daemon/holders": frozenset[str](),
+    "daemon/leases": frozenset({"daemon/record", "daemon/ends", "daemon/control", "daemon/holders"}),
     "daemon/canary": frozenset({"daemon/record", "daemon/gpu", "daemon/control", "daemon/leases"}),
     "daemon/node": frozenset(
-        {"daemon/record", "daemon/gpu", "daemon/ends", "daemon/control", "daemon/leases", "daemon/canary"}
+        {
+            "daemon/record",
+            "daemon/gpu",
+            "daemon/ends",
+            "daemon/control",
+            "daemon/holders",
+            "daemon/leases",
+            "daemon/canary",
+        }
     ),
     "daemon/api": frozenset(
-        {"daemon/record", "daemon/http", "daemon/gpu", "daemon/control", "daemon/canary", "daemon/node"}
+        {
+            "daemon/record",
+            "daemon/http",
+            "daemon/gpu",
+            "daemon/control",
+            "daemon/holders",
+            "daemon/canary",
+            "daemon/node",
+        }
     ),
     "daemon": frozenset(
         {

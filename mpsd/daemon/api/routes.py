@@ -109,6 +109,15 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
     ),
     _row(
         "POST",
+        "/v1/leases/{id}/holders",
+        Role.USER,
+        lambda h: h.leases.hold,
+        answers.json(lease_schema.LeaseOut),
+        body=lease_schema.HolderRequest,
+        errors=(409, 503, 507),
+    ),
+    _row(
+        "POST",
         "/v1/leases/{id}/end",
         Role.USER,
         lambda h: h.leases.end,

@@ -5,7 +5,7 @@ the types that mpsd answers with, field by field.
 """
 
 from collections.abc import Mapping
-from typing import TypeAlias, TypedDict
+from typing import Required, TypeAlias, TypedDict
 
 Event: TypeAlias = Mapping[str, object]
 """A decision of mpsd: the line of its log, with its number `seq`; which facts there are depends on what happened."""
@@ -18,6 +18,20 @@ class Owner(TypedDict):
     gid: int
     pid: int
     start_time: str | None
+
+
+class Holder(TypedDict, total=False):
+    """What holds a lease: a process, a control group, or a claim that nobody has taken; each has its own fields."""
+
+    kind: Required[str]
+    pid: int | None
+    start_time: str | None
+    cgroup: str | None
+    unit: str | None
+    container: str | None
+    pod: str | None
+    uid: int | None
+    deadline: str | None
 
 
 class Wait(TypedDict):
@@ -50,6 +64,7 @@ class Lease(TypedDict):
     gpus: list[str]
     daemon: str | None
     owner: Owner
+    holders: list[Holder]
     active_thread_percentage: float | None
     pinned_device_mem_limit: int | None
     env: dict[str, str]

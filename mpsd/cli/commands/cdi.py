@@ -112,7 +112,7 @@ def list_(api: Api, form: str, directory: Path) -> None:
 @click.argument("lease", shell_complete=lease_names)
 @_DIRECTORY
 def remove(lease: str, directory: Path) -> None:
-    """Remove the CDI device of a lease; the lease stays. It is no error where there is none."""
+    """Remove the CDI device of a lease, if there is one. The lease stays."""
     wanted = directory / device_files.file_name(lease)
     for path, _ in cdi_directory.devices(directory):
         if path == wanted:
@@ -124,7 +124,7 @@ def put(api: Api, lease: "answer_types.Lease", directory: Path, *, shared_memory
     claim = next((each for each in lease["holders"] if each["kind"] == "claim"), None)
     if claim is None and lease["state"] != "ended":
         raise InvalidRequestError(
-            f"{lease['id']} is held already, and a container can only take a lease that nobody holds yet",
+            f"{lease['id']} is held already, and a container can only take a claim",
             hint="claim one for the container: mpsctl admit --claim",
         )
     variables = {name: value for name, value in environment(api, lease).items() if name in lease["env"]}

@@ -5,7 +5,7 @@ the types that mpsd answers with, field by field.
 """
 
 from collections.abc import Mapping
-from typing import Required, TypeAlias, TypedDict
+from typing import TypeAlias, TypedDict
 
 Event: TypeAlias = Mapping[str, object]
 """A decision of mpsd: the line of its log, with its number `seq`; which facts there are depends on what happened."""
@@ -21,11 +21,10 @@ class Owner(TypedDict):
 
 
 class Holder(TypedDict, total=False):
-    """What holds a lease: a process, a control group, or a claim that nobody has taken; each has its own fields."""
+    """What holds a lease, by its kind: a process, a control group (`cgroup`), or a claim; and what such a one has."""
 
-    kind: Required[str]
+    kind: str
     pid: int | None
-    start_time: str | None
     cgroup: str | None
     unit: str | None
     container: str | None

@@ -64,10 +64,6 @@ class Api(Client):
         """
         return cast("answer_types.Lease", self.post("/v1/leases", request, deadline=deadline, meanwhile=meanwhile))
 
-    def add_holder(self, lease: str, request: Mapping[str, object]) -> "answer_types.Lease":
-        """Have a lease held by another holder, or its claim taken; answered once the lease is open to it."""
-        return cast("answer_types.Lease", self.post(f"/v1/leases/{segment(lease)}/holders", request))
-
     def renew(self, lease: str, ttl: float) -> "answer_types.Lease":
         """Let a lease live for this many seconds from now on."""
         return cast("answer_types.Lease", self.post(f"/v1/leases/{segment(lease)}/renew", {"ttl": ttl}))
@@ -75,6 +71,10 @@ class Api(Client):
     def attach(self, lease: str) -> "answer_types.Lease":
         """Have a lease's limits opened for its processes that are still to come; answered when they are open."""
         return cast("answer_types.Lease", self.post(f"/v1/leases/{segment(lease)}/attach", {}, deadline=inf))
+
+    def hold(self, lease: str, request: Mapping[str, object], *, deadline: float = inf) -> "answer_types.Lease":
+        """Have a lease held by another holder too, or instead, or its claim taken; answered when it is open to it."""
+        return cast("answer_types.Lease", self.post(f"/v1/leases/{segment(lease)}/holders", request, deadline=deadline))
 
     def verify(self, lease: str) -> "answer_types.Verify":
         """Tell whether every process of a lease is under MPS and within its limits."""

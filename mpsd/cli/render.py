@@ -3,9 +3,13 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from mpsd.core.errors import InternalError, InvalidRequestError
 from mpsd.core.sanitize import harmless_json, plain
+
+if TYPE_CHECKING:
+    from mpsd.cli import answer_types
 
 _GAP = "  "
 _LONGEST_EVENT = 24
@@ -120,3 +124,29 @@ def event(answer: Mapping[str, object]) -> str:
         if name not in {"at", "event"} and (name, value) != ("level", "info")
     ]
     return f"{answer['at']}  {answer['event']!s:<{_LONGEST_EVENT}}  {' '.join(facts)}".rstrip()
+
+
+def holding_pid(lease: "answer_types.Lease") -> str:
+    """Print the process that holds a lease; a dash where none does."""
+    return str(lease["owner"]["pid"] or "-")
+
+
+def holders(lease: "answer_types.Lease") -> str:
+    """Print all that holds a lease, and whose it is."""
+    return ", ".join([*map(_holder, lease["holders"]), f"uid {lease['owner']['uid']}"])
+
+
+def _holder(holder: "answer_types.Holder") -> str:
+    match holder["kind"]:
+        case "process":
+            return f"pid {holder['pid']}"
+        case "cgroup":
+            names = (("unit", holder.get("unit")), ("container", holder.get("container")), ("pod", holder.get("pod")))
+            said = ", ".join(f"{what} {name}" for what, name in names if name)
+            return f"control group {holder['cgroup']}" + (f" ({said})" if said else "")
+        case "claim":
+            whose = "anybody" if holder.get("uid") is None else f"uid {holder.get('uid')}"
+            until = holder.get("deadline")
+            return f"a claim for {whose}" + (f", until {until}" if until else "")
+        case kind:  # of an mpsd that is newer
+            return kind

@@ -115,7 +115,7 @@ def ended(node: Node, lease: str) -> Any:
 def is_nobodys(node: Node, lease: str) -> bool:
     """Tell whether nobody holds a lease: it has ended, or can still be taken."""
     found = node.get(f"/v1/leases/{lease}").json
-    return found["state"] == "ended" or found["holders"][0]["kind"] == "claim"
+    return bool(found["state"] == "ended" or found["holders"][0]["kind"] == "claim")
 
 
 def is_gone(pid: int) -> bool:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from mpsd.cli import lease_end
+from mpsd.cli import lease_end, lease_start
 from mpsd.cli.api import Api
 from mpsd.cli.command import note, with_api
 from mpsd.cli.commands import cdi
-from mpsd.cli.commands.admit import NOT_FOUND, give_back, take, with_request
+from mpsd.cli.commands.admit import take, with_request
 from mpsd.cli.signals import SignalledError
 from mpsd.core.containers import cdi as device_files
 from mpsd.core.containers import oci
@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from mpsd.cli import answer_types
 
 _RUNTIMES: Final = click.Choice(["podman", "docker"])
+
+_NOT_FOUND: Final = 127
+"""What a shell exits with for a command that it does not find."""
+
+_DEADLINE: Final = 45.0
+"""Seconds for mpsd's answer, so that the hook can still say why before its runtime kills it (cdi.HOOK_SECONDS)."""
 
 _PATIENCE: Final = 10.0
 """Seconds for which a hook asks an mpsd again that does not answer: the next one may be starting."""
@@ -75,9 +81,9 @@ def run(
         mpsctl container run podman --fraction 0.25 -- --rm IMAGE COMMAND
         mpsctl container run podman --threads 25 --memory 8GiB -- --device nvidia.com/gpu=all IMAGE COMMAND
 
-    What follows `--` goes to `RUNTIME run` as it is. The lease is held by the container's control group, whoever the
-    program in it becomes; it belongs to the uid that the program starts with, and ends with the container. The exit
-    status is that of the runtime, and signals are passed on to it.
+    What follows `--` goes to `RUNTIME run` as it is. The lease is held by the container's control group and ends with it;
+    it belongs to the uid that the container's program starts with. The exit status is that of the runtime, and signals
+    are passed on to it.
 
     It writes a CDI device (see mpsctl cdi write), which needs root, and removes it at the end. No container starts
     without a lease, and a container whose lease cannot be opened to it fails with the reason.
@@ -91,11 +97,8 @@ def run(
         lease = take(api, {**request, "holder": {"claim": claim}}, wait=wait)
     except SignalledError as signal:
         signal.end()
-    try:
+    with lease_start.released_on_failure(api, lease):
         path = cdi.put(api, lease, directory, shared_memory=shared_memory)
-    except (OSError, MpsdError):
-        give_back(api, lease)
-        raise
     elsewhere = runtime == "podman" and directory not in cdi_directory.READ_BY_DEFAULT
     where = [f"--cdi-spec-dir={directory}"] if elsewhere else []
     command = [runtime, *where, "run", f"--device={device_files.device_name(lease['id'])}", *arguments]
@@ -103,7 +106,7 @@ def run(
         status = foreground.run(command, os.environ)
     except OSError as error:
         click.echo(f"mpsctl: {runtime}: {error.strerror}", err=True)
-        status = NOT_FOUND
+        status = _NOT_FOUND
     finally:
         path.unlink(missing_ok=True)
         _give_back_unless_taken(api, lease)
@@ -215,7 +218,7 @@ def _take(api: Api, lease: str, request: Mapping[str, object]) -> "answer_types.
     end = time.monotonic() + _PATIENCE
     while True:
         try:
-            return api.add_holder(lease, request)
+            return api.hold(lease, request, deadline=_DEADLINE)
         except (UnreachableError, StoppingError) as error:
             if not error.retryable or time.monotonic() > end:
                 raise

@@ -6,6 +6,8 @@ It is for showing only. Whoever may make control groups may call them as anybody
 import re
 from typing import Final, NamedTuple
 
+from mpsd.core.model import Holder, HoldingGroup
+
 _ID: Final = r"(?P<id>[0-9a-f]{64})"
 
 _SCOPE: Final = re.compile(rf"(?:[a-z0-9]+(?:-containerd)?)-{_ID}\.scope\Z")
@@ -50,3 +52,10 @@ def name_of(path: str) -> GroupName:
         elif not (container or pod) and _UNIT.match(part) and (not part.endswith(".slice") or not unit):
             unit = part
     return GroupName(unit, container, pod)
+
+
+def facts_of(holder: Holder) -> dict[str, str]:
+    """Return what an event tells of a control group that holds a lease; nothing of any other holder."""
+    if not isinstance(holder, HoldingGroup):
+        return {}
+    return {"cgroup": holder.group.path, **name_of(holder.group.path).facts()}

@@ -105,13 +105,13 @@ class LeaseHandlers:
         """Have a lease held by another holder, or its claim taken, and answer once that is stored and open to it."""
         assert isinstance(request.body, lease_schema.HolderRequest)  # noqa: S101 - the route table says so
         body, lease = request.body, self._node.leases.find(request.names["id"])
-        if not naming.has_token(body, lease) and not _is_own(request, lease):
+        if body.token is not None and not naming.is_token(body.token, lease):
             raise NotPermittedError(
-                f"the token is not that of lease {lease.id}"
-                if body.token
-                else f"lease {lease.id} belongs to another user",
-                hint="pass the token that came with the lease (MPSD_LEASE_TOKEN), or ask an administrator",
+                f"the token is not that of lease {lease.id}",
+                hint="pass the token that came with the lease (MPSD_LEASE_TOKEN)",
             )
+        if body.token is None:
+            self._theirs(request, act=True)
         is_claim = body.token is not None or holders.claim_of(lease) is not None
         with naming.of_holder(request, body, lease, is_claim=is_claim) as (owner, user, named):
             if is_claim:

@@ -90,9 +90,9 @@ def of_holder(request: Request, body: HolderRequest, lease: Lease, *, is_claim: 
         group.close()
 
 
-def has_token(body: HolderRequest, lease: Lease) -> bool:
-    """Tell whether a request has the token of a lease; how long that takes tells nothing of the token."""
-    return bool(lease.token) and hmac.compare_digest((body.token or "").encode(), lease.token.encode())
+def is_token(token: str, lease: Lease) -> bool:
+    """Tell whether this is the token of a lease; how long that takes tells nothing of the token."""
+    return bool(lease.token) and hmac.compare_digest(token.encode(errors="replace"), lease.token.encode())
 
 
 def _owner(

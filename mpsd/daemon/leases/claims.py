@@ -10,7 +10,7 @@ from mpsd.core.admission.ledger import Ledger
 from mpsd.core.admission.request_ids import RequestIds
 from mpsd.core.errors import AlreadyClaimedError, CapacityError, NotFoundError, StorageError
 from mpsd.core.holders import group_names, holders
-from mpsd.core.model import Claim, Holder, HoldingGroup, Lease, LeaseState, Owner
+from mpsd.core.model import Claim, Lease, LeaseState, Owner
 from mpsd.daemon.holders.holder_watch import HolderWatch
 from mpsd.daemon.holders.named_holder import NamedHolder
 from mpsd.daemon.leases.group_commit import GroupCommit
@@ -63,7 +63,7 @@ class Claims:
         if replace:
             because += f", and was by {', '.join(map(holders.said, before.holders))}"
         self._limit_gates.follow(lease)
-        self._group_commit.change(lease, event, **_facts(named.holder), because=because)
+        self._group_commit.change(lease, event, **group_names.facts_of(named.holder), because=because)
         await self._group_commit.stored(lease_id)
         return self._ledger.leases.get(lease_id, lease)
 
@@ -94,7 +94,7 @@ class Claims:
         self._request_ids.forget(before)
         self._limit_gates.follow(lease)
         because = f"{holders.said(named.holder)} took it"
-        facts = {**_facts(named.holder), "because": because}
+        facts = {**group_names.facts_of(named.holder), "because": because}
         self._group_commit.change(lease, EventName.LEASE_CLAIMED, **facts)
         try:
             await self._group_commit.stored(lease_id)
@@ -134,7 +134,3 @@ def already_claimed(lease: Lease) -> AlreadyClaimedError:
         f"lease {lease.id} is claimed already: {who} holds it",
         hint="take out another lease; the owner of this one adds holders: mpsctl hand-over --keep",
     )
-
-
-def _facts(holder: Holder) -> dict[str, str]:
-    return group_names.name_of(holder.group.path).facts() if isinstance(holder, HoldingGroup) else {}

@@ -8,7 +8,7 @@ from mpsd.core.enforcement import attribution, change_of_user
 from mpsd.core.enforcement.lease_environment import LEASE
 from mpsd.core.enforcement.violations import AttributedClient, Violation
 from mpsd.core.errors import NotFoundError
-from mpsd.core.holders import holders
+from mpsd.core.holders import group_names, holders
 from mpsd.core.model import Client, HoldingProcess, Lease, ProcessIdentity, Stop, ViolationKind
 from mpsd.daemon.holders.holder_watch import HolderWatch
 from mpsd.daemon.leases.group_commit import GroupCommit
@@ -64,7 +64,8 @@ class Clients:
                 bearers = lease.bearers if kernel_says else (*dict.fromkeys((*lease.bearers, identity)),)
                 lease = self._ledger.attach(lease.id, (*lease.clients, identity), bearers)
                 self._limit_gates.follow(lease)
-                facts = {} if kernel_says else {"by": "token"}
+                facts = group_names.name_of(proc.cgroup(identity.pid)).facts()
+                facts |= {} if kernel_says else {"by": "token"}
                 self._group_commit.change(lease, EventName.CLIENT_ATTRIBUTED, client=identity.pid, **facts)
 
     def lease_of(self, client: Client) -> AttributedClient:

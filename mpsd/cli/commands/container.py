@@ -81,18 +81,15 @@ def run(
         mpsctl container run podman --fraction 0.25 -- --rm IMAGE COMMAND
         mpsctl container run podman --threads 25 --memory 8GiB -- --device nvidia.com/gpu=all IMAGE COMMAND
 
-    What follows `--` goes to `RUNTIME run` as it is. The lease is held by the container's control group and ends with it;
-    it belongs to the uid that the container's program starts with. The exit status is that of the runtime, and signals
-    are passed on to it.
+    What follows `--` goes to `RUNTIME run` as it is. The lease is held by the container's control group and ends with
+    it; it belongs to the uid that the container's program starts with. The exit status is that of the runtime, and
+    signals are passed on to it.
 
     It writes a CDI device (see mpsctl cdi write), which needs root, and removes it at the end. No container starts
     without a lease, and a container whose lease cannot be opened to it fails with the reason.
     """  # noqa: D301 - click knows by that character what not to wrap
     cdi.clean(api, directory)
-    claim: dict[str, object] = {} if claim_deadline is None else {"deadline": claim_deadline}
-    owner = request.pop("owner")
-    if isinstance(owner, Mapping):
-        claim |= {"uid": owner["uid"], "gid": owner["gid"]}
+    claim = {} if claim_deadline is None else {"deadline": claim_deadline}
     try:
         lease = take(api, {**request, "holder": {"claim": claim}}, wait=wait)
     except SignalledError as signal:

@@ -328,19 +328,26 @@ class TestHook:
     def test_restart(
         self, make_node: Callable[..., Node], directory: Path, container: "subprocess.Popen[bytes]"
     ) -> None:
-        """Where mpsd is killed meanwhile, the hook waits for the next one."""
+        """Where mpsd is killed before it answers, the hook asks the next one."""
         node = make_node(simulate=1, control=None).start()
         lease = node.request("POST", "/v1/leases", {"fraction": 0.1, "holder": {"claim": {}}}).json["id"]
         hook = Hook(write(node, directory, lease), container.pid)
-        node.end(signal.SIGKILL)
         variables = dict(each.split("=", 1) for each in hook.hook["env"])
+        os.kill(node.pid, signal.SIGSTOP)
         with subprocess.Popen(hook.hook["args"], stdin=subprocess.PIPE, env=variables, cwd="/", text=True) as waiting:
             assert waiting.stdin is not None
             waiting.stdin.write(hook.state)
             waiting.stdin.close()
+            wait_until(lambda: has_socket(waiting.pid), what="the hook to call mpsd")
+            node.end(signal.SIGKILL)
             node.start()
             assert waiting.wait(30) == 0
         assert [each["kind"] for each in state_of(node, lease)["holders"]] == ["process"]
+
+
+def has_socket(pid: int) -> bool:
+    """Tell whether a process has a socket open."""
+    return any(str(each.readlink()).startswith("socket:") for each in Path(f"/proc/{pid}/fd").iterdir())
 
 
 @pytest.fixture

@@ -272,7 +272,7 @@ def named(path: str) -> OpenGroup:
     else:
         if path.startswith("/sys/fs/cgroup/"):
             inner = path.removeprefix("/sys/fs/cgroup")
-    inner = "/" + "/".join(filter(None, inner.split("/")))
+    inner = "/" + "/".join(part for part in inner.split("/") if part not in {"", "."})
     if inner == "/":
         raise _unknown(path, "it is the whole hierarchy, with every process of the node")
     try:

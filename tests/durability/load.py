@@ -114,9 +114,10 @@ class Receipts:
     def summary(self) -> str:
         """Say what this was worth as a test."""
         cut = ", ".join(f"{count} of {what}" for what, count in self.unheard.most_common())
+        claims = f"{len(self.held)} of them claims"
         return (
-            f"{self.lives} lives, {len(self.granted)} grants, {len(self.held)} of them claims, {len(self.released)} releases, {len(self.events)} events;"
-            f" requests without an answer: {cut or 'none'}"
+            f"{self.lives} lives, {len(self.granted)} grants, {claims}, {len(self.released)} releases,"
+            f" {len(self.events)} events; requests without an answer: {cut or 'none'}"
         )
 
 
@@ -143,7 +144,7 @@ class Load:
         self.receipts.lives += 1
         self._sent, self._kill_after = 0, kill_after
         async with asyncio.timeout(_DEADLINE), asyncio.TaskGroup() as group:
-            for act in (self._take_and_release, self._take_and_release, self._take_and_release, self._claim):
+            for act in (*[self._take_and_release] * 3, *[self._claim] * 3):
                 group.create_task(self._until_death(act))
             for number in range(2):
                 group.create_task(self._until_death(partial(self._wait_in_line, f"place-{number}")))

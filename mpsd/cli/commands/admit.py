@@ -159,7 +159,7 @@ def take(api: Api, options: Mapping[str, object], *, wait: float) -> "answer_typ
 @with_request
 @click.option("--pid", type=int, help="Process that holds the lease.  [default: the calling shell]")
 @click.option("--cgroup", metavar="PATH", help="Control group that holds the lease, as in /proc/PID/cgroup.")
-@click.option("--unit", metavar="NAME", help="systemd unit that holds the lease; it must run.")
+@click.option("--unit", metavar="NAME", help="Unit of systemd that holds the lease; it must run.")
 @click.option(
     "--while",
     "life",

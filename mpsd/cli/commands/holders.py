@@ -18,7 +18,7 @@ _TOKEN = "MPSD_LEASE_TOKEN"  # noqa: S105 - the variable's name
 @click.option("--pid", type=int, metavar="PID", help="Process that holds the lease from now on.")
 @click.option("--group", is_flag=True, help="With --pid: the control group of that process, and not the process.")
 @click.option("--cgroup", metavar="PATH", help="Control group, as in /proc/PID/cgroup or below /sys/fs/cgroup.")
-@click.option("--unit", metavar="NAME", help="systemd unit that runs.")
+@click.option("--unit", metavar="NAME", help="Unit of systemd that runs.")
 @click.option(
     "--while",
     "life",

@@ -88,5 +88,4 @@ def _lease_of(api: Api, pid: int) -> str:
 
 
 def _processes(lease: "answer_types.Lease") -> list[int]:
-    held = (each.get("pid") for each in lease["holders"])
-    return [*(pid for pid in held if pid), *lease["clients"]]
+    return [lease["owner"]["pid"], *lease["clients"]]

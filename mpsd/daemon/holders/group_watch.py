@@ -54,10 +54,10 @@ class GroupWatch:
         key = (group.group.hierarchy, group.group.inode)
         watched = self._watched.get(key)
         if watched is None:
+            self._hierarchies = control_groups.hierarchies()
             watched = self._watched[key] = _Watched(group.duplicate())
             self._at.setdefault((group.group.hierarchy, group.group.path), []).append(watched)
             self._order.append(watched)
-            self._hierarchies = control_groups.hierarchies()
         before = watched.holds.get(lease_id)
         watched.holds[lease_id] = holder
         self._of[lease_id] = (*(each for each in self.of(lease_id) if each != before), holder)

@@ -5,12 +5,14 @@ import os
 import signal
 import sqlite3
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
+from mpsd.system.acl import read, text
 from tests.control_groups import control_group, joins
 from tests.daemon.caller import calling, needs_root
 from tests.daemon.conftest import Start
@@ -280,6 +282,53 @@ class TestControlGroups:
             assert (answer.status, answer.json["owner"]["uid"]) == (201, ANN)
             assert answer.json["expires"] is not None
 
+    def test_other_namespaces(self, node: Node) -> None:
+        """A client in pid, user and mount namespaces of its own is its group's, and nobody's who is not in there."""
+        apart = ("unshare", "--pid", "--fork", "--kill-child", "--mount", "--user", "--map-root-user")
+        with control_group("name=systemd", "apart") as group:
+            lease = admitted(node, {"cgroup": str(group)}, owner=ROOT)
+            with SimulatedClient(variables(node), before=(*joins(group), *apart)) as client:
+                assert client.hello["mps"]
+                told = event(node, "client_attributed", lease=lease["id"])
+                assert told["unit"] == group.name
+                assert client.hello["active_thread_percentage"] == 25
+                verdict = node.get(f"/v1/leases/{lease['id']}/verify").json
+                assert (verdict["ok"], [each["pid"] for each in verdict["processes"]]) == (True, [told["client"]])
+        ended(node, lease)
+        assert node.events("violation") == []
+
+    def test_another_user_inside(self, node: Node) -> None:
+        """Another user's client in the group takes no place in the lease, and has no part in it."""
+        other = ("setpriv", f"--reuid={BOB}", f"--regid={BOB}", "--clear-groups")
+        with control_group("name=systemd", "mixed") as group, calling(node.socket, uid=BOB) as bob:
+            bobs = bob.admit(**SMALL, pid=bob.pid).json  # else the control daemon is closed to it
+            lease = admitted(node, {"cgroup": str(group)}, owner={"uid": ANN, "gid": ANN})
+            own = {**variables(node), **{name: str(each) for name, each in lease["env"].items()}}
+            with SimulatedClient(variables(node), before=(*joins(group), *other)) as stranger:
+                told = event(node, "violation", pid=stranger.hello["pid"])
+                assert (told["kind"], told["lease"]) == ("no_lease", None)
+                ann = ("setpriv", f"--reuid={ANN}", f"--regid={ANN}", "--clear-groups")
+                with SimulatedClient(own, before=(*joins(group), *ann)) as honest:
+                    event(node, "client_attributed", client=honest.hello["pid"], lease=lease["id"])
+                    assert shown(node, lease)["clients"] == [honest.pid]
+            assert bob.request("DELETE", f"/v1/leases/{bobs['id']}").status == 204
+
+    def test_a_lease_within(self, node: Node) -> None:
+        """What takes out a lease inside a group has it for itself, and who started the group has no part in that."""
+        mine = admitted(node, threads=10)  # this process's, from which all others descend
+        mpsctl = (sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket))
+        runs = (*mpsctl, "run", "--threads", "5", "--memory", "1GiB", "--")
+        with control_group("name=systemd", "within") as group:
+            lease = admitted(node, {"cgroup": str(group)}, owner=ROOT, threads=20, processes=2)
+            root = {"PYTHONPATH": str(Path(__file__).parents[3])}
+            for before, expected in ((joins(group), lease["id"]), ((), mine["id"])):
+                with SimulatedClient(variables(node), before=before) as client:
+                    event(node, "client_attributed", client=client.hello["pid"], lease=expected)
+            with SimulatedClient({**variables(node), **root}, before=(*joins(group), *runs)) as client:
+                told = event(node, "client_attributed", client=client.hello["pid"])
+                assert told["lease"] not in {lease["id"], mine["id"]}
+                assert client.hello["active_thread_percentage"] == 5
+
 
 def stored(node: Node, lease: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the holders of a lease as they are on disk."""
@@ -371,3 +420,66 @@ class TestClaims:
         with calling(node.socket, uid=ANN) as ann:
             answer = ann.admit(**SMALL, holder={"claim": {}})
             assert (answer.status, answer.json["code"]) == (403, "not_permitted")
+
+    @needs_root
+    def test_opens_nothing(self, node: Node) -> None:
+        """Nobody is let in by a claim before it is taken, nor after its time is over."""
+        before = text(read(node.pipe_directory("gpu0")))
+        lease = admitted(node, {"claim": {"uid": ANN, "gid": ANN, "deadline": 1.0}})
+        node.reload(f"{MANY}[admission]\nclaim_deadline = 5.0\n")  # which has everybody let in who is to be
+        assert text(read(node.pipe_directory("gpu0"))) == before
+        ended(node, lease)
+        assert text(read(node.pipe_directory("gpu0"))) == before
+        lease = admitted(node, {"claim": {"uid": ANN, "gid": ANN}})
+        with calling(node.socket, uid=ANN) as ann:
+            taken = ann.request(
+                "POST", f"/v1/leases/{lease['id']}/holders", {"token": lease["env"]["MPSD_LEASE_TOKEN"]}
+            )
+            assert taken.status == 200
+            assert str(ANN) in text(read(node.pipe_directory("gpu0")))
+        ended(node, lease)
+        wait_until(lambda: text(read(node.pipe_directory("gpu0"))) == before, what="the way to be closed again")
+
+    @needs_root
+    def test_quota(self, make_node: Start) -> None:
+        """Its taker has a quota as for a request; a refusal leaves it open for another."""
+        config = f'{MANY}[quota."{ANN}"]\nthreads = 10.0\n[quota."{BOB}"]\nttl = 500.0\n'
+        node = make_node(simulate=1, control=None, config=config).start()
+        lease = admitted(node, {"claim": {}})
+        path, token = f"/v1/leases/{lease['id']}/holders", lease["env"]["MPSD_LEASE_TOKEN"]
+        with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
+            refused = ann.request("POST", path, {"token": token})
+            assert (refused.status, refused.json["code"], refused.json["limit"]) == (403, "quota", "quota.threads")
+            assert [each["kind"] for each in shown(node, lease)["holders"]] == ["claim"]
+            event(node, "lease_refused", uid=ANN)
+            taken = bob.request("POST", path, {"token": token})
+            assert (taken.status, taken.json["expires"] is not None) == (200, True)
+
+    @needs_root
+    def test_one_user_at_a_time(self, make_node: Start) -> None:
+        """Where a control daemon serves one, a claim keeps others out, and is its taker's when nobody else is there."""
+        node = make_node(simulate=1, control=None, config='[daemon]\nusers = "one"\n').start()
+        lease = admitted(node, {"claim": {}})
+        path, token = f"/v1/leases/{lease['id']}/holders", lease["env"]["MPSD_LEASE_TOKEN"]
+        with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
+            refused = bob.admit(**SMALL)
+            assert (refused.status, refused.json["limit"]) == (409, "user")
+            roots = admitted(node)
+            refused = ann.request("POST", path, {"token": token})
+            assert (refused.status, refused.json["limit"]) == (409, "user")
+            assert node.request("DELETE", f"/v1/leases/{roots['id']}").status == 204
+            taken = ann.request("POST", path, {"token": token})
+            assert (taken.status, taken.json["owner"]["uid"]) == (200, ANN), taken.body
+            assert bob.admit(**SMALL).json["limit"] == "user"
+
+    def test_renewed_while_it_is_open(self, node: Node) -> None:
+        """More time to live is no more time for the claim."""
+        lease = admitted(node, {"claim": {"deadline": 0.8}}, ttl=100)
+        assert node.request("POST", f"/v1/leases/{lease['id']}/renew", {"ttl": 1000}).status == 200
+        assert ended(node, lease) == "its claim was not taken within 0.8 s"
+
+    def test_attaches_nobody(self, node: Node) -> None:
+        """A claim has no processes that could attach."""
+        lease = admitted(node, {"claim": {}})
+        assert node.request("POST", f"/v1/leases/{lease['id']}/attach").status == 404
+        assert node.get(f"/v1/leases/{lease['id']}/verify").json["verdict"] == "nothing"

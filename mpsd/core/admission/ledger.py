@@ -254,7 +254,10 @@ class Ledger:
         self._leave(before, now)
         for share in before.shares:
             offer = self._offers.by_gpu.get(share.gpu)
-            if offer is not None and (shortage := self._room.other_user(offer, owner.uid)) is not None:
+            # Other claims are of nobody's processes yet: containers that start at once do not keep each other out.
+            if offer is None or not {*self.holders(share.gpu)} - {owner.uid}:
+                continue
+            if (shortage := self._room.other_user(offer, owner.uid)) is not None:
                 self._enter(before, now)
                 raise shortage.raised()
         request = structs.replace(before.request, request_id=None)  # which was whoever made the claim's

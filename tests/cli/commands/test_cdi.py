@@ -300,6 +300,35 @@ class TestHook:
         assert state_of(node, lease)["owner"]["uid"] == 2601
 
     @needs_root
+    def test_at_once(
+        self, node: Node, claim: Callable[..., Any], directory: Path, container: "subprocess.Popen[bytes]"
+    ) -> None:
+        """Claims for anybody do not keep each other out, where a control daemon serves one user at a time."""
+        first, second = (write(node, directory, claim(gpu="0")["id"]) for _ in range(2))
+        with subprocess.Popen(["sleep", "600"]) as other:
+            try:
+                done = [Hook(first, container.pid, uid=2601).call(), Hook(second, other.pid, uid=2601).call()]
+                third = Hook(write(node, directory, claim(gpu="1")["id"]), other.pid, uid=2602).call()
+            finally:
+                other.kill()
+        assert [each.returncode for each in (*done, third)] == [0, 0, 0], done
+
+    @needs_root
+    def test_another_user_there(
+        self, node: Node, claim: Callable[..., Any], directory: Path, container: "subprocess.Popen[bytes]"
+    ) -> None:
+        """Beside another user's container on such a control daemon, one fails with the reason."""
+        first, second = (write(node, directory, claim(gpu="0")["id"]) for _ in range(2))
+        assert Hook(first, container.pid, uid=2601).call().returncode == 0
+        with subprocess.Popen(["sleep", "600"]) as other:
+            try:
+                done = Hook(second, other.pid, uid=2602).call()
+            finally:
+                other.kill()
+        assert done.returncode == 75
+        assert "serves one uid at a time" in done.stderr
+
+    @needs_root
     def test_another_uid(
         self, node: Node, claim: Callable[..., Any], directory: Path, container: "subprocess.Popen[bytes]"
     ) -> None:

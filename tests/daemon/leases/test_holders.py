@@ -16,7 +16,7 @@ from mpsd.system.acl import read, text
 from tests.control_groups import control_group, joins
 from tests.daemon.caller import calling, needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import GIB, event
+from tests.daemon.helpers import BRISK, GIB, event
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, variables
@@ -483,3 +483,38 @@ class TestClaims:
         lease = admitted(node, {"claim": {}})
         assert node.request("POST", f"/v1/leases/{lease['id']}/attach").status == 404
         assert node.get(f"/v1/leases/{lease['id']}/verify").json["verdict"] == "nothing"
+
+    def test_returned(self, make_node: Start, sleeper: "subprocess.Popen[bytes]") -> None:
+        """One that could not be opened to whoever took it is open again, to the next mpsd too."""
+        node = make_node(simulate=1, control=None, config=BRISK).start()
+        lease = admitted(node, {"claim": {}})
+        token = lease["env"]["MPSD_LEASE_TOKEN"]
+        daemon = node.daemons()["gpu0"]["pid"]
+        os.kill(daemon, signal.SIGSTOP)
+        try:
+            node.wait_for_state("gpu0", "unresponsive")
+            refused = add(node, lease, pid=sleeper.pid, token=token)
+            assert (refused.status, refused.json["code"]) == (409, "daemon_not_ready"), refused.body
+            event(node, "lease_claim_returned", lease=lease["id"])
+            assert [each["kind"] for each in shown(node, lease)["holders"]] == ["claim"]
+            node.end(signal.SIGKILL)
+        finally:
+            os.kill(daemon, signal.SIGCONT)
+        node.start()
+        assert [each["kind"] for each in shown(node, lease)["holders"]] == ["claim"]
+        with asleep() as other:
+            assert add(node, lease, pid=other.pid, token=token).status == 200
+            other.kill()
+        ended(node, lease)
+
+    def test_its_taker_dies(self, node: Node) -> None:
+        """The claim ends with whoever took it, also when that died at once."""
+        lease = admitted(node, {"claim": {}})
+        with asleep() as taker:
+            os.kill(taker.pid, signal.SIGSTOP)
+            assert add(node, lease, pid=taker.pid, token=lease["env"]["MPSD_LEASE_TOKEN"]).status == 200
+            node.end(signal.SIGKILL)
+            taker.kill()
+        node.start()
+        assert ended(node, lease) == f"its holder, pid {taker.pid}, died while mpsd was not running"
+        assert add(node, lease, token=lease["env"]["MPSD_LEASE_TOKEN"]).status in {404, 409}

@@ -248,16 +248,13 @@ class Ledger:
     def take(self, lease_id: str, owner: Owner, holder: Holder, ttl: float | None, now: float) -> Lease:
         """Have a claim taken: the lease is this owner's from now on, and held by this holder. `put_back` undoes it.
 
-        Raises DoesNotFitError where a control daemon that serves one user at a time has another one.
+        Raises DoesNotFitError where a control daemon that serves one user at a time has another one, claims aside.
         """
         before = self.leases[lease_id]
         self._leave(before, now)
-        for share in before.shares:
-            offer = self._offers.by_gpu.get(share.gpu)
-            # Other claims are of nobody's processes yet: containers that start at once do not keep each other out.
-            if offer is None or not {*self.holders(share.gpu)} - {owner.uid}:
-                continue
-            if (shortage := self._room.other_user(offer, owner.uid)) is not None:
+        for gpu in (each.gpu for each in before.shares if {*self.holders(each.gpu)} - {owner.uid}):
+            offer = self._offers.by_gpu.get(gpu)
+            if offer is not None and (shortage := self._room.other_user(offer, owner.uid)) is not None:
                 self._enter(before, now)
                 raise shortage.raised()
         request = structs.replace(before.request, request_id=None)  # which was whoever made the claim's

@@ -70,10 +70,11 @@ def of_holder(request: Request, body: HolderRequest, lease: Lease, *, is_claim: 
                 return
             group = control_groups.of_process(living.pid)
             try:
+                held = NamedHolder.group(group, life)  # before the look: then the process was seen in its group
                 if living.is_gone():
                     raise _no_process(living.pid)
                 _check_group(request, group, is_bounded=is_bounded)
-                yield *owners, NamedHolder.group(group, life)
+                yield *owners, held
             finally:
                 group.close()
         return

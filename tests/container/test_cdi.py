@@ -221,7 +221,7 @@ class TestContainerRun:
             assert (same["id"], same["clients"]) == (lease["id"], [pid])
             podman.call("kill", client.name)
             assert client.process.wait(30) == 137
-        assert "was removed" in ended(node, lease["id"])["because"]
+        assert f"its holder, control group {holder['cgroup']}" in ended(node, lease["id"])["because"]
         assert lease["id"] not in {each.lease for _, each in cdi_directory.devices(cdi_directory.DEFAULT)}
 
     def test_killed(self, node: Node, podman: Podman, files: Path) -> None:

@@ -277,6 +277,10 @@ def test_the_command_line_starts_light() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+IN_A_HURRY: Final = ("mpsd/simulator/front_end.py", "_socket")
+"""A program that runs for each conversation: importing `socket` would take it longer than all the rest."""
+
+
 def test_private_names_stay_private() -> None:
     """No module imports a name, or a module, that begins with an underscore."""
     wrong = [
@@ -285,6 +289,7 @@ def test_private_names_stay_private() -> None:
         for each in imports(module)
         for part in [*each.module.split("."), each.name or ""]
         if part.startswith("_") and not (part.startswith("__") and part.endswith("__"))
+        if (module.path, part) != IN_A_HURRY
     ]
     assert not wrong, "\n".join(wrong)
 

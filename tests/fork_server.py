@@ -139,7 +139,15 @@ def running_fork_server(library: Path | None = None) -> Iterator[ForkServer]:
 
 
 if __name__ == "__main__":
+    # What is imported here is imported once: all that a command imports when it runs.
+    import uvloop  # noqa: F401
+
+    import mpsd.__main__
+    import mpsd.daemon.http.startup_refusal
     import mpsd.daemon.service
-    import mpsd.simulator.gpus  # noqa: F401 - what is imported here is imported once
+    import mpsd.simulator.control
+    import mpsd.simulator.gpus
+    import mpsd.system.configuration
+    import mpsd.system.event_loop  # noqa: F401
 
     _serve(iter(sys.stdin.readline, ""))

@@ -14,7 +14,7 @@ from typing import Final
 from aiohttp import web
 from msgspec import structs
 
-from mpsd.core.model import Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity, Share
+from mpsd.core.model import HoldingProcess, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity, Share
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.daemon.leases.lease_store import LEASES_BALLAST, LEASES_SCHEMA, LeaseEvent, LeaseStore
 from mpsd.daemon.record.log import EventName
@@ -41,7 +41,7 @@ def committing(path: Path) -> Callable[[LeaseState], None]:
         state=LeaseState.GRANTED,
         because="it fits",
         owner=Owner(0, 0, 1, clock.now()),
-        holder=ProcessIdentity(1, 1),
+        holders=(HoldingProcess(ProcessIdentity(1, 1)),),
         request=LeaseRequest(threads=threads, memory=memory),
         arrival=1,
         created=clock.now(),

@@ -121,6 +121,7 @@ def _plan(
 ) -> "Plan":
     from mpsd.core.capabilities import DAEMON
     from mpsd.daemon.service import Plan
+    from mpsd.simulator.control import program as control_program
     from mpsd.simulator.gpus import SimulatedGpus
     from mpsd.system import driver, rundir
     from mpsd.system.canary import CanaryProgram
@@ -131,7 +132,7 @@ def _plan(
     canary = CanaryProgram()
     if simulate is not None and control is None:
         found = None
-        program = ControlProgram((sys.executable, "-I", "-m", "mpsd.simulator.control", "--gpus", str(gpus)))
+        program = ControlProgram(control_program(gpus=str(gpus)))
         client = (sys.executable, "-I", "-m", "mpsd.simulator.client")
         canary = CanaryProgram(client, {"MPSD_SIMULATED_GPUS": str(gpus)})
     else:

@@ -1,5 +1,6 @@
 """The fixtures that every test has: a directory with a short path, and the proof that nothing was left behind."""
 
+import gc
 import os
 import signal
 import tempfile
@@ -18,8 +19,8 @@ from tests.harness import Watch, kill, remove_tree
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Run one more file at a time than there are processors: tests wait for processes more than they compute."""
-    return (os.cpu_count() or 1) + 1
+    """Run two more files at a time than there are processors: some tests wait while others compute."""
+    return (os.cpu_count() or 1) + 2
 
 
 def pytest_configure() -> None:
@@ -104,11 +105,26 @@ def short_tmp(private_root: Path, nothing_left_behind: None) -> Iterator[Path]: 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses among them
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what follows from other marks: a machine takes root to boot, and long."""
+    """Mark what follows from other marks: a machine takes root to boot, and long; and have slow files begin first.
+
+    At the end of a run each worker then has short files left, and none waits for another's long one. Machines come
+    second, since their file systems may still be in the making when the run begins (`.ci/run`).
+    """
+    ranks: dict[Path, int] = {}
     for item in items:
-        if item.get_closest_marker("machine") is not None:
+        machine = item.get_closest_marker("machine") is not None
+        if machine:
             item.add_marker(pytest.mark.root("boot a machine"))
             item.add_marker(pytest.mark.slow)
+        rank = 1 if machine else 0 if item.get_closest_marker("slow") is not None else 2
+        ranks[item.path] = min(rank, ranks.get(item.path, rank))
+    items.sort(key=lambda item: ranks[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """Have the garbage collector leave alone what stays to the end: the tests, and what they import."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -123,6 +124,9 @@ def _become(argv: Sequence[str], order: dict[str, Any]) -> None:
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()  # as Python does that ends by itself
+        raise
     finally:
         sys.stderr.flush()
         os._exit(status)
@@ -139,7 +143,15 @@ def running_fork_server(library: Path | None = None) -> Iterator[ForkServer]:
 
 
 if __name__ == "__main__":
+    # What is imported here is imported once: all that a command imports when it runs.
+    import uvloop  # noqa: F401
+
+    import mpsd.__main__
+    import mpsd.daemon.http.startup_refusal
     import mpsd.daemon.service
-    import mpsd.simulator.gpus  # noqa: F401 - what is imported here is imported once
+    import mpsd.simulator.control
+    import mpsd.simulator.gpus
+    import mpsd.system.configuration
+    import mpsd.system.event_loop  # noqa: F401
 
     _serve(iter(sys.stdin.readline, ""))

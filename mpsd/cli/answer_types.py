@@ -20,6 +20,19 @@ class Owner(TypedDict):
     start_time: str | None
 
 
+class Holder(TypedDict, total=False):
+    """What holds a lease, by its kind: a process, a control group (`cgroup`), or a claim; and what such a one has."""
+
+    kind: str
+    pid: int | None
+    cgroup: str | None
+    unit: str | None
+    container: str | None
+    pod: str | None
+    uid: int | None
+    deadline: str | None
+
+
 class Wait(TypedDict):
     """Where a waiting lease stands."""
 
@@ -50,6 +63,7 @@ class Lease(TypedDict):
     gpus: list[str]
     daemon: str | None
     owner: Owner
+    holders: list[Holder]
     active_thread_percentage: float | None
     pinned_device_mem_limit: int | None
     env: dict[str, str]

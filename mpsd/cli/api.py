@@ -72,6 +72,10 @@ class Api(Client):
         """Have a lease's limits opened for its processes that are still to come; answered when they are open."""
         return cast("answer_types.Lease", self.post(f"/v1/leases/{segment(lease)}/attach", {}, deadline=inf))
 
+    def hold(self, lease: str, request: Mapping[str, object], *, deadline: float = inf) -> "answer_types.Lease":
+        """Have a lease held by another holder too, or instead, or its claim taken; answered when it is open to it."""
+        return cast("answer_types.Lease", self.post(f"/v1/leases/{segment(lease)}/holders", request, deadline=deadline))
+
     def verify(self, lease: str) -> "answer_types.Verify":
         """Tell whether every process of a lease is under MPS and within its limits."""
         return cast("answer_types.Verify", self.get(f"/v1/leases/{segment(lease)}/verify"))

@@ -10,8 +10,15 @@ import click
 
 from mpsd.cli import views
 from mpsd.cli.api import Api
-from mpsd.cli.render import as_exports, as_json, plural
-from mpsd.core.errors import DoesNotFitError, InternalError, InvalidRequestError, MpsdError, NotFoundError
+from mpsd.cli.render import as_env_file, as_exports, as_json, plural
+from mpsd.core.errors import (
+    ConfigurationError,
+    DoesNotFitError,
+    InternalError,
+    InvalidRequestError,
+    MpsdError,
+    NotFoundError,
+)
 from mpsd.core.sanitize import plain
 
 if TYPE_CHECKING:
@@ -52,6 +59,20 @@ def note(text: str) -> None:
 
 
 @contextlib.contextmanager
+def of_files() -> Iterator[None]:
+    """Say which file could not be read or written."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:  # it is no file's, but the terminal's
+            raise
+        raise ConfigurationError(
+            f"{error.filename}: {error.strerror}",
+            hint="fix the cause, then run the command again: completed steps are not repeated",
+        ) from error
+
+
+@contextlib.contextmanager
 def of_one_version() -> Iterator[None]:
     """Say what it means when an answer lacks a field."""
     try:
@@ -77,6 +98,8 @@ def print_lease(api: Api, form: str, lease: "answer_types.Lease", share: int | N
     """Print a lease, in any of its forms; its token stands in those that programs read."""
     if form == "env":
         click.echo(as_exports(environment(api, lease, share)))
+    elif form == "env-file":
+        click.echo(as_env_file(environment(api, lease, share)))
     else:
         print_answer(form, lease, lambda safe: views.lease(safe, now()))
 

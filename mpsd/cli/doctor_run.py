@@ -193,6 +193,7 @@ def _clients(api: "Api") -> Reading[tuple[ClientSeen, ...]]:
             for lease in api.leases()["leases"]
             for share in lease["shares"]
             for pid in dict.fromkeys((lease["owner"]["pid"], *lease["clients"]))
+            if pid
         ]
     except MpsdError as error:
         return Unknown(f"the leases are unknown: {error.detail}")

@@ -11,13 +11,17 @@ from mpsd.cli.api import SOCKET, Api
 _MODULES: Final = {
     "admit": "admit",
     "attach": "admit",
+    "cdi": "cdi",
+    "claim": "holders",
     "clients": "status",
     "config": "status",
+    "container": "container",
     "daemons": "status",
     "doctor": "doctor",
     "drain": "operate",
     "events": "events",
     "gpus": "status",
+    "hand-over": "holders",
     "hold": "operate",
     "leases": "status",
     "pardon": "operate",
@@ -32,7 +36,7 @@ _MODULES: Final = {
     "status": "status",
     "verify": "verify",
 }
-"""The module of mpsd.cli in which each command is defined, under the command's own name."""
+"""The module of mpsd.cli in which each command is defined, under the command's own name (with `_` for `-`)."""
 
 
 class _Commands(click.Group):
@@ -46,7 +50,8 @@ class _Commands(click.Group):
         """Return one of them."""
         if cmd_name not in _MODULES:
             return None
-        command: click.Command = getattr(importlib.import_module(f"mpsd.cli.commands.{_MODULES[cmd_name]}"), cmd_name)
+        module = importlib.import_module(f"mpsd.cli.commands.{_MODULES[cmd_name]}")
+        command: click.Command = getattr(module, cmd_name.replace("-", "_"))
         return command
 
 

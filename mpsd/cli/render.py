@@ -3,14 +3,18 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from typing import TYPE_CHECKING
 
-from mpsd.core.errors import InternalError
+from mpsd.core.errors import InternalError, InvalidRequestError
 from mpsd.core.sanitize import harmless_json, plain
-from mpsd.core.units import GIB
+
+if TYPE_CHECKING:
+    from mpsd.cli import answer_types
 
 _GAP = "  "
 _LONGEST_EVENT = 24
 _UNITS = (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
+_GIB = 1024**3  # mpsd.core.units is not worth its import here
 _AGES = (("d", 86400), ("h", 3600), ("m", 60))
 
 
@@ -19,14 +23,38 @@ def as_json(answer: object) -> str:
     return harmless_json(json.dumps(answer, indent=2, ensure_ascii=False))
 
 
+_AMBIGUOUS = frozenset("\"'`\\$#")
+"""What some readers of an env-file take as it is, and others for quotes, escapes, variables or comments."""
+
+
 def as_exports(variables: Mapping[str, str]) -> str:
     """Return shell lines that export these variables. Raises InternalError for a name that no variable can have."""
     from shlex import quote
 
+    _check_names(variables)
+    return "\n".join(f"export {name}={quote(value)}" for name, value in variables.items())
+
+
+def as_env_file(variables: Mapping[str, str]) -> str:
+    """Return lines `KEY=VALUE` that podman and Docker (--env-file), systemd (EnvironmentFile=) and dotenv read alike.
+
+    Nothing is quoted in them, since podman and Docker take quotes for a part of the value. Raises InvalidRequestError
+    for a value that such a line cannot have, and InternalError for a name that no variable can have.
+    """
+    _check_names(variables)
+    for name, value in variables.items():
+        if not value.isprintable() or value != value.strip() or _AMBIGUOUS & {*value}:
+            raise InvalidRequestError(
+                f"the value of {name} is {plain(value)!r}, which a line KEY=VALUE cannot have for all its readers",
+                hint="use -o env in a shell, or paths without quotes, blanks at an end, and any of `\\$#",
+            )
+    return "\n".join(f"{name}={value}" for name, value in variables.items())
+
+
+def _check_names(variables: Mapping[str, str]) -> None:
     wrong = [name for name in variables if not (name.isascii() and name.isidentifier())]
     if wrong:
         raise InternalError(f"mpsd named a variable {plain(wrong[0])!r}", hint="look at the lease with -o json")
-    return "\n".join(f"export {name}={quote(value)}" for name, value in variables.items())
 
 
 def columns(rows: Iterable[Sequence[str]]) -> str:
@@ -55,7 +83,7 @@ def as_reported(limit: float | None) -> float | None:
 
     Measured, 535 to 555. A percentage is never as large, and is reported as it is.
     """
-    return limit if limit is None or limit < GIB else int(limit) // GIB * GIB
+    return limit if limit is None or limit < _GIB else int(limit) // _GIB * _GIB
 
 
 def percent(value: float) -> str:
@@ -105,3 +133,29 @@ def event(answer: Mapping[str, object]) -> str:
         if name not in {"at", "event"} and (name, value) != ("level", "info")
     ]
     return f"{answer['at']}  {answer['event']!s:<{_LONGEST_EVENT}}  {' '.join(facts)}".rstrip()
+
+
+def holding_pid(lease: "answer_types.Lease") -> str:
+    """Print the process that holds a lease; a dash where none does."""
+    return str(lease["owner"]["pid"] or "-")
+
+
+def holders(lease: "answer_types.Lease") -> str:
+    """Print all that holds a lease, and whose it is."""
+    return ", ".join([*map(_holder, lease["holders"]), f"uid {lease['owner']['uid']}"])
+
+
+def _holder(holder: "answer_types.Holder") -> str:
+    match holder["kind"]:
+        case "process":
+            return f"pid {holder['pid']}"
+        case "cgroup":
+            names = (("unit", holder.get("unit")), ("container", holder.get("container")), ("pod", holder.get("pod")))
+            said = ", ".join(f"{what} {name}" for what, name in names if name)
+            return f"control group {holder['cgroup']}" + (f" ({said})" if said else "")
+        case "claim":
+            whose = "anybody" if holder.get("uid") is None else f"uid {holder.get('uid')}"
+            until = holder.get("deadline")
+            return f"a claim for {whose}" + (f", until {until}" if until else "")
+        case kind:  # of an mpsd that is newer
+            return kind

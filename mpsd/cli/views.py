@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Literal
 
-from mpsd.cli.render import age, as_reported, columns, percent, plural, size, table, until
+from mpsd.cli.render import age, as_reported, columns, holders, holding_pid, percent, plural, size, table, until
 from mpsd.core.sanitize import SECRETS
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ def leases(answer: "answer_types.Leases", now: datetime) -> str:
             _alike(share["daemon"] for share in lease["shares"]) or "-",
             *_share(lease),
             str(lease["owner"]["uid"]),
-            str(lease["owner"]["pid"]),
+            holding_pid(lease),
             age(lease["created"], now),
             lease["name"] or "-",
         )
@@ -323,7 +323,7 @@ def lease(answer: "answer_types.Lease", now: datetime) -> str:
     """Show everything about one lease."""
     threads, memory = _share(answer)
     most = f"{answer['processes']} at most" if answer["processes"] else "any number"
-    owner, shares = answer["owner"], answer["shares"]
+    shares = answer["shares"]
     wait, expires, ended = answer["wait"], answer["expires"], answer["ended"]
     exactly = "" if answer["pinned_device_mem_limit"] is None else f" ({answer['pinned_device_mem_limit']} bytes)"
     return columns(
@@ -341,7 +341,7 @@ def lease(answer: "answer_types.Lease", now: datetime) -> str:
             *(_one_gpu(answer) if len(shares) < _SEVERAL else []),
             ("threads", threads),
             ("memory", memory + exactly if len(shares) < _SEVERAL else memory),
-            ("holder", f"pid {owner['pid']}, uid {owner['uid']}"),
+            ("holder", holders(answer)),
             ("clients", f"{' '.join(map(str, answer['clients'])) or '-'} (of {most})"),
             *([("kept by", f"{' '.join(map(str, answer['bearers']))} (by its token)")] if answer["bearers"] else []),
             ("created", f"{answer['created']} ({age(answer['created'], now)} ago)"),

@@ -129,6 +129,13 @@ class NeverFitsError(CapacityError):
     retryable = False
 
 
+class AlreadyClaimedError(CapacityError):
+    """Another holder has taken the claim; a claim can be taken once."""
+
+    code = "already_claimed"
+    retryable = False
+
+
 class DaemonNotReadyError(CapacityError):
     """The GPU's control daemon is not ready, or one of its limits does not hold, so no lease is granted."""
 

@@ -59,14 +59,70 @@ class DaemonProcess:
 
 
 class Owner(Struct, frozen=True):
-    """Who holds a lease: uid and gid as the kernel gave them (they authorise), the process whose life it is tied to."""
+    """Whose a lease is: uid and gid as the kernel gave them (they authorise), and the process that holds it.
+
+    `pid` is 0 where no process does, but a control group, or a claim.
+    """
 
     uid: int
     gid: int
     pid: int
     started: datetime | None
-    holder_uid: int | None = None
-    """The real uid of that process at the grant, where an administrator said whose the lease is."""
+
+
+# -- holders -----------------------------------------------------------------------------------------------------------
+
+
+class ControlGroup(Struct, frozen=True):
+    """Which control group this is: a path is reused, the inode of its directory is not (within one boot)."""
+
+    hierarchy: str
+    """As /proc/PID/cgroup names it: `name=systemd`, a list of controllers, or nothing for the one of version 2."""
+    path: str
+    """From the top of what mpsd sees of the hierarchy."""
+    inode: int
+
+
+class GroupLife(StrEnum):
+    """For how long a control group holds a lease."""
+
+    POPULATED = "populated"
+    """While there are processes in it or below it, from the first one on."""
+    EXISTS = "exists"
+    """Until it is removed."""
+
+
+class HoldingProcess(Struct, frozen=True, tag="process", tag_field="kind"):
+    """A process holds the lease until it has exited."""
+
+    identity: ProcessIdentity
+    started: Moment | None = None
+    """The time of day at its start, as it was taken when the process was named."""
+    uid: int | None = None
+    """Its real uid then, where an administrator said whose the lease is."""
+
+
+class HoldingGroup(Struct, frozen=True, tag="cgroup", tag_field="kind"):
+    """A control group holds the lease: a container, a job, a unit, with every group below it."""
+
+    group: ControlGroup
+    life: GroupLife = GroupLife.POPULATED
+    populated: bool = False
+    """Whether processes were seen in it; until then it holds the lease empty, too."""
+
+
+class Claim(Struct, frozen=True, tag="claim", tag_field="kind"):
+    """Nobody holds the lease yet: the first who comes with its token does, as long as it comes in time."""
+
+    seconds: float
+    """How long it waits for that, from the grant on."""
+    uid: int | None = None
+    """Whose processes alone can take it; None: anybody's."""
+    deadline: float | None = None
+    """The same in seconds of the clock that does not jump; None before the grant."""
+
+
+Holder: TypeAlias = HoldingProcess | HoldingGroup | Claim
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------
@@ -353,7 +409,8 @@ class Lease(Struct, frozen=True):
     state: LeaseState
     because: str
     owner: Owner
-    holder: ProcessIdentity
+    holders: tuple[Holder, ...]
+    """What its life is tied to, the first first; those that are gone are left out, unless they were the last."""
     request: LeaseRequest
     arrival: int
     created: Moment

@@ -442,6 +442,13 @@ class Admission:
         " ones end at once.",
         reload=True,
     )
+    claim_deadline: float = row(
+        60.0,
+        setting_parsers.positive,
+        "How long a claimed lease waits for its first holder, where the request names no deadline; then it ends.",
+        unit="s",
+        reload=True,
+    )
     usage_half_life: float = row(
         3600.0,
         setting_parsers.seconds,

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from mpsd.core import roles
-from mpsd.core.admission.ledger import AdmissionRules, Ledger
+from mpsd.core.admission.ledger import Ledger
+from mpsd.core.admission.rules import AdmissionRules
 from mpsd.core.admission.usage import Usage
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.reload import LiveSettings

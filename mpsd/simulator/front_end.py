@@ -10,9 +10,9 @@ Its wire to `control_daemon` is the simulator's own and has nothing to do with N
 What NVIDIA's front-end does in each case was measured on 470.256.02, 535.261.03, 550.163.01 and 555.58.02.
 """
 
+import _socket  # not socket: what that imports takes longer than a conversation does
 import os
 import select
-import socket
 import sys
 
 SERVED = b"+"
@@ -35,7 +35,7 @@ class _QuitError(Exception):
 def main() -> int:
     """Hold one conversation with the control daemon on CUDA_MPS_PIPE_DIRECTORY; return the exit status."""
     path = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps") + "/control"  # noqa: S108 - NVIDIA's own default
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
     try:
         connection.connect(path)
     except OSError:
@@ -61,7 +61,7 @@ def _print(answers: list[bytes]) -> None:
     answers.clear()
 
 
-def _converse(connection: socket.socket, answers: list[bytes]) -> int:
+def _converse(connection: _socket.socket, answers: list[bytes]) -> int:
     """Pass on what stdin says, collect what is answered, and return the exit status.
 
     Answers go out when all is said, or line by line on a terminal. Raises ConnectionError when the daemon dies.
@@ -98,7 +98,7 @@ def _converse(connection: socket.socket, answers: list[bytes]) -> int:
             return 0
 
 
-def _receive(connection: socket.socket) -> bytes | None:
+def _receive(connection: _socket.socket) -> bytes | None:
     """Return the next answer, or None when the daemon closed the connection. Raises `_QuitError` when it quit."""
     answer = b""
     while not answer.endswith(END):

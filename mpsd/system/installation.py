@@ -4,7 +4,6 @@ What is put there is noted with its hash, so that a file that somebody changed s
 A Debian package does none of this: it has its own units, and dpkg knows its files.
 """
 
-import asyncio
 import contextlib
 import hashlib
 import json
@@ -19,7 +18,7 @@ from typing import Final
 
 from mpsd import __version__
 from mpsd.core.errors import ConfigurationError, NotFoundError, NotPermittedError
-from mpsd.system import atomic_file, path_safety, process
+from mpsd.system import atomic_file, path_safety, systemd_units
 from mpsd.system.configuration import read_configuration
 
 TARGET: Final = Path("/usr/local")
@@ -37,9 +36,6 @@ _HOMES: Final = ("/home", "/root", "/run/user")
 _RELOADS: Final = "notify-reload.conf"
 _FIRST_WITH_RELOADS: Final = 253
 """The drop-in for Type=notify-reload, and the first systemd that knows it."""
-
-_SECONDS: Final = 60.0
-"""For systemctl and its like."""
 
 Say = Callable[[str], None]
 
@@ -202,18 +198,7 @@ class Installation:
     def _run(self, *command: str) -> None:
         self._do(" ".join(command))
         if not self.dry:
-            _finished(*command)
-
-
-def _finished(*command: str) -> process.Finished:
-    """Run a program to its end. Raises ConfigurationError when it fails."""
-    done = asyncio.run(process.run(command, env=process.environment({}), stdin=b"", seconds=_SECONDS))
-    if done.returncode != 0:
-        raise ConfigurationError(
-            f"{done.command} failed: {done.output.strip() or f'status {done.returncode}'}",
-            hint="fix the cause, then run the command again: completed steps are not repeated",
-        )
-    return done
+            systemd_units.finished(*command)
 
 
 def files() -> dict[Path, bytes]:
@@ -257,7 +242,7 @@ def _place(name: str) -> Path:
 
 def _knows_reloads() -> bool:
     """Tell whether this systemd knows Type=notify-reload, as 253 is the first to do. Raises ConfigurationError."""
-    said = _finished("systemctl", "--version").output.split()
+    said = systemd_units.finished("systemctl", "--version").split()
     return int(said[1].partition(".")[0]) >= _FIRST_WITH_RELOADS
 
 

@@ -21,3 +21,16 @@ def collisions(seconds: float) -> tenacity.AsyncRetrying:
         wait=tenacity.wait_random_exponential(multiplier=0.002, max=0.1),
         reraise=True,
     )
+
+
+def inherited_locks() -> tenacity.Retrying:
+    """Try again while a lock is held, for at most a second; then BlockingIOError is raised.
+
+    An mpsd that was killed as it started a program leaves its lock to that child, from the fork to the exec.
+    """
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(BlockingIOError),
+        stop=tenacity.stop_after_delay(1.0),
+        wait=tenacity.wait_random_exponential(multiplier=0.01, max=0.1),
+        reraise=True,
+    )

@@ -19,7 +19,7 @@ from typing import Final
 from mpsd.core.errors import AlreadyRunningError, ConfigurationError
 from mpsd.core.mps_facts import CONTROL_PATH_BYTES, LONGEST_SOCKET_NAME, SOCKET_PATH_BYTES
 from mpsd.core.settings import Settings, Unadmitted
-from mpsd.system import acl, path_safety
+from mpsd.system import acl, path_safety, retry
 
 LEFT: Final = ("control", "control_privileged", "control_lock", "log", "nvidia-cuda-mps-control.pid")
 """What a control daemon makes in its pipe directory, and leaves there (measured; the last one by 550 and later)."""
@@ -132,7 +132,7 @@ class RunDir:
         path = paths.runtime_dir / "mpsd.lock"
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            retry.inherited_locks()(fcntl.flock, lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
             raise AlreadyRunningError(

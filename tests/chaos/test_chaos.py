@@ -29,7 +29,7 @@ from tests.real import real_daemons
 
 pytestmark = pytest.mark.slow
 
-SECONDS: Final = float(os.environ.get("MPSD_CHAOS_SECONDS", "8"))
+SECONDS: Final = float(os.environ.get("MPSD_CHAOS_SECONDS", "5"))
 KILLS: Final = int(os.environ.get("MPSD_CHAOS_KILLS", "6"))
 LAST_WORDS: Final = 30_000
 """Bytes of mpsd's log that are shown after a failure."""

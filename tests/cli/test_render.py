@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mpsd.cli.render import (
     age,
+    as_env_file,
     as_exports,
     as_json,
     columns,
@@ -20,7 +21,7 @@ from mpsd.cli.render import (
     table,
     until,
 )
-from mpsd.core.errors import InternalError
+from mpsd.core.errors import InternalError, InvalidRequestError
 from mpsd.core.units import parse_size
 
 NOW = datetime(2026, 11, 21, 3, 0, tzinfo=UTC)
@@ -150,6 +151,24 @@ def test_exports(shell: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "A B", "A;rm", "1A", "A=B", "Ä"])
 def test_exports_of_nonsense(name: str) -> None:
-    """A name that is no variable's is refused, and never handed to a shell."""
+    """A name that is no variable's is refused, and never handed to a shell or a runtime."""
     with pytest.raises(InternalError):
         as_exports({name: "x"})
+    with pytest.raises(InternalError):
+        as_env_file({name: "x"})
+
+
+def test_env_file() -> None:
+    """Each variable is a line of its own, without quotes."""
+    assert as_env_file({"A": "/run/mpsd/mps/gpu0", "B": "0 2601", "C": "", "D": "0=8G"}) == (
+        "A=/run/mpsd/mps/gpu0\nB=0 2601\nC=\nD=0=8G"
+    )
+
+
+@pytest.mark.parametrize(
+    "value", ["a\nb", "a\rb", "a\0b", "a\u2028b", " a", "a ", "it's", '"a"', "a # b", "$HOME", "`id`", "\\n", "\udcff"]
+)
+def test_env_file_of_what_it_cannot_have(value: str) -> None:
+    """A value that would be another one, or another variable, for one of the readers is refused, and is named."""
+    with pytest.raises(InvalidRequestError, match="the value of ODD is"):
+        as_env_file({"A": "1", "ODD": value})

@@ -330,6 +330,7 @@ def lease(*shares: Any, **other: Any) -> Any:
         "gpus": [each["gpu"] for each in shares],
         **{name: first[name] for name in ("daemon", "active_thread_percentage", "pinned_device_mem_limit")},
         "owner": {"uid": 7, "gid": 7, "pid": 99, "start_time": THEN},
+        "holders": [{"kind": "process", "pid": 99, "start_time": THEN}],
         "env": first.get("env", {}),
         "shares": list(shares),
         "clients": [],

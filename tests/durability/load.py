@@ -89,6 +89,8 @@ class Receipts:
     """Requests that mpsd did not live to answer, by what they asked for."""
     waiting: list[str] = field(default_factory=list)
     """Places in the queue, in their order, as mpsd told them last, and that somebody can come back to."""
+    held: dict[str, set[int]] = field(default_factory=dict)
+    """By lease that was claimed, the pids of which any may hold it, as far as is known; 0 stands for nobody yet."""
     events: dict[int, str] = field(default_factory=dict)
     """Every event that was heard, by number."""
     lives: int = 0
@@ -112,9 +114,10 @@ class Receipts:
     def summary(self) -> str:
         """Say what this was worth as a test."""
         cut = ", ".join(f"{count} of {what}" for what, count in self.unheard.most_common())
+        claims = f"{len(self.held)} of them claims"
         return (
-            f"{self.lives} lives, {len(self.granted)} grants, {len(self.released)} releases, {len(self.events)} events;"
-            f" requests without an answer: {cut or 'none'}"
+            f"{self.lives} lives, {len(self.granted)} grants, {claims}, {len(self.released)} releases,"
+            f" {len(self.events)} events; requests without an answer: {cut or 'none'}"
         )
 
 
@@ -141,7 +144,7 @@ class Load:
         self.receipts.lives += 1
         self._sent, self._kill_after = 0, kill_after
         async with asyncio.timeout(_DEADLINE), asyncio.TaskGroup() as group:
-            for act in (self._take_and_release, self._take_and_release, self._take_and_release):
+            for act in (*[self._take_and_release] * 3, *[self._claim] * 3):
                 group.create_task(self._until_death(act))
             for number in range(2):
                 group.create_task(self._until_death(partial(self._wait_in_line, f"place-{number}")))
@@ -197,6 +200,35 @@ class Load:
             self.receipts.granted[answer.json["id"]] = answer.json
             if "ttl" in body and self.random.random() < 0.5:
                 await self._renew(answer.json["id"])
+
+    async def _claim(self) -> None:
+        """Claim a lease, have it taken, once, and hand it over: whoever it is told of holds it from then on."""
+        claim = {"claim": {"deadline": 100_000}}
+        answer = await self._ask("POST", "/v1/leases", {"threads": 1, "memory": "1GiB", "holder": claim})
+        assert answer.status in {201, 409}, answer.json
+        if answer.status == 409:
+            return
+        lease, token = answer.json["id"], answer.json["env"]["MPSD_LEASE_TOKEN"]
+        self.receipts.granted[lease], self.receipts.held[lease] = answer.json, {0}
+        if self.random.random() < 0.2:
+            return
+        first, second, third = self.random.sample(self.holders.pids, 3)
+        await self._hold(lease, first, token=token)
+        if lease not in self.receipts.releasing and self.receipts.held[lease] == {first}:
+            path = f"/v1/leases/{lease}/holders"
+            taken = await self._ask("POST", path, {"pid": second, "token": token})
+            assert taken.status in {404, 409, 422}, "it was taken twice"
+        if self.random.random() < 0.5:
+            await self._hold(lease, third, replace=True)
+        if self.random.random() < 0.7:
+            await self._release(lease)
+
+    async def _hold(self, lease: str, pid: int, **how: Any) -> None:
+        before = self.receipts.held[lease]
+        self.receipts.held[lease] = before | {pid}
+        answer = await self._ask("POST", f"/v1/leases/{lease}/holders", {"pid": pid, **how})
+        assert answer.status in {200, 404, 422}, answer.json  # it was released, or its holder was killed
+        self.receipts.held[lease] = {pid} if answer.status == 200 else before
 
     async def _renew(self, lease: str) -> None:
         answer = await self._ask("POST", f"/v1/leases/{lease}/renew", {"ttl": 500_000})
@@ -292,7 +324,12 @@ class Load:
         counted = Counter(lease["id"] for lease in leases)
         assert set(counted.values()) <= {1}, f"there twice: {counted}"
         here = {lease["id"]: lease for lease in leases}
-        for lease in receipts.owed:
+        for lease, pids in receipts.held.items():
+            if lease in receipts.owed and pids.isdisjoint(self._gone):
+                assert lease in here, f"{lease} was claimed, not released, and is lost"
+                (holder,) = here[lease]["holders"]
+                assert holder.get("pid", 0) in pids, f"{lease} is held by {holder}, and was to be by one of {pids}"
+        for lease in receipts.owed - receipts.held.keys():
             published = as_listed(receipts.granted[lease])
             if published["owner"]["pid"] in self._gone:
                 assert lease not in here, f"{lease} outlived its holder"

@@ -1,6 +1,6 @@
 """mpsd is ended by SIGKILL hundreds of times, at every store operation and anywhere, and honours what it ever said.
 
-The number of kills is MPSD_KILLS, 300 unless it is set.
+The number of kills is MPSD_KILLS, 200 unless it is set.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from tests.harness import wait_until
 
 pytestmark = pytest.mark.slow
 
-KILLS: Final = int(os.environ.get("MPSD_KILLS", "300"))
+KILLS: Final = int(os.environ.get("MPSD_KILLS", "200"))
 """How often mpsd is killed in all."""
 
 GROUPS: Final = 5

@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Final
 
@@ -12,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from mpsd.core.errors import StorageError
-from mpsd.core.model import Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
+from mpsd.core.model import HoldingProcess, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
 from mpsd.daemon.leases.lease_store import LEASES_FIRST, LEASES_SCHEMA, LeaseEvent, LeaseStore
 from mpsd.daemon.record.log import EventName
 from mpsd.system import clock
@@ -24,7 +25,7 @@ LEASE: Final = Lease(
     state=LeaseState.GRANTED,
     because="it fits",
     owner=Owner(0, 0, 1, None),
-    holder=ProcessIdentity(1, 1),
+    holders=(HoldingProcess(ProcessIdentity(1, 1)),),
     request=LeaseRequest(),
     arrival=1,
     created=clock.now(),
@@ -213,3 +214,33 @@ def test_directory_is_gone(tmp_path: Path) -> None:
         assert {lease.id for lease in found.read().leases} == living.keys()
         assert found.incomplete("GPU-1")
         assert not found.incomplete("GPU-0")
+
+
+def test_leases_of_the_third_version(tmp_path: Path) -> None:
+    """What had one process as its holder has it as its only one, with its uid; a row that makes no sense stays."""
+    identity = {"pid": 7, "start_ticks": 99}
+    started = "2026-01-01T00:00:00Z"
+    plain = json.loads(msgspec.json.encode(LEASE))
+    del plain["holders"]
+    owner = {"uid": 5, "gid": 5, "pid": 7, "started": started}
+    leases = [
+        {**plain, "id": "lease-1", "owner": owner, "holder": identity, "expires": 12345.678901234567},
+        {**plain, "id": "lease-2", "owner": {**owner, "holder_uid": 0}, "holder": identity, "arrival": 2},
+        {**plain, "id": "lease-3", "owner": owner, "holder": "nobody", "arrival": 3},
+    ]
+    texts = [*map(json.dumps, leases), "{broken", ""]
+    with closing(Database(tmp_path / "leases.db", LEASES_SCHEMA[:3])) as database:
+        put = "INSERT INTO leases VALUES (?, ?, ?, ?, ?, ?)"
+        rows_of_it = [(put, summed(number, clock.boot_id(), 0, text, "[]")) for number, text in enumerate(texts, 1)]
+        database.commit(rows_of_it)
+    with opened(tmp_path) as store:
+        found = store.read()
+        assert [each.id for each in found.leases] == ["lease-1", "lease-2"]
+        holders = [each.holders for each in found.leases]
+        then = msgspec.json.decode(f'"{started}"', type=datetime)
+        assert holders == [
+            (HoldingProcess(ProcessIdentity(7, 99), then, None),),
+            (HoldingProcess(ProcessIdentity(7, 99), then, 0),),
+        ]
+        assert found.leases[0].expires == 12345.678901234567
+        assert [each.row for each in found.unrestored] == [3, 4]

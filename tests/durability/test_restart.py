@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from mpsd.core.admission.admission import Offer
-from mpsd.core.admission.ledger import AdmissionRules, Ledger
+from mpsd.core.admission.ledger import Ledger
+from mpsd.core.admission.rules import AdmissionRules
 from mpsd.core.admission.usage import Usage
 from mpsd.core.model import Client, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
@@ -24,6 +25,7 @@ from mpsd.core.settings import LogFormat, Settings
 from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.ends.end_store import EndStore
 from mpsd.daemon.ends.endings import Endings
+from mpsd.daemon.holders.named_holder import NamedHolder
 from mpsd.daemon.leases.lease_store import LEASES_SCHEMA, LeaseStore
 from mpsd.daemon.leases.leases import Leases
 from mpsd.daemon.leases.limit_gates import LimitGates
@@ -270,7 +272,7 @@ async def take(leases: Leases, pid: int, processes: int) -> Lease:
     )
     with closing(holder):
         owner = Owner(os.getuid(), os.getgid(), pid, None)
-        return await leases.admit(request, owner, holder, wait=0, ttl=None, has_left=lambda: False)
+        return await leases.admit(request, owner, NamedHolder.process(holder), wait=0, ttl=None, has_left=lambda: False)
 
 
 def client(pid: int) -> Client:

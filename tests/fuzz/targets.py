@@ -20,11 +20,13 @@ import msgspec
 
 from mpsd.cli.render import as_json
 from mpsd.core import settings
-from mpsd.core.admission.ledger import AdmissionRules, Ledger
+from mpsd.core.admission.ledger import Ledger
+from mpsd.core.admission.rules import AdmissionRules
 from mpsd.core.admission.usage import Usage
 from mpsd.core.enforcement import drift, violations
 from mpsd.core.enforcement.opened import widened
 from mpsd.core.errors import ConfigurationError, ControlError, ForeignDaemonError, InvalidRequestError
+from mpsd.core.holders import holders
 from mpsd.core.model import Client, DaemonProcess, Lease, Limits, ProcessIdentity, ReadBack
 from mpsd.core.mps import commands, log_parser
 from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE as PERCENTAGE
@@ -380,7 +382,8 @@ def stored_lease(data: bytes) -> None:
         else:
             unrestored.attempt(lease, [lambda each: ledger.restore(each, 1.0)], lambda _: 1)
             assert msgspec.json.decode(to_json(lease), type=Lease) == lease
-            clock.at_ticks(lease.holder.start_ticks)
+            for holder in holders.processes(lease):
+                clock.at_ticks(holder.start_ticks)
         held = unrestored.on(GPU)
         assert all(plain(each).isprintable() for each in held)
         unrestored.look([GPU], [GPU])

@@ -19,10 +19,12 @@ MAY_IMPORT: Final = {
 ROOMS: Final = {
     "core": frozenset[str](),
     "core/mps": frozenset({"core"}),
-    "core/admission": frozenset({"core", "core/mps"}),
-    "core/enforcement": frozenset({"core", "core/mps"}),
+    "core/holders": frozenset({"core"}),
+    "core/admission": frozenset({"core", "core/mps", "core/holders"}),
+    "core/enforcement": frozenset({"core", "core/mps", "core/holders"}),
     "core/supervision": frozenset({"core"}),
     "core/doctor": frozenset({"core", "core/mps"}),
+    "core/containers": frozenset({"core"}),
     "system": frozenset[str](),
     "system/doctor": frozenset({"system"}),
     "daemon/record": frozenset[str](),
@@ -30,13 +32,30 @@ ROOMS: Final = {
     "daemon/gpu": frozenset({"daemon/record"}),
     "daemon/ends": frozenset({"daemon/record"}),
     "daemon/control": frozenset({"daemon/record", "daemon/ends"}),
-    "daemon/leases": frozenset({"daemon/record", "daemon/ends", "daemon/control"}),
+    "daemon/holders": frozenset[str](),
+    "daemon/leases": frozenset({"daemon/record", "daemon/ends", "daemon/control", "daemon/holders"}),
     "daemon/canary": frozenset({"daemon/record", "daemon/gpu", "daemon/control", "daemon/leases"}),
     "daemon/node": frozenset(
-        {"daemon/record", "daemon/gpu", "daemon/ends", "daemon/control", "daemon/leases", "daemon/canary"}
+        {
+            "daemon/record",
+            "daemon/gpu",
+            "daemon/ends",
+            "daemon/control",
+            "daemon/holders",
+            "daemon/leases",
+            "daemon/canary",
+        }
     ),
     "daemon/api": frozenset(
-        {"daemon/record", "daemon/http", "daemon/gpu", "daemon/control", "daemon/canary", "daemon/node"}
+        {
+            "daemon/record",
+            "daemon/http",
+            "daemon/gpu",
+            "daemon/control",
+            "daemon/holders",
+            "daemon/canary",
+            "daemon/node",
+        }
     ),
     "daemon": frozenset(
         {
@@ -62,9 +81,10 @@ MOST_FILES: Final = 15
 
 MAY_IMPORT_MORE: Final = {
     "mpsd/cli/doctor_run.py": frozenset({"system"}),  # it looks at the machine itself; doctor's alone
-    "mpsd/cli/commands/service.py": frozenset(
-        {"system"}
-    ),  # it makes mpsd a service of the machine, whether mpsd runs or not
+    "mpsd/cli/commands/cdi.py": frozenset({"system"}),  # it writes files that container runtimes read, as root mostly
+    "mpsd/cli/commands/container.py": frozenset({"system"}),  # it runs a container runtime, and is its hook
+    "mpsd/cli/commands/service.py": frozenset({"system"}),  # it makes mpsd a service, whether mpsd runs or not
+    "mpsd/cli/commands/wrap.py": frozenset({"system"}),  # it writes drop-ins, and is called by them
 }
 """Which folders a single module may import from beyond those, with the reason."""
 
@@ -277,6 +297,10 @@ def test_the_command_line_starts_light() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+IN_A_HURRY: Final = ("mpsd/simulator/front_end.py", "_socket")
+"""A program that runs for each conversation: importing `socket` would take it longer than all the rest."""
+
+
 def test_private_names_stay_private() -> None:
     """No module imports a name, or a module, that begins with an underscore."""
     wrong = [
@@ -285,6 +309,7 @@ def test_private_names_stay_private() -> None:
         for each in imports(module)
         for part in [*each.module.split("."), each.name or ""]
         if part.startswith("_") and not (part.startswith("__") and part.endswith("__"))
+        if (module.path, part) != IN_A_HURRY
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -4,11 +4,13 @@ NVIDIA's control daemon keeps the sockets of some connections that were closed a
 versions). The subjects are those; they get few descriptors here, so that it takes less time.
 """
 
+import contextlib
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -16,6 +18,7 @@ from tests.daemon.caller import calling, needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import BRISK, branches
 from tests.harness import wait_until
+from tests.node import Node
 from tests.real import RealDaemon
 
 pytestmark = [needs_root, pytest.mark.slow]
@@ -43,10 +46,9 @@ while True:
 """Connects, says something, and is gone, again and again."""
 
 
-@pytest.mark.parametrize("real", branches())
-def test_used_up(make_node: Start, real: RealDaemon) -> None:
-    """Why it does not answer is told, with who was let in and what helps; after the lease it is replaced."""
-    node = make_node(simulate=1, control=real.control, config=BRISK).start()
+@contextlib.contextmanager
+def used_up(node: Node) -> Iterator[dict[str, Any]]:
+    """Have the holder of a lease use up the descriptors of its control daemon; give that as it is then."""
     daemon = node.daemons()["gpu0"]["pid"]
     resource.prlimit(daemon, resource.RLIMIT_NOFILE, (MOST, MOST))
     with calling(node.socket, uid=ANN) as ann:
@@ -61,10 +63,24 @@ def test_used_up(make_node: Start, real: RealDaemon) -> None:
             stranger.kill()
         ann.admit(threads=2, memory="1GiB")  # so that it is asked
         found = node.wait_for_state("gpu0", "unresponsive", deadline=30)
+        assert found["pid"] == daemon
+        yield found
+
+
+@pytest.mark.parametrize("real", branches())
+def test_used_up(make_node: Start, real: RealDaemon) -> None:
+    """Why it does not answer is told, with who was let in and what helps."""
+    with used_up(make_node(simulate=1, control=real.control, config=BRISK).start()) as found:
         assert f"all of its {MOST} descriptors are in use" in found["because"]
         assert f"had pipe access: uid {ANN}" in found["because"]
         assert "mpsctl restart gpu0" in found["hint"]
-        assert found["pid"] == daemon
-    # With the last lease of that user it is replaced, since nobody can be there.
-    assert node.wait_for_state("gpu0", "ready", deadline=40)["pid"] != daemon
+
+
+@pytest.mark.parametrize("real", branches(535))  # each takes a processor until it is gone
+def test_replaced(make_node: Start, real: RealDaemon) -> None:
+    """With the last lease of that user it is replaced, since nobody can be there."""
+    node = make_node(simulate=1, control=real.control, config=BRISK).start()
+    with used_up(node) as found:
+        pass
+    assert node.wait_for_state("gpu0", "ready", deadline=40)["pid"] != found["pid"]
     assert not node.events("daemon_death")

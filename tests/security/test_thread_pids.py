@@ -114,7 +114,8 @@ class TestStored:
             lease = node.request("POST", "/v1/leases", {**SMALL, "pid": held.pid}).json
             node.end(signal.SIGKILL)
         with thread_of_another() as (thread, _):
-            change(node, lambda text: fields(text, holder={"pid": thread, "start_ticks": proc.start_ticks(thread)}))
+            identity = {"pid": thread, "start_ticks": proc.start_ticks(thread)}
+            change(node, lambda text: fields(text, holders=[{"kind": "process", "identity": identity}]))
             node.start()
             assert "died while mpsd was not running" in event(node, "lease_ended", lease=lease["id"])["because"]
             assert node.get("/v1/leases").json["leases"] == []

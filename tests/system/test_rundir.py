@@ -80,6 +80,16 @@ class TestClaim:
         first.close()
         RunDir.claim(settings).close()
 
+    def test_between_fork_and_exec(self, settings: Settings) -> None:
+        """A child that an earlier mpsd forked as it was killed has the lock for a moment, which is no second mpsd."""
+        first = RunDir.claim(settings)
+        lock = os.dup(first._lock)  # as the child has it, whose exec is yet to come
+        first.close()
+        second = threading.Timer(0.05, os.close, [lock])
+        second.start()
+        RunDir.claim(settings).close()
+        second.join()
+
     def test_lock_is_not_inherited(self, run_dir: RunDir) -> None:
         """No child of mpsd holds the lock on, after mpsd has let it go."""
         assert not os.get_inheritable(run_dir._lock)

@@ -64,6 +64,19 @@ class Service:
         self.drop_in("mpsd.service", "watchdog", "[Service]\nWatchdogSec=2\n")
         self.machine.enable(*UNITS)
 
+    def simulate_all(self) -> None:
+        """Start mpsd with the simulator's control daemons, whose servers take no GPU; none runs now."""
+        for unit, more in (("mpsd.service", ""), (STOP, " --stop-daemons")):
+            command = f"/usr/bin/mpsd run --simulate 2{more}"
+            self.drop_in(unit, "zz-simulator", f"[Service]\nExecStart=\nExecStart={command}\n")
+        self.machine.run("systemctl", "start", *UNITS)
+
+    def simulate_no_more(self) -> None:
+        """Stop those control daemons, and have NVIDIA's started from now on."""
+        self.machine.run("systemctl", "start", STOP)
+        for unit in ("mpsd.service", STOP):
+            self.drop_in(unit, "zz-simulator", "")
+
     def drop_in(self, unit: str, name: str, text: str) -> None:
         """Change a unit as `systemctl edit` does; an empty text takes the change back."""
         place = f"/etc/systemd/system/{unit}.d/{name}.conf"

@@ -12,7 +12,7 @@ from mpsd.core.capabilities import DAEMON
 from mpsd.daemon.record.log import MESSAGE_IDS, EventName
 from tests.driven_program import DrivenProgram
 from tests.harness import wait_until
-from tests.systemd import Suite
+from tests.systemd import Suite, wrapping
 from tests.systemd.machine import Machine
 from tests.systemd.node import STOP, UNITS, Service
 
@@ -179,10 +179,7 @@ class ServerHealth:
 
         Control daemon and server are the simulator's: NVIDIA's server takes a GPU.
         """
-        for unit, more in (("mpsd.service", ""), (STOP, " --stop-daemons")):
-            command = f"/usr/bin/mpsd run --simulate 2{more}"
-            service.drop_in(unit, "zz-simulator", f"[Service]\nExecStart=\nExecStart={command}\n")
-        machine.run("systemctl", "start", *UNITS)
+        service.simulate_all()
         lease = ("mpsctl", "run", "--threads", "25", "--memory", "2GiB", "--")
         client = ("/opt/mpsd/bin/python3", "-I", "-m", "mpsd.simulator.client")
         someone = ("setpriv", "--reuid=2601", "--regid=2601", "--clear-groups")
@@ -193,10 +190,14 @@ class ServerHealth:
             machine.run("systemctl", "restart", "mpsd.service")
             assert told.do("alloc 1GiB")["ok"]
             assert [each["pid"] for each in service.ask("clients")["clients"]] == [told.hello["pid"]]
-        machine.run("systemctl", "start", STOP)
+        service.simulate_no_more()
         assert not server.exists()
-        for unit in ("mpsd.service", STOP):
-            service.drop_in(unit, "zz-simulator", "")
+
+    def test_wrapped_unit(self, machine: Machine, service: Service) -> None:
+        """`mpsctl service wrap` gives a unit a lease that lives as the unit does."""
+        service.simulate_all()
+        wrapping.check(machine, service)
+        service.simulate_no_more()
 
     def test_power_off(self, machine: Machine, service: Service) -> None:
         """The machine powers off under running control daemons, and waits for nobody's time-out."""

@@ -1,6 +1,5 @@
 """The commands about leases of one's own: admit, run, renew and release."""
 
-import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from math import inf, isfinite
@@ -8,20 +7,16 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from mpsd.cli import lease_end, lease_wait
+from mpsd.cli import lease_end, lease_start, lease_wait
 from mpsd.cli.api import Api
 from mpsd.cli.calling_process import calling_program
-from mpsd.cli.command import ForEval, environment, note, print_lease, with_api, with_form
+from mpsd.cli.command import ForEval, note, print_lease, with_api, with_form
 from mpsd.cli.completion import gpu_names, lease_names, program
 from mpsd.cli.signals import SignalledError
-from mpsd.core.errors import InvalidRequestError, MpsdError, NotPermittedError
+from mpsd.core.errors import InvalidRequestError, NotPermittedError
 
 if TYPE_CHECKING:
     from mpsd.cli import answer_types
-
-_NOT_EXECUTABLE: Final = 126
-_NOT_FOUND: Final = 127
-"""What a shell exits with for a command that it finds and cannot run, and for one that it does not find."""
 
 
 def _finite(_: click.Context, __: click.Parameter, number: float | None) -> float | None:
@@ -62,17 +57,22 @@ def _wait(_: click.Context, __: click.Parameter, text: str | None) -> float:
     return seconds
 
 
-def _user(_: click.Context, __: click.Parameter, name: str | None) -> dict[str, object] | None:
-    """Return a user, by name or uid, with every group that it is in, as this machine's user database has them."""
-    if name is None:
-        return None
+def user(name: str) -> dict[str, object] | None:
+    """Return a user, by name or uid, with every group that it is in; None where this machine knows none."""
     import pwd
 
     try:
         found = pwd.getpwuid(int(name)) if name.isascii() and name.isdecimal() else pwd.getpwnam(name)
     except (KeyError, OverflowError, ValueError):
-        raise click.BadParameter(f"there is no user {name!r}") from None
+        return None
     return {"uid": found.pw_uid, "gid": found.pw_gid, "groups": os.getgrouplist(found.pw_name, found.pw_gid)}
+
+
+def _user(_: click.Context, __: click.Parameter, name: str | None) -> dict[str, object] | None:
+    found = None if name is None else user(name)
+    if name is not None and found is None:
+        raise click.BadParameter(f"there is no user {name!r}")
+    return found
 
 
 _REQUEST: Final = (
@@ -147,31 +147,54 @@ _REQUEST: Final = (
 )
 
 
-def _with_request(function: Callable[..., None]) -> Callable[..., None]:
+def with_request(function: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options that say what is asked for."""
     for option in reversed(_REQUEST):
         function = option(function)
     return function
 
 
-def _take(api: Api, options: Mapping[str, object], *, wait: float) -> "answer_types.Lease":
+def take(api: Api, options: Mapping[str, object], *, wait: float) -> "answer_types.Lease":
     """Return the lease that was asked for; the server has the defaults for what was not given."""
     request = {name: value for name, value in options.items() if value is not None}
     return lease_wait.admit(api, request, wait=wait) if wait else api.admit(request)
 
 
-def _give_back(api: Api, lease: "answer_types.Lease") -> None:
-    """Release a lease that nobody got to use; when that fails, it ends with its holder."""
-    with contextlib.suppress(MpsdError):
-        api.release(lease["id"])
-
-
 @click.command(cls=ForEval)
-@_with_request
+@with_request
 @click.option("--pid", type=int, help="Process that holds the lease.  [default: the calling shell]")
-@with_form("env")
+@click.option("--cgroup", metavar="PATH", help="Control group that holds the lease, as in /proc/PID/cgroup.")
+@click.option("--unit", metavar="NAME", help="Unit of systemd that holds the lease; it must run.")
+@click.option(
+    "--while",
+    "life",
+    type=click.Choice(["populated", "exists"]),
+    help="How long a control group or unit holds it: while it has processes, or until it is removed."
+    "  [default: populated]",
+)
+@click.option("--claim", is_flag=True, help="No holder yet: the first that has the lease's token; for administrators.")
+@click.option(
+    "--claim-deadline",
+    type=float,
+    callback=_finite,
+    metavar="SECONDS",
+    help="How long a claim waits for its holder.  [default: admission.claim_deadline]",
+)
+@with_form("env", "env-file")
 @with_api
-def admit(api: Api, form: str, pid: int | None, wait: float, **request: object) -> None:
+def admit(
+    api: Api,
+    form: str,
+    *,
+    pid: int | None,
+    cgroup: str | None,
+    unit: str | None,
+    life: str | None,
+    claim_deadline: float | None,
+    wait: float,
+    claim: bool,
+    **request: object,
+) -> None:
     """Take out a lease and print it.
 
     \b
@@ -185,42 +208,40 @@ def admit(api: Api, form: str, pid: int | None, wait: float, **request: object) 
     (--pid $BASHPID). A call through sudo or timeout needs the pid of the shell (--pid $$). For a single command,
     `mpsctl run` is simpler.
 
+    A container, a job or a unit holds a lease by its control group: --cgroup or --unit. With --claim, the lease has no
+    holder until one takes it: `mpsctl claim LEASE -- COMMAND`, with MPSD_LEASE_TOKEN in the environment.
+
     With --wait, the place in the queue survives a restart of mpsd, and Ctrl-C gives it up at once.
     """  # noqa: D301 - click knows by that character what not to wrap
-    holder = calling_program() if pid is None else pid
-    if holder == 0:
+    named = [pid is not None, cgroup is not None, unit is not None, claim]
+    if sum(named) > 1:
+        raise click.UsageError("Name one holder: --pid, --cgroup, --unit or --claim.")
+    holder: dict[str, object] | None = None
+    if claim:
+        holder = {"claim": {} if claim_deadline is None else {"deadline": claim_deadline}}
+    elif any(named[1:]):
+        holder = {"cgroup": cgroup, "unit": unit, **({"while": life} if life else {})}
+    elif pid is None:
+        pid = calling_program()
+    if pid == 0:
         raise click.UsageError("The caller is in another pid namespace: name the holder of the lease with --pid.")
-    if form == "env" and request["gpus"] not in {None, 1}:
+    if form in {"env", "env-file"} and request["gpus"] not in {None, 1}:
         raise InvalidRequestError(
-            "-o env works for one GPU only: a process can use one GPU, and the environment names it",
+            f"-o {form} works for one GPU only: a process can use one GPU, and the environment names it",
             hint="take out the lease with -o json, then in each process: mpsctl show LEASE -o env --share N",
         )
     try:
-        lease = _take(api, {**request, "pid": holder}, wait=wait)
+        lease = take(api, {**request, "pid": pid, "holder": holder}, wait=wait)
     except SignalledError as signal:
         if form == "env":
             click.echo(f"(exit {signal.exit_code})")
         signal.end()
-    try:
+    with lease_start.released_on_failure(api, lease):
         print_lease(api, form, lease)
-    except (OSError, MpsdError):
-        _give_back(api, lease)
-        raise
-
-
-def _become(uid: int) -> dict[str, str]:
-    """Become a user with all its groups, and return the variables that su(1) sets for it. Raises OSError."""
-    import pwd
-
-    user = pwd.getpwuid(uid)
-    os.setgroups(os.getgrouplist(user.pw_name, user.pw_gid))
-    os.setgid(user.pw_gid)
-    os.setuid(user.pw_uid)
-    return {"HOME": user.pw_dir, "SHELL": user.pw_shell, "USER": user.pw_name, "LOGNAME": user.pw_name}
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@_with_request
+@with_request
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=program)
 @with_api
 def run(api: Api, command: tuple[str, ...], wait: float, **request: object) -> None:
@@ -247,25 +268,16 @@ def run(api: Api, command: tuple[str, ...], wait: float, **request: object) -> N
     if request["owner"] is not None and os.geteuid() != 0:
         raise NotPermittedError("only root can start a program as another user", hint="use sudo mpsctl run --user")
     try:
-        lease = _take(api, request, wait=wait)
+        lease = take(api, request, wait=wait)
     except SignalledError as signal:
         signal.end()
-    try:
-        variables = environment(api, lease, share=0)
+    with lease_start.released_on_failure(api, lease):
         if lease["expires"] and request["ttl"] is None:
             note(
                 f"{lease['id']} ends at {lease['expires']} unless it is renewed: mpsctl renew {lease['id']}"
                 " --ttl SECONDS"
             )
-        if request["owner"] is not None:
-            variables |= _become(lease["owner"]["uid"])
-        os.execvpe(command[0], command, {**os.environ, **variables})  # noqa: S606 - that is what it is for
-    except (OSError, MpsdError) as error:
-        _give_back(api, lease)
-        if isinstance(error, MpsdError):
-            raise
-        click.echo(f"mpsctl: {command[0]}: {error.strerror}", err=True)
-        click.get_current_context().exit(_NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE)
+        lease_start.become(api, lease, command, as_owner=request["owner"] is not None)
 
 
 @click.command()

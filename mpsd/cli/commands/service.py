@@ -1,14 +1,12 @@
-"""The commands that make mpsd a service of the system where no package did: service install, uninstall and status.
+"""The commands about services of systemd: mpsd's own, where no package installed it, and those that are given a lease.
 
-They look at the machine itself, and do without mpsd.
+`install`, `uninstall` and `status` look at the machine itself, and do without mpsd.
 """
-
-import contextlib
-from collections.abc import Iterator
 
 import click
 
-from mpsd.core.errors import ConfigurationError
+from mpsd.cli.command import of_files
+from mpsd.cli.commands import wrap
 from mpsd.core.sanitize import plain
 
 _DRY_RUN = click.option("--dry-run", "dry", is_flag=True, help="Show what would be done, without doing it.")
@@ -18,26 +16,17 @@ def _say(text: str) -> None:
     click.echo(plain(text))
 
 
-@contextlib.contextmanager
-def _understood() -> Iterator[None]:
-    """Say which file could not be read or written."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:  # it is no file's, but the terminal's
-            raise
-        raise ConfigurationError(
-            f"{error.filename}: {error.strerror}",
-            hint="fix the cause, then run the command again: completed steps are not repeated",
-        ) from error
-
-
 @click.group()
 def service() -> None:
-    """Manage the system service of an mpsd that was installed with pip, pipx or uv.
+    """Manage the system service of mpsd, and give services of systemd a lease of their own.
 
-    The Debian package does not need these commands.
+    `install`, `uninstall` and `status` are for an mpsd that was installed with pip, pipx or uv; the Debian package does
+    not need them.
     """
+
+
+for _command in (wrap.wrap, wrap.unwrap, wrap.unit_start, wrap.unit_stop, wrap.unit_end_clients):
+    service.add_command(_command)
 
 
 @service.command()
@@ -50,7 +39,7 @@ def install(*, dry: bool) -> None:
     """
     from mpsd.system.installation import Installation
 
-    with _understood():
+    with of_files():
         Installation(_say, dry).install()
     if not dry:
         _say("to start mpsd now and at every boot: systemctl enable --now mpsd.socket mpsd.service")
@@ -67,7 +56,7 @@ def uninstall(*, purge: bool, dry: bool) -> None:
     """
     from mpsd.system.installation import Installation
 
-    with _understood():
+    with of_files():
         Installation(_say, dry).uninstall(purge=purge)
     if not dry:
         _say("control daemons and their clients keep running; mpsd adopts them when it is installed again")
@@ -81,7 +70,7 @@ def status() -> None:
     """
     from mpsd.system.installation import Installation
 
-    with _understood():
+    with of_files():
         differences = list(Installation(_say).differences())
     for each in differences:
         _say(each)

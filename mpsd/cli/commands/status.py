@@ -58,9 +58,12 @@ def leases(api: Api, form: str) -> None:
 @click.command(cls=ForEval)
 @click.argument("lease", shell_complete=lease_names)
 @click.option(
-    "--share", type=click.IntRange(min=0), metavar="N", help="With -o env: number of the lease's GPU, counted from 0."
+    "--share",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="With -o env or env-file: number of the lease's GPU, counted from 0.",
 )
-@with_form("env")
+@with_form("env", "env-file")
 @with_api
 def show(api: Api, lease: str, form: str, share: int | None) -> None:
     """Show the details of one lease, including a lease that ended recently.
@@ -68,9 +71,14 @@ def show(api: Api, lease: str, form: str, share: int | None) -> None:
     \b
     With a lease on several GPUs, each process uses one of them and takes its environment like this:
         eval "$(mpsctl show "$MPSD_LEASE" -o env --share "$LOCAL_RANK")"
+
+    \b
+    -o env-file prints the lines KEY=VALUE that --env-file of podman and Docker, EnvironmentFile= of systemd, and dotenv
+    read. A program that `podman exec` starts in the lease's container does not have its environment:
+        podman exec --env-file <(mpsctl show LEASE -o env-file) NAME COMMAND
     """  # noqa: D301 - click knows by that character what not to wrap
-    if share is not None and form != "env":
-        raise click.UsageError("--share needs -o env.")
+    if share is not None and form not in {"env", "env-file"}:
+        raise click.UsageError("--share needs -o env or -o env-file.")
     print_lease(api, form, api.lease(lease), share)
 
 

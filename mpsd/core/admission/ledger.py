@@ -6,54 +6,20 @@ one (`_leave`), and the sums move there alone. The order of those who wait is `q
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
 
-from msgspec import Struct, structs
+from msgspec import structs
 
 from mpsd.core.admission import admission
 from mpsd.core.admission.admission import NOTHING, Amount, Candidate, Offer, Shortage
+from mpsd.core.admission.deadlines import Deadlines
 from mpsd.core.admission.offers import Offers
 from mpsd.core.admission.queue import Queue, keep
 from mpsd.core.admission.room import NOTHING_RESERVED, Reservations, Room
+from mpsd.core.admission.rules import AdmissionRules, Now, QueuePlace
 from mpsd.core.admission.usage import NEWCOMER, Usage, UserTotals
 from mpsd.core.errors import TooManyLeasesError
-from mpsd.core.model import Lease, LeaseRequest, LeaseState, ProcessIdentity
-from mpsd.core.settings import Admission, Placement
-
-
-class Now(Struct, frozen=True):
-    """The moment of a decision: seconds of the clock that does not jump, and the time of day for people."""
-
-    seconds: float
-    time: datetime
-
-
-@dataclass(frozen=True, slots=True)
-class AdmissionRules:
-    """What an operator decides about admission as a whole."""
-
-    placement: Placement = Placement.BEST_FIT
-    queue_length: int = 1000
-    leases: int = 10_000
-    patience: float = 300.0
-    """Seconds for which a request that stands first can be overtaken by those of users who had less."""
-    queue_per_uid: int = 128
-
-    @classmethod
-    def of(cls, settings: Admission) -> "AdmissionRules":
-        """Return what the settings say of it."""
-        return cls(
-            settings.placement, settings.queue_length, settings.leases, settings.patience, settings.queue_per_uid
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class QueuePlace:
-    """Where a waiting lease stands: its position from 1, and what it waits for."""
-
-    position: int
-    waits_for: Shortage
+from mpsd.core.holders.holders import claim_of
+from mpsd.core.model import Holder, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
 
 
 class Ledger:
@@ -71,7 +37,9 @@ class Ledger:
         """By uid, what its clients use that no lease has."""
         self._worth: dict[str, Amount] = {}
         """By waiting lease, what it counts against its user's quota."""
-        self._expiring: dict[str, float] = {}
+        self._deadlines = Deadlines()
+        self._claimed: set[str] = set()
+        """The leases that nobody has taken yet."""
         self._arrivals = 0
 
     # -- what others may look at --------------------------------------------------------------------------------------
@@ -95,8 +63,11 @@ class Ledger:
         return self._room.taken(gpu)
 
     def holders(self, gpu: str) -> Collection[int]:
-        """Return the uids that hold a lease on a GPU."""
-        return self._room.uids(gpu)
+        """Return the uids whose processes may use a GPU by their leases: not by one that is only claimed."""
+        if not self._claimed:
+            return self._room.uids(gpu)
+        taken = (lease for lease in self.leases.values() if lease.id not in self._claimed)
+        return {lease.owner.uid for lease in taken if any(share.gpu == gpu for share in lease.shares)}
 
     def on(self, daemon: str) -> list[Lease]:
         """Return the leases that hold something of a control daemon."""
@@ -130,13 +101,14 @@ class Ledger:
         return QueuePlace(before + 1, self._shortage(lease, self._candidates(lease)))
 
     def overdue(self, now: float) -> list[Lease]:
-        """Return the leases whose time to live, or to wait, is over."""
-        found = [self.find(each) for each, at in self._expiring.items() if at <= now]
+        """Return the leases whose time to live, to wait, or to be taken is over."""
+        found = map(self.find, self._deadlines.due(now))
         return [lease for lease in found if lease is not None]
 
     def expiring(self, until: float) -> list[Lease]:
         """Return the granted leases whose time to live ends until then."""
-        return [self.leases[each] for each, at in self._expiring.items() if at <= until and each in self.leases]
+        found = filter(None, map(self.leases.get, self._deadlines.due(until)))
+        return [lease for lease in found if lease.expires is not None and lease.expires <= until]
 
     def impossible(self) -> list[tuple[Lease, Shortage]]:
         """Return the leases that wait for what the GPUs will never have to give, as they are now, and why not.
@@ -246,39 +218,64 @@ class Ledger:
     def renew(self, lease_id: str, ttl: float, now: float) -> Lease:
         """Give a granted lease this many seconds from now."""
         lease = self.leases[lease_id] = structs.replace(self.leases[lease_id], ttl=ttl, expires=now + ttl)
-        self._expiring[lease_id] = now + ttl
+        self._deadlines.follow(lease)
         return lease
 
     def close(self, lease_id: str, because: str) -> Lease:
         """Note that a lease ends with its clients, and takes no more; its time to live does not matter any more."""
         lease = self.leases[lease_id] = structs.replace(self.leases[lease_id], closing=because, expires=None)
-        self._expiring.pop(lease_id, None)
+        self._deadlines.follow(lease)
         return lease
 
     def attach(
         self, lease_id: str, clients: tuple[ProcessIdentity, ...], bearers: tuple[ProcessIdentity, ...] = ()
     ) -> Lease:
-        """Note which clients a lease has, and which processes are its own by its token alone.
-
-        One that may have any number of clients takes as many places from now on.
-        """
+        """Note a lease's clients, whose places it takes if it may have any number, and those that have its token."""
         state = LeaseState.ACTIVE if clients else LeaseState.GRANTED
         before = self.leases[lease_id]
-        lease = structs.replace(before, clients=clients, bearers=bearers, state=state)
-        self.leases[lease_id] = lease
+        lease = self.leases[lease_id] = structs.replace(before, clients=clients, bearers=bearers, state=state)
         if admission.places(lease) != admission.places(before):
             uid, has = lease.owner.uid, self._users[lease.owner.uid]
             holds = has.holds + self._room.enter_lease(lease) - self._room.leave_lease(before)
             self._users[uid] = UserTotals(has.leases, holds, has.awaits)
         return lease
 
+    def hold(self, lease_id: str, holders: tuple[Holder, ...]) -> Lease:
+        """Note what holds a lease from now on."""
+        lease = self.leases[lease_id] = structs.replace(self.leases[lease_id], holders=holders)
+        return lease
+
+    def take(self, lease_id: str, owner: Owner, holder: Holder, ttl: float | None, now: float) -> Lease:
+        """Have a claim taken: the lease is this owner's from now on, and held by this holder. `put_back` undoes it.
+
+        Raises DoesNotFitError where a control daemon that serves one user at a time has another one, claims aside.
+        """
+        before = self.leases[lease_id]
+        self._leave(before, now)
+        for gpu in (each.gpu for each in before.shares if {*self.holders(each.gpu)} - {owner.uid}):
+            offer = self._offers.by_gpu.get(gpu)
+            if offer is not None and (shortage := self._room.other_user(offer, owner.uid)) is not None:
+                self._enter(before, now)
+                raise shortage.raised()
+        request = structs.replace(before.request, request_id=None)  # which was whoever made the claim's
+        lease = structs.replace(before, owner=owner, holders=(holder,), request=request)
+        if ttl is not None and ttl != before.ttl:
+            lease = structs.replace(lease, ttl=ttl, expires=now + ttl)
+        self._enter(lease, now)
+        return lease
+
+    def put_back(self, before: Lease, now: float) -> None:
+        """Have a lease as it was before somebody took it."""
+        self._leave(self.leases[before.id], now)
+        self._enter(before, now)
+
     def has_room(self, lease: Lease) -> bool:
-        """Tell whether a lease that holds something may have one more client process.
+        """Tell whether a lease that holds something may have one more client process; none may before it is taken.
 
         One for any number may while a place is free on each of its GPUs, and not granted to others.
         """
         if lease.request.processes is not None or not lease.clients:
-            return len(lease.clients) < (lease.request.processes or 1)
+            return lease.id not in self._claimed and len(lease.clients) < (lease.request.processes or 1)
         offers = (self._offers.by_gpu.get(share.gpu) for share in lease.shares)
         return all(offer is None or self._room.has_place(offer) for offer in offers)
 
@@ -345,6 +342,9 @@ class Ledger:
             until=None,
             expires=None if lease.ttl is None else now.seconds + lease.ttl,
         )
+        if (claim := claim_of(lease)) is not None:
+            claim = structs.replace(claim, deadline=now.seconds + claim.seconds)
+            granted = structs.replace(granted, holders=(claim,))
         self._enter(granted, now.seconds)
         return granted
 
@@ -354,8 +354,9 @@ class Ledger:
         self.leases[lease.id] = lease
         self._users[uid] = UserTotals(has.leases + 1, holds, has.awaits)
         self.usage.hold(uid, self._offers.part(holds + has.unleased), now)
-        if lease.expires is not None:
-            self._expiring[lease.id] = lease.expires
+        if claim_of(lease) is not None:
+            self._claimed.add(lease.id)
+        self._deadlines.follow(lease)
 
     def _leave(self, lease: Lease, now: float) -> None:
         uid, has = lease.owner.uid, self._users.pop(lease.owner.uid)
@@ -364,7 +365,8 @@ class Ledger:
         if has.leases > 1:
             self._users[uid] = UserTotals(has.leases - 1, holds, has.awaits)
         self.usage.hold(uid, self._offers.part(holds + self._unleased.get(uid, NOTHING)), now)
-        self._expiring.pop(lease.id, None)
+        self._deadlines.forget(lease.id)
+        self._claimed.discard(lease.id)
 
     def _join(self, lease: Lease) -> None:
         uid, has = lease.owner.uid, self.user(lease.owner.uid)
@@ -372,8 +374,7 @@ class Ledger:
         self._queue.join(lease)
         self._worth[lease.id] = worth
         self._users[uid] = UserTotals(has.leases + 1, has.holds, has.awaits + worth)
-        if lease.until is not None:
-            self._expiring[lease.id] = lease.until
+        self._deadlines.follow(lease)
 
     def _part(self, lease: Lease) -> None:
         uid, has = lease.owner.uid, self._users.pop(lease.owner.uid)
@@ -381,7 +382,7 @@ class Ledger:
         worth = self._worth.pop(lease.id)
         if has.leases > 1:
             self._users[uid] = UserTotals(has.leases - 1, has.holds, has.awaits - worth)
-        self._expiring.pop(lease.id, None)
+        self._deadlines.forget(lease.id)
 
     def _value_anew(self) -> None:
         """Value what everybody waits for by what the node has to give now."""

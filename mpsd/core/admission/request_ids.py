@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator
 
 from mpsd.core.errors import RequestIdReusedError
-from mpsd.core.model import Lease, LeaseRequest
+from mpsd.core.holders import holders
+from mpsd.core.model import Holder, Lease, LeaseRequest
 
 _NAMES = (
     "threads",
@@ -40,10 +41,10 @@ class RequestIds:
         if lease.request.request_id is not None:
             self._leases.pop((lease.owner.uid, lease.request.request_id), None)
 
-    def earlier(self, request: LeaseRequest, uid: int, pid: int | None) -> Lease | None:
+    def earlier(self, request: LeaseRequest, uid: int, named: Holder | None) -> Lease | None:
         """Return the lease, or the place in the queue, that this request was given when it was made before.
 
-        `pid` is the process that it names as the holder, if it names one. Raises RequestIdReusedError where the
+        `named` is the holder that it names, if it names one. Raises RequestIdReusedError where the
         request_id was used for another request.
         """
         if request.request_id is None:
@@ -52,8 +53,8 @@ class RequestIds:
         if lease is None:
             return None
         differences = [*_differences(lease, request)]
-        if pid is not None and pid != lease.holder.pid:
-            differences.append(f"pid was {lease.holder.pid}, and is {pid}")
+        if named is not None and not any(holders.are_same(each, named) for each in lease.holders):
+            differences.append(f"the holder was {holders.said(lease.holders[0])}, and is {holders.said(named)}")
         if differences:
             raise RequestIdReusedError(
                 f"request_id {request.request_id!r} was used for {lease.id}, which is another request:"

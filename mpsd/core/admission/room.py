@@ -174,6 +174,11 @@ class Room:
         _, limit, (offer, need) = min(lacking, key=lambda each: each[0])
         return _shortage(limit, offer, self._held[offer.gpu], need, uid)
 
+    def other_user(self, offer: Offer, uid: int) -> Shortage | None:
+        """Say who keeps a user from a GPU whose control daemon serves one at a time; None where nobody does."""
+        held = self._held[offer.gpu]
+        return None if offer.many_users or not held.is_others(uid) else _shortage("user", offer, held, NOTHING, uid)
+
     def is_spent(self, offers: Iterable[Offer], reserved: Reservations) -> bool:
         """Tell whether nothing is left of any GPU, beside what is kept, so that nobody else needs to be asked."""
         return all(

@@ -9,29 +9,27 @@ from collections.abc import Callable, Iterable, Sequence
 from mpsd.core.enforcement import violations
 from mpsd.core.enforcement.lease_environment import TOKEN
 from mpsd.core.enforcement.violations import AttributedClient
-from mpsd.core.model import Client, Lease, ProcessIdentity
+from mpsd.core.model import Client, Lease
 from mpsd.core.mps.limits import LIMITS
 
 
-def by_family(
-    client: Client,
-    family: Iterable[ProcessIdentity],
-    leases_of: Callable[[ProcessIdentity], Iterable[Lease]],
-    has_room: Callable[[Lease], bool],
+def by_circles(
+    client: Client, circles: Iterable[Iterable[Lease]], has_room: Callable[[Lease], bool]
 ) -> AttributedClient:
-    """Return the lease of the nearest in a client's family, itself first, that has one on its GPU with room for it.
+    """Return the lease of the nearest circle around a client that has one on its GPU with room for it.
 
-    Only leases of the client's own uid count.
+    A circle has the leases of one of its family, itself first, or those that a control group holds around it. Only
+    leases of the client's own uid count.
 
     Where none has room, the nearest is told all the same. A descendant of a client counts too: its own parent, the
     holder, may be gone by then. Where somebody has several, it is the one that the client's environment is of, and the
     oldest of those.
     """
     nearest = None
-    for ancestor in family:
+    for circle in circles:
         there = [
             lease
-            for lease in leases_of(ancestor)
+            for lease in circle
             if lease.owner.uid == client.uid and violations.share_on(lease, client.daemon) is not None
         ]
         for lease in sorted(there, key=lambda each: (not _is_of(client, each), each.arrival)):

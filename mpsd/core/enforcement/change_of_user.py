@@ -8,10 +8,10 @@ from mpsd.core.enforcement.violations import Violation
 from mpsd.core.model import Lease, ProcessIdentity, Share, ViolationKind
 
 
-def of_holder(lease: Lease, share: Share, uid: int) -> Violation:
+def of_holder(lease: Lease, holder: ProcessIdentity, share: Share, uid: int) -> Violation:
     """Judge a holder that runs as this uid by now."""
-    because = f"process {lease.holder.pid}, the holder of lease {lease.id}, runs as uid {uid}, {_cure(lease, uid)}"
-    return _violation(lease, share, lease.holder, because)
+    because = f"process {holder.pid}, the holder of lease {lease.id}, runs as uid {uid}, {_cure(lease, uid)}"
+    return _violation(lease, share, holder, because)
 
 
 def of_family(lease: Lease, share: Share, identity: ProcessIdentity, uid: int, *, outside: bool) -> Violation:

@@ -7,6 +7,7 @@ from typing import Final
 
 from mpsd.core.enforcement import violations
 from mpsd.core.enforcement.violations import AttributedClient, Violation
+from mpsd.core.holders import holders
 from mpsd.core.model import (
     Client,
     GpuProcess,
@@ -137,10 +138,10 @@ def _on(
     for identity, process in held.items():
         if identity not in known:
             result.append(_stranger(lease, share, identity, process))
-    if not result:
-        because = f"process {lease.holder.pid} holds the lease, but was not seen on the GPU of {share.daemon}"
-        granted, pid = violations.part(lease, share), lease.holder.pid
-        on = (pid, share.daemon, share.gpu)
+    for holder in () if result else holders.processes(lease):
+        because = f"process {holder.pid} holds the lease, but was not seen on the GPU of {share.daemon}"
+        granted = violations.part(lease, share)
+        on = (holder.pid, share.daemon, share.gpu)
         result.append(VerifiedProcess(*on, None, None, granted, None, None, None, Verdict.NOTHING, because))
     return result
 

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 from mpsd.core.enforcement import ceiling
 from mpsd.core.enforcement.opened import ANYTHING
+from mpsd.core.holders import holders
 from mpsd.core.model import Client, GpuProcess, Known, Lease, ProcessIdentity, ReadBack, Share, ViolationKind
 from mpsd.core.mps.limits import LIMITS, PINNED_DEVICE_MEM_LIMIT, invisible_entry, narrower, wider
 from mpsd.core.quantities import Bounds
@@ -196,7 +197,11 @@ def _of_limits(client: Client, lease: Lease, share: Share, *, memory: bool) -> I
     if less:
         has = "has" if falls_short(client.opened.since.most, lease, share, memory=memory) else "may for good have"
         because = f"process {pid} {has} only {less}: no more was open to it when it attached to {client.daemon}"
-        hint = RUN if client.identity == lease.holder else f"end it, then: mpsctl attach {lease.id}; and start it again"
+        hint = (
+            RUN
+            if client.identity in holders.processes(lease)
+            else f"end it, then: mpsctl attach {lease.id}; and start it again"
+        )
         short = ViolationKind.SHORT
         yield Violation(short, client.identity, lease.id, client.daemon, because, hint, client.server, own=False)
 

@@ -1,24 +1,22 @@
 """What the routes of the leases do: who may see and change which lease, and who holds a new one."""
 
-from collections.abc import Awaitable
-from contextlib import closing
 from datetime import timedelta
 from functools import lru_cache
 from typing import Final
 
 from mpsd.core import model
 from mpsd.core.admission import quota
-from mpsd.core.admission.ledger import QueuePlace
-from mpsd.core.errors import InvalidRequestError, NotPermittedError, PeerUnknownError
-from mpsd.core.model import Lease, LeaseState, Owner
+from mpsd.core.admission.rules import QueuePlace
+from mpsd.core.containers import cdi
+from mpsd.core.errors import NotPermittedError
+from mpsd.core.holders import holders
+from mpsd.core.model import Lease, LeaseState
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
-from mpsd.core.roles import UserIdentity
-from mpsd.daemon.api import lease_schema
+from mpsd.daemon.api import lease_schema, naming
 from mpsd.daemon.api.request import Request
 from mpsd.daemon.api.schema import ViolationOut
 from mpsd.daemon.node.node import Node
-from mpsd.system import clock, proc, process, process_table
-from mpsd.system.process import Process
+from mpsd.system import clock, installation, process_table
 
 
 class LeaseHandlers:
@@ -86,26 +84,46 @@ class LeaseHandlers:
             raise NotPermittedError(
                 "only an administrator can take out a lease for another user", hint="omit owner, or ask root to do it"
             )
-        if body.pid is None or body.pid == request.credentials.pid:
-            credentials = request.credentials
-            lease = await self._admit(request, body, _connected(request), credentials.uid, credentials.gid)
-        else:
-            with closing(_named(request, body.pid)) as holder:
-                lease = await self._admit(request, body, holder, *_user_of(request, holder))
+        ttl = quota.time_to_live(quota.quota_of(request.user, self._node.settings.current), body.ttl)
+        with naming.of_request(request, body, self._node.settings.current, is_bounded=ttl is not None) as (
+            owner,
+            user,
+            named,
+        ):
+            lease = await self._node.admit(
+                _lease_request(body),
+                owner,
+                named,
+                user,
+                wait=body.wait,
+                ttl=body.ttl,
+                has_left=request.has_left,
+                is_named=body.pid is not None or body.holder is not None,
+            )
         return _lease_out(lease)
 
-    def _admit(
-        self, request: Request, body: lease_schema.LeaseRequest, holder: Process, uid: int, gid: int
-    ) -> Awaitable[Lease]:
-        owner, user = Owner(uid, gid, holder.pid, holder.started), request.user
-        if body.owner is not None:
-            wanted = body.owner
-            owner = Owner(wanted.uid, wanted.gid, holder.pid, holder.started, proc.real_uid(holder.pid))
-            user = UserIdentity(wanted.uid, frozenset((wanted.gid, *wanted.groups)))
-        requested = _lease_request(body)
-        return self._node.admit(
-            requested, owner, holder, user, wait=body.wait, ttl=body.ttl, has_left=request.has_left, pid=body.pid
-        )
+    async def hold(self, request: Request) -> lease_schema.LeaseOut:
+        """Have a lease held by another holder, or its claim taken, and answer once that is stored and open to it."""
+        assert isinstance(request.body, lease_schema.HolderRequest)  # noqa: S101 - the route table says so
+        body, lease = request.body, self._node.leases.find(request.names["id"])
+        if body.token is not None and not naming.is_token(body.token, lease):
+            raise NotPermittedError(
+                f"the token is not that of lease {lease.id}",
+                hint="pass the token that came with the lease (MPSD_LEASE_TOKEN)",
+            )
+        if body.claim is not None:
+            seconds = naming.claim_seconds(request, body, self._node.settings.current)
+            return _lease_out(await self._node.leases.claims.leave(lease.id, seconds))
+        if body.token is None:
+            self._theirs(request, act=True)
+        is_claim = body.token is not None or holders.claim_of(lease) is not None
+        with naming.of_holder(request, body, lease, is_claim=is_claim) as (owner, user, named):
+            if is_claim:
+                lease = await self._node.claim_taking.take(lease.id, owner, named, user)
+            else:
+                self._node.quarantine.check(lease.owner.uid)
+                lease = await self._node.leases.claims.add(lease.id, named, replace=body.replace)
+        return _lease_out(lease)
 
     async def release(self, request: Request) -> None:
         """End a lease; one that has ended already is fine."""
@@ -134,6 +152,19 @@ class LeaseHandlers:
         lease = self._theirs(request, act=True)
         self._node.quarantine.check(lease.owner.uid)
         return _lease_out(await self._node.leases.clients.attach(lease.id))
+
+    async def cdi(self, request: Request) -> bytes:
+        """Return the CDI document of a lease that is claimed and not taken, whose hook runs mpsd's own mpsctl.
+
+        Raises AlreadyClaimedError, and NotFoundError for a lease that waits or has ended.
+        """
+        assert isinstance(request.query, lease_schema.CdiQuery)  # noqa: S101 - the route table says so
+        lease = self._node.leases.claims.untaken(self._theirs(request, act=True).id)
+        await self._node.leases.as_stored()
+        device = cdi.Device(lease.id, str(self._node.settings.current.socket))
+        variables = _lease_out(lease).env
+        program = (str(installation.programs() / "mpsctl"),)
+        return cdi.encode(cdi.document(device, variables, program=program, shared_memory=request.query.shared_memory))
 
     async def verify(self, request: Request) -> lease_schema.VerifyOut:
         """Tell whether every process of a lease is under MPS and within its limits, by what is read for this answer."""
@@ -196,60 +227,3 @@ def _lease_request(body: lease_schema.LeaseRequest) -> model.LeaseRequest:
         stop=model.Stop(body.stop),
         ttl=body.ttl,
     )
-
-
-def _connected(request: Request) -> Process:
-    """Return the process that called. Raises PeerUnknownError when the kernel does not show it."""
-    connected = request.process()
-    if connected is None:
-        unseen = request.credentials.pid == 0
-        raise PeerUnknownError(
-            (
-                "the calling process is outside mpsd's pid namespace: mpsd sees its pid as 0, cannot tell it"
-                " and its clients from others, and cannot tie a lease to their life"
-            )
-            if unseen
-            else "the calling process is gone, so no lease can be tied to its life",
-            hint="run mpsd's container in the host's pid namespace (hostPID: true, --pid=host)"
-            if unseen
-            else "keep the process that opened the connection alive for as long as its lease",
-        )
-    return connected
-
-
-def _named(request: Request, pid: int) -> Process:
-    """Watch the process that a caller named by its pid. Raises InvalidRequestError when it is none."""
-    if request.credentials.pid == 0 or proc.is_nested(request.credentials.pid):
-        raise InvalidRequestError(
-            f"process {pid} was named from another pid namespace, where this pid means another process",
-            hint="take out the lease from the process that is to hold it: mpsctl run",
-            limit="pid",
-        )
-    found = process.find(pid)
-    if found is None and (leader := process_table.process_of_thread(pid)) is not None:
-        raise InvalidRequestError(
-            f"{pid} is the number of a thread of process {leader}", hint=f"name the process: {leader}", limit="pid"
-        )
-    if found is None:
-        raise _no_process(pid)
-    return found
-
-
-def _user_of(request: Request, named: Process) -> tuple[int, int]:
-    """Return the uid and gid of a process that a caller named: one of its own, or anybody's for an administrator.
-
-    The lease is that user's, whose uid is the one that MPS sees. Raises InvalidRequestError when it is gone by now, and
-    NotPermittedError when it is another user's.
-    """
-    user = process_table.user_of(named.pid)
-    # What was looked up by pid is about this process only if it is there still: its pid was its own all the while.
-    if user is None or named.is_gone():
-        raise _no_process(named.pid)
-    if user[0] != request.credentials.uid and not request.admin:
-        because = f"process {named.pid} does not belong to uid {request.credentials.uid}"
-        raise NotPermittedError(because, hint="name a process of your own")
-    return user
-
-
-def _no_process(pid: int) -> InvalidRequestError:
-    return InvalidRequestError(f"there is no process {pid}", hint="name a running process", limit="pid")

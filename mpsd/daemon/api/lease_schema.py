@@ -4,18 +4,31 @@ These types are the API's document too, as those of `schema` are.
 """
 
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Annotated
 
 from msgspec import Meta, Struct, field
 
-from mpsd.core.admission.ledger import QueuePlace
+from mpsd.core.admission.rules import QueuePlace
 from mpsd.core.enforcement.lease_environment import LEASE, TOKEN
 from mpsd.core.enforcement.verification import Verdict, VerifiedProcess
-from mpsd.core.model import Lease, LeaseState, Owner, Share, Stop
+from mpsd.core.holders import group_names
+from mpsd.core.model import (
+    Claim,
+    Holder,
+    HoldingGroup,
+    HoldingProcess,
+    Lease,
+    LeaseState,
+    Owner,
+    Share,
+    Stop,
+)
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
-from mpsd.daemon.api.request import RequestBody
+from mpsd.daemon.api.decoding import parameter
+from mpsd.daemon.api.request import RequestBody, RequestQuery
 from mpsd.daemon.api.schema import LimitsOut, ViolationOut
+from mpsd.system import clock
 
 Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,62}\Z")]
 AnyNumber = Annotated[str, Meta(pattern=r"^any\Z")]
@@ -38,6 +51,35 @@ class RequestedOwner(Struct, forbid_unknown_fields=True):
     uid: Uid
     gid: Uid
     groups: list[Uid] = field(default_factory=list)
+
+
+GroupPath = Annotated[str, Meta(min_length=2, max_length=4096, pattern=r"^/[^\x00-\x1f\x7f-\x9f]*\Z")]
+UnitName = Annotated[str, Meta(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9:_.\\@-]+\Z")]
+While = Annotated[str, Meta(pattern=r"^(populated|exists)\Z")]
+PidNumber = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+
+
+class RequestedClaim(Struct, forbid_unknown_fields=True):
+    """A lease that nobody holds yet: the first holder that is named with its token takes it."""
+
+    uid: Uid | None = None
+    """Whose processes alone can take it; null: anybody's, and until then it counts as the caller's."""
+    gid: Uid | None = None
+    deadline: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+    """Seconds from the grant after which it ends unless it was taken; null: admission.claim_deadline."""
+
+
+class RequestedHolder(Struct, forbid_unknown_fields=True):
+    """What is to hold a lease, where that is no process: just one of `cgroup`, `unit` and `claim`."""
+
+    cgroup: GroupPath | None = None
+    """The path of a control group, as in /proc/PID/cgroup on the host, or with its mount point in front."""
+    unit: UnitName | None = None
+    """The name of a systemd unit that runs: of the system, or, for a user, of the user's own manager."""
+    life: While = field(default="populated", name="while")
+    """`populated`: it holds the lease while it has processes, from the first one on. `exists`: until it is removed."""
+    claim: RequestedClaim | None = None
+    """For administrators."""
 
 
 class LeaseRequest(RequestBody, kw_only=True):
@@ -68,6 +110,8 @@ class LeaseRequest(RequestBody, kw_only=True):
     labels: Labels = field(default_factory=dict)
     pid: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     """The process that the lease is tied to; the caller's own by default."""
+    holder: RequestedHolder | None = None
+    """What the lease is tied to instead of a process."""
     owner: RequestedOwner | None = None
     """Whose the lease is, where that is not the process's user; for administrators only."""
     request_id: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+\Z")] | None = None
@@ -86,8 +130,72 @@ class RenewRequest(RequestBody):
     """Seconds."""
 
 
+class HolderRequest(RequestBody, kw_only=True):
+    """Another holder of a lease: one of `pid`, `cgroup`, `unit` and `claim`; without any, the calling process."""
+
+    pid: PidNumber | None = None
+    group: bool = False
+    """Whether the control group of that process is the holder, and not the process."""
+    cgroup: GroupPath | None = None
+    unit: UnitName | None = None
+    life: While = field(default="populated", name="while")
+    claim: RequestedClaim | None = None
+    """For administrators, with `replace` and without a uid: the lease outlives its holders, for its owner to take."""
+    token: Annotated[str, Meta(max_length=256)] | None = None
+    """The lease's token: it takes a claim, which one holder can."""
+    replace: bool = False
+    """Whether it takes the place of all other holders."""
+    owner: RequestedOwner | None = None
+    """Whose the lease is from now on, where that is not the process's user; for administrators who take a claim."""
+
+
+class CdiQuery(RequestQuery, frozen=True):
+    """What a container gets beside its lease's pipe directory."""
+
+    shared_memory: Annotated[
+        bool,
+        parameter(
+            "Whether the container gets the machine's /dev/shm, as drivers before 580 need it.",
+            refusal="is neither true nor false",
+            hint="pass true or false",
+        ),
+    ] = False
+
+
+class HolderOut(Struct, omit_defaults=True):
+    """What holds a lease: a `process`, a `cgroup`, or a `claim` that nobody has taken yet."""
+
+    kind: str
+    pid: int | None = None
+    start_time: datetime | None = None
+    cgroup: str | None = None
+    life: str | None = field(default=None, name="while")
+    unit: str | None = None
+    """The unit that the path of the control group names; it is for showing only, as are `container` and `pod`."""
+    container: str | None = None
+    pod: str | None = None
+    uid: int | None = None
+    """Whose processes alone can take the claim."""
+    deadline: datetime | None = None
+    """When the claim ends."""
+
+    @classmethod
+    def of(cls, holder: Holder) -> "HolderOut":
+        """Make it from the value."""
+        match holder:
+            case HoldingProcess(identity, started):
+                return cls("process", pid=identity.pid, start_time=started)
+            case HoldingGroup(group, life):
+                name = group_names.name_of(group.path)
+                unit, container, pod = (each or None for each in name)
+                return cls("cgroup", None, None, group.path, life.value, unit, container, pod)
+            case Claim(uid=uid, deadline=deadline):
+                at = None if deadline is None else clock.now() + timedelta(seconds=deadline - clock.monotonic())
+                return cls("claim", uid=uid, deadline=at)
+
+
 class OwnerOut(Struct):
-    """Who holds a lease, as the kernel said."""
+    """Whose a lease is, as the kernel said, and the process that holds it; pid 0 where no process does."""
 
     uid: int
     gid: int
@@ -139,6 +247,8 @@ class LeaseOut(Struct):
     gpus: list[str]
     daemon: str | None
     owner: OwnerOut
+    holders: list[HolderOut]
+    """What it is tied to: it lives while any of them does, any of its clients or any of its bearers."""
     active_thread_percentage: float | None
     pinned_device_mem_limit: int | None
     env: Mapping[str, str]
@@ -176,6 +286,7 @@ class LeaseOut(Struct):
             gpus=[share.gpu for share in shares],
             daemon=first.daemon if first else None,
             owner=OwnerOut.of(lease.owner),
+            holders=[HolderOut.of(each) for each in lease.holders],
             active_thread_percentage=first.active_thread_percentage if first else _percent(request.threads),
             pinned_device_mem_limit=first.pinned_device_mem_limit if first else _bytes(request.memory),
             env=first.env if first else {},

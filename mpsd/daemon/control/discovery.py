@@ -44,6 +44,8 @@ class DiscoveredProcesses:
 
     daemon: DaemonProcess | None
     orphans: tuple[ProcessIdentity, ...]
+    finished: frozenset[ProcessIdentity]
+    """Dead control daemons of which no server is left."""
 
 
 class _Start(msgspec.Struct, forbid_unknown_fields=True):
@@ -97,7 +99,7 @@ class DaemonRecord:
         start = _Start(
             token, daemon.executable, cuda_variables(variables), daemon.many_users, daemon.started, daemon.identity
         )
-        self._write(start, self._file.dead)
+        self._write(start, self.leaders)
 
     def forget(self, leaders: Collection[ProcessIdentity]) -> None:
         """Strike out dead control daemons of which no server is left: another process may get their pids now."""
@@ -157,7 +159,7 @@ def cuda_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def look(
     paths: DaemonPaths, program: ControlProgram, environment: Mapping[str, str], record: DaemonRecord
 ) -> DiscoveredProcesses:
-    """Look for the control daemon of a pipe directory, and for servers that dead ones left.
+    """Look for the control daemon of a pipe directory, and for servers that dead ones left. It changes nothing.
 
     Whether it serves many users is as it was configured when it was started. Raises ForeignDaemonError for one of
     root's or of mpsd's uid that mpsd did not start with its present configuration: mpsd would fight it for the
@@ -169,17 +171,17 @@ def look(
         daemon = _unrecorded(paths, program, wanted)
     elif record.variables != wanted:
         raise _foreign(paths, program, daemon.identity.pid, os.getuid(), daemon.executable)
-    if daemon is not None:
-        record.note(daemon, wanted)
-    return DiscoveredProcesses(daemon, orphans(record))
+    return DiscoveredProcesses(daemon, *orphans(record))
 
 
-def orphans(record: DaemonRecord) -> tuple[ProcessIdentity, ...]:
-    """Return the servers that live on of control daemons that are dead: whoever is in the sessions that these began."""
+def orphans(record: DaemonRecord) -> tuple[tuple[ProcessIdentity, ...], frozenset[ProcessIdentity]]:
+    """Return the servers of control daemons that are dead, and the dead ones that have none left.
+
+    These servers are whoever is in the sessions that the dead ones began.
+    """
     leaders = record.leaders
     found = process_table.in_sessions(leaders)
-    record.forget({*leaders} - {*found.values()})
-    return tuple(found)
+    return tuple(found), frozenset(leaders).difference(found.values())
 
 
 def _unrecorded(paths: DaemonPaths, program: ControlProgram, wanted: Mapping[str, str]) -> DaemonProcess | None:

@@ -264,7 +264,7 @@ class Drainer:
         }
         self._blockers = (
             *(
-                Blocker("lease", each.id, each.holder.pid, each.granted)
+                Blocker("lease", each.id, each.owner.pid or None, each.granted)
                 for each in self._leases.on(self._name)
                 if each.granted is not None
             ),

@@ -73,7 +73,7 @@ class Instance:
 
         Raises ConfigurationError, and ForeignDaemonError when somebody else's daemon has the pipe directory.
         """
-        found = await asyncio.to_thread(self._launcher.look)
+        found = await self._launcher.look()
         self._observer.orphaned(found.orphans)
         self._looked = True
         adopted = process.adopt(found.daemon.identity) if found.daemon is not None else None
@@ -95,7 +95,7 @@ class Instance:
         if self._looked:
             return
         self._looked = True
-        self._observer.found_orphans(await asyncio.to_thread(self._launcher.orphans))
+        self._observer.found_orphans(await self._launcher.orphans())
 
     async def listens_by(self, moment: float) -> bool:
         """Wait until one that was started listens, until it is dead, or until then; tell whether it does."""

@@ -1,5 +1,6 @@
 """How the process of a control daemon comes to be: what it is started with, and by what it is found again."""
 
+import asyncio
 import os
 from collections.abc import Iterable
 
@@ -38,16 +39,23 @@ class Launcher:
         """Read which process an earlier mpsd started."""
         self._record.load()
 
-    def orphans(self) -> tuple[ProcessIdentity, ...]:
-        """Look for servers that dead control daemons left, in all of /proc: it takes its time."""
-        return discovery.orphans(self._record)
+    async def orphans(self) -> tuple[ProcessIdentity, ...]:
+        """Look for servers that dead control daemons left, in all of /proc, beside the loop: it takes its time."""
+        found, finished = await asyncio.to_thread(discovery.orphans, self._record)
+        self._record.forget(finished)
+        return found
 
-    def look(self) -> DiscoveredProcesses:
-        """Look for a control daemon of ours, and for servers that a dead one left, in all of /proc: it takes its time.
+    async def look(self) -> DiscoveredProcesses:
+        """Look for a control daemon of ours, and for servers that a dead one left, as `orphans` does.
 
         Raises ForeignDaemonError when another daemon has the pipe directory, and OSError.
         """
-        return discovery.look(self._paths, self._program, self._environment(), self._record)
+        environment = self._environment()
+        found = await asyncio.to_thread(discovery.look, self._paths, self._program, environment, self._record)
+        if found.daemon is not None:
+            self._record.note(found.daemon, discovery.cuda_variables(environment))
+        self._record.forget(found.finished)
+        return found
 
     def start(self, settings: ControlDaemon) -> tuple[Process, DaemonProcess]:
         """Start a control daemon in a session of its own. Raises ConfigurationError, PipeAccessError and OSError."""

@@ -13,8 +13,8 @@ from typing import Final, TypeAlias
 from mpsd.core.admission.ledger import Ledger
 from mpsd.core.enforcement.lease_environment import TOKEN
 from mpsd.core.model import Lease, ProcessIdentity
+from mpsd.daemon.holders.holder_watch import HolderWatch
 from mpsd.daemon.leases.clients import Clients
-from mpsd.daemon.leases.process_watch import ProcessWatch
 from mpsd.system import process_table
 
 _MOST_WATCHED: Final = 8
@@ -27,10 +27,12 @@ Carriers: TypeAlias = Mapping[str, Sequence[ProcessIdentity]]
 class Bearers:
     """Ends the leases whose last process is gone, or has them live as long as those that carry their token."""
 
-    def __init__(self, ledger: Ledger, watch: ProcessWatch, clients: Clients, end: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, ledger: Ledger, holder_watch: HolderWatch, clients: Clients, end: Callable[[str, str], None]
+    ) -> None:
         """`end` ends a lease, for a reason."""
         self._ledger = ledger
-        self._watch = watch
+        self._holder_watch = holder_watch
         self._clients = clients
         self._end = end
         self._alone: dict[str, str] = {}
@@ -64,7 +66,7 @@ class Bearers:
             for lease in leases:
                 # What has come about meanwhile counts: it may be released, or one of them be its client by now.
                 there = self._ledger.leases.get(lease.id)
-                if there is not None and not self._watch.of(lease.id) and not self.watch(there, carriers):
+                if there is not None and not self._holder_watch.live(there) and not self.watch(there, carriers):
                     self._end(lease.id, alone[lease.id] + unseen)
 
     def carriers(self, leases: Iterable[Lease]) -> Carriers:
@@ -75,7 +77,7 @@ class Bearers:
     def watch(self, lease: Lease, carriers: Carriers) -> bool:
         """Have a lease live as long as those that carry its token, and return whether any of them lives."""
         found = carriers.get(lease.token, ())[:_MOST_WATCHED] if lease.token else ()
-        living = tuple(each for each in found if self._watch.watch_identity(lease.id, each))
+        living = tuple(each for each in found if self._holder_watch.processes.watch_identity(lease.id, each))
         if living:
             self._clients.leave_to(lease, living)
         return bool(living)

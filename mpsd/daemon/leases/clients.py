@@ -8,11 +8,12 @@ from mpsd.core.enforcement import attribution, change_of_user
 from mpsd.core.enforcement.lease_environment import LEASE
 from mpsd.core.enforcement.violations import AttributedClient, Violation
 from mpsd.core.errors import NotFoundError
-from mpsd.core.model import Client, Lease, ProcessIdentity, Stop, ViolationKind
+from mpsd.core.holders import group_names, holders
+from mpsd.core.model import Client, HoldingProcess, Lease, ProcessIdentity, Stop, ViolationKind
+from mpsd.daemon.holders.holder_watch import HolderWatch
 from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.limit_gates import LimitGates
 from mpsd.daemon.leases.pending_request import no_room
-from mpsd.daemon.leases.process_watch import ProcessWatch
 from mpsd.daemon.record.log import EventName
 from mpsd.system import proc
 
@@ -25,16 +26,14 @@ _BY_ATTRIBUTION: Final = frozenset(
 class Clients:
     """Attributes the clients that control daemons list to leases, and removes those that exit."""
 
-    def __init__(self, ledger: Ledger, watch: ProcessWatch, group_commit: GroupCommit, limit_gates: LimitGates) -> None:
+    def __init__(
+        self, ledger: Ledger, holder_watch: HolderWatch, group_commit: GroupCommit, limit_gates: LimitGates
+    ) -> None:
         self._ledger = ledger
         self._group_commit = group_commit
         self._limit_gates = limit_gates
-        self._watch = watch
-
-    def restore(self, lease: Lease) -> None:
-        """Watch the processes of a lease of an earlier mpsd, those that live."""
-        for identity in (lease.holder, *lease.clients, *lease.bearers):
-            self._watch.watch_identity(lease.id, identity)
+        self._holder_watch = holder_watch
+        self._watch = holder_watch.processes
 
     def drop_dead_clients(self, lease: Lease) -> None:
         """Remove the processes of a restored lease that have exited."""
@@ -50,7 +49,7 @@ class Clients:
         clients = tuple(each for each in lease.clients if each in bearers)
         lease = self._ledger.attach(lease.id, clients, bearers)
         self._limit_gates.follow(lease)
-        because = f"its holder, pid {lease.holder.pid}, has exited, and these processes carry its token"
+        because = f"{holders.all_said(lease)}, is gone, and these processes carry its token"
         pids = [each.pid for each in bearers]
         self._group_commit.change(lease, EventName.LEASE_BORNE, pids=pids, because=because)
 
@@ -65,7 +64,8 @@ class Clients:
                 bearers = lease.bearers if kernel_says else (*dict.fromkeys((*lease.bearers, identity)),)
                 lease = self._ledger.attach(lease.id, (*lease.clients, identity), bearers)
                 self._limit_gates.follow(lease)
-                facts = {} if kernel_says else {"by": "token"}
+                facts = group_names.name_of(proc.cgroup(identity.pid)).facts()
+                facts |= {} if kernel_says else {"by": "token"}
                 self._group_commit.change(lease, EventName.CLIENT_ATTRIBUTED, client=identity.pid, **facts)
 
     def lease_of(self, client: Client) -> AttributedClient:
@@ -81,7 +81,7 @@ class Clients:
         if own is not None:
             return AttributedClient(client, own, counted=True), client.identity not in own.bearers
         has_room = self._ledger.has_room
-        found = attribution.by_family(client, proc.ancestors(client.identity.pid), self._leases_of, has_room)
+        found = attribution.by_circles(client, self._circles(client.identity.pid), has_room)
         if found.lease is None:
             cgroup = proc.cgroup(client.identity.pid)
             found = attribution.by_cgroup(client, self._in_cgroup(cgroup, client.daemon), has_room)
@@ -98,6 +98,8 @@ class Clients:
         The lease's other processes prove nothing about those who share a control group with its bearers.
         """
         if not lease.bearers:
+            return False
+        if self._holder_watch.groups.contains(lease.id, identity.pid):
             return False
         proven = {*self._watch.of(lease.id)}.difference(lease.bearers)
         return identity in lease.bearers or not proven or proven.isdisjoint(proc.ancestors(identity.pid))
@@ -117,7 +119,7 @@ class Clients:
         `LimitGates.open` does.
         """
         lease = self._ledger.leases.get(lease_id)
-        if lease is None or lease.closing:
+        if lease is None or lease.closing or holders.claim_of(lease) is not None:
             raise NotFoundError(f"processes cannot attach to lease {lease_id} now", hint="take out another lease")
         if not self._ledger.has_room(lease):
             raise no_room(lease)
@@ -126,10 +128,10 @@ class Clients:
         return self._ledger.leases.get(lease_id, lease)
 
     def leases_with(self, pid: int) -> Iterator[Lease]:
-        """Yield the leases of its own uid that a process has, or its ancestors have, the nearest first."""
+        """Yield the leases of its own uid that a process has by its family or control groups, the nearest first."""
         uid = proc.real_uid(pid)
-        for ancestor in proc.ancestors(pid):
-            yield from (lease for lease in self._leases_of(ancestor) if lease.owner.uid == uid)
+        for leases in self._circles(pid):
+            yield from (lease for lease in leases if lease.owner.uid == uid)
 
     def stop(self, identity: ProcessIdentity) -> Stop:
         """Return how a process is ended, as the lease says that it holds, or is a client of."""
@@ -138,29 +140,39 @@ class Clients:
     def of_changed_holders(self) -> Iterator[Violation]:
         """Yield what is wrong with the leases whose holder runs as another user by now, which is none of them."""
         for lease in self._ledger.leases.values():
-            uid = proc.real_uid_unless(lease.holder, lease.owner.uid)
-            if uid is not None and uid != lease.owner.holder_uid:
-                yield change_of_user.of_holder(lease, lease.shares[0], uid)
+            for holder in lease.holders:
+                if isinstance(holder, HoldingProcess):
+                    uid = proc.real_uid_unless(holder.identity, lease.owner.uid)
+                    if uid is not None and uid != holder.uid:
+                        yield change_of_user.of_holder(lease, holder.identity, lease.shares[0], uid)
 
     def of_changed_relative(
         self, identity: ProcessIdentity, gpu: str, control_daemons: Collection[ProcessIdentity], *, outside: bool
     ) -> Violation | None:
-        """Return what is wrong with a process on a GPU that is of a lease's family there, and another user's.
+        """Return what is wrong with a process that is of a lease's family or group on a GPU, and another user's.
 
         `outside`: it is no client of MPS. What a control daemon starts is nobody's, wherever that was started.
         """
         uid, family = proc.real_uid(identity.pid), [*proc.ancestors(identity.pid)]
         if uid is None or not {*family}.isdisjoint(control_daemons):
             return None
-        for lease in (lease for ancestor in family for lease in self._leases_of(ancestor)):
+        for lease in (lease for leases in self._circles(identity.pid) for lease in leases):
             share = next((share for share in lease.shares if share.gpu == gpu), None)
-            if share is not None and uid not in {lease.owner.uid, lease.owner.holder_uid}:
+            known = (each.uid for each in lease.holders if isinstance(each, HoldingProcess))
+            if share is not None and uid not in {lease.owner.uid, *known}:
                 return change_of_user.of_family(lease, share, identity, uid, outside=outside)
         return None
 
     def _leases_of(self, identity: ProcessIdentity) -> list[Lease]:
-        found = (self._ledger.leases.get(lease_id) for lease_id in self._watch.leases_of(identity))
+        return self._granted(self._watch.leases_of(identity))
+
+    def _granted(self, lease_ids: Iterable[str]) -> list[Lease]:
+        found = (self._ledger.leases.get(lease_id) for lease_id in lease_ids)
         return [lease for lease in found if lease is not None]
+
+    def _circles(self, pid: int) -> Iterator[list[Lease]]:
+        """Yield the leases that a process has by each of its family and of its control groups, the nearest first."""
+        return map(self._granted, self._holder_watch.around(pid))
 
     def _in_cgroup(self, cgroup: str, daemon: str) -> list[Lease]:
         """Return the leases on a control daemon that have a living process in a control group that tells anything."""

@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import Final
 
 from mpsd.core.errors import MpsdError, StorageError
+from mpsd.core.holders import group_names
 from mpsd.core.model import Lease, LeaseState, Owner
 from mpsd.core.reload import LiveSettings
 from mpsd.daemon.leases.lease_store import CommitResult, LeaseEvent, LeaseStore
@@ -91,6 +92,7 @@ class GroupCommit:
             active_thread_percentage=float(lease.shares[0].threads),
             pinned_device_mem_limit=lease.shares[0].memory.bytes,
             processes=lease.request.processes or 0,
+            **group_names.facts_of(lease.holders[0]),
             because=lease.because,
         )
 

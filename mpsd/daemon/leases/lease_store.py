@@ -45,6 +45,15 @@ LEASES_SCHEMA: Final = (
         gpu TEXT PRIMARY KEY, because TEXT NOT NULL, sum INTEGER NOT NULL, CHECK (sum = checksum(gpu, because))
     ) WITHOUT ROWID
     """,
+    """
+    UPDATE leases SET data = json_set(
+        json_remove(data, '$.holder', '$.owner.holder_uid'), '$.holders', json_array(json_object(
+            'kind', 'process', 'identity', json_extract(data, '$.holder'),
+            'started', json_extract(data, '$.owner.started'), 'uid', json_extract(data, '$.owner.holder_uid')
+        ))
+    ) WHERE CASE WHEN json_valid(data) THEN json_type(data, '$.holder') IS 'object' ELSE FALSE END;
+    UPDATE leases SET sum = checksum(number, boot, told, data, news)
+    """,
 )
 """The versions of the lease store, the oldest first; a later mpsd adds to them and changes none.
 
@@ -54,6 +63,8 @@ which turn the news were in the history when the row was written.
 
 The third has why the leases of a GPU may be incomplete, or nothing where they are complete; the row `*` is for every
 GPU that has none of its own.
+
+In the fourth, a lease has `holders`, each of its kind, where it had the one process that was its `holder` before.
 """
 
 LEASES_FIRST: Final = """

@@ -1,7 +1,7 @@
 """The leases of the node: the ledger decides, and what it decides is stored, then told, and never the other way round.
 
-Each lease is tied to a process that is watched through a pidfd. All that was decided in one turn of the loop is
-stored in one commit; only then is it told, as an event and to the callers.
+Each lease is tied to what holds it: see `holding`. All that was decided in one turn of the loop is stored in one
+commit; only then is it told, as an event and to the callers.
 """
 
 import asyncio
@@ -11,28 +11,30 @@ from functools import partial
 from typing import Final
 
 from mpsd.core.admission.admission import Amount, Offer
-from mpsd.core.admission.ledger import AdmissionRules, Ledger, Now
+from mpsd.core.admission.ledger import Ledger
 from mpsd.core.admission.request_ids import RequestIds
+from mpsd.core.admission.rules import AdmissionRules, Now
 from mpsd.core.admission.usage import Usage
 from mpsd.core.enforcement.lease_environment import TOKEN_BYTES
 from mpsd.core.errors import CapacityError, DoesNotFitError, MpsdError, NotFoundError, StorageError
-from mpsd.core.model import Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
+from mpsd.core.holders.holders import claim_of
+from mpsd.core.model import Lease, LeaseRequest, LeaseState, Owner
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import OnExpiry, Settings
 from mpsd.daemon.ends.closing import Closing
 from mpsd.daemon.ends.endings import Endings
-from mpsd.daemon.leases.bearers import Bearers, Carriers
-from mpsd.daemon.leases.clients import Clients
+from mpsd.daemon.holders.named_holder import NamedHolder
+from mpsd.daemon.leases.bearers import Carriers
+from mpsd.daemon.leases.claims import Claims
 from mpsd.daemon.leases.expiry import Expiry
 from mpsd.daemon.leases.group_commit import GroupCommit
+from mpsd.daemon.leases.holding import Holding
 from mpsd.daemon.leases.lease_store import LeaseStore
 from mpsd.daemon.leases.limit_gates import LimitGates
 from mpsd.daemon.leases.pending_request import PendingRequest, is_full, stopping
-from mpsd.daemon.leases.process_watch import ProcessWatch
 from mpsd.daemon.leases.unrestored import UnrestoredLeases
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock
-from mpsd.system.process import Process
 
 _MOST_ENDED: Final = 256
 """Leases that ended and can still be asked for."""
@@ -72,13 +74,15 @@ class Leases:
         )
         self._note_usage = note_usage
         self._published = published
-        self._watch = ProcessWatch(self._process_gone)
         self._expiry = Expiry(ledger, self._group_commit)
-        self.clients = Clients(ledger, self._watch, self._group_commit, limit_gates)
-        self._bearers = Bearers(ledger, self._watch, self.clients, self._end)
+        self._holding = Holding(
+            ledger, self._group_commit, limit_gates, end=self._end, is_unheard=lambda each: each in self._pending
+        )
+        self._holder_watch, self.clients = self._holding.watch, self._holding.clients
         self.unrestored = UnrestoredLeases(store.discard, log)
         self.closing = Closing(ledger, endings, self._group_commit, follow=limit_gates.follow, end=self._end, log=log)
         self.request_ids = RequestIds(ledger.find)
+        self.claims = Claims(ledger, self._holder_watch, self._group_commit, limit_gates, self.request_ids)
         self.left_behind: Callable[[Lease], None] = lambda _: None
         """Called with a lease that has ended while it had clients."""
         self._pending: dict[str, PendingRequest] = {}
@@ -99,12 +103,12 @@ class Leases:
         try:
             noted = clock.monotonic()
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._bearers.run())
+                group.create_task(self._holding.bearers.run())
                 while True:
                     await asyncio.sleep(clock.until_next(_TICK))
                     self._end_overdue()
                     self.closing.look()
-                    self._watch.let_go()
+                    self._holder_watch.look()
                     self._group_commit.look_for_room()
                     self.settle()  # the order changes with time alone
                     if clock.monotonic() - noted >= _USAGE_INTERVAL:
@@ -113,7 +117,7 @@ class Leases:
         finally:
             self._group_commit.close()
             self._note_usage(self.ledger.usage)
-            self._watch.close()
+            self._holder_watch.close()
 
     def restore(self) -> None:
         """Take up the leases of an earlier mpsd of this boot; call it before anybody can ask for one.
@@ -125,10 +129,10 @@ class Leases:
             self._log.error(EventName.STORE_SET_ASIDE, because=found.because)
         self.unrestored.set_aside(found.unrestored)
         self._group_commit.publish_again(found.unpublished)
-        enter = (partial(self.ledger.restore, now=now), self.request_ids.note, self.clients.restore)
+        enter = (partial(self.ledger.restore, now=now), self.request_ids.note, self._holder_watch.restore)
         entered = [each for each in found.leases if self.unrestored.attempt(each, enter, self._set_aside)]
         # All of them stand in the ledger before the first ends: what it leaves must not be granted twice.
-        carriers = self._bearers.carriers(each for each in entered if not self._watch.of(each.id))
+        carriers = self._holding.carriers(entered)
         for lease in entered:
             self.unrestored.attempt(lease, [partial(self._take_up, now=now, carriers=carriers)], self._set_aside)
         if found.leases:
@@ -138,14 +142,14 @@ class Leases:
     def _set_aside(self, lease: Lease) -> int:
         """Have nothing of a lease but its row on disk, and return the number of that."""
         self.ledger.end(lease.id, "it could not be restored", self._now())
-        self._watch.unwatch(lease.id)
+        self._holder_watch.unwatch(lease.id)
         self._pending.pop(lease.id, None)
         return self._store.set_aside(lease.id)
 
     def _take_up(self, lease: Lease, now: float, carriers: Carriers) -> None:
-        if not self._watch.of(lease.id) and not self._bearers.watch(lease, carriers):
-            self._end(lease.id, f"its holder, pid {lease.holder.pid}, died while mpsd was not running")
-        elif lease.state is not LeaseState.WAITING:
+        if not self._holding.take_up(lease, carriers):
+            return
+        if lease.state is not LeaseState.WAITING:
             self._limit_gates.follow(lease)
             self.clients.drop_dead_clients(lease)
             self.closing.take_up(lease)
@@ -154,23 +158,6 @@ class Leases:
         else:
             until = now + self._settings.current.admission.hang_up_grace
             self._pending[lease.id] = PendingRequest.waiting(lease.owner.uid, held_until=until)
-
-    def _process_gone(self, lease_id: str, gone: ProcessIdentity) -> None:
-        """End a lease whose last process is gone, however it went; otherwise remove that process from its clients."""
-        lease = self.ledger.find(lease_id)
-        if lease is None:
-            return
-        if self._watch.of(lease_id):
-            self.clients.remove(lease, gone)
-            return
-        because = f"its holder, pid {lease.holder.pid}, has exited"
-        if gone != lease.holder:
-            last = "process that carries its token" if gone in lease.bearers else "client"
-            because = f"its holder, pid {lease.holder.pid}, and its last {last}, pid {gone.pid}, have exited"
-        if lease_id in self._pending:  # nobody has heard of it, so that nobody has its token
-            self._end(lease_id, because)
-        else:
-            self._bearers.end_unless_borne(lease, because)
 
     def _end_overdue(self) -> None:
         now = clock.monotonic()
@@ -181,6 +168,8 @@ class Leases:
                 lacks = place.waits_for
                 because = f"timed out in the queue: {lacks.because}"
                 self._end(lease.id, because, refusal=DoesNotFitError(because, hint=lacks.hint, limit=lacks.limit))
+            elif (claim := claim_of(lease)) is not None:
+                self._end(lease.id, self.claims.why_expired(lease, claim))
             else:
                 ends_clients = self._settings.current.enforcement.on_expiry is OnExpiry.TERMINATE
                 end = self.closing.begin if ends_clients else self._end
@@ -194,7 +183,7 @@ class Leases:
         self,
         request: LeaseRequest,
         owner: Owner,
-        holder: Process,
+        named: NamedHolder,
         *,
         wait: float | None,
         ttl: float | None,
@@ -211,7 +200,7 @@ class Leases:
             state=LeaseState.WAITING,
             because="",
             owner=owner,
-            holder=holder.identity,
+            holders=(named.holder,),
             request=request,
             arrival=0,
             created=now.time,
@@ -219,11 +208,11 @@ class Leases:
             ttl=ttl,
             token=secret[2 * _ID_BYTES :],
         )
-        self._watch.watch(requested.id, holder)  # first, since it fails where mpsd has no descriptor left
+        self._holder_watch.watch(requested.id, named)  # first, since it fails where mpsd has no descriptor left
         try:
             lease = self.ledger.submit(requested, now)
         except MpsdError as refusal:
-            self._watch.unwatch(requested.id)
+            self._holder_watch.unwatch(requested.id)
             self.record_refusal(owner, refusal)
             raise
         self.request_ids.note(lease)
@@ -381,9 +370,9 @@ class Leases:
         self._ended[lease_id] = ended
         while len(self._ended) > _MOST_ENDED:
             del self._ended[next(iter(self._ended))]
-        if not {*ended.clients}.isdisjoint(self._watch.of(lease_id)):
+        if not {*ended.clients}.isdisjoint(self._holder_watch.processes.of(lease_id)):
             self.left_behind(ended)
-        self._watch.unwatch(lease_id)
+        self._holder_watch.unwatch(lease_id)
         self.request_ids.forget(ended)
         pending = self._pending.pop(lease_id, None)
         if pending is not None:

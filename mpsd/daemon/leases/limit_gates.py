@@ -10,10 +10,13 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mappi
 from dataclasses import dataclass, field
 from typing import Final
 
+from msgspec import structs
+
 from mpsd.core.enforcement import ceiling
 from mpsd.core.enforcement.ceiling import NEVER, Awaited, CeilingRules, ContextProof, ExpectedClients
 from mpsd.core.enforcement.lease_environment import TOKEN
 from mpsd.core.errors import DaemonNotReadyError
+from mpsd.core.holders.holders import claim_of
 from mpsd.core.model import GpuProcess, GpuUsage, Known, Lease, LeaseState, Limits, ProcessIdentity, Reading, Unknown
 from mpsd.core.mps.limits import widest_limits
 from mpsd.core.reload import LiveSettings
@@ -136,7 +139,12 @@ class LimitGates:
     # -- who is waited for --------------------------------------------------------------------------------------------
 
     def follow(self, lease: Lease) -> None:
-        """Wait for processes of a lease, or no more, by what it is now; its window begins anew."""
+        """Wait for processes of a lease, or no more, by what it is now; its window begins anew.
+
+        For those of one that is claimed only nobody waits: it opens nothing.
+        """
+        if claim_of(lease) is not None:
+            return
         if lease.state is LeaseState.ENDED or lease.closing:
             self._leases.pop(lease.id, None)
         else:
@@ -144,6 +152,12 @@ class LimitGates:
         self._await(lease, anew=True)
         if lease.state is LeaseState.ENDED:
             self._pipe_access.close(lease)
+
+    def unfollow(self, lease: Lease) -> None:
+        """Wait no more for processes of a lease that is only claimed again, and let its uid in no more."""
+        self._leases.pop(lease.id, None)
+        self._await(structs.replace(lease, state=LeaseState.ENDED), anew=True)
+        self._pipe_access.close(lease)
 
     def see(self, usages: Mapping[str, Reading[GpuUsage]], *, read: bool) -> None:
         """Take in what is known of the GPUs, by UUID, if they were `read` since the last time.
@@ -247,8 +261,11 @@ class LimitGates:
     async def open(self, lease: Lease) -> None:
         """Return when a lease's clients can attach: the way is open, and so are its limits, which were read back.
 
-        Raises PipeAccessError, and DaemonNotReadyError when a control daemon does not get that far.
+        One that is claimed only has none yet, so that it returns at once. Raises PipeAccessError, and
+        DaemonNotReadyError when a control daemon does not get that far.
         """
+        if claim_of(lease) is not None:
+            return
         gates = [self._gates[share.daemon] for share in lease.shares if share.daemon in self._gates]
         renewing = [gate.supervisor.renew_for(lease.owner.uid) for gate in gates]
         if not any(renewing):

@@ -14,7 +14,8 @@ from typing import Final
 import msgspec
 
 from mpsd.core.errors import StorageError
-from mpsd.core.model import Lease, LeaseState, ProcessIdentity
+from mpsd.core.holders import holders
+from mpsd.core.model import HoldingProcess, Lease, LeaseState, ProcessIdentity
 from mpsd.core.sanitize import text
 from mpsd.daemon.record.encoding import NOT_UNDERSTOOD
 from mpsd.daemon.record.log import EventName, Logger
@@ -35,7 +36,7 @@ class UnrestoredLease:
     gpus: frozenset[str] | None
     """The UUIDs of the GPUs that it may hold something of; None where that is not known, and so all of them."""
     processes: tuple[ProcessIdentity, ...] | None
-    """Its holder and its clients; None where that is not known."""
+    """Its holders and its clients; None where that is not known, as of a control group."""
 
     @classmethod
     def of_row(cls, row: int, data: str, error: Exception) -> "UnrestoredLease":
@@ -52,7 +53,8 @@ class UnrestoredLease:
     def of_lease(cls, row: int, lease: Lease, error: Exception) -> "UnrestoredLease":
         """Return a lease that could be decoded, and not taken up."""
         gpus = frozenset(share.gpu for share in lease.shares)
-        return cls(row, lease.id, _words(error), gpus, (lease.holder, *lease.clients))
+        known = all(isinstance(each, HoldingProcess) for each in lease.holders)
+        return cls(row, lease.id, _words(error), gpus, (*holders.processes(lease), *lease.clients) if known else None)
 
     @property
     def reason(self) -> str:
@@ -92,7 +94,8 @@ def _gpus(fields: dict[object, object]) -> frozenset[str] | None:
 def _processes(fields: dict[object, object]) -> tuple[ProcessIdentity, ...] | None:
     with suppress(*NOT_UNDERSTOOD):
         clients = msgspec.convert(fields.get("clients", ()), tuple[ProcessIdentity, ...])
-        return msgspec.convert(fields.get("holder"), ProcessIdentity), *clients
+        held = msgspec.convert(fields.get("holders"), tuple[HoldingProcess, ...])
+        return (*(each.identity for each in held), *clients)
     return None
 
 

@@ -15,7 +15,7 @@ from mpsd.core.enforcement import violations
 from mpsd.core.errors import DaemonNotReadyError, MpsdError, NotFoundError, RequestIdReusedError, StorageError
 from mpsd.core.health import NodeHealth
 from mpsd.core.lifecycle import State
-from mpsd.core.model import Daemon, Inventory, Lease, LeaseRequest, LeaseState, Owner, ViolationKind
+from mpsd.core.model import Daemon, Holder, Inventory, Lease, LeaseRequest, LeaseState, Owner, ViolationKind
 from mpsd.core.reload import LiveSettings
 from mpsd.core.roles import UserIdentity
 from mpsd.core.settings import OnViolation, Settings
@@ -28,6 +28,7 @@ from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.ends.endings import Endings
 from mpsd.daemon.gpu.compute_modes import ComputeModes
 from mpsd.daemon.gpu.gpus import Gpus
+from mpsd.daemon.holders.named_holder import NamedHolder
 from mpsd.daemon.leases import mount_visibility
 from mpsd.daemon.leases.completeness import Completeness
 from mpsd.daemon.leases.leases import Leases
@@ -36,6 +37,7 @@ from mpsd.daemon.leases.pending_request import stopping
 from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.leases.violation_monitor import ViolationMonitor
 from mpsd.daemon.node import holder_check, offering
+from mpsd.daemon.node.claim_taking import ClaimTaking
 from mpsd.daemon.node.status_line import status_line
 from mpsd.daemon.node.unleased import UnleasedClients
 from mpsd.daemon.record.log import EventName, Logger
@@ -95,6 +97,7 @@ class Node:
         leases.unrestored.changed = self._look
         leases.left_behind = self._left_behind
         self.unleased = UnleasedClients()
+        self.claim_taking = ClaimTaking(leases, settings, run_dir.daemons, quarantine, offers=self.offers, log=log)
         self._daemon_leases = DaemonLeases(leases.ledger.on, leases.release, leases.unrestored.on, leases.clients.stop)
         self._endings = endings
         endings.suspect = server_watches.suspect
@@ -308,22 +311,25 @@ class Node:
         self,
         request: LeaseRequest,
         owner: Owner,
-        holder: Process,
+        named: NamedHolder,
         user: UserIdentity,
         *,
         wait: float | None,
         ttl: float | None,
         has_left: Callable[[], bool],
-        pid: int | None,
+        is_named: bool,
     ) -> Lease:
-        """Grant a lease to a holder, or raise the refusal. `pid` is the holder's where the request names it.
+        """Grant a lease to a holder, or raise the refusal. `is_named` tells whether the request names that holder.
 
         Raises what `Leases.admit` does, QuotaError, NotPermittedError for a uid that cannot reach a control daemon or a
         process that does not find it, RequestIdReusedError, and StoppingError.
         """
         if self._stopping:
             raise stopping()  # nothing of it goes into the log: whoever waits asks again and again
-        if request.request_id and (earlier := self._earlier(request, owner, pid)) is not None:
+        if (
+            request.request_id
+            and (earlier := self._earlier(request, owner, named.holder if is_named else None)) is not None
+        ):
             return await self.leases.answer(earlier, has_left)
         try:
             offers = self.offers()
@@ -337,18 +343,19 @@ class Node:
             worth = ledger.worth(request) if quota.weighs(limits_of) else Amount()
             quota.check(limits_of, ledger.user(owner.uid), request, worth)
             holder_check.check(owner.uid, self._run_dir.daemons)
-            request = mount_visibility.narrowed(request, holder, offers, self._log)
+            if isinstance(named.watched, Process):
+                request = mount_visibility.narrowed(request, named.watched, offers, self._log)
         except MpsdError as refusal:
             self.leases.record_refusal(owner, refusal)
             raise
-        return await self.leases.admit(request, owner, holder, wait=wait, ttl=ttl, has_left=has_left)
+        return await self.leases.admit(request, owner, named, wait=wait, ttl=ttl, has_left=has_left)
 
-    def _earlier(self, request: LeaseRequest, owner: Owner, pid: int | None) -> Lease | None:
+    def _earlier(self, request: LeaseRequest, owner: Owner, named: Holder | None) -> Lease | None:
         """Return what a request was given before. Raises RequestIdReusedError."""
         with contextlib.suppress(MpsdError):  # a GPU that is not there any more is compared as it was named
             request = structs.replace(request, gpu=self._named(request.gpu))
         try:
-            return self.leases.request_ids.earlier(request, owner.uid, pid)
+            return self.leases.request_ids.earlier(request, owner.uid, named)
         except RequestIdReusedError as refusal:
             self.leases.record_refusal(owner, refusal)
             raise

@@ -78,11 +78,13 @@ class Events:
     def record(self, at: float, line: bytes) -> None:
         """Have a line of the log, as JSON, numbered, stored and told soon, or when the next reader comes.
 
-        `at` is when what it tells happened, in seconds since 1970.
+        `at` is when what it tells happened, in seconds since 1970. Raises RuntimeError in another thread than the
+        loop's.
         """
+        loop = asyncio.get_running_loop()  # also where none is needed: a thread that logs is a defect each time
         self._pending.append((at, line))
         if self._scheduled is None:
-            self._scheduled = asyncio.get_running_loop().call_later(_DELAY, self.flush)
+            self._scheduled = loop.call_later(_DELAY, self.flush)
 
     def publish(self, batch: int) -> int:
         """Note that what was recorded holds the news of the leases up to this turn of the loop.

@@ -222,6 +222,20 @@ def test_the_environment_of_a_shell(in_path: dict[str, str]) -> None:
     assert environment.keys() >= {"MPSD_LEASE_TOKEN", "MPSD_SOCKET"}
 
 
+def test_env_file(in_path: dict[str, str]) -> None:
+    """-o env-file has the same variables, a line each, for whoever reads no shell; for several GPUs there is none."""
+    script = (
+        f'eval "$(mpsctl admit {" ".join(SHARE)} -o env)"; mpsctl show $MPSD_LEASE -o env-file; echo; env;'
+        f" mpsctl admit {' '.join(SHARE)} --gpus 2 -o env-file"
+    )
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False, env=in_path)
+    lines, _, exported = done.stdout.partition("\n\n")
+    assert {line.split("=", 1)[0] for line in lines.splitlines()} == VARIABLES | {"MPSD_LEASE_TOKEN", "MPSD_SOCKET"}
+    assert {*lines.splitlines()} <= {*exported.splitlines()}
+    assert done.returncode == 2
+    assert "-o env-file works for one GPU only" in done.stderr
+
+
 def test_several_gpus(in_path: dict[str, str], node: Node) -> None:
     """A lease on several GPUs is taken out whole, and each process of its holder takes the environment of its own GPU.
 

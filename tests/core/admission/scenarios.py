@@ -6,9 +6,10 @@ from itertools import count
 from typing import Any, Final
 
 from mpsd.core.admission.admission import Amount, Offer, Refusal
-from mpsd.core.admission.ledger import AdmissionRules, Ledger, Now
+from mpsd.core.admission.ledger import Ledger
+from mpsd.core.admission.rules import AdmissionRules, Now
 from mpsd.core.admission.usage import Usage
-from mpsd.core.model import Lease, LeaseRequest, LeaseState, Limits, Owner, ProcessIdentity
+from mpsd.core.model import HoldingProcess, Lease, LeaseRequest, LeaseState, Limits, Owner, ProcessIdentity
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import GIB
 
@@ -64,7 +65,7 @@ def asked(
         state=LeaseState.WAITING,
         because="",
         owner=Owner(uid, uid, number, START),
-        holder=ProcessIdentity(number, number),
+        holders=(HoldingProcess(ProcessIdentity(number, number)),),
         request=what,
         arrival=0,
         created=START,

@@ -10,7 +10,8 @@ import pytest
 from msgspec import structs
 
 from mpsd.core.admission.admission import Amount, Offer
-from mpsd.core.admission.ledger import AdmissionRules, Ledger
+from mpsd.core.admission.ledger import Ledger
+from mpsd.core.admission.rules import AdmissionRules
 from mpsd.core.admission.usage import Account, Usage, UserTotals
 from mpsd.core.errors import (
     DaemonNotReadyError,

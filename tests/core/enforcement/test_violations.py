@@ -26,6 +26,7 @@ from mpsd.core.enforcement.violations import (
 from mpsd.core.model import (
     Client,
     GpuProcess,
+    HoldingProcess,
     Known,
     Lease,
     LeaseRequest,
@@ -63,7 +64,7 @@ def lease(
         state=LeaseState.ACTIVE if clients else LeaseState.GRANTED,
         because="",
         owner=Owner(0, 0, HOLDER.pid, None),
-        holder=HOLDER,
+        holders=(HoldingProcess(HOLDER),),
         request=request,
         arrival=percent,
         created=datetime.now(UTC),
@@ -162,21 +163,18 @@ def has_room(of: Lease) -> bool:
 def test_nearest_with_room() -> None:
     """A client belongs to its nearest ancestor's lease that has room; if none has, it is the nearest's all the same."""
     near, far = lease(25, clients=(OTHER,)), lease(50)
-    leases = {OTHER: [near], HOLDER: [far]}
-    family = [THIRD, OTHER, HOLDER]
-    found = attribution.by_family(client(THIRD), family, lambda each: leases.get(each, []), has_room)
+    found = attribution.by_circles(client(THIRD), [[], [near], [far]], has_room)
     assert (found.lease, found.counted) == (far, True)
-    full = {OTHER: [near]}
-    found = attribution.by_family(client(THIRD), family, lambda each: full.get(each, []), has_room)
+    found = attribution.by_circles(client(THIRD), [[], [near], []], has_room)
     assert (found.lease, found.counted) == (near, False)
-    assert attribution.by_family(client(THIRD), family, lambda _: [], has_room).lease is None
+    assert attribution.by_circles(client(THIRD), [[], []], has_room).lease is None
 
 
 def test_by_its_environment() -> None:
     """Where a holder has several leases, a client belongs to the one whose environment it has, else to the oldest."""
     old, new = lease(25), lease(50)
     for own, expected in ((dict(new.shares[0].env), new), (dict(old.shares[0].env), old), ({}, old)):
-        found = attribution.by_family(client(HOLDER, environment=own), [HOLDER], lambda _: [new, old], has_room)
+        found = attribution.by_circles(client(HOLDER, environment=own), [[new, old]], has_room)
         assert found.lease is expected
 
 
@@ -209,8 +207,8 @@ def test_another_uid_has_no_part_in_a_lease() -> None:
     """A client of another uid is no lease's, in its family or in its control group; and one lease hides no other."""
     near, far = lease(25), lease(50)
     bobs = structs.replace(far, owner=Owner(1000, 1000, THIRD.pid, None))
-    assert attribution.by_family(client(THIRD, uid=1000), [THIRD, OTHER], lambda _: [near], has_room).lease is None
-    family = attribution.by_family(client(THIRD, uid=1000), [THIRD, OTHER], lambda _: [near, bobs], has_room)
+    assert attribution.by_circles(client(THIRD, uid=1000), [[near], [near]], has_room).lease is None
+    family = attribution.by_circles(client(THIRD, uid=1000), [[near, bobs]] * 2, has_room)
     assert (family.lease, family.counted) == (bobs, True)
     assert attribution.by_cgroup(client(THIRD, uid=1000), [near], has_room).lease is None
     assert attribution.by_cgroup(client(THIRD, uid=1000), [near, bobs], has_room).lease is bobs

@@ -47,6 +47,20 @@ class TestAway:
         # mpsd stopped on request, so there is nothing to report about the daemons either.
         assert node.events("daemon_death") == []
 
+    def test_unwritable_record(self, node: Node) -> None:
+        """A control daemon whose record can neither be read nor written is adopted by what the kernel says of it."""
+        before = node.daemons()
+        node.end(signal.SIGKILL)
+        record = node.root / "run" / "gpu0.process.json"
+        record.unlink()
+        record.mkdir()
+        try:
+            node.start()
+            assert node.daemons()["gpu0"]["pid"] == before["gpu0"]["pid"]
+            assert node.events("daemon_record_not_stored", daemon="gpu0")
+        finally:
+            record.rmdir()
+
     def test_drift(self, node: Node) -> None:
         """What a stranger changed meanwhile is set back on adoption, and told about."""
         node.end(signal.SIGKILL)

@@ -179,7 +179,8 @@ class TestConnections:
             return closed(slow)
 
         wait_until(drip, what="the slow one to be shown out")
-        assert slow.rest() == b""
+        with contextlib.suppress(ConnectionResetError):  # a byte that mpsd has not read goes with the connection
+            assert slow.rest() == b""
 
     def test_a_connection_that_was_used(self, line: Line, connect: Connect) -> None:
         """One that has said something may keep its connection: that deadline is for the first request."""

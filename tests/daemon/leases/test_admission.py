@@ -274,7 +274,7 @@ class TestRequestId:
         first = granted(admit(node, **asked))
         assert granted(admit(node, **asked, pid=os.getpid()))["id"] == first["id"]
         detail = refused(admit(node, **asked, pid=os.getppid()), 422, "request_id_reused", "request_id")
-        assert f"pid was {os.getpid()}, and is {os.getppid()}" in detail
+        assert f"the holder was pid {os.getpid()}, and is pid {os.getppid()}" in detail
 
     @needs_root
     def test_of_another_user(self, node: Node) -> None:

@@ -3,17 +3,16 @@
 The processes and control groups are real, and so are the clients and servers of the simulated node.
 """
 
-import contextlib
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
 from mpsd.simulator.client import program
+from tests.control_groups import control_group, joins
 from tests.daemon.caller import Caller, calling, needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import GIB, MIB, event, kill, needs_last_pid, with_pid
@@ -111,36 +110,6 @@ def test_child_of_a_client(node: Node, short_tmp: Path) -> None:
 
 
 # -- control group -----------------------------------------------------------------------------------------------------
-
-
-def mounted(hierarchy: str) -> Path | None:
-    """Return where a hierarchy of control groups is mounted, as far as this process can go."""
-    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
-        place, _, rest = line.partition(" - ")
-        kind, _, options = rest.split(" ", 2)
-        if kind == hierarchy or hierarchy in options.split(","):
-            return Path(place.split()[4])
-    return None
-
-
-@contextlib.contextmanager
-def control_group(hierarchy: str, name: str) -> Iterator[Path]:
-    """Make a control group, and remove it when all of its processes have ended."""
-    top = mounted(hierarchy)
-    if top is None or not os.access(top, os.W_OK):
-        pytest.skip(f"no control group can be made in {hierarchy} here")
-    group = top / f"{name}-{os.getpid()}.scope"
-    group.mkdir()
-    try:
-        yield group
-    finally:
-        wait_until(lambda: not (group / "cgroup.procs").read_text(), what=f"all in {group} to have ended")
-        group.rmdir()
-
-
-def joins(group: Path) -> tuple[str, ...]:
-    """Return what joins a control group, and becomes what follows."""
-    return "sh", "-c", 'echo $$ >"$0" && exec "$@"', str(group / "cgroup.procs")
 
 
 def granted(caller: Caller, group: Path, **asked: Any) -> str:

@@ -1,6 +1,6 @@
 """Clients that make up their environment never have more than was open to them: real processes on a simulated node.
 
-MPSD_RUNS says how many clients of leases there are to be in each mode; a few dozen when it is not set.
+MPSD_RUNS says how many clients of leases there are to be in each mode; a dozen when it is not set.
 """
 
 import os
@@ -28,7 +28,7 @@ from tests.simulated_clients import WAITS, SimulatedClient, gpus, variables
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("binds")]
 
-RUNS: Final = int(os.environ.get("MPSD_RUNS", "20"))
+RUNS: Final = int(os.environ.get("MPSD_RUNS", "12"))
 TOGETHER: Final = 4
 
 _AS_ANOTHER: Final = """
@@ -127,6 +127,11 @@ def living(node: Node) -> list[str]:
     return [lease["id"] for lease in node.get("/v1/leases").json["leases"]]
 
 
+def clients(node: Node) -> list[int]:
+    """Return the clients that there are, with a lease or without: what they use is given to nobody else."""
+    return [client["pid"] for client in node.get("/v1/clients").json["clients"]]
+
+
 @needs_root
 @pytest.mark.timeout(60 + 2 * RUNS)
 @pytest.mark.parametrize("mode", Attach)
@@ -163,3 +168,4 @@ def test_never_more(make_node: Start, mode: Attach) -> None:
                 late_client(node, dice)
                 runs += 2
                 stray(node, dice)
+            wait_until(lambda: clients(node) == [keeper.pid], what="all clients to be gone, and the GPU to be free")

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import pytest
 
+from mpsd.simulator.control import program as simulator_program
 from tests.daemon.caller import calling
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import BRISK, GIB, event, holding, program, stopped
@@ -104,7 +105,7 @@ def test_at_once(node: Node) -> None:
 def test_question_before(make_node: Start, short_tmp: Path) -> None:
     """What was asked before a client connected is not the answer, however late it comes."""
     gate, held = short_tmp / "gate", short_tmp / "held"
-    simulator = shlex.join((sys.executable, "-I", "-m", "mpsd.simulator.control", "--gpus"))
+    simulator = shlex.join((*simulator_program(), "--gpus"))
     node = make_node(simulate=1, config="[daemon]\nprobe_interval = 0.2\n")
     front_end = f"{simulator} {node.root}/run/simulated"
     node.control = program(

@@ -315,7 +315,7 @@ def test_steps_outside(node: Node) -> None:
         client.do("ignore TERM")
         look(node, granted)
         assert client.process.wait(20) == -signal.SIGKILL
-        assert steps(node, client.pid) == ["SIGTERM", "SIGKILL"]
+        wait_until(lambda: steps(node, client.pid) == ["SIGTERM", "SIGKILL"], what="both steps to be told")
 
 
 _SAYS: Final = """

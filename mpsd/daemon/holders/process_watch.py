@@ -71,10 +71,20 @@ class ProcessWatch:
     def unwatch(self, lease_id: str) -> None:
         """Cut every tie of a lease."""
         for identity in self._of.pop(lease_id, ()):
-            watched = self._watched[identity]
-            watched.leases.discard(lease_id)
-            if not watched.leases:
-                self._loose.add(identity)
+            self._loosen(lease_id, identity)
+
+    def cut(self, lease_id: str, identity: ProcessIdentity) -> None:
+        """Cut the tie of a lease to one of its processes, if there is one."""
+        others = self._of.get(lease_id, ())
+        if identity in others:
+            self._of[lease_id] = tuple(each for each in others if each != identity)
+            self._loosen(lease_id, identity)
+
+    def _loosen(self, lease_id: str, identity: ProcessIdentity) -> None:
+        watched = self._watched[identity]
+        watched.leases.discard(lease_id)
+        if not watched.leases:
+            self._loose.add(identity)
 
     def let_go(self) -> None:
         """Watch no more those processes that have had no lease since the last time."""

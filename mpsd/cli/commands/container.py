@@ -1,0 +1,282 @@
+"""The commands about containers with a lease: container run, container stop, and the hook that runtimes call."""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from mpsd.cli import lease_end, lease_start
+from mpsd.cli.api import Api
+from mpsd.cli.command import note, with_api
+from mpsd.cli.commands import cdi
+from mpsd.cli.commands.admit import take, with_request
+from mpsd.cli.signals import SignalledError
+from mpsd.core.containers import cdi as device_files
+from mpsd.core.containers import oci
+from mpsd.core.errors import (
+    InvalidRequestError,
+    MpsdError,
+    NotFoundError,
+    NotPermittedError,
+    StoppingError,
+    UnreachableError,
+)
+from mpsd.system import cdi_directory, foreground
+
+if TYPE_CHECKING:
+    from mpsd.cli import answer_types
+
+_RUNTIMES: Final = click.Choice(["podman", "docker"])
+
+_DEADLINE: Final = 45.0
+"""Seconds for mpsd's answer, so that the hook can still say why before its runtime kills it (cdi.HOOK_SECONDS)."""
+
+_PATIENCE: Final = 10.0
+"""Seconds for which a hook asks an mpsd again that does not answer: the next one may be starting."""
+
+_PAUSE: Final = 0.2
+
+
+@click.group()
+def container() -> None:
+    """Run containers with a lease of their own."""
+
+
+@container.command()
+@click.argument("runtime", type=_RUNTIMES)
+@with_request
+@click.option(
+    "--claim-deadline",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Time until the container must have started, its image's download included.  [default: as mpsd has it]",
+)
+@cdi.with_device
+@click.argument(
+    "arguments", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[OPTIONS OF RUN]... IMAGE [COMMAND]..."
+)
+@with_api
+def run(
+    api: Api,
+    runtime: str,
+    arguments: tuple[str, ...],
+    *,
+    wait: float,
+    claim_deadline: float | None,
+    directory: Path,
+    shared_memory: bool | None,
+    **request: object,
+) -> None:
+    """Take out a lease and run a container with it.
+
+    \b
+        mpsctl container run podman --fraction 0.25 -- --rm IMAGE COMMAND
+        mpsctl container run podman --threads 25 --memory 8GiB -- --device nvidia.com/gpu=all IMAGE COMMAND
+
+    What follows `--` goes to `RUNTIME run` as it is. The lease is held by the container's control group and ends with
+    it; it belongs to the uid that the container's program starts with. The exit status is that of the runtime, and
+    signals are passed on to it.
+
+    It writes a CDI device (see mpsctl cdi write), which needs root, and removes it at the end. No container starts
+    without a lease, and a container whose lease cannot be opened to it fails with the reason.
+    """  # noqa: D301 - click knows by that character what not to wrap
+    cdi.clean(api, directory)
+    claim = {} if claim_deadline is None else {"deadline": claim_deadline}
+    try:
+        lease = take(api, {**request, "holder": {"claim": claim}}, wait=wait)
+    except SignalledError as signal:
+        signal.end()
+    with lease_start.released_on_failure(api, lease):
+        path = cdi.put(api, lease, directory, shared_memory=shared_memory)
+    elsewhere = runtime == "podman" and directory not in cdi_directory.READ_BY_DEFAULT
+    where = [f"--cdi-spec-dir={directory}"] if elsewhere else []
+    command = [runtime, *where, "run", f"--device={device_files.device_name(lease['id'])}", *arguments]
+    try:
+        status = foreground.run(command, os.environ)
+    except OSError as error:
+        click.echo(f"mpsctl: {runtime}: {error.strerror}", err=True)
+        status = lease_start.NOT_FOUND
+    finally:
+        path.unlink(missing_ok=True)
+        _give_back_unless_taken(api, lease)
+    click.get_current_context().exit(status)
+
+
+def _give_back_unless_taken(api: Api, lease: "answer_types.Lease") -> None:
+    """Release a lease that no container took; one that a container has taken ends with that container."""
+    api.close()  # mpsd may have been restarted, while the container ran
+    try:
+        if any(each["kind"] == "claim" for each in api.lease(lease["id"])["holders"]):
+            api.release(lease["id"])
+    except MpsdError as error:
+        note(f"{lease['id']} ends by itself, and could not be released: {error.detail}")
+
+
+@container.command()
+@click.argument("name")
+@click.option("--runtime", type=_RUNTIMES, default="podman", show_default=True, help="What the container runs in.")
+@with_api
+def stop(api: Api, name: str, runtime: str) -> None:
+    """End the clients of a container's lease, then stop the container.
+
+    Each client is ended by terminate_client before any signal (see mpsctl release --end-clients), so that the work of
+    others on the GPU is not lost to a client that is killed.
+    """
+    if pid := _process_of(runtime, name):
+        lease = _lease_of(api, pid)
+        if lease is None:
+            note(f"{name} has no lease")
+        else:
+            lease_end.follow(api, lease)
+        if not _process_of(runtime, name):
+            return  # it ended with its last client
+    click.get_current_context().exit(foreground.run([runtime, "stop", name], os.environ))
+
+
+def _process_of(runtime: str, name: str) -> int:
+    """Return the pid of a container's process; 0 where it does not run."""
+    command = [runtime, "container", "inspect", "--format", "{{.State.Pid}}", name]
+    status, text = foreground.output(command, os.environ)
+    return int(text) if not status and text.isascii() and text.isdecimal() else 0
+
+
+def _lease_of(api: Api, pid: int) -> str | None:
+    """Return the lease that a process is a client or holder of, or that its control group holds; None for none."""
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return None
+    groups = {line.split(":", 2)[2] for line in lines}
+    for lease in api.leases()["leases"]:
+        for each in lease["holders"]:
+            if pid in lease["clients"] or each.get("pid") == pid or each.get("cgroup") in groups:
+                return lease["id"]
+    return None
+
+
+# -- the hook ----------------------------------------------------------------------------------------------------------
+
+
+@container.command(hidden=True)
+@click.argument("lease")
+@with_api
+def hook(api: Api, lease: str) -> None:
+    """Take a lease for a container that is being created; its runtime calls this, with its state on stdin."""
+    state = oci.state(sys.stdin.buffer.read(oci.STATE_BYTES))
+    found = oci.container(_configuration(state))
+    directory = found.variables.get(device_files.PIPE_DIRECTORY)
+    if directory is None or found.mounts.get(directory) != directory:
+        raise NotPermittedError(
+            f"the container would run outside MPS, without limits: its {device_files.PIPE_DIRECTORY} is {directory!r},"
+            " which is not mounted into it",
+            hint=f"do not set that variable by --env, and mount nothing over the directory; --device"
+            f" {device_files.device_name(lease)} brings both",
+        )
+    uid, gid = (_outside(state.pid, kind, inside) for kind, inside in (("uid", found.uid), ("gid", found.gid)))
+    if _in_user_namespace():
+        # As such a namespace shows every uid that it does not have, and so root, whose mpsd it is.
+        nobody = int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
+        api = click.get_current_context().with_resource(Api(api.path, trusted=api.trusted | {nobody}))
+    request: dict[str, object] = {"pid": state.pid, "token": os.environ.get(device_files.TOKEN, "")}
+    is_root = os.geteuid() == 0 and not _in_user_namespace()
+    if is_root:
+        request["owner"] = {"uid": uid, "gid": gid}
+    elif uid != (own := _outside("self", "uid", os.geteuid())):
+        raise NotPermittedError(
+            f"the program of the container will run as uid {uid}, and the lease is for your own, {own}",
+            hint="run it as root of the container, which is you, or with --userns=keep-id",
+        )
+    # Where the runtime makes no control group, as podman of a user does not on version 1, the container's would be that
+    # of others too; and where a user's is not delegated to it, mpsd does not take it.
+    has_group = _groups(state.pid) != _groups("self")
+    try:
+        taken = _take(api, lease, {**request, "group": has_group})
+    except (InvalidRequestError, NotPermittedError) as refusal:
+        if is_root or not has_group or refusal.limit not in {"cgroup", "ttl"}:
+            raise
+        taken = _take(api, lease, request)
+    if taken["env"].get(device_files.PIPE_DIRECTORY) != directory:
+        raise NotPermittedError(
+            f"the container's {device_files.PIPE_DIRECTORY} is {directory}, and that of {lease} is another",
+            hint="write the device of the lease again: mpsctl cdi write",
+        )
+
+
+def _take(api: Api, lease: str, request: Mapping[str, object]) -> "answer_types.Lease":
+    """Take the claim; an mpsd that does not answer is asked again for some seconds, since it may be restarted."""
+    end = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            return api.hold(lease, request, deadline=_DEADLINE)
+        except (UnreachableError, StoppingError) as error:
+            if not error.retryable or time.monotonic() > end:
+                raise
+        except NotFoundError:
+            raise _ended(api, lease) from None
+        time.sleep(_PAUSE)
+
+
+def _ended(api: Api, lease: str) -> NotFoundError:
+    """Return why a lease cannot be taken any more."""
+    because = "mpsd does not know it"
+    with contextlib.suppress(MpsdError):  # it forgets leases that ended long ago, and shows them to nobody else
+        because = api.lease(lease)["because"]
+    return NotFoundError(f"{lease} has ended: {because}", hint="claim another lease for the container")
+
+
+def _configuration(state: oci.State) -> bytes:
+    try:
+        with Path(state.bundle, "config.json").open("rb") as file:
+            return file.read(oci.CONFIGURATION_BYTES)
+    except OSError as error:
+        raise NotFoundError(
+            f"the configuration of the container cannot be read: {error.filename}: {error.strerror}",
+            hint="the hook has to run where the runtime does",
+        ) from None
+
+
+def _outside(pid: int | str, kind: str, inside: int) -> int:
+    """Return what an id of a container is on the machine. Raises InvalidRequestError for one that is not mapped."""
+    found = oci.outside(_read(pid, f"{kind}_map"), inside)
+    if found is not None and pid != "self" and _read_link(pid) != _read_link("self"):
+        found = oci.outside(_read("self", f"{kind}_map"), found)
+    if found is None:
+        raise InvalidRequestError(
+            f"{kind} {inside} of the container is not mapped in its user namespace",
+            hint="run it as a user that its user namespace has",
+        )
+    return found
+
+
+def _in_user_namespace() -> bool:
+    """Tell whether this process's user namespace does not have all uids, as the machine's own does."""
+    return _read("self", "uid_map").split() != ["0", "0", str(2**32 - 1)]
+
+
+def _groups(pid: int | str) -> str:
+    return _read(pid, "cgroup")
+
+
+def _read(pid: int | str, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError as error:
+        raise _gone(pid, error) from None
+
+
+def _read_link(pid: int | str) -> str:
+    try:
+        return str(Path(f"/proc/{pid}/ns/user").readlink())
+    except OSError as error:
+        raise _gone(pid, error) from None
+
+
+def _gone(pid: int | str, error: OSError) -> NotFoundError:
+    return NotFoundError(
+        f"process {pid} of the container is gone: {error.strerror}", hint="see why its runtime ended it"
+    )

@@ -1,0 +1,56 @@
+"""What becomes of mpsctl once it has a lease: the command that the lease is for, or its end, and the lease's."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from mpsd.cli.api import Api
+from mpsd.cli.command import environment
+from mpsd.core.errors import MpsdError
+
+if TYPE_CHECKING:
+    from mpsd.cli import answer_types
+
+_NOT_EXECUTABLE: Final = 126
+NOT_FOUND: Final = 127
+"""What a shell exits with for a command that it finds and cannot run, and for one that it does not find."""
+
+
+@contextlib.contextmanager
+def released_on_failure(api: Api, lease: "answer_types.Lease") -> Iterator[None]:
+    """Release a lease that nobody got to use, if this fails; when that fails too, it ends with its holder."""
+    try:
+        yield
+    except (OSError, MpsdError, click.exceptions.Exit):
+        with contextlib.suppress(MpsdError):
+            api.release(lease["id"])
+        raise
+
+
+def become(api: Api, lease: "answer_types.Lease", command: tuple[str, ...], *, as_owner: bool = False) -> None:
+    """Become a command, with a lease's environment, and as its owner if asked; it has the pid of this process.
+
+    Where there is no such command, that is told, and mpsctl exits as a shell does. Raises what `environment` does.
+    """
+    variables = environment(api, lease, share=0)
+    try:
+        if as_owner:
+            variables |= _become(lease["owner"]["uid"])
+        os.execvpe(command[0], command, {**os.environ, **variables})  # noqa: S606 - that is what it is for
+    except OSError as error:
+        click.echo(f"mpsctl: {command[0]}: {error.strerror}", err=True)
+        click.get_current_context().exit(NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE)
+
+
+def _become(uid: int) -> dict[str, str]:
+    """Become a user with all its groups, and return the variables that su(1) sets for it. Raises OSError."""
+    import pwd
+
+    user = pwd.getpwuid(uid)
+    os.setgroups(os.getgrouplist(user.pw_name, user.pw_gid))
+    os.setgid(user.pw_gid)
+    os.setuid(user.pw_uid)
+    return {"HOME": user.pw_dir, "SHELL": user.pw_shell, "USER": user.pw_name, "LOGNAME": user.pw_name}

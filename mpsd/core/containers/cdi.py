@@ -1,0 +1,108 @@
+"""The CDI device of a lease: what a container runtime adds to a container that asks for `--device mpsd/lease=ID`.
+
+Source of the form: the Container Device Interface specification, version 0.3.0, which is the oldest that all of podman
+4.1, containerd 1.7, CRI-O 1.24 and Docker 25 read, and has all that is needed here.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+from mpsd.core.errors import InvalidRequestError
+from mpsd.core.sanitize import SECRETS
+
+VERSION: Final = "0.3.0"
+KIND: Final = "mpsd/lease"
+
+HOOK_SECONDS: Final = 60
+"""After this many seconds the runtime kills the hook, and the container fails. The hook's own deadlines are shorter."""
+
+(TOKEN,) = SECRETS
+PIPE_DIRECTORY: Final = "CUDA_MPS_PIPE_DIRECTORY"
+
+_PREFIX: Final = "mpsd-lease_"
+"""As the specification has it for devices that come and go: VENDOR-CLASS_NAME."""
+
+_SUFFIX: Final = ".json"
+_READ_ONLY: Final = ("bind", "ro", "nosuid", "nodev", "noexec")
+"""A client connects to sockets in its pipe directory, which works on a read-only mount, and makes no file there."""
+
+_SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - where POSIX shared memory is, shm_overview(7)
+
+
+class Device(NamedTuple):
+    """What identifies a device that was written here: its lease, and the socket of the mpsd that granted it."""
+
+    lease: str
+    socket: str
+
+
+def device_name(lease: str) -> str:
+    """Return what `--device` names it by."""
+    return f"{KIND}={lease}"
+
+
+def file_name(lease: str) -> str:
+    """Return the name of its file. Raises InvalidRequestError for what cannot be the id of a lease."""
+    if not lease.isascii() or not lease.replace("-", "").isalnum() or not lease[0].isalnum():
+        raise InvalidRequestError(f"{lease!r} is not the id of a lease", hint="list the leases: mpsctl leases")
+    return f"{_PREFIX}{lease}{_SUFFIX}"
+
+
+def lease_of(name: str) -> str | None:
+    """Return the lease that a file is named after; None for the file of another device."""
+    if not name.startswith(_PREFIX) or not name.endswith(_SUFFIX):
+        return None
+    return name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
+
+
+def document(
+    device: Device,
+    variables: Mapping[str, str],
+    *,
+    program: Sequence[str],
+    shared_memory: bool,
+) -> dict[str, object]:
+    """Return the CDI document of a lease's only device.
+
+    `variables` are the lease's environment; of the node's files the container gets the directory that
+    CUDA_MPS_PIPE_DIRECTORY names and nothing else, and the /dev/shm of the machine where `shared_memory` says so.
+    `program` is mpsctl as the runtime can start it: an absolute path, then arguments. The hook gets the token by its
+    environment, which other users cannot read, as they can its arguments.
+    """
+    directory = variables[PIPE_DIRECTORY]
+    mounts = [{"hostPath": directory, "containerPath": directory, "options": [*_READ_ONLY]}]
+    if shared_memory:
+        options = ["bind", "rw", "nosuid", "nodev", "noexec"]
+        mounts.append({"hostPath": _SHARED_MEMORY, "containerPath": _SHARED_MEMORY, "options": options})
+    hook = {
+        "hookName": "createRuntime",
+        "path": program[0],
+        "args": [*program, "--socket", device.socket, "container", "hook", device.lease],
+        # Never empty: a hook without variables of its own gets those of the runtime (runc).
+        "env": ["PATH=/usr/sbin:/usr/bin:/sbin:/bin", f"{TOKEN}={variables[TOKEN]}"],
+        "timeout": HOOK_SECONDS,
+    }
+    edits = {"env": [f"{name}={value}" for name, value in variables.items()], "mounts": mounts, "hooks": [hook]}
+    return {"cdiVersion": VERSION, "kind": KIND, "devices": [{"name": device.lease, "containerEdits": edits}]}
+
+
+def encode(content: Mapping[str, object]) -> bytes:
+    """Return a CDI document as the bytes of its file."""
+    return f"{json.dumps(content, indent=2)}\n".encode()
+
+
+def decode(name: str, raw: bytes) -> Device | None:
+    """Return the device of a file of that name; None for a file that `document` did not make, whatever it holds."""
+    lease = lease_of(name)
+    try:
+        content = json.loads(raw)
+        (device,) = content["devices"]
+        (hook,) = device["containerEdits"]["hooks"]
+        *_, option, socket, command, verb, hooked = hook["args"]
+        marks = (content["kind"], device["name"], option, command, verb, hooked)
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+        return None
+    if lease is None or marks != (KIND, lease, "--socket", "container", "hook", lease) or not isinstance(socket, str):
+        return None
+    return Device(lease, socket)

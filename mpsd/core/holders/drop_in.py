@@ -1,0 +1,91 @@
+"""The drop-in that gives a unit of systemd a lease of its own. Pure.
+
+Sources: systemd.unit(5) (names, specifiers), systemd.service(5) (quoting, the prefixes `+` and `-`, ExecStartPre= and
+ExecStopPost=), systemd.exec(5) (EnvironmentFile= is read before each program is started).
+"""
+
+import re
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import PurePosixPath
+from typing import Final
+
+from mpsd.core.errors import InvalidRequestError
+
+_LONGEST: Final = 255
+"""Characters of a unit's name. Source: systemd.unit(5)."""
+
+_NAME: Final = re.compile(r"[A-Za-z0-9:_.\\@-]+")
+
+_HEADER: Final = "# Written by `mpsctl service wrap`; `mpsctl service unwrap` removes it."
+
+
+class OnRestart(StrEnum):
+    """What a restart of the unit does to its lease."""
+
+    KEEP = "keep"
+    """The lease is held for the next start, for the unit's RestartSec= and a minute at most."""
+    RENEW = "renew"
+    """The lease ends with the unit, and each start asks for another."""
+
+
+def service_name(name: str) -> str:
+    """Return the full name of a service: `train` is `train.service`. Raises InvalidRequestError for any other unit."""
+    full = name if name.endswith((".service", ".slice", ".scope", ".socket", ".timer")) else f"{name}.service"
+    if not _NAME.fullmatch(full) or len(full) > _LONGEST or full.startswith("."):
+        raise InvalidRequestError(f"{name!r} is not the name of a unit", hint="see systemctl list-units", limit="unit")
+    if not full.endswith(".service"):
+        raise InvalidRequestError(
+            f"{full} is not a service, and only a service starts processes by itself",
+            hint=f"for any other unit that has a control group: mpsctl admit --unit {full}",
+            limit="unit",
+        )
+    return full
+
+
+def is_written_here(text: str) -> bool:
+    """Tell whether a drop-in is one that `render` made."""
+    return text.startswith(_HEADER)
+
+
+def render(
+    program: PurePosixPath, options: Sequence[str], on_restart: OnRestart, *, end_clients: bool, start_seconds: str
+) -> str:
+    """Return the drop-in for a service whose lease `options`, those of `mpsctl admit`, ask for.
+
+    `program` is mpsctl. `start_seconds` is the unit's time to start, the time in the queue included; empty: as it is.
+    """
+    start = _command(program, "unit-start", "--on-restart", on_restart, "%n", *map(_literal, options))
+    lines = [
+        _HEADER,
+        "[Unit]",
+        "Wants=mpsd.socket",
+        "After=mpsd.socket mpsd.service",
+        "",
+        "[Service]",
+        f"ExecStartPre=+{start}",
+        f"EnvironmentFile=-{environment_file('%n')}",
+        f"ExecStopPost=-+{_command(program, 'unit-stop', '--on-restart', on_restart, '%n')}",
+    ]
+    if end_clients:
+        lines.append(f"ExecStop=-+{_command(program, 'unit-end-clients', '%n')}")
+    if start_seconds:
+        lines.append(f"TimeoutStartSec={start_seconds}")
+    return "\n".join((*lines, ""))
+
+
+def environment_file(unit: str) -> PurePosixPath:
+    """Return where the environment of a unit's lease is; it has the lease's token, and is root's alone."""
+    return PurePosixPath("/run/mpsd-units", f"{unit}.env")
+
+
+def _command(program: PurePosixPath, *words: str) -> str:
+    return " ".join((_literal(str(program)), "service", *words))
+
+
+def _literal(word: str) -> str:
+    """Return a word as systemd takes it for just that, whatever is in it. Raises InvalidRequestError."""
+    if not word.isprintable():
+        raise InvalidRequestError(f"{word!r} has a control character", hint="leave it out", limit="unit")
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    return f'"{escaped}"' if re.search(r"[\s\"';\\]", word) or not word else escaped

@@ -1,0 +1,262 @@
+"""Who holds a lease, and whose it is, by what a request names: as the kernel has it, and held fast until it is tied."""
+
+import hmac
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final, TypeAlias
+
+from mpsd.core.errors import InvalidRequestError, NotPermittedError, PeerUnknownError
+from mpsd.core.holders.holders import claim_of
+from mpsd.core.model import Claim, GroupLife, Lease, Owner
+from mpsd.core.roles import UserIdentity
+from mpsd.core.settings import Settings
+from mpsd.daemon.api.lease_schema import HolderRequest, LeaseRequest, RequestedClaim, RequestedOwner
+from mpsd.daemon.api.request import Request
+from mpsd.daemon.holders.named_holder import NamedHolder
+from mpsd.system import control_groups, proc, process, process_table
+from mpsd.system.control_groups import OpenGroup
+from mpsd.system.process import Process
+
+Named: TypeAlias = tuple[Owner, UserIdentity, NamedHolder]
+"""Whose a lease is, the same for finding the quota, and what holds it."""
+
+_ONE: Final = "name one holder"
+
+
+@contextmanager
+def of_request(request: Request, body: LeaseRequest, settings: Settings, *, is_bounded: bool) -> Iterator[Named]:
+    """Give what a request for a lease names; `is_bounded` tells whether the lease will have a time to live.
+
+    Raises InvalidRequestError, NotPermittedError and PeerUnknownError.
+    """
+    holder = body.holder
+    if holder is None:
+        with _process(request, body.pid) as (living, uid, gid):
+            named = NamedHolder.process(living, None if body.owner is None else proc.real_uid(living.pid))
+            yield *_owner(request, body.owner, uid, gid, living), named
+        return
+    if body.pid is not None or sum(each is not None for each in (holder.cgroup, holder.unit, holder.claim)) != 1:
+        raise InvalidRequestError("a lease is held by a pid, a cgroup, a unit or a claim", hint=_ONE, limit="holder")
+    if holder.claim is not None:
+        yield _claim(request, holder.claim, body.owner, settings)
+        return
+    group = _group(request, holder.cgroup, holder.unit)
+    try:
+        _check_group(request, group, is_bounded=is_bounded)
+        uid, gid = _user_of_group(request, group, body.owner)
+        yield *_owner(request, body.owner, uid, gid, None), NamedHolder.group(group, GroupLife(holder.life))
+    finally:
+        group.close()
+
+
+@contextmanager
+def of_holder(request: Request, body: HolderRequest, lease: Lease, *, is_claim: bool) -> Iterator[Named]:
+    """Give what a request names as another holder of a lease; `is_claim` tells whether it is to take the lease.
+
+    Raises InvalidRequestError, NotPermittedError and PeerUnknownError.
+    """
+    if sum(each is not None for each in (body.pid, body.cgroup, body.unit)) > 1:
+        raise InvalidRequestError("a holder is a pid, a cgroup or a unit", hint=_ONE, limit="holder")
+    if body.owner is not None and not (request.admin and is_claim):
+        raise NotPermittedError("only an administrator who takes a claim can say whose the lease is", hint="omit owner")
+    is_bounded, life = lease.ttl is not None, GroupLife(body.life)
+    if body.cgroup is None and body.unit is None:
+        with _process(request, body.pid) as (living, uid, gid):
+            owners = _owner(request, body.owner, uid, gid, None if body.group else living)
+            if not body.group:
+                other = proc.real_uid(living.pid)
+                owner_uid = owners[0].uid if is_claim else lease.owner.uid
+                yield *owners, NamedHolder.process(living, None if other == owner_uid else other)
+                return
+            group = control_groups.of_process(living.pid)
+            try:
+                held = NamedHolder.group(group, life)  # before the look: then the process was seen in its group
+                if living.is_gone():
+                    raise _no_process(living.pid)
+                _check_group(request, group, is_bounded=is_bounded)
+                yield *owners, held
+            finally:
+                group.close()
+        return
+    group = _group(request, body.cgroup, body.unit)
+    try:
+        _check_group(request, group, is_bounded=is_bounded)
+        claim = claim_of(lease)
+        wanted = body.owner
+        if wanted is None and claim is not None and claim.uid is not None:
+            wanted = RequestedOwner(lease.owner.uid, lease.owner.gid)
+        uid, gid = _user_of_group(request, group, wanted) if is_claim else (lease.owner.uid, lease.owner.gid)
+        yield *_owner(request, wanted, uid, gid, None), NamedHolder.group(group, life)
+    finally:
+        group.close()
+
+
+def claim_seconds(request: Request, body: HolderRequest, settings: Settings) -> float:
+    """Return for how long a lease is to be held by a claim. Raises NotPermittedError and InvalidRequestError."""
+    assert body.claim is not None  # noqa: S101 - that is what it is called for
+    if not request.admin:
+        raise NotPermittedError("only an administrator can have a claim hold a lease", hint="hand it to a process")
+    named = (body.pid, body.cgroup, body.unit, body.token, body.owner, body.claim.uid, body.claim.gid)
+    if any(each is not None for each in named) or body.group or not body.replace:
+        raise InvalidRequestError(
+            "a claim takes the place of all holders, and is for the owner of the lease",
+            hint="pass claim, with its deadline, and replace",
+            limit="holder",
+        )
+    return settings.admission.claim_deadline if body.claim.deadline is None else body.claim.deadline
+
+
+def is_token(token: str, lease: Lease) -> bool:
+    """Tell whether this is the token of a lease; how long that takes tells nothing of the token."""
+    return bool(lease.token) and hmac.compare_digest(token.encode(errors="replace"), lease.token.encode())
+
+
+def _owner(
+    request: Request, wanted: RequestedOwner | None, uid: int, gid: int, holder: Process | None
+) -> tuple[Owner, UserIdentity]:
+    """Return whose a lease is, by an administrator's word or the kernel's."""
+    pid, started = (0, None) if holder is None else (holder.pid, holder.started)
+    if wanted is not None:
+        user = UserIdentity(wanted.uid, frozenset((wanted.gid, *wanted.groups)))
+        return Owner(wanted.uid, wanted.gid, pid, started), user
+    return Owner(uid, gid, pid, started), _identity(request, uid, gid)
+
+
+def _identity(request: Request, uid: int, gid: int) -> UserIdentity:
+    """Return a user as quotas know it: the caller with all its groups, and another by what is known of its process."""
+    return request.user if uid == request.user.uid else UserIdentity(uid, frozenset((gid,)))
+
+
+def _claim(request: Request, wanted: RequestedClaim, owner: RequestedOwner | None, settings: Settings) -> Named:
+    if not request.admin:
+        raise NotPermittedError(
+            "only an administrator can claim a lease for others", hint="take out a lease: mpsctl run"
+        )
+    if owner is not None and wanted.uid not in {None, owner.uid}:
+        raise InvalidRequestError("claim.uid and owner.uid differ", hint="name one of them", limit="holder")
+    if owner is None and wanted.uid is not None:
+        owner = RequestedOwner(wanted.uid, wanted.uid if wanted.gid is None else wanted.gid)
+    seconds = settings.admission.claim_deadline if wanted.deadline is None else wanted.deadline
+    credentials = request.credentials
+    claim = Claim(seconds, None if owner is None else owner.uid)
+    return *_owner(request, owner, credentials.uid, credentials.gid, None), NamedHolder.claim(claim)
+
+
+# -- control groups ----------------------------------------------------------------------------------------------------
+
+
+def _group(request: Request, path: str | None, unit: str | None) -> OpenGroup:
+    """Open the control group that a caller named. Raises InvalidRequestError."""
+    if unit is not None:
+        return control_groups.of_unit(unit, 0 if request.admin else request.credentials.uid)
+    return control_groups.named(path or "")
+
+
+def _check_group(request: Request, group: OpenGroup, *, is_bounded: bool) -> None:
+    """Refuse a control group that is not the caller's to name. Raises NotPermittedError and InvalidRequestError."""
+    uid = request.credentials.uid
+    if request.admin:
+        return
+    if group.owners() != {uid}:
+        raise NotPermittedError(
+            f"the control group {group.group.path} is not delegated to uid {uid}: its directory and its cgroup.procs"
+            " belong to another user",
+            hint="name a group of your own, such as a unit of systemctl --user, or hold the lease by a process",
+            limit="cgroup",
+        )
+    if not is_bounded:
+        raise InvalidRequestError(
+            "a lease that a control group holds needs a time to live: an empty group would hold it for ever",
+            hint="add ttl (--ttl SECONDS), and renew the lease: mpsctl renew",
+            limit="ttl",
+        )
+
+
+def _user_of_group(request: Request, group: OpenGroup, wanted: RequestedOwner | None) -> tuple[int, int]:
+    """Return whose the processes of a group are. Raises InvalidRequestError where nobody can tell."""
+    if wanted is not None:
+        return wanted.uid, wanted.gid
+    if not request.admin:
+        return request.credentials.uid, request.credentials.gid
+    for pid in group.processes():
+        user = process_table.user_of(pid) if pid else None
+        if user is not None:
+            return user
+    raise InvalidRequestError(
+        f"the control group {group.group.path} has no process yet, so its user is unknown",
+        hint="say whose it is: owner (--user NAME)",
+        limit="owner",
+    )
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _process(request: Request, pid: int | None) -> Iterator[tuple[Process, int, int]]:
+    """Give a process that a caller named, or the caller's own, with its uid and gid."""
+    if pid is None or pid == request.credentials.pid:
+        yield _connected(request), request.credentials.uid, request.credentials.gid
+        return
+    named = _named(request, pid)
+    try:
+        yield named, *_user_of(request, named)
+    finally:
+        named.close()
+
+
+def _connected(request: Request) -> Process:
+    """Return the process that called. Raises PeerUnknownError when the kernel does not show it."""
+    connected = request.process()
+    if connected is None:
+        unseen = request.credentials.pid == 0
+        raise PeerUnknownError(
+            (
+                "the calling process is outside mpsd's pid namespace: mpsd sees its pid as 0, cannot tell it"
+                " and its clients from others, and cannot tie a lease to their life"
+            )
+            if unseen
+            else "the calling process is gone, so no lease can be tied to its life",
+            hint="run mpsd's container in the host's pid namespace (hostPID: true, --pid=host)"
+            if unseen
+            else "keep the process that opened the connection alive for as long as its lease",
+        )
+    return connected
+
+
+def _named(request: Request, pid: int) -> Process:
+    """Watch the process that a caller named by its pid. Raises InvalidRequestError when it is none."""
+    if request.credentials.pid == 0 or proc.is_nested(request.credentials.pid):
+        raise InvalidRequestError(
+            f"process {pid} was named from another pid namespace, where this pid means another process",
+            hint="take out the lease from the process that is to hold it: mpsctl run",
+            limit="pid",
+        )
+    found = process.find(pid)
+    if found is None and (leader := process_table.process_of_thread(pid)) is not None:
+        raise InvalidRequestError(
+            f"{pid} is the number of a thread of process {leader}", hint=f"name the process: {leader}", limit="pid"
+        )
+    if found is None:
+        raise _no_process(pid)
+    return found
+
+
+def _user_of(request: Request, named: Process) -> tuple[int, int]:
+    """Return the uid and gid of a process that a caller named: one of its own, or anybody's for an administrator.
+
+    The lease is that user's, whose uid is the one that MPS sees. Raises InvalidRequestError when it is gone by now, and
+    NotPermittedError when it is another user's.
+    """
+    user = process_table.user_of(named.pid)
+    # What was looked up by pid is about this process only if it is there still: its pid was its own all the while.
+    if user is None or named.is_gone():
+        raise _no_process(named.pid)
+    if user[0] != request.credentials.uid and not request.admin:
+        because = f"process {named.pid} does not belong to uid {request.credentials.uid}"
+        raise NotPermittedError(because, hint="name a process of your own")
+    return user
+
+
+def _no_process(pid: int) -> InvalidRequestError:
+    return InvalidRequestError(f"there is no process {pid}", hint="name a running process", limit="pid")

@@ -1,0 +1,171 @@
+"""Which control groups keep which lease alive: each is asked, again and again, whether it has processes, or exists."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+from msgspec import structs
+
+from mpsd.core.model import GroupLife, HoldingGroup
+from mpsd.system import clock, control_groups
+from mpsd.system.control_groups import Hierarchy, Membership, OpenGroup
+
+_MOST_SECONDS: Final = 0.02
+"""For how long groups are asked at one tick; where there are more, the others have their turn at the next.
+
+One of version 2 answers within microseconds. Of version 1, all groups below it are looked into, of which its user may
+have made as many as mpsd looks at: 12 ms (measured).
+"""
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A control group that leases are tied to."""
+
+    group: OpenGroup
+    holds: dict[str, HoldingGroup] = field(default_factory=dict)
+    """By lease, how it holds it."""
+
+
+class GroupWatch:
+    """The ties between leases and control groups; one descriptor is enough for all leases of a group."""
+
+    def __init__(
+        self, over: Callable[[str, HoldingGroup, str], None], populated: Callable[[str, HoldingGroup], None]
+    ) -> None:
+        """`over` is called with a lease, its group that holds it no more, the tie cut already, and why that is so.
+
+        `populated` is called with a lease and its group, as it is now, when processes were seen in it first.
+        """
+        self._over = over
+        self._populated = populated
+        self._watched: dict[tuple[str, int], _Watched] = {}
+        """By hierarchy and inode."""
+        self._at: dict[tuple[str, str], list[_Watched]] = {}
+        """By hierarchy and path, which a group that was removed may have left to another."""
+        self._of: dict[str, tuple[HoldingGroup, ...]] = {}
+        self._order: deque[_Watched] = deque()
+        self._hierarchies: list[Hierarchy] = []
+
+    def of(self, lease_id: str) -> tuple[HoldingGroup, ...]:
+        """Return the control groups that hold a lease."""
+        return self._of.get(lease_id, ())
+
+    def watch(self, lease_id: str, holder: HoldingGroup, group: OpenGroup) -> None:
+        """Tie a lease to a control group that somebody else has open, too."""
+        key = (group.group.hierarchy, group.group.inode)
+        watched = self._watched.get(key)
+        if watched is None:
+            self._hierarchies = control_groups.hierarchies()
+            watched = self._watched[key] = _Watched(group.duplicate())
+            self._at.setdefault((group.group.hierarchy, group.group.path), []).append(watched)
+            self._order.append(watched)
+        before = watched.holds.get(lease_id)
+        watched.holds[lease_id] = holder
+        self._of[lease_id] = (*(each for each in self.of(lease_id) if each != before), holder)
+
+    def reopen(self, lease_id: str, holder: HoldingGroup) -> bool:
+        """Tie a lease to the group that this was; False when it was removed, or is empty by now.
+
+        Raises UnseenHierarchyError, and OSError, where nobody can tell.
+        """
+        group = control_groups.reopen(holder.group)
+        if group is None:
+            return False
+        try:
+            if _why_over(group, holder):
+                return False
+            self.watch(lease_id, holder, group)
+        finally:
+            group.close()
+        return True
+
+    def unwatch(self, lease_id: str) -> None:
+        """Cut every tie of a lease."""
+        for holder in self.of(lease_id):
+            self.cut(lease_id, holder)
+
+    def cut(self, lease_id: str, holder: HoldingGroup) -> None:
+        """Cut the tie of a lease to one of its groups, if there is one."""
+        key = (holder.group.hierarchy, holder.group.inode)
+        watched = self._watched.get(key)
+        if watched is None or lease_id not in watched.holds:
+            return
+        gone = watched.holds.pop(lease_id)
+        left = tuple(each for each in self.of(lease_id) if each != gone)
+        if left:
+            self._of[lease_id] = left
+        else:
+            del self._of[lease_id]
+        if not watched.holds:
+            self._let_go(key, watched)
+
+    def _let_go(self, key: tuple[str, int], watched: _Watched) -> None:
+        del self._watched[key]
+        self._order.remove(watched)
+        place = (watched.group.group.hierarchy, watched.group.group.path)
+        self._at[place].remove(watched)
+        if not self._at[place]:
+            del self._at[place]
+        watched.group.close()
+
+    def look(self) -> None:
+        """Ask the groups, as many as there is time for, whether they hold their leases still."""
+        until = clock.monotonic() + _MOST_SECONDS
+        for _ in range(len(self._order)):
+            if not self._order or clock.monotonic() >= until:
+                return
+            self._order.rotate(-1)
+            watched = self._order[-1]
+            with suppress(OSError):  # what is not known ends no lease; it is asked again
+                self._look_at(watched)
+
+    def _look_at(self, watched: _Watched) -> None:
+        populated = watched.group.is_populated()
+        for lease_id, holder in tuple(watched.holds.items()):
+            if populated and not holder.populated:
+                now = structs.replace(holder, populated=True)
+                self.watch(lease_id, now, watched.group)
+                self._populated(lease_id, now)
+            elif not populated and (because := _why_over(watched.group, holder)):
+                self.cut(lease_id, holder)
+                self._over(lease_id, holder, because)
+
+    # -- whose a process is -------------------------------------------------------------------------------------------
+
+    def around(self, pid: int) -> Iterator["tuple[str, ...]"]:
+        """Yield the leases of each watched group that a process is in, those of the innermost group first."""
+        for watched in self._around(pid):
+            yield tuple(watched.holds)
+
+    def _around(self, pid: int) -> Iterator[_Watched]:
+        if not self._watched:
+            return
+        membership = Membership(pid, self._hierarchies)
+        for hierarchy in self._hierarchies:
+            for path in membership.groups(hierarchy.name):
+                for watched in self._at.get((hierarchy.name, path), ()):
+                    if not watched.group.is_removed():  # or another has its name
+                        yield watched
+
+    def contains(self, lease_id: str, pid: int) -> bool:
+        """Tell whether a process is in a control group that holds a lease."""
+        return lease_id in self._of and any(lease_id in each.holds for each in self._around(pid))
+
+    def close(self) -> None:
+        """Watch no group any more; that does nothing to it."""
+        for watched in self._watched.values():
+            watched.group.close()
+        self._watched.clear()
+        self._order.clear()
+
+
+def _why_over(group: OpenGroup, holder: HoldingGroup) -> str:
+    """Say why a group holds a lease no more; nothing while it does."""
+    if group.is_removed():
+        return "was removed"
+    if holder.life is GroupLife.POPULATED and holder.populated and not group.is_populated():
+        return "has no processes any more"
+    return ""

@@ -1,0 +1,94 @@
+"""What keeps which lease alive: processes and control groups that are watched, and claims that wait to be taken."""
+
+from collections.abc import Callable, Iterator
+
+from mpsd.core.holders.holders import claim_of
+from mpsd.core.model import Holder, HoldingGroup, HoldingProcess, Lease, ProcessIdentity
+from mpsd.daemon.holders.group_watch import GroupWatch
+from mpsd.daemon.holders.named_holder import NamedHolder
+from mpsd.daemon.holders.process_watch import ProcessWatch
+from mpsd.system import proc
+from mpsd.system.control_groups import OpenGroup
+from mpsd.system.process import Process
+
+
+class HolderWatch:
+    """The ties of all leases, by what they are tied to."""
+
+    def __init__(
+        self,
+        process_gone: Callable[[str, ProcessIdentity], None],
+        group_over: Callable[[str, HoldingGroup, str], None],
+        group_populated: Callable[[str, HoldingGroup], None],
+    ) -> None:
+        """They are called as `ProcessWatch` and `GroupWatch` say."""
+        self.processes = ProcessWatch(process_gone)
+        self.groups = GroupWatch(group_over, group_populated)
+
+    def watch(self, lease_id: str, named: NamedHolder) -> None:
+        """Tie a lease to a holder that somebody has named. Raises OSError where mpsd has no descriptor left."""
+        match named.holder, named.watched:
+            case HoldingProcess(), Process() as living:
+                self.processes.watch(lease_id, living)
+            case HoldingGroup() as holder, OpenGroup() as group:
+                self.groups.watch(lease_id, holder, group)
+
+    def restore(self, lease: Lease) -> None:
+        """Tie a lease of an earlier mpsd to its holders, clients and bearers, those that live.
+
+        Raises UnseenHierarchyError, and OSError, where nobody can tell whether a control group does.
+        """
+        for holder in lease.holders:
+            if isinstance(holder, HoldingGroup):
+                self.groups.reopen(lease.id, holder)
+            elif isinstance(holder, HoldingProcess):
+                self.processes.watch_identity(lease.id, holder.identity)
+        for identity in (*lease.clients, *lease.bearers):
+            self.processes.watch_identity(lease.id, identity)
+
+    def live(self, lease: Lease) -> bool:
+        """Tell whether anything keeps a lease alive."""
+        return bool(self.processes.of(lease.id) or self.groups.of(lease.id)) or claim_of(lease) is not None
+
+    def holds(self, lease_id: str, holder: Holder) -> bool:
+        """Tell whether a holder of a lease lives."""
+        if isinstance(holder, HoldingGroup):
+            return any(each.group == holder.group for each in self.groups.of(lease_id))
+        return isinstance(holder, HoldingProcess) and holder.identity in self.processes.of(lease_id)
+
+    def cut(self, lease: Lease, holder: Holder) -> None:
+        """Cut the tie to a holder that a lease has no more; as its client or bearer a process stays tied."""
+        if isinstance(holder, HoldingGroup):
+            self.groups.cut(lease.id, holder)
+        elif isinstance(holder, HoldingProcess) and holder.identity not in {*lease.clients, *lease.bearers}:
+            self.processes.cut(lease.id, holder.identity)
+
+    def unwatch(self, lease_id: str) -> None:
+        """Cut every tie of a lease."""
+        self.processes.unwatch(lease_id)
+        self.groups.unwatch(lease_id)
+
+    def around(self, pid: int) -> Iterator[tuple[str, ...]]:
+        """Yield the leases that a process has by each of its family and of its control groups, the nearest first.
+
+        A control group comes after those of the family that are in it, and before the others: what took out a lease
+        within a container has it for itself, and who started the container has no part in that one's.
+        """
+        groups = [*self.groups.around(pid)]
+        for ancestor in proc.ancestors(pid):
+            if groups:
+                shared = {*self.groups.around(ancestor.pid)} if ancestor.pid != pid else {*groups}
+                while groups and groups[0] not in shared:
+                    yield groups.pop(0)
+            yield tuple(self.processes.leases_of(ancestor))
+        yield from groups
+
+    def look(self) -> None:
+        """See which control groups hold their leases still, and let go of processes without one."""
+        self.groups.look()
+        self.processes.let_go()
+
+    def close(self) -> None:
+        """Watch nothing any more."""
+        self.processes.close()
+        self.groups.close()

@@ -1,0 +1,106 @@
+"""What keeps leases alive, and what becomes of a lease when a holder, or the last of its processes, is gone."""
+
+from collections.abc import Callable, Iterable
+
+from mpsd.core.admission.ledger import Ledger
+from mpsd.core.holders import holders
+from mpsd.core.model import Holder, HoldingGroup, HoldingProcess, Lease, ProcessIdentity
+from mpsd.daemon.holders.holder_watch import HolderWatch
+from mpsd.daemon.leases.bearers import Bearers, Carriers
+from mpsd.daemon.leases.clients import Clients
+from mpsd.daemon.leases.group_commit import GroupCommit
+from mpsd.daemon.leases.limit_gates import LimitGates
+
+
+class Holding:
+    """The ties of the leases, and whose end ends a lease."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        group_commit: GroupCommit,
+        limit_gates: LimitGates,
+        *,
+        end: Callable[[str, str], None],
+        is_unheard: Callable[[str], bool],
+    ) -> None:
+        """`end` ends a lease, for a reason; `is_unheard` tells whether nobody has heard of a lease yet."""
+        self._ledger = ledger
+        self._group_commit = group_commit
+        self._end = end
+        self._is_unheard = is_unheard
+        self.watch = HolderWatch(self._process_gone, self._group_over, self._group_populated)
+        self.clients = Clients(ledger, self.watch, group_commit, limit_gates)
+        self.bearers = Bearers(ledger, self.watch, self.clients, end)
+
+    def carriers(self, leases: Iterable[Lease]) -> Carriers:
+        """Return who carries the tokens of those leases of an earlier mpsd that nothing else keeps alive."""
+        return self.bearers.carriers(lease for lease in leases if not self.watch.live(lease))
+
+    def take_up(self, lease: Lease, carriers: Carriers) -> bool:
+        """Forget what is gone of a lease of an earlier mpsd; False where nothing keeps it alive."""
+        if not self.watch.live(lease) and not self.bearers.watch(lease, carriers):
+            self._end(lease.id, f"{holders.all_said(lease)}, {_died(lease)} while mpsd was not running")
+            return False
+        for holder in lease.holders if self._is_granted(lease) else ():
+            if holders.claim_of(lease) is None and not self.watch.holds(lease.id, holder):
+                self._drop(lease.id, holder)
+        return True
+
+    def _is_granted(self, lease: Lease) -> bool:
+        return lease.id in self._ledger.leases
+
+    def _drop(self, lease_id: str, gone: Holder) -> None:
+        """Forget a holder that is gone, unless it was the last: people want to know who that was."""
+        lease = self._ledger.leases.get(lease_id)
+        if lease is None:
+            return
+        left = holders.without(lease, gone)
+        if left != lease.holders:
+            self._group_commit.change(self._ledger.hold(lease_id, left))
+
+    def _process_gone(self, lease_id: str, gone: ProcessIdentity) -> None:
+        """End a lease whose last process is gone, however it went; otherwise remove that process from it."""
+        lease = self._ledger.find(lease_id)
+        if lease is None:
+            return
+        if self.watch.live(lease):
+            self.clients.remove(lease, gone)
+            self._drop(lease_id, HoldingProcess(gone))
+            return
+        because = f"{holders.all_said(lease)}, has exited"
+        if gone not in holders.processes(lease):
+            last = "process that carries its token" if gone in lease.bearers else "client"
+            because = f"{holders.all_said(lease)}, and its last {last}, pid {gone.pid}, {_have_ended(lease)}"
+        self._end_for_want_of_processes(lease, because)
+
+    def _group_over(self, lease_id: str, gone: HoldingGroup, because: str) -> None:
+        """End a lease whose last holder was a control group, as `_process_gone` does."""
+        lease = self._ledger.find(lease_id)
+        if lease is None:
+            return
+        if self.watch.live(lease):
+            self._drop(lease_id, gone)
+        else:
+            self._end_for_want_of_processes(lease, f"{holders.all_said(lease)}, {because}")
+
+    def _end_for_want_of_processes(self, lease: Lease, because: str) -> None:
+        if self._is_unheard(lease.id):  # so that nobody has its token
+            self._end(lease.id, because)
+        else:
+            self.bearers.end_unless_borne(lease, because)
+
+    def _group_populated(self, lease_id: str, holder: HoldingGroup) -> None:
+        """Store that processes came, so that the next mpsd takes an empty group for one that they have left."""
+        lease = self._ledger.leases.get(lease_id)
+        if lease is not None:
+            left = tuple(holder if holders.are_same(each, holder) else each for each in lease.holders)
+            self._group_commit.change(self._ledger.hold(lease_id, left))
+
+
+def _died(lease: Lease) -> str:
+    return "died" if all(isinstance(each, HoldingProcess) for each in lease.holders) else "ended"
+
+
+def _have_ended(lease: Lease) -> str:
+    return "have exited" if all(isinstance(each, HoldingProcess) for each in lease.holders) else "have ended"

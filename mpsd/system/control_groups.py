@@ -1,0 +1,387 @@
+"""Control groups, of version 1, version 2, and where both are there: which there are, whose, and who is in them.
+
+A group is opened once, from the top of its hierarchy down, and asked through its descriptor from then on: a directory
+that is removed stays the one that it was, and another one of its name is another group. Source: cgroups(7).
+"""
+
+import errno
+import os
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from mpsd.core.errors import InvalidRequestError
+from mpsd.core.model import ControlGroup
+from mpsd.system import mount_table
+
+SYSTEMD: Final = "name=systemd"
+UNIFIED: Final = ""
+
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_GONE: Final = frozenset({errno.ENOENT, errno.ENODEV, errno.EOPNOTSUPP})
+"""What the kernel says of a file of a group that was removed, and of the list of processes of a group of threads."""
+
+MOST_GROUPS: Final = 512
+"""Groups below one of version 1 that are looked into for a process; below version 2, the kernel tells."""
+
+_MOST_UNITS: Final = 4096
+"""Groups that are looked at for a unit."""
+
+_FIRST_BYTES: Final = 4096
+"""Bytes of a list of processes that are read for its first."""
+
+_LONGEST: Final = 4096
+"""Characters of a path."""
+
+
+class UnseenHierarchyError(Exception):
+    """No hierarchy is mounted where mpsd runs that could have a control group: nothing is known about the group."""
+
+
+class Hierarchy(NamedTuple):
+    """A hierarchy as it is mounted where mpsd sees it."""
+
+    name: str
+    """As /proc/PID/cgroup has it."""
+    point: Path
+    root: str
+    """Which of its groups is at that point, for mpsd: `/` unless somebody mounted a part of it."""
+    device: int
+
+    def below(self, path: str) -> str | None:
+        """Return the path below the point of a group that /proc/PID/cgroup tells; None where it is not below it."""
+        root = self.root.rstrip("/")
+        if path != root and not path.startswith(f"{root}/"):
+            return None
+        rest = path[len(root) :] or "/"
+        return None if ".." in rest.split("/") else rest
+
+
+def hierarchies() -> list[Hierarchy]:
+    """Return the hierarchies that mpsd sees: systemd's own first, the unified one next, and then the controllers'."""
+    with Path("/proc/self/mountinfo").open(encoding="utf-8", errors="surrogateescape") as file:
+        lines = [line.rstrip("\n") for line in file]
+    found: dict[str, Hierarchy] = {}
+    names = [*_paths("self")]
+    for line, mount in zip(lines, mount_table.parse("\n".join(lines)), strict=False):
+        kind, _, options = line.partition(" - ")[2].split(" ", 2)
+        if kind == "cgroup2":
+            name: str | None = UNIFIED
+        elif kind == "cgroup":
+            has = {*options.split(",")}
+            name = next((each for each in names if each and {*each.split(",")} <= has), None)
+        else:
+            continue
+        if name is not None and name not in found:
+            major, minor = map(int, mount.root.device.split(":"))
+            found[name] = Hierarchy(name, Path(mount.point), str(mount.root.path), os.makedev(major, minor))
+    return sorted(found.values(), key=lambda each: (each.name != SYSTEMD, each.name != UNIFIED))
+
+
+def _paths(pid: int | str) -> dict[str, str]:
+    """Return the groups of a process by hierarchy, as the kernel names them to mpsd; none of one that is gone."""
+    try:
+        raw = Path(f"/proc/{pid}/cgroup").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
+    fields = (os.fsdecode(line).split(":", 2) for line in raw.split(b"\n"))
+    return {each[1]: each[2] for each in fields if len(each) > 2}  # noqa: PLR2004 - the fields of a line
+
+
+class Membership:
+    """Which control groups a process is in, read when it is made."""
+
+    def __init__(self, pid: int, seen: list[Hierarchy]) -> None:
+        paths = _paths(pid)
+        self._paths = {each.name: each.below(paths[each.name]) for each in seen if each.name in paths}
+
+    def groups(self, hierarchy: str) -> Iterator[str]:
+        """Yield the group that it is in there, and those around that, the innermost first."""
+        path = self._paths.get(hierarchy)
+        while path is not None and path != "/":
+            yield path
+            path = path.rpartition("/")[0] or "/"
+
+    def own(self) -> Iterator[tuple[str, str]]:
+        """Yield the group that it is in, with its hierarchy, wherever that is not the whole hierarchy."""
+        for name, path in self._paths.items():
+            if path is not None and path != "/":
+                yield name, path
+
+
+class OpenGroup:
+    """A control group, known by its inode, through a descriptor. Close it when done; that does nothing to it."""
+
+    __slots__ = ("_descriptor", "_populated_at", "group")
+
+    def __init__(self, descriptor: int, group: ControlGroup) -> None:
+        self._descriptor = descriptor
+        self.group = group
+        self._populated_at = "."
+        """Where below it a process was seen last."""
+
+    def duplicate(self) -> "OpenGroup":
+        """Open the same group once more."""
+        return OpenGroup(os.dup(self._descriptor), self.group)
+
+    def close(self) -> None:
+        """Let go of it."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def is_removed(self) -> bool:
+        """Tell whether it does not exist any more, whatever has its name now. Raises OSError where nobody can tell."""
+        try:
+            os.stat("cgroup.procs", dir_fd=self._descriptor, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            return True
+        return False
+
+    def is_populated(self) -> bool:
+        """Tell whether there is a process in it, or below it. One that was removed has none.
+
+        Of version 1, as many groups are looked into as there may be below it; where there are more, it is taken to be.
+        Raises OSError where nobody can tell, as without descriptors.
+        """
+        if self.group.hierarchy == UNIFIED:
+            return b"populated 1" in self._read("cgroup.events")
+        if self._has_process(self._populated_at):
+            return True
+        for number, below in enumerate(self._below()):
+            if number >= MOST_GROUPS:
+                return True
+            if self._has_process(below):
+                self._populated_at = below
+                return True
+        return False
+
+    def processes(self) -> Iterator[int]:
+        """Yield pids of it and of the groups below it, a few of each; 0 is a process that mpsd cannot see."""
+        for number, below in enumerate(self._below()):
+            if number >= MOST_GROUPS:
+                return
+            *pids, _ = self._read(f"{below}/cgroup.procs").split(b"\n")
+            yield from map(int, pids)
+
+    def owners(self) -> set[int]:
+        """Return the uids of its directory and of its list of processes: whoever has both can put processes there."""
+        with suppress(FileNotFoundError):
+            files = (os.stat(name, dir_fd=self._descriptor, follow_symlinks=False) for name in (".", "cgroup.procs"))
+            return {each.st_uid for each in files}
+        return set()
+
+    def _has_process(self, below: str) -> bool:
+        return bool(self._read(f"{below}/cgroup.procs"))
+
+    def _below(self) -> Iterator[str]:
+        """Yield its own directory and those below it, the nearest first."""
+        waiting = deque(["."])
+        while waiting:
+            at = waiting.popleft()
+            yield at
+            with suppress(FileNotFoundError):  # it was removed meanwhile
+                descriptor = os.open(at, _DIRECTORY, dir_fd=self._descriptor)
+                try:
+                    with os.scandir(descriptor) as entries:
+                        waiting.extend(f"{at}/{each.name}" for each in entries if each.is_dir(follow_symlinks=False))
+                finally:
+                    os.close(descriptor)
+
+    def _read(self, name: str) -> bytes:
+        """Return the beginning of one of its files; nothing where it was removed, or is a group of threads alone."""
+        descriptor = -1
+        try:
+            descriptor = os.open(name, _FILE, dir_fd=self._descriptor)
+            return os.read(descriptor, _FIRST_BYTES)
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            return b""
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+# -- opening -----------------------------------------------------------------------------------------------------------
+
+
+def _open(hierarchy: Hierarchy, path: str) -> OpenGroup | None:
+    """Open the group at a path of a hierarchy; None where there is none.
+
+    No step on the way is a symbolic link, and the directory has to be of that very file system: nothing mounted over it
+    is taken for a group. Raises UnseenHierarchyError where mpsd may not go there.
+    """
+    try:
+        descriptor = os.open(hierarchy.point, _DIRECTORY)
+        for part in filter(None, path.split("/")):
+            descriptor = _step(descriptor, part)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise UnseenHierarchyError(f"{hierarchy.point}{path} cannot be opened: {error.strerror}") from error
+    found = os.fstat(descriptor)
+    if found.st_dev != hierarchy.device:
+        os.close(descriptor)
+        return None
+    return OpenGroup(descriptor, ControlGroup(hierarchy.name, path, found.st_ino))
+
+
+def _step(descriptor: int, part: str) -> int:
+    """Open a directory in the place of the one that it is in."""
+    try:
+        return os.open(part, _DIRECTORY, dir_fd=descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def reopen(group: ControlGroup) -> OpenGroup | None:
+    """Open a group again that was known before; None where it was removed, whatever has its name now.
+
+    Raises UnseenHierarchyError where its hierarchy is not mounted any more.
+    """
+    hierarchy = next((each for each in hierarchies() if each.name == group.hierarchy), None)
+    if hierarchy is None:
+        raise UnseenHierarchyError(f"the hierarchy {_named(group.hierarchy)} is not mounted where mpsd runs")
+    found = _open(hierarchy, group.path)
+    if found is not None and found.group.inode != group.inode:
+        found.close()
+        return None
+    return found
+
+
+def named(path: str) -> OpenGroup:
+    """Open the group that a path names: as /proc/PID/cgroup has it, or with its mount point in front.
+
+    Where several hierarchies have such a group, it is the first that has processes in it. Raises InvalidRequestError.
+    """
+    seen = _seen()
+    if not path.startswith("/") or ".." in path.split("/") or len(path) > _LONGEST:
+        raise _unknown(path, "it is not an absolute path of a control group")
+    inner, wanted = path, seen
+    for hierarchy in sorted(seen, key=lambda each: -len(each.point.parts)):
+        if path == str(hierarchy.point) or path.startswith(f"{hierarchy.point}/"):
+            inner, wanted = path[len(str(hierarchy.point)) :], [hierarchy]
+            break
+    else:
+        if path.startswith("/sys/fs/cgroup/"):
+            inner = path.removeprefix("/sys/fs/cgroup")
+    inner = "/" + "/".join(part for part in inner.split("/") if part not in {"", "."})
+    if inner == "/":
+        raise _unknown(path, "it is the whole hierarchy, with every process of the node")
+    try:
+        found = [group for hierarchy in wanted if (group := _open(hierarchy, inner)) is not None]
+    except UnseenHierarchyError as error:
+        raise _unknown(path, str(error)) from error
+    if not found:
+        places = ", ".join(str(each.point) for each in wanted)
+        raise _unknown(path, f"there is none of this path where mpsd runs, below {places}")
+    chosen = next((each for each in found if each.is_populated()), found[0])
+    for each in found:
+        if each is not chosen:
+            each.close()
+    return chosen
+
+
+def of_process(pid: int) -> OpenGroup:
+    """Open the group that a process is in; whoever calls holds its pidfd, and asks afterwards whether it lives.
+
+    It is that of systemd's hierarchy, else the unified one, else the first of a controller, wherever the process is in
+    a group. Raises InvalidRequestError.
+    """
+    seen = _seen()
+    for name, path in Membership(pid, seen).own():
+        hierarchy = next(each for each in seen if each.name == name)
+        _check_text(path)
+        try:
+            found = _open(hierarchy, path)
+        except UnseenHierarchyError as error:
+            raise _unknown(path, str(error)) from error
+        if found is None:
+            continue
+        if (name, path) in Membership(pid, seen).own():
+            return found
+        found.close()
+    raise InvalidRequestError(
+        f"process {pid} is in no control group but the top of each hierarchy, as far as mpsd sees them",
+        hint="name the process without its group, or put it into a control group first",
+        limit="cgroup",
+    )
+
+
+def of_unit(name: str, uid: int) -> OpenGroup:
+    """Open the group of a systemd unit: of the system, or, for a uid but root's, of that user's own manager.
+
+    A unit is looked for in slices alone, and only where these are root's, or that user's: whoever may make control
+    groups elsewhere may call them like a unit. Raises InvalidRequestError.
+    """
+    top = "/" if not uid else f"/user.slice/user-{uid}.slice/user@{uid}.service"
+    name = name if "." in name else f"{name}.service"
+    found: list[OpenGroup] = []
+    for hierarchy in _seen():
+        if hierarchy.name in {SYSTEMD, UNIFIED} and not found:
+            try:
+                found = [each for path in _units(hierarchy, top, name, uid) if (each := _open(hierarchy, path))]
+            except UnseenHierarchyError as error:
+                raise _unknown(name, str(error)) from error
+    if len(found) == 1:
+        return found[0]
+    for each in found:
+        each.close()
+    because = "there are several of this name" if found else "it has no control group: it does not run"
+    raise InvalidRequestError(
+        f"the unit {name} cannot hold a lease: {because}",
+        hint="name its control group: systemctl show -p ControlGroup UNIT" if found else "start it first",
+        limit="unit",
+    )
+
+
+def _units(hierarchy: Hierarchy, top: str, name: str, uid: int) -> Iterator[str]:
+    waiting = deque([top.rstrip("/")])
+    for _ in range(_MOST_UNITS):
+        if not waiting:
+            return
+        at = waiting.popleft()
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(f"{hierarchy.point}{at}") as entries:
+            for each in entries:
+                if not each.is_dir(follow_symlinks=False) or each.stat(follow_symlinks=False).st_uid != uid:
+                    continue
+                if each.name == name:
+                    yield f"{at}/{each.name}"
+                elif each.name.endswith(".slice"):
+                    waiting.append(f"{at}/{each.name}")
+
+
+def _seen() -> list[Hierarchy]:
+    seen = hierarchies()
+    if not seen:
+        raise InvalidRequestError(
+            "mpsd sees no control groups: none of their hierarchies is mounted where it runs",
+            hint="mount /sys/fs/cgroup into mpsd's container, read-only, or name a process",
+            limit="cgroup",
+        )
+    return seen
+
+
+def _check_text(path: str) -> None:
+    """Raise InvalidRequestError where a path is none that can be stored, shown and sent as text."""
+    if any(not each.isprintable() for each in path):
+        raise _unknown(ascii(path), "its name has characters that cannot be shown")
+
+
+def _unknown(path: str, because: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the control group {path} cannot hold a lease: {because}",
+        hint="name one as /proc/PID/cgroup has it, on the host and not in a container",
+        limit="cgroup",
+    )
+
+
+def _named(hierarchy: str) -> str:
+    return hierarchy or "of version 2"

@@ -1,0 +1,57 @@
+"""A program that mpsctl runs and waits for, with the terminal and the signals as if it were called in its place."""
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+_PASSED_ON: Final = frozenset(
+    {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
+)
+_FROM_A_TERMINAL: Final = 0x80
+"""SI_KERNEL: the kernel sent the signal, for a key on the terminal, and to the program too. Source: sigaction(2)."""
+
+_MOST: Final = 1024 * 1024
+"""Bytes of what a program prints that are read."""
+
+
+def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run a program, found in PATH, to its end, and return its exit status, 128 and the number where a signal ended it.
+
+    It gets the signals that mpsctl is sent. Raises OSError when it cannot be started.
+    """
+    waited = _PASSED_ON | {signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+    try:
+        pid = os.posix_spawnp(arguments[0], [*arguments], environment, setsigmask=before)
+        pidfd = os.pidfd_open(pid)
+        try:
+            return _follow(pid, pidfd, waited)
+        finally:
+            os.close(pidfd)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _follow(pid: int, pidfd: int, waited: frozenset[signal.Signals]) -> int:
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+        received = signal.sigwaitinfo(waited)
+        if received.si_signo != signal.SIGCHLD and received.si_code != _FROM_A_TERMINAL:
+            signal.pidfd_send_signal(pidfd, received.si_signo)  # it is not reaped, so it is there
+
+
+def output(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
+    """Run a program to its end, and return its exit status with what it printed, without the last line end."""
+    sink = os.memfd_create("stdout")
+    try:
+        pid = os.posix_spawnp(arguments[0], [*arguments], environment, file_actions=[(os.POSIX_SPAWN_DUP2, sink, 1)])
+        _, status = os.waitpid(pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        text = os.pread(sink, _MOST, 0).decode("utf-8", "backslashreplace").removesuffix("\n")
+    finally:
+        os.close(sink)
+    return code if code >= 0 else 128 - code, text

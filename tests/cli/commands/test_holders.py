@@ -1,0 +1,94 @@
+"""Leases that a control group holds, that are claimed, and that are handed over: by mpsctl."""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import run_mpsctl
+from tests.control_groups import control_group
+from tests.daemon.caller import needs_root
+from tests.harness import wait_until
+from tests.node import Node
+
+SHARE = ("--threads", "10", "--memory", "1GiB")
+
+
+@pytest.fixture
+def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
+    """Give a process that holds whatever it is told to."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+
+def admitted(node: Node, *arguments: str) -> Any:
+    """Take out a lease by mpsctl, and return it."""
+    done = node.mpsctl("admit", *SHARE, *arguments, "-o", "json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@needs_root
+def test_control_group(node: Node) -> None:
+    """`admit --cgroup` and `show`: the lease is the group's, and its unit is named."""
+    with control_group("name=systemd", "job") as group:
+        lease = admitted(node, "--cgroup", str(group), "--while", "exists", "--user", "0")
+        assert lease["holders"][0]["while"] == "exists"
+        shown = node.mpsctl("show", lease["id"]).stdout
+        assert f"control group /{group.name} (unit {group.name}), uid 0" in shown
+        assert f"{lease['id']}" in node.mpsctl("leases").stdout
+        assert node.mpsctl("release", lease["id"]).returncode == 0
+
+
+def test_hand_over(node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
+    """`hand-over` puts another holder in the place of the first; with --keep both are there."""
+    lease = admitted(node, "--pid", str(os.getpid()))["id"]
+    done = node.mpsctl("hand-over", lease, "--pid", str(sleeper.pid), "--keep")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"pid {os.getpid()}, pid {sleeper.pid}, uid {os.geteuid()}" in done.stdout
+    done = node.mpsctl("hand-over", lease, "--pid", str(sleeper.pid), "-o", "json")
+    assert [each["pid"] for each in json.loads(done.stdout)["holders"]] == [sleeper.pid]
+    sleeper.kill()
+    wait_until(lambda: node.get(f"/v1/leases/{lease}").json["state"] == "ended", what="the lease to end")
+    assert node.mpsctl("hand-over", lease, "--pid", str(os.getpid())).returncode == 1
+    assert node.mpsctl("hand-over", lease).returncode == 2
+
+
+def test_claim(node: Node) -> None:
+    """`admit --claim` gives a lease that `claim` takes, as the command that it becomes; the lease ends with that."""
+    lease = admitted(node, "--claim", "--claim-deadline", "30")
+    assert "a claim for anybody, until " in node.mpsctl("show", lease["id"]).stdout
+    bare = run_mpsctl(node.socket, "claim", lease["id"], "--", "true", env=without_token())
+    assert (bare.returncode, "MPSD_LEASE_TOKEN is not set" in bare.stderr) == (2, True)
+    wrong = run_mpsctl(node.socket, "claim", lease["id"], "--", "true", env={**os.environ, "MPSD_LEASE_TOKEN": "0"})
+    assert (wrong.returncode, "the token is not that of" in wrong.stderr) == (77, True)
+    token = {"MPSD_LEASE_TOKEN": lease["env"]["MPSD_LEASE_TOKEN"]}
+    script = 'echo "$$ $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE $MPSD_LEASE"; exit 7'
+    arguments = ("claim", lease["id"], "--", "sh", "-c", script)
+    taken = run_mpsctl(node.socket, *arguments, env={**os.environ, **token})
+    assert taken.stderr == ""
+    pid, percentage, named = taken.stdout.split()
+    assert (taken.returncode, float(percentage), named) == (7, 10, lease["id"])
+    found = wait_until(
+        lambda: (now := node.get(f"/v1/leases/{lease['id']}").json)["state"] == "ended" and now, what="it to end"
+    )
+    assert found["because"] == f"its holder, pid {pid}, has exited"
+    again = run_mpsctl(node.socket, *arguments, env={**os.environ, **token})
+    assert again.returncode == 1
+    assert again.stdout == ""
+
+
+def without_token() -> dict[str, str]:
+    """Return this environment without a token."""
+    return {name: value for name, value in os.environ.items() if name != "MPSD_LEASE_TOKEN"}
+
+
+@pytest.mark.parametrize("options", [("--claim", "--pid", "1"), ("--cgroup", "/a", "--unit", "b")])
+def test_one_holder(node: Node, options: tuple[str, ...]) -> None:
+    """Several holders at once are a mistake, and nothing is taken out."""
+    done = node.mpsctl("admit", *SHARE, *options)
+    assert (done.returncode, "Name one holder" in done.stderr) == (2, True)

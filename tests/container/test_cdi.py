@@ -1,0 +1,385 @@
+"""Leases of containers, by CDI: podman's own reading of a device, a real control group, and whatever is killed when.
+
+The containers have this machine's /usr, so that no image has to be built for them.
+"""
+
+import os
+import pwd
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import pytest
+
+from mpsd.core.containers import cdi
+from mpsd.simulator.devices import VARIABLE
+from mpsd.system import acl, cdi_directory
+from tests.container.podman import Podman
+from tests.container.sidecar import UNPRIVILEGED, USER, Contained
+from tests.daemon.caller import NOBODY
+from tests.daemon.helpers import event, is_running, stopped
+from tests.driven_program import DrivenProgram
+from tests.fork_server import ForkServer
+from tests.harness import pids, remove_tree, wait_until
+from tests.node import Node
+from tests.tools import lacking
+
+pytestmark = [
+    pytest.mark.root("run containers"),
+    pytest.mark.slow,
+]
+
+ROOT: Final = Path(__file__).parents[2]
+PYTHON: Final = "/usr/bin/python3"
+CLIENT: Final = ("-m", "mpsd.simulator.client")
+SHARED: Final = ("--volume=/usr:/usr:ro", f"--volume={ROOT}/mpsd:/site/mpsd:ro", "--env=PYTHONPATH=/site")
+SLEEPS: Final = ("-c", "import time; time.sleep(600)")
+
+_numbers = count(1)
+
+
+def make_files(place: Path) -> Path:
+    """Make the root file system of containers: this machine's /usr goes there."""
+    for name in ("usr", "proc", "sys", "dev", "run", "tmp", "etc"):
+        (place / name).mkdir(parents=True)
+    for name in ("bin", "sbin", "lib", "lib64"):
+        (place / name).symlink_to(f"usr/{name}")
+    return place
+
+
+@pytest.fixture(scope="module")
+def files(private_root: Path) -> Iterator[Path]:
+    """Give such a root file system."""
+    if not Path(PYTHON).exists():
+        lacking(f"{PYTHON} is not installed (Debian: python3)")
+    place = make_files(private_root / f"files{os.getpid()}")
+    yield place
+    remove_tree(place)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device_directory() -> Iterator[None]:
+    """Leave the directory of devices as it was: there, or not."""
+    had = cdi_directory.DEFAULT.exists()
+    yield
+    if not had and cdi_directory.DEFAULT.exists():
+        cdi_directory.DEFAULT.rmdir()
+
+
+@pytest.fixture
+def node(short_tmp: Path, fork_server: ForkServer, podman: Podman) -> Iterator[Node]:
+    """Start an mpsd on this machine, with simulated GPUs; whatever became of its containers, no device is left."""
+    short_tmp.chmod(0o711)  # clients of other users have to come to their pipe directory
+    node = Node(root=short_tmp / "n", fork_server=fork_server)
+    node.root.mkdir()
+    try:
+        yield node.start()
+        podman.call("rm", "--force", "--all", "--time=0")
+        for lease in leases(node):
+            node.request("DELETE", f"/v1/leases/{lease['id']}")
+        assert node.mpsctl("cdi", "list").stdout == "no devices\n"
+    finally:
+        node.clean_up()
+
+
+def leases(node: Node) -> Any:
+    """Return the leases that have not ended."""
+    return node.get("/v1/leases").json["leases"]
+
+
+def claim(node: Node, **options: object) -> str:
+    """Claim a lease, write its device, and return its id."""
+    answer = node.request("POST", "/v1/leases", {"fraction": 0.25, "holder": {"claim": options}})
+    assert answer.status == 201, answer.json
+    lease = str(answer.json["id"])
+    done = node.mpsctl("cdi", "write", lease)
+    assert done.returncode == 0, done.stderr
+    return lease
+
+
+def ended(node: Node, lease: str) -> Any:
+    """Wait until a lease has ended, and nothing is left of it; return it."""
+    found = wait_until(
+        lambda: (found := node.get(f"/v1/leases/{lease}").json)["state"] == "ended" and found, what=f"{lease} to end"
+    )
+    wait_until(lambda: USER not in let_in(node), what="the pipe directory to be closed")
+    return found
+
+
+def is_nobodys(node: Node, lease: str) -> bool:
+    """Tell whether nobody holds a lease: it has ended, or can still be taken."""
+    found = node.get(f"/v1/leases/{lease}").json
+    return bool(found["state"] == "ended" or found["holders"][0]["kind"] == "claim")
+
+
+def is_gone(pid: int) -> bool:
+    """Tell whether a process has ended."""
+    return not is_running(pid)
+
+
+def let_in(node: Node) -> set[int]:
+    """Return the uids that the pipe directory of the first control daemon lets in."""
+    return {entry.who for entry in acl.read(node.pipe_directory("gpu0")) if entry.tag == acl.Tag.USER}
+
+
+def options(node: Node, podman: Podman, *more: str) -> list[str]:
+    """Return what a client's container is started with, beside its lease: simulated GPUs, and nothing of mpsd's."""
+    simulated = node.root / "run" / "simulated"
+    own = ["--network=none", f"--cgroup-parent={podman.group}", *UNPRIVILEGED, *SHARED, "--rootfs"]
+    return [*own, f"--volume={simulated}:{simulated}", f"--env={VARIABLE}={simulated}", *more]
+
+
+def container_run(node: Node, *arguments: str) -> list[str]:
+    """Return how `mpsctl container run podman` is called."""
+    mpsctl = [sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket)]
+    return [*mpsctl, "container", "run", "podman", "--fraction", "0.25", "--", *arguments]
+
+
+def running(node: Node, podman: Podman, files: Path, *program: str) -> Contained:
+    """Run a container with a lease of its own."""
+    name = f"cdi-{os.getpid()}-{next(_numbers)}"
+    command = container_run(
+        node, *options(node, podman, "--rm", "--interactive", f"--name={name}"), str(files), PYTHON, *program
+    )
+    return Contained(podman, name, command)
+
+
+def process(*words: str) -> int:
+    """Wait for a process whose command line has all of these words, and return its pid."""
+
+    def find() -> int | None:
+        for pid in pids():
+            try:
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if pid != os.getpid() and {each.encode() for each in words} <= {*line}:
+                return pid
+        return None
+
+    found = wait_until(find, what=f"a process {' '.join(words)}")
+    assert found is not None
+    return found
+
+
+def parent(pid: int) -> int:
+    """Return the parent of a process."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+class TestContainerRun:
+    """A container with a lease of its own."""
+
+    def test_share(self, node: Node, podman: Podman, files: Path) -> None:
+        """It has its share under MPS, sees its own control daemon alone, survives mpsd, and ends its lease."""
+        with running(node, podman, files, *CLIENT) as client:
+            assert (client.hello["mps"], client.hello["active_thread_percentage"]) == (True, 25.0)
+            pid = podman.pid(client.name)
+            (lease,) = leases(node)
+            (holder,) = lease["holders"]
+            group = podman.inspect(client.name)["Id"]
+            assert (holder["kind"], group in holder["cgroup"], lease["owner"]["uid"]) == ("cgroup", True, USER)
+            wait_until(lambda: leases(node)[0]["clients"] == [pid], what="the client to be attributed")
+            verified = node.mpsctl("verify", lease["id"])
+            assert verified.returncode == 0, verified.stdout
+            # Of mpsd's files it sees those of its control daemon, and cannot change them.
+            look = (
+                f"import os; print(os.listdir({str(node.root / 'run')!r}), os.listdir({str(node.root / 'run/mps')!r}))"
+            )
+            seen = podman.call("exec", client.name, PYTHON, "-c", look).stdout
+            assert sorted(seen.replace("[", "").replace("]", "").replace(",", "").split()) == [
+                "'gpu0'", "'mps'", "'simulated'",
+            ]  # fmt: skip
+            assert USER in let_in(node)
+            # A program that is started in the container has no variable of the lease, unless it is given them.
+            show = (PYTHON, "-c", "import os; print(os.environ.get('MPSD_LEASE'))")
+            assert podman.call("exec", client.name, *show).stdout == "None\n"
+            line = f'podman exec --env-file <(mpsctl show {lease["id"]} -o env-file) {client.name} "$@"'
+            script = f'mpsctl() {{ {sys.executable} -m mpsd.cli.main --socket {node.socket} "$@"; }}; {line}'
+            done = subprocess.run(
+                ["bash", "-c", script, "bash", *show],
+                env=podman.environment,
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            assert done.stdout == f"{lease['id']}\n"
+            # Another container that asks for the same device fails with the reason.
+            device = f"--device={cdi.device_name(lease['id'])}"
+            again = podman.call("run", *options(node, podman, device), str(files), PYTHON, *SLEEPS, check=False)
+            assert again.returncode == 126
+            assert "[already_claimed]" in again.stderr
+            node.end(signal.SIGKILL)
+            node.start()
+            (same,) = leases(node)
+            assert (same["id"], same["clients"]) == (lease["id"], [pid])
+            podman.call("kill", client.name)
+            assert client.process.wait(30) == 137
+        assert f"its holder, control group {holder['cgroup']}" in ended(node, lease["id"])["because"]
+        assert lease["id"] not in {each.lease for _, each in cdi_directory.devices(cdi_directory.DEFAULT)}
+
+    def test_killed(self, node: Node, podman: Podman, files: Path) -> None:
+        """Whatever is killed around the container, the lease lives as long as it does, and no longer."""
+        program = "print('{\"ok\": true}', flush=True); import time; time.sleep(600)"
+        for victim in ("mpsctl", "podman", "conmon"):
+            with running(node, podman, files, "-c", program) as client:
+                assert client.hello["ok"]
+                (lease,) = leases(node)
+                pid = podman.pid(client.name)
+                front = process("podman", "run", f"--device={cdi.device_name(lease['id'])}")
+                killed = {"mpsctl": client.pid, "podman": front, "conmon": parent(pid)}[victim]
+                os.kill(killed, signal.SIGKILL)
+                wait_until(partial(is_gone, killed), what=f"{victim} to die")
+                assert is_running(pid)
+                assert [each["id"] for each in leases(node)] == [lease["id"]]
+                os.kill(pid, signal.SIGKILL)
+                ended(node, lease["id"])
+                # podman takes two attempts to remove a container whose conmon is gone.
+                podman.call("rm", "--force", "--time=0", client.name, check=False)
+            assert node.mpsctl("cdi", "list").stdout == "no devices\n"
+
+
+class TestDevice:
+    """A device that was written for a container, and what is killed while its hook runs."""
+
+    def test_hook_killed(self, node: Node, podman: Podman, files: Path) -> None:
+        """A container whose hook, or whose runtime, is killed does not start, and its claim is nobody's."""
+        for victim in ("hook", "runtime"):
+            lease = claim(node)
+            name = f"cdi-{os.getpid()}-{next(_numbers)}"
+            own = options(node, podman, f"--device={cdi.device_name(lease)}", f"--name={name}")
+            command = ["podman", "run", *own, str(files), PYTHON, *SLEEPS]
+            with stopped(node.pid), subprocess.Popen(command, env=podman.environment) as run:
+                hook = process("container", "hook", lease)
+                os.kill(hook if victim == "hook" else parent(hook), signal.SIGKILL)
+                assert run.wait(30) in {126, 127}
+            assert podman.inspect(name)["State"]["Running"] is False
+            wait_until(partial(is_nobodys, node, lease), what="the lease to be nobody's")
+            assert USER not in let_in(node)
+            podman.remove(name)
+
+    def test_mpsd_killed(self, node: Node, podman: Podman, files: Path) -> None:
+        """A hook that mpsd does not answer waits for the next mpsd, and the container starts with its lease."""
+        lease = claim(node)
+        name = f"cdi-{os.getpid()}-{next(_numbers)}"
+        own = options(node, podman, f"--device={cdi.device_name(lease)}", "--rm", "--interactive", f"--name={name}")
+        os.kill(node.pid, signal.SIGSTOP)
+        with Contained(podman, name, ["podman", "run", *own, str(files), PYTHON, *CLIENT]) as client:
+            process("container", "hook", lease)
+            node.end(signal.SIGKILL)
+            node.start()
+            assert client.hello["active_thread_percentage"] == 25.0
+            assert [each["id"] for each in leases(node)] == [lease]
+        ended(node, lease)
+
+    def test_stop(self, node: Node, podman: Podman, files: Path) -> None:
+        """`container stop` has mpsd end the lease's clients before the runtime ends the container."""
+        # Not as process 1 itself, which the kernel lets ignore SIGTERM.
+        program = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-m', 'mpsd.simulator.client']))"
+        with running(node, podman, files, "-c", program) as client:
+            assert client.hello["mps"]
+            (lease,) = leases(node)
+            done = node.mpsctl("container", "stop", client.name, env=podman.environment)
+            assert done.returncode == 0, done.stderr
+            assert client.process.wait(30) is not None
+        event(node, "client_forced", step="terminate_client")
+        event(node, "client_ended")
+        ended(node, lease["id"])
+        gone = node.mpsctl("container", "stop", client.name, env=podman.environment)
+        assert gone.returncode == 125
+
+
+class Rootless:
+    """podman as `nobody` runs it, with no other uid than its own."""
+
+    def __init__(self, home: Path, podman: Podman) -> None:
+        """Make its home, with a root file system of its own, and with an mpsctl that it may run."""
+        self._home = home
+        self.files = make_files(home / "files")
+        (home / "run").mkdir(mode=0o700)
+        configuration, storage = home / "containers.conf", home / "storage.conf"
+        text = Path(podman.environment["CONTAINERS_CONF"]).read_text()
+        configuration.write_text(text.replace(str(podman.home), str(home)))
+        storage.write_text(f'[storage]\ndriver = "vfs"\ngraphroot = "{home}/root"\nrunroot = "{home}/run/c"\n')
+        self.group = pwd.getpwuid(NOBODY).pw_gid
+        self.environment: Mapping[str, str] = {
+            "PATH": os.environ["PATH"], "HOME": str(home), "XDG_RUNTIME_DIR": str(home / "run"),
+            "CONTAINERS_CONF": str(configuration), "CONTAINERS_STORAGE_CONF": str(storage),
+        }  # fmt: skip
+        subprocess.run(["chown", "-R", f"{NOBODY}:{self.group}", home], check=True)
+        self._python = home / "mpsctl" / "bin" / "python3"
+        self._install()
+
+    def _install(self) -> None:
+        """Make an environment of Debian's Python, as this one's may be where no other user can execute it."""
+        version = subprocess.run(
+            [PYTHON, "-c", "import sys; print('python%d.%d' % sys.version_info[:2])"],
+            capture_output=True, text=True, check=True,
+        ).stdout.strip()  # fmt: skip
+        top = self._python.parents[1]
+        packages = top / "lib" / version / "site-packages"
+        packages.mkdir(parents=True)
+        self._python.parent.mkdir()
+        self._python.symlink_to(PYTHON)
+        (top / "pyvenv.cfg").write_text("home = /usr/bin\ninclude-system-site-packages = false\n")
+        (packages / "mpsd.pth").write_text(f"{ROOT}\n{Path(click.__file__).parents[1]}\n")
+
+    def claim(self, node: Node) -> str:
+        """Claim a lease for it, and write a device, whose hook is this mpsctl; return the id of the lease."""
+        answer = node.request("POST", "/v1/leases", {"fraction": 0.25, "holder": {"claim": {"uid": NOBODY}}})
+        lease = str(answer.json["id"])
+        program = [str(self._python), "-I", "-m", "mpsd.cli.main", "--socket", str(node.socket)]
+        subprocess.run([*program, "cdi", "write", lease, "--no-shm"], check=True, capture_output=True, timeout=60)
+        return lease
+
+    def command(self, node: Node, lease: str, *arguments: str, options: Sequence[str] = ()) -> list[str]:
+        """Return how it runs Python in a container with a device."""
+        simulated = node.root / "run" / "simulated"
+        own = [*SHARED, "--rm", "--interactive", "--network=none", f"--device={cdi.device_name(lease)}", *options]
+        own += [f"--volume={simulated}:{simulated}", f"--env={VARIABLE}={simulated}", "--rootfs", str(self.files)]
+        become = ["setpriv", f"--reuid={NOBODY}", f"--regid={self.group}", "--clear-groups"]
+        return ["env", f"--chdir={self._home}", *become, "podman", "run", *own, PYTHON, *arguments]
+
+    def close(self) -> None:
+        """End what podman leaves running in its user namespace."""
+        note = self._home / "run" / "libpod" / "tmp" / "pause.pid"
+        if note.exists():
+            os.kill(int(note.read_text()), signal.SIGKILL)
+
+
+@pytest.fixture
+def rootless(short_tmp: Path, podman: Podman) -> Iterator[Rootless]:
+    """Give the podman of a user without any right."""
+    found = Rootless(short_tmp, podman)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+@pytest.mark.usefixtures("files")
+def test_rootless(node: Node, rootless: Rootless) -> None:
+    """A user's own podman reads the device that root wrote for it, and its container has the share until it ends."""
+    lease = rootless.claim(node)
+    done = subprocess.run(
+        rootless.command(node, lease, *SLEEPS, options=["--user=5"]),
+        env=rootless.environment, capture_output=True, text=True, check=False, timeout=30,
+    )  # fmt: skip
+    assert "uid 5 of the container is not mapped" in done.stderr
+    with DrivenProgram(rootless.command(node, lease, *CLIENT), rootless.environment) as client:
+        assert (client.hello["mps"], client.hello["active_thread_percentage"]) == (True, 25.0)
+        found = wait_until(
+            lambda: (found := node.get(f"/v1/leases/{lease}").json)["clients"] and found,
+            what="the client to be attributed",
+        )
+        assert (found["owner"]["uid"], len(found["clients"])) == (NOBODY, 1)
+        verified = node.mpsctl("verify", lease)
+        assert verified.returncode == 0, verified.stdout
+        client.end()
+    assert "has exited" in ended(node, lease)["because"]

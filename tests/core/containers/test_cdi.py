@@ -1,0 +1,208 @@
+"""The CDI device of a lease: the document as runtimes read it, and which files are known as mpsctl's own."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import pytest
+
+from mpsd.core.containers import cdi
+from mpsd.core.errors import InvalidRequestError
+
+LEASE: Final = "lease-0123456789"
+DEVICE: Final = cdi.Device(LEASE, "/run/mpsd/mpsd.sock")
+PROGRAM: Final = ("/usr/lib/mpsd/bin/python3", "-I", "-m", "mpsd.cli.main")
+VARIABLES: Final = {
+    "CUDA_MPS_PIPE_DIRECTORY": "/run/mpsd/mps/gpu0",
+    "CUDA_VISIBLE_DEVICES": "GPU-5b1c",
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25.0",
+    "MPSD_LEASE": LEASE,
+    "MPSD_LEASE_TOKEN": "5ec12e7",
+}
+
+GOLDEN: Final = """\
+{
+  "cdiVersion": "0.3.0",
+  "kind": "mpsd/lease",
+  "devices": [
+    {
+      "name": "lease-0123456789",
+      "containerEdits": {
+        "env": [
+          "CUDA_MPS_PIPE_DIRECTORY=/run/mpsd/mps/gpu0",
+          "CUDA_VISIBLE_DEVICES=GPU-5b1c",
+          "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25.0",
+          "MPSD_LEASE=lease-0123456789",
+          "MPSD_LEASE_TOKEN=5ec12e7"
+        ],
+        "mounts": [
+          {
+            "hostPath": "/run/mpsd/mps/gpu0",
+            "containerPath": "/run/mpsd/mps/gpu0",
+            "options": [
+              "bind",
+              "ro",
+              "nosuid",
+              "nodev",
+              "noexec"
+            ]
+          }
+        ],
+        "hooks": [
+          {
+            "hookName": "createRuntime",
+            "path": "/usr/lib/mpsd/bin/python3",
+            "args": [
+              "/usr/lib/mpsd/bin/python3",
+              "-I",
+              "-m",
+              "mpsd.cli.main",
+              "--socket",
+              "/run/mpsd/mpsd.sock",
+              "container",
+              "hook",
+              "lease-0123456789"
+            ],
+            "env": [
+              "PATH=/usr/sbin:/usr/bin:/sbin:/bin",
+              "MPSD_LEASE_TOKEN=5ec12e7"
+            ],
+            "timeout": 60
+          }
+        ]
+      }
+    }
+  ]
+}
+"""
+
+NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.:-]*[A-Za-z0-9])?")
+FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
+    "document": {"cdiVersion": str, "kind": str, "devices": list, "containerEdits": dict},
+    "device": {"name": str, "containerEdits": dict},
+    "edits": {"env": list, "deviceNodes": list, "mounts": list, "hooks": list},
+    "mount": {"hostPath": str, "containerPath": str, "options": list},
+    "hook": {"hookName": str, "path": str, "args": list, "env": list, "timeout": int},
+}
+REQUIRED: Final[Mapping[str, tuple[str, ...]]] = {
+    "document": ("cdiVersion", "kind", "devices"),
+    "device": ("name", "containerEdits"),
+    "edits": (),
+    "mount": ("hostPath", "containerPath"),
+    "hook": ("hookName", "path"),
+}
+HOOKS: Final = ("prestart", "createRuntime", "createContainer", "startContainer", "poststart", "poststop")
+"""The CDI specification 0.3.0: its fields with their types, and those that are required; it allows no others."""
+
+
+def wrong_fields(kind: str, found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a part of a document has that the specification does not allow, and what it lacks."""
+    yield from (f"{kind}: unknown field {name}" for name in found if name not in FIELDS[kind])
+    yield from (f"{kind}: no {name}" for name in REQUIRED[kind] if name not in found)
+    types = FIELDS[kind]
+    yield from (f"{kind}: {name} is {value!r}" for name, value in found.items() if not isinstance(value, types[name]))
+
+
+def broken_rules(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield where a document breaks the specification."""
+    yield from wrong_fields("document", found)
+    vendor, _, kind = found["kind"].partition("/")
+    if not re.fullmatch(r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?", vendor):
+        yield f"vendor {vendor}"
+    if not re.fullmatch(r"[A-Za-z]([A-Za-z0-9_-]*[A-Za-z0-9])?", kind):
+        yield f"class {kind}"
+    if not found["devices"]:
+        yield "no device"
+    for device in found["devices"]:
+        yield from wrong_fields("device", device)
+        # Before 0.5.0 the name of a device began with a letter.
+        if not NAME.fullmatch(device["name"]) or not device["name"][0].isalpha():
+            yield f"name {device['name']}"
+        yield from broken_edits(device["containerEdits"])
+
+
+def broken_edits(edits: Mapping[str, Any]) -> Iterator[str]:
+    """Yield where the edits of a device break the specification."""
+    yield from wrong_fields("edits", edits)
+    yield from (f"variable {each}" for each in edits["env"] if not re.fullmatch(r"[^=]+=.*", each))
+    for mount in edits["mounts"]:
+        yield from wrong_fields("mount", mount)
+        yield from (f"mount {mount[each]}" for each in ("hostPath", "containerPath") if mount[each][0] != "/")
+    for hook in edits["hooks"]:
+        yield from wrong_fields("hook", hook)
+        if hook["hookName"] not in HOOKS or hook["path"][0] != "/" or hook["timeout"] <= 0:
+            yield f"hook {hook}"
+
+
+def document(*, shared_memory: bool = False) -> Any:
+    """Return the document of one lease."""
+    return cdi.document(DEVICE, VARIABLES, program=PROGRAM, shared_memory=shared_memory)
+
+
+class TestDocument:
+    """What a container runtime reads."""
+
+    def test_golden(self) -> None:
+        """A container gets the lease's variables, its pipe directory and the hook, and nothing else of the node."""
+        assert cdi.encode(document()).decode() == GOLDEN
+
+    def test_specification(self) -> None:
+        """It has the fields that the specification has, of their types, and keeps its rules."""
+        assert list(broken_rules(document())) == []
+        assert list(broken_rules(document(shared_memory=True))) == []
+
+    def test_shared_memory(self) -> None:
+        """/dev/shm is mounted where it is wanted, and can be written to."""
+        (device,) = document(shared_memory=True)["devices"]
+        directory, shared = device["containerEdits"]["mounts"]
+        assert directory["containerPath"] == "/run/mpsd/mps/gpu0"
+        assert (shared["hostPath"], shared["containerPath"]) == ("/dev/shm", "/dev/shm")
+        assert "rw" in shared["options"]
+
+    def test_the_token_is_no_argument(self) -> None:
+        """Every user can read the arguments of a process, and only root and its own user the environment."""
+        (device,) = document()["devices"]
+        (hook,) = device["containerEdits"]["hooks"]
+        assert not [each for each in hook["args"] if "5ec12e7" in each]
+
+
+class TestFile:
+    """Which files mpsctl knows for its own."""
+
+    def test_read_back(self) -> None:
+        """A file that was written tells its lease and its mpsd."""
+        assert cdi.decode(cdi.file_name(LEASE), cdi.encode(document())) == DEVICE
+        assert cdi.device_name(LEASE) == "mpsd/lease=lease-0123456789"
+
+    @pytest.mark.parametrize("lease", ["", "../x", "a/b", "-x", "a b", "läse", "a\n", "."])
+    def test_no_name(self, lease: str) -> None:
+        """What is no id of a lease names no file, so that none is written or removed elsewhere."""
+        with pytest.raises(InvalidRequestError):
+            cdi.file_name(lease)
+
+    @pytest.mark.parametrize(
+        ("change", "to"),
+        [
+            ('"mpsd/lease"', '"vendor.com/lease"'),
+            ('"name": "lease-0123456789"', '"name": "lease-0000000000"'),
+            ('"hook",', '"other",'),
+            ('"--socket"', '"--sockets"'),
+            ('"hooks"', '"hook"'),
+            ('"/run/mpsd/mpsd.sock"', "5"),
+            ("{", "["),
+        ],
+    )
+    def test_of_somebody_else(self, change: str, to: str) -> None:
+        """A file under such a name that another program made is not mpsctl's."""
+        assert change in GOLDEN
+        assert cdi.decode(cdi.file_name(LEASE), GOLDEN.replace(change, to).encode()) is None
+
+    @pytest.mark.parametrize("name", ["nvidia.json", "mpsd-lease_lease-1.json", f".mpsd-lease_{LEASE}.json.17"])
+    def test_under_another_name(self, name: str) -> None:
+        """A device of mpsctl's that lies under a name that is not its own is not touched."""
+        assert cdi.decode(name, GOLDEN.encode()) is None
+
+    @pytest.mark.parametrize("raw", [b"", b"\xff", b"null", b"[]", b"{}", b'{"devices":[]}', b"[" * 100_000])
+    def test_any_bytes(self, raw: bytes) -> None:
+        """Whatever a file holds, reading it fails for nobody."""
+        assert cdi.decode(cdi.file_name(LEASE), raw) is None

@@ -1,0 +1,102 @@
+"""What a hook reads of a container: its state, its configuration, and the uid that its program will have."""
+
+import json
+from typing import Any
+
+import pytest
+
+from mpsd.core.containers import oci
+from mpsd.core.errors import InvalidRequestError
+
+
+def raw(content: Any) -> bytes:
+    """Return JSON as a runtime writes it."""
+    return json.dumps(content).encode()
+
+
+class TestState:
+    """The container that is being created."""
+
+    def test_read(self) -> None:
+        """It is the runtime's process, and where the configuration lies."""
+        found = oci.state(raw({"ociVersion": "1.0.2", "id": "c", "status": "creating", "pid": 17, "bundle": "/b"}))
+        assert found == oci.State(17, "/b")
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            None, [], {}, {"pid": 17}, {"bundle": "/b"}, {"pid": 0, "bundle": "/b"}, {"pid": -1, "bundle": "/b"},
+            {"pid": True, "bundle": "/b"}, {"pid": "17", "bundle": "/b"}, {"pid": 17, "bundle": "b"},
+            {"pid": 17, "bundle": 5},
+        ],
+    )  # fmt: skip
+    def test_none(self, content: Any) -> None:
+        """What is not the state of a container is refused."""
+        with pytest.raises(InvalidRequestError):
+            oci.state(raw(content))
+
+    @pytest.mark.parametrize("junk", [b"", b"{", b"\xff\xfe", b"[" * 100_000])
+    def test_junk(self, junk: bytes) -> None:
+        """So is what is no JSON."""
+        with pytest.raises(InvalidRequestError):
+            oci.state(junk)
+
+
+class TestContainer:
+    """What its program will be."""
+
+    def test_read(self) -> None:
+        """Uid and gid, variables, and mounts, as the container has them; what comes last on a path is what it sees."""
+        found = oci.container(
+            raw(
+                {
+                    "process": {"user": {"uid": 1000, "gid": 100}, "env": ["A=1", "B=x=y", "odd", "A=2"]},
+                    "mounts": [
+                        {"destination": "/p", "type": "tmpfs"},
+                        {"destination": "/d", "source": "/one"},
+                        {"destination": "/d", "source": "/two"},
+                    ],
+                }
+            )
+        )
+        assert found == oci.Container(1000, 100, {"A": "2", "B": "x=y"}, {"/p": "", "/d": "/two"})
+
+    def test_root(self) -> None:
+        """Without a user it is root; it may have neither variables nor mounts."""
+        assert oci.container(raw({"process": {"env": None}, "mounts": None})) == oci.Container(0, 0, {}, {})
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            None, [], {}, {"process": None}, {"process": {"user": {"uid": "0"}}}, {"process": {"user": {"uid": True}}},
+            {"process": {"user": 5}}, {"process": {"env": [5]}}, {"process": {}, "mounts": [{}]},
+            {"process": {}, "mounts": [5]},
+        ],
+    )  # fmt: skip
+    def test_none(self, content: Any) -> None:
+        """What is not the configuration of a container is refused."""
+        with pytest.raises(InvalidRequestError):
+            oci.container(raw(content))
+
+
+class TestOutside:
+    """The uid of a user namespace, seen from outside of it."""
+
+    @pytest.mark.parametrize(
+        ("id_map", "inside", "expected"),
+        [
+            ("         0          0 4294967295\n", 2601, 2601),
+            ("         0      65534          1\n", 0, 65534),
+            ("         0      65534          1\n", 1, None),
+            ("0 1000 1\n1 100000 65536\n", 0, 1000),
+            ("0 1000 1\n1 100000 65536\n", 1, 100000),
+            ("0 1000 1\n1 100000 65536\n", 1000, 100999),
+            ("0 1000 1\n1 100000 65536\n", 65536, 165535),
+            ("0 1000 1\n1 100000 65536\n", 65537, None),
+            ("0 1 1000\n1000 0 1\n", 1000, 0),
+            ("", 0, None),
+        ],
+    )
+    def test_ids(self, id_map: str, inside: int, expected: int | None) -> None:
+        """It is found in the line that has it; what no line has is nobody's outside."""
+        assert oci.outside(id_map, inside) == expected

@@ -1,0 +1,68 @@
+"""The drop-in of a unit that has a lease: what systemd reads there is what was asked for, whatever is in it."""
+
+import shlex
+from pathlib import PurePosixPath
+
+import pytest
+
+from mpsd.core.errors import InvalidRequestError
+from mpsd.core.holders import drop_in
+from mpsd.core.holders.drop_in import OnRestart
+
+PROGRAM = PurePosixPath("/opt/my tools/mpsctl")
+
+
+def rendered(*options: str, on_restart: OnRestart = OnRestart.RENEW, end_clients: bool = False) -> str:
+    """Return the drop-in for these options."""
+    return drop_in.render(PROGRAM, options, on_restart, end_clients=end_clients, start_seconds="")
+
+
+@pytest.mark.parametrize(
+    ("name", "full"),
+    [
+        ("train", "train.service"),
+        ("train.service", "train.service"),
+        ("ollama@llama.7b", "ollama@llama.7b.service"),
+        (r"dev-disk\x2dby", r"dev-disk\x2dby.service"),
+    ],
+)
+def test_names(name: str, full: str) -> None:
+    """A service's name may leave out what kind of unit it is."""
+    assert drop_in.service_name(name) == full
+
+
+@pytest.mark.parametrize(
+    "name", ["", "a b", "../train", "train\n", "é", "x" * 250, "user.slice", "docker-1.scope", ".a"]
+)
+def test_odd_names(name: str) -> None:
+    """What is no service is refused, before it becomes a path."""
+    with pytest.raises(InvalidRequestError):
+        drop_in.service_name(name)
+
+
+@pytest.mark.parametrize("word", ["100%", "$HOME", "two words", 'say "hello"', "it's", "back\\slash", "a;b", ";", ""])
+def test_options_are_literal(word: str) -> None:
+    """Nothing in an option is a specifier, a variable, a quote or a command's end to systemd."""
+    (line,) = [each for each in rendered("--name", word).splitlines() if each.startswith("ExecStartPre=+")]
+    taken = shlex.split(line.removeprefix("ExecStartPre=+"))  # whose quoting is systemd's as far as render uses it
+    assert taken[0] == str(PROGRAM)
+    assert taken[-2:] == ["--name", word.replace("%", "%%").replace("$", "$$")]
+
+
+@pytest.mark.parametrize("word", ["a\nExecStart=/bin/sh", "bell\a", "\x7f"])
+def test_control_characters(word: str) -> None:
+    """No option begins a line of its own."""
+    with pytest.raises(InvalidRequestError, match="control character"):
+        rendered("--name", word)
+
+
+def test_whose_it_is() -> None:
+    """A drop-in that somebody else wrote is known as such."""
+    assert drop_in.is_written_here(rendered("--fraction", "0.25"))
+    assert not drop_in.is_written_here("[Service]\nExecStart=\n")
+
+
+def test_ends_clients_only_where_wanted() -> None:
+    """A unit stops as it did before, unless its clients are to be ended first."""
+    assert "ExecStop=" not in rendered()
+    assert "ExecStop=-+" in rendered(end_clients=True)

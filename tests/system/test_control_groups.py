@@ -1,0 +1,217 @@
+"""Control groups as the kernel has them, of each hierarchy that is mounted here: opened, known, asked and found."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from mpsd.core.errors import InvalidRequestError
+from mpsd.system import control_groups
+from mpsd.system.control_groups import Hierarchy, Membership, OpenGroup
+from tests.control_groups import control_group, joins
+from tests.harness import wait_until
+
+HIERARCHIES = ("name=systemd", "cgroup2", "pids")
+
+needs_root = pytest.mark.root("make control groups")
+
+
+@contextmanager
+def opened(path: Path | str) -> Iterator[OpenGroup]:
+    """Open the group that a path names."""
+    group = control_groups.named(str(path))
+    try:
+        yield group
+    finally:
+        group.close()
+
+
+@contextmanager
+def inside(group: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run a process in a control group."""
+    with subprocess.Popen([*joins(group), "sleep", "600"]) as process:
+        wait_until((group / "cgroup.procs").read_text, what="the process to be there")
+        yield process
+        process.kill()
+
+
+@needs_root
+@pytest.mark.parametrize("hierarchy", HIERARCHIES)
+class TestGroup:
+    """A control group."""
+
+    def test_processes(self, hierarchy: str) -> None:
+        """It has those of the groups below it."""
+        with control_group(hierarchy, "top") as top, opened(top) as group:
+            assert group.group.inode == top.stat().st_ino
+            assert not group.is_populated()
+            with control_group(hierarchy, f"{top.name}/a") as low, control_group(hierarchy, f"{top.name}/{low.name}/b"):
+                assert not group.is_populated()
+                with inside(low) as process:
+                    assert group.is_populated()
+                    assert [*group.processes()] == [process.pid]
+                wait_until(lambda: not group.is_populated(), what="the process to have left")
+            assert not group.is_removed()
+
+    def test_removed(self, hierarchy: str) -> None:
+        """It is removed for good, whatever gets its name."""
+        with control_group(hierarchy, "gone") as path, opened(path) as group:
+            path.rmdir()
+            assert group.is_removed()
+            path.mkdir()
+            assert group.is_removed()
+            assert control_groups.reopen(group.group) is None
+            with opened(path) as other, inside(path):
+                assert other.group.inode != group.group.inode
+                assert other.is_populated()
+                assert not group.is_populated()
+                assert group.owners() == set()
+
+    def test_owners(self, hierarchy: str) -> None:
+        """It is whose its directory is, and its list of processes."""
+        with control_group(hierarchy, "owned") as path, opened(path) as group:
+            assert group.owners() == {0}
+            os.chown(path, 2721, 0)
+            assert group.owners() == {0, 2721}
+            os.chown(path / "cgroup.procs", 2721, 0)
+            assert group.owners() == {2721}
+
+    def test_of_process(self, hierarchy: str) -> None:
+        """It is found by a process that is in it, and not by one at the top."""
+        with control_group(hierarchy, "mine") as path, inside(path) as process:
+            found = control_groups.of_process(process.pid)
+            try:
+                # A process is in a group of each hierarchy; of those that make groups, systemd's comes first.
+                assert found.group.inode == path.stat().st_ino or found.group.hierarchy not in {hierarchy, ""}
+            finally:
+                found.close()
+            seen = control_groups.hierarchies()
+            assert any(path.name in each for _, each in Membership(process.pid, seen).own())
+
+
+@needs_root
+def test_more_than_are_looked_into() -> None:
+    """A group of version 1 with more groups below it than are looked into is taken to have processes."""
+    with control_group("pids", "many") as path, opened(path) as group:
+        below = [path / f"g{number}" for number in range(control_groups.MOST_GROUPS)]
+        for each in below:
+            each.mkdir()
+        try:
+            assert group.is_populated()
+            below.pop().rmdir()
+            assert not group.is_populated()
+        finally:
+            for each in below:
+                each.rmdir()
+
+
+@needs_root
+def test_descriptors_used_up() -> None:
+    """Where there is no descriptor left, nothing is said of a group: it is not taken to be empty."""
+    with control_group("cgroup2", "full") as path, opened(path) as group:
+        files = []
+        try:
+            while True:
+                files.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError:
+            with pytest.raises(OSError, match="Too many open files"):
+                group.is_populated()
+        finally:
+            for each in files:
+                os.close(each)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", "//", "/.", "/sys/fs/cgroup", "/../etc", "/a/../../etc", "etc", "", "/no/such/group", "/" + "a/" * 3000],
+)
+def test_no_group(path: str) -> None:
+    """What is none is refused, with what to name."""
+    with pytest.raises(InvalidRequestError) as refusal:
+        control_groups.named(path)
+    assert refusal.value.hint
+    assert refusal.value.limit == "cgroup"
+
+
+@pytest.mark.parametrize(
+    ("root", "path", "below"),
+    [
+        ("/", "/a/b", "/a/b"),
+        ("/", "/", "/"),
+        ("/a", "/a/b", "/b"),
+        ("/a", "/a", "/"),
+        ("/a", "/ab", None),
+        ("/a", "/", None),
+        ("/../..", "/../../x/y", "/x/y"),
+        ("/", "/../x", None),
+        ("/../..", "/../../../x", None),
+    ],
+)
+def test_part_of_a_hierarchy(root: str, path: str, below: str | None) -> None:
+    """Where a part of a hierarchy is mounted, as in a container, a group is found below that part, or not at all."""
+    assert Hierarchy("", Path("/sys/fs/cgroup"), root, 1).below(path) == below
+
+
+@needs_root
+class TestUnits:
+    """The control groups of units, by their names."""
+
+    @pytest.mark.parametrize("hierarchy", ["name=systemd", "cgroup2"])
+    def test_in_slices(self, hierarchy: str) -> None:
+        """A unit is found in a slice of root's, wherever that is; its suffix may be left out."""
+        with made(hierarchy, "t.slice", "t.slice/t-a.slice", "t.slice/t-a.slice/train.service") as (*_, unit):
+            for name in ("train", "train.service"):
+                found = control_groups.of_unit(name, 0)
+                assert found.group.inode == unit.stat().st_ino
+                found.close()
+
+    @pytest.mark.parametrize(
+        "groups",
+        [
+            ("t.scope", "t.scope/train.service"),
+            ("t.slice", "t.slice/docker", "t.slice/docker/train.service"),
+            ("other.service",),
+        ],
+    )
+    def test_elsewhere(self, groups: tuple[str, ...]) -> None:
+        """A group of its name that somebody made elsewhere is not the unit."""
+        with made("name=systemd", *groups), pytest.raises(InvalidRequestError) as refusal:
+            control_groups.of_unit("train", 0)
+        assert refusal.value.limit == "unit"
+
+    def test_of_another(self) -> None:
+        """A slice that is not root's has no unit of the system; and a user's own has, for that user."""
+        top = ("user.slice", "user.slice/user-2721.slice", "user.slice/user-2721.slice/user@2721.service")
+        with made("name=systemd", *top, f"{top[-1]}/train.service") as (*_, unit):
+            os.chown(unit, 2721, 0)
+            with pytest.raises(InvalidRequestError):
+                control_groups.of_unit("train", 0)
+            found = control_groups.of_unit("train", 2721)
+            assert found.group.inode == unit.stat().st_ino
+            found.close()
+
+    def test_several(self) -> None:
+        """Of two with one name, neither is taken."""
+        groups = ("s.slice", "s.slice/train.service", "t.slice", "t.slice/train.service")
+        with made("name=systemd", *groups), pytest.raises(InvalidRequestError, match="several"):
+            control_groups.of_unit("train", 0)
+
+
+@contextmanager
+def made(hierarchy: str, *names: str) -> Iterator[list[Path]]:
+    """Make control groups of exactly these names, from the top of a hierarchy, and remove them."""
+    with control_group(hierarchy, "probe") as probe:
+        top = probe.parent
+    paths = [top / name for name in names]
+    if any(each.exists() for each in paths):
+        pytest.skip("this machine has such a control group itself")
+    for each in paths:
+        each.mkdir()
+    try:
+        yield paths
+    finally:
+        for each in reversed(paths):
+            each.rmdir()

@@ -1,0 +1,138 @@
+"""Claims that are taken, put back, released and repeated while other things happen to them."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from typing import Any, Final
+
+import pytest
+
+from tests.daemon.conftest import Start
+from tests.daemon.helpers import BRISK, GIB, event
+from tests.harness import wait_until
+from tests.node import Node
+
+SMALL: Final[dict[str, Any]] = {"threads": 25, "memory": 2 * GIB, "gpu": "0"}
+
+
+@pytest.fixture
+def node(make_node: Start) -> Node:
+    """Start a node that soon notices when its control daemon does not answer."""
+    return make_node(simulate=1, control=None, config=BRISK).start()
+
+
+@pytest.fixture
+def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
+    """Give a process that holds whatever it is told to."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+
+def ask(node: Node, **more: Any) -> Any:
+    """Ask for a lease."""
+    return node.request("POST", "/v1/leases", {**SMALL, **more})
+
+
+def claimed(node: Node, **more: Any) -> dict[str, Any]:
+    """Claim a lease, and return it."""
+    answer = ask(node, **{"holder": {"claim": {}}, **more})
+    assert answer.status == 201, answer.body
+    found: dict[str, Any] = answer.json
+    return found
+
+
+def add(node: Node, lease: dict[str, Any], **asked: Any) -> Any:
+    """Ask for another holder of a lease."""
+    return node.request("POST", f"/v1/leases/{lease['id']}/holders", asked)
+
+
+def take(node: Node, lease: dict[str, Any], pid: int) -> Any:
+    """Take a claim for a process."""
+    return add(node, lease, pid=pid, token=lease["env"]["MPSD_LEASE_TOKEN"])
+
+
+def shown(node: Node, lease: dict[str, Any]) -> dict[str, Any]:
+    """Return a lease as it is now."""
+    found: dict[str, Any] = node.get(f"/v1/leases/{lease['id']}").json
+    return found
+
+
+def kinds(node: Node, lease: dict[str, Any]) -> list[str]:
+    """Return the kinds of a lease's holders."""
+    return [each["kind"] for each in shown(node, lease)["holders"]]
+
+
+def code(answer: Any) -> tuple[int, str]:
+    """Return how a request was refused."""
+    return answer.status, answer.json["code"]
+
+
+@contextmanager
+def unresponsive(node: Node) -> Iterator[None]:
+    """Have the control daemon not answer, so that nothing can be opened."""
+    daemon = node.daemons()["gpu0"]["pid"]
+    os.kill(daemon, signal.SIGSTOP)
+    try:
+        node.wait_for_state("gpu0", "unresponsive")
+        yield
+    finally:
+        os.kill(daemon, signal.SIGCONT)
+
+
+class TestTaking:
+    """A claim that takes its time to be opened to whoever took it."""
+
+    def test_asked_again_meanwhile(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
+        """Who asks again has the outcome of the first: a claim that is put back is nobody's, and is told to be so."""
+        lease = claimed(node)
+        with ThreadPoolExecutor() as pool:
+            with unresponsive(node):
+                first = pool.submit(take, node, lease, sleeper.pid)
+                wait_until(lambda: kinds(node, lease) == ["process"], what="the claim to be taken")
+                more = [pool.submit(take, node, lease, sleeper.pid) for _ in range(3)]
+                answers = [each.result() for each in (first, *more)]
+                assert [code(each) for each in answers] == [(409, "daemon_not_ready")] * 4
+                assert kinds(node, lease) == ["claim"]
+            wait_until(lambda: take(node, lease, sleeper.pid).status == 200, what="it to be taken later")
+        assert kinds(node, lease) == ["process"]
+
+    def test_renewed_meanwhile(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
+        """What is put back keeps the time to live that it was given meanwhile."""
+        lease = claimed(node, ttl=100)
+        with unresponsive(node), ThreadPoolExecutor() as pool:
+            first = pool.submit(take, node, lease, sleeper.pid)
+            wait_until(lambda: kinds(node, lease) == ["process"], what="the claim to be taken")
+            renewed = node.request("POST", f"/v1/leases/{lease['id']}/renew", {"ttl": 5000})
+            assert renewed.status == 200, renewed.body
+            assert code(first.result()) == (409, "daemon_not_ready")
+            assert kinds(node, lease) == ["claim"]
+            ends = [datetime.fromisoformat(each["expires"]) for each in (lease, shown(node, lease))]
+            assert ends[1] - ends[0] > timedelta(hours=1)
+
+    def test_handed_over_meanwhile(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
+        """What others hold by then is theirs, and is not put back."""
+        lease = claimed(node)
+        with unresponsive(node), ThreadPoolExecutor() as pool:
+            first = pool.submit(take, node, lease, sleeper.pid)
+            wait_until(lambda: kinds(node, lease) == ["process"], what="the claim to be taken")
+            assert add(node, lease, pid=os.getpid(), replace=True).status == 200
+            assert first.result().status == 409
+            assert [each["pid"] for each in shown(node, lease)["holders"]] == [os.getpid()]
+        assert node.events("lease_claim_returned") == []
+        assert code(take(node, lease, sleeper.pid)) == (409, "already_claimed")
+
+    def test_released_meanwhile(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
+        """One that has ended is nobody's, and is told to have ended."""
+        lease = claimed(node)
+        with unresponsive(node), ThreadPoolExecutor() as pool:
+            first = pool.submit(take, node, lease, sleeper.pid)
+            wait_until(lambda: kinds(node, lease) == ["process"], what="the claim to be taken")
+            assert node.request("DELETE", f"/v1/leases/{lease['id']}").status == 204
+            assert first.result().status in {404, 409}
+        event(node, "lease_ended", lease=lease["id"])
+        assert node.events("lease_claim_returned") == []

@@ -113,6 +113,7 @@ class LeaseHandlers:
             )
         if body.claim is not None:
             seconds = naming.claim_seconds(request, body, self._node.settings.current)
+            await self._see_clients(lease)
             return _lease_out(await self._node.leases.claims.leave(lease.id, seconds))
         if body.token is None:
             self._theirs(request, act=True)
@@ -134,10 +135,14 @@ class LeaseHandlers:
     async def end(self, request: Request) -> lease_schema.LeaseOut:
         """End the clients of a lease, and then the lease; stored before it is answered."""
         lease = self._theirs(request, act=True)
-        if lease.shares and lease.state is not LeaseState.ENDED:
-            await self._node.refresh(lease)  # a client that has just attached is one of them
+        await self._see_clients(lease)
         await self._node.leases.closing.close(lease.id, f"uid {request.credentials.uid} ended it")
         return _lease_out(self._node.leases.find(lease.id), None)
+
+    async def _see_clients(self, lease: Lease) -> None:
+        """Have a client that has just attached be known as one of the lease."""
+        if lease.shares and lease.state is not LeaseState.ENDED:
+            await self._node.refresh(lease)
 
     async def renew(self, request: Request) -> lease_schema.LeaseOut:
         """Give a lease more time."""

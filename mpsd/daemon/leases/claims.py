@@ -154,6 +154,7 @@ class Claims:
     async def leave(self, lease_id: str, seconds: float) -> Lease:
         """Have a lease claimed for its own owner, so that it outlives its holders; stored before it is returned.
 
+        A claim that nobody has taken stays one for whom it is for, with this deadline.
         Raises NotFoundError, AlreadyClaimedError while clients of it live, and StorageError.
         """
         before, now = self.granted(lease_id), clock.monotonic()
@@ -163,7 +164,8 @@ class Claims:
                 f"lease {lease_id} has a client, pid {client.pid}, that lives",
                 hint=f"end its clients first, or hand the lease over: mpsctl hand-over {lease_id} --pid PID",
             )
-        claim = Claim(seconds, before.owner.uid, now + seconds)
+        untaken = holders.claim_of(before)
+        claim = Claim(seconds, before.owner.uid if untaken is None else untaken.uid, now + seconds)
         left = structs.replace(before, state=LeaseState.GRANTED, holders=(claim,), clients=(), bearers=())
         self._ledger.put_back(left, now)
         self._holder_watch.unwatch(lease_id)

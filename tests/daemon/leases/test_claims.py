@@ -15,6 +15,7 @@ from tests.daemon.conftest import Start
 from tests.daemon.helpers import BRISK, GIB, event
 from tests.harness import wait_until
 from tests.node import Node
+from tests.simulated_clients import SimulatedClient, variables
 
 SMALL: Final[dict[str, Any]] = {"threads": 25, "memory": 2 * GIB, "gpu": "0"}
 
@@ -136,3 +137,27 @@ class TestTaking:
             assert first.result().status in {404, 409}
         event(node, "lease_ended", lease=lease["id"])
         assert node.events("lease_claim_returned") == []
+
+
+class TestClaimedAgain:
+    """A lease that is to be held by a claim until its next holder comes."""
+
+    def test_under_a_client_that_has_just_attached(self, make_node: Start) -> None:
+        """A client keeps its lease as it is, also one that mpsd has not heard of yet."""
+        node = make_node(simulate=1, control=None, config="[daemon]\nprobe_interval = 3600.0\n").start()
+        lease = ask(node, pid=os.getpid()).json
+        own = {**variables(node), **{name: str(each) for name, each in lease["env"].items()}}
+        with SimulatedClient(own) as client:
+            assert client.hello["mps"]
+            assert code(add(node, lease, claim={}, replace=True)) == (409, "already_claimed")
+            assert kinds(node, lease) == ["process"]
+
+    def test_one_for_anybody(self, node: Node) -> None:
+        """A claim for anybody stays one; its deadline is the new one."""
+        lease = claimed(node)
+        before = shown(node, lease)["holders"][0]
+        again = add(node, lease, claim={"deadline": 3000}, replace=True)
+        assert again.status == 200, again.body
+        (after,) = again.json["holders"]
+        assert (before.get("uid"), after.get("uid")) == (None, None)
+        assert after["deadline"] > before["deadline"]

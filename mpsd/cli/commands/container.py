@@ -19,6 +19,7 @@ from mpsd.cli.signals import SignalledError
 from mpsd.core.containers import cdi as device_files
 from mpsd.core.containers import oci
 from mpsd.core.errors import (
+    AlreadyClaimedError,
     InvalidRequestError,
     MpsdError,
     NotFoundError,
@@ -111,8 +112,9 @@ def _give_back_unless_taken(api: Api, lease: "answer_types.Lease") -> None:
     """Release a lease that no container took; one that a container has taken ends with that container."""
     api.close()  # mpsd may have been restarted, while the container ran
     try:
-        if any(each["kind"] == "claim" for each in api.lease(lease["id"])["holders"]):
-            api.release(lease["id"])
+        api.release_untaken(lease["id"])
+    except AlreadyClaimedError:
+        return
     except MpsdError as error:
         note(f"{lease['id']} ends by itself, and could not be released: {error.detail}")
 

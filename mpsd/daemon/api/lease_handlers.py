@@ -15,6 +15,7 @@ from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.daemon.api import lease_schema, naming
 from mpsd.daemon.api.request import Request
 from mpsd.daemon.api.schema import ViolationOut
+from mpsd.daemon.leases.claims import already_claimed
 from mpsd.daemon.node.node import Node
 from mpsd.system import clock, installation, process_table
 
@@ -127,8 +128,15 @@ class LeaseHandlers:
         return _lease_out(lease)
 
     async def release(self, request: Request) -> None:
-        """End a lease; one that has ended already is fine."""
+        """End a lease; one that has ended already is fine.
+
+        Raises AlreadyClaimedError for one that was taken and is to be released only if it was not: that is decided in
+        the same turn of the loop.
+        """
+        assert isinstance(request.query, lease_schema.ReleaseQuery)  # noqa: S101 - the route table says so
         lease = self._theirs(request, act=True)
+        if request.query.untaken and lease.state is not LeaseState.ENDED and holders.claim_of(lease) is None:
+            raise already_claimed(lease)
         verb = "released" if lease.owner.uid == request.credentials.uid else "revoked"
         await self._node.leases.release(lease.id, f"uid {request.credentials.uid} {verb} it")
 

@@ -139,6 +139,43 @@ class TestTaking:
         assert node.events("lease_claim_returned") == []
 
 
+class TestReleasedUnlessTaken:
+    """A lease that is released only if nobody has taken it."""
+
+    def test_untaken(self, node: Node) -> None:
+        """A claim ends, also one that waits in the queue; once more is fine."""
+        lease = claimed(node, threads=100)
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(ask, node, threads=100, holder={"claim": {}}, wait=60)
+            queued = wait_until(
+                lambda: [each for each in node.get("/v1/leases").json["leases"] if each["state"] == "waiting"],
+                what="a claim to wait",
+            )
+            for each in (queued[0], lease):
+                for _ in range(2):
+                    assert node.request("DELETE", f"/v1/leases/{each['id']}?untaken=true").status == 204
+                assert shown(node, each)["state"] == "ended"
+            assert waiting.result().status == 409
+
+    def test_taken(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
+        """One that was taken is refused and stays, also while it is being opened to its holder."""
+        lease = claimed(node)
+        with ThreadPoolExecutor() as pool:
+            with unresponsive(node):
+                first = pool.submit(take, node, lease, sleeper.pid)
+                wait_until(lambda: kinds(node, lease) == ["process"], what="the claim to be taken")
+                assert code(node.request("DELETE", f"/v1/leases/{lease['id']}?untaken=true")) == (
+                    409,
+                    "already_claimed",
+                )
+                assert first.result().status == 409
+            wait_until(lambda: take(node, lease, sleeper.pid).status == 200, what="it to be taken later")
+        assert code(node.request("DELETE", f"/v1/leases/{lease['id']}?untaken=true")) == (409, "already_claimed")
+        assert kinds(node, lease) == ["process"]
+        wrong = node.request("DELETE", f"/v1/leases/{lease['id']}?untaken=1")
+        assert (wrong.status, shown(node, lease)["state"]) == (422, "granted")
+
+
 class TestClaimedAgain:
     """A lease that is to be held by a claim until its next holder comes."""
 

@@ -11,7 +11,6 @@ from functools import partial
 from msgspec import structs
 
 from mpsd.core.admission.ledger import Ledger
-from mpsd.core.admission.request_ids import RequestIds
 from mpsd.core.errors import AlreadyClaimedError, CapacityError, DaemonNotReadyError, NotFoundError, StorageError
 from mpsd.core.holders import group_names, holders
 from mpsd.core.model import Claim, Holder, Lease, LeaseState, Owner
@@ -32,13 +31,11 @@ class Claims:
         holder_watch: HolderWatch,
         group_commit: GroupCommit,
         limit_gates: LimitGates,
-        request_ids: RequestIds,
     ) -> None:
         self._ledger = ledger
         self._holder_watch = holder_watch
         self._group_commit = group_commit
         self._limit_gates = limit_gates
-        self._request_ids = request_ids
         self._openings: dict[str, asyncio.Task[Lease]] = {}
         """By claim that was taken, and is being stored and opened to its holder."""
 
@@ -105,7 +102,6 @@ class Claims:
         except CapacityError:
             self._holder_watch.unwatch(lease_id)
             raise
-        self._request_ids.forget(before)
         self._limit_gates.follow(lease)
         because = f"{holders.said(named.holder)} took it"
         facts = {**group_names.facts_of(named.holder), "because": because}
@@ -192,14 +188,12 @@ class Claims:
             lease,
             owner=before.owner,
             holders=before.holders,
-            request=before.request,
             ttl=life.ttl,
             expires=life.expires,
         )
         self._ledger.put_back(back, clock.monotonic())
         self._holder_watch.unwatch(back.id)
         self._limit_gates.unfollow(lease)
-        self._request_ids.note(back)
         self._group_commit.change(back, EventName.LEASE_CLAIM_RETURNED, because=refusal.detail)
         if not isinstance(refusal, StorageError):
             await self._group_commit.over()

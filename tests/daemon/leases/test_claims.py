@@ -11,19 +11,21 @@ from typing import Any, Final
 
 import pytest
 
+from tests.daemon.caller import calling, needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import BRISK, GIB, event
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, variables
 
+ANN: Final = 2711
 SMALL: Final[dict[str, Any]] = {"threads": 25, "memory": 2 * GIB, "gpu": "0"}
 
 
 @pytest.fixture
 def node(make_node: Start) -> Node:
     """Start a node that soon notices when its control daemon does not answer."""
-    return make_node(simulate=1, control=None, config=BRISK).start()
+    return make_node(simulate=1, control=None, config=BRISK + ('users = "many"\n' if os.geteuid() == 0 else "")).start()
 
 
 @pytest.fixture
@@ -137,6 +139,39 @@ class TestTaking:
             assert first.result().status in {404, 409}
         event(node, "lease_ended", lease=lease["id"])
         assert node.events("lease_claim_returned") == []
+
+
+class TestRepeated:
+    """A request for a claim that is made again with its request_id."""
+
+    def test_after_it_was_taken(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
+        """It is answered with the same lease until that has ended, also by the next mpsd."""
+        asked: dict[str, Any] = {"holder": {"claim": {}}, "request_id": "job-7"}
+        lease = claimed(node, **asked)
+        assert claimed(node, **asked)["id"] == lease["id"]
+        assert code(ask(node, request_id="job-7")) == (422, "request_id_reused")
+        assert take(node, lease, sleeper.pid).status == 200
+        for _ in range(2):
+            again = claimed(node, **asked)
+            assert (again["id"], again["env"], kinds(node, lease)) == (lease["id"], lease["env"], ["process"])
+            assert code(ask(node, request_id="job-7")) == (422, "request_id_reused")
+            node.end(signal.SIGKILL)
+            node.start()
+        assert node.request("DELETE", f"/v1/leases/{lease['id']}").status == 204
+        assert claimed(node, **asked)["id"] != lease["id"]
+
+    @needs_root
+    def test_taken_by_another_user(self, node: Node) -> None:
+        """It stays the request of whoever made it: the user who took it has request_ids of its own."""
+        asked: dict[str, Any] = {"holder": {"claim": {}}, "request_id": "job-7"}
+        lease = claimed(node, **asked)
+        with calling(node.socket, uid=ANN) as ann:
+            path, token = f"/v1/leases/{lease['id']}/holders", lease["env"]["MPSD_LEASE_TOKEN"]
+            assert ann.request("POST", path, {"token": token}).status == 200
+            own = ann.admit(**SMALL, request_id="job-7")
+            assert (own.status, own.json["id"] != lease["id"]) == (201, True), own.body
+            again = claimed(node, **asked)
+            assert (again["id"], again["owner"]["uid"]) == (lease["id"], ANN)
 
 
 class TestReleasedUnlessTaken:

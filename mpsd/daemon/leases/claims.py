@@ -42,6 +42,11 @@ class Claims:
     def granted(self, lease_id: str) -> Lease:
         """Return a lease that can have another holder. Raises NotFoundError."""
         lease = self._ledger.leases.get(lease_id)
+        if lease_id in self._ledger.waiting:
+            raise NotFoundError(
+                f"lease {lease_id} still waits in the queue, and can have no other holder before it is granted",
+                hint=f"try again when it is granted: mpsctl show {lease_id}",
+            )
         if lease is None or lease.closing:
             raise NotFoundError(
                 f"lease {lease_id} holds nothing that can be handed over", hint="take out another lease"
@@ -201,6 +206,8 @@ class Claims:
     def why_expired(self, lease: Lease, claim: Claim) -> str:
         """Tell that nobody took a claim in time, and return why the lease ends."""
         because = f"its claim was not taken within {claim.seconds:g} s"
+        if lease.expires is not None and (claim.deadline is None or lease.expires < claim.deadline):
+            because = f"its time to live of {lease.ttl:g} s has expired, and nobody has taken its claim"
         self._group_commit.change(lease, EventName.LEASE_CLAIM_EXPIRED, because=because)
         return because
 

@@ -174,6 +174,34 @@ class TestRepeated:
             assert (again["id"], again["owner"]["uid"]) == (lease["id"], ANN)
 
 
+class TestEnds:
+    """What is said of a claim that ends, and of one that was not granted yet."""
+
+    def test_time_to_live(self, node: Node) -> None:
+        """Where its time to live is over first, that is the reason."""
+        lease = claimed(node, ttl=1)
+        wait_until(lambda: shown(node, lease)["state"] == "ended", what="the lease to end")
+        because = "its time to live of 1 s has expired, and nobody has taken its claim"
+        assert shown(node, lease)["because"] == because
+        assert event(node, "lease_claim_expired", lease=lease["id"])["because"] == because
+
+    def test_waits(self, node: Node) -> None:
+        """One that waits in the queue gets no holder, and says that it waits."""
+        first = claimed(node, threads=100)
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(ask, node, threads=100, holder={"claim": {}}, wait=60)
+            (queued,) = wait_until(
+                lambda: [each for each in node.get("/v1/leases").json["leases"] if each["state"] == "waiting"],
+                what="a claim to wait",
+            )
+            for asked in ({"pid": os.getpid()}, {"claim": {}, "replace": True}):
+                refused = add(node, queued, **asked)
+                assert code(refused) == (404, "not_found")
+                assert refused.json["detail"].startswith(f"lease {queued['id']} still waits in the queue")
+            assert node.request("DELETE", f"/v1/leases/{first['id']}").status == 204
+            assert waiting.result().status == 201
+
+
 class TestReleasedUnlessTaken:
     """A lease that is released only if nobody has taken it."""
 

@@ -127,24 +127,25 @@ def stop(api: Api, name: str, runtime: str) -> None:
     Each client is ended by terminate_client before any signal (see mpsctl release --end-clients), so that the work of
     others on the GPU is not lost to a client that is killed.
     """
-    if pid := _process_of(runtime, name):
+    status, pid = _process_of(runtime, name)
+    if status:
+        click.get_current_context().exit(status)  # the runtime has said why
+    if pid:
         lease = _lease_of(api, pid)
         if lease is None:
             note(f"{name} has no lease")
         else:
             lease_end.follow(api, lease)
-        if not _process_of(runtime, name):
+        if not _process_of(runtime, name)[1]:
             return  # it ended with its last client
     click.get_current_context().exit(foreground.run([runtime, "stop", name], os.environ))
 
 
-def _process_of(runtime: str, name: str) -> int:
-    """Return the pid of a container's process; 0 where it does not run. Ends mpsctl where the runtime knows none."""
+def _process_of(runtime: str, name: str) -> tuple[int, int]:
+    """Return the runtime's exit status, and the pid of a container's process; 0 where it does not run."""
     command = [runtime, "container", "inspect", "--format", "{{.State.Pid}}", name]
     status, text = foreground.output(command, os.environ)
-    if status:
-        click.get_current_context().exit(status)  # the runtime has said why
-    return int(text) if text.isascii() and text.isdecimal() else 0
+    return status, int(text) if not status and text.isascii() and text.isdecimal() else 0
 
 
 def _lease_of(api: Api, pid: int) -> str | None:

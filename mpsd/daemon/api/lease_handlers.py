@@ -8,7 +8,7 @@ from mpsd.core import model
 from mpsd.core.admission import quota
 from mpsd.core.admission.rules import QueuePlace
 from mpsd.core.containers import cdi
-from mpsd.core.errors import NotPermittedError
+from mpsd.core.errors import InvalidRequestError, NotPermittedError
 from mpsd.core.holders import holders
 from mpsd.core.model import Lease, LeaseState
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
@@ -173,6 +173,12 @@ class LeaseHandlers:
         """
         assert isinstance(request.query, lease_schema.CdiQuery)  # noqa: S101 - the route table says so
         lease = self._node.leases.claims.untaken(self._theirs(request, act=True).id)
+        if len(lease.shares) > 1:
+            raise InvalidRequestError(
+                f"lease {lease.id} is on {len(lease.shares)} GPUs, and a process can use only one of them",
+                hint="claim a lease on one GPU for each container",
+                limit="gpus",
+            )
         await self._node.leases.as_stored()
         device = cdi.Device(lease.id, str(self._node.settings.current.socket))
         variables = _lease_out(lease).env

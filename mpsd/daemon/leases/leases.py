@@ -135,6 +135,7 @@ class Leases:
         carriers = self._holding.carriers(entered)
         for lease in entered:
             self.unrestored.attempt(lease, [partial(self._take_up, now=now, carriers=carriers)], self._set_aside)
+        self._holder_watch.look()  # a group may be empty again at the first tick: that it was not would be forgotten
         if found.leases:
             left = sum(1 for _ in self.ledger.all())
             self._log.info(EventName.LEASES_RESTORED, leases=left, ended=len(entered) - left)

@@ -15,7 +15,6 @@ from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.daemon.api import lease_schema, naming
 from mpsd.daemon.api.request import Request
 from mpsd.daemon.api.schema import ViolationOut
-from mpsd.daemon.leases.claims import already_claimed
 from mpsd.daemon.node.node import Node
 from mpsd.system import clock, installation, process_table
 
@@ -135,8 +134,8 @@ class LeaseHandlers:
         """
         assert isinstance(request.query, lease_schema.ReleaseQuery)  # noqa: S101 - the route table says so
         lease = self._theirs(request, act=True)
-        if request.query.untaken and lease.state is not LeaseState.ENDED and holders.claim_of(lease) is None:
-            raise already_claimed(lease)
+        if request.query.untaken:
+            self._node.leases.claims.check_untaken(lease)
         verb = "released" if lease.owner.uid == request.credentials.uid else "revoked"
         await self._node.leases.release(lease.id, f"uid {request.credentials.uid} {verb} it")
 

@@ -161,7 +161,7 @@ class ReleaseQuery(RequestQuery, frozen=True):
     """Which lease is released."""
 
     untaken: Annotated[
-        bool, parameter("Whether it is released only while it is a claim that nobody has taken; 409 otherwise.")
+        bool, parameter("Whether it is released only while it is a claim that was not taken; 409 otherwise.")
     ] = False
 
 

@@ -56,9 +56,13 @@ class Claims:
     def untaken(self, lease_id: str) -> Lease:
         """Return a lease that nobody holds yet. Raises NotFoundError and AlreadyClaimedError."""
         lease = self.granted(lease_id)
-        if holders.claim_of(lease) is None:
-            raise already_claimed(lease)
+        self.check_untaken(lease)
         return lease
+
+    def check_untaken(self, lease: Lease) -> None:
+        """Refuse a lease that somebody holds; one that has ended is fine. Raises AlreadyClaimedError."""
+        if lease.state is not LeaseState.ENDED and holders.claim_of(lease) is None:
+            raise already_claimed(lease)
 
     async def add(self, lease_id: str, named: NamedHolder, *, replace: bool) -> Lease:
         """Have a lease held by another holder too, or by that one alone, stored before it is returned.
@@ -207,7 +211,7 @@ class Claims:
         """Tell that nobody took a claim in time, and return why the lease ends."""
         because = f"its claim was not taken within {claim.seconds:g} s"
         if lease.expires is not None and (claim.deadline is None or lease.expires < claim.deadline):
-            because = f"its time to live of {lease.ttl:g} s has expired, and nobody has taken its claim"
+            because = f"its time to live of {lease.ttl:g} s has expired before its claim was taken"
         self._group_commit.change(lease, EventName.LEASE_CLAIM_EXPIRED, because=because)
         return because
 

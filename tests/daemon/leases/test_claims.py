@@ -181,7 +181,7 @@ class TestEnds:
         """Where its time to live is over first, that is the reason."""
         lease = claimed(node, ttl=1)
         wait_until(lambda: shown(node, lease)["state"] == "ended", what="the lease to end")
-        because = "its time to live of 1 s has expired, and nobody has taken its claim"
+        because = "its time to live of 1 s has expired before its claim was taken"
         assert shown(node, lease)["because"] == because
         assert event(node, "lease_claim_expired", lease=lease["id"])["because"] == because
 

@@ -63,22 +63,22 @@ class Hierarchy(NamedTuple):
 
 def hierarchies() -> list[Hierarchy]:
     """Return the hierarchies that mpsd sees: systemd's own first, the unified one next, and then the controllers'."""
-    with Path("/proc/self/mountinfo").open(encoding="utf-8", errors="surrogateescape") as file:
-        lines = [line.rstrip("\n") for line in file]
     found: dict[str, Hierarchy] = {}
     names = [*_paths("self")]
-    for line, mount in zip(lines, mount_table.parse("\n".join(lines)), strict=False):
-        kind, _, options = line.partition(" - ")[2].split(" ", 2)
+    # Anybody may have named what is mounted, and of what may pass for the end of a line the kernel escapes one alone.
+    for line in os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).split("\n"):
+        kind, _, rest = line.partition(" - ")[2].partition(" ")
+        name = None
         if kind == "cgroup2":
-            name: str | None = UNIFIED
+            name = UNIFIED
         elif kind == "cgroup":
-            has = {*options.split(",")}
+            has = {*rest.partition(" ")[2].split(",")}
             name = next((each for each in names if each and {*each.split(",")} <= has), None)
-        else:
-            continue
         if name is not None and name not in found:
-            major, minor = map(int, mount.root.device.split(":"))
-            found[name] = Hierarchy(name, Path(mount.point), str(mount.root.path), os.makedev(major, minor))
+            with suppress(ValueError):  # a line that makes no sense
+                for mount in mount_table.parse(line):
+                    device = os.makedev(*map(int, mount.root.device.split(":")))
+                    found[name] = Hierarchy(name, Path(mount.point), str(mount.root.path), device)
     return sorted(found.values(), key=lambda each: (each.name != SYSTEMD, each.name != UNIFIED))
 
 

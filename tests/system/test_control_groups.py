@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -153,6 +154,20 @@ def test_no_group(path: str) -> None:
 def test_part_of_a_hierarchy(root: str, path: str, below: str | None) -> None:
     """Where a part of a hierarchy is mounted, as in a container, a group is found below that part, or not at all."""
     assert Hierarchy("", Path("/sys/fs/cgroup"), root, 1).below(path) == below
+
+
+@needs_root
+def test_mounts_of_any_name(short_tmp: Path) -> None:
+    """What somebody else's mount is called, with all that may pass for the end of a line, hides no hierarchy."""
+    script = "import sys; from mpsd.system import control_groups; print(control_groups.hierarchies())"
+    apart = ["unshare", "--mount", "--propagation", "private", "sh", "-ec"]
+    told = []
+    for name in ("plain", "a\r\u2028b\x0c\x85\x1c - cgroup2 c\r1 2 3", "\r9 1 0:x - cgroup2"):
+        (short_tmp / name).mkdir()
+        mounts = [*apart, 'mount -t tmpfs none "$0" && exec "$@"', str(short_tmp / name), sys.executable, "-c", script]
+        told.append(subprocess.run(mounts, check=True, capture_output=True, timeout=60, text=True).stdout)
+    assert told == [told[0]] * len(told)
+    assert "Hierarchy" in told[0]
 
 
 @needs_root

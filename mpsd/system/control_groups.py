@@ -8,13 +8,13 @@ import errno
 import os
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.model import ControlGroup
-from mpsd.system import mount_table
+from mpsd.system import descriptors, mount_table
 
 SYSTEMD: Final = "name=systemd"
 UNIFIED: Final = ""
@@ -216,7 +216,7 @@ def _open(hierarchy: Hierarchy, path: str) -> OpenGroup | None:
     """Open the group at a path of a hierarchy; None where there is none.
 
     No step on the way is a symbolic link, and the directory has to be of that very file system: nothing mounted over it
-    is taken for a group. Raises UnseenHierarchyError where mpsd may not go there.
+    is taken for a group. Raises UnseenHierarchyError where mpsd may not go there, and OSError without descriptors.
     """
     try:
         descriptor = os.open(hierarchy.point, _DIRECTORY)
@@ -225,6 +225,8 @@ def _open(hierarchy: Hierarchy, path: str) -> OpenGroup | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
+        if descriptors.are_none_left(error):
+            raise
         raise UnseenHierarchyError(f"{hierarchy.point}{path} cannot be opened: {error.strerror}") from error
     found = os.fstat(descriptor)
     if found.st_dev != hierarchy.device:
@@ -244,7 +246,7 @@ def _step(descriptor: int, part: str) -> int:
 def reopen(group: ControlGroup) -> OpenGroup | None:
     """Open a group again that was known before; None where it was removed, whatever has its name now.
 
-    Raises UnseenHierarchyError where its hierarchy is not mounted any more.
+    Raises UnseenHierarchyError where its hierarchy is not mounted any more, and OSError without descriptors.
     """
     hierarchy = next((each for each in hierarchies() if each.name == group.hierarchy), None)
     if hierarchy is None:
@@ -259,7 +261,8 @@ def reopen(group: ControlGroup) -> OpenGroup | None:
 def named(path: str) -> OpenGroup:
     """Open the group that a path names: as /proc/PID/cgroup has it, or with its mount point in front.
 
-    Where several hierarchies have such a group, it is the first that has processes in it. Raises InvalidRequestError.
+    Where several hierarchies have such a group, it is the first that has processes in it. Raises InvalidRequestError,
+    and OSError without descriptors.
     """
     seen = _seen()
     if not path.startswith("/") or ".." in path.split("/") or len(path) > _LONGEST:
@@ -275,25 +278,23 @@ def named(path: str) -> OpenGroup:
     inner = "/" + "/".join(part for part in inner.split("/") if part not in {"", "."})
     if inner == "/":
         raise _unknown(path, "it is the whole hierarchy, with every process of the node")
-    try:
-        found = [group for hierarchy in wanted if (group := _open(hierarchy, inner)) is not None]
-    except UnseenHierarchyError as error:
-        raise _unknown(path, str(error)) from error
-    if not found:
-        places = ", ".join(str(each.point) for each in wanted)
-        raise _unknown(path, f"there is none of this path where mpsd runs, below {places}")
-    chosen = next((each for each in found if each.is_populated()), found[0])
-    for each in found:
-        if each is not chosen:
-            each.close()
-    return chosen
+    with ExitStack() as opened:
+        try:
+            groups = (_open(hierarchy, inner) for hierarchy in wanted)
+            found = [opened.enter_context(closing(each)) for each in groups if each is not None]
+        except UnseenHierarchyError as error:
+            raise _unknown(path, str(error)) from error
+        if not found:
+            places = ", ".join(str(each.point) for each in wanted)
+            raise _unknown(path, f"there is none of this path where mpsd runs, below {places}")
+        return next((each for each in found if each.is_populated()), found[0]).duplicate()
 
 
 def of_process(pid: int) -> OpenGroup:
     """Open the group that a process is in; whoever calls holds its pidfd, and asks afterwards whether it lives.
 
     It is that of systemd's hierarchy, else the unified one, else the first of a controller, wherever the process is in
-    a group. Raises InvalidRequestError.
+    a group. Raises InvalidRequestError, and OSError without descriptors.
     """
     seen = _seen()
     for name, path in Membership(pid, seen).own():
@@ -305,9 +306,9 @@ def of_process(pid: int) -> OpenGroup:
             raise _unknown(path, str(error)) from error
         if found is None:
             continue
-        if (name, path) in Membership(pid, seen).own():
-            return found
-        found.close()
+        with closing(found):
+            if (name, path) in Membership(pid, seen).own():
+                return found.duplicate()
     raise InvalidRequestError(
         f"process {pid} is in no control group but the top of each hierarchy, as far as mpsd sees them",
         hint="name the process without its group, or put it into a control group first",
@@ -319,21 +320,21 @@ def of_unit(name: str, uid: int) -> OpenGroup:
     """Open the group of a systemd unit: of the system, or, for a uid but root's, of that user's own manager.
 
     A unit is looked for in slices alone, and only where these are root's, or that user's: whoever may make control
-    groups elsewhere may call them like a unit. Raises InvalidRequestError.
+    groups elsewhere may call them like a unit. Raises InvalidRequestError, and OSError without descriptors.
     """
     top = "/" if not uid else f"/user.slice/user-{uid}.slice/user@{uid}.service"
     name = name if "." in name else f"{name}.service"
     found: list[OpenGroup] = []
-    for hierarchy in _seen():
-        if hierarchy.name in {SYSTEMD, UNIFIED} and not found:
-            try:
-                found = [each for path in _units(hierarchy, top, name, uid) if (each := _open(hierarchy, path))]
-            except UnseenHierarchyError as error:
-                raise _unknown(name, str(error)) from error
-    if len(found) == 1:
-        return found[0]
-    for each in found:
-        each.close()
+    with ExitStack() as opened:
+        for hierarchy in _seen():
+            if hierarchy.name in {SYSTEMD, UNIFIED} and not found:
+                try:
+                    groups = (_open(hierarchy, path) for path in _units(hierarchy, top, name, uid))
+                    found = [opened.enter_context(closing(each)) for each in groups if each is not None]
+                except UnseenHierarchyError as error:
+                    raise _unknown(name, str(error)) from error
+        if len(found) == 1:
+            return found[0].duplicate()
     because = "there are several of this name" if found else "it has no control group: it does not run"
     raise InvalidRequestError(
         f"the unit {name} cannot hold a lease: {because}",

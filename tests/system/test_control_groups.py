@@ -1,10 +1,11 @@
 """Control groups as the kernel has them, of each hierarchy that is mounted here: opened, known, asked and found."""
 
 import os
+import resource
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -109,20 +110,65 @@ def test_more_than_are_looked_into() -> None:
                 each.rmdir()
 
 
+@contextmanager
+def descriptors_left(number: int) -> Iterator[None]:
+    """Leave this process so many descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    files = []
+    try:
+        with suppress(OSError):
+            while True:
+                files.append(os.open("/dev/null", os.O_RDONLY))
+        for _ in range(number):
+            os.close(files.pop())
+        yield
+    finally:
+        for each in files:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 @needs_root
 def test_descriptors_used_up() -> None:
     """Where there is no descriptor left, nothing is said of a group: it is not taken to be empty."""
-    with control_group("cgroup2", "full") as path, opened(path) as group:
-        files = []
-        try:
-            while True:
-                files.append(os.open("/dev/null", os.O_RDONLY))
-        except OSError:
-            with pytest.raises(OSError, match="Too many open files"):
-                group.is_populated()
-        finally:
-            for each in files:
-                os.close(each)
+    with (
+        control_group("cgroup2", "full") as path,
+        opened(path) as group,
+        descriptors_left(0),
+        pytest.raises(OSError, match="Too many open files"),
+    ):
+        group.is_populated()
+
+
+@needs_root
+@pytest.mark.parametrize("find", ["path", "process", "unit", "units"])
+def test_nothing_is_left_open(find: str) -> None:
+    """However many descriptors there are for it, a group that is looked for is opened once or not at all."""
+    units = ["s.slice", "s.slice/train.service", *(("t.slice", "t.slice/train.service") if find == "units" else ())]
+    with (
+        control_group("name=systemd", "both") as path,
+        control_group("cgroup2", "both"),
+        made("name=systemd", *units),
+        inside(path) as process,
+    ):
+        looks: dict[str, Callable[[], OpenGroup]] = {
+            "path": lambda: control_groups.named(f"/{path.name}"),
+            "process": lambda: control_groups.of_process(process.pid),
+        }
+        look = looks.get(find, lambda: control_groups.of_unit("train", 0))
+        told = []
+        for number in range(8):
+            before = [*Path("/proc/self/fd").iterdir()]
+            try:
+                with descriptors_left(number):
+                    look().close()
+                told.append("")
+            except (OSError, InvalidRequestError) as error:
+                told.append(str(error))
+            assert len([*Path("/proc/self/fd").iterdir()]) == len(before)
+        assert "Too many open files" in told[0]
+        assert "there are several" in told[-1] if find == "units" else told[-1] == ""
 
 
 @pytest.mark.parametrize(

@@ -260,6 +260,21 @@ class TestUnits:
         with made("name=systemd", *groups), pytest.raises(InvalidRequestError, match="several"):
             control_groups.of_unit("train", 0)
 
+    def test_too_many(self) -> None:
+        """A user who has made more groups than are looked at is told so, and to name the one; and so for slices."""
+        top = ("user.slice", "user.slice/user-2721.slice", "user.slice/user-2721.slice/user@2721.service")
+        for most, suffix in ((control_groups.MOST_ENTRIES, ""), (control_groups.MOST_ENTRIES // 32, ".slice")):
+            others = (f"{top[-1]}/g{number}{suffix}" for number in range(most))
+            with made("name=systemd", *top, *others) as paths:
+                for each in paths[len(top) :]:
+                    os.chown(each, 2721, 0)
+                with pytest.raises(InvalidRequestError, match="too many control groups") as refusal:
+                    control_groups.of_unit("train", 2721)
+                assert "--cgroup PATH" in refusal.value.hint
+                assert refusal.value.limit == "unit"
+                with pytest.raises(InvalidRequestError, match="does not run"):
+                    control_groups.of_unit("train", 0)
+
 
 @contextmanager
 def made(hierarchy: str, *names: str) -> Iterator[list[Path]]:

@@ -161,7 +161,7 @@ class TooManyLeasesError(CapacityError):
 
 
 class TooManyRequestsError(CapacityError):
-    """The caller's uid has the maximum number of open connections, or of requests in flight."""
+    """The caller's uid has too many open connections or requests in flight, or mpsd has no file descriptor left."""
 
     code = "too_many_requests"
     status = 429

@@ -8,13 +8,14 @@ import errno
 import os
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.model import ControlGroup
-from mpsd.system import mount_table
+from mpsd.system import descriptors, mount_table
 
 SYSTEMD: Final = "name=systemd"
 UNIFIED: Final = ""
@@ -26,10 +27,11 @@ _GONE: Final = frozenset({errno.ENOENT, errno.ENODEV, errno.EOPNOTSUPP})
 """What the kernel says of a file of a group that was removed, and of the list of processes of a group of threads."""
 
 MOST_GROUPS: Final = 512
-"""Groups below one of version 1 that are looked into for a process; below version 2, the kernel tells."""
+"""Groups that are looked into for a process of version 1, and listed for that; of version 2, the kernel tells."""
 
-_MOST_UNITS: Final = 4096
-"""Groups that are looked at for a unit."""
+MOST_ENTRIES: Final = 4096
+"""Entries of directories, files among them, that are looked at for a user's unit, or for a 16th of the system's: there,
+no user makes slices. To look into a slice takes as long as 32 entries: it is 4 ms at most for a user's (measured)."""
 
 _FIRST_BYTES: Final = 4096
 """Bytes of a list of processes that are read for its first."""
@@ -63,22 +65,20 @@ class Hierarchy(NamedTuple):
 
 def hierarchies() -> list[Hierarchy]:
     """Return the hierarchies that mpsd sees: systemd's own first, the unified one next, and then the controllers'."""
-    with Path("/proc/self/mountinfo").open(encoding="utf-8", errors="surrogateescape") as file:
-        lines = [line.rstrip("\n") for line in file]
     found: dict[str, Hierarchy] = {}
     names = [*_paths("self")]
-    for line, mount in zip(lines, mount_table.parse("\n".join(lines)), strict=False):
-        kind, _, options = line.partition(" - ")[2].split(" ", 2)
-        if kind == "cgroup2":
-            name: str | None = UNIFIED
-        elif kind == "cgroup":
-            has = {*options.split(",")}
+    # Anybody may have named what is mounted, and of what may pass for the end of a line the kernel escapes one alone.
+    for line in os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).split("\n"):
+        kind, _, rest = line.partition(" - ")[2].partition(" ")
+        name = UNIFIED if kind == "cgroup2" else None
+        if kind == "cgroup":
+            has = {*rest.partition(" ")[2].split(",")}
             name = next((each for each in names if each and {*each.split(",")} <= has), None)
-        else:
-            continue
         if name is not None and name not in found:
-            major, minor = map(int, mount.root.device.split(":"))
-            found[name] = Hierarchy(name, Path(mount.point), str(mount.root.path), os.makedev(major, minor))
+            with suppress(ValueError):  # a line that makes no sense
+                for mount in mount_table.parse(line):
+                    device = os.makedev(*map(int, mount.root.device.split(":")))
+                    found[name] = Hierarchy(name, Path(mount.point), str(mount.root.path), device)
     return sorted(found.values(), key=lambda each: (each.name != SYSTEMD, each.name != UNIFIED))
 
 
@@ -181,18 +181,23 @@ class OpenGroup:
         return bool(self._read(f"{below}/cgroup.procs"))
 
     def _below(self) -> Iterator[str]:
-        """Yield its own directory and those below it, the nearest first."""
-        waiting = deque(["."])
+        """Yield its own directory and those below it, the nearest first: one more than are looked into at most."""
+        waiting, room = deque(["."]), MOST_GROUPS
         while waiting:
             at = waiting.popleft()
             yield at
+            if not room:
+                continue
             with suppress(FileNotFoundError):  # it was removed meanwhile
                 descriptor = os.open(at, _DIRECTORY, dir_fd=self._descriptor)
                 try:
                     with os.scandir(descriptor) as entries:
-                        waiting.extend(f"{at}/{each.name}" for each in entries if each.is_dir(follow_symlinks=False))
+                        names = (f"{at}/{each.name}" for each in entries if each.is_dir(follow_symlinks=False))
+                        found = [*islice(names, room)]
                 finally:
                     os.close(descriptor)
+                waiting.extend(found)
+                room -= len(found)
 
     def _read(self, name: str) -> bytes:
         """Return the beginning of one of its files; nothing where it was removed, or is a group of threads alone."""
@@ -216,7 +221,7 @@ def _open(hierarchy: Hierarchy, path: str) -> OpenGroup | None:
     """Open the group at a path of a hierarchy; None where there is none.
 
     No step on the way is a symbolic link, and the directory has to be of that very file system: nothing mounted over it
-    is taken for a group. Raises UnseenHierarchyError where mpsd may not go there.
+    is taken for a group. Raises UnseenHierarchyError where mpsd may not go there, and OSError without descriptors.
     """
     try:
         descriptor = os.open(hierarchy.point, _DIRECTORY)
@@ -225,6 +230,8 @@ def _open(hierarchy: Hierarchy, path: str) -> OpenGroup | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
+        if descriptors.are_none_left(error):
+            raise
         raise UnseenHierarchyError(f"{hierarchy.point}{path} cannot be opened: {error.strerror}") from error
     found = os.fstat(descriptor)
     if found.st_dev != hierarchy.device:
@@ -244,11 +251,11 @@ def _step(descriptor: int, part: str) -> int:
 def reopen(group: ControlGroup) -> OpenGroup | None:
     """Open a group again that was known before; None where it was removed, whatever has its name now.
 
-    Raises UnseenHierarchyError where its hierarchy is not mounted any more.
+    Raises UnseenHierarchyError where its hierarchy is not mounted any more, and OSError without descriptors.
     """
     hierarchy = next((each for each in hierarchies() if each.name == group.hierarchy), None)
     if hierarchy is None:
-        raise UnseenHierarchyError(f"the hierarchy {_named(group.hierarchy)} is not mounted where mpsd runs")
+        raise UnseenHierarchyError(f"the hierarchy {group.hierarchy or 'of version 2'} is not mounted where mpsd runs")
     found = _open(hierarchy, group.path)
     if found is not None and found.group.inode != group.inode:
         found.close()
@@ -259,7 +266,8 @@ def reopen(group: ControlGroup) -> OpenGroup | None:
 def named(path: str) -> OpenGroup:
     """Open the group that a path names: as /proc/PID/cgroup has it, or with its mount point in front.
 
-    Where several hierarchies have such a group, it is the first that has processes in it. Raises InvalidRequestError.
+    Where several hierarchies have such a group, it is the first that has processes in it. Raises InvalidRequestError,
+    and OSError without descriptors.
     """
     seen = _seen()
     if not path.startswith("/") or ".." in path.split("/") or len(path) > _LONGEST:
@@ -275,25 +283,23 @@ def named(path: str) -> OpenGroup:
     inner = "/" + "/".join(part for part in inner.split("/") if part not in {"", "."})
     if inner == "/":
         raise _unknown(path, "it is the whole hierarchy, with every process of the node")
-    try:
-        found = [group for hierarchy in wanted if (group := _open(hierarchy, inner)) is not None]
-    except UnseenHierarchyError as error:
-        raise _unknown(path, str(error)) from error
-    if not found:
-        places = ", ".join(str(each.point) for each in wanted)
-        raise _unknown(path, f"there is none of this path where mpsd runs, below {places}")
-    chosen = next((each for each in found if each.is_populated()), found[0])
-    for each in found:
-        if each is not chosen:
-            each.close()
-    return chosen
+    with ExitStack() as opened:
+        try:
+            groups = (_open(each, inner) for each in wanted)
+            found = [opened.enter_context(closing(each)) for each in groups if each is not None]
+        except UnseenHierarchyError as error:
+            raise _unknown(path, str(error)) from error
+        if not found:
+            places = ", ".join(str(each.point) for each in wanted)
+            raise _unknown(path, f"there is none of this path where mpsd runs, below {places}")
+        return next((each for each in found if each.is_populated()), found[0]).duplicate()
 
 
 def of_process(pid: int) -> OpenGroup:
     """Open the group that a process is in; whoever calls holds its pidfd, and asks afterwards whether it lives.
 
     It is that of systemd's hierarchy, else the unified one, else the first of a controller, wherever the process is in
-    a group. Raises InvalidRequestError.
+    a group. Raises InvalidRequestError, and OSError without descriptors.
     """
     seen = _seen()
     for name, path in Membership(pid, seen).own():
@@ -305,9 +311,9 @@ def of_process(pid: int) -> OpenGroup:
             raise _unknown(path, str(error)) from error
         if found is None:
             continue
-        if (name, path) in Membership(pid, seen).own():
-            return found
-        found.close()
+        with closing(found):
+            if (name, path) in Membership(pid, seen).own():
+                return found.duplicate()
     raise InvalidRequestError(
         f"process {pid} is in no control group but the top of each hierarchy, as far as mpsd sees them",
         hint="name the process without its group, or put it into a control group first",
@@ -315,47 +321,57 @@ def of_process(pid: int) -> OpenGroup:
     )
 
 
+_BY_PATH: Final = "name its control group (--cgroup PATH): systemctl show -p ControlGroup UNIT"
+
+
 def of_unit(name: str, uid: int) -> OpenGroup:
     """Open the group of a systemd unit: of the system, or, for a uid but root's, of that user's own manager.
 
     A unit is looked for in slices alone, and only where these are root's, or that user's: whoever may make control
-    groups elsewhere may call them like a unit. Raises InvalidRequestError.
+    groups elsewhere may call them like a unit. Raises InvalidRequestError, and OSError without descriptors.
     """
     top = "/" if not uid else f"/user.slice/user-{uid}.slice/user@{uid}.service"
     name = name if "." in name else f"{name}.service"
     found: list[OpenGroup] = []
-    for hierarchy in _seen():
-        if hierarchy.name in {SYSTEMD, UNIFIED} and not found:
-            try:
-                found = [each for path in _units(hierarchy, top, name, uid) if (each := _open(hierarchy, path))]
-            except UnseenHierarchyError as error:
-                raise _unknown(name, str(error)) from error
-    if len(found) == 1:
-        return found[0]
-    for each in found:
-        each.close()
+    with ExitStack() as opened:
+        for hierarchy in _seen():
+            if hierarchy.name in {SYSTEMD, UNIFIED} and not found:
+                try:
+                    groups = (_open(hierarchy, path) for path in _units(hierarchy, top, name, uid))
+                    several = (opened.enter_context(closing(each)) for each in groups if each is not None)
+                    found = [*islice(several, 2)]
+                except UnseenHierarchyError as error:
+                    raise _unknown(name, str(error)) from error
+        if len(found) == 1:
+            return found[0].duplicate()
     because = "there are several of this name" if found else "it has no control group: it does not run"
-    raise InvalidRequestError(
-        f"the unit {name} cannot hold a lease: {because}",
-        hint="name its control group: systemctl show -p ControlGroup UNIT" if found else "start it first",
-        limit="unit",
-    )
+    raise _no_holder(name, because, _BY_PATH if found else "start it first")
+
+
+def _no_holder(unit: str, because: str, hint: str) -> InvalidRequestError:
+    return InvalidRequestError(f"the unit {unit} cannot hold a lease: {because}", hint=hint, limit="unit")
 
 
 def _units(hierarchy: Hierarchy, top: str, name: str, uid: int) -> Iterator[str]:
     waiting = deque([top.rstrip("/")])
-    for _ in range(_MOST_UNITS):
-        if not waiting:
-            return
+    left = MOST_ENTRIES if uid else 16 * MOST_ENTRIES
+    while waiting:
         at = waiting.popleft()
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(f"{hierarchy.point}{at}") as entries:
             for each in entries:
-                if not each.is_dir(follow_symlinks=False) or each.stat(follow_symlinks=False).st_uid != uid:
-                    continue
-                if each.name == name:
+                left -= 32 if each.name.endswith(".slice") else 1
+                if left < 0:
+                    raise _no_holder(name, "there are too many control groups to look for it", _BY_PATH)
+                if each.name == name and _is_group_of(each, uid):
                     yield f"{at}/{each.name}"
-                elif each.name.endswith(".slice"):
+                elif each.name.endswith(".slice") and _is_group_of(each, uid):
                     waiting.append(f"{at}/{each.name}")
+
+
+def _is_group_of(entry: "os.DirEntry[str]", uid: int) -> bool:
+    with suppress(FileNotFoundError):  # it was removed meanwhile
+        return entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == uid
+    return False
 
 
 def _seen() -> list[Hierarchy]:
@@ -381,7 +397,3 @@ def _unknown(path: str, because: str) -> InvalidRequestError:
         hint="name one as /proc/PID/cgroup has it, on the host and not in a container",
         limit="cgroup",
     )
-
-
-def _named(hierarchy: str) -> str:
-    return hierarchy or "of version 2"

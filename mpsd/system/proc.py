@@ -109,7 +109,8 @@ def cgroup(pid: int) -> str:
     may be either that knows of groups. Source: cgroups(7).
     """
     try:
-        lines = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
+        # Not splitlines(), nor as text: whoever names a group may put into it what these take for the end of a line.
+        lines = Path(f"/proc/{pid}/cgroup").read_bytes().decode("utf-8", errors="replace").split("\n")
     except (FileNotFoundError, ProcessLookupError):
         return ""
     paths = {line.split(":", 2)[1]: line.split(":", 2)[2] for line in lines if line.count(":") > 1}
@@ -170,7 +171,8 @@ def real_uid_unless(identity: ProcessIdentity, uid: int) -> int | None:
 def _status(pid: int, name: str) -> list[str]:
     """Return the words of a field of /proc/PID/status (see proc(5)); none when there is no such process."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+        # Not as text: a process may have a carriage return in its name, and what looks like another field after it.
+        status = Path(f"/proc/{pid}/status").read_bytes().decode("utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return []
     return next((line.split()[1:] for line in status.split("\n") if line.startswith(f"{name}:")), [])

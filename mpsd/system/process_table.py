@@ -75,10 +75,15 @@ def pids() -> Iterator[int]:
 def real_uid(pid: int) -> int | None:
     """Return a process's real uid, or None when it is gone."""
     with contextlib.suppress(*_UNSEEN):
-        for line in Path(f"/proc/{pid}/status").read_bytes().splitlines():
+        for line in _status(pid):
             if line.startswith(b"Uid:"):
                 return int(line.split()[1])
     return None
+
+
+def _status(pid: int) -> list[bytes]:
+    """Return the lines of /proc/PID/status. Not splitlines(): a name may have a carriage return, and forge one."""
+    return Path(f"/proc/{pid}/status").read_bytes().split(b"\n")
 
 
 def process_of_thread(pid: int) -> int | None:
@@ -87,10 +92,9 @@ def process_of_thread(pid: int) -> int | None:
     The kernel numbers threads as it does processes, and /proc has a folder for each, though it lists none.
     """
     try:
-        status = Path(f"/proc/{pid}/status").read_bytes()
+        leader = next((int(line.split()[1]) for line in _status(pid) if line.startswith(b"Tgid:")), pid)
     except _UNSEEN:
         return None
-    leader = next((int(line.split()[1]) for line in status.splitlines() if line.startswith(b"Tgid:")), pid)
     return leader if leader != pid else None
 
 

@@ -1,9 +1,11 @@
 """Control groups as the kernel has them, of each hierarchy that is mounted here: opened, known, asked and found."""
 
 import os
+import resource
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -108,20 +110,65 @@ def test_more_than_are_looked_into() -> None:
                 each.rmdir()
 
 
+@contextmanager
+def descriptors_left(number: int) -> Iterator[None]:
+    """Leave this process so many descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    files = []
+    try:
+        with suppress(OSError):
+            while True:
+                files.append(os.open("/dev/null", os.O_RDONLY))
+        for _ in range(number):
+            os.close(files.pop())
+        yield
+    finally:
+        for each in files:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 @needs_root
 def test_descriptors_used_up() -> None:
     """Where there is no descriptor left, nothing is said of a group: it is not taken to be empty."""
-    with control_group("cgroup2", "full") as path, opened(path) as group:
-        files = []
-        try:
-            while True:
-                files.append(os.open("/dev/null", os.O_RDONLY))
-        except OSError:
-            with pytest.raises(OSError, match="Too many open files"):
-                group.is_populated()
-        finally:
-            for each in files:
-                os.close(each)
+    with (
+        control_group("cgroup2", "full") as path,
+        opened(path) as group,
+        descriptors_left(0),
+        pytest.raises(OSError, match="Too many open files"),
+    ):
+        group.is_populated()
+
+
+@needs_root
+@pytest.mark.parametrize("find", ["path", "process", "unit", "units"])
+def test_nothing_is_left_open(find: str) -> None:
+    """However many descriptors there are for it, a group that is looked for is opened once or not at all."""
+    units = ["s.slice", "s.slice/train.service", *(("t.slice", "t.slice/train.service") if find == "units" else ())]
+    with (
+        control_group("name=systemd", "both") as path,
+        control_group("cgroup2", "both"),
+        made("name=systemd", *units),
+        inside(path) as process,
+    ):
+        looks: dict[str, Callable[[], OpenGroup]] = {
+            "path": lambda: control_groups.named(f"/{path.name}"),
+            "process": lambda: control_groups.of_process(process.pid),
+        }
+        look = looks.get(find, lambda: control_groups.of_unit("train", 0))
+        told = []
+        for number in range(8):
+            before = [*Path("/proc/self/fd").iterdir()]
+            try:
+                with descriptors_left(number):
+                    look().close()
+                told.append("")
+            except (OSError, InvalidRequestError) as error:
+                told.append(str(error))
+            assert len([*Path("/proc/self/fd").iterdir()]) == len(before)
+        assert "Too many open files" in told[0]
+        assert "there are several" in told[-1] if find == "units" else told[-1] == ""
 
 
 @pytest.mark.parametrize(
@@ -153,6 +200,20 @@ def test_no_group(path: str) -> None:
 def test_part_of_a_hierarchy(root: str, path: str, below: str | None) -> None:
     """Where a part of a hierarchy is mounted, as in a container, a group is found below that part, or not at all."""
     assert Hierarchy("", Path("/sys/fs/cgroup"), root, 1).below(path) == below
+
+
+@needs_root
+def test_mounts_of_any_name(short_tmp: Path) -> None:
+    """What somebody else's mount is called, with all that may pass for the end of a line, hides no hierarchy."""
+    script = "import sys; from mpsd.system import control_groups; print(control_groups.hierarchies())"
+    apart = ["unshare", "--mount", "--propagation", "private", "sh", "-ec"]
+    told = []
+    for name in ("plain", "a\r\u2028b\x0c\x85\x1c - cgroup2 c\r1 2 3", "\r9 1 0:x - cgroup2"):
+        (short_tmp / name).mkdir()
+        mounts = [*apart, 'mount -t tmpfs none "$0" && exec "$@"', str(short_tmp / name), sys.executable, "-c", script]
+        told.append(subprocess.run(mounts, check=True, capture_output=True, timeout=60, text=True).stdout)
+    assert told == [told[0]] * len(told)
+    assert "Hierarchy" in told[0]
 
 
 @needs_root
@@ -198,6 +259,21 @@ class TestUnits:
         groups = ("s.slice", "s.slice/train.service", "t.slice", "t.slice/train.service")
         with made("name=systemd", *groups), pytest.raises(InvalidRequestError, match="several"):
             control_groups.of_unit("train", 0)
+
+    def test_too_many(self) -> None:
+        """A user who has made more groups than are looked at is told so, and to name the one; and so for slices."""
+        top = ("user.slice", "user.slice/user-2721.slice", "user.slice/user-2721.slice/user@2721.service")
+        for most, suffix in ((control_groups.MOST_ENTRIES, ""), (control_groups.MOST_ENTRIES // 32, ".slice")):
+            others = (f"{top[-1]}/g{number}{suffix}" for number in range(most))
+            with made("name=systemd", *top, *others) as paths:
+                for each in paths[len(top) :]:
+                    os.chown(each, 2721, 0)
+                with pytest.raises(InvalidRequestError, match="too many control groups") as refusal:
+                    control_groups.of_unit("train", 2721)
+                assert "--cgroup PATH" in refusal.value.hint
+                assert refusal.value.limit == "unit"
+                with pytest.raises(InvalidRequestError, match="does not run"):
+                    control_groups.of_unit("train", 0)
 
 
 @contextmanager

@@ -169,6 +169,25 @@ def test_threads() -> None:
     assert process_table.process_of_thread(2**22 + 1) is None
 
 
+@pytest.mark.parametrize("line", ["Uid:\t7\t7\t7", "Tgid:\t1", "NSpid:\t5\t6"])
+def test_names_with_line_ends(line: str) -> None:
+    """A process may call itself what looks like a line of its /proc/PID/status, and is known by the real one."""
+    name = f"import sys; open('/proc/self/comm', 'w', newline='').write(sys.argv[1]); {WAITS}"
+    with subprocess.Popen(
+        [sys.executable, "-c", name, f"\r{line}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            assert Path(f"/proc/{process.pid}/comm").read_bytes() == f"\r{line}\n".encode()
+            assert process_table.real_uid(process.pid) == os.getuid()
+            assert proc.real_uid(process.pid) == os.getuid()
+            assert process_table.process_of_thread(process.pid) is None
+            assert proc.is_nested(process.pid) is proc.is_nested(os.getpid())
+        finally:
+            process.kill()
+
+
 def test_facts_about_one_process() -> None:
     """A process's uid, name and start are told, and that there is none is told as well."""
     assert process_table.uid_of(os.getpid()) == os.geteuid() == process_table.own_uid()

@@ -22,6 +22,7 @@ from mpsd.daemon.http.peer import Principal, RefusalLog, RequestsInFlight
 from mpsd.daemon.http.problems import problem_answer, unreadable, unroutable
 from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import EventName, Logger
+from mpsd.system import descriptors
 
 H = TypeVar("H")
 
@@ -90,6 +91,10 @@ class Dispatcher(Generic[H]):
             await connection.send(message, problem_answer(error))
         except ConnectionResetError:
             raise  # nobody waits for an answer any more
+        except OSError as error:
+            without = descriptors.are_none_left(error)
+            refused = problem_answer(descriptors.refusal(str(error.strerror))) if without else None
+            await connection.send(message, refused or self._defect(error, message.path))
         except Exception as error:  # noqa: BLE001 - the boundary: a defect answers one request, and must not end mpsd
             await connection.send(message, self._defect(error, message.path))
         finally:

@@ -27,7 +27,7 @@ def look(pid: int, lease: str, *, gpu: str, granted: int, client: bool) -> Clien
         return None
     group: Reading[MemoryGroup | None]
     try:
-        group = Known(memory_group(Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8", errors="replace")))
+        group = Known(memory_group(Path(f"/proc/{pid}/cgroup").read_bytes().decode("utf-8", errors="replace")))
     except OSError as error:
         group = Unknown(f"{error.filename}: {error.strerror}")
     variables = _variables(pid)
@@ -56,7 +56,7 @@ def memory_group(text: str, first: Path = _V1, second: Path = _V2) -> MemoryGrou
 
     Source: cgroups(7). Raises OSError.
     """
-    lines = [line.split(":", 2) for line in text.splitlines() if line.count(":") > 1]
+    lines = [line.split(":", 2) for line in text.split("\n") if line.count(":") > 1]
     names = ((second, "memory.max", "memory.current"), (first, "memory.limit_in_bytes", "memory.usage_in_bytes"))
     for (mount, limit, usage), controller in zip(names, ("", "memory"), strict=True):
         for path in (path for _, controllers, path in lines if controller in controllers.split(",")):

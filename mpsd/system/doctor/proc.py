@@ -122,7 +122,9 @@ def is_mpsd(arguments: Sequence[str]) -> bool:
 def _seen(pid: int, part: str, arguments: tuple[str, ...]) -> ProcessSeen:
     at = _PROC / str(pid)
     status = dict(
-        line.split(":", 1) for line in (at / "status").read_text(errors="replace").splitlines() if ":" in line
+        line.split(":", 1)
+        for line in (at / "status").read_bytes().decode(errors="replace").split("\n")  # a name may have other line ends
+        if ":" in line
     )
     variables = _variables(at)
     arguments_of = variables.value.get("CUDA_MPS_PIPE_DIRECTORY", "") if isinstance(variables, Known) else ""

@@ -164,7 +164,7 @@ def tasks(pid: int) -> Reading[Tasks]:
     Where this process sees no such file, as in most containers, that is not known. Source: cgroups(7).
     """
     try:
-        lines = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = Path(f"/proc/{pid}/cgroup").read_bytes().decode("utf-8", errors="replace").split("\n")
     except OSError as error:
         return Unknown(f"{error.filename} cannot be read by uid {os.geteuid()}: {error.strerror}")
     found = [_tasks(Path(root) / path.lstrip("/")) for root, path in _groups(lines)]
@@ -176,7 +176,7 @@ def tasks(pid: int) -> Reading[Tasks]:
 
 def _groups(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield each group on the way from the one with the processes up to the root's, where it is mounted."""
-    for line in lines:
+    for line in filter(None, lines):
         _, controllers, path = line.split(":", 2)
         mounted = _CGROUPS.get(controllers)
         if mounted is not None:

@@ -1,8 +1,12 @@
 """Who can hold a lease: processes, control groups and claims; each is added, handed over, and ends the lease once."""
 
+import contextlib
+import http.client
 import json
 import os
+import resource
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -136,6 +140,29 @@ class TestProcesses:
         lease = admitted(node, pid=sleeper.pid)
         assert node.request("DELETE", f"/v1/leases/{lease['id']}").status == 204
         assert add(node, lease, pid=sleeper.pid).status == 404
+
+    @pytest.mark.parametrize("named", ["pid", "cgroup", "unit"])
+    def test_no_descriptor_left(self, node: Node, sleeper: "subprocess.Popen[bytes]", named: str) -> None:
+        """Where mpsd cannot open what is named, it says so, that it is no fault of the caller's, and to ask again."""
+        asked = (
+            {"pid": sleeper.pid} if named == "pid" else {"holder": {named: "x" if named == "unit" else "/x"}, "ttl": 60}
+        )
+        soft, hard = resource.prlimit(node.pid, resource.RLIMIT_NOFILE)
+        with contextlib.closing(http.client.HTTPConnection("mpsd")) as connection:
+            connection.sock = socket.socket(socket.AF_UNIX)
+            connection.sock.connect(os.fspath(node.socket))
+            connection.request("GET", "/healthz")
+            assert connection.getresponse().read()
+            resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (3, hard))
+            try:
+                connection.request("POST", "/v1/leases", json.dumps({**SMALL, **asked}))
+                answer = connection.getresponse()
+                told = json.loads(answer.read())
+            finally:
+                resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (soft, hard))
+        assert (answer.status, told["code"], told["limit"]) == (429, "too_many_requests", "descriptors"), told
+        assert "Too many open files" in told["detail"]
+        assert "try again" in told["hint"]
 
     @needs_root
     def test_another_user(self, node: Node) -> None:

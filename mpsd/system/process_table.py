@@ -7,7 +7,6 @@ alone a process is at most a look-alike, which `mpsctl doctor` mentions and noth
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -38,8 +37,8 @@ _MOST_ENVIRONMENT: Final = 256 * 1024
 _ROUNDS: Final = 3
 """How often processes are looked for that came while others were looked at."""
 
-_PAUSE: Final = 0.005
-"""Seconds for a process to have its environment again that executes a program."""
+_EXECUTES: Final = 0.02
+"""Seconds within which a process that executes a program has its environment."""
 
 
 class ProgramKind(StrEnum):
@@ -176,17 +175,17 @@ def started_with(variable: str, owners: Mapping[str, int]) -> dict[str, list[Pro
     """
     found: dict[str, list[ProcessIdentity]] = {}
     seen, unclear = set[int](), set[int]()
-    for _ in range(_ROUNDS):
+    begun, rounds = clock.monotonic(), 0
+    while rounds < _ROUNDS or (unclear and clock.monotonic() - begun < _EXECUTES):
         fresh = [pid for pid in pids() if pid not in seen]
         if not fresh:
             break
-        if unclear:
-            time.sleep(_PAUSE)
-            unclear.clear()
+        unclear.clear()
         for value, identity in started_with_among(fresh, variable, owners, unclear.add):
             found.setdefault(value, []).append(identity)
         seen.update(fresh)
         seen -= unclear
+        rounds += 1
     for identities in found.values():
         identities.sort(key=lambda each: (each.start_ticks, each.pid))
     return found

@@ -88,6 +88,10 @@ class Api(Client):
         """End a lease; one that has ended already is fine."""
         self.delete(f"/v1/leases/{segment(lease)}")
 
+    def release_untaken(self, lease: str) -> None:
+        """End a lease that nobody has taken; one that has ended is fine, and one that was taken is refused."""
+        self.delete(f"/v1/leases/{segment(lease)}?untaken=true")
+
     def operate(self, daemon: str, verb: str, request: Mapping[str, object] | None = None) -> "answer_types.Operation":
         """Have a control daemon held, drained, resumed, restarted or reset."""
         return cast("answer_types.Operation", self.post(f"/v1/daemons/{segment(daemon)}/{verb}", request or {}))

@@ -428,6 +428,8 @@ class Lease(Struct, frozen=True):
     ended: Moment | None = None
     closing: str = ""
     """Why its clients are being ended: it takes no more of them, and ends when the last of them is gone."""
+    claimed_for: int | None = None
+    """The uid that it was first claimed for, under which its request_id stands; None: its request had a holder."""
 
 
 class Suspect(Struct, frozen=True):

@@ -21,6 +21,7 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     It gets the signals that mpsctl is sent. Raises OSError when it cannot be started.
     """
     waited = _PASSED_ON | {signal.SIGCHLD}
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a caller may have left it ignored: no end would be told
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
     try:
         pid = os.posix_spawnp(arguments[0], [*arguments], environment, setsigmask=before)

@@ -20,6 +20,9 @@ SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - where POSIX shared memor
 FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
 """PROC_PID_INIT_INO in the kernel's include/linux/proc_ns.h: the inode of the pid namespace that it starts with."""
 
+_DEVICE: Final = 2
+"""The field of a line of mountinfo that has the device number. Source: proc_pid_mountinfo(5)."""
+
 _EVERY_ID: Final = ["0", "0", "4294967295"]
 """The uid_map of a user namespace in which each uid is itself. Source: user_namespaces(7)."""
 
@@ -94,10 +97,11 @@ def file_system(path: Path) -> str:
     device = path.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     best = ""
-    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-        before, _, behind = line.partition(" - ")
-        if before.split()[2] == wanted:
-            best = behind.split()[0]
+    for line in Path("/proc/self/mountinfo").read_bytes().split(b"\n"):  # names in it have any other character
+        before, _, behind = line.partition(b" - ")
+        words = before.split(b" ")
+        if len(words) > _DEVICE and words[_DEVICE] == wanted.encode():
+            best = behind.partition(b" ")[0].decode("ascii", errors="replace")
     return best
 
 

@@ -7,7 +7,8 @@ alone a process is at most a look-alike, which `mpsctl doctor` mentions and noth
 
 import contextlib
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -36,6 +37,9 @@ _MOST_ENVIRONMENT: Final = 256 * 1024
 
 _ROUNDS: Final = 3
 """How often processes are looked for that came while others were looked at."""
+
+_PAUSE: Final = 0.005
+"""Seconds for a process to have its environment again that executes a program."""
 
 
 class ProgramKind(StrEnum):
@@ -167,55 +171,68 @@ def in_sessions(leaders: Collection[ProcessIdentity]) -> dict[ProcessIdentity, P
 def started_with(variable: str, owners: Mapping[str, int]) -> dict[str, list[ProcessIdentity]]:
     """Return, by value, the processes that were started with a variable of one of these values, the oldest first.
 
-    What starts while others are looked at is looked at too, for a few rounds. Otherwise as `started_with_among`.
+    What starts while others are looked at is looked at too, for a few rounds, and so is what executes a program just
+    then: for a moment it has no environment. Otherwise as `started_with_among`.
     """
     found: dict[str, list[ProcessIdentity]] = {}
-    seen = set[int]()
+    seen, unclear = set[int](), set[int]()
     for _ in range(_ROUNDS):
         fresh = [pid for pid in pids() if pid not in seen]
         if not fresh:
             break
-        seen.update(fresh)
-        for value, identity in started_with_among(fresh, variable, owners):
+        if unclear:
+            time.sleep(_PAUSE)
+            unclear.clear()
+        for value, identity in started_with_among(fresh, variable, owners, unclear.add):
             found.setdefault(value, []).append(identity)
+        seen.update(fresh)
+        seen -= unclear
     for identities in found.values():
         identities.sort(key=lambda each: (each.start_ticks, each.pid))
     return found
 
 
 def started_with_among(
-    candidates: Iterable[int], variable: str, owners: Mapping[str, int]
+    candidates: Iterable[int],
+    variable: str,
+    owners: Mapping[str, int],
+    unclear: Callable[[int], None] = lambda _: None,
 ) -> Iterator[tuple[str, ProcessIdentity]]:
     """Yield those of some processes that were started with a variable of one of these values, each with its value.
 
     Each value is one uid's: only processes of that real uid count. A value counts that stands near the beginning of an
-    environment, since a process may have megabytes of it, and a user may have thousands of processes. Raises OSError
-    where there are no descriptors left.
+    environment, since a process may have megabytes of it, and a user may have thousands of processes. `unclear` is
+    called with the pid of each that has no environment now, as while it executes a program. Raises OSError where there
+    are no descriptors left.
     """
-    uids, prefix = {0, *owners.values()}, os.fsencode(f"{variable}=")
+    uids, wanted, prefix = {0, *owners.values()}, {*owners.values()}, os.fsencode(f"{variable}=")
     for pid in candidates:
-        value = _value_of(pid, prefix, uids)
+        environment = _environment_of(pid, uids)
+        if not environment:
+            if environment is not None and real_uid(pid) in wanted:
+                unclear(pid)
+            continue
+        _, _, rest = (b"\0" + environment).partition(b"\0" + prefix)
+        value = rest.partition(b"\0")[0].decode("ascii", errors="replace")
         if value in owners and (identity := _of_user(pid, owners[value])) is not None:
             yield value, identity
 
 
-def _value_of(pid: int, prefix: bytes, uids: Collection[int]) -> str:
-    """Return what follows this in the environment of a process; nothing where nothing does, or where it is another's.
+def _environment_of(pid: int, uids: Collection[int]) -> bytes | None:
+    """Return the beginning of the environment of a process; None where it is another's, or gone.
 
     The owner of its folder is its effective user, or root where it may not be looked into. Source: proc(5).
     """
     with contextlib.suppress(*_UNSEEN):
         folder = f"/proc/{pid}"
         if os.stat(folder).st_uid not in uids:  # noqa: PTH116 - of every process: a path would take longer
-            return ""
+            return None
         descriptor = os.open(f"{folder}/environ", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            raw = b"\0" + os.read(descriptor, _MOST_ENVIRONMENT)
+            return os.read(descriptor, _MOST_ENVIRONMENT)
         finally:
             os.close(descriptor)
-        _, _, rest = raw.partition(b"\0" + prefix)
-        return rest.partition(b"\0")[0].decode("ascii", errors="replace")
-    return ""
+    return None
 
 
 def _of_user(pid: int, uid: int) -> ProcessIdentity | None:

@@ -35,6 +35,15 @@ def test_exit_status(script: str, expected: int) -> None:
     assert done.returncode == expected
 
 
+def test_ignored_children() -> None:
+    """A caller that ignores the ends of its children does not keep it from hearing of this one."""
+    ignoring = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", ignoring, sys.executable, "-c", _RUN, "sh", "-c", "exit 3"]
+    assert subprocess.run(command, check=False, timeout=30).returncode == 3
+
+
 def test_not_found() -> None:
     """A program that is not there is an error of the system's."""
     with pytest.raises(FileNotFoundError):

@@ -176,3 +176,15 @@ def test_what_cannot_be_told_is_not_kept() -> None:
         assert seen.sees_alike()
         assert not seen._alike
         seen.close()
+
+
+@pytest.mark.root("mount a file system")
+@pytest.mark.parametrize("name", ["a\rb", "a\u2028b", "a\x0cb", "a\x85b", "a b - tmpfs c"])
+def test_mounts_with_odd_names(short_tmp: Path, name: str) -> None:
+    """Where others have mounted something decides nothing, whatever is in its name."""
+    (short_tmp / name).mkdir()
+    script = 'mount -t tmpfs none "$0" && exec "$@"'
+    asks = "import pathlib; from mpsd.system import host_environment as h; print(h.file_system(pathlib.Path('/proc')))"
+    command = ["unshare", "-m", "--propagation", "private", "sh", "-c", script, f"{short_tmp / name}"]
+    done = subprocess.run([*command, sys.executable, "-c", asks], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("proc\n", "")

@@ -75,6 +75,13 @@ def _user(_: click.Context, __: click.Parameter, name: str | None) -> dict[str, 
     return found
 
 
+def group_path(_: click.Context, __: click.Parameter, path: str | None) -> str | None:
+    """Take what can be the path of a control group; which there are is the server's business."""
+    if path is not None and (not path.startswith("/") or path == "/" or not path.isprintable()):
+        raise click.BadParameter(f"{path!r} is not the path of a control group, such as /system.slice/train.service")
+    return path
+
+
 _REQUEST: Final = (
     click.option(
         "--threads",
@@ -160,10 +167,35 @@ def take(api: Api, options: Mapping[str, object], *, wait: float) -> "answer_typ
     return lease_wait.admit(api, request, wait=wait) if wait else api.admit(request)
 
 
+def _holder(
+    pid: int | None,
+    cgroup: str | None,
+    unit: str | None,
+    life: str | None,
+    claim_deadline: float | None,
+    *,
+    claim: bool,
+) -> dict[str, object] | None:
+    """Return the holder that is no process; None for a process."""
+    if sum((pid is not None, cgroup is not None, unit is not None, claim)) > 1:
+        raise click.UsageError("Name one holder: --pid, --cgroup, --unit or --claim.")
+    if claim_deadline is not None and not claim:
+        raise click.UsageError("--claim-deadline is for --claim.")
+    if life is not None and cgroup is None and unit is None:
+        raise click.UsageError("--while is for --cgroup and --unit.")
+    if claim:
+        return {"claim": {} if claim_deadline is None else {"deadline": claim_deadline}}
+    if cgroup is None and unit is None:
+        return None
+    return {"cgroup": cgroup, "unit": unit, **({"while": life} if life else {})}
+
+
 @click.command(cls=ForEval)
 @with_request
 @click.option("--pid", type=int, help="Process that holds the lease.  [default: the calling shell]")
-@click.option("--cgroup", metavar="PATH", help="Control group that holds the lease, as in /proc/PID/cgroup.")
+@click.option(
+    "--cgroup", metavar="PATH", callback=group_path, help="Control group that holds the lease, as in /proc/PID/cgroup."
+)
 @click.option("--unit", metavar="NAME", help="Unit of systemd that holds the lease; it must run.")
 @click.option(
     "--while",
@@ -213,15 +245,8 @@ def admit(
 
     With --wait, the place in the queue survives a restart of mpsd, and Ctrl-C gives it up at once.
     """  # noqa: D301 - click knows by that character what not to wrap
-    named = [pid is not None, cgroup is not None, unit is not None, claim]
-    if sum(named) > 1:
-        raise click.UsageError("Name one holder: --pid, --cgroup, --unit or --claim.")
-    holder: dict[str, object] | None = None
-    if claim:
-        holder = {"claim": {} if claim_deadline is None else {"deadline": claim_deadline}}
-    elif any(named[1:]):
-        holder = {"cgroup": cgroup, "unit": unit, **({"while": life} if life else {})}
-    elif pid is None:
+    holder = _holder(pid, cgroup, unit, life, claim_deadline, claim=claim)
+    if holder is None and pid is None:
         pid = calling_program()
     if pid == 0:
         raise click.UsageError("The caller is in another pid namespace: name the holder of the lease with --pid.")

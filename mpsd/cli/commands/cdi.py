@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import click
 
 from mpsd.cli.api import Api
-from mpsd.cli.command import environment, note, print_answer, with_api, with_form
+from mpsd.cli.command import environment, note, of_files, print_answer, with_api, with_form
 from mpsd.cli.completion import lease_names
 from mpsd.cli.render import table
 from mpsd.core.containers import cdi as device_files
@@ -81,6 +81,7 @@ def write(api: Api, lease: str, directory: Path, *, shared_memory: bool | None) 
 
     Devices of leases that have ended are removed.
     """  # noqa: D301 - click knows by that character what not to wrap
+    device_files.file_name(lease)  # what is no id is said before anything is looked for
     clean(api, directory)
     put(api, api.lease(lease), directory, shared_memory=shared_memory)
     click.echo(device_files.device_name(lease))
@@ -137,17 +138,18 @@ def put(api: Api, lease: "answer_types.Lease", directory: Path, *, shared_memory
         shared_memory = _needs_shared_memory(api, lease)
     device = device_files.Device(lease["id"], os.path.abspath(api.path))  # noqa: PTH100 - as it is, links and all
     content = device_files.document(device, variables, program=_program(api), shared_memory=shared_memory)
-    return cdi_directory.write(
-        directory, device, device_files.encode(content), reader=None if claim is None else claim.get("uid")
-    )
+    reader = None if claim is None else claim.get("uid")
+    with of_files():
+        return cdi_directory.write(directory, device, device_files.encode(content), reader=reader)
 
 
 def clean(api: Api, directory: Path) -> None:
     """Remove the devices of this mpsd's leases that have ended, and tell of each."""
-    for each in list(_written(api, directory)):
-        if each.state == "ended":
-            each.path.unlink(missing_ok=True)
-            note(f"removed {each.path}: {each.device.lease} has ended")
+    with of_files():
+        for each in list(_written(api, directory)):
+            if each.state == "ended":
+                each.path.unlink(missing_ok=True)
+                note(f"removed {each.path}: {each.device.lease} has ended")
 
 
 def _written(api: Api, directory: Path) -> Iterator[_Written]:

@@ -14,11 +14,12 @@ from mpsd.cli import lease_end, lease_start
 from mpsd.cli.api import Api
 from mpsd.cli.command import note, with_api
 from mpsd.cli.commands import cdi
-from mpsd.cli.commands.admit import take, with_request
+from mpsd.cli.commands.admit import take, user, with_request
 from mpsd.cli.signals import SignalledError
 from mpsd.core.containers import cdi as device_files
 from mpsd.core.containers import oci
 from mpsd.core.errors import (
+    AlreadyClaimedError,
     InvalidRequestError,
     MpsdError,
     NotFoundError,
@@ -111,8 +112,9 @@ def _give_back_unless_taken(api: Api, lease: "answer_types.Lease") -> None:
     """Release a lease that no container took; one that a container has taken ends with that container."""
     api.close()  # mpsd may have been restarted, while the container ran
     try:
-        if any(each["kind"] == "claim" for each in api.lease(lease["id"])["holders"]):
-            api.release(lease["id"])
+        api.release_untaken(lease["id"])
+    except AlreadyClaimedError:
+        return
     except MpsdError as error:
         note(f"{lease['id']} ends by itself, and could not be released: {error.detail}")
 
@@ -127,36 +129,43 @@ def stop(api: Api, name: str, runtime: str) -> None:
     Each client is ended by terminate_client before any signal (see mpsctl release --end-clients), so that the work of
     others on the GPU is not lost to a client that is killed.
     """
-    if pid := _process_of(runtime, name):
+    status, pid = _process_of(runtime, name)
+    if status:
+        click.get_current_context().exit(status)  # the runtime has said why
+    if pid:
         lease = _lease_of(api, pid)
         if lease is None:
             note(f"{name} has no lease")
         else:
             lease_end.follow(api, lease)
-        if not _process_of(runtime, name):
+        if not _process_of(runtime, name)[1]:
             return  # it ended with its last client
     click.get_current_context().exit(foreground.run([runtime, "stop", name], os.environ))
 
 
-def _process_of(runtime: str, name: str) -> int:
-    """Return the pid of a container's process; 0 where it does not run."""
+def _process_of(runtime: str, name: str) -> tuple[int, int]:
+    """Return the runtime's exit status, and the pid of a container's process; 0 where it does not run."""
     command = [runtime, "container", "inspect", "--format", "{{.State.Pid}}", name]
     status, text = foreground.output(command, os.environ)
-    return int(text) if not status and text.isascii() and text.isdecimal() else 0
+    return status, int(text) if not status and text.isascii() and text.isdecimal() else 0
 
 
 def _lease_of(api: Api, pid: int) -> str | None:
-    """Return the lease that a process is a client or holder of, or that its control group holds; None for none."""
+    """Return the lease that a process is a client or holder of, or that the innermost group around it holds."""
     try:
-        lines = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        lines = Path(f"/proc/{pid}/cgroup").read_bytes().split(b"\n")
     except OSError:
         return None
-    groups = {line.split(":", 2)[2] for line in lines}
+    own = [os.fsdecode(line.split(b":", 2)[2]) + "/" for line in lines if line]
+    best, found = "", None
     for lease in api.leases()["leases"]:
         for each in lease["holders"]:
-            if pid in lease["clients"] or each.get("pid") == pid or each.get("cgroup") in groups:
+            if pid in lease["clients"] or each.get("pid") == pid:
                 return lease["id"]
-    return None
+            held = each.get("cgroup") or ""
+            if len(held) > len(best) and any(path.startswith(f"{held}/") for path in own):
+                best, found = held, lease["id"]
+    return found
 
 
 # -- the hook ----------------------------------------------------------------------------------------------------------
@@ -185,7 +194,8 @@ def hook(api: Api, lease: str) -> None:
     request: dict[str, object] = {"pid": state.pid, "token": os.environ.get(device_files.TOKEN, "")}
     is_root = os.geteuid() == 0 and not _in_user_namespace()
     if is_root:
-        request["owner"] = {"uid": uid, "gid": gid}
+        known = user(str(uid))  # whose groups count in quotas
+        request["owner"] = {"uid": uid, "gid": gid, "groups": known["groups"] if known is not None else []}
     elif uid != (own := _outside("self", "uid", os.geteuid())):
         raise NotPermittedError(
             f"the program of the container will run as uid {uid}, and the lease is for your own, {own}",

@@ -7,6 +7,7 @@ import click
 from mpsd.cli import lease_start
 from mpsd.cli.api import Api
 from mpsd.cli.command import print_lease, with_api, with_form
+from mpsd.cli.commands.admit import group_path
 from mpsd.cli.completion import lease_names, program
 from mpsd.core.errors import InvalidRequestError
 
@@ -17,7 +18,12 @@ _TOKEN = "MPSD_LEASE_TOKEN"  # noqa: S105 - the variable's name
 @click.argument("lease", shell_complete=lease_names)
 @click.option("--pid", type=int, metavar="PID", help="Process that holds the lease from now on.")
 @click.option("--group", is_flag=True, help="With --pid: the control group of that process, and not the process.")
-@click.option("--cgroup", metavar="PATH", help="Control group, as in /proc/PID/cgroup or below /sys/fs/cgroup.")
+@click.option(
+    "--cgroup",
+    metavar="PATH",
+    callback=group_path,
+    help="Control group, as in /proc/PID/cgroup or below /sys/fs/cgroup.",
+)
 @click.option("--unit", metavar="NAME", help="Unit of systemd that runs.")
 @click.option(
     "--while",
@@ -50,6 +56,8 @@ def hand_over(
     """  # noqa: D301 - click knows by that character what not to wrap
     if sum(each is not None for each in (pid, cgroup, unit)) != 1:
         raise click.UsageError("Name one holder: --pid, --cgroup or --unit.")
+    if group and pid is None:
+        raise click.UsageError("--group is for --pid: it names the control group of that process.")
     request: dict[str, object] = {"replace": not keep, "group": group}
     request |= {"pid": pid, "cgroup": cgroup, "unit": unit} | ({"while": life} if life else {})
     print_lease(api, form, api.hold(lease, request))

@@ -148,6 +148,9 @@ def unit_start(api: Api, unit: str, *, on_restart: str, wait: float, **request: 
     path, wanted = Path(environment_file(unit)), f"# {' '.join(_as_options(request, wait))}"
     lease = _left_lease(api, path, group, wanted if on_restart == OnRestart.KEEP else None)
     if lease is None:
+        for each in api.leases()["leases"]:  # of a start that was killed before it could note which lease it had
+            if each["name"] == unit and any(holder.get("cgroup") == group for holder in each["holders"]):
+                api.release(each["id"])
         found = systemd_units.properties(unit, "User", "Group")
         request["owner"] = _owner(found["User"] or "root", found["Group"])
         request["holder"] = {"cgroup": group, "while": "exists"}

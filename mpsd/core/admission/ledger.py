@@ -257,8 +257,7 @@ class Ledger:
             if offer is not None and (shortage := self._room.other_user(offer, owner.uid)) is not None:
                 self._enter(before, now)
                 raise shortage.raised()
-        request = structs.replace(before.request, request_id=None)  # which was whoever made the claim's
-        lease = structs.replace(before, owner=owner, holders=(holder,), request=request)
+        lease = structs.replace(before, owner=owner, holders=(holder,))
         if ttl is not None and ttl != before.ttl:
             lease = structs.replace(lease, ttl=ttl, expires=now + ttl)
         self._enter(lease, now)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from mpsd.core.errors import RequestIdReusedError
 from mpsd.core.holders import holders
-from mpsd.core.model import Holder, Lease, LeaseRequest
+from mpsd.core.model import Claim, Holder, Lease, LeaseRequest
 
 _NAMES = (
     "threads",
@@ -20,7 +20,10 @@ _NAMES = (
     "name",
     "labels",
 )
-"""What has to be the same in a retry. How long it waits may differ: a retry has waited for a while already."""
+"""What has to be the same in a retry. How long it waits may differ: a retry has waited for a while already.
+
+So may the deadline of a claim.
+"""
 
 
 class RequestIds:
@@ -33,28 +36,28 @@ class RequestIds:
 
     def note(self, lease: Lease) -> None:
         """Note what a request was given, if it has a request_id."""
-        if lease.request.request_id is not None:
-            self._leases[lease.owner.uid, lease.request.request_id] = lease.id
+        key = _key(lease)
+        if key is not None:
+            self._leases[key] = lease.id
 
     def forget(self, lease: Lease) -> None:
         """Forget a lease that has ended: the next request with its request_id is a new one."""
-        if lease.request.request_id is not None:
-            self._leases.pop((lease.owner.uid, lease.request.request_id), None)
+        key = _key(lease)
+        if key is not None and self._leases.get(key) == lease.id:
+            del self._leases[key]
 
     def earlier(self, request: LeaseRequest, uid: int, named: Holder | None) -> Lease | None:
         """Return the lease, or the place in the queue, that this request was given when it was made before.
 
-        `named` is the holder that it names, if it names one. Raises RequestIdReusedError where the
-        request_id was used for another request.
+        `named` is the holder that it names, if it names one. A claim is that of its request also when it was taken.
+        Raises RequestIdReusedError where the request_id was used for another request.
         """
         if request.request_id is None:
             return None
         lease = self._find(self._leases.get((uid, request.request_id), ""))
         if lease is None:
             return None
-        differences = [*_differences(lease, request)]
-        if named is not None and not any(holders.are_same(each, named) for each in lease.holders):
-            differences.append(f"the holder was {holders.said(lease.holders[0])}, and is {holders.said(named)}")
+        differences = [*_differences(lease, request), *_other_holder(lease, named)]
         if differences:
             raise RequestIdReusedError(
                 f"request_id {request.request_id!r} was used for {lease.id}, which is another request:"
@@ -63,6 +66,21 @@ class RequestIds:
                 limit="request_id",
             )
         return lease
+
+
+def _key(lease: Lease) -> tuple[int, str] | None:
+    """Return under what a lease is found again: that stays as it is when its claim is taken by another uid."""
+    if lease.request.request_id is None:
+        return None
+    return (lease.owner.uid if lease.claimed_for is None else lease.claimed_for), lease.request.request_id
+
+
+def _other_holder(lease: Lease, named: Holder | None) -> Iterator[str]:
+    if lease.claimed_for is not None:
+        if not isinstance(named, Claim):
+            yield f"the holder was a claim, and is {'its caller' if named is None else holders.said(named)}"
+    elif named is not None and not any(holders.are_same(each, named) for each in lease.holders):
+        yield f"the holder was {holders.said(lease.holders[0])}, and is {holders.said(named)}"
 
 
 def _differences(lease: Lease, request: LeaseRequest) -> Iterator[str]:

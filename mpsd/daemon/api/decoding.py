@@ -41,7 +41,12 @@ def body_decoder(kind: type[B]) -> Callable[[bytes | bytearray], B]:
 
 
 def parameter(
-    description: str, *, refusal: str, hint: str, at_least: int | None = None, at_most: int | None = None
+    description: str,
+    *,
+    refusal: str = "is neither true nor false",
+    hint: str = "pass true or false",
+    at_least: int | None = None,
+    at_most: int | None = None,
 ) -> Meta:
     """Return the annotation of a RequestQuery's field: its sentence in the API's document, and what a refusal says.
 

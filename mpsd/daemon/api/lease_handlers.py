@@ -8,7 +8,7 @@ from mpsd.core import model
 from mpsd.core.admission import quota
 from mpsd.core.admission.rules import QueuePlace
 from mpsd.core.containers import cdi
-from mpsd.core.errors import NotPermittedError
+from mpsd.core.errors import InvalidRequestError, NotPermittedError
 from mpsd.core.holders import holders
 from mpsd.core.model import Lease, LeaseState
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
@@ -113,6 +113,7 @@ class LeaseHandlers:
             )
         if body.claim is not None:
             seconds = naming.claim_seconds(request, body, self._node.settings.current)
+            await self._see_clients(lease)
             return _lease_out(await self._node.leases.claims.leave(lease.id, seconds))
         if body.token is None:
             self._theirs(request, act=True)
@@ -126,18 +127,29 @@ class LeaseHandlers:
         return _lease_out(lease)
 
     async def release(self, request: Request) -> None:
-        """End a lease; one that has ended already is fine."""
+        """End a lease; one that has ended already is fine.
+
+        Raises AlreadyClaimedError for one that was taken and is to be released only if it was not: that is decided in
+        the same turn of the loop.
+        """
+        assert isinstance(request.query, lease_schema.ReleaseQuery)  # noqa: S101 - the route table says so
         lease = self._theirs(request, act=True)
+        if request.query.untaken:
+            self._node.leases.claims.check_untaken(lease)
         verb = "released" if lease.owner.uid == request.credentials.uid else "revoked"
         await self._node.leases.release(lease.id, f"uid {request.credentials.uid} {verb} it")
 
     async def end(self, request: Request) -> lease_schema.LeaseOut:
         """End the clients of a lease, and then the lease; stored before it is answered."""
         lease = self._theirs(request, act=True)
-        if lease.shares and lease.state is not LeaseState.ENDED:
-            await self._node.refresh(lease)  # a client that has just attached is one of them
+        await self._see_clients(lease)
         await self._node.leases.closing.close(lease.id, f"uid {request.credentials.uid} ended it")
         return _lease_out(self._node.leases.find(lease.id), None)
+
+    async def _see_clients(self, lease: Lease) -> None:
+        """Have a client that has just attached be known as one of the lease."""
+        if lease.shares and lease.state is not LeaseState.ENDED:
+            await self._node.refresh(lease)
 
     async def renew(self, request: Request) -> lease_schema.LeaseOut:
         """Give a lease more time."""
@@ -160,6 +172,12 @@ class LeaseHandlers:
         """
         assert isinstance(request.query, lease_schema.CdiQuery)  # noqa: S101 - the route table says so
         lease = self._node.leases.claims.untaken(self._theirs(request, act=True).id)
+        if len(lease.shares) > 1:
+            raise InvalidRequestError(
+                f"lease {lease.id} is on {len(lease.shares)} GPUs, and a process can use only one of them",
+                hint="claim a lease on one GPU for each container",
+                limit="gpus",
+            )
         await self._node.leases.as_stored()
         device = cdi.Device(lease.id, str(self._node.settings.current.socket))
         variables = _lease_out(lease).env

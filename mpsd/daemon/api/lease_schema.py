@@ -153,12 +153,15 @@ class CdiQuery(RequestQuery, frozen=True):
     """What a container gets beside its lease's pipe directory."""
 
     shared_memory: Annotated[
-        bool,
-        parameter(
-            "Whether the container gets the machine's /dev/shm, as drivers before 580 need it.",
-            refusal="is neither true nor false",
-            hint="pass true or false",
-        ),
+        bool, parameter("Whether the container gets the machine's /dev/shm, as drivers before 580 need it.")
+    ] = False
+
+
+class ReleaseQuery(RequestQuery, frozen=True):
+    """Which lease is released."""
+
+    untaken: Annotated[
+        bool, parameter("Whether it is released only while it is a claim that was not taken; 409 otherwise.")
     ] = False
 
 

@@ -4,15 +4,16 @@ Each change is one commit, stored before it is answered, and nothing is lost bet
 others are let go of.
 """
 
+import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from msgspec import structs
 
 from mpsd.core.admission.ledger import Ledger
-from mpsd.core.admission.request_ids import RequestIds
-from mpsd.core.errors import AlreadyClaimedError, CapacityError, NotFoundError, StorageError
+from mpsd.core.errors import AlreadyClaimedError, CapacityError, DaemonNotReadyError, NotFoundError, StorageError
 from mpsd.core.holders import group_names, holders
-from mpsd.core.model import Claim, Lease, LeaseState, Owner
+from mpsd.core.model import Claim, Holder, Lease, LeaseState, Owner
 from mpsd.daemon.holders.holder_watch import HolderWatch
 from mpsd.daemon.holders.named_holder import NamedHolder
 from mpsd.daemon.leases.group_commit import GroupCommit
@@ -31,17 +32,22 @@ class Claims:
         holder_watch: HolderWatch,
         group_commit: GroupCommit,
         limit_gates: LimitGates,
-        request_ids: RequestIds,
     ) -> None:
         self._ledger = ledger
         self._holder_watch = holder_watch
         self._group_commit = group_commit
         self._limit_gates = limit_gates
-        self._request_ids = request_ids
+        self._openings: dict[str, asyncio.Task[Lease]] = {}
+        """By claim that was taken, and is being stored and opened to its holder."""
 
     def granted(self, lease_id: str) -> Lease:
         """Return a lease that can have another holder. Raises NotFoundError."""
         lease = self._ledger.leases.get(lease_id)
+        if lease_id in self._ledger.waiting:
+            raise NotFoundError(
+                f"lease {lease_id} still waits in the queue, and can have no other holder before it is granted",
+                hint=f"try again when it is granted: mpsctl show {lease_id}",
+            )
         if lease is None or lease.closing:
             raise NotFoundError(
                 f"lease {lease_id} holds nothing that can be handed over", hint="take out another lease"
@@ -51,9 +57,13 @@ class Claims:
     def untaken(self, lease_id: str) -> Lease:
         """Return a lease that nobody holds yet. Raises NotFoundError and AlreadyClaimedError."""
         lease = self.granted(lease_id)
-        if holders.claim_of(lease) is None:
-            raise already_claimed(lease)
+        self.check_untaken(lease)
         return lease
+
+    def check_untaken(self, lease: Lease) -> None:
+        """Refuse a lease that somebody holds; one that has ended is fine. Raises AlreadyClaimedError."""
+        if lease.state is not LeaseState.ENDED and holders.claim_of(lease) is None:
+            raise already_claimed(lease)
 
     async def add(self, lease_id: str, named: NamedHolder, *, replace: bool) -> Lease:
         """Have a lease held by another holder too, or by that one alone, stored before it is returned.
@@ -83,45 +93,74 @@ class Claims:
         """Have a claim taken by this holder, for this owner; stored, and open to it, before it is returned.
 
         `check` raises why this owner may not have it. Whatever is raised, the claim is as it was: AlreadyClaimedError
-        for all but the first, who may ask again, NotFoundError, DoesNotFitError, StorageError, and as
-        `LimitGates.open` and `descriptors.duplicate`.
+        for all but the first, NotFoundError, DoesNotFitError, StorageError, and as `LimitGates.open` and
+        `descriptors.duplicate`. The first may ask again, and has the same outcome.
         """
         before = self.granted(lease_id)
         if holders.claim_of(before) is None:
-            if any(holders.are_same(each, named.holder) for each in before.holders):
-                await self._group_commit.stored(lease_id)
-                await self._limit_gates.open(before)
-                return before
-            raise already_claimed(before)
+            self._held(lease_id, named.holder)
+            if (opening := self._openings.get(lease_id)) is not None:
+                return await asyncio.shield(opening)
+            await self._group_commit.stored(lease_id)
+            await self._limit_gates.open(before)
+            return self._held(lease_id, named.holder)
         check(before)
         now = clock.monotonic()
-        self._holder_watch.watch(
-            lease_id, named, Purpose.LEASE
-        )  # first, since it fails where mpsd has no descriptor left
+        self._holder_watch.watch(lease_id, named, Purpose.LEASE)  # first, since it fails without descriptors
         try:
             lease = self._ledger.take(lease_id, owner, named.holder, ttl, now)
         except CapacityError:
             self._holder_watch.unwatch(lease_id)
             raise
-        self._request_ids.forget(before)
         self._limit_gates.follow(lease)
         because = f"{holders.said(named.holder)} took it"
         facts = {**group_names.facts_of(named.holder), "because": because}
         self._group_commit.change(lease, EventName.LEASE_CLAIMED, **facts)
+        # Its outcome is that of all who ask for it meanwhile, and it does not depend on whether they stay for it.
+        opening = asyncio.get_running_loop().create_task(self._open(before, lease))
+        self._openings[lease_id] = opening
+        opening.add_done_callback(partial(self._opened, lease_id))
+        return await asyncio.shield(opening)
+
+    async def _open(self, before: Lease, taken: Lease) -> Lease:
+        """Have a claim that was just taken stored and open to its holder, or put it back and raise why."""
         try:
-            await self._group_commit.stored(lease_id)
-            await self._limit_gates.open(lease)
+            await self._group_commit.stored(taken.id)
+            await self._limit_gates.open(taken)
         except CapacityError as refusal:
-            await self._put_back(before, refusal)
+            await self._put_back(before, taken, refusal)
             raise
-        there = self._ledger.leases.get(lease_id)
-        if there is None:
+        return self._held(taken.id, taken.holders[0])
+
+    def _opened(self, lease_id: str, opening: "asyncio.Task[Lease]") -> None:
+        if self._openings.get(lease_id) is opening:
+            del self._openings[lease_id]
+        if not opening.cancelled():
+            opening.exception()  # whoever asked may have left: then nobody else looks at it
+
+    def _held(self, lease_id: str, holder: Holder) -> Lease:
+        """Return a lease as it is now, for one of its holders.
+
+        Raises NotFoundError where it has ended, DaemonNotReadyError where it is a claim again, and AlreadyClaimedError
+        where others hold it.
+        """
+        lease = self._ledger.leases.get(lease_id)
+        if lease is None or lease.closing:
             raise NotFoundError(f"lease {lease_id} has ended meanwhile", hint="take out another lease")
-        return there
+        if holders.claim_of(lease) is not None:
+            raise DaemonNotReadyError(
+                f"lease {lease_id} is open to be claimed again: {holders.said(holder)} holds it no more",
+                hint="take it again",
+                limit="holder",
+            )
+        if not any(holders.are_same(each, holder) for each in lease.holders):
+            raise already_claimed(lease)
+        return lease
 
     async def leave(self, lease_id: str, seconds: float) -> Lease:
         """Have a lease claimed for its own owner, so that it outlives its holders; stored before it is returned.
 
+        A claim that nobody has taken stays one for whom it is for, with this deadline.
         Raises NotFoundError, AlreadyClaimedError while clients of it live, and StorageError.
         """
         before, now = self.granted(lease_id), clock.monotonic()
@@ -131,7 +170,8 @@ class Claims:
                 f"lease {lease_id} has a client, pid {client.pid}, that lives",
                 hint=f"end its clients first, or hand the lease over: mpsctl hand-over {lease_id} --pid PID",
             )
-        claim = Claim(seconds, before.owner.uid, now + seconds)
+        untaken = holders.claim_of(before)
+        claim = Claim(seconds, before.owner.uid if untaken is None else untaken.uid, now + seconds)
         left = structs.replace(before, state=LeaseState.GRANTED, holders=(claim,), clients=(), bearers=())
         self._ledger.put_back(left, now)
         self._holder_watch.unwatch(lease_id)
@@ -142,22 +182,37 @@ class Claims:
         await self._group_commit.stored(lease_id)
         return self._ledger.leases.get(lease_id, left)
 
-    async def _put_back(self, before: Lease, refusal: CapacityError) -> None:
-        """Have a claim open again that could not be opened to whoever took it, until its time is over."""
+    async def _put_back(self, before: Lease, taken: Lease, refusal: CapacityError) -> None:
+        """Have a claim open again that could not be opened to whoever took it, until its time is over.
+
+        What has changed since stays: one that others hold, that has clients or that is closing is as it is.
+        """
         lease = self._ledger.leases.get(before.id)
-        if lease is None:
+        if lease is None or lease.closing or lease.clients or lease.bearers:
             return
-        self._ledger.put_back(before, clock.monotonic())
-        self._holder_watch.unwatch(before.id)
+        if len(lease.holders) > 1 or not holders.are_same(lease.holders[0], taken.holders[0]):
+            return
+        is_renewed = (lease.ttl, lease.expires) != (taken.ttl, taken.expires)
+        life = lease if is_renewed else before
+        back = structs.replace(
+            lease,
+            owner=before.owner,
+            holders=before.holders,
+            ttl=life.ttl,
+            expires=life.expires,
+        )
+        self._ledger.put_back(back, clock.monotonic())
+        self._holder_watch.unwatch(back.id)
         self._limit_gates.unfollow(lease)
-        self._request_ids.note(before)
-        self._group_commit.change(before, EventName.LEASE_CLAIM_RETURNED, because=refusal.detail)
+        self._group_commit.change(back, EventName.LEASE_CLAIM_RETURNED, because=refusal.detail)
         if not isinstance(refusal, StorageError):
             await self._group_commit.over()
 
     def why_expired(self, lease: Lease, claim: Claim) -> str:
         """Tell that nobody took a claim in time, and return why the lease ends."""
         because = f"its claim was not taken within {claim.seconds:g} s"
+        if lease.expires is not None and (claim.deadline is None or lease.expires < claim.deadline):
+            because = f"its time to live of {lease.ttl:g} s has expired before its claim was taken"
         self._group_commit.change(lease, EventName.LEASE_CLAIM_EXPIRED, because=because)
         return because
 

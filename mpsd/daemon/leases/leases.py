@@ -18,7 +18,7 @@ from mpsd.core.admission.usage import Usage
 from mpsd.core.enforcement.lease_environment import TOKEN_BYTES
 from mpsd.core.errors import CapacityError, DoesNotFitError, MpsdError, NotFoundError, StorageError
 from mpsd.core.holders.holders import claim_of
-from mpsd.core.model import Lease, LeaseRequest, LeaseState, Owner
+from mpsd.core.model import Claim, Lease, LeaseRequest, LeaseState, Owner
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import OnExpiry, Settings
 from mpsd.daemon.ends.closing import Closing
@@ -83,7 +83,7 @@ class Leases:
         self.unrestored = UnrestoredLeases(store.discard, log)
         self.closing = Closing(ledger, endings, self._group_commit, follow=limit_gates.follow, end=self._end, log=log)
         self.request_ids = RequestIds(ledger.find)
-        self.claims = Claims(ledger, self._holder_watch, self._group_commit, limit_gates, self.request_ids)
+        self.claims = Claims(ledger, self._holder_watch, self._group_commit, limit_gates)
         self.left_behind: Callable[[Lease], None] = lambda _: None
         """Called with a lease that has ended while it had clients."""
         self._pending: dict[str, PendingRequest] = {}
@@ -136,6 +136,7 @@ class Leases:
         carriers = self._holding.carriers(entered)
         for lease in entered:
             self.unrestored.attempt(lease, [partial(self._take_up, now=now, carriers=carriers)], self._set_aside)
+        self._holder_watch.look()  # a group may be empty again at the first tick: that it was not would be forgotten
         if found.leases:
             left = sum(1 for _ in self.ledger.all())
             self._log.info(EventName.LEASES_RESTORED, leases=left, ended=len(entered) - left)
@@ -209,6 +210,7 @@ class Leases:
             until=None if wait is None else now.seconds + wait,
             ttl=ttl,
             token=secret[2 * _ID_BYTES :],
+            claimed_for=owner.uid if isinstance(named.holder, Claim) else None,
         )
         try:
             self._holder_watch.watch(requested.id, named, Purpose.LEASE)  # first: it fails without descriptors

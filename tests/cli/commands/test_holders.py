@@ -2,14 +2,16 @@
 
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cli.conftest import run_mpsctl
-from tests.control_groups import control_group
+from tests.control_groups import control_group, joins
 from tests.daemon.caller import needs_root
 from tests.harness import wait_until
 from tests.node import Node
@@ -92,3 +94,50 @@ def test_one_holder(node: Node, options: tuple[str, ...]) -> None:
     """Several holders at once are a mistake, and nothing is taken out."""
     done = node.mpsctl("admit", *SHARE, *options)
     assert (done.returncode, "Name one holder" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("admit", *SHARE, "--claim-deadline", "10"), "--claim-deadline is for --claim"),
+        (("admit", *SHARE, "--while", "exists"), "--while is for --cgroup and --unit"),
+        (("admit", *SHARE, "--cgroup", "train"), "'train' is not the path of a control group, such as /"),
+        (("admit", *SHARE, "--cgroup", "/"), "'/' is not the path of a control group, such as /"),
+        (("hand-over", "lease-1", "--unit", "a.service", "--group"), "--group is for --pid"),
+    ],
+)
+def test_options_that_say_nothing(options: tuple[str, ...], says: str) -> None:
+    """An option that would have no effect is refused, and not passed over."""
+    done = run_mpsctl("none.sock", *options)
+    assert (done.returncode, says in done.stderr) == (2, True), done.stderr
+
+
+@needs_root
+def test_container_stop(node: Node, short_tmp: Path) -> None:
+    """`container stop` finds the lease also where a container has its first process in a group below its own."""
+    runtime = short_tmp / "podman"
+    with control_group("name=systemd", "outer") as outer, control_group("name=systemd", f"{outer.name}/inner") as inner:
+        with subprocess.Popen([*joins(inner), "sleep", "600"]) as program:
+            try:
+                wait_until(
+                    lambda: str(program.pid) in (inner / "cgroup.procs").read_text(), what="it to be in its group"
+                )
+                lease = admitted(node, "--cgroup", str(outer), "--user", "0")["id"]
+                runtime.write_text(f"#!/bin/sh\n[ $1 = stop ] && kill {program.pid} || echo {program.pid}\n")
+                runtime.chmod(0o755)
+                environment = {**os.environ, "PATH": f"{short_tmp}:{os.environ['PATH']}"}
+                done = node.mpsctl("container", "stop", "name", env=environment)
+                assert (done.returncode, "has no lease" in done.stderr) == (0, False), done.stderr
+                assert program.wait(10) == -signal.SIGTERM
+            finally:
+                program.kill()
+        assert json.loads(node.mpsctl("show", lease, "-o", "json").stdout)["state"] == "ended"
+
+
+def test_container_that_is_not_there(node: Node, short_tmp: Path) -> None:
+    """What the runtime says of a container that it does not have is said once, and mpsctl ends as the runtime did."""
+    runtime = short_tmp / "podman"
+    runtime.write_text("#!/bin/sh\necho no such container >&2\nexit 125\n")
+    runtime.chmod(0o755)
+    done = node.mpsctl("container", "stop", "x", env={**os.environ, "PATH": f"{short_tmp}:{os.environ['PATH']}"})
+    assert (done.returncode, done.stderr) == (125, "no such container\n")

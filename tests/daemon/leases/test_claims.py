@@ -1,0 +1,263 @@
+"""Claims that are taken, put back, released and repeated while other things happen to them."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from typing import Any, Final
+
+import pytest
+
+from tests.daemon.caller import calling, needs_root
+from tests.daemon.conftest import Start
+from tests.daemon.helpers import BRISK, GIB, event
+from tests.harness import wait_until
+from tests.node import Node
+from tests.simulated_clients import SimulatedClient, variables
+
+ANN: Final = 2711
+SMALL: Final[dict[str, Any]] = {"threads": 25, "memory": 2 * GIB, "gpu": "0"}
+
+
+@pytest.fixture
+def node(make_node: Start) -> Node:
+    """Start a node that soon notices when its control daemon does not answer."""
+    return make_node(simulate=1, control=None, config=BRISK + ('users = "many"\n' if os.geteuid() == 0 else "")).start()
+
+
+@pytest.fixture
+def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
+    """Give a process that holds whatever it is told to."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+
+def ask(node: Node, **more: Any) -> Any:
+    """Ask for a lease."""
+    return node.request("POST", "/v1/leases", {**SMALL, **more})
+
+
+def claimed(node: Node, **more: Any) -> dict[str, Any]:
+    """Claim a lease, and return it."""
+    answer = ask(node, **{"holder": {"claim": {}}, **more})
+    assert answer.status == 201, answer.body
+    found: dict[str, Any] = answer.json
+    return found
+
+
+def add(node: Node, lease: dict[str, Any], **asked: Any) -> Any:
+    """Ask for another holder of a lease."""
+    return node.request("POST", f"/v1/leases/{lease['id']}/holders", asked)
+
+
+def take(node: Node, lease: dict[str, Any], pid: int) -> Any:
+    """Take a claim for a process."""
+    return add(node, lease, pid=pid, token=lease["env"]["MPSD_LEASE_TOKEN"])
+
+
+def shown(node: Node, lease: dict[str, Any]) -> dict[str, Any]:
+    """Return a lease as it is now."""
+    found: dict[str, Any] = node.get(f"/v1/leases/{lease['id']}").json
+    return found
+
+
+def kinds(node: Node, lease: dict[str, Any]) -> list[str]:
+    """Return the kinds of a lease's holders."""
+    return [each["kind"] for each in shown(node, lease)["holders"]]
+
+
+def code(answer: Any) -> tuple[int, str]:
+    """Return how a request was refused."""
+    return answer.status, answer.json["code"]
+
+
+@contextmanager
+def unresponsive(node: Node) -> Iterator[None]:
+    """Have the control daemon not answer, so that nothing can be opened."""
+    daemon = node.daemons()["gpu0"]["pid"]
+    os.kill(daemon, signal.SIGSTOP)
+    try:
+        node.wait_for_state("gpu0", "unresponsive")
+        yield
+    finally:
+        os.kill(daemon, signal.SIGCONT)
+
+
+class TestTaking:
+    """A claim that takes its time to be opened to whoever took it."""
+
+    def test_asked_again_meanwhile(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
+        """Who asks again has the outcome of the first: a claim that is put back is nobody's, and is told to be so."""
+        lease = claimed(node)
+        with ThreadPoolExecutor() as pool:
+            with unresponsive(node):
+                first = pool.submit(take, node, lease, sleeper.pid)
+                wait_until(lambda: kinds(node, lease) == ["process"], what="the claim to be taken")
+                more = [pool.submit(take, node, lease, sleeper.pid) for _ in range(3)]
+                answers = [each.result() for each in (first, *more)]
+                assert [code(each) for each in answers] == [(409, "daemon_not_ready")] * 4
+                assert kinds(node, lease) == ["claim"]
+            wait_until(lambda: take(node, lease, sleeper.pid).status == 200, what="it to be taken later")
+        assert kinds(node, lease) == ["process"]
+
+    def test_renewed_meanwhile(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
+        """What is put back keeps the time to live that it was given meanwhile."""
+        lease = claimed(node, ttl=100)
+        with unresponsive(node), ThreadPoolExecutor() as pool:
+            first = pool.submit(take, node, lease, sleeper.pid)
+            wait_until(lambda: kinds(node, lease) == ["process"], what="the claim to be taken")
+            renewed = node.request("POST", f"/v1/leases/{lease['id']}/renew", {"ttl": 5000})
+            assert renewed.status == 200, renewed.body
+            assert code(first.result()) == (409, "daemon_not_ready")
+            assert kinds(node, lease) == ["claim"]
+            ends = [datetime.fromisoformat(each["expires"]) for each in (lease, shown(node, lease))]
+            assert ends[1] - ends[0] > timedelta(hours=1)
+
+    def test_handed_over_meanwhile(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
+        """What others hold by then is theirs, and is not put back."""
+        lease = claimed(node)
+        with unresponsive(node), ThreadPoolExecutor() as pool:
+            first = pool.submit(take, node, lease, sleeper.pid)
+            wait_until(lambda: kinds(node, lease) == ["process"], what="the claim to be taken")
+            assert add(node, lease, pid=os.getpid(), replace=True).status == 200
+            assert first.result().status == 409
+            assert [each["pid"] for each in shown(node, lease)["holders"]] == [os.getpid()]
+        assert node.events("lease_claim_returned") == []
+        assert code(take(node, lease, sleeper.pid)) == (409, "already_claimed")
+
+    def test_released_meanwhile(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
+        """One that has ended is nobody's, and is told to have ended."""
+        lease = claimed(node)
+        with unresponsive(node), ThreadPoolExecutor() as pool:
+            first = pool.submit(take, node, lease, sleeper.pid)
+            wait_until(lambda: kinds(node, lease) == ["process"], what="the claim to be taken")
+            assert node.request("DELETE", f"/v1/leases/{lease['id']}").status == 204
+            assert first.result().status in {404, 409}
+        event(node, "lease_ended", lease=lease["id"])
+        assert node.events("lease_claim_returned") == []
+
+
+class TestRepeated:
+    """A request for a claim that is made again with its request_id."""
+
+    def test_after_it_was_taken(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
+        """It is answered with the same lease until that has ended, also by the next mpsd."""
+        asked: dict[str, Any] = {"holder": {"claim": {}}, "request_id": "job-7"}
+        lease = claimed(node, **asked)
+        assert claimed(node, **asked)["id"] == lease["id"]
+        assert code(ask(node, request_id="job-7")) == (422, "request_id_reused")
+        assert take(node, lease, sleeper.pid).status == 200
+        for _ in range(2):
+            again = claimed(node, **asked)
+            assert (again["id"], again["env"], kinds(node, lease)) == (lease["id"], lease["env"], ["process"])
+            assert code(ask(node, request_id="job-7")) == (422, "request_id_reused")
+            node.end(signal.SIGKILL)
+            node.start()
+        assert node.request("DELETE", f"/v1/leases/{lease['id']}").status == 204
+        assert claimed(node, **asked)["id"] != lease["id"]
+
+    @needs_root
+    def test_taken_by_another_user(self, node: Node) -> None:
+        """It stays the request of whoever made it: the user who took it has request_ids of its own."""
+        asked: dict[str, Any] = {"holder": {"claim": {}}, "request_id": "job-7"}
+        lease = claimed(node, **asked)
+        with calling(node.socket, uid=ANN) as ann:
+            path, token = f"/v1/leases/{lease['id']}/holders", lease["env"]["MPSD_LEASE_TOKEN"]
+            assert ann.request("POST", path, {"token": token}).status == 200
+            own = ann.admit(**SMALL, request_id="job-7")
+            assert (own.status, own.json["id"] != lease["id"]) == (201, True), own.body
+            again = claimed(node, **asked)
+            assert (again["id"], again["owner"]["uid"]) == (lease["id"], ANN)
+
+
+class TestEnds:
+    """What is said of a claim that ends, and of one that was not granted yet."""
+
+    def test_time_to_live(self, node: Node) -> None:
+        """Where its time to live is over first, that is the reason."""
+        lease = claimed(node, ttl=1)
+        wait_until(lambda: shown(node, lease)["state"] == "ended", what="the lease to end")
+        because = "its time to live of 1 s has expired before its claim was taken"
+        assert shown(node, lease)["because"] == because
+        assert event(node, "lease_claim_expired", lease=lease["id"])["because"] == because
+
+    def test_waits(self, node: Node) -> None:
+        """One that waits in the queue gets no holder, and says that it waits."""
+        first = claimed(node, threads=100)
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(ask, node, threads=100, holder={"claim": {}}, wait=60)
+            (queued,) = wait_until(
+                lambda: [each for each in node.get("/v1/leases").json["leases"] if each["state"] == "waiting"],
+                what="a claim to wait",
+            )
+            for asked in ({"pid": os.getpid()}, {"claim": {}, "replace": True}):
+                refused = add(node, queued, **asked)
+                assert code(refused) == (404, "not_found")
+                assert refused.json["detail"].startswith(f"lease {queued['id']} still waits in the queue")
+            assert node.request("DELETE", f"/v1/leases/{first['id']}").status == 204
+            assert waiting.result().status == 201
+
+
+class TestReleasedUnlessTaken:
+    """A lease that is released only if nobody has taken it."""
+
+    def test_untaken(self, node: Node) -> None:
+        """A claim ends, also one that waits in the queue; once more is fine."""
+        lease = claimed(node, threads=100)
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(ask, node, threads=100, holder={"claim": {}}, wait=60)
+            queued = wait_until(
+                lambda: [each for each in node.get("/v1/leases").json["leases"] if each["state"] == "waiting"],
+                what="a claim to wait",
+            )
+            for each in (queued[0], lease):
+                for _ in range(2):
+                    assert node.request("DELETE", f"/v1/leases/{each['id']}?untaken=true").status == 204
+                assert shown(node, each)["state"] == "ended"
+            assert waiting.result().status == 409
+
+    def test_taken(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
+        """One that was taken is refused and stays, also while it is being opened to its holder."""
+        lease = claimed(node)
+        with ThreadPoolExecutor() as pool:
+            with unresponsive(node):
+                first = pool.submit(take, node, lease, sleeper.pid)
+                wait_until(lambda: kinds(node, lease) == ["process"], what="the claim to be taken")
+                assert code(node.request("DELETE", f"/v1/leases/{lease['id']}?untaken=true")) == (
+                    409,
+                    "already_claimed",
+                )
+                assert first.result().status == 409
+            wait_until(lambda: take(node, lease, sleeper.pid).status == 200, what="it to be taken later")
+        assert code(node.request("DELETE", f"/v1/leases/{lease['id']}?untaken=true")) == (409, "already_claimed")
+        assert kinds(node, lease) == ["process"]
+        wrong = node.request("DELETE", f"/v1/leases/{lease['id']}?untaken=1")
+        assert (wrong.status, shown(node, lease)["state"]) == (422, "granted")
+
+
+class TestClaimedAgain:
+    """A lease that is to be held by a claim until its next holder comes."""
+
+    def test_under_a_client_that_has_just_attached(self, make_node: Start) -> None:
+        """A client keeps its lease as it is, also one that mpsd has not heard of yet."""
+        node = make_node(simulate=1, control=None, config="[daemon]\nprobe_interval = 3600.0\n").start()
+        lease = ask(node, pid=os.getpid()).json
+        own = {**variables(node), **{name: str(each) for name, each in lease["env"].items()}}
+        with SimulatedClient(own) as client:
+            assert client.hello["mps"]
+            assert code(add(node, lease, claim={}, replace=True)) == (409, "already_claimed")
+            assert kinds(node, lease) == ["process"]
+
+    def test_one_for_anybody(self, node: Node) -> None:
+        """A claim for anybody stays one; its deadline is the new one."""
+        lease = claimed(node)
+        before = shown(node, lease)["holders"][0]
+        again = add(node, lease, claim={"deadline": 3000}, replace=True)
+        assert again.status == 200, again.body
+        (after,) = again.json["holders"]
+        assert (before.get("uid"), after.get("uid")) == (None, None)
+        assert after["deadline"] > before["deadline"]

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.model import ControlGroup
 from mpsd.system import descriptors, mount_table
+from mpsd.system.descriptors import Purpose
 
 SYSTEMD: Final = "name=systemd"
 UNIFIED: Final = ""
@@ -124,9 +125,9 @@ class OpenGroup:
         self._populated_at = "."
         """Where below it a process was seen last."""
 
-    def duplicate(self) -> "OpenGroup":
-        """Open the same group once more."""
-        return OpenGroup(os.dup(self._descriptor), self.group)
+    def duplicate(self, purpose: Purpose | None = None) -> "OpenGroup":
+        """Open the same group once more. Raises as `descriptors.duplicate`."""
+        return OpenGroup(descriptors.duplicate(self._descriptor, purpose), self.group)
 
     def close(self) -> None:
         """Let go of it."""

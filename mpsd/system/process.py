@@ -20,7 +20,8 @@ from typing import Final
 
 from mpsd.core.capabilities import Capability
 from mpsd.core.model import Known, ProcessIdentity
-from mpsd.system import capabilities, clock, exit_status, host_environment, proc
+from mpsd.system import capabilities, clock, descriptors, exit_status, host_environment, proc
+from mpsd.system.descriptors import Purpose
 
 _INHERITED: Final = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
 """What a child gets of mpsd's own environment. No CUDA_* among them: NVIDIA's daemon takes defaults from those, and no
@@ -162,9 +163,12 @@ class Process:
             return False
         return True
 
-    def duplicate(self) -> "Process":
-        """Watch the same process once more, through a descriptor of its own; whose child it is stays with this one."""
-        return Process(self.identity, os.dup(self._pidfd), None)
+    def duplicate(self, purpose: Purpose | None = None) -> "Process":
+        """Watch the same process once more, through a descriptor of its own; whose child it is stays with this one.
+
+        Raises as `descriptors.duplicate`.
+        """
+        return Process(self.identity, descriptors.duplicate(self._pidfd, purpose), None)
 
     def close(self) -> None:
         """Stop watching."""

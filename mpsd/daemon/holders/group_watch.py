@@ -11,6 +11,7 @@ from msgspec import structs
 from mpsd.core.model import GroupLife, HoldingGroup
 from mpsd.system import clock, control_groups
 from mpsd.system.control_groups import Hierarchy, Membership, OpenGroup
+from mpsd.system.descriptors import Purpose
 
 _MOST_SECONDS: Final = 0.02
 """For how long groups are asked at one tick; where there are more, the others have their turn at the next.
@@ -53,13 +54,13 @@ class GroupWatch:
         """Return the control groups that hold a lease."""
         return self._of.get(lease_id, ())
 
-    def watch(self, lease_id: str, holder: HoldingGroup, group: OpenGroup) -> None:
-        """Tie a lease to a control group that somebody else has open, too."""
+    def watch(self, lease_id: str, holder: HoldingGroup, group: OpenGroup, purpose: Purpose | None = None) -> None:
+        """Tie a lease to a control group that somebody else has open, too. Raises as `descriptors.duplicate`."""
         key = (group.group.hierarchy, group.group.inode)
         watched = self._watched.get(key)
         if watched is None:
             self._hierarchies = control_groups.hierarchies()
-            watched = self._watched[key] = _Watched(group.duplicate())
+            watched = self._watched[key] = _Watched(group.duplicate(purpose))
             self._at.setdefault((group.group.hierarchy, group.group.path), []).append(watched)
             self._order.append(watched)
         before = watched.holds.get(lease_id)

@@ -9,6 +9,7 @@ from mpsd.daemon.holders.named_holder import NamedHolder
 from mpsd.daemon.holders.process_watch import ProcessWatch
 from mpsd.system import proc
 from mpsd.system.control_groups import OpenGroup
+from mpsd.system.descriptors import Purpose
 from mpsd.system.process import Process
 
 
@@ -25,13 +26,13 @@ class HolderWatch:
         self.processes = ProcessWatch(process_gone)
         self.groups = GroupWatch(group_over, group_populated)
 
-    def watch(self, lease_id: str, named: NamedHolder) -> None:
-        """Tie a lease to a holder that somebody has named. Raises OSError where mpsd has no descriptor left."""
+    def watch(self, lease_id: str, named: NamedHolder, purpose: Purpose) -> None:
+        """Tie a lease to a holder that somebody has named. Raises as `descriptors.duplicate`."""
         match named.holder, named.watched:
             case HoldingProcess(), Process() as living:
-                self.processes.watch(lease_id, living)
+                self.processes.watch(lease_id, living, purpose)
             case HoldingGroup() as holder, OpenGroup() as group:
-                self.groups.watch(lease_id, holder, group)
+                self.groups.watch(lease_id, holder, group, purpose)
 
     def restore(self, lease: Lease) -> None:
         """Tie a lease of an earlier mpsd to its holders, clients and bearers, those that live.

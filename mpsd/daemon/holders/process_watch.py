@@ -6,6 +6,7 @@ from functools import partial
 
 from mpsd.core.model import ProcessIdentity
 from mpsd.system import process
+from mpsd.system.descriptors import Purpose
 from mpsd.system.process import Process
 
 
@@ -37,10 +38,10 @@ class ProcessWatch:
         watched = self._watched.get(identity)
         return watched.leases if watched is not None else ()
 
-    def watch(self, lease_id: str, living: Process) -> None:
-        """Tie a lease to a process that somebody else watches, too."""
+    def watch(self, lease_id: str, living: Process, purpose: Purpose) -> None:
+        """Tie a lease to a process that somebody else watches, too. Raises as `descriptors.duplicate`."""
         watched = self._watched.get(living.identity)
-        self._add(lease_id, watched if watched is not None else self._watch(living.duplicate()))
+        self._add(lease_id, watched if watched is not None else self._watch(living.duplicate(purpose)))
 
     def watch_identity(self, lease_id: str, identity: ProcessIdentity) -> bool:
         """Tie a lease to the process that this was; False when it is gone, or its pid belongs to another by now."""

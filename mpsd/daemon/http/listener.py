@@ -1,7 +1,6 @@
 """The door of the API: connections are counted by uid before anything is read from them, and silence has a deadline."""
 
 import asyncio
-import resource
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -16,12 +15,10 @@ from mpsd.daemon.http.problems import closing_response
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock
 from mpsd.system.credentials import PeerCredentials, peer_credentials
+from mpsd.system.descriptors import Purpose, is_spare
 
 _BREATH: Final = 0.1
 """Seconds to wait when no descriptor is left for another connection."""
-
-_SPARE: Final = 64
-"""Descriptors that no connection gets: mpsd needs some to look after control daemons, leases and its stores."""
 
 _BATCH: Final = 128
 """Those who are turned away one after the other before those who are in have their turn."""
@@ -87,7 +84,7 @@ class Listener:
                 await asyncio.sleep(_BREATH)
                 continue
             who, most = peer_credentials(accepted), settings.current.api.connections_per_uid
-            if self._connections.by_uid[who.uid] >= most or _is_spare(accepted.fileno()):
+            if self._connections.by_uid[who.uid] >= most or is_spare(accepted.fileno(), Purpose.CONNECTION):
                 self._reject(accepted, who, most)
                 rejected += 1
                 if rejected % _BATCH == 0:
@@ -174,12 +171,6 @@ def _settle(arrival: "asyncio.Future[None]") -> None:
 
 def _too_many(because: str, limit: str) -> TooManyRequestsError:
     return TooManyRequestsError(because, hint="close some connections, or try again later", limit=limit)
-
-
-def _is_spare(descriptor: int) -> bool:
-    """Tell whether a descriptor is among the last ones: the kernel gives the lowest that is free, so few are left."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return descriptor >= most - min(_SPARE, most // 4)
 
 
 def _refuse(connection: socket.socket, refusal: TooManyRequestsError) -> None:

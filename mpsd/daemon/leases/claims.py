@@ -20,6 +20,7 @@ from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.limit_gates import LimitGates
 from mpsd.daemon.record.log import EventName
 from mpsd.system import clock, process
+from mpsd.system.descriptors import Purpose
 
 
 class Claims:
@@ -67,12 +68,12 @@ class Claims:
     async def add(self, lease_id: str, named: NamedHolder, *, replace: bool) -> Lease:
         """Have a lease held by another holder too, or by that one alone, stored before it is returned.
 
-        Raises NotFoundError, InvalidRequestError where it has too many, and StorageError: it is so then, but mpsd's
-        death would undo it.
+        Raises NotFoundError, InvalidRequestError where it has too many, as `descriptors.duplicate`, and StorageError:
+        it is so then, but mpsd's death would undo it.
         """
         before = self.granted(lease_id)
         after = holders.with_another(before, named.holder, replace=replace)
-        self._holder_watch.watch(lease_id, named)
+        self._holder_watch.watch(lease_id, named, Purpose.LEASE if replace else Purpose.ANOTHER_HOLDER)
         lease = self._ledger.hold(lease_id, after)
         for each in before.holders:
             if not any(holders.are_same(each, other) for other in after):
@@ -92,8 +93,8 @@ class Claims:
         """Have a claim taken by this holder, for this owner; stored, and open to it, before it is returned.
 
         `check` raises why this owner may not have it. Whatever is raised, the claim is as it was: AlreadyClaimedError
-        for all but the first, NotFoundError, DoesNotFitError, StorageError, and as `LimitGates.open`. The first may ask
-        again, and has the same outcome.
+        for all but the first, NotFoundError, DoesNotFitError, StorageError, and as `LimitGates.open` and
+        `descriptors.duplicate`. The first may ask again, and has the same outcome.
         """
         before = self.granted(lease_id)
         if holders.claim_of(before) is None:
@@ -105,7 +106,7 @@ class Claims:
             return self._held(lease_id, named.holder)
         check(before)
         now = clock.monotonic()
-        self._holder_watch.watch(lease_id, named)  # first, since it fails where mpsd has no descriptor left
+        self._holder_watch.watch(lease_id, named, Purpose.LEASE)  # first, since it fails without descriptors
         try:
             lease = self._ledger.take(lease_id, owner, named.holder, ttl, now)
         except CapacityError:

@@ -35,6 +35,7 @@ from mpsd.daemon.leases.pending_request import PendingRequest, is_full, stopping
 from mpsd.daemon.leases.unrestored import UnrestoredLeases
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock
+from mpsd.system.descriptors import Purpose
 
 _MOST_ENDED: Final = 256
 """Leases that ended and can still be asked for."""
@@ -192,8 +193,9 @@ class Leases:
     ) -> Lease:
         """Grant a lease now or after waiting `wait` seconds at most (None: for ever), stored before it is returned.
 
-        Raises what `Ledger.submit` does, StorageError, and ConnectionResetError where the caller `has_left`. Before it
-        has heard, one that left, or is cancelled, loses its place, unless it has a request_id to come back with.
+        Raises what `Ledger.submit` and `descriptors.duplicate` do, StorageError, and ConnectionResetError where the
+        caller `has_left`. Before it has heard, one that left, or is cancelled, loses its place, unless it has a
+        request_id to come back with.
         """
         now, secret = self._now(), os.urandom(_ID_BYTES + TOKEN_BYTES).hex()  # as secrets.token_hex, in fewer calls
         requested = Lease(
@@ -210,8 +212,8 @@ class Leases:
             token=secret[2 * _ID_BYTES :],
             claimed_for=owner.uid if isinstance(named.holder, Claim) else None,
         )
-        self._holder_watch.watch(requested.id, named)  # first, since it fails where mpsd has no descriptor left
         try:
+            self._holder_watch.watch(requested.id, named, Purpose.LEASE)  # first: it fails without descriptors
             lease = self.ledger.submit(requested, now)
         except MpsdError as refusal:
             self._holder_watch.unwatch(requested.id)

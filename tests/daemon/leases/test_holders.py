@@ -164,6 +164,41 @@ class TestProcesses:
         assert "Too many open files" in told["detail"]
         assert "try again" in told["hint"]
 
+    def test_descriptors_for_others(self, node: Node) -> None:
+        """Holders beside others take half of mpsd's descriptors; leases, and whoever releases one, have the rest."""
+        with contextlib.ExitStack() as stack:
+            sleepers = [stack.enter_context(asleep()) for _ in range(60)]
+            for each in sleepers:
+                stack.callback(each.kill)
+            lease = admitted(node, pid=sleepers[0].pid)
+            _, hard = resource.prlimit(node.pid, resource.RLIMIT_NOFILE)
+            resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (100, hard))
+            answers = [add(node, lease, pid=each.pid) for each in sleepers[1:]]
+            refused = [each for each in answers if each.status != 200]
+            assert {each.status for each in refused} == {429}
+            assert (refused[0].json["code"], refused[0].json["limit"]) == ("too_many_requests", "descriptors")
+            held = shown(node, lease)["holders"]
+            assert len(held) == 1 + len(answers) - len(refused) > 1
+            assert held[-1]["pid"] != sleepers[-1].pid
+            other = admitted(node, pid=sleepers[-1].pid)
+            assert add(node, other, pid=sleepers[0].pid).status == 200  # it is watched already
+            assert len(add(node, other, pid=sleepers[-2].pid, replace=True).json["holders"]) == 1
+            assert node.request("DELETE", f"/v1/leases/{lease['id']}").status == 204
+            wait_until(lambda: add(node, other, pid=sleepers[1].pid).status == 200, what="room for another")
+
+    @needs_root
+    def test_descriptors_for_groups(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
+        """A control group beside another holder is refused as a process is."""
+        lease = admitted(node, pid=sleeper.pid)
+        soft, hard = resource.prlimit(node.pid, resource.RLIMIT_NOFILE)
+        there = len([*Path(f"/proc/{node.pid}/fd").iterdir()])
+        with control_group("name=systemd", "beside") as group:
+            for most, status in ((there + 14, 429), (soft, 200)):
+                resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (most, hard))
+                answer = add(node, lease, cgroup=path_in(group))
+                assert answer.status == status, answer.body
+            assert node.request("DELETE", f"/v1/leases/{lease['id']}").status == 204
+
     @needs_root
     def test_another_user(self, node: Node) -> None:
         """Nobody adds a holder to another's lease, nor another's process to one's own; and nothing changes."""

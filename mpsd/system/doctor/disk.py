@@ -1,6 +1,7 @@
 """What lies on the disk: mpsd's directories, pipe directories, what servers left, and the logs' last words."""
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
@@ -17,6 +18,8 @@ from mpsd.system.proc import start_ticks
 
 _TAIL: Final = 256 * 1024
 """Bytes of a log's end that are read."""
+
+_HEX: Final = re.compile(rb"[0-9A-Fa-f]{8}")
 
 _LISTENS: Final = 0x10000
 """__SO_ACCEPTCON, in the flags of /proc/net/unix. Source: proc(5)."""
@@ -106,10 +109,13 @@ def _strange(path: Path) -> tuple[str, str] | None:
 
 
 def listened() -> frozenset[str]:
-    """Return the paths of the unix sockets on which somebody takes connections, as they were bound."""
-    lines = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace").splitlines()[1:]
-    rows = (line.split(maxsplit=7) for line in lines)
-    return frozenset(row[7] for row in rows if len(row) > 7 and int(row[3], 16) & _LISTENS)  # noqa: PLR2004 - a path
+    """Return the paths of the unix sockets on which somebody takes connections, as they were bound.
+
+    A path can have any bytes in it, and a line feed makes it two lines: what is no line of the table is passed over.
+    """
+    rows = (line.split(maxsplit=7) for line in Path("/proc/net/unix").read_bytes().split(b"\n"))
+    with_path = (row for row in rows if len(row) > 7 and _HEX.fullmatch(row[3]))  # noqa: PLR2004 - the path is there
+    return frozenset(os.fsdecode(row[7]) for row in with_path if int(row[3], 16) & _LISTENS)
 
 
 def _pipe_directory(name: str, path: Path, listened: frozenset[str]) -> PipeDirectorySeen:

@@ -198,6 +198,17 @@ def test_pipe_directories(settings: Settings) -> None:
     assert (seen.entries, seen.listening) == (Known(("control", "control_lock")), False)
 
 
+@pytest.mark.parametrize("name", ["a\nb: c d zz e f g h", "a\rb: c d zz e f g h", "a\u2028b: c d zz e f g h"])
+def test_sockets_with_odd_names(short_tmp: Path, name: str) -> None:
+    """A socket whose path has line ends in it hides no other, and is no reason to fail."""
+    with socket.socket(socket.AF_UNIX) as odd, socket.socket(socket.AF_UNIX) as other:
+        odd.bind(f"{short_tmp}/{name}")
+        odd.listen()
+        other.bind(f"{short_tmp}/other")
+        other.listen()
+        assert f"{short_tmp}/other" in disk.listened()
+
+
 def test_directories(settings: Settings) -> None:
     """Where one is not there, that is told of the file system that it will be on; what mpsd would refuse is named."""
     runtime, _, _ = disk.look(settings, private=True).directories

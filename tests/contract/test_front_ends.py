@@ -119,6 +119,7 @@ def test_daemon_dies_under_a_front_end(bench: Bench) -> None:
     with_answer.stdin.write(f"{SET} 42\n".encode())
     with_answer.stdin.flush()
     wait_until(lambda: "42.0" in bench.log(), what="the answer in the log")
+    wait_until(lambda: _waits_for_input(with_answer), what="the front-end to have the answer, too")
     bench.kill()
     assert with_answer.wait(20) == 1
     assert with_answer.communicate()[0] == b"42.0\n"
@@ -162,6 +163,20 @@ def _has_sent_all(front_end: "subprocess.Popen[bytes]") -> bool:
     unread = int.from_bytes(fcntl.ioctl(front_end.stdin, termios.FIONREAD, bytes(4)), sys.byteorder)
     process = look_at(front_end.pid)
     return unread == 0 and process is not None and process.state == "S"
+
+
+def _waits_for_input(front_end: "subprocess.Popen[bytes]") -> bool:
+    """Tell whether a front-end has the answer to what it was told last: it then sleeps until it is told more.
+
+    NVIDIA's reads a pipe, the simulator's polls; for an answer both sleep in the socket. A kernel may hide where.
+    """
+    process = look_at(front_end.pid)
+    sleeps_in = Path(f"/proc/{front_end.pid}/wchan").read_text(encoding="ascii")
+    return (
+        process is not None
+        and process.state == "S"
+        and (sleeps_in == "0" or "pipe" in sleeps_in or "poll" in sleeps_in)
+    )
 
 
 STRANGERS: Final = (

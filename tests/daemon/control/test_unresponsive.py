@@ -81,7 +81,8 @@ def test_stranger_keeps_it_busy(node: Node) -> None:
     with holding(node, "gpu2") as holder:
         daemon = node.wait_for_state("gpu2", "unresponsive")
         assert f"pid {holder} (uid " in daemon["because"]
-        assert "other front-ends occupied" in daemon["because"]
+        # Turned away, or, where the machine is busy, out of time before that.
+        assert any(words in daemon["because"] for words in ("other front-ends occupied", "did not answer in time"))
         refused = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB", "gpu": "2"})
         assert (refused.status, refused.json["code"]) == (409, "daemon_not_ready")
         assert str(holder) in refused.json["detail"]

@@ -3,10 +3,11 @@
 MPSD_API_EXAMPLES makes more of them than a usual run does.
 """
 
+import json
 import os
 import re
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -72,6 +73,19 @@ def node(node_for_all: Start) -> Node:
     return node_for_all(config=config).start()
 
 
+DECISIONS: Final = {"lease_granted", "lease_waits", "lease_refused", "lease_ended", "limits_verified", "peer_refused"}
+
+
+def decided(event: dict[str, Any]) -> bool:
+    """Whether this event says what was decided on a request.
+
+    A lease of USER is held by this process, which is root's again once it has connected: a look at the holders, on a
+    machine that is slow enough for one, finds and says that.
+    """
+    other_user = event["event"] == "violation" and (event["kind"], event["pid"]) == ("user", os.getpid())
+    return event["event"] in DECISIONS or other_user
+
+
 @pytest.fixture(autouse=True)
 def unharmed(node: Node) -> Iterator[None]:
     """See that mpsd is what it was, and that neither its memory nor its log has grown by what it was sent."""
@@ -80,9 +94,8 @@ def unharmed(node: Node) -> Iterator[None]:
     assert node.exited() is None
     assert node.unharmed() == daemons
     assert memory(node) - size < 10 * MIB
-    said = node.stderr.read_bytes()[before:].decode()
-    decisions = {"lease_granted", "lease_waits", "lease_refused", "lease_ended", "limits_verified", "peer_refused"}
-    assert all(re.search(r'"event": ?"(\w+)"', each)[1] in decisions for each in said.splitlines()), said  # type: ignore[index]
+    said = [json.loads(each) for each in node.stderr.read_bytes()[before:].splitlines()]
+    assert [each for each in said if not decided(each)] == []
     for lease in node.get("/v1/leases").json["leases"]:
         node.request("DELETE", f"/v1/leases/{lease['id']}")
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from typing import Final
 
 import hypothesis
 import pytest
@@ -23,8 +24,25 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 2
 
 
-def pytest_configure() -> None:
-    """Have the tests start as from a terminal: what `nohup`, or an `&`, ignores would be ignored in all of them."""
+HEAVY: Final = ("machine", "container", "cluster")
+"""Marks of the suites that boot something: a run that names neither a path nor a mark leaves them out."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave out the heavy suites where nothing was chosen, and let the tests be interrupted."""
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr:
+        config.option.markexpr = " and ".join(f"not {mark}" for mark in HEAVY)
+    _start_as_from_a_terminal()
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Say which suites are left out."""
+    left_out = [mark for mark in HEAVY if f"not {mark}" in config.option.markexpr]
+    return [f"left out: tests that boot a {', a '.join(left_out)}; to run them too: pytest tests"] if left_out else []
+
+
+def _start_as_from_a_terminal() -> None:
+    """Have signals ended by what they usually end: what `nohup`, or an `&`, ignores would be ignored in all tests."""
     for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, usual)
@@ -105,7 +123,9 @@ def short_tmp(private_root: Path, nothing_left_behind: None) -> Iterator[Path]: 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses among them
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what follows from other marks: a machine takes root to boot, and long; and have slow files begin first.
+    """Mark what follows from other marks, and have slow files begin first.
+
+    A machine takes root to boot, a container takes root to run (here), and both take long.
 
     At the end of a run each worker then has short files left, and none waits for another's long one. Machines come
     second, since their file systems may still be in the making when the run begins (`.ci/run`).
@@ -113,9 +133,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ranks: dict[Path, int] = {}
     for item in items:
         machine = item.get_closest_marker("machine") is not None
-        if machine:
-            item.add_marker(pytest.mark.root("boot a machine"))
-            item.add_marker(pytest.mark.slow)
+        for mark, what in (("machine", "boot a machine"), ("container", "run containers")):
+            if item.get_closest_marker(mark) is not None:
+                item.add_marker(pytest.mark.root(what))
+                item.add_marker(pytest.mark.slow)
         rank = 1 if machine else 0 if item.get_closest_marker("slow") is not None else 2
         ranks[item.path] = min(rank, ranks.get(item.path, rank))
     items.sort(key=lambda item: ranks[item.path])

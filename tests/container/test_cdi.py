@@ -31,8 +31,7 @@ from tests.node import Node
 from tests.tools import lacking
 
 pytestmark = [
-    pytest.mark.root("run containers"),
-    pytest.mark.slow,
+    pytest.mark.container,
 ]
 
 ROOT: Final = Path(__file__).parents[2]

@@ -27,8 +27,7 @@ from tests.node import Node
 
 pytestmark = [
     pytest.mark.real_daemon(535),
-    pytest.mark.root("run containers"),
-    pytest.mark.slow,
+    pytest.mark.container,
     pytest.mark.timeout(300),  # the first test waits for the image, and perhaps for Debian's mirror
 ]
 

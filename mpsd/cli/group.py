@@ -39,12 +39,28 @@ _MODULES: Final = {
 """The module of mpsd.cli in which each command is defined, under the command's own name (with `_` for `-`)."""
 
 
+def _no_such_command(name: str) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, _MODULES, n=3)
+    suggestion = f" Did you mean {' or '.join(near)}?" if near else " See: mpsctl --help"
+    return f"No such command {name!r}.{suggestion}"
+
+
 class _Commands(click.Group):
     """The commands, each imported when somebody asks for it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         """Return their names."""
         return list(_MODULES)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; for a name that is none, raise UsageError with the names that are near."""
+        if args[0] not in _MODULES and not args[0].startswith("-") and not ctx.resilient_parsing:
+            raise click.UsageError(_no_such_command(args[0]), ctx)
+        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's signature
         """Return one of them."""
@@ -59,6 +75,7 @@ EXIT_STATUS: Final = {
     0: "Success; for status: the node is healthy; for doctor: no check failed",
     1: "Any other error",
     2: "Usage error",
+    65: "The request can never fit on this node; retrying does not help",
     69: "mpsd is unreachable",
     75: "The request does not fit now",
     77: "Refused by policy or for lack of permission",

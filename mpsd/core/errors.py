@@ -105,6 +105,13 @@ class ExceedsDaemonLimitError(RequestError):
     exit_code = 77
 
 
+class NeverFitsError(RequestError):
+    """No GPU of this node could serve the request even if nothing else ran; retrying does not help."""
+
+    code = "never_fits"
+    exit_code = 65
+
+
 # -- the node's capacity -----------------------------------------------------------------------------------------------
 
 
@@ -120,13 +127,6 @@ class DoesNotFitError(CapacityError):
     """No GPU has this much left; the error names the limiting resource and what is left of it."""
 
     code = "does_not_fit"
-
-
-class NeverFitsError(CapacityError):
-    """No GPU of this node could serve the request even if nothing else ran; retrying does not help."""
-
-    code = "never_fits"
-    retryable = False
 
 
 class AlreadyClaimedError(CapacityError):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Self, TypeAlias
 from msgspec import Meta, Struct
 
 from mpsd.core.errors import InvalidRequestError
-from mpsd.core.units import MIB, bare_number, briefly, format_size, parse_size
+from mpsd.core.units import MIB, bare_number, briefly, format_size, is_bare, parse_size
 
 Pid: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 """A number that the kernel may have given to a process; what is read from a store is held to that."""
@@ -43,22 +43,24 @@ class ActiveThreadPercentage(Struct, frozen=True, order=True):
 
     @classmethod
     def parse(cls, value: str | float) -> Self:
-        """Round down to a tenth. Raises InvalidRequestError for what is not a number in (0, 100], or is below 0.1."""
+        """Round down to a tenth; `%` may follow the number.
+
+        Raises InvalidRequestError for what is not a number in (0, 100], or is below 0.1.
+        """
         hint = "give a percentage of the GPU's threads from 0.1 to 100"
+        limit = "active_thread_percentage"
         try:
-            exact = value if isinstance(value, int) else bare_number(str(value))
+            exact = value if isinstance(value, int) else bare_number(str(value).removesuffix("%"))
             number = Decimal(exact) if not isinstance(value, bool) else Decimal("NaN")
         except InvalidOperation:
             number = Decimal("NaN")
         if not number.is_finite():
+            raise InvalidRequestError(f"{briefly(value)} is not a percentage", hint=hint, limit=limit) from None
+        if number > 100:  # noqa: PLR2004 - it is a percentage
+            raise InvalidRequestError(f"{_percent(value)} of the threads is more than 100 %", hint=hint, limit=limit)
+        if number * 10 < 1:
             raise InvalidRequestError(
-                f"{briefly(value)} is not a percentage", hint=hint, limit="active_thread_percentage"
-            ) from None
-        if not 0 < number <= 100 or number * 10 < 1:  # noqa: PLR2004 - it is a percentage
-            raise InvalidRequestError(
-                f"active thread percentage {briefly(value)} is not in (0, 100] or below the finest step of 0.1",
-                hint=hint,
-                limit="active_thread_percentage",
+                f"{_percent(value)} of the threads is less than 0.1 %, the finest step of MPS", hint=hint, limit=limit
             )
         return cls(int((number * 10).to_integral_value(rounding=ROUND_FLOOR)))
 
@@ -91,8 +93,18 @@ class PinnedDeviceMemLimit(Struct, frozen=True, order=True):
 
     @classmethod
     def parse(cls, value: str | int) -> Self:
-        """Parse a size and round it up to a whole MiB. Raises InvalidRequestError as `parse_size` does."""
-        return cls(-(-parse_size(value) // MIB))
+        """Parse a size and round it up to a whole MiB.
+
+        Raises InvalidRequestError as `parse_size` does, and for a bare number below a MiB: nobody means so few bytes.
+        """
+        size = parse_size(value)
+        if size < MIB and is_bare(value):
+            raise InvalidRequestError(
+                f"{size} is a number of bytes, and less than 1 MiB, the least that MPS takes",
+                hint=f"give the unit, if {size}MiB or {size}GiB was meant",
+                limit="pinned_device_mem_limit",
+            )
+        return cls(-(-size // MIB))
 
     @property
     def bytes(self) -> int:
@@ -113,6 +125,12 @@ class PinnedDeviceMemLimit(Struct, frozen=True, order=True):
     def __str__(self) -> str:
         """Print it as a person writes it."""
         return format_size(self.bytes)
+
+
+def _percent(value: str | float) -> str:
+    """Print what was given for a percentage, for a refusal."""
+    text = briefly(value).strip("'").removesuffix("%").removesuffix(".0")
+    return f"{text} %"
 
 
 @dataclass(frozen=True, slots=True)

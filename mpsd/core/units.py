@@ -2,22 +2,24 @@
 
 import re
 from decimal import Decimal
+from math import isfinite
 
 from mpsd.core.errors import InvalidRequestError
 
-KIB, MIB, GIB = 1024, 1024**2, 1024**3
+KIB, MIB, GIB, TIB = 1024, 1024**2, 1024**3, 1024**4
 
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KiB": KIB,
-    "MiB": MIB,
-    "GiB": GIB,
-    "KB": 1000,
-    "MB": 1000**2,
-    "GB": 1000**3,
-}
+_BINARY = {"k": KIB, "m": MIB, "g": GIB, "t": TIB}
+_DECIMAL = {"k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_UNITS = (
+    {"": 1, "b": 1}
+    | {f"{letter}i{b}": factor for letter, factor in _BINARY.items() for b in ("", "b")}
+    | {f"{letter}b": factor for letter, factor in _DECIMAL.items()}
+)
+"""Bytes of each unit, in lower case. A bare letter is none: `8G` is 8 GiB to MPS and Docker, and 8 GB to Kubernetes."""
+_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", re.ASCII)
+_DURATION = re.compile(r"(?:[0-9]+(?:\.[0-9]+)?(?:ms|[smhd]))+", re.ASCII)
+_PART = re.compile(r"([0-9.]+)(ms|[smhd])")
 _NUMBER = re.compile(r"[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?")
 """Python's own take more for a number: `1_0`, and the digits of every script."""
 _MAXIMUM_SIZE = 2**63 - 1
@@ -38,9 +40,10 @@ def bare_number(text: str) -> str:
 
 
 def parse_size(value: str | int) -> int:
-    """Return a size in bytes: a number of bytes, or a number with B, KiB, MiB, GiB (binary), KB, MB or GB (decimal).
+    """Return a size in bytes: a number of bytes, or a number with a unit, in any case of letters.
 
-    Raises InvalidRequestError for anything else, and for a size below one byte or beyond 63 bits.
+    KiB, MiB, GiB and TiB, or Ki, Mi, Gi and Ti, are binary; KB, MB, GB and TB are decimal. Raises InvalidRequestError
+    for anything else, and for a size below one byte or beyond 63 bits.
     """
     hint = "write it as 8GiB, 512MiB, 8GB, or a plain number of bytes"
     if isinstance(value, bool) or not isinstance(value, (str, int)):
@@ -51,34 +54,72 @@ def parse_size(value: str | int) -> int:
     match = _SIZE.fullmatch(str(value).strip(" "))
     if match is None:
         raise InvalidRequestError(f"{briefly(value)} is not a size", hint=hint)
-    number, unit = match.groups()
-    if unit not in _UNITS:
+    number, unit = match.group(1), match.group(2).lower()
+    if unit in _BINARY:
+        letter = unit.upper()
         raise InvalidRequestError(
-            f"{briefly(value)} has the unknown unit {briefly(unit)}; units are case-sensitive", hint=hint
+            f"{briefly(value)} has the ambiguous unit {match.group(2)}",
+            hint=f"write {number}{letter}iB (times 1024) or {number}{letter}B (times 1000)",
         )
+    if unit not in _UNITS:
+        raise InvalidRequestError(f"{briefly(value)} has the unknown unit {briefly(match.group(2))}", hint=hint)
     size = int(Decimal(number) * _UNITS[unit])
     if not 0 < size <= _MAXIMUM_SIZE:
         raise InvalidRequestError(out_of_range, hint=hint)
     return size
 
 
+def is_bare(value: str | int) -> bool:
+    """Tell whether a size is written without a unit."""
+    return isinstance(value, int) or value.strip(" ").isdecimal()
+
+
 def format_size(size: int) -> str:
-    """Print a size in the largest binary unit that is exact, or rounded down to two decimals of GiB."""
+    """Print a size in the largest binary unit in which it is exact with two decimals, or rounded down to them."""
     for unit, factor in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if size >= factor and size % factor == 0:
-            return f"{size // factor}{unit}"
+        if size >= factor and size * 100 % factor == 0:
+            whole, hundredths = divmod(size * 100 // factor, 100)
+            return f"{whole}.{hundredths:02}".rstrip("0").rstrip(".") + unit
     if size >= GIB:
         return f"{size * 100 // GIB / 100:.2f}GiB"
     return f"{size}B" if size < KIB else f"{size * 100 // MIB / 100:.2f}MiB"
 
 
 def parse_duration(value: str | float) -> float:
-    """Return a duration in seconds. Raises InvalidRequestError for what is not a finite number above zero."""
+    """Return a duration in seconds: a number of seconds, or numbers with units, such as `90s`, `10m` or `1h30m`.
+
+    Raises InvalidRequestError for anything else, and for what is not finite and above zero.
+    """
     try:
-        number = bare_number(value) if isinstance(value, str) else value
-        seconds = float(number) if not isinstance(value, bool) else -1.0
+        seconds = _seconds(value) if not isinstance(value, bool) else -1.0
     except (ValueError, OverflowError):
         seconds = -1.0
     if not 0 < seconds < float("inf"):
-        raise InvalidRequestError(f"{briefly(value)} is not a duration", hint="give a number of seconds above 0")
+        raise InvalidRequestError(
+            f"{briefly(value)} is not a duration",
+            hint="give a number of seconds above 0, or a duration such as 90s, 10m or 2h",
+        )
     return seconds
+
+
+def _seconds(value: str | float) -> float:
+    """Return a number of seconds, of whatever sign and size. Raises ValueError and OverflowError."""
+    if not isinstance(value, str):
+        return float(value)
+    if _DURATION.fullmatch(value.strip(" ")):
+        return sum(float(number) * _SECONDS[unit] for number, unit in _PART.findall(value))
+    return float(bare_number(value))
+
+
+def parse_percentage(text: str) -> float:
+    """Return percent, from a number with or without `%`; its range is not checked.
+
+    Raises InvalidRequestError for what is not a finite number.
+    """
+    try:
+        percent = float(bare_number(text.strip(" ").removesuffix("%")))
+    except ValueError:
+        percent = float("nan")
+    if not isfinite(percent):
+        raise InvalidRequestError(f"{briefly(text)} is not a percentage", hint="give a number such as 25, or 25%")
+    return percent

@@ -334,7 +334,7 @@ UNDONE: Final = NOW + timedelta(seconds=1)
         (MEMORY, "gpu0: pinned_device_mem_limit is unlimited instead of 8GiB"),
         (
             replace(MEMORY, wanted=None, found=3 * GIB // 2, undone=UNDONE),
-            "gpu0: pinned_device_mem_limit was 1536MiB instead of unlimited; mpsd put it back at 2026-11-22T03:00:01Z",
+            "gpu0: pinned_device_mem_limit was 1.5GiB instead of unlimited; mpsd put it back at 2026-11-22T03:00:01Z",
         ),
         (
             replace(MEMORY, found=0, command="set\x1b[2J 'x'"),

@@ -57,12 +57,17 @@ SIZES: Final = {
     "1MB": 1000**2,
     "8GB": 8 * 1000**3,
     "1.0005KB": 1000,
+    "8gb": 8 * 1000**3,
+    "8gib": 8 * GIB,
+    "8Gi": 8 * GIB,
+    "1TiB": 1024 * GIB,
+    "1TB": 1000**4,
     "9223372036854775807": LARGEST,
 }
 
 NO_SIZES: Final = (
     *NO_NUMBERS, "0", "0GiB", "0.5", "0.0001KiB", "-1", "-8GiB", "+8GiB", "1e3", "1_000",
-    "8gib", "8Gib", "8G", "8M", "1TiB", "8GiBs", "GiB", ".5GiB", "5.GiB", "٨GiB", "9223372036854775808",
+    "8GiBs", "8XiB", "8iB", "GiB", ".5GiB", "5.GiB", "٨GiB", "9223372036854775808",
     "9007199254740992KiB", "1GiB\n", "1GiB\t",
 )  # fmt: skip
 
@@ -85,6 +90,15 @@ def test_no_sizes(text: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         parse_size(text)
     assert "8GiB" in caught.value.hint
+
+
+@pytest.mark.parametrize("text", ["8G", "8g", "1.5T", "512M", "512 k"])
+def test_ambiguous_sizes(text: str) -> None:
+    """A bare letter is binary to MPS and decimal to Kubernetes: it is refused, and both sizes are offered."""
+    with pytest.raises(InvalidRequestError, match="ambiguous") as caught:
+        parse_size(text)
+    number, letter = text.rstrip("GgTMk ").strip(), text[-1].upper()
+    assert caught.value.hint == f"write {number}{letter}iB (times 1024) or {number}{letter}B (times 1000)"
 
 
 @pytest.mark.parametrize("value", [True, False, 0, -1, 2**63, 1.5, None, b"8GiB", ["8GiB"]])
@@ -119,6 +133,8 @@ def test_whole_sizes_are_printed_exactly(number: int, unit: int) -> None:
 
 PERCENTAGES: Final = {
     "25": 250,
+    "25%": 250,
+    "25 %": 250,
     "25.0": 250,
     " 25 ": 250,
     "100": 1000,
@@ -133,8 +149,8 @@ PERCENTAGES: Final = {
 }
 
 NO_PERCENTAGES: Final = (
-    *NO_NUMBERS, "0", "-0", "0.0", "0.001", "0.0999", "-5", "100.01", "100.0000000001", "101", "150", "25%",
-    "1e-99999999", "1e99999999",
+    *NO_NUMBERS, "0", "-0", "0.0", "0.001", "0.0999", "-5", "100.01", "100.0000000001", "101", "150",
+    "1e-99999999", "1e99999999", "%", "25%%", "25 percent", "101%",
 )  # fmt: skip
 
 
@@ -193,7 +209,8 @@ REPORTED: Final = {1: 1, 512: 512, 1023: 1023, 1024: 1024, 1025: 1024, 1536: 102
 
 
 @pytest.mark.parametrize(
-    ("text", "mebibytes"), {"1MiB": 1, "1": 1, "1MB": 1, "1.5MiB": 2, "8GiB": 8192, "8GB": 7630, "1GiB": 1024}.items()
+    ("text", "mebibytes"),
+    {"1MiB": 1, "1048576": 1, "1KiB": 1, "1MB": 1, "1.5MiB": 2, "8GiB": 8192, "8GB": 7630, "1GiB": 1024}.items(),
 )
 def test_memory_limits(text: str, mebibytes: int) -> None:
     """A memory limit is a size, rounded up to whole MiB: MPS takes no finer unit."""
@@ -206,6 +223,14 @@ def test_no_memory_limits(text: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         PinnedDeviceMemLimit.parse(text)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("value", ["8192", 8192, " 80 ", 1, MIB - 1])
+def test_memory_limits_without_the_unit(value: str | int) -> None:
+    """A bare number below a MiB is refused: it lacks a unit, and 8192 bytes would be granted as 1 MiB."""
+    with pytest.raises(InvalidRequestError, match="is a number of bytes") as caught:
+        PinnedDeviceMemLimit.parse(value)
+    assert f"{str(value).strip()}MiB" in caught.value.hint
 
 
 @pytest.mark.parametrize("mebibytes", [0, -1, 2**30])
@@ -254,14 +279,38 @@ def test_printed_limits(limit: PinnedDeviceMemLimit) -> None:
 # -- durations ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("value", "seconds"), {"1": 1.0, "0.5": 0.5, 3: 3.0, 2.5: 2.5, "1e3": 1000.0}.items())
+DURATIONS: Final = {
+    "1": 1.0, "0.5": 0.5, 3: 3.0, 2.5: 2.5, "1e3": 1000.0,
+    "90s": 90.0, "10m": 600.0, "2h": 7200.0, "1.5h": 5400.0, "1d": 86400.0, "1h30m": 5400.0, "500ms": 0.5, " 1s ": 1.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "seconds"), DURATIONS.items())
 def test_durations(value: str | float, seconds: float) -> None:
-    """A duration is a number of seconds, as text or as a number."""
+    """A duration is a number of seconds, as text or as a number, or numbers with units."""
     assert parse_duration(value) == seconds
 
 
 @pytest.mark.parametrize(
-    "value", [*NO_NUMBERS, "0", "-1", 0, -1, True, False, float("nan"), float("inf"), "1e400", "1s", "1m"]
+    "value",
+    [
+        *NO_NUMBERS,
+        "0",
+        "-1",
+        0,
+        -1,
+        True,
+        False,
+        float("nan"),
+        float("inf"),
+        "1e400",
+        "0s",
+        "-1s",
+        "1w",
+        "s",
+        "1S",
+        "1 s",
+    ],
 )
 def test_no_durations(value: str | float) -> None:
     """What is no finite number above zero is refused."""

@@ -71,7 +71,8 @@ ROOMS: Final = {
         }
     ),
     "cli": frozenset({"cli/commands"}),  # doctor's own part of it draws on nothing else
-    "cli/commands": frozenset({"cli"}),
+    "cli/leases": frozenset({"cli"}),
+    "cli/commands": frozenset({"cli", "cli/leases"}),
     "simulator": frozenset[str](),
 }
 """Which rooms of its own layer each room may import from, beside itself; whatever it imports stands above it here."""

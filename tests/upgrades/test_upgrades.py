@@ -138,16 +138,26 @@ def _values(document: dict[str, Any]) -> dict[tuple[str, str], Any]:
 # -- what is asked -----------------------------------------------------------------------------------------------------
 
 
+WIDER = {
+    r"POST /v1/leases asked.memory: pattern is ^[0-9]+(\.[0-9]+)? ?([Bb]|[KMGTkmgt]([Ii][Bb]?|[Bb]))?$"  # more units
+}
+"""Patterns that match more than they did."""
+
+
 def test_its_callers_are_served(release: Release) -> None:
     """What could be asked can be asked, and every answer has what it had: nothing is gone, nothing newly required."""
-    assert broken(release.json("openapi.json"), document(ROUTES)) == []
+    assert set(broken(release.json("openapi.json"), document(ROUTES))) <= WIDER
+
+
+CHANGED = {"never_fits": [422, 65]}
+"""Errors whose statuses changed on purpose: 75 means "not now", and wrappers repeated what can never fit."""
 
 
 def test_its_errors_mean_the_same(release: Release) -> None:
     """Each code of an error is there, with its status and its exit status."""
     errors = {error.code: [error.status, error.exit_code] for error in catalogue()}
     was: dict[str, list[int]] = release.json("errors.json")
-    assert {code: errors.get(code) for code in was} == was
+    assert {code: errors.get(code) for code in was} == {**was, **CHANGED}
 
 
 def test_its_commands_are_there(release: Release) -> None:

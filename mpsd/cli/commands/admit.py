@@ -2,28 +2,24 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from math import inf, isfinite
+from functools import partial
+from math import floor, isfinite
 from typing import TYPE_CHECKING, Final
 
 import click
 
-from mpsd.cli import lease_end, lease_start, lease_wait
 from mpsd.cli.api import Api
-from mpsd.cli.calling_process import calling_program
 from mpsd.cli.command import ForEval, note, print_lease, with_api, with_form
 from mpsd.cli.completion import gpu_names, lease_names, program
+from mpsd.cli.leases import end, start
+from mpsd.cli.leases import wait as waiting
+from mpsd.cli.leases.calling_process import calling_program
+from mpsd.cli.parameters import DURATION, PERCENTAGE, WAIT, Single
 from mpsd.cli.signals import SignalledError
 from mpsd.core.errors import InvalidRequestError, NotPermittedError
 
 if TYPE_CHECKING:
     from mpsd.cli import answer_types
-
-
-def _finite(_: click.Context, __: click.Parameter, number: float | None) -> float | None:
-    """Take what JSON can carry; the range of a number is the server's business."""
-    if number is not None and not isfinite(number):
-        raise click.BadParameter(f"{number} is not a finite number")
-    return number
 
 
 def _processes(_: click.Context, __: click.Parameter, text: str | None) -> int | str | None:
@@ -44,17 +40,18 @@ def _labels(_: click.Context, __: click.Parameter, pairs: Sequence[str]) -> dict
     return dict(pair.split("=", 1) for pair in pairs) or None
 
 
-def _wait(_: click.Context, __: click.Parameter, text: str | None) -> float:
-    """Return how many seconds to wait: none unless asked to, and `inf` for ever."""
-    if text is None or text == "forever":
-        return 0.0 if text is None else inf
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < inf:
-        raise click.BadParameter(f"{text!r} is neither a number of seconds nor `forever`")
-    return seconds
+def _finest(_: click.Context, __: click.Parameter, percent: float | None) -> float | None:
+    """Say what a percentage comes to that is finer than MPS reports; mpsd rounds it down."""
+    if percent is not None and 0.1 <= percent <= 100 and (least := floor(round(percent * 10, 9)) / 10) != percent:  # noqa: PLR2004
+        note(f"{percent:g} % is taken as {least:g} %: MPS knows tenths of a percent")
+    return percent
+
+
+def _part(_: click.Context, __: click.Parameter, part: float | None) -> float | None:
+    """Take what JSON can carry; its range is the server's business."""
+    if part is not None and not isfinite(part):
+        raise click.BadParameter(f"{part} is not a finite number")
+    return part
 
 
 def user(name: str) -> dict[str, object] | None:
@@ -82,67 +79,67 @@ def group_path(_: click.Context, __: click.Parameter, path: str | None) -> str |
     return path
 
 
+_option: Final = partial(click.option, cls=Single)
+
 _REQUEST: Final = (
-    click.option(
+    _option(
         "--threads",
-        type=float,
-        callback=_finite,
+        type=PERCENTAGE,
+        callback=_finest,
         metavar="PERCENT",
-        help="Percentage of the GPU's threads, such as 25.",
+        help="Percentage of the GPU's threads, such as 25 or 25%.",
     ),
-    click.option("--memory", metavar="SIZE", help="Device memory, such as 8GiB, or a number of bytes."),
-    click.option(
+    _option("--memory", metavar="SIZE", help="Device memory, such as 8GiB, or a number of bytes."),
+    _option(
         "--fraction",
         type=float,
-        callback=_finite,
+        callback=_part,
         metavar="PART",
         help="Fraction of a GPU, such as 0.25, instead of --threads and --memory.",
     ),
-    click.option("--gpu", metavar="any|INDEX|UUID", shell_complete=gpu_names, help="The GPU to use.  [default: any]"),
-    click.option("--gpus", type=int, metavar="N", help="Number of GPUs: the same amount on each, all or nothing."),
-    click.option(
+    _option("--gpu", metavar="any|INDEX|UUID", shell_complete=gpu_names, help="The GPU to use.  [default: any]"),
+    _option("--gpus", type=int, metavar="N", help="Number of GPUs: the same amount on each, all or nothing."),
+    _option(
         "--processes",
         metavar="N|any",
         callback=_processes,
         help="Number of client processes that use the lease in equal parts; `any`: any number, each may use all of"
         " it.  [default: 1]",
     ),
-    click.option(
-        "--priority", type=int, metavar="N", help="Priority in the queue; above 0 needs a quota.  [default: 0]"
-    ),
-    click.option(
+    _option("--priority", type=int, metavar="N", help="Priority in the queue; above 0 needs a quota.  [default: 0]"),
+    _option(
         "--wait",
-        metavar="SECONDS|forever",
-        callback=_wait,
-        help="Wait in a fair queue until the request fits.  [default: 0]",
+        type=WAIT,
+        metavar="DURATION|forever",
+        callback=lambda _, __, seconds: seconds or 0.0,
+        help="Wait in a fair queue until the request fits, for at most this time.  [default: 0]",
     ),
-    click.option(
+    _option(
         "--ttl",
-        type=float,
-        callback=_finite,
-        metavar="SECONDS",
-        help="Time to live: the lease ends after this time unless it is renewed.",
+        type=DURATION,
+        metavar="DURATION",
+        help="Time to live, such as 90s, 10m or 2h: the lease ends after this time unless it is renewed.",
     ),
-    click.option(
+    _option(
         "--client-priority",
         type=click.IntRange(0, 1),
         metavar="0|1",
         help="MPS priority of its clients: 0 is normal, 1 below normal. Driver 535 and newer.",
     ),
-    click.option(
+    _option(
         "--stop",
         type=click.Choice(["terminate", "sigterm"]),
         help="How mpsd ends its clients, if it does: by SIGTERM first, for programs that finish their work on the GPU"
         " then, or their server ends that work before any signal.  [default: terminate]",
     ),
-    click.option(
+    _option(
         "--user",
         "owner",
         metavar="NAME|UID",
         callback=_user,
         help="User whose lease it is; for administrators. `run` starts COMMAND as that user.",
     ),
-    click.option("--name", metavar="TEXT", help="Name of the lease in lists."),
+    _option("--name", metavar="TEXT", help="Name of the lease in lists."),
     click.option(
         "--label",
         "labels",
@@ -164,7 +161,7 @@ def with_request(function: Callable[..., None]) -> Callable[..., None]:
 def take(api: Api, options: Mapping[str, object], *, wait: float) -> "answer_types.Lease":
     """Return the lease that was asked for; the server has the defaults for what was not given."""
     request = {name: value for name, value in options.items() if value is not None}
-    return lease_wait.admit(api, request, wait=wait) if wait else api.admit(request)
+    return waiting.admit(api, request, wait=wait) if wait else api.admit(request)
 
 
 def _holder(
@@ -207,9 +204,8 @@ def _holder(
 @click.option("--claim", is_flag=True, help="No holder yet: the first that has the lease's token; for administrators.")
 @click.option(
     "--claim-deadline",
-    type=float,
-    callback=_finite,
-    metavar="SECONDS",
+    type=DURATION,
+    metavar="DURATION",
     help="How long a claim waits for its holder.  [default: admission.claim_deadline]",
 )
 @with_form("env", "env-file")
@@ -261,7 +257,7 @@ def admit(
         if form == "env":
             click.echo(f"(exit {signal.exit_code})")
         signal.end()
-    with lease_start.released_on_failure(api, lease):
+    with start.released_on_failure(api, lease):
         print_lease(api, form, lease)
 
 
@@ -281,7 +277,7 @@ def run(api: Api, command: tuple[str, ...], wait: float, **request: object) -> N
     With --wait, the place in the queue survives a restart of mpsd, and Ctrl-C gives it up at once.
 
     The environment variable MPSD_LEASE names the lease. With --ttl, COMMAND must renew the lease before it expires, or
-    loses it while running: mpsctl renew "$MPSD_LEASE" --ttl SECONDS. With --gpus, COMMAND gets the environment of the
+    loses it while running: mpsctl renew "$MPSD_LEASE" --ttl DURATION. With --gpus, COMMAND gets the environment of the
     first GPU and must start a process for each of the others: see mpsctl show --help.
 
     A lease is its user's: a COMMAND that becomes another user has no part in it, and does not reach MPS. Root starts
@@ -296,20 +292,18 @@ def run(api: Api, command: tuple[str, ...], wait: float, **request: object) -> N
         lease = take(api, request, wait=wait)
     except SignalledError as signal:
         signal.end()
-    with lease_start.released_on_failure(api, lease):
+    with start.released_on_failure(api, lease):
         if lease["expires"] and request["ttl"] is None:
             note(
                 f"{lease['id']} ends at {lease['expires']} unless it is renewed: mpsctl renew {lease['id']}"
-                " --ttl SECONDS"
+                " --ttl DURATION"
             )
-        lease_start.become(api, lease, command, as_owner=request["owner"] is not None)
+        start.become(api, lease, command, as_owner=request["owner"] is not None)
 
 
 @click.command()
 @click.argument("lease", shell_complete=lease_names)
-@click.option(
-    "--ttl", type=float, callback=_finite, required=True, metavar="SECONDS", help="New time to live, counted from now."
-)
+@click.option("--ttl", type=DURATION, required=True, metavar="DURATION", help="New time to live, counted from now.")
 @with_form()
 @with_api
 def renew(api: Api, lease: str, form: str, ttl: float) -> None:
@@ -346,6 +340,6 @@ def release(api: Api, lease: str, *, end_clients: bool) -> None:
     Its clients continue without a lease, unless --end-clients ends them.
     """
     if end_clients:
-        lease_end.follow(api, lease)
+        end.follow(api, lease)
     else:
         api.release(lease)

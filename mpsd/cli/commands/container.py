@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from mpsd.cli import lease_end, lease_start
 from mpsd.cli.api import Api
 from mpsd.cli.command import note, with_api
 from mpsd.cli.commands import cdi
 from mpsd.cli.commands.admit import take, user, with_request
+from mpsd.cli.leases import end, start
+from mpsd.cli.parameters import DURATION
 from mpsd.cli.signals import SignalledError
 from mpsd.core.containers import cdi as device_files
 from mpsd.core.containers import oci
@@ -53,8 +54,8 @@ def container() -> None:
 @with_request
 @click.option(
     "--claim-deadline",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="SECONDS",
+    type=DURATION,
+    metavar="DURATION",
     help="Time until the container must have started, its image's download included.  [default: as mpsd has it]",
 )
 @cdi.with_device
@@ -92,7 +93,7 @@ def run(
         lease = take(api, {**request, "holder": {"claim": claim}}, wait=wait)
     except SignalledError as signal:
         signal.end()
-    with lease_start.released_on_failure(api, lease):
+    with start.released_on_failure(api, lease):
         path = cdi.put(api, lease, directory, shared_memory=shared_memory)
     elsewhere = runtime == "podman" and directory not in cdi_directory.READ_BY_DEFAULT
     where = [f"--cdi-spec-dir={directory}"] if elsewhere else []
@@ -101,7 +102,7 @@ def run(
         status = foreground.run(command, os.environ)
     except OSError as error:
         click.echo(f"mpsctl: {runtime}: {error.strerror}", err=True)
-        status = lease_start.NOT_FOUND
+        status = start.NOT_FOUND
     finally:
         path.unlink(missing_ok=True)
         _give_back_unless_taken(api, lease)
@@ -137,7 +138,7 @@ def stop(api: Api, name: str, runtime: str) -> None:
         if lease is None:
             note(f"{name} has no lease")
         else:
-            lease_end.follow(api, lease)
+            end.follow(api, lease)
         if not _process_of(runtime, name)[1]:
             return  # it ended with its last client
     click.get_current_context().exit(foreground.run([runtime, "stop", name], os.environ))

@@ -4,11 +4,11 @@ import os
 
 import click
 
-from mpsd.cli import lease_start
 from mpsd.cli.api import Api
 from mpsd.cli.command import print_lease, with_api, with_form
 from mpsd.cli.commands.admit import group_path
 from mpsd.cli.completion import lease_names, program
+from mpsd.cli.leases import start
 from mpsd.core.errors import InvalidRequestError
 
 _TOKEN = "MPSD_LEASE_TOKEN"  # noqa: S105 - the variable's name
@@ -83,4 +83,4 @@ def claim(api: Api, lease: str, command: tuple[str, ...]) -> None:
         raise InvalidRequestError(
             f"{_TOKEN} is not set, so the claim cannot be taken", hint="set it to the token that came with the lease"
         )
-    lease_start.become(api, api.hold(lease, {"token": token}), command)
+    start.become(api, api.hold(lease, {"token": token}), command)

@@ -11,6 +11,7 @@ from mpsd.cli import signals, views
 from mpsd.cli.api import Api
 from mpsd.cli.command import note, print_answer, with_api, with_form
 from mpsd.cli.completion import daemon_names
+from mpsd.cli.parameters import DURATION_OR_0
 from mpsd.core.errors import UnreachableError
 from mpsd.core.supervision.drain import TIMEOUT, Intent
 
@@ -57,10 +58,12 @@ def _in_time(verb: str, text: str) -> click.Command:
         if not no_wait and any(each["state"] != "done" for each in ended):
             raise SystemExit(1)
 
-    seconds = click.FloatRange(min=0, max=1e9)
     for option in (
         click.option(
-            "--timeout", type=seconds, metavar="SECONDS", help=f"{TIMEOUT} Without a timeout, no client is ended."
+            "--timeout",
+            type=DURATION_OR_0,
+            metavar="DURATION",
+            help=f"{TIMEOUT} Without a timeout, no client is ended.",
         ),
         click.option("--no-wait", is_flag=True, help="Start the operation without waiting for its end."),
     ):

@@ -7,9 +7,9 @@ import click
 
 from mpsd.cli import views
 from mpsd.cli.api import Api
-from mpsd.cli.calling_process import calling_program, family
 from mpsd.cli.command import print_answer, with_api, with_form
 from mpsd.cli.completion import daemon_names, lease_names
+from mpsd.cli.leases.calling_process import calling_program, family
 from mpsd.core.errors import NotFoundError
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from mpsd.cli import lease_end, lease_start
 from mpsd.cli.api import Api
 from mpsd.cli.command import environment, note, of_files, with_api
 from mpsd.cli.commands.admit import take, user, with_request
+from mpsd.cli.leases import end, start
 from mpsd.cli.render import as_env_file
 from mpsd.core.errors import ConfigurationError, InvalidRequestError, MpsdError, NotFoundError
 from mpsd.core.holders.drop_in import OnRestart, environment_file, is_written_here, render, service_name
@@ -155,7 +155,7 @@ def unit_start(api: Api, unit: str, *, on_restart: str, wait: float, **request: 
         request["owner"] = _owner(found["User"] or "root", found["Group"])
         request["holder"] = {"cgroup": group, "while": "exists"}
         lease = take(api, {"name": unit, **_given(request)}, wait=wait)
-    with lease_start.released_on_failure(api, lease):
+    with start.released_on_failure(api, lease):
         systemd_units.write_secret(path, f"{wanted}\n{as_env_file(environment(api, lease, share=0))}\n")
 
 
@@ -188,7 +188,7 @@ def unit_end_clients(api: Api, unit: str) -> None:
     """End the clients of a unit that is to stop; called by the drop-in of `wrap --end-clients`."""
     lease = _noted(Path(environment_file(unit)))
     if lease is not None:
-        lease_end.follow(api, lease)
+        end.follow(api, lease)
 
 
 def _left_lease(api: Api, path: Path, group: str, wanted: str | None) -> "answer_types.Lease | None":

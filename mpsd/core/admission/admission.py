@@ -246,7 +246,7 @@ def _too_much(need: Amount, offer: Offer) -> Shortage | None:
     if need.memory > offer.memory:
         has = format_size(offer.memory)
         because = f"{format_size(need.memory)} of memory were requested, but the GPU can grant only {has}"
-        hint = "request less, or lower admission.memory_reserve"
+        hint = "request less"
         return Shortage("memory", because, hint, NeverFitsError, offer.gpu)
     if need.clients > offer.clients:
         because = f"{need.clients} processes were requested, but MPS admits only {offer.clients} clients on the GPU"

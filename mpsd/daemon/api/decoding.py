@@ -3,6 +3,8 @@
 The dispatcher makes one decoder for each row of the route table when mpsd starts, so that a request only calls it.
 """
 
+import difflib
+import re
 from collections.abc import Callable
 from typing import Final, NamedTuple, TypeVar
 from urllib.parse import parse_qs
@@ -12,6 +14,7 @@ from msgspec import Meta
 from msgspec.inspect import BoolType, Field, IntType, Metadata, StructType, type_info
 
 from mpsd.core.errors import InvalidRequestError
+from mpsd.core.units import briefly
 from mpsd.daemon.api.request import RequestBody, RequestQuery
 
 B = TypeVar("B", bound=RequestBody)
@@ -32,9 +35,72 @@ def body_decoder(kind: type[B]) -> Callable[[bytes | bytearray], B]:
         try:
             return decode_json(body or b"{}")
         except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise InvalidRequestError(f"the request body is not valid: {error}", hint="see /v1/openapi.json") from error
+            raise _refusal(f"{error}", kind) from error
 
     return decode
+
+
+_PLACE: Final = re.compile(r"(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<field>.*)`)?", re.DOTALL)
+_UNKNOWN: Final = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+_MISSING: Final = re.compile(r"Object missing required field `(?P<name>.*)`")
+
+_SIGNS: Final = {">": "above", ">=": "at least", "<": "below", "<=": "at most"}
+_COUNTED: Final = {"str": "characters", "array": "items", "object": "items"}
+_TYPES: Final = {
+    "str": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
+
+
+def _types(names: str) -> str:
+    return " or ".join(_TYPES.get(each, each) for each in names.split(" | "))
+
+
+_WORDS: Final[tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...]] = (
+    (
+        re.compile(r"Expected `(?:int|float)` ([<>]=?) ([0-9.e+-]+)"),
+        lambda found: f"must be {_SIGNS[found[1]]} {found[2].removesuffix('.0')}",
+    ),
+    (
+        re.compile(r"Expected `(str|array|object)` of length ([<>]=?) ([0-9]+)"),
+        lambda found: f"must have {_SIGNS[found[2]]} {found[3]} {_COUNTED[found[1]]}",
+    ),
+    (
+        re.compile(r"Expected `str` matching regex (.*)", re.DOTALL),
+        lambda found: "does not match " + found[1].replace(r"\\", "\\").replace(r"\Z", "$"),
+    ),
+    (
+        re.compile(r"Expected `([^`]*)`, got `([^`]*)`"),
+        lambda found: f"must be {_types(found[1])}, not {_types(found[2])}",
+    ),
+    (_MISSING, lambda found: f"has no {found['name']}"),
+    (_UNKNOWN, lambda found: f"has the unknown field {briefly(found['name'])}"),
+    (re.compile(r"(.*)", re.DOTALL), lambda found: f"is not valid: {found[1]}"),
+)
+"""What msgspec says of a value, and the same in words that follow the name of its field."""
+
+
+def _refusal(message: str, kind: type[RequestBody]) -> InvalidRequestError:
+    """Return what msgspec says of a body in words that name the field; its own are for programmers."""
+    place = _PLACE.fullmatch(message)
+    what, field = (place["what"], place["field"]) if place is not None else (message, None)
+    subject = field or "the request body"
+    if place is not None and place["key"]:
+        subject = f"a key of {subject}"
+    hint = f"the fields are described in /v1/openapi.json, schema {kind.__name__}"
+    limit = re.split(r"[.[]", field)[0] if field else None
+    if missing := _MISSING.fullmatch(what):
+        limit = missing["name"]
+    elif (unknown := _UNKNOWN.fullmatch(what)) and not field:
+        fields = [each.encode_name for each in msgspec.structs.fields(kind)]
+        near = difflib.get_close_matches(unknown["name"], fields, n=1)
+        hint = f"{near[0]} may have been meant; {hint}" if near else hint
+    words = next(words(found) for pattern, words in _WORDS if (found := pattern.fullmatch(what)))
+    return InvalidRequestError(f"{subject} {words}", hint=hint, limit=limit)
 
 
 # -- query parameters --------------------------------------------------------------------------------------------------

@@ -38,9 +38,10 @@ Labels = Annotated[dict[Label, Text], Meta(max_length=32)]
 # What the document says of these, and the units' own parsers check, whose errors name the limit and say what to write.
 Percent = Annotated[float, Meta(extra_json_schema={"minimum": 0.1, "maximum": 100})]
 Fraction = Annotated[float, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})]
-SizeText = Annotated[str, Meta(extra_json_schema={"pattern": r"^[0-9]+(\.[0-9]+)? ?(B|KiB|MiB|GiB|KB|MB|GB)?$"})]
+SizeText = Annotated[
+    str, Meta(extra_json_schema={"pattern": r"^[0-9]+(\.[0-9]+)? ?([Bb]|[KMGTkmgt]([Ii][Bb]?|[Bb]))?$"})
+]
 SizeBytes = Annotated[int, Meta(extra_json_schema={"minimum": 1, "maximum": 2**50 - 2**20})]
-
 
 Uid = Annotated[int, Meta(ge=0, le=2**32 - 2)]
 

@@ -167,7 +167,7 @@ def _check_group(request: Request, group: OpenGroup, *, is_bounded: bool) -> Non
     if not is_bounded:
         raise InvalidRequestError(
             "a lease that a control group holds needs a time to live: an empty group would hold it for ever",
-            hint="add ttl (--ttl SECONDS), and renew the lease: mpsctl renew",
+            hint="add ttl (--ttl DURATION), and renew the lease: mpsctl renew",
             limit="ttl",
         )
 

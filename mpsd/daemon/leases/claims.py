@@ -11,7 +11,14 @@ from functools import partial
 from msgspec import structs
 
 from mpsd.core.admission.ledger import Ledger
-from mpsd.core.errors import AlreadyClaimedError, CapacityError, DaemonNotReadyError, NotFoundError, StorageError
+from mpsd.core.errors import (
+    AlreadyClaimedError,
+    CapacityError,
+    DaemonNotReadyError,
+    MpsdError,
+    NotFoundError,
+    StorageError,
+)
 from mpsd.core.holders import group_names, holders
 from mpsd.core.model import Claim, Holder, Lease, LeaseState, Owner
 from mpsd.daemon.holders.holder_watch import HolderWatch
@@ -109,7 +116,7 @@ class Claims:
         self._holder_watch.watch(lease_id, named, Purpose.LEASE)  # first, since it fails without descriptors
         try:
             lease = self._ledger.take(lease_id, owner, named.holder, ttl, now)
-        except CapacityError:
+        except MpsdError:
             self._holder_watch.unwatch(lease_id)
             raise
         self._limit_gates.follow(lease)

@@ -257,7 +257,7 @@ def test_several_gpus(in_path: dict[str, str], node: Node) -> None:
 
 
 REFUSED = {
-    "too much": ("admit --threads 100 --memory 900GiB", 75, "never_fits"),
+    "too much": ("admit --threads 100 --memory 900GiB", 65, "never_fits"),
     "misspelt": ("admit --treads 10 --memory 1GiB", 2, "No such option"),
     "on several GPUs": ("admit --threads 10 --memory 1GiB --gpus 2", 2, "invalid_request"),
     "unknown": ("show lease-nobody-has", 1, "not_found"),
@@ -324,10 +324,10 @@ def test_a_shell_that_is_refused(in_path: dict[str, str], shell: str) -> None:
     """A refusal makes `eval` fail with the exit code of the refusal, so that no script goes on without limits."""
     script = 'eval "$(mpsctl admit --threads 100 --memory 900GiB -o env)"; echo "went on, $?"'
     done = subprocess.run([shell, "-c", script], capture_output=True, text=True, check=True, env=in_path)
-    assert done.stdout == "went on, 75\n"
+    assert done.stdout == "went on, 65\n"
     assert "[never_fits]" in done.stderr
     done = subprocess.run([shell, "-ec", script], capture_output=True, text=True, check=False, env=in_path)
-    assert (done.returncode, done.stdout) == (75, "")
+    assert (done.returncode, done.stdout) == (65, "")
 
 
 # -- whom it is for: run -----------------------------------------------------------------------------------------------
@@ -477,7 +477,7 @@ def test_a_command_that_cannot_run(node: Node, short_tmp: Path, command: str, st
 def test_a_command_that_is_refused(node: Node, short_tmp: Path) -> None:
     """A command whose lease is refused does not run."""
     done = node.mpsctl("run", "--threads", "100", "--memory", "900GiB", "--", "touch", str(short_tmp / "ran"))
-    assert done.returncode == 75
+    assert done.returncode == 65
     assert not (short_tmp / "ran").exists()
 
 

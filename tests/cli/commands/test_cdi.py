@@ -419,7 +419,7 @@ class TestRun:
         """Without room no container starts, and the reason is told."""
         share = ("--threads", "100", "--memory", "900GiB")
         done = run_container(node, directory, in_path_runtime, "IMAGE", "true", share=share)
-        assert done.returncode == 75
+        assert done.returncode == 65
         assert "[never_fits]" in done.stderr
         assert not (short_tmp / "bin" / "called").exists()
 

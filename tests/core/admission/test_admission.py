@@ -275,7 +275,7 @@ class TestNever:
                 offer(limits=limits(100, 4096)),
                 ExceedsDaemonLimitError,
                 "limits.pinned_device_mem_limit",
-                "4608MiB of memory were requested for each process, but the control daemon allows a client 4GiB",
+                "4.5GiB of memory were requested for each process, but the control daemon allows a client 4GiB",
             ),
         ],
     )

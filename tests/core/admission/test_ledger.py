@@ -220,7 +220,7 @@ class TestRefusals:
         [
             ({"threads": 75}, THREADS, "threads", "25.5 % of the threads were requested, but only 25 % are left"),
             ({"threads": 100}, THREADS, "threads", "25.5 % of the threads were requested, but only 0 % are left"),
-            ({"memory": 70.5}, MEMORY, "memory", "10GiB of memory were requested, but only 9728MiB are left"),
+            ({"memory": 70.5}, MEMORY, "memory", "10GiB of memory were requested, but only 9.5GiB are left"),
             ({"memory": 80}, MEMORY, "memory", "10GiB of memory were requested, but only 0B are left"),
             (
                 {"threads": 40, "processes": 40},

@@ -97,7 +97,8 @@ class TestLease:
         ("memory", "bytes_", "grammar"),
         [
             ("512MiB", 512 * MIB, "512M"),
-            (1_000_000, MIB, "1M"),
+            ("1000KB", MIB, "1M"),
+            (1_500_000, 2 * MIB, "2M"),
             ("1.5GiB", 1536 * MIB, "1536M"),
             ("8GB", 7630 * MIB, "7630M"),
         ],
@@ -141,7 +142,7 @@ class TestCapacity:
         """So is memory, of which a reserve is kept."""
         granted(admit(node, threads=10, memory="70GiB", gpu="0"))
         detail = refused(admit(node, threads=10, memory="10GiB", gpu="0"), 409, "does_not_fit", "memory")
-        assert "10GiB of memory were requested, but only 9728MiB are left" in detail
+        assert "10GiB of memory were requested, but only 9.5GiB are left" in detail
         granted(admit(node, threads=10, memory="9.5GiB", gpu="0"))
 
     def test_clients(self, node: Node) -> None:
@@ -155,8 +156,8 @@ class TestCapacity:
 
     def test_more_than_there_is(self, node: Node) -> None:
         """What no GPU has at all is told apart from what none has left: asking again does not help."""
-        detail = refused(admit(node, threads=10, memory="80GiB"), 409, "never_fits", "memory")
-        assert "80GiB of memory were requested, but the GPU can grant only 81408MiB" in detail
+        detail = refused(admit(node, threads=10, memory="80GiB"), 422, "never_fits", "memory")
+        assert "80GiB of memory were requested, but the GPU can grant only 79.5GiB" in detail
 
     def test_the_closest_refusal_is_told(self, node: Node) -> None:
         """When no GPU has it left, the refusal is that of a GPU that could have had it."""
@@ -307,7 +308,7 @@ def test_client_priority(make_node: Start, real: RealDaemon) -> None:
     assert lease["env"]["CUDA_MPS_CLIENT_PRIORITY"] == "1"
     plain = granted(admit(node, threads=10, memory="1GiB"))
     assert "CUDA_MPS_CLIENT_PRIORITY" not in plain["env"]
-    refused(admit(node, threads=10, memory="1GiB", client_priority=2), 422, "invalid_request")
+    refused(admit(node, threads=10, memory="1GiB", client_priority=2), 422, "invalid_request", "client_priority")
 
 
 class TestEnd:
@@ -440,33 +441,37 @@ BAD_BODIES = [
     ({}, "threads is missing", "threads"),
     ({"threads": 10}, "memory is missing", "memory"),
     ({"memory": "1GiB"}, "threads is missing", "threads"),
-    ({"threads": 0, "memory": "1GiB"}, "not in (0, 100]", "active_thread_percentage"),
-    ({"threads": 150, "memory": "1GiB"}, "not in (0, 100]", "active_thread_percentage"),
-    ({"threads": -5, "memory": "1GiB"}, "not in (0, 100]", "active_thread_percentage"),
+    ({"threads": 0, "memory": "1GiB"}, "0 % of the threads is less than 0.1 %", "active_thread_percentage"),
+    ({"threads": 150, "memory": "1GiB"}, "150 % of the threads is more than 100 %", "active_thread_percentage"),
+    ({"threads": -5, "memory": "1GiB"}, "-5 % of the threads is less than 0.1 %", "active_thread_percentage"),
     ({"threads": 0.01, "memory": "1GiB"}, "0.1", "active_thread_percentage"),
-    ({"threads": "25", "memory": "1GiB"}, "$.threads", None),
-    ({"threads": 10, "memory": "10T"}, "unknown unit 'T'", None),
+    ({"threads": "25", "memory": "1GiB"}, "threads must be a number or null, not text", "threads"),
+    ({"threads": 10, "memory": "10T"}, "ambiguous unit T", None),
     ({"threads": 10, "memory": "abc"}, "not a size", None),
     ({"threads": 10, "memory": 0}, "not between 1 byte", None),
     ({"threads": 10, "memory": "-1GiB"}, "not a size", None),
-    ({"threads": 10, "memory": True}, "$.memory", None),
+    ({"threads": 10, "memory": True}, "memory must be ", "memory"),
     ({"threads": 10, "memory": 2**64}, "", None),
     ({"fraction": 0}, "between 0.001 and 1", "fraction"),
     ({"fraction": 1.5}, "between 0.001 and 1", "fraction"),
     ({"fraction": 0.0001}, "between 0.001 and 1", "fraction"),
     ({"fraction": 0.5, "threads": 10}, "a fraction sets both threads and memory", "fraction"),
     ({"threads": 10, "memory": "1GiB", "gpuu": "0"}, "gpuu", None),
-    ({"threads": 10, "memory": "1GiB", "pid": 0}, "$.pid", None),
-    ({"threads": 10, "memory": "1GiB", "pid": 2**40}, "$.pid", None),
-    ({"threads": 10, "memory": "1GiB", "labels": {"a b": "c"}}, "$.labels", None),
-    ({"threads": 10, "memory": "1GiB", "labels": {"a": 1}}, "$.labels", None),
-    ({"threads": 10, "memory": "1GiB", "name": "\x1b[2J"}, "$.name", None),
-    ({"threads": 10, "memory": "1GiB", "request_id": ""}, "$.request_id", None),
-    ([], "array", None),
+    ({"threads": 10, "memory": "1GiB", "pid": 0}, "pid must be at least 1", "pid"),
+    ({"threads": 10, "memory": "1GiB", "pid": 2**40}, "pid must be at most 2147483647", "pid"),
+    (
+        {"threads": 10, "memory": "1GiB", "labels": {"a b": "c"}},
+        "a key of labels does not match '^[A-Za-z0-9]",
+        "labels",
+    ),
+    ({"threads": 10, "memory": "1GiB", "labels": {"a": 1}}, "labels[...] must be text, not a whole number", "labels"),
+    ({"threads": 10, "memory": "1GiB", "name": "\x1b[2J"}, "name", "name"),
+    ({"threads": 10, "memory": "1GiB", "request_id": ""}, "request_id must have at least 1 characters", "request_id"),
+    ([], "the request body must be an object, not a list", None),
     (b"", "threads is missing", "threads"),
     (b"{", "", None),
     (b"\xff\xfe", "", None),
-    (b'{"threads": 1e999, "memory": "1GiB"}', "", None),
+    (b'{"threads": 1e999, "memory": "1GiB"}', "threads is not valid", "threads"),
     (b'{"threads": NaN, "memory": "1GiB"}', "", None),
 ]
 

@@ -91,7 +91,7 @@ class TestWaiting:
                 {"threads": 1, "memory": "70GiB"},
                 {"memory": "10GiB"},
                 "memory",
-                "10GiB of memory were requested, but only 9728MiB",
+                "10GiB of memory were requested, but only 9.5GiB",
             ),
             (
                 {"threads": 50, "processes": 40},
@@ -126,7 +126,7 @@ class TestWaiting:
         large, _ = line.waits(threads=1, memory="78GiB", wait=None)
         small, _ = line.waits(threads=1, memory="10GiB", wait=None)
         line.node.reload('[admission]\nmemory_reserve = "10GiB"\n')
-        assert "the GPU can grant only 70GiB" in refused(large.answer(), 409, "never_fits", "memory")
+        assert "the GPU can grant only 70GiB" in refused(large.answer(), 422, "never_fits", "memory")
         line.release(first)
         assert small.answer().status == 201
 
@@ -277,11 +277,11 @@ class TestNever:
     @pytest.mark.parametrize(
         ("asked", "refusal"),
         [
-            ({**SMALL, "memory": "80GiB"}, (409, "never_fits", "memory")),
-            ({"threads": 1, "memory": "80GiB"}, (409, "never_fits", "memory")),
-            ({"threads": 100, "memory": "1GiB", "processes": 49}, (409, "never_fits", "clients")),
-            ({"threads": 1, "memory": "1GiB", "gpus": 3}, (409, "never_fits", "gpus")),
-            ({"fraction": 1, "gpus": 64}, (409, "never_fits", "gpus")),
+            ({**SMALL, "memory": "80GiB"}, (422, "never_fits", "memory")),
+            ({"threads": 1, "memory": "80GiB"}, (422, "never_fits", "memory")),
+            ({"threads": 100, "memory": "1GiB", "processes": 49}, (422, "never_fits", "clients")),
+            ({"threads": 1, "memory": "1GiB", "gpus": 3}, (422, "never_fits", "gpus")),
+            ({"fraction": 1, "gpus": 64}, (422, "never_fits", "gpus")),
             ({**SMALL, "processes": 20}, (422, "invalid_request", "processes")),
             ({**SMALL, "gpus": 2}, (422, "invalid_request", "gpus")),
             ({**SMALL, "gpu": "2"}, (422, "invalid_request", None)),

@@ -1,0 +1,70 @@
+"""What users type as values of options: durations, percentages and sizes, in the notations that they know."""
+
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from mpsd.core.errors import InvalidRequestError
+from mpsd.core.units import parse_duration, parse_percentage
+
+if TYPE_CHECKING:
+    _FloatType = click.ParamType[float]
+else:
+    _FloatType = click.ParamType  # it is no generic class before click 8.4
+
+Callback = Callable[[click.Context, click.Parameter, Any], object]
+
+
+class Single(click.Option):
+    """An option that has one value: of two values a user means one, and mpsctl cannot know which."""
+
+    def __init__(self, names: Sequence[str], callback: Callback | None = None, **attributes: Any) -> None:  # noqa: ANN401 - click's own
+        """Take what click.Option takes, but for a default."""
+        attributes["multiple"] = True  # so that each value is seen
+        super().__init__(names, callback=self._only_value, **attributes)
+        self._then = callback
+
+    def _only_value(self, context: click.Context, _: click.Parameter, values: Sequence[object]) -> object:
+        if len(set(values)) > 1:
+            given = " and ".join(f"{each}" for each in values)
+            raise click.BadParameter(f"it takes one value, and was given {given}", context, self)
+        value = values[0] if values else None
+        return value if self._then is None else self._then(context, self, value)
+
+
+class _Quantity(_FloatType):
+    """A number with a unit; what is none is refused with the notations that are."""
+
+    def __init__(self, name: str, parse: Callable[[str], float]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number."""
+        try:
+            return self._parse(f"{value}")
+        except InvalidRequestError as error:
+            self.fail(f"{error.detail}: {error.hint}", param, ctx)
+
+
+def _duration_or_0(text: str) -> float:
+    return 0.0 if text == "0" else parse_duration(text)
+
+
+def _wait(text: str) -> float:
+    return inf if text == "forever" else _duration_or_0(text)
+
+
+DURATION: Final = _Quantity("duration", parse_duration)
+"""Seconds above 0, from `90`, `90s`, `10m`, `2h` or `1h30m`."""
+
+DURATION_OR_0: Final = _Quantity("duration", _duration_or_0)
+"""As DURATION, or 0."""
+
+WAIT: Final = _Quantity("duration", _wait)
+"""As DURATION, or 0, or `forever`, which is infinite."""
+
+PERCENTAGE: Final = _Quantity("percentage", parse_percentage)
+"""Percent, from `25` or `25%`."""

@@ -1,0 +1,95 @@
+"""What users type wrongly: each mistake is answered by one sentence that says what to type, and changes nothing."""
+
+import json
+from datetime import datetime, timedelta
+
+import pytest
+
+from tests.node import Node
+
+SHARE = ("--threads", "10", "--memory", "1GiB")
+
+MISTAKES = {
+    "a command": (["stauts"], 2, "No such command 'stauts'. Did you mean status"),
+    "no command at all": (["frobnicate"], 2, "No such command 'frobnicate'. See: mpsctl --help"),
+    "an option": (["admit", "--treads", "10"], 2, "No such option"),
+    "bytes without a unit": (["admit", "--threads", "10", "--memory", "8192"], 2, "if 8192MiB or 8192GiB was meant"),
+    "an ambiguous unit": (["admit", "--threads", "10", "--memory", "8G"], 2, "write 8GiB (times 1024) or 8GB"),
+    "an unknown unit": (["admit", "--threads", "10", "--memory", "8XB"], 2, "write it as 8GiB"),
+    "two GPUs": (["admit", "--gpu", "0", "--gpu", "1", *SHARE], 2, "it takes one value, and was given 0 and 1"),
+    "two sizes": (
+        ["run", *SHARE, "--memory", "2GiB", "--", "true"],
+        2,
+        "it takes one value, and was given 1GiB and 2GiB",
+    ),
+    "too many threads": (
+        ["admit", "--threads", "101", "--memory", "1GiB"],
+        2,
+        "101 % of the threads is more than 100 %",
+    ),
+    "too few threads": (
+        ["admit", "--threads", "0.05%", "--memory", "1GiB"],
+        2,
+        "0.05 % of the threads is less than 0.1 %",
+    ),
+    "no percentage": (["admit", "--threads", "a quarter", "--memory", "1GiB"], 2, "give a number such as 25, or 25%"),
+    "no time": (["admit", *SHARE, "--ttl", "0"], 2, "such as 90s, 10m or 2h"),
+    "an unknown time": (["admit", *SHARE, "--wait", "1 week"], 2, "such as 90s, 10m or 2h"),
+    "time before now": (["drain", "gpu0", "--timeout=-5"], 2, "such as 90s, 10m or 2h"),
+    "no GPUs": (["admit", *SHARE, "--gpus", "0"], 2, "gpus must be at least 1"),
+    "no processes": (["admit", *SHARE, "--processes", "0"], 2, "processes must be at least 1"),
+    "a long name": (["admit", *SHARE, "--name", "x" * 200], 2, "name must have at most 128 characters"),
+    "too long a time": (["admit", *SHARE, "--ttl", "10000000h"], 2, "ttl must be at most 1000000000"),
+    "a fraction that is a percentage": (["admit", "--fraction", "25"], 2, "fraction 25 is not between 0.001 and 1"),
+    "half a request": (["admit", "--threads", "10"], 2, "memory is missing"),
+    "more than there is": (["admit", "--threads", "10", "--memory", "900GiB"], 65, "the GPU can grant only"),
+    "a lease that is none": (["release", "lease-nobody-has"], 1, "lease-nobody-has"),
+    "a daemon that is none": (["drain", "gpu7"], 1, "gpu7"),
+}
+"""What is typed, with its exit status and what the answer says."""
+
+
+@pytest.mark.parametrize("arguments, status, says", MISTAKES.values(), ids=MISTAKES)  # noqa: PT006 - a line each
+def test_mistakes(node: Node, arguments: list[str], status: int, says: str) -> None:
+    """A mistake is answered on stderr, with what to type instead."""
+    done = node.mpsctl(*arguments)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert says in done.stderr, done.stderr
+    assert node.get("/v1/leases").json["leases"] == []
+
+
+@pytest.mark.parametrize(
+    ("threads", "granted", "note"),
+    [("25%", 25.0, ""), ("0.15", 0.1, "0.15 % is taken as 0.1 %"), ("33.3333 %", 33.3, "33.3333 % is taken as 33.3 %")],
+)
+def test_percentages(node: Node, threads: str, granted: float, note: str) -> None:
+    """A percentage may have its sign; one that is finer than MPS knows is rounded down, and mpsctl says so."""
+    done = node.mpsctl("admit", "--threads", threads, "--memory", "1gib", "-o", "json")
+    assert json.loads(done.stdout)["active_thread_percentage"] == granted
+    assert done.stderr == (f"mpsctl: {note}: MPS knows tenths of a percent\n" if note else "")
+
+
+@pytest.mark.parametrize(("typed", "seconds"), [("90", 90), ("90s", 90), ("10m", 600), ("1h30m", 5400)])
+def test_durations(node: Node, typed: str, seconds: float) -> None:
+    """A time to live is a number of seconds, or has units."""
+    lease = json.loads(node.mpsctl("admit", *SHARE, "--ttl", typed, "-o", "json").stdout)
+    life = datetime.fromisoformat(lease["expires"]) - datetime.fromisoformat(lease["created"])
+    assert life == pytest.approx(timedelta(seconds=seconds), abs=timedelta(seconds=10))
+
+
+@pytest.mark.parametrize(
+    ("body", "detail"),
+    [
+        ({"threads": 10, "memory": "1GiB", "gpus": 0}, "gpus must be at least 1"),
+        ({"threads": 10, "memory": "1GiB", "ttl": 0}, "ttl must be above 0"),
+        ({"threads": "10", "memory": "1GiB"}, "threads must be a number or null, not text"),
+        ({"threads": 10, "memory": "1GiB", "nmae": "x"}, "the request body has the unknown field 'nmae'"),
+        ({"threads": 10, "memory": "1GiB", "name": "x" * 129}, "name must have at most 128 characters"),
+        ([], "the request body must be an object, not a list"),
+        (b"{", "the request body is not valid: Input data was truncated"),
+    ],
+)
+def test_bodies(node: Node, body: object, detail: str) -> None:
+    """A body that is wrong is refused in words that name its field."""
+    answer = node.request("POST", "/v1/leases", body)
+    assert (answer.status, answer.json["detail"]) == (422, detail)

@@ -43,9 +43,9 @@ class Api(Client):
         """Return the clients of every server."""
         return cast("answer_types.Clients", self.get("/v1/clients"))
 
-    def leases(self) -> "answer_types.Leases":
-        """Return the leases that have not ended."""
-        return cast("answer_types.Leases", self.get("/v1/leases"))
+    def leases(self, *, ended: bool = False) -> "answer_types.Leases":
+        """Return the leases that have not ended, and with `ended` those that ended not long ago too."""
+        return cast("answer_types.Leases", self.get("/v1/leases?ended=true" if ended else "/v1/leases"))
 
     def lease(self, lease: str) -> "answer_types.Lease":
         """Return one lease, also when it ended not long ago."""

@@ -1,16 +1,20 @@
 """What the commands of mpsctl have in common: the API, the form of their output, and one way to print it."""
 
 import contextlib
+import functools
 import re
-from collections.abc import Callable, Iterator
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import click
 
-from mpsd.cli import views
+from mpsd.cli import lease_views, tables
 from mpsd.cli.api import Api
-from mpsd.cli.render import as_env_file, as_exports, as_json, plural
+from mpsd.cli.parameters import DURATION
+from mpsd.cli.render import as_env_file, as_exports, as_json, as_yaml, plural
 from mpsd.core.errors import (
     ConfigurationError,
     DoesNotFitError,
@@ -50,6 +54,83 @@ def with_form(*more: str) -> Callable[[Callable[..., None]], Callable[..., None]
     """Give a command `-o`, with the forms that it has beyond table and json."""
     forms = click.Choice(["table", "json", *more])
     return click.option("-o", "--output", "form", type=forms, default="table", show_default=True, help="Output format.")
+
+
+class Listing(NamedTuple):
+    """How a list is printed, and whether again and again."""
+
+    form: str
+    look: tables.Look
+    watch: float | None
+
+
+def with_listing(*more: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Hand a command a Listing, from the options of lists; `more` are forms beyond table, wide, json and yaml."""
+    options = (
+        click.option(
+            "-o",
+            "--output",
+            "form",
+            type=click.Choice(["table", "wide", *more, "json", "yaml"]),
+            default="table",
+            show_default=True,
+            help="Output format; wide has every column.",
+        ),
+        click.option("--sort", metavar="COLUMN", help="Column to sort the table by, such as memory."),
+        click.option("--no-headers", is_flag=True, help="Leave the headings out."),
+        click.option(
+            "-w",
+            "--watch",
+            type=DURATION,
+            is_flag=False,
+            flag_value="2",
+            metavar="[DURATION]",
+            help="Print it again every 2 s, or as often as this, until interrupted.",
+        ),
+    )
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def command(*, form: str, sort: str | None, no_headers: bool, watch: float | None, **others: object) -> None:
+            look = tables.look_of(wide=form == "wide", headings=not no_headers, sort=sort)
+            function(Listing(form, look, watch), **others)
+
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def print_listing(
+    listing: Listing,
+    ask: Callable[[], T],
+    view: Callable[[T, tables.Look], str],
+    names: Callable[[T], Iterable[str]] = lambda _: (),
+) -> T:
+    """Print what the API answers to `ask`: as its own JSON, as YAML, as names alone, or as a view makes it readable.
+
+    Returns the answer. A list that is watched is printed until a signal ends mpsctl.
+    """
+    while True:
+        answer = ask()
+        match listing.form:
+            case "json":
+                text = as_json(answer)
+            case "yaml":
+                text = as_yaml(answer)
+            case "name":
+                text = "\n".join(map(plain, names(answer)))
+            case _:
+                with of_one_version():
+                    text = view(plain(answer), listing.look)
+        if listing.watch is not None and sys.stdout.isatty():
+            click.clear()
+        if text or listing.form != "name":
+            click.echo(text)
+        if listing.watch is None:
+            return answer
+        time.sleep(listing.watch)
 
 
 def note(text: str) -> None:
@@ -101,7 +182,7 @@ def print_lease(api: Api, form: str, lease: "answer_types.Lease", share: int | N
     elif form == "env-file":
         click.echo(as_env_file(environment(api, lease, share)))
     else:
-        print_answer(form, lease, lambda safe: views.lease(safe, now()))
+        print_answer(form, lease, lambda safe: lease_views.lease(safe, now()))
 
 
 def environment(api: Api, lease: "answer_types.Lease", share: int | None = None) -> dict[str, str]:

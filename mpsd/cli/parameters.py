@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from mpsd.core.errors import InvalidRequestError
-from mpsd.core.units import parse_duration, parse_percentage
 
 if TYPE_CHECKING:
     _FloatType = click.ParamType[float]
@@ -49,15 +48,27 @@ class _Quantity(_FloatType):
             self.fail(f"{error.detail}: {error.hint}", param, ctx)
 
 
+def _duration(text: str) -> float:
+    from mpsd.core.units import parse_duration  # decimal, which that imports, is not worth its time elsewhere
+
+    return parse_duration(text)
+
+
+def _percentage(text: str) -> float:
+    from mpsd.core.units import parse_percentage
+
+    return parse_percentage(text)
+
+
 def _duration_or_0(text: str) -> float:
-    return 0.0 if text == "0" else parse_duration(text)
+    return 0.0 if text == "0" else _duration(text)
 
 
 def _wait(text: str) -> float:
     return inf if text == "forever" else _duration_or_0(text)
 
 
-DURATION: Final = _Quantity("duration", parse_duration)
+DURATION: Final = _Quantity("duration", _duration)
 """Seconds above 0, from `90`, `90s`, `10m`, `2h` or `1h30m`."""
 
 DURATION_OR_0: Final = _Quantity("duration", _duration_or_0)
@@ -66,5 +77,5 @@ DURATION_OR_0: Final = _Quantity("duration", _duration_or_0)
 WAIT: Final = _Quantity("duration", _wait)
 """As DURATION, or 0, or `forever`, which is infinite."""
 
-PERCENTAGE: Final = _Quantity("percentage", parse_percentage)
+PERCENTAGE: Final = _Quantity("percentage", _percentage)
 """Percent, from `25` or `25%`."""

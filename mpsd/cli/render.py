@@ -1,7 +1,7 @@
 """How values look to a person, in plain text. What was chosen by others has passed `harmless.plain` before."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,34 @@ _AGES = (("d", 86400), ("h", 3600), ("m", 60))
 def as_json(answer: object) -> str:
     """Return what the API answered, indented: the same document, with what does not print escaped."""
     return harmless_json(json.dumps(answer, indent=2, ensure_ascii=False))
+
+
+def as_yaml(answer: object) -> str:
+    """Return what the API answered as YAML: blocks, with texts as JSON has them, which YAML takes too."""
+    return harmless_json("\n".join(_yaml(answer, "")))
+
+
+def _yaml(value: object, indent: str) -> Iterator[str]:
+    match value:
+        case dict() if value:
+            for name, each in value.items():
+                key = name if name.isidentifier() else json.dumps(name, ensure_ascii=False)
+                yield from _under(f"{indent}{key}:", each, f"{indent}  ")
+        case list() if value:
+            for each in value:
+                first, *rest = _yaml(each, f"{indent}  ")
+                yield f"{indent}- {first.lstrip(' ')}"
+                yield from rest
+        case _:
+            yield f"{indent}{json.dumps(value, ensure_ascii=False)}"
+
+
+def _under(heading: str, value: object, indent: str) -> Iterator[str]:
+    if isinstance(value, (dict, list)) and value:
+        yield heading
+        yield from _yaml(value, indent)
+    else:
+        yield f"{heading} {json.dumps(value, ensure_ascii=False)}"
 
 
 _AMBIGUOUS = frozenset("\"'`\\$#")
@@ -65,11 +93,6 @@ def columns(rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in padded)
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, none: str) -> str:
-    """Return a table, or the sentence `none` where it would have no rows."""
-    return columns([headings, *rows]) if rows else none
-
-
 def size(count: int) -> str:
     """Print bytes as `8GiB`, rounded down to two decimals."""
     for unit, factor in _UNITS:
@@ -89,6 +112,18 @@ def as_reported(limit: float | None) -> float | None:
 def percent(value: float) -> str:
     """Print a percentage as `25%`."""
     return f"{value:g}%"
+
+
+def limit(name: str, value: float | None) -> str:
+    """Print a limit in its own unit."""
+    if value is None:
+        return "no limit"
+    return percent(value) if name == "active_thread_percentage" else size(int(value))
+
+
+def pid(number: int | None) -> str:
+    """Print a pid, or a dash."""
+    return "-" if number is None else str(number)
 
 
 def age(then: str, now: datetime) -> str:

@@ -81,7 +81,7 @@ def test_a_command_that_waits(full_node: tuple[Node, list[str]], start: Start) -
     process = start(node.socket, "run", *MOST, "--wait", "forever", "--", "sh", "-c", "echo ran; exit 7")
     assert line(process) == TOLD.format(1)
     listed = node.mpsctl("leases").stdout
-    assert re.search(r"^lease-\w+ +waiting, place 1, for threads +- +60% +1GiB ", listed, re.MULTILINE)
+    assert re.search(r"^lease-\w+ +waiting, place 1 +- +60% +1GiB ", listed, re.MULTILINE)
     assert process.poll() is None
     assert node.mpsctl("release", lease).returncode == 0
     assert process.communicate(timeout=30) == ("ran\n", "")

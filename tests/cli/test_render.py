@@ -13,12 +13,10 @@ from mpsd.cli.render import (
     as_env_file,
     as_exports,
     as_json,
-    columns,
     fact,
     percent,
     plural,
     size,
-    table,
     until,
 )
 from mpsd.core.errors import InternalError, InvalidRequestError
@@ -94,15 +92,6 @@ def test_facts(value: object) -> None:
 def test_plurals() -> None:
     """One thing is not several."""
     assert [plural(count, "lease") for count in range(3)] == ["0 leases", "1 lease", "2 leases"]
-
-
-def test_tables() -> None:
-    """Columns are aligned, lines end without blanks, and a table without rows is a sentence."""
-    assert table(("A", "LONGER", "C"), [("1", "2", ""), ("12345", "2", "3")], none="no rows") == (
-        "A      LONGER  C\n1      2\n12345  2       3"
-    )
-    assert table(("A",), [], none="no rows") == "no rows"
-    assert columns([("only", "row")]) == "only  row"
 
 
 @given(JSON | st.text(SURROGATE))

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from mpsd.cli import render, views
+from mpsd.cli import lease_views, render, views
+from mpsd.cli.tables import PLAIN, bar
 from mpsd.daemon.record.log import EventName
 
 NOW = datetime(2026, 11, 21, 3, 0, tzinfo=UTC)
@@ -103,7 +104,7 @@ def node(**other: Any) -> Any:
 
 def status(**other: Any) -> list[str]:
     """Return the lines of the status of a node that is well but for this."""
-    return views.status(node(**other), NOW).splitlines()
+    return views.status(node(**other), NOW, PLAIN).splitlines()
 
 
 def test_a_healthy_node() -> None:
@@ -112,8 +113,8 @@ def test_a_healthy_node() -> None:
     assert lines == [
         "healthy: every control daemon is ready",
         "",
-        "GPU  HEALTH  COMPUTE MODE  THREADS      MEMORY         CLIENTS  NAME",
-        "0    ok      default       25% of 100%  8GiB of 80GiB  1 of 48  H100",
+        "GPU  HEALTH  THREADS      MEMORY                     HELD  CLIENTS  COMPUTE MODE  NAME",
+        f"0    ok      25% of 100%  8GiB of 80GiB  {bar(0.25)}  3GiB  1 of 48  default       H100",
         "",
         "DAEMON  STATE  SINCE  PID   THREADS  MEMORY    SERVERS",
         "gpu0    ready  2m     4711  100%     no limit  -",
@@ -176,16 +177,16 @@ def test_judged_clients_and_leases() -> None:
     client: Any = {"pid": 9, "name": "x", "uid": 0, "daemon": "gpu0", "gpu": "GPU-1", "server": 8, "lease": "lease-1"}
     well: Any = {"verdict": "ok", "because": ""}
     doubt: Any = {"verdict": "unknown", "because": "process 9 may"}
-    lines = views.clients({"clients": [client | well, client | doubt]}).splitlines()
+    lines = lease_views.clients({"clients": [client | well, client | doubt]}, PLAIN).splitlines()
     assert [line.split()[5] for line in lines[:3]] == ["VERDICT", "ok", "unknown"]
     assert lines[3:] == ["unknown: process 9 may"]
     judged = lease(violations=[violation(because="process 7 has less")], unknown=["process 9 may"])
-    assert views.leases({"leases": [judged], "others": NO_OTHERS}, NOW).splitlines()[2:] == [
+    assert lease_views.leases({"leases": [judged], "others": NO_OTHERS}, NOW, PLAIN).splitlines()[2:] == [
         f"{judged['id']}: violation: process 7 has less",
         "  hint: h",
         f"{judged['id']}: unknown: process 9 may",
     ]
-    shown = views.lease(judged, NOW)
+    shown = lease_views.lease(judged, NOW)
     assert "process 7 has less; h" in shown
     assert "process 9 may" in shown
 
@@ -218,7 +219,7 @@ def test_bounds(least: float | None, most: float | None, shown: str) -> None:
         "because": "",
     }
     answer: Any = {"verdict": "ok", "because": "", "violations": [], "unknown": [], "processes": [process]}
-    assert shown in views.verified(answer).splitlines()[-1]
+    assert shown in lease_views.verified(answer).splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -250,12 +251,12 @@ def test_memory_as_it_is_reported(granted: int, in_force: int, shown: str) -> No
         "because": "",
     }
     answer: Any = {"verdict": "ok", "because": "", "violations": [], "unknown": [], "processes": [process]}
-    assert f" {shown} " in views.verified(answer).splitlines()[-1]
+    assert f" {shown} " in lease_views.verified(answer).splitlines()[-1]
 
 
 def test_clients_without_a_lease() -> None:
     """A client without a lease takes a place as well."""
-    (row, line) = views.gpus({"gpus": [gpu(clients_unleased=2)]}).splitlines()[1:]
+    (row, line) = views.gpus({"gpus": [gpu(clients_unleased=2)]}, [], PLAIN).splitlines()[1:]
     assert " 3 of 48 " in row
     assert "2 clients without a lease" in line
 
@@ -264,7 +265,7 @@ def test_drift() -> None:
     """A limit that drifted is told in mpsd's own sentence, with its age, and is marked where limits are listed."""
     memory = drift(limit="pinned_device_mem_limit", because="gpu0: the sentence")
     restored = drift(undone="2026-11-21T02:59:00Z", because="gpu0: the other sentence")
-    text = views.daemons({"daemons": [daemon(drift=[memory], undone=[restored])]}, NOW)
+    text = views.daemons({"daemons": [daemon(drift=[memory], undone=[restored])]}, NOW, PLAIN)
     assert "no limit (drift)" in text
     assert text.splitlines()[-2:] == ["gpu0: the sentence (found 2m ago)", "gpu0: the other sentence (1m ago)"]
 
@@ -273,12 +274,12 @@ def test_what_is_unknown() -> None:
     """What could not be read is unknown, not zero, and not absent."""
     silent = daemon(pid=None, version=None, limits={"active_thread_percentage": None, "pinned_device_mem_limit": None})
     lost = gpu(uuid=None, name=None, memory_total=None, memory_held=None, clients_max=None, health="unknown")
-    (row,) = views.daemons({"daemons": [silent]}, NOW).splitlines()[1:]
+    (row,) = views.daemons({"daemons": [silent]}, NOW, PLAIN).splitlines()[1:]
     assert row.split() == ["gpu0", "ready", "2m", "-", "unknown", "unknown", "-", "unknown", "/run/mpsd/mps/gpu0"]
-    (row,) = views.gpus({"gpus": [lost]}).splitlines()[1:]
-    assert row.count("unknown") == 6
+    (row,) = views.gpus({"gpus": [lost]}, [], PLAIN).splitlines()[1:]
+    assert row.count("unknown") == 5
     client: Any = {"pid": 9, "name": "", "uid": None, "daemon": "gpu0", "gpu": "GPU-1", "server": 8, "lease": None}
-    (row,) = views.clients({"clients": [client | {"verdict": "ok", "because": ""}]}).splitlines()[1:]
+    (row,) = lease_views.clients({"clients": [client | {"verdict": "ok", "because": ""}]}, PLAIN).splitlines()[1:]
     assert row.split() == ["9", "unknown", "gpu0", "8", "none", "ok"]
 
 
@@ -288,23 +289,25 @@ def test_servers() -> None:
         {"pid": 11, "status": "ACTIVE", "clients": [], "orphan": False},
         {"pid": 12, "status": None, "clients": [], "orphan": True},
     ]
-    assert "11, 12 (orphan)" in views.daemons({"daemons": [daemon(servers=servers)]}, NOW)
+    assert "11, 12 (orphan)" in views.daemons({"daemons": [daemon(servers=servers)]}, NOW, PLAIN)
 
 
 def test_troubles() -> None:
     """Below the tables stands why a GPU or a control daemon is not as it should be, and what to do."""
-    text = views.gpus({"gpus": [gpu(health="unsupported", because="MIG is enabled", hint="disable it")]})
+    text = views.gpus({"gpus": [gpu(health="unsupported", because="MIG is enabled", hint="disable it")]}, [], PLAIN)
     assert text.endswith("\nGPU 0: MIG is enabled\n  hint: disable it")
-    text = views.daemons({"daemons": [daemon(state="failed", because="5 deaths", hint="mpsctl reset gpu0")]}, NOW)
+    text = views.daemons(
+        {"daemons": [daemon(state="failed", because="5 deaths", hint="mpsctl reset gpu0")]}, NOW, PLAIN
+    )
     assert text.endswith("\ngpu0: 5 deaths\n  hint: mpsctl reset gpu0")
 
 
 def test_nothing_there() -> None:
     """An empty list is a sentence, not a line of headings."""
-    assert views.gpus({"gpus": []}) == "no GPUs"
-    assert views.daemons({"daemons": []}, NOW) == "no control daemons"
-    assert views.leases({"leases": [], "others": NO_OTHERS}, NOW) == "no leases"
-    assert views.clients({"clients": []}) == "no clients"
+    assert views.gpus({"gpus": []}, [], PLAIN) == "no GPUs"
+    assert views.daemons({"daemons": []}, NOW, PLAIN) == "no control daemons"
+    assert lease_views.leases({"leases": [], "others": NO_OTHERS}, NOW, PLAIN) == "no leases"
+    assert lease_views.clients({"clients": []}, PLAIN) == "no clients"
     assert "no control daemons" in status(gpus=[], daemons=[])
 
 
@@ -329,7 +332,7 @@ def lease(*shares: Any, **other: Any) -> Any:
         "because": "it was free",
         "gpus": [each["gpu"] for each in shares],
         **{name: first[name] for name in ("daemon", "active_thread_percentage", "pinned_device_mem_limit")},
-        "owner": {"uid": 7, "gid": 7, "pid": 99, "start_time": THEN},
+        "owner": {"uid": 70001, "gid": 7, "pid": 99, "start_time": THEN},
         "holders": [{"kind": "process", "pid": 99, "start_time": THEN}],
         "env": first.get("env", {}),
         "shares": list(shares),
@@ -352,7 +355,10 @@ def lease(*shares: Any, **other: Any) -> Any:
 
 def rows(*found: Any, others: Any = NO_OTHERS) -> list[list[str]]:
     """Return the lines below the headings of the list of leases, in words."""
-    return [line.split() for line in views.leases({"leases": list(found), "others": others}, NOW).splitlines()[1:]]
+    return [
+        line.split()
+        for line in lease_views.leases({"leases": list(found), "others": others}, NOW, PLAIN).splitlines()[1:]
+    ]
 
 
 def test_a_lease() -> None:
@@ -367,7 +373,7 @@ def test_a_lease() -> None:
         labels={"team": "a", "run": "7"},
         ended=THEN,
     )
-    assert views.lease(ended, NOW).splitlines() == [
+    assert lease_views.lease(ended, NOW).splitlines() == [
         "lease     lease-1",
         "state     ended: uid 0 released it",
         "name      -",
@@ -377,20 +383,20 @@ def test_a_lease() -> None:
         "GPU       GPU-1",
         "threads   33.3%",
         "memory    1.5GiB (1610612736 bytes)",
-        "holder    pid 99, uid 7",
+        "holder    pid 99, uid 70001",
         "clients   100 101 (of 4 at most)",
         f"created   {THEN} (2m ago)",
         f"ended     {THEN} (2m ago)",
         "env       CUDA_VISIBLE_DEVICES=GPU-1",
     ]
-    assert "ended " not in views.lease(lease(share(1)), NOW)
-    assert rows(ended) == [["lease-1", "ended", "gpu1", "33.3%", "1.5GiB", "7", "99", "2m", "-"]]
+    assert "ended " not in lease_views.lease(lease(share(1)), NOW)
+    assert rows(ended) == [["lease-1", "ended", "1", "33.3%", "1.5GiB", "70001", "99", "2", "of", "4", "2m", "-", "-"]]
 
 
 def test_a_lease_on_several_gpus() -> None:
     """Each share is shown under its number with its own limits and environment, and the list says what differs."""
     several = lease(share(0), share(3, pinned_device_mem_limit=GIB))
-    lines = views.lease(several, NOW).splitlines()
+    lines = lease_views.lease(several, NOW).splitlines()
     assert lines[-4:] == [
         "share 0   gpu0, GPU-0: 33.3% and 1.5GiB",
         "  env     CUDA_VISIBLE_DEVICES=GPU-0",
@@ -399,17 +405,17 @@ def test_a_lease_on_several_gpus() -> None:
     ]
     assert not [line for line in lines if line.startswith(("daemon", "GPU", "env"))]
     (row,) = rows(several)
-    assert row[:5] == ["lease-1", "granted", "gpu0,gpu3", "33.3%", "1.5GiB,1GiB"]
+    assert row[:5] == ["lease-1", "granted", "0,3", "33.3%", "1.5GiB,1GiB"]
 
 
 def test_a_lease_that_waits() -> None:
     """What a waiting lease does not have yet is a dash, and it says where it stands and what it waits for."""
     wait = {"position": 2, "waits_for": "memory", "because": "8GiB are left"}
     waiting = lease(state="waiting", wait=wait)
-    assert "waits     at position 2 for memory: 8GiB are left" in views.lease(waiting, NOW).splitlines()
-    assert rows(waiting) == [
-        ["lease-1", "waiting,", "place", "2,", "for", "memory", "-", "-", "-", "7", "99", "2m", "-"]
-    ]
+    assert "waits     at position 2 for memory: 8GiB are left" in lease_views.lease(waiting, NOW).splitlines()
+    row, line = rows(waiting)
+    assert row == ["lease-1", "waiting,", "place", "2", "-", "-", "-", "70001", "99", "0", "of", "1", "2m", "-", "-"]
+    assert " ".join(line) == "lease-1: waits for memory since 2m: 8GiB are left"
 
 
 def test_the_order_of_leases() -> None:
@@ -417,22 +423,22 @@ def test_the_order_of_leases() -> None:
     wait = {"waits_for": "memory", "because": "8GiB are left"}
     last, first = (lease(id=f"place-{place}", state="waiting", wait={"position": place, **wait}) for place in (10, 9))
     found = rows(last, lease(share(0), id="older"), first, lease(share(0), id="newer"))
-    assert [row[0] for row in found] == ["older", "newer", "place-9", "place-10"]
+    assert [row[0] for row in found[:4]] == ["older", "newer", "place-9", "place-10"]
 
 
 def test_a_time_to_live() -> None:
     """A lease that ends unless it is renewed says when, and how long that is."""
-    lines = views.lease(lease(share(0), expires="2026-11-21T03:01:30.5Z"), NOW).splitlines()
+    lines = lease_views.lease(lease(share(0), expires="2026-11-21T03:01:30.5Z"), NOW).splitlines()
     assert "expires   2026-11-21T03:01:30.5Z (in 1m, unless renewed)" in lines
 
 
 def test_leases_of_others() -> None:
     """Who may not see all leases is told in one line what the others come to."""
     others: Any = {"leases": 3, "waiting": 1, "threads_granted": 150.0, "memory_granted": 24 * GIB}
-    text = views.leases({"leases": [], "others": others}, NOW)
+    text = lease_views.leases({"leases": [], "others": others}, NOW, PLAIN)
     assert text == "no leases\nand 3 leases of other users, of 150% and 24GiB in all, 1 of them waiting"
     others |= {"leases": 1, "waiting": 0}
-    text = views.leases({"leases": [], "others": others}, NOW)
+    text = lease_views.leases({"leases": [], "others": others}, NOW, PLAIN)
     assert text == "no leases\nand 1 lease of other users, of 150% and 24GiB in all"
 
 

@@ -16,6 +16,7 @@ from mpsd.cli.leases import wait as waiting
 from mpsd.cli.leases.calling_process import calling_program
 from mpsd.cli.parameters import DURATION, PERCENTAGE, WAIT, Single
 from mpsd.cli.signals import SignalledError
+from mpsd.cli.users import User, user
 from mpsd.core.errors import InvalidRequestError, NotPermittedError
 
 if TYPE_CHECKING:
@@ -54,18 +55,7 @@ def _part(_: click.Context, __: click.Parameter, part: float | None) -> float | 
     return part
 
 
-def user(name: str) -> dict[str, object] | None:
-    """Return a user, by name or uid, with every group that it is in; None where this machine knows none."""
-    import pwd
-
-    try:
-        found = pwd.getpwuid(int(name)) if name.isascii() and name.isdecimal() else pwd.getpwnam(name)
-    except (KeyError, OverflowError, ValueError):
-        return None
-    return {"uid": found.pw_uid, "gid": found.pw_gid, "groups": os.getgrouplist(found.pw_name, found.pw_gid)}
-
-
-def _user(_: click.Context, __: click.Parameter, name: str | None) -> dict[str, object] | None:
+def _user(_: click.Context, __: click.Parameter, name: str | None) -> User | None:
     found = None if name is None else user(name)
     if name is not None and found is None:
         raise click.BadParameter(f"there is no user {name!r}")

@@ -11,7 +11,7 @@ import click
 from mpsd.cli.api import Api
 from mpsd.cli.command import environment, note, of_files, print_answer, with_api, with_form
 from mpsd.cli.completion import lease_names
-from mpsd.cli.render import table
+from mpsd.cli.tables import PLAIN, Column, table
 from mpsd.core.containers import cdi as device_files
 from mpsd.core.errors import InvalidRequestError, NotFoundError
 from mpsd.system import cdi_directory
@@ -102,8 +102,9 @@ def list_(api: Api, form: str, directory: Path) -> None:
         form,
         {"devices": devices},
         lambda safe: table(
-            ("DEVICE", "STATE", "FILE"),
+            (Column("DEVICE"), Column("STATE"), Column("FILE")),
             [(each["device"], each["state"], each["file"]) for each in safe["devices"]],
+            PLAIN,
             none="no devices",
         ),
     )

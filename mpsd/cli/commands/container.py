@@ -13,10 +13,11 @@ import click
 from mpsd.cli.api import Api
 from mpsd.cli.command import note, with_api
 from mpsd.cli.commands import cdi
-from mpsd.cli.commands.admit import take, user, with_request
+from mpsd.cli.commands.admit import take, with_request
 from mpsd.cli.leases import end, start
 from mpsd.cli.parameters import DURATION
 from mpsd.cli.signals import SignalledError
+from mpsd.cli.users import user
 from mpsd.core.containers import cdi as device_files
 from mpsd.core.containers import oci
 from mpsd.core.errors import (

@@ -1,58 +1,148 @@
 """The commands that read: status, gpus, daemons, clients, leases, show and config."""
 
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import click
 
-from mpsd.cli import views
+from mpsd.cli import lease_views, views
 from mpsd.cli.api import Api
-from mpsd.cli.command import ForEval, now, print_answer, print_lease, with_api, with_form
-from mpsd.cli.completion import lease_names
+from mpsd.cli.command import (
+    ForEval,
+    Listing,
+    now,
+    print_answer,
+    print_lease,
+    print_listing,
+    with_api,
+    with_form,
+    with_listing,
+)
+from mpsd.cli.completion import gpu_names, lease_names
+from mpsd.cli.users import user
+from mpsd.core.sanitize import plain
+
+if TYPE_CHECKING:
+    from mpsd.cli import answer_types
+
+
+def with_filters(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a list the options that choose among its rows."""
+    for option in (
+        click.option("--gpu", metavar="INDEX|UUID", shell_complete=gpu_names, help="Only those on this GPU."),
+        click.option("--user", "owner", metavar="NAME|UID", help="Only those of this user."),
+        click.option("--mine", is_flag=True, help="Only your own."),
+    ):
+        function = option(function)
+    return function
 
 
 @click.command()
-@with_form()
+@with_listing()
 @with_api
-def status(api: Api, form: str) -> None:
+def status(api: Api, listing: Listing) -> None:
     """Show whether the node is healthy, and if not, why and what to do.
 
     The first line also says whether a program that misses MPS gets a whole GPU (`not closed`), and which violations are
     open. Neither changes the exit status, which is 0 only if mpsd and its control daemons are healthy.
     """
-    node = api.status()
-    print_answer(form, node, lambda safe: views.status(safe, now()))
+    node = print_listing(listing, api.status, lambda safe, look: views.status(safe, now(), look))
     if not node["healthy"]:
         click.get_current_context().exit(1)
 
 
 @click.command()
-@with_form()
+@with_listing("name")
 @with_api
-def gpus(api: Api, form: str) -> None:
-    """List the GPUs, their health, and what is granted of each."""
-    print_answer(form, api.gpus(), views.gpus)
+def gpus(api: Api, listing: Listing) -> None:
+    """List the GPUs, their health, what is granted of each, and which users hold leases on it."""
+    print_listing(
+        listing,
+        api.gpus,
+        lambda safe, look: views.gpus(safe, plain(api.leases()["leases"]), look),
+        lambda answer: (each["uuid"] or f"{each['index']}" for each in answer["gpus"]),
+    )
 
 
 @click.command()
-@with_form()
+@with_listing("name")
 @with_api
-def daemons(api: Api, form: str) -> None:
+def daemons(api: Api, listing: Listing) -> None:
     """List the control daemons and the limits that they report."""
-    print_answer(form, api.daemons(), lambda safe: views.daemons(safe, now()))
+    print_listing(
+        listing,
+        api.daemons,
+        lambda safe, look: views.daemons(safe, now(), look),
+        lambda answer: (each["name"] for each in answer["daemons"]),
+    )
 
 
 @click.command()
-@with_form()
+@with_filters
+@with_listing("name")
 @with_api
-def clients(api: Api, form: str) -> None:
+def clients(api: Api, listing: Listing, gpu: str | None, owner: str | None, *, mine: bool) -> None:
     """List the processes that are connected to an MPS server."""
-    print_answer(form, api.clients(), views.clients)
+    wanted = _uid(owner, mine=mine)
+
+    def ask() -> "answer_types.Clients":
+        chosen = _gpu_uuid(api, gpu)
+        found = api.clients()["clients"]
+        return {"clients": [each for each in found if wanted in {None, each["uid"]} and chosen in {None, each["gpu"]}]}
+
+    print_listing(listing, ask, lease_views.clients, lambda answer: (f"{each['pid']}" for each in answer["clients"]))
 
 
 @click.command()
-@with_form()
+@with_filters
+@click.option("--all", "everything", is_flag=True, help="Leases that ended not long ago, too.")
+@with_listing("name")
 @with_api
-def leases(api: Api, form: str) -> None:
-    """List the leases that have not ended: first the granted ones, then the waiting ones in the order of the queue."""
-    print_answer(form, api.leases(), lambda safe: views.leases(safe, now()))
+def leases(api: Api, listing: Listing, gpu: str | None, owner: str | None, *, mine: bool, everything: bool) -> None:
+    """List the leases: first the granted ones, then the waiting ones in the order of the queue."""
+    wanted = _uid(owner, mine=mine)
+
+    def ask() -> "answer_types.Leases":
+        chosen = _gpu_uuid(api, gpu)
+        answer = api.leases(ended=everything)
+        found = [
+            each
+            for each in answer["leases"]
+            if wanted in {None, each["owner"]["uid"]} and (chosen is None or chosen in each["gpus"])
+        ]
+        return {**answer, "leases": found}
+
+    print_listing(
+        listing,
+        ask,
+        lambda safe, look: lease_views.leases(safe, now(), look),
+        lambda answer: (each["id"] for each in answer["leases"]),
+    )
+
+
+def _uid(owner: str | None, *, mine: bool) -> int | None:
+    """Return whose are listed; None for everybody's."""
+    if mine and owner is not None:
+        raise click.UsageError("Use --mine or --user, not both.")
+    if mine:
+        return os.getuid()
+    if owner is None:
+        return None
+    found = user(owner)
+    if found is None and not owner.isdecimal():
+        raise click.BadParameter(f"there is no user {owner!r}", param_hint="--user")
+    return int(owner) if found is None else found["uid"]
+
+
+def _gpu_uuid(api: Api, gpu: str | None) -> str | None:
+    """Return the UUID of a GPU, by its index or UUID."""
+    if gpu is None:
+        return None
+    for each in api.gpus()["gpus"]:
+        if gpu in {f"{each['index']}", each["uuid"]}:
+            return each["uuid"]
+    raise click.BadParameter(f"there is no GPU {gpu!r}: see mpsctl gpus", param_hint="--gpu")
 
 
 @click.command(cls=ForEval)

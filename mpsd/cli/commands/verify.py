@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mpsd.cli import views
+from mpsd.cli import lease_views
 from mpsd.cli.api import Api
 from mpsd.cli.command import print_answer, with_api, with_form
 from mpsd.cli.completion import daemon_names, lease_names
 from mpsd.cli.leases.calling_process import calling_program, family
+from mpsd.cli.tables import look_of
 from mpsd.core.errors import NotFoundError
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def verify(api: Api, lease: str | None, form: str, pid: int | None, canary: str 
     if lease is None:
         lease = (os.environ.get("MPSD_LEASE") if pid is None else None) or _lease_of(api, pid or calling_program())
     answer = api.verify(lease)
-    print_answer(form, answer, views.verified)
+    print_answer(form, answer, lambda safe: lease_views.verified(safe, look_of()))
     if not answer["ok"]:
         click.get_current_context().exit(1)
 

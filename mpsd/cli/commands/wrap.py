@@ -10,9 +10,10 @@ import click
 
 from mpsd.cli.api import Api
 from mpsd.cli.command import environment, note, of_files, with_api
-from mpsd.cli.commands.admit import take, user, with_request
+from mpsd.cli.commands.admit import take, with_request
 from mpsd.cli.leases import end, start
 from mpsd.cli.render import as_env_file
+from mpsd.cli.users import user
 from mpsd.core.errors import ConfigurationError, InvalidRequestError, MpsdError, NotFoundError
 from mpsd.core.holders.drop_in import OnRestart, environment_file, is_written_here, render, service_name
 

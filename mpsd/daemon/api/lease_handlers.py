@@ -14,7 +14,7 @@ from mpsd.core.model import Lease, LeaseState
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.daemon.api import lease_schema, naming
 from mpsd.daemon.api.request import Request
-from mpsd.daemon.api.schema import ViolationOut
+from mpsd.daemon.api.schema import LeasesQuery, ViolationOut
 from mpsd.daemon.node.node import Node
 from mpsd.system import clock, installation, process_table
 
@@ -26,10 +26,13 @@ class LeaseHandlers:
         self._node = node
 
     async def leases(self, request: Request) -> lease_schema.LeasesOut:
-        """Return the leases that the caller may see, and the sums of the rest."""
+        """Return the leases that the caller may see, those that ended too if it asks for them, and sums of the rest."""
+        query = request.query
+        assert isinstance(query, LeasesQuery)  # noqa: S101 - the route table says so
         ledger = self._node.leases.ledger
         places = ledger.places(clock.monotonic())
-        seen = [lease for lease in ledger.all() if self._may_see(request, lease)]
+        listed = [*ledger.all(), *(self._node.leases.ended if query.ended else ())]
+        seen = [lease for lease in listed if self._may_see(request, lease)]
         hidden = [lease for lease in ledger.all() if not self._may_see(request, lease)]
         shares = [share for lease in hidden for share in lease.shares]
         answer = lease_schema.LeasesOut(

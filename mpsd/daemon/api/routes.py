@@ -81,7 +81,7 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
     _get("/v1/gpus", lambda h: h.node.gpus, answers.json(schema.GpusOut)),
     _get("/v1/daemons", lambda h: h.node.daemons, answers.json(schema.DaemonsOut)),
     _get("/v1/clients", lambda h: h.node.clients, answers.json(schema.ClientsOut)),
-    _get("/v1/leases", lambda h: h.leases.leases, answers.json(lease_schema.LeasesOut)),
+    _get("/v1/leases", lambda h: h.leases.leases, answers.json(lease_schema.LeasesOut), query=schema.LeasesQuery),
     _get("/v1/leases/{id}", lambda h: h.leases.lease, answers.json(lease_schema.LeaseOut)),
     _get("/v1/config", lambda h: h.node.config, answers.json(schema.ConfigOut)),
     _get("/v1/quarantines", lambda h: h.node.quarantines, answers.json(schema.QuarantinesOut)),

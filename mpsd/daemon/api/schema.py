@@ -334,7 +334,6 @@ class BlockerOut(Struct):
     lease: str | None
     pid: int | None
     since: datetime
-    """Since when it is there."""
 
 
 class OperationOut(Struct):
@@ -370,6 +369,12 @@ class HealthOut(Struct):
 
     ok: bool
     because: str
+
+
+class LeasesQuery(RequestQuery, frozen=True):
+    """Which leases a caller asks for."""
+
+    ended: Annotated[bool, parameter("Whether leases that ended not long ago are listed too, at most 256.")] = False
 
 
 class EventsQuery(RequestQuery, frozen=True):

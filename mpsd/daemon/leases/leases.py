@@ -276,6 +276,11 @@ class Leases:
         else:
             pending.held_until = clock.monotonic() + self._settings.current.admission.hang_up_grace
 
+    @property
+    def ended(self) -> list[Lease]:
+        """The leases that ended not long ago, the latest last."""
+        return [*self._ended.values()]
+
     async def release(self, lease_id: str, because: str) -> None:
         """End a lease, and return when that is stored; one that has ended already is fine. Raises StorageError."""
         self._end(lease_id, because)

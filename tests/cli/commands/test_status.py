@@ -56,10 +56,10 @@ def test_json(node: Node, command: str) -> None:
                 r".*1 lease, 0 waiting, 0 clients; .+",
             ],
         ),
-        ("gpus", [r"GPU +HEALTH .+", r".+ 25% of 100% +2GiB of .+ +512MiB .+ GPU-[0-9a-f-]+ .+"]),
+        ("gpus", [r"GPU +HEALTH .+", r"0 +ok +25% of 100% +2GiB of 80GiB .+ 0B +1 of 48 +root .+"]),
         ("daemons", [r"DAEMON +STATE .+", r"gpu0 +ready .+/run/mps/gpu0", r"gpu1 +ready .+/run/mps/gpu1"]),
         ("clients", [r"no clients"]),
-        ("leases", [r"LEASE +STATE .+", r"lease-\w+ +granted +gpu\d +25% +2GiB +\d+ +\d+ +\d+s +train"]),
+        ("leases", [r"LEASE +STATE .+", r"lease-\w+ +granted +\d +25% +2GiB +root +\d+ +0 of 1 +\d+s +- +train"]),
         ("config", [r"limits\.active_thread_percentage +100\.0", r"paths\.runtime_dir +/.+/run"]),
     ],
 )
@@ -135,11 +135,11 @@ def test_names_that_the_terminal_cannot_show(node: Node) -> None:
 
 def test_an_older_mpsd(short_tmp: Path) -> None:
     """An answer that lacks what this mpsctl shows is told as one of another version; as JSON it is shown as it is."""
-    with answering(short_tmp / "s", http({"gpus": [{"index": 0}]}), http({"gpus": [{"index": 0}]})):
-        table = run_mpsctl(short_tmp / "s", "gpus")
+    with answering(short_tmp / "s", http({"daemons": [{"name": "gpu0"}]}), http({"gpus": [{"index": 0}]})):
+        table = run_mpsctl(short_tmp / "s", "daemons")
         plain = run_mpsctl(short_tmp / "s", "gpus", "-o", "json")
     assert table.returncode == 1
-    assert "has no 'health'" in table.stderr
+    assert "has no 'state'" in table.stderr
     assert "different versions" in table.stderr
     assert (plain.returncode, json.loads(plain.stdout)) == (0, {"gpus": [{"index": 0}]})
 

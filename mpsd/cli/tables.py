@@ -1,0 +1,165 @@
+"""Tables that fit the terminal: columns with ranks, sorted rows, bars, and colour that is never alone."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Final, NamedTuple, TypeAlias
+
+import click
+
+_GAP: Final = "  "
+_CUT: Final = "…"
+_SHORTEST_CUT: Final = 8
+"""Characters of a last column that are worth showing."""
+_BAR: Final = 10
+
+_COLOURS: Final = {
+    **dict.fromkeys(("ok", "ready", "granted", "done"), "green"),
+    **dict.fromkeys(("failed", "lost", "orphaned", "none"), "red"),
+    **dict.fromkeys(
+        ("unknown", "waiting", "held", "draining", "restarting", "starting", "down", "unsupported"), "yellow"
+    ),
+}
+"""The colours of the words that say how something is; the word itself always stands there."""
+
+
+class Column(NamedTuple):
+    """A column: its heading, its rank, and whether it is for -o wide alone."""
+
+    heading: str
+    rank: int = 0
+    """Of the columns with a rank, a narrow terminal leaves out the one with the highest first."""
+    wide: bool = False
+
+
+class Figure(NamedTuple):
+    """A cell that is sorted by its value, and not by its text."""
+
+    text: str
+    value: float
+
+
+Cell: TypeAlias = str | Figure
+Row: TypeAlias = Sequence[Cell]
+
+
+class Look(NamedTuple):
+    """How a table is printed. Without a width it has all columns but those of -o wide."""
+
+    width: int | None = None
+    wide: bool = False
+    headings: bool = True
+    colour: bool = False
+    sort: str | None = None
+
+
+PLAIN: Final = Look()
+
+
+def look_of(*, wide: bool = False, headings: bool = True, sort: str | None = None) -> Look:
+    """Return how tables look here: as wide as the terminal, and in colour; whole and bare where there is none.
+
+    COLUMNS and NO_COLOR say otherwise, of a terminal: what a program reads is never cut.
+    """
+    if not sys.stdout.isatty():
+        return Look(None, wide, headings, sort=sort)
+    colour = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return Look(None if wide else _width(), wide, headings, colour, sort)
+
+
+def _width() -> int | None:
+    said = os.environ.get("COLUMNS", "")
+    if said.isdecimal() and int(said) > 0:
+        return int(said)
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or None
+    except OSError:
+        return None
+
+
+def table(columns: Sequence[Column], rows: Sequence[Row], look: Look, *, none: str) -> str:
+    """Return a table, or the sentence `none` where it would have no rows.
+
+    Raises click.BadParameter for a column to sort by that it does not have.
+    """
+    rows = _sorted(columns, rows, look.sort)
+    if not rows:
+        return none
+    texts = [[each.text if isinstance(each, Figure) else each for each in row] for row in rows]
+    chosen = _that_fit(columns, texts, look)
+    lines = [[columns[number].heading for number in chosen]] if look.headings else []
+    lines += [[row[number] for number in chosen] for row in texts]
+    widths = [max(len(line[place]) for line in lines) for place in range(len(chosen))]
+    return "\n".join(
+        _line(line, widths, look, heading=look.headings and number == 0) for number, line in enumerate(lines)
+    )
+
+
+def names(columns: Sequence[Column]) -> list[str]:
+    """Return what a table can be sorted by."""
+    return [each.heading.lower().replace(" ", "-") for each in columns if each.heading]
+
+
+def _sorted(columns: Sequence[Column], rows: Sequence[Row], by: str | None) -> Sequence[Row]:
+    if by is None:
+        return rows
+    known = [each.heading.lower().replace(" ", "-") for each in columns]
+    if by.lower() not in known:
+        raise click.BadParameter(f"there is no column {by!r}: choose {', '.join(names(columns))}", param_hint="--sort")
+    number = known.index(by.lower())
+
+    def key(row: Row) -> tuple[float, str]:
+        cell = row[number]
+        if isinstance(cell, Figure):
+            return (cell.value, cell.text)
+        return (int(cell), "") if cell.isdecimal() else (float("inf"), cell)
+
+    return sorted(rows, key=key)
+
+
+def _that_fit(columns: Sequence[Column], texts: Sequence[Sequence[str]], look: Look) -> list[int]:
+    """Return the numbers of the columns that are shown."""
+    chosen = [number for number, each in enumerate(columns) if look.wide or not each.wide]
+    widths = [
+        max([len(each.heading) if look.headings else 0, *(len(row[number]) for row in texts)])
+        for number, each in enumerate(columns)
+    ]
+
+    def total() -> int:
+        return sum(widths[number] for number in chosen) + len(_GAP) * (len(chosen) - 1)
+
+    while look.width is not None and total() > look.width:
+        first = max(chosen, key=lambda number: columns[number].rank)
+        if not columns[first].rank:
+            break
+        chosen.remove(first)
+    return chosen
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], look: Look, *, heading: bool) -> str:
+    """Return one line, without blanks at its end; what does not fit is cut off the last column."""
+    padded = [f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)]
+    padded[-1] = cells[-1]
+    if look.width is not None and len(cells) > 1:
+        left = look.width - sum(len(each) + len(_GAP) for each in padded[:-1])
+        if _SHORTEST_CUT <= left < len(cells[-1]):
+            padded[-1] = cells[-1][: left - 1] + _CUT
+    if look.colour:
+        padded = [_coloured(each, heading=heading) for each in padded]
+        return _GAP.join(padded)
+    return _GAP.join(padded).rstrip()
+
+
+def _coloured(cell: str, *, heading: bool) -> str:
+    if heading:
+        return click.style(cell, bold=True)
+    colour = _COLOURS.get(cell.strip().split(",")[0].split(" ")[0])
+    return cell if colour is None else click.style(cell, fg=colour)
+
+
+def bar(part: float, encoding: str | None = None) -> str:
+    """Draw how much of a whole is taken: 0 to 1, in ten characters, as the terminal can show them."""
+    filled = min(round(max(part, 0.0) * _BAR), _BAR)
+    filled = max(filled, 1) if part > 0 else 0
+    full, empty = ("█", "░") if (encoding or sys.stdout.encoding or "").lower().startswith("utf") else ("#", ".")
+    return full * filled + empty * (_BAR - filled)

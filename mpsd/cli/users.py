@@ -1,0 +1,37 @@
+"""Users of this machine, by name and by uid."""
+
+import os
+from typing import TypedDict
+
+from mpsd.core.sanitize import plain
+
+
+class User(TypedDict):
+    """A user as a request names one."""
+
+    uid: int
+    gid: int
+    groups: list[int]
+
+
+def user(name: str) -> User | None:
+    """Return a user, by name or uid, with every group that it is in; None where this machine knows none."""
+    import pwd
+
+    try:
+        found = pwd.getpwuid(int(name)) if name.isascii() and name.isdecimal() else pwd.getpwnam(name)
+    except (KeyError, OverflowError, ValueError):
+        return None
+    return {"uid": found.pw_uid, "gid": found.pw_gid, "groups": os.getgrouplist(found.pw_name, found.pw_gid)}
+
+
+def name_of(uid: int | None) -> str:
+    """Print a user: by name where this machine has one."""
+    import pwd
+
+    if uid is None:
+        return "unknown"
+    try:
+        return plain(pwd.getpwuid(uid).pw_name)
+    except (KeyError, OverflowError):
+        return str(uid)

@@ -44,15 +44,20 @@ def admit(api: Api, request: Mapping[str, object], *, wait: float) -> "answer_ty
     """
     gc.enable()  # it may take days
     request_id = f"mpsctl-{os.urandom(12).hex()}"
-    end = time.monotonic() + wait
+    start = time.monotonic()
     queue = _Queue(api, request_id)
     api.connect()
     with signals.raised():
         try:
-            return _repeat_until_answered(api, queue, {**request, "request_id": request_id}, end)
+            lease = _repeat_until_answered(api, queue, {**request, "request_id": request_id}, start + wait)
         except signals.SignalledError:
-            queue.leave()
+            if queue.leave():
+                note("interrupted; the place in the queue is given up")
             raise
+    if queue.has_waited:
+        gpus = ", ".join(share["daemon"].removeprefix("gpu") for share in lease["shares"])
+        note(f"granted after {time.monotonic() - start:.0f} s on GPU {gpus}")
+    return lease
 
 
 def _repeat_until_answered(
@@ -113,12 +118,19 @@ class _Queue:
             self._lost = True
             note(f"mpsd is gone ({error.detail}); retrying until it is back, which keeps the place in the queue")
 
-    def leave(self) -> None:
-        """Give it away at once: mpsd itself would keep it for a caller that may come back."""
+    @property
+    def has_waited(self) -> bool:
+        """Whether the user has been shown that it waits."""
+        return self._shown is not None
+
+    def leave(self) -> bool:
+        """Give it away at once, which mpsd does only after a while; return whether there was one."""
         with suppress(MpsdError, KeyError), self._api.another(deadline=_LOOK) as api:
             lease = self._find()
             if lease is not None:
                 api.release(lease["id"])
+                return True
+        return False
 
     def _find(self) -> "answer_types.Lease | None":
         """Return the lease that the request is by now, if it is there."""

@@ -13,7 +13,7 @@ from mpsd.core.settings import Settings
 from mpsd.daemon.api.lease_schema import HolderRequest, LeaseRequest, RequestedClaim, RequestedOwner
 from mpsd.daemon.api.request import Request
 from mpsd.daemon.holders.named_holder import NamedHolder
-from mpsd.system import control_groups, proc, process, process_table
+from mpsd.system import named_groups, proc, process, process_table
 from mpsd.system.control_groups import OpenGroup
 from mpsd.system.process import Process
 
@@ -68,7 +68,7 @@ def of_holder(request: Request, body: HolderRequest, lease: Lease, *, is_claim: 
                 owner_uid = owners[0].uid if is_claim else lease.owner.uid
                 yield *owners, NamedHolder.process(living, None if other == owner_uid else other)
                 return
-            group = control_groups.of_process(living.pid)
+            group = named_groups.of_process(living.pid)
             try:
                 held = NamedHolder.group(group, life)  # before the look: then the process was seen in its group
                 if living.is_gone():
@@ -148,8 +148,8 @@ def _claim(request: Request, wanted: RequestedClaim, owner: RequestedOwner | Non
 def _group(request: Request, path: str | None, unit: str | None) -> OpenGroup:
     """Open the control group that a caller named. Raises InvalidRequestError."""
     if unit is not None:
-        return control_groups.of_unit(unit, 0 if request.admin else request.credentials.uid)
-    return control_groups.named(path or "")
+        return named_groups.of_unit(unit, 0 if request.admin else request.credentials.uid)
+    return named_groups.named(path or "")
 
 
 def _check_group(request: Request, group: OpenGroup, *, is_bounded: bool) -> None:

@@ -20,7 +20,7 @@ from mpsd.system.acl import read, text
 from tests.control_groups import control_group, joins
 from tests.daemon.caller import calling, needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import BRISK, GIB, event
+from tests.daemon.helpers import BRISK, GIB, event, stopped
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, variables
@@ -250,6 +250,36 @@ class TestControlGroups:
                 assert shown(node, lease)["state"] == "granted"
                 first.kill()
             assert ended(node, lease) == f"its holder, control group {path_in(group)}, has no processes any more"
+
+    @pytest.mark.parametrize("hierarchy", ["cgroup2", "cpuacct"])
+    @pytest.mark.parametrize("away", [False, True])
+    def test_came_and_went(self, node: Node, hierarchy: str, *, away: bool) -> None:
+        """Processes that came and went between two looks, or while mpsd was away, were its first; earlier ones not."""
+        with control_group(hierarchy, "brief") as group, control_group(hierarchy, f"{group.name}/below") as below:
+            subprocess.run([*joins(group), "true"], check=True)
+            lease = admitted(node, {"cgroup": str(group)}, owner=ROOT)
+            again = admitted(node, {"cgroup": str(group), "while": "exists"}, owner=ROOT)
+            if away:
+                node.end(signal.SIGKILL)
+            with contextlib.nullcontext() if away else stopped(node.pid):
+                subprocess.run([*joins(below), "true"], check=True)
+            if away:
+                node.start()
+                assert "ended while mpsd was not running" in ended(node, lease)
+            else:
+                assert ended(node, lease) == f"its holder, control group {path_in(group)}, has no processes any more"
+            assert shown(node, again)["state"] == "granted"
+
+    def test_earlier_processes(self, node: Node) -> None:
+        """Processes that had left a group before it was named are not its first."""
+        with control_group("cgroup2", "earlier") as group, control_group("cgroup2", "later") as later:
+            subprocess.run([*joins(group), "true"], check=True)
+            lease, other = (admitted(node, {"cgroup": str(each)}, owner=ROOT) for each in (group, later))
+            subprocess.run([*joins(later), "true"], check=True)
+            ended(node, other)  # by the look that would have ended the first one, too
+            assert shown(node, lease)["state"] == "granted"
+            subprocess.run([*joins(group), "true"], check=True)
+            ended(node, lease)
 
     @pytest.mark.parametrize("hierarchy", HIERARCHIES)
     @pytest.mark.parametrize("away", [False, True])

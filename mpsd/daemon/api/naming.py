@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Final, TypeAlias
 
 from mpsd.core.errors import InvalidRequestError, NotPermittedError, PeerUnknownError
+from mpsd.core.holders import holders
 from mpsd.core.holders.holders import claim_of
 from mpsd.core.model import Claim, GroupLife, Lease, Owner
 from mpsd.core.roles import UserIdentity
@@ -13,8 +14,8 @@ from mpsd.core.settings import Settings
 from mpsd.daemon.api.lease_schema import HolderRequest, LeaseRequest, RequestedClaim, RequestedOwner
 from mpsd.daemon.api.request import Request
 from mpsd.daemon.holders.named_holder import NamedHolder
-from mpsd.system import named_groups, proc, process, process_table
-from mpsd.system.control_groups import OpenGroup
+from mpsd.system import control_groups, named_groups, proc, process, process_table
+from mpsd.system.control_groups import OpenGroup, UnseenHierarchyError
 from mpsd.system.process import Process
 
 Named: TypeAlias = tuple[Owner, UserIdentity, NamedHolder]
@@ -89,6 +90,28 @@ def of_holder(request: Request, body: HolderRequest, lease: Lease, *, is_claim: 
         yield *_owner(request, wanted, uid, gid, None), NamedHolder.group(group, life)
     finally:
         group.close()
+
+
+def check_holders(request: Request, lease: Lease) -> None:
+    """Refuse to change the holders of a lease that a group holds which is not the caller's to name: a container's.
+
+    Raises NotPermittedError, and OSError without descriptors.
+    """
+    for holder in holders.groups(lease) if not request.admin else ():
+        try:
+            group = control_groups.reopen(holder.group)
+        except UnseenHierarchyError:
+            group = None
+        owners = set() if group is None else group.owners()
+        if group is not None:
+            group.close()
+        if owners != {request.credentials.uid}:
+            raise NotPermittedError(
+                f"lease {lease.id} is held by the control group {holder.group.path}, which is not delegated to uid"
+                f" {request.credentials.uid}: an administrator alone changes its holders",
+                hint="every process of that uid in the group is a client of the lease already; for others, take out a"
+                " lease: mpsctl run",
+            )
 
 
 def claim_seconds(request: Request, body: HolderRequest, settings: Settings) -> float:

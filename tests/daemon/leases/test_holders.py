@@ -374,6 +374,35 @@ class TestControlGroups:
             assert (answer.status, answer.json["owner"]["uid"]) == (201, ANN)
             assert answer.json["expires"] is not None
 
+    def test_not_out_of_a_group(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
+        """What an administrator has a group hold, as a container, its owner does not move; its own group's it may."""
+        anns = ("setpriv", f"--reuid={ANN}", "--clear-groups", "sleep", "600")
+        with (
+            control_group("name=systemd", "container") as group,
+            calling(node.socket, uid=ANN) as ann,
+            subprocess.Popen([*joins(group), *anns]) as container,
+            contextlib.ExitStack() as stack,
+        ):
+            stack.callback(container.kill)
+            wait_until(lambda: Path(f"/proc/{container.pid}").stat().st_uid == ANN, what="it to be the user's")
+            lease = admitted(node, {"claim": {}}, ttl=600)
+            token = lease["env"]["MPSD_LEASE_TOKEN"]
+            taken = add(node, lease, pid=container.pid, group=True, token=token, owner={"uid": ANN, "gid": ANN})
+            assert (taken.status, taken.json["owner"]["uid"]) == (200, ANN), taken.body
+            path = f"/v1/leases/{lease['id']}/holders"
+            for replace in (False, True):
+                for asked in ({"pid": ann.pid}, {"pid": container.pid}, {"pid": container.pid, "group": True}):
+                    answer = ann.request("POST", path, {**asked, "replace": replace})
+                    assert (answer.status, answer.json["code"]) == (403, "not_permitted"), answer.body
+            assert [each["kind"] for each in shown(node, lease)["holders"]] == ["cgroup"]
+            assert add(node, lease, pid=sleeper.pid).status == 200
+            refused = ann.request("POST", path, {"pid": ann.pid, "replace": True})
+            assert (refused.status, len(shown(node, lease)["holders"])) == (403, 2)
+            assert f"control group {path_in(group)}" in refused.json["detail"]
+            for each in (group, group / "cgroup.procs"):
+                os.chown(each, ANN, 0)
+            assert ann.request("POST", path, {"pid": ann.pid}).status == 200
+
     def test_other_namespaces(self, node: Node) -> None:
         """A client in pid, user and mount namespaces of its own is its group's, and nobody's who is not in there."""
         apart = ("unshare", "--pid", "--fork", "--kill-child", "--mount", "--user", "--map-root-user")

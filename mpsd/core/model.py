@@ -108,7 +108,10 @@ class HoldingGroup(Struct, frozen=True, tag="cgroup", tag_field="kind"):
     group: ControlGroup
     life: GroupLife = GroupLife.POPULATED
     populated: bool = False
-    """Whether processes were seen in it; until then it holds the lease empty, too."""
+    """Whether processes were in it since it was named; until then it holds the lease empty, too."""
+    cpu_time: int | None = None
+    """How long processes had run in it when it was named: a longer time tells of some that came and went. None where
+    the kernel does not count it, or for a holder of an earlier mpsd."""
 
 
 class Claim(Struct, frozen=True, tag="claim", tag_field="kind"):

@@ -8,12 +8,11 @@ import errno
 import os
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from mpsd.core.errors import InvalidRequestError
 from mpsd.core.model import ControlGroup
 from mpsd.system import descriptors, mount_table
 from mpsd.system.descriptors import Purpose
@@ -30,15 +29,8 @@ _GONE: Final = frozenset({errno.ENOENT, errno.ENODEV, errno.EOPNOTSUPP})
 MOST_GROUPS: Final = 512
 """Groups that are looked into for a process of version 1, and listed for that; of version 2, the kernel tells."""
 
-MOST_ENTRIES: Final = 4096
-"""Entries of directories, files among them, that are looked at for a user's unit, or for a 16th of the system's: there,
-no user makes slices. To look into a slice takes as long as 32 entries: it is 4 ms at most for a user's (measured)."""
-
 _FIRST_BYTES: Final = 4096
 """Bytes of a list of processes that are read for its first."""
-
-_LONGEST: Final = 4096
-"""Characters of a path."""
 
 
 class UnseenHierarchyError(Exception):
@@ -54,6 +46,18 @@ class Hierarchy(NamedTuple):
     root: str
     """Which of its groups is at that point, for mpsd: `/` unless somebody mounted a part of it."""
     device: int
+
+    @property
+    def base(self) -> str:
+        """The path of the group at that point, where it is a part of the hierarchy; of one that is whole, nothing.
+
+        For an mpsd in a cgroup namespace, a mount of the host's is at `..`, as far above as there is anything.
+        """
+        return "" if {*self.root.split("/")} <= {"", ".."} else self.root
+
+    def inner(self, path: str) -> str | None:
+        """Return the path below the point of a group that has this one here; None where it is not below it."""
+        return path.removeprefix(self.base) if path.startswith(f"{self.base}/") else None
 
     def below(self, path: str) -> str | None:
         """Return the path below the point of a group that /proc/PID/cgroup tells; None where it is not below it."""
@@ -75,11 +79,13 @@ def hierarchies() -> list[Hierarchy]:
         if kind == "cgroup":
             has = {*rest.partition(" ")[2].split(",")}
             name = next((each for each in names if each and {*each.split(",")} <= has), None)
-        if name is not None and name not in found:
+        if name is not None:
             with suppress(ValueError):  # a line that makes no sense
                 for mount in mount_table.parse(line):
                     device = os.makedev(*map(int, mount.root.device.split(":")))
-                    found[name] = Hierarchy(name, Path(mount.point), str(mount.root.path), device)
+                    mounted = Hierarchy(name, Path(mount.point), str(mount.root.path), device)
+                    if name not in found or found[name].point == mounted.point:  # the later one is mounted over it
+                        found[name] = mounted
     return sorted(found.values(), key=lambda each: (each.name != SYSTEMD, each.name != UNIFIED))
 
 
@@ -98,20 +104,21 @@ class Membership:
 
     def __init__(self, pid: int, seen: list[Hierarchy]) -> None:
         paths = _paths(pid)
+        self._bases = {each.name: each.base for each in seen}
         self._paths = {each.name: each.below(paths[each.name]) for each in seen if each.name in paths}
 
     def groups(self, hierarchy: str) -> Iterator[str]:
         """Yield the group that it is in there, and those around that, the innermost first."""
         path = self._paths.get(hierarchy)
         while path is not None and path != "/":
-            yield path
+            yield f"{self._bases[hierarchy]}{path}"
             path = path.rpartition("/")[0] or "/"
 
     def own(self) -> Iterator[tuple[str, str]]:
         """Yield the group that it is in, with its hierarchy, wherever that is not the whole hierarchy."""
         for name, path in self._paths.items():
             if path is not None and path != "/":
-                yield name, path
+                yield name, f"{self._bases[name]}{path}"
 
 
 class OpenGroup:
@@ -162,6 +169,19 @@ class OpenGroup:
                 self._populated_at = below
                 return True
         return False
+
+    def cpu_time(self) -> int | None:
+        """Return how long processes in it, or below it, have run since it was made, those that are gone included.
+
+        It grows as soon as a process does anything there, exiting included; None where the kernel does not count it, as
+        in most hierarchies of version 1. Raises OSError where nobody can tell.
+        """
+        if self.group.hierarchy == UNIFIED:
+            found = self._read("cpu.stat").split()
+            return int(found[1]) if found[:1] == [b"usage_usec"] else None
+        if "cpuacct" in self.group.hierarchy.split(","):
+            return int(self._read("cpuacct.usage") or 0)
+        return None
 
     def processes(self) -> Iterator[int]:
         """Yield pids of it and of the groups below it, a few of each; 0 is a process that mpsd cannot see."""
@@ -218,22 +238,28 @@ class OpenGroup:
 # -- opening -----------------------------------------------------------------------------------------------------------
 
 
-def _open(hierarchy: Hierarchy, path: str) -> OpenGroup | None:
+def open_at(hierarchy: Hierarchy, path: str) -> OpenGroup | None:
     """Open the group at a path of a hierarchy; None where there is none.
 
     No step on the way is a symbolic link, and the directory has to be of that very file system: nothing mounted over it
-    is taken for a group. Raises UnseenHierarchyError where mpsd may not go there, and OSError without descriptors.
+    is taken for a group. Raises UnseenHierarchyError where that is not mounted, or mpsd may not go there, and OSError
+    without descriptors.
     """
+    inner = hierarchy.inner(path)
+    if inner is None:
+        raise UnseenHierarchyError(
+            f"mpsd sees those below {hierarchy.base} alone: only these are mounted at {hierarchy.point} where it runs"
+        )
     try:
         descriptor = os.open(hierarchy.point, _DIRECTORY)
-        for part in filter(None, path.split("/")):
+        for part in filter(None, inner.split("/")):
             descriptor = _step(descriptor, part)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         if descriptors.are_none_left(error):
             raise
-        raise UnseenHierarchyError(f"{hierarchy.point}{path} cannot be opened: {error.strerror}") from error
+        raise UnseenHierarchyError(f"{hierarchy.point}{inner} cannot be opened: {error.strerror}") from error
     found = os.fstat(descriptor)
     if found.st_dev != hierarchy.device:
         os.close(descriptor)
@@ -257,144 +283,8 @@ def reopen(group: ControlGroup) -> OpenGroup | None:
     hierarchy = next((each for each in hierarchies() if each.name == group.hierarchy), None)
     if hierarchy is None:
         raise UnseenHierarchyError(f"the hierarchy {group.hierarchy or 'of version 2'} is not mounted where mpsd runs")
-    found = _open(hierarchy, group.path)
+    found = open_at(hierarchy, group.path)
     if found is not None and found.group.inode != group.inode:
         found.close()
         return None
     return found
-
-
-def named(path: str) -> OpenGroup:
-    """Open the group that a path names: as /proc/PID/cgroup has it, or with its mount point in front.
-
-    Where several hierarchies have such a group, it is the first that has processes in it. Raises InvalidRequestError,
-    and OSError without descriptors.
-    """
-    seen = _seen()
-    if not path.startswith("/") or ".." in path.split("/") or len(path) > _LONGEST:
-        raise _unknown(path, "it is not an absolute path of a control group")
-    inner, wanted = path, seen
-    for hierarchy in sorted(seen, key=lambda each: -len(each.point.parts)):
-        if path == str(hierarchy.point) or path.startswith(f"{hierarchy.point}/"):
-            inner, wanted = path[len(str(hierarchy.point)) :], [hierarchy]
-            break
-    else:
-        if path.startswith("/sys/fs/cgroup/"):
-            inner = path.removeprefix("/sys/fs/cgroup")
-    inner = "/" + "/".join(part for part in inner.split("/") if part not in {"", "."})
-    if inner == "/":
-        raise _unknown(path, "it is the whole hierarchy, with every process of the node")
-    with ExitStack() as opened:
-        try:
-            groups = (_open(each, inner) for each in wanted)
-            found = [opened.enter_context(closing(each)) for each in groups if each is not None]
-        except UnseenHierarchyError as error:
-            raise _unknown(path, str(error)) from error
-        if not found:
-            places = ", ".join(str(each.point) for each in wanted)
-            raise _unknown(path, f"there is none of this path where mpsd runs, below {places}")
-        return next((each for each in found if each.is_populated()), found[0]).duplicate()
-
-
-def of_process(pid: int) -> OpenGroup:
-    """Open the group that a process is in; whoever calls holds its pidfd, and asks afterwards whether it lives.
-
-    It is that of systemd's hierarchy, else the unified one, else the first of a controller, wherever the process is in
-    a group. Raises InvalidRequestError, and OSError without descriptors.
-    """
-    seen = _seen()
-    for name, path in Membership(pid, seen).own():
-        hierarchy = next(each for each in seen if each.name == name)
-        _check_text(path)
-        try:
-            found = _open(hierarchy, path)
-        except UnseenHierarchyError as error:
-            raise _unknown(path, str(error)) from error
-        if found is None:
-            continue
-        with closing(found):
-            if (name, path) in Membership(pid, seen).own():
-                return found.duplicate()
-    raise InvalidRequestError(
-        f"process {pid} is in no control group but the top of each hierarchy, as far as mpsd sees them",
-        hint="name the process without its group, or put it into a control group first",
-        limit="cgroup",
-    )
-
-
-_BY_PATH: Final = "name its control group (--cgroup PATH): systemctl show -p ControlGroup UNIT"
-
-
-def of_unit(name: str, uid: int) -> OpenGroup:
-    """Open the group of a systemd unit: of the system, or, for a uid but root's, of that user's own manager.
-
-    A unit is looked for in slices alone, and only where these are root's, or that user's: whoever may make control
-    groups elsewhere may call them like a unit. Raises InvalidRequestError, and OSError without descriptors.
-    """
-    top = "/" if not uid else f"/user.slice/user-{uid}.slice/user@{uid}.service"
-    name = name if "." in name else f"{name}.service"
-    found: list[OpenGroup] = []
-    with ExitStack() as opened:
-        for hierarchy in _seen():
-            if hierarchy.name in {SYSTEMD, UNIFIED} and not found:
-                try:
-                    groups = (_open(hierarchy, path) for path in _units(hierarchy, top, name, uid))
-                    several = (opened.enter_context(closing(each)) for each in groups if each is not None)
-                    found = [*islice(several, 2)]
-                except UnseenHierarchyError as error:
-                    raise _unknown(name, str(error)) from error
-        if len(found) == 1:
-            return found[0].duplicate()
-    because = "there are several of this name" if found else "it has no control group: it does not run"
-    raise _no_holder(name, because, _BY_PATH if found else "start it first")
-
-
-def _no_holder(unit: str, because: str, hint: str) -> InvalidRequestError:
-    return InvalidRequestError(f"the unit {unit} cannot hold a lease: {because}", hint=hint, limit="unit")
-
-
-def _units(hierarchy: Hierarchy, top: str, name: str, uid: int) -> Iterator[str]:
-    waiting = deque([top.rstrip("/")])
-    left = MOST_ENTRIES if uid else 16 * MOST_ENTRIES
-    while waiting:
-        at = waiting.popleft()
-        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(f"{hierarchy.point}{at}") as entries:
-            for each in entries:
-                left -= 32 if each.name.endswith(".slice") else 1
-                if left < 0:
-                    raise _no_holder(name, "there are too many control groups to look for it", _BY_PATH)
-                if each.name == name and _is_group_of(each, uid):
-                    yield f"{at}/{each.name}"
-                elif each.name.endswith(".slice") and _is_group_of(each, uid):
-                    waiting.append(f"{at}/{each.name}")
-
-
-def _is_group_of(entry: "os.DirEntry[str]", uid: int) -> bool:
-    with suppress(FileNotFoundError):  # it was removed meanwhile
-        return entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == uid
-    return False
-
-
-def _seen() -> list[Hierarchy]:
-    seen = hierarchies()
-    if not seen:
-        raise InvalidRequestError(
-            "mpsd sees no control groups: none of their hierarchies is mounted where it runs",
-            hint="mount /sys/fs/cgroup into mpsd's container, read-only, or name a process",
-            limit="cgroup",
-        )
-    return seen
-
-
-def _check_text(path: str) -> None:
-    """Raise InvalidRequestError where a path is none that can be stored, shown and sent as text."""
-    if any(not each.isprintable() for each in path):
-        raise _unknown(ascii(path), "its name has characters that cannot be shown")
-
-
-def _unknown(path: str, because: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"the control group {path} cannot hold a lease: {because}",
-        hint="name one as /proc/PID/cgroup has it, on the host and not in a container",
-        limit="cgroup",
-    )

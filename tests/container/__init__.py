@@ -1,1 +1,1 @@
-"""Containers of a real engine, for tests of the image and of clients in containers: podman and runc, as root."""
+"""Containers of real engines, for tests of the image and of clients in containers, as root."""

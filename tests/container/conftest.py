@@ -12,10 +12,13 @@ from typing import Any, Final
 
 import pytest
 
+from mpsd.system import cdi_directory
 from tests import real
+from tests.container.leased import PYTHON, make_files
 from tests.container.podman import Podman
 from tests.container.sidecar import Sidecar
-from tests.tools import needed
+from tests.harness import remove_tree
+from tests.tools import lacking, needed
 
 ROOT: Final = Path(__file__).parents[2]
 BUILD: Final = ROOT / "container" / "build"
@@ -109,3 +112,22 @@ def own_sidecar(make_sidecar: MakeSidecar) -> Iterator[Sidecar]:
         yield sidecar
     finally:
         sidecar.clean_up()
+
+
+@pytest.fixture(scope="module")
+def files(private_root: Path) -> Iterator[Path]:
+    """Give the root file system of containers: this machine's /usr, so that no image has to be built."""
+    if not Path(PYTHON).exists():
+        lacking(f"{PYTHON} is not installed (Debian: python3)")
+    place = make_files(private_root / f"files{os.getpid()}")
+    yield place
+    remove_tree(place)
+
+
+@pytest.fixture(scope="module")
+def device_directory() -> Iterator[None]:
+    """Leave the directory of devices as it was: there, or not."""
+    had = cdi_directory.DEFAULT.exists()
+    yield
+    if not had and cdi_directory.DEFAULT.exists():
+        cdi_directory.DEFAULT.rmdir()

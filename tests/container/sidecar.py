@@ -5,11 +5,10 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
+from tests.container.contained import Contained
 from tests.container.podman import Podman
-from tests.driven_program import DrivenProgram
 from tests.harness import remove_tree
 from tests.node import Node
 
@@ -91,25 +90,8 @@ class Sidecar(Node):
         options = [*self.client_options(*volumes), "--entrypoint=mpsctl"]
         return self.podman.run(self.image, *command, options=options)
 
-    def holding(self, *command: str, options: Sequence[str] = ()) -> "Contained":
+    def holding(self, *command: str, options: Sequence[str] = ()) -> Contained:
         """Run mpsctl in such a container, and what that becomes, for as long as a `with` lasts."""
         name = f"client-{self.root.name}"
         own = [*self.client_options(), "--interactive", f"--name={name}", "--entrypoint=mpsctl", *options]
         return Contained(self.podman, name, self.podman.command(self.image, *command, options=own))
-
-
-class Contained(DrivenProgram):
-    """A process in a container that is told what to do; it ends with its container, and not with podman alone."""
-
-    def __init__(self, podman: Podman, name: str, command: Sequence[str]) -> None:
-        """Start it."""
-        self.name = name
-        self._podman = podman
-        super().__init__(command, podman.environment)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Remove the container."""
-        self._podman.remove(self.name)
-        super().__exit__(kind, error, trace)

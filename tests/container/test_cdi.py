@@ -10,121 +10,55 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import count
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import click
 import pytest
 
 from mpsd.core.containers import cdi
 from mpsd.simulator.devices import VARIABLE
-from mpsd.system import acl, cdi_directory
+from mpsd.system import cdi_directory
+from tests.container.contained import Contained
+from tests.container.leased import (
+    CLIENT,
+    PYTHON,
+    SLEEPS,
+    claim,
+    container_name,
+    ended,
+    is_gone,
+    is_nobodys,
+    leases,
+    leasing_node,
+    let_in,
+    make_files,
+    parent,
+    process,
+)
 from tests.container.podman import Podman
-from tests.container.sidecar import UNPRIVILEGED, USER, Contained
+from tests.container.sidecar import UNPRIVILEGED, USER
 from tests.daemon.caller import NOBODY
 from tests.daemon.helpers import event, is_running, stopped
 from tests.driven_program import DrivenProgram
 from tests.fork_server import ForkServer
-from tests.harness import pids, remove_tree, wait_until
+from tests.harness import wait_until
 from tests.node import Node
-from tests.tools import lacking
 
 pytestmark = [
     pytest.mark.container,
+    pytest.mark.usefixtures("device_directory"),
 ]
 
 ROOT: Final = Path(__file__).parents[2]
-PYTHON: Final = "/usr/bin/python3"
-CLIENT: Final = ("-m", "mpsd.simulator.client")
 SHARED: Final = ("--volume=/usr:/usr:ro", f"--volume={ROOT}/mpsd:/site/mpsd:ro", "--env=PYTHONPATH=/site")
-SLEEPS: Final = ("-c", "import time; time.sleep(600)")
-
-_numbers = count(1)
-
-
-def make_files(place: Path) -> Path:
-    """Make the root file system of containers: this machine's /usr goes there."""
-    for name in ("usr", "proc", "sys", "dev", "run", "tmp", "etc"):
-        (place / name).mkdir(parents=True)
-    for name in ("bin", "sbin", "lib", "lib64"):
-        (place / name).symlink_to(f"usr/{name}")
-    return place
-
-
-@pytest.fixture(scope="module")
-def files(private_root: Path) -> Iterator[Path]:
-    """Give such a root file system."""
-    if not Path(PYTHON).exists():
-        lacking(f"{PYTHON} is not installed (Debian: python3)")
-    place = make_files(private_root / f"files{os.getpid()}")
-    yield place
-    remove_tree(place)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def device_directory() -> Iterator[None]:
-    """Leave the directory of devices as it was: there, or not."""
-    had = cdi_directory.DEFAULT.exists()
-    yield
-    if not had and cdi_directory.DEFAULT.exists():
-        cdi_directory.DEFAULT.rmdir()
 
 
 @pytest.fixture
 def node(short_tmp: Path, fork_server: ForkServer, podman: Podman) -> Iterator[Node]:
     """Start an mpsd on this machine, with simulated GPUs; whatever became of its containers, no device is left."""
-    short_tmp.chmod(0o711)  # clients of other users have to come to their pipe directory
-    node = Node(root=short_tmp / "n", fork_server=fork_server)
-    node.root.mkdir()
-    try:
-        yield node.start()
-        podman.call("rm", "--force", "--all", "--time=0")
-        for lease in leases(node):
-            node.request("DELETE", f"/v1/leases/{lease['id']}")
-        assert node.mpsctl("cdi", "list").stdout == "no devices\n"
-    finally:
-        node.clean_up()
-
-
-def leases(node: Node) -> Any:
-    """Return the leases that have not ended."""
-    return node.get("/v1/leases").json["leases"]
-
-
-def claim(node: Node, **options: object) -> str:
-    """Claim a lease, write its device, and return its id."""
-    answer = node.request("POST", "/v1/leases", {"fraction": 0.25, "holder": {"claim": options}})
-    assert answer.status == 201, answer.json
-    lease = str(answer.json["id"])
-    done = node.mpsctl("cdi", "write", lease)
-    assert done.returncode == 0, done.stderr
-    return lease
-
-
-def ended(node: Node, lease: str) -> Any:
-    """Wait until a lease has ended, and nothing is left of it; return it."""
-    found = wait_until(
-        lambda: (found := node.get(f"/v1/leases/{lease}").json)["state"] == "ended" and found, what=f"{lease} to end"
-    )
-    wait_until(lambda: USER not in let_in(node), what="the pipe directory to be closed")
-    return found
-
-
-def is_nobodys(node: Node, lease: str) -> bool:
-    """Tell whether nobody holds a lease: it has ended, or can still be taken."""
-    found = node.get(f"/v1/leases/{lease}").json
-    return bool(found["state"] == "ended" or found["holders"][0]["kind"] == "claim")
-
-
-def is_gone(pid: int) -> bool:
-    """Tell whether a process has ended."""
-    return not is_running(pid)
-
-
-def let_in(node: Node) -> set[int]:
-    """Return the uids that the pipe directory of the first control daemon lets in."""
-    return {entry.who for entry in acl.read(node.pipe_directory("gpu0")) if entry.tag == acl.Tag.USER}
+    with leasing_node(short_tmp, fork_server, lambda: podman.call("rm", "--force", "--all", "--time=0")) as node:
+        yield node
 
 
 def options(node: Node, podman: Podman, *more: str) -> list[str]:
@@ -142,34 +76,11 @@ def container_run(node: Node, *arguments: str) -> list[str]:
 
 def running(node: Node, podman: Podman, files: Path, *program: str) -> Contained:
     """Run a container with a lease of its own."""
-    name = f"cdi-{os.getpid()}-{next(_numbers)}"
+    name = container_name()
     command = container_run(
         node, *options(node, podman, "--rm", "--interactive", f"--name={name}"), str(files), PYTHON, *program
     )
     return Contained(podman, name, command)
-
-
-def process(*words: str) -> int:
-    """Wait for a process whose command line has all of these words, and return its pid."""
-
-    def find() -> int | None:
-        for pid in pids():
-            try:
-                line = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if pid != os.getpid() and {each.encode() for each in words} <= {*line}:
-                return pid
-        return None
-
-    found = wait_until(find, what=f"a process {' '.join(words)}")
-    assert found is not None
-    return found
-
-
-def parent(pid: int) -> int:
-    """Return the parent of a process."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 class TestContainerRun:
@@ -251,7 +162,7 @@ class TestDevice:
         """A container whose hook, or whose runtime, is killed does not start, and its claim is nobody's."""
         for victim in ("hook", "runtime"):
             lease = claim(node)
-            name = f"cdi-{os.getpid()}-{next(_numbers)}"
+            name = container_name()
             own = options(node, podman, f"--device={cdi.device_name(lease)}", f"--name={name}")
             command = ["podman", "run", *own, str(files), PYTHON, *SLEEPS]
             with stopped(node.pid), subprocess.Popen(command, env=podman.environment) as run:
@@ -266,7 +177,7 @@ class TestDevice:
     def test_mpsd_killed(self, node: Node, podman: Podman, files: Path) -> None:
         """A hook that mpsd does not answer waits for the next mpsd, and the container starts with its lease."""
         lease = claim(node)
-        name = f"cdi-{os.getpid()}-{next(_numbers)}"
+        name = container_name()
         own = options(node, podman, f"--device={cdi.device_name(lease)}", "--rm", "--interactive", f"--name={name}")
         os.kill(node.pid, signal.SIGSTOP)
         with Contained(podman, name, ["podman", "run", *own, str(files), PYTHON, *CLIENT]) as client:

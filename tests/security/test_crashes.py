@@ -335,6 +335,34 @@ class TestOneDriver:
             assert (refused.status, refused.json["code"]) == (403, "quarantined")
             assert ann.request("GET", f"/v1/leases/{lease}").json["state"] == "granted"
 
+    def test_claims(self, make_node: Start) -> None:
+        """A uid that is quarantined takes no claim, also through an administrator; it stays open for another."""
+        node = quarantined(make_node)
+        claim = wait_until(
+            lambda: (
+                found
+                if (found := node.request("POST", "/v1/leases", {**SMALL, "holder": {"claim": {}}})).status == 201
+                else None
+            ),
+            what="a claim to be granted",
+            deadline=20,
+        ).json
+        path, token = f"/v1/leases/{claim['id']}/holders", claim["env"]["MPSD_LEASE_TOKEN"]
+        with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
+            owned = {"pid": ann.pid, "owner": {"uid": ANN, "gid": ANN}}
+            for refused in (
+                ann.request("POST", path, {"token": token}),
+                node.request("POST", path, {"token": token, **owned}),
+                node.request("POST", path, owned),
+                node.request("POST", "/v1/leases", {**SMALL, "holder": {"claim": {"uid": ANN, "gid": ANN}}}),
+            ):
+                assert (refused.status, refused.json["code"]) == (403, "quarantined"), refused.body
+            found = node.get(f"/v1/leases/{claim['id']}").json
+            assert [each["kind"] for each in found["holders"]] == ["claim"]
+            assert not let_in(node, ANN)
+            assert bob.request("POST", path, {"token": token}).status == 200
+            assert let_in(node, BOB)
+
     def test_pardon(self, make_node: Start) -> None:
         """An administrator lifts a quarantine, for good and with a clean slate; nobody else does."""
         node = quarantined(make_node)

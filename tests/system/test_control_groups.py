@@ -1,5 +1,6 @@
 """Control groups as the kernel has them, of each hierarchy that is mounted here: opened, known, asked and found."""
 
+import ast
 import os
 import resource
 import subprocess
@@ -7,11 +8,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Final
 
 import pytest
 
 from mpsd.core.errors import InvalidRequestError
-from mpsd.system import control_groups
+from mpsd.system import control_groups, named_groups
 from mpsd.system.control_groups import Hierarchy, Membership, OpenGroup
 from tests.control_groups import control_group, joins
 from tests.harness import wait_until
@@ -24,7 +26,7 @@ needs_root = pytest.mark.root("make control groups")
 @contextmanager
 def opened(path: Path | str) -> Iterator[OpenGroup]:
     """Open the group that a path names."""
-    group = control_groups.named(str(path))
+    group = named_groups.named(str(path))
     try:
         yield group
     finally:
@@ -81,10 +83,19 @@ class TestGroup:
             os.chown(path / "cgroup.procs", 2721, 0)
             assert group.owners() == {2721}
 
+    def test_cpu_time(self, hierarchy: str) -> None:
+        """Where it is counted, it grows with each process that comes, also with one that is gone, in a group below."""
+        with control_group(hierarchy, "ran") as path, opened(path) as group:
+            before = group.cpu_time()
+            assert before == (0 if hierarchy == "cgroup2" else None)
+            with control_group(hierarchy, f"{path.name}/below") as below:
+                subprocess.run([*joins(below), "true"], check=True)
+            assert before is None or (group.cpu_time() or 0) > before
+
     def test_of_process(self, hierarchy: str) -> None:
         """It is found by a process that is in it, and not by one at the top."""
         with control_group(hierarchy, "mine") as path, inside(path) as process:
-            found = control_groups.of_process(process.pid)
+            found = named_groups.of_process(process.pid)
             try:
                 # A process is in a group of each hierarchy; of those that make groups, systemd's comes first.
                 assert found.group.inode == path.stat().st_ino or found.group.hierarchy not in {hierarchy, ""}
@@ -153,10 +164,10 @@ def test_nothing_is_left_open(find: str) -> None:
         inside(path) as process,
     ):
         looks: dict[str, Callable[[], OpenGroup]] = {
-            "path": lambda: control_groups.named(f"/{path.name}"),
-            "process": lambda: control_groups.of_process(process.pid),
+            "path": lambda: named_groups.named(f"/{path.name}"),
+            "process": lambda: named_groups.of_process(process.pid),
         }
-        look = looks.get(find, lambda: control_groups.of_unit("train", 0))
+        look = looks.get(find, lambda: named_groups.of_unit("train", 0))
         told = []
         for number in range(8):
             before = [*Path("/proc/self/fd").iterdir()]
@@ -178,7 +189,7 @@ def test_nothing_is_left_open(find: str) -> None:
 def test_no_group(path: str) -> None:
     """What is none is refused, with what to name."""
     with pytest.raises(InvalidRequestError) as refusal:
-        control_groups.named(path)
+        named_groups.named(path)
     assert refusal.value.hint
     assert refusal.value.limit == "cgroup"
 
@@ -216,6 +227,75 @@ def test_mounts_of_any_name(short_tmp: Path) -> None:
     assert "Hierarchy" in told[0]
 
 
+_PART: Final = """
+import sys
+from mpsd.core.errors import MpsdError
+from mpsd.system import control_groups, named_groups
+from mpsd.system.control_groups import Membership
+
+def told(look, *named):
+    try:
+        group = look(*named)
+        again = control_groups.reopen(group.group)
+        return group.group.path, group.group.inode, again is not None and again.group == group.group
+    except MpsdError as error:
+        return error.detail
+
+pid = int(sys.argv.pop())
+seen = control_groups.hierarchies()
+print([
+    *(told(named_groups.named, each) for each in sys.argv[1:]), told(named_groups.of_unit, "train", 0),
+    told(named_groups.of_process, pid), [*Membership(pid, seen).groups(seen[0].name)],
+])
+"""
+
+
+@needs_root
+def test_only_a_part_is_mounted(short_tmp: Path) -> None:
+    """Where a part of a hierarchy is mounted, a group in it keeps its path, and no other is seen."""
+    with (
+        control_group("name=systemd", "part") as part,
+        control_group("name=systemd", f"{part.name}/in.slice") as within,
+        control_group("name=systemd", f"{part.name}/{within.name}/train.service") as unit,
+        inside(unit) as process,
+    ):
+        (short_tmp / "c").mkdir()
+        alone = """
+            mount --bind "$0" "$1"
+            while read -r _ _ _ _ at _; do
+                case $at in "$1") ;; /sys/fs/cgroup*) umount --lazy "$at" || true ;; esac
+            done </proc/self/mountinfo
+            shift && exec "$@"
+        """
+        inner = f"/{within.name}/{unit.name}"
+        path, outside = f"/{part.name}{inner}", f"/{part.name}-other"
+        command = [sys.executable, "-c", _PART, path, f"{short_tmp}/c{inner}", inner, outside, str(process.pid)]
+        apart = ["unshare", "--mount", "--propagation", "private", "bash", "-ec", alone, str(part), f"{short_tmp}/c"]
+        done = subprocess.run([*apart, *command], check=True, capture_output=True, timeout=60, text=True)
+        by_path, by_mount, bare, other, by_unit, by_process, around = ast.literal_eval(done.stdout)
+        assert by_path == by_mount == by_process == (path, unit.stat().st_ino, True)
+        assert around == [path, path.rpartition("/")[0]]
+        for refused in (bare, other):
+            assert f"mpsd sees those below /{part.name} alone" in refused
+        assert f"only control groups below /{part.name} are mounted" in by_unit
+
+
+@needs_root
+def test_in_a_cgroup_namespace() -> None:
+    """In a control group namespace with the node's hierarchies, a group is named as on the node."""
+    with (
+        control_group("name=systemd", "apart") as own,
+        control_group("name=systemd", "named") as path,
+        inside(path) as process,
+    ):
+        # A shell that joins first, since a namespace begins at the group of whoever makes it.
+        script = [*joins(own), "unshare", "--cgroup", sys.executable, "-c", _PART, f"/{path.name}", str(path)]
+        done = subprocess.run([*script, str(process.pid)], check=True, capture_output=True, timeout=60, text=True)
+        by_path, by_mount, _, by_process, around = ast.literal_eval(done.stdout)
+        assert by_path == by_mount == by_process == (f"/{path.name}", path.stat().st_ino, True)
+        assert around == [f"/{path.name}"]
+
+
 @needs_root
 class TestUnits:
     """The control groups of units, by their names."""
@@ -225,9 +305,24 @@ class TestUnits:
         """A unit is found in a slice of root's, wherever that is; its suffix may be left out."""
         with made(hierarchy, "t.slice", "t.slice/t-a.slice", "t.slice/t-a.slice/train.service") as (*_, unit):
             for name in ("train", "train.service"):
-                found = control_groups.of_unit(name, 0)
+                found = named_groups.of_unit(name, 0)
                 assert found.group.inode == unit.stat().st_ino
                 found.close()
+
+    def test_delegated(self) -> None:
+        """A unit whose own control group systemd gave to its user (Delegate=) is the unit."""
+        with made("name=systemd", "t.slice", "t.slice/train.service") as (*_, unit):
+            os.chown(unit, 2721, 0)
+            found = named_groups.of_unit("train", 0)
+            assert found.group.inode == unit.stat().st_ino
+            found.close()
+
+    def test_given_slice(self) -> None:
+        """In a slice that was given to a user, any group may be that user's: the unit is none."""
+        with made("name=systemd", "t.slice", "t.slice/train.service") as (top, _):
+            os.chown(top, 2721, 0)
+            with pytest.raises(InvalidRequestError, match="does not run"):
+                named_groups.of_unit("train", 0)
 
     @pytest.mark.parametrize(
         "groups",
@@ -240,7 +335,7 @@ class TestUnits:
     def test_elsewhere(self, groups: tuple[str, ...]) -> None:
         """A group of its name that somebody made elsewhere is not the unit."""
         with made("name=systemd", *groups), pytest.raises(InvalidRequestError) as refusal:
-            control_groups.of_unit("train", 0)
+            named_groups.of_unit("train", 0)
         assert refusal.value.limit == "unit"
 
     def test_of_another(self) -> None:
@@ -249,8 +344,8 @@ class TestUnits:
         with made("name=systemd", *top, f"{top[-1]}/train.service") as (*_, unit):
             os.chown(unit, 2721, 0)
             with pytest.raises(InvalidRequestError):
-                control_groups.of_unit("train", 0)
-            found = control_groups.of_unit("train", 2721)
+                named_groups.of_unit("train", 0)
+            found = named_groups.of_unit("train", 2721)
             assert found.group.inode == unit.stat().st_ino
             found.close()
 
@@ -258,22 +353,22 @@ class TestUnits:
         """Of two with one name, neither is taken."""
         groups = ("s.slice", "s.slice/train.service", "t.slice", "t.slice/train.service")
         with made("name=systemd", *groups), pytest.raises(InvalidRequestError, match="several"):
-            control_groups.of_unit("train", 0)
+            named_groups.of_unit("train", 0)
 
     def test_too_many(self) -> None:
         """A user who has made more groups than are looked at is told so, and to name the one; and so for slices."""
         top = ("user.slice", "user.slice/user-2721.slice", "user.slice/user-2721.slice/user@2721.service")
-        for most, suffix in ((control_groups.MOST_ENTRIES, ""), (control_groups.MOST_ENTRIES // 32, ".slice")):
+        for most, suffix in ((named_groups.MOST_ENTRIES, ""), (named_groups.MOST_ENTRIES // 32, ".slice")):
             others = (f"{top[-1]}/g{number}{suffix}" for number in range(most))
             with made("name=systemd", *top, *others) as paths:
                 for each in paths[len(top) :]:
                     os.chown(each, 2721, 0)
                 with pytest.raises(InvalidRequestError, match="too many control groups") as refusal:
-                    control_groups.of_unit("train", 2721)
+                    named_groups.of_unit("train", 2721)
                 assert "--cgroup PATH" in refusal.value.hint
                 assert refusal.value.limit == "unit"
                 with pytest.raises(InvalidRequestError, match="does not run"):
-                    control_groups.of_unit("train", 0)
+                    named_groups.of_unit("train", 0)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """What `mpsctl service wrap` gives a unit, for a machine of each systemd."""
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +22,8 @@ RuntimeDirectory=trainer
 ExecStart=/bin/sh -c "{_PROGRAM}"
 Restart=on-failure
 RestartSec=100ms
+RestartSteps=4
+RestartMaxDelaySec=10min
 """
 """A client of MPS that attaches and stays, as a service of Debian's user 1."""
 
@@ -84,7 +87,20 @@ def _check_keeping(machine: Machine, service: Service) -> None:
     machine.run("systemctl", "restart", "mpsd.service")  # the next mpsd takes up what the last one stored
     assert _lease(machine, service)["id"] == kept["id"]
     machine.run("systemctl", "stop", _UNIT)
-    assert [each["kind"] for each in service.ask("show", kept["id"])["holders"]] == ["claim"]
+    (claim,) = service.ask("show", kept["id"])["holders"]
+    left = (datetime.fromisoformat(claim["deadline"]) - datetime.now(UTC)).total_seconds()
+    grows = machine.show(_UNIT, "RestartMaxDelayUSec") == "10min"  # systemd 254 and later
+    assert (claim["kind"], left > 300) == ("claim", grows)
+    machine.write(
+        f"/etc/systemd/system/{_UNIT}.d/pause.conf", "[Service]\nRestartMaxDelaySec=infinity\nRestartSec=infinity\n"
+    )
+    machine.run("systemctl", "daemon-reload")
+    wraps = ("mpsctl", "service", "wrap", "trainer", "--fraction", "0.5", "--on-restart", "keep")
+    refused = machine.run(*wraps, check=False)
+    assert refused.returncode == 2
+    assert "may pause for inf s" in refused.stderr
+    machine.path(f"/etc/systemd/system/{_UNIT}.d/pause.conf").unlink()
+    machine.run("systemctl", "daemon-reload")
 
     # Other options are another lease, also where the last one was to be kept.
     _mpsctl(machine, "wrap", "trainer", "--fraction", "0.5", "--on-restart", "keep")

@@ -15,13 +15,10 @@ from mpsd.cli.leases import end, start
 from mpsd.cli.render import as_env_file
 from mpsd.cli.users import user
 from mpsd.core.errors import ConfigurationError, InvalidRequestError, MpsdError, NotFoundError
-from mpsd.core.holders.drop_in import OnRestart, environment_file, is_written_here, render, service_name
+from mpsd.core.holders.drop_in import OnRestart, environment_file, is_written_here, render, seconds_held, service_name
 
 if TYPE_CHECKING:
     from mpsd.cli import answer_types
-
-_BETWEEN: Final = 60.0
-"""Seconds that a stopped unit's lease is held for its next start, beside the unit's RestartSec=."""
 
 _LEASE: Final = "MPSD_LEASE="
 
@@ -31,7 +28,7 @@ _ON_RESTART: Final = click.option(
     default=OnRestart.RENEW.value,
     show_default=True,
     help="What a restart does to the lease: `renew` ends it with the unit, and asks for another; `keep` holds it for"
-    " the next start, for RestartSec= and a minute.",
+    " the next start, for the unit's longest pause before a restart and a minute.",
 )
 
 
@@ -96,6 +93,8 @@ def wrap(
             f"{full} has DynamicUser=, so that its user is not known before it starts",
             hint="give it a User= of its own (systemctl edit)",
         )
+    if on_restart == OnRestart.KEEP:
+        _seconds_held(full)
     if request.get("memory") is None and request.get("fraction") is None and request.get("threads") is None:
         raise click.UsageError("Say what the unit is to get: --fraction, or --threads and --memory.")
     text = render(
@@ -171,11 +170,9 @@ def unit_stop(api: Api, unit: str, *, on_restart: str) -> None:
     if lease is None:
         return
     if on_restart == OnRestart.KEEP:
-        from mpsd.system import systemd_units
-
-        pause = systemd_units.seconds(systemd_units.properties(unit, "RestartUSec")["RestartUSec"])
+        deadline = _seconds_held(unit)
         with contextlib.suppress(NotFoundError):  # it has ended: the next start takes out another
-            api.hold(lease, {"claim": {"deadline": pause + _BETWEEN}, "replace": True})
+            api.hold(lease, {"claim": {"deadline": deadline}, "replace": True})
             return
     else:
         api.release(lease)
@@ -249,6 +246,18 @@ def _as_options(request: Mapping[str, object], wait: float) -> list[str]:
     if wait:
         options += ["--wait", "forever" if wait == inf else f"{wait:g}"]
     return options
+
+
+def _seconds_held(unit: str) -> float:
+    """Return for how long the lease of a unit that has stopped is held; a pause that grows is of systemd 254 and later.
+
+    Raises InvalidRequestError where that is too long.
+    """
+    from mpsd.system import systemd_units
+
+    found = systemd_units.properties(unit, "RestartUSec", "RestartSteps", "RestartMaxDelayUSec")
+    longest = systemd_units.seconds(found["RestartMaxDelayUSec"] or "infinity")
+    return seconds_held(systemd_units.seconds(found["RestartUSec"]), int(found["RestartSteps"] or 0), longest)
 
 
 def _start_seconds(wait: float, before: str) -> str:

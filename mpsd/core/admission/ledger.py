@@ -17,7 +17,7 @@ from mpsd.core.admission.queue import Queue, keep
 from mpsd.core.admission.room import NOTHING_RESERVED, Reservations, Room
 from mpsd.core.admission.rules import AdmissionRules, Now, QueuePlace
 from mpsd.core.admission.usage import NEWCOMER, Usage, UserTotals
-from mpsd.core.errors import TooManyLeasesError
+from mpsd.core.errors import CapacityError, TooManyLeasesError
 from mpsd.core.holders.holders import claim_of
 from mpsd.core.model import Holder, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
 
@@ -248,15 +248,16 @@ class Ledger:
     def take(self, lease_id: str, owner: Owner, holder: Holder, ttl: float | None, now: float) -> Lease:
         """Have a claim taken: the lease is this owner's from now on, and held by this holder. `put_back` undoes it.
 
-        Raises DoesNotFitError where a control daemon that serves one user at a time has another one, claims aside.
+        Raises CapacityError where a daemon that serves one user at a time has, or may have, another one, claims aside.
         """
         before = self.leases[lease_id]
         self._leave(before, now)
-        for gpu in (each.gpu for each in before.shares if {*self.holders(each.gpu)} - {owner.uid}):
-            offer = self._offers.by_gpu.get(gpu)
-            if offer is not None and (shortage := self._room.other_user(offer, owner.uid)) is not None:
-                self._enter(before, now)
-                raise shortage.raised()
+        try:
+            for gpu in (each.gpu for each in before.shares if {*self.holders(each.gpu)} - {owner.uid}):
+                self._room.refuse_second(gpu, self._offers.by_gpu.get(gpu), owner.uid)
+        except CapacityError:
+            self._enter(before, now)
+            raise
         lease = structs.replace(before, owner=owner, holders=(holder,))
         if ttl is not None and ttl != before.ttl:
             lease = structs.replace(lease, ttl=ttl, expires=now + ttl)

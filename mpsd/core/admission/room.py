@@ -174,10 +174,17 @@ class Room:
         _, limit, (offer, need) = min(lacking, key=lambda each: each[0])
         return _shortage(limit, offer, self._held[offer.gpu], need, uid)
 
-    def other_user(self, offer: Offer, uid: int) -> Shortage | None:
-        """Say who keeps a user from a GPU whose control daemon serves one at a time; None where nobody does."""
-        held = self._held[offer.gpu]
-        return None if offer.many_users or not held.is_others(uid) else _shortage("user", offer, held, NOTHING, uid)
+    def refuse_second(self, gpu: str, offer: Offer | None, uid: int) -> None:
+        """Raise CapacityError where another user keeps this one from a GPU whose control daemon serves one at a time.
+
+        Of a GPU that is not there nobody knows how many its daemon serves.
+        """
+        if offer is None:
+            because = f"GPU {gpu} is not there, and another user has a lease on it"
+            raise DaemonNotReadyError(because, hint="see mpsctl gpus", limit="gpu")
+        held = self._held[gpu]
+        if not offer.many_users and held.is_others(uid):
+            raise _shortage("user", offer, held, NOTHING, uid).raised()
 
     def is_spent(self, offers: Iterable[Offer], reserved: Reservations) -> bool:
         """Tell whether nothing is left of any GPU, beside what is kept, so that nobody else needs to be asked."""

@@ -7,6 +7,7 @@ ExecStopPost=), systemd.exec(5) (EnvironmentFile= is read before each program is
 import re
 from collections.abc import Sequence
 from enum import StrEnum
+from math import inf
 from pathlib import PurePosixPath
 from typing import Final
 
@@ -24,9 +25,34 @@ class OnRestart(StrEnum):
     """What a restart of the unit does to its lease."""
 
     KEEP = "keep"
-    """The lease is held for the next start, for the unit's RestartSec= and a minute at most."""
+    """The lease is held for the next start, for the unit's longest pause before a restart and a minute at most."""
     RENEW = "renew"
     """The lease ends with the unit, and each start asks for another."""
+
+
+_MOST_SECONDS: Final = 1e6
+"""For how long mpsd lets a claim wait (`RequestedClaim`)."""
+
+BETWEEN: Final = 60.0
+"""Seconds that a stopped unit's lease is held for its next start, beside the unit's own pause."""
+
+
+def seconds_held(pause: float, steps: int, longest: float) -> float:
+    """Return for how long the lease of a stopped unit is held: its longest pause before a restart, and a minute.
+
+    The pause is RestartSec=; where there are RestartSteps= and a RestartMaxDelaySec=, it grows up to that. Raises
+    InvalidRequestError where that is longer than mpsd holds a lease for nobody. Source: systemd.service(5).
+    """
+    if steps and pause and longest != inf:
+        pause = max(pause, longest)
+    if pause + BETWEEN > _MOST_SECONDS:
+        raise InvalidRequestError(
+            f"the unit may pause for {pause:g} s before it is restarted, and a lease is held for"
+            f" {_MOST_SECONDS - BETWEEN:g} s of that at most",
+            hint="use --on-restart renew, or lower RestartSec= or RestartMaxDelaySec=",
+            limit="on_restart",
+        )
+    return pause + BETWEEN
 
 
 def service_name(name: str) -> str:

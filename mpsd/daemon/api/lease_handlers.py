@@ -120,6 +120,7 @@ class LeaseHandlers:
             return _lease_out(await self._node.leases.claims.leave(lease.id, seconds))
         if body.token is None:
             self._theirs(request, act=True)
+            naming.check_holders(request, lease)
         is_claim = body.token is not None or holders.claim_of(lease) is not None
         with naming.of_holder(request, body, lease, is_claim=is_claim) as (owner, user, named):
             if is_claim:

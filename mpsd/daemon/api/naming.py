@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Final, TypeAlias
 
 from mpsd.core.errors import InvalidRequestError, NotPermittedError, PeerUnknownError
+from mpsd.core.holders import holders
 from mpsd.core.holders.holders import claim_of
 from mpsd.core.model import Claim, GroupLife, Lease, Owner
 from mpsd.core.roles import UserIdentity
@@ -13,8 +14,8 @@ from mpsd.core.settings import Settings
 from mpsd.daemon.api.lease_schema import HolderRequest, LeaseRequest, RequestedClaim, RequestedOwner
 from mpsd.daemon.api.request import Request
 from mpsd.daemon.holders.named_holder import NamedHolder
-from mpsd.system import control_groups, proc, process, process_table
-from mpsd.system.control_groups import OpenGroup
+from mpsd.system import control_groups, named_groups, proc, process, process_table
+from mpsd.system.control_groups import OpenGroup, UnseenHierarchyError
 from mpsd.system.process import Process
 
 Named: TypeAlias = tuple[Owner, UserIdentity, NamedHolder]
@@ -68,7 +69,7 @@ def of_holder(request: Request, body: HolderRequest, lease: Lease, *, is_claim: 
                 owner_uid = owners[0].uid if is_claim else lease.owner.uid
                 yield *owners, NamedHolder.process(living, None if other == owner_uid else other)
                 return
-            group = control_groups.of_process(living.pid)
+            group = named_groups.of_process(living.pid)
             try:
                 held = NamedHolder.group(group, life)  # before the look: then the process was seen in its group
                 if living.is_gone():
@@ -89,6 +90,28 @@ def of_holder(request: Request, body: HolderRequest, lease: Lease, *, is_claim: 
         yield *_owner(request, wanted, uid, gid, None), NamedHolder.group(group, life)
     finally:
         group.close()
+
+
+def check_holders(request: Request, lease: Lease) -> None:
+    """Refuse to change the holders of a lease that a group holds which is not the caller's to name: a container's.
+
+    Raises NotPermittedError, and OSError without descriptors.
+    """
+    for holder in holders.groups(lease) if not request.admin else ():
+        try:
+            group = control_groups.reopen(holder.group)
+        except UnseenHierarchyError:
+            group = None
+        owners = set() if group is None else group.owners()
+        if group is not None:
+            group.close()
+        if owners != {request.credentials.uid}:
+            raise NotPermittedError(
+                f"lease {lease.id} is held by the control group {holder.group.path}, which is not delegated to uid"
+                f" {request.credentials.uid}: an administrator alone changes its holders",
+                hint="every process of that uid in the group is a client of the lease already; for others, take out a"
+                " lease: mpsctl run",
+            )
 
 
 def claim_seconds(request: Request, body: HolderRequest, settings: Settings) -> float:
@@ -148,8 +171,8 @@ def _claim(request: Request, wanted: RequestedClaim, owner: RequestedOwner | Non
 def _group(request: Request, path: str | None, unit: str | None) -> OpenGroup:
     """Open the control group that a caller named. Raises InvalidRequestError."""
     if unit is not None:
-        return control_groups.of_unit(unit, 0 if request.admin else request.credentials.uid)
-    return control_groups.named(path or "")
+        return named_groups.of_unit(unit, 0 if request.admin else request.credentials.uid)
+    return named_groups.named(path or "")
 
 
 def _check_group(request: Request, group: OpenGroup, *, is_bounded: bool) -> None:

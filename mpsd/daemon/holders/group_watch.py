@@ -126,13 +126,13 @@ class GroupWatch:
     def _look_at(self, watched: _Watched) -> None:
         populated = watched.group.is_populated()
         for lease_id, holder in tuple(watched.holds.items()):
-            if populated and not holder.populated:
+            if not populated and (because := _why_over(watched.group, holder)):
+                self.cut(lease_id, holder)
+                self._over(lease_id, holder, because)
+            elif not holder.populated and (populated or _had_processes(watched.group, holder)):
                 now = structs.replace(holder, populated=True)
                 self.watch(lease_id, now, watched.group)
                 self._populated(lease_id, now)
-            elif not populated and (because := _why_over(watched.group, holder)):
-                self.cut(lease_id, holder)
-                self._over(lease_id, holder, because)
 
     # -- whose a process is -------------------------------------------------------------------------------------------
 
@@ -167,6 +167,14 @@ def _why_over(group: OpenGroup, holder: HoldingGroup) -> str:
     """Say why a group holds a lease no more; nothing while it does."""
     if group.is_removed():
         return "was removed"
-    if holder.life is GroupLife.POPULATED and holder.populated and not group.is_populated():
+    if holder.life is GroupLife.POPULATED and _had_processes(group, holder) and not group.is_populated():
         return "has no processes any more"
     return ""
+
+
+def _had_processes(group: OpenGroup, holder: HoldingGroup) -> bool:
+    """Tell whether a process was in a group since it was named, also one that came and went between two looks."""
+    if holder.populated or holder.cpu_time is None:
+        return holder.populated
+    now = group.cpu_time()
+    return now is not None and now > holder.cpu_time

@@ -22,7 +22,8 @@ class NamedHolder:
     @classmethod
     def group(cls, watched: OpenGroup, life: GroupLife) -> "NamedHolder":
         """Return a control group, and whether it has processes already. Raises OSError where nobody can tell."""
-        return cls(HoldingGroup(watched.group, life, watched.is_populated()), watched)
+        cpu_time = watched.cpu_time()  # first: whatever runs from now on is one of its processes
+        return cls(HoldingGroup(watched.group, life, watched.is_populated(), cpu_time), watched)
 
     @classmethod
     def claim(cls, claim: Claim) -> "NamedHolder":

@@ -4,7 +4,7 @@ import pytest
 from msgspec import structs
 
 from mpsd.core.admission.admission import Amount
-from mpsd.core.errors import DoesNotFitError
+from mpsd.core.errors import DaemonNotReadyError, DoesNotFitError
 from mpsd.core.model import Claim, HoldingProcess, Lease, LeaseState, Owner, ProcessIdentity
 from tests.core.admission.scenarios import Desk, asked, gpu, granted_on, now, offer, request
 
@@ -73,6 +73,18 @@ def test_life_of_its_takers_quota() -> None:
     taken = take(desk, claimed(desk), ANN, ttl=10.0, at=5.0)
     assert (taken.ttl, taken.expires) == (10.0, 15.0)
     assert [each.id for each in desk.ledger.overdue(15.0)] == [taken.id]
+
+
+def test_of_a_gpu_that_is_not_there() -> None:
+    """While its GPU is not offered, nobody knows whom its daemon serves: no second user takes a claim there."""
+    desk = Desk(offer(many_users=False))
+    lease = claimed(desk)
+    desk.ask(uid=ROOT)
+    desk.ledger.offer([], 1.0)
+    with pytest.raises(DaemonNotReadyError) as refusal:
+        take(desk, lease, ANN)
+    assert (refusal.value.limit, desk.ledger.find(lease.id)) == ("gpu", lease)
+    assert take(desk, lease, ROOT).owner.uid == ROOT
 
 
 def test_one_user_at_a_time() -> None:

@@ -34,7 +34,8 @@ from mpsd.core.errors import (
     QuotaError,
     TooManyLeasesError,
 )
-from mpsd.core.model import Lease, LeaseRequest, LeaseState, Limits, ProcessIdentity
+from mpsd.core.holders.holders import claim_of
+from mpsd.core.model import Claim, HoldingProcess, Lease, LeaseRequest, LeaseState, Limits, Owner, ProcessIdentity
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import Placement
 from mpsd.core.units import MIB
@@ -92,6 +93,8 @@ class Node(RuleBasedStateMachine):
         self.ledger = Ledger(self.first_rules, Usage(HALF_LIFE))
         self.books = HandLedger(self.first_rules, lambda uid: self.ledger.usage.of(uid, self.books.now), HALF_LIFE)
         self.ended: set[str] = set()
+        self.untaken: dict[str, Lease] = {}
+        """By lease that was a claim, what it was."""
         self.head: str | None = None
         """Who has stood first since nobody was let in before it,"""
         self.behind: set[str] = set()
@@ -115,16 +118,23 @@ class Node(RuleBasedStateMachine):
         uid=picks,
         wait=st.sampled_from((0.0, 30.0, None, None)),
         ttl=st.sampled_from((None, 60.0)),
+        claim=st.sampled_from((None, None, None, Claim(20.0), Claim(1e9))),
     )
-    def submit(self, request: LeaseRequest, uid: int, wait: float | None, ttl: float | None) -> None:
-        """Ask for something."""
-        self.submit_one(request, uid, wait, ttl)
+    def submit(
+        self, request: LeaseRequest, uid: int, wait: float | None, ttl: float | None, claim: Claim | None = None
+    ) -> None:
+        """Ask for something, or claim it."""
+        self.submit_one(request, uid, wait, ttl, claim)
         self.settle()
 
-    def submit_one(self, request: LeaseRequest, uid: int, wait: float | None, ttl: float | None) -> None:
+    def submit_one(
+        self, request: LeaseRequest, uid: int, wait: float | None, ttl: float | None, claim: Claim | None = None
+    ) -> None:
         """Ask for something; be granted it, wait for it, or be refused for a reason that is true."""
         books = self.books
         lease = asked(request, uid=self.pick(self.users, uid), wait=wait, ttl=ttl, at=books.now)
+        if claim is not None:
+            lease = structs.replace(lease, holders=(claim,))
         newest = max((each.arrival for each in self.all()), default=0)
         placed = structs.replace(lease, arrival=newest + 1)
         self.note_head()
@@ -172,9 +182,10 @@ class Node(RuleBasedStateMachine):
         books = self.books
         books.pass_time(seconds)
         late = {lease.id for lease in books.waiting.values() if lease.until is not None and lease.until <= books.now}
-        late |= {
-            lease.id for lease in books.leases.values() if lease.expires is not None and lease.expires <= books.now
-        }
+        for lease in books.leases.values():
+            claim = claim_of(lease)
+            ends = (lease.expires, claim.deadline if claim is not None else None)
+            late |= {lease.id for end in ends if end is not None and end <= books.now}
         overdue = self.ledger.overdue(books.now)
         assert sorted(lease.id for lease in overdue) == sorted(late)
         for lease in overdue:
@@ -190,11 +201,96 @@ class Node(RuleBasedStateMachine):
         assert renewed == structs.replace(lease, ttl=ttl, expires=self.books.now + ttl)
         self.books.enter(renewed)
 
+    @rule(request=requests | fractions, uid=picks, taker=picks, ttl=st.sampled_from((None, 5.0)))
+    def claim(self, request: LeaseRequest, uid: int, taker: int, ttl: float | None) -> None:
+        """Claim something, and have the newest claim taken: whoever made it may have other leases there."""
+        self.submit_one(request, uid, None, None, Claim(1e9))
+        if self.claimed():
+            self.take_one(self.claimed()[-1], taker, ttl)
+        self.settle()
+
+    @precondition(lambda self: self.claimed())
+    @rule(which=picks, uid=picks, ttl=st.sampled_from((None, None, 5.0)))
+    def take(self, which: int, uid: int, ttl: float | None) -> None:
+        """Have a claim taken by somebody, unless the daemons of its GPUs serve another user."""
+        self.take_one(self.pick(self.claimed(), which), uid, ttl)
+
+    def take_one(self, claim: Lease, uid: int, ttl: float | None) -> None:
+        """Have this claim taken."""
+        books, user = self.books, self.pick(self.users, uid)
+        where = {share.gpu for share in claim.shares}
+        others = {
+            (each.owner.uid, share.gpu)
+            for each in books.leases.values()
+            for share in each.shares
+            if claim_of(each) is None and share.gpu in where and each.owner.uid != user
+        }
+        if self.many_users:
+            others = {(uid, at) for uid, at in others if at not in books.offers}
+        holder, owner = HoldingProcess(ProcessIdentity(uid, uid)), Owner(user, user, uid, None)
+        if others:
+            refusals = {at: books.offers[at].refusal for _, at in others if at in books.offers}
+            with pytest.raises(CapacityError) as refusal:
+                self.ledger.take(claim.id, owner, holder, ttl, books.now)
+            assert refusal.value.limit in {"gpu", "user", *(each.limit for each in refusals.values() if each)}
+            return
+        taken = self.ledger.take(claim.id, owner, holder, ttl, books.now)
+        life = (claim.ttl, claim.expires) if ttl in {None, claim.ttl} else (ttl, books.now + (ttl or 0.0))
+        assert taken == structs.replace(claim, owner=owner, holders=(holder,), ttl=life[0], expires=life[1])
+        self.untaken[claim.id] = claim
+        self.enter_again(taken)
+
+    @precondition(lambda self: self.untaken)
+    @rule(which=picks)
+    def put_back(self, which: int) -> None:
+        """Have a claim as it was before it was taken, as where it could not be opened to its taker."""
+        before = self.untaken.pop(self.pick(list(self.untaken), which))
+        lease = self.books.leases.get(before.id)
+        if lease is not None and not lease.clients and claim_of(lease) is None:
+            back = structs.replace(lease, owner=before.owner, holders=before.holders)
+            self.ledger.put_back(back, self.books.now)
+            self.enter_again(back)
+
+    @precondition(lambda self: self.books.leases)
+    @rule(which=picks, seconds=st.sampled_from((20.0, 1e9)))
+    def leave(self, which: int, seconds: float) -> None:
+        """Have a lease claimed for its own user, so that it outlives its holder."""
+        lease = self.pick(list(self.books.leases.values()), which)
+        claim = Claim(seconds, lease.owner.uid, self.books.now + seconds)
+        left = structs.replace(lease, state=LeaseState.GRANTED, holders=(claim,), clients=())
+        self.ledger.put_back(left, self.books.now)
+        self.enter_again(left)
+
+    @precondition(lambda self: self.books.leases)
+    @rule(which=picks, pids=st.lists(picks, min_size=1, max_size=3, unique=True))
+    def hand_over(self, which: int, pids: list[int]) -> None:
+        """Have a lease held by others: that changes nothing else, and a claim that somebody holds is none."""
+        lease = self.pick(list(self.books.leases.values()), which)
+        if claim_of(lease) is None:
+            others = tuple(HoldingProcess(ProcessIdentity(pid, pid)) for pid in pids)
+            handed = self.ledger.hold(lease.id, others)
+            assert handed == structs.replace(lease, holders=others)
+            self.books.enter(handed)
+
+    def claimed(self) -> list[Lease]:
+        """Return the leases that nobody holds yet."""
+        return [lease for lease in self.books.leases.values() if claim_of(lease) is not None]
+
+    def enter_again(self, lease: Lease) -> None:
+        """Note a lease that is somebody else's now, or nobody's: that may change who stands first."""
+        self.books.leases.pop(lease.id)
+        self.books.enter(lease)
+        self.forget_head()
+        self.settle()
+
     @precondition(lambda self: self.books.leases)
     @rule(which=picks, pids=st.sampled_from(((), (7,), (7, 8))))
     def attach(self, which: int, pids: tuple[int, ...]) -> None:
-        """Let clients come and go."""
+        """Let clients come and go; none of a lease that nobody holds."""
         lease = self.pick(list(self.books.leases.values()), which)
+        if claim_of(lease) is not None:
+            assert not self.ledger.has_room(lease)
+            return
         if lease.request.processes is None:
             self.attach_any(lease, coming=6 * len(pids))
             return
@@ -329,6 +425,8 @@ class Node(RuleBasedStateMachine):
         assert lease.state is LeaseState.GRANTED
         assert lease.expires == (None if lease.ttl is None else books.now + lease.ttl)
         assert lease.until is None
+        if (claim := claim_of(lease)) is not None:
+            assert lease.holders == (Claim(claim.seconds, claim.uid, books.now + claim.seconds),)
         where = [share.gpu for share in lease.shares]
         assert len(set(where)) == len(where) == request.gpus
         for share in lease.shares:
@@ -451,6 +549,9 @@ class Node(RuleBasedStateMachine):
         books, ledger = self.books, self.ledger
         for index in range(3):
             assert ledger.taken(gpu(index)) == granted_on(books.leases.values(), gpu(index))
+            taken = (lease for lease in books.leases.values() if claim_of(lease) is None)
+            there = {lease.owner.uid for lease in taken for share in lease.shares if share.gpu == gpu(index)}
+            assert {*ledger.holders(gpu(index))} == there
         for uid in UIDS:
             mine = [lease for lease in self.all() if lease.owner.uid == uid]
             worth = books.charged().get(uid, Amount())
@@ -531,13 +632,13 @@ class OneUser(Node):
 
     @invariant()
     def one_user_at_a_time(self) -> None:
-        """Nobody is ever let in beside another user."""
+        """Nobody is ever let in beside another user; a claim lets nobody in before it is taken."""
         for index in range(self.gpus):
             holders = {
                 lease.owner.uid
                 for lease in self.books.leases.values()
                 for share in lease.shares
-                if share.gpu == gpu(index)
+                if share.gpu == gpu(index) and claim_of(lease) is None
             }
             assert len(holders) <= 1
 

@@ -1,6 +1,7 @@
 """The drop-in of a unit that has a lease: what systemd reads there is what was asked for, whatever is in it."""
 
 import shlex
+from math import inf
 from pathlib import PurePosixPath
 
 import pytest
@@ -29,6 +30,31 @@ def rendered(*options: str, on_restart: OnRestart = OnRestart.RENEW, end_clients
 def test_names(name: str, full: str) -> None:
     """A service's name may leave out what kind of unit it is."""
     assert drop_in.service_name(name) == full
+
+
+@pytest.mark.parametrize(
+    ("pause", "steps", "longest", "held"),
+    [
+        (0.1, 0, inf, 60.1),
+        (5.0, 3, inf, 65.0),  # without a longest one it does not grow
+        (5.0, 0, 600.0, 65.0),
+        (5.0, 3, 600.0, 660.0),
+        (5.0, 3, 1.0, 65.0),
+        (0.0, 3, 600.0, 60.0),
+        (999_940.0, 0, inf, 1e6),
+    ],
+)
+def test_how_long_it_is_held(pause: float, steps: int, longest: float, held: float) -> None:
+    """A lease that is kept over a restart is held for the longest pause that the unit may have, and a minute."""
+    assert drop_in.seconds_held(pause, steps, longest) == held
+
+
+@pytest.mark.parametrize(("pause", "steps", "longest"), [(inf, 0, inf), (1e6, 0, inf), (1.0, 2, 2e6)])
+def test_held_too_long(pause: float, steps: int, longest: float) -> None:
+    """A pause that is longer than a claim may wait is refused, with the way out."""
+    with pytest.raises(InvalidRequestError, match="may pause for") as refusal:
+        drop_in.seconds_held(pause, steps, longest)
+    assert "--on-restart renew" in refusal.value.hint
 
 
 @pytest.mark.parametrize(

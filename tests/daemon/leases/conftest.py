@@ -1,6 +1,7 @@
 """Nodes for the tests of admission, and a line of callers in front of each."""
 
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,10 +9,11 @@ import pytest
 
 from tests import real
 from tests.daemon.conftest import Start, make_node, node_for_all
+from tests.daemon.leases import holding
 from tests.daemon.leases.line import Line
 from tests.node import Node
 
-__all__ = ["MANY", "MakeLine", "make_line", "make_node", "many", "node_for_all", "one"]
+__all__ = ["MANY", "MakeLine", "make_line", "make_node", "many", "node", "node_for_all", "one", "sleeper"]
 
 MakeLine = Callable[[Node], Line]
 """Makes the line of callers in front of a node."""
@@ -48,3 +50,17 @@ def make_line() -> Iterator[MakeLine]:
     yield make
     for line in lines:
         line.leave()
+
+
+@pytest.fixture
+def node(make_node: Start) -> Node:
+    """Start a node whose control daemon serves many users."""
+    return make_node(simulate=1, control=None, config=holding.MANY if os.geteuid() == 0 else "").start()
+
+
+@pytest.fixture
+def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
+    """Give a process that holds whatever it is told to."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()

@@ -28,14 +28,6 @@ def node(make_node: Start) -> Node:
     return make_node(simulate=1, control=None, config=BRISK + ('users = "many"\n' if os.geteuid() == 0 else "")).start()
 
 
-@pytest.fixture
-def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
-    """Give a process that holds whatever it is told to."""
-    with subprocess.Popen(["sleep", "600"]) as process:
-        yield process
-        process.kill()
-
-
 def ask(node: Node, **more: Any) -> Any:
     """Ask for a lease."""
     return node.request("POST", "/v1/leases", {**SMALL, **more})

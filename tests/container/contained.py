@@ -1,0 +1,33 @@
+"""A program in a container of any engine, for tests: told what to do, and ended with its container."""
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Protocol
+
+from tests.driven_program import DrivenProgram
+
+
+class Engine(Protocol):
+    """What runs containers: podman, containerd, Docker."""
+
+    environment: Mapping[str, str]
+
+    def remove(self, name: str) -> None:
+        """Remove a container, at once and with all that is in it, if it is there."""
+
+
+class Contained(DrivenProgram):
+    """A process in a container that is told what to do; it ends with its container, not with a command alone."""
+
+    def __init__(self, engine: Engine, name: str, command: Sequence[str]) -> None:
+        """Start it."""
+        self.name = name
+        self._engine = engine
+        super().__init__(command, engine.environment)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Remove the container."""
+        self._engine.remove(self.name)
+        super().__exit__(kind, error, trace)

@@ -1,0 +1,206 @@
+"""Leases of containers, by CDI, in containerd and Docker: their own reading of a device, and whatever is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from mpsd.core.containers import cdi
+from mpsd.simulator.devices import VARIABLE
+from tests.container.contained import Contained
+from tests.container.containerd import Containerd
+from tests.container.docker import Docker
+from tests.container.leased import (
+    CLIENT,
+    PYTHON,
+    SLEEPS,
+    claim,
+    container_name,
+    ended,
+    is_gone,
+    is_nobodys,
+    leases,
+    leasing_node,
+    let_in,
+    parent,
+    process,
+)
+from tests.container.sidecar import USER
+from tests.daemon.helpers import is_running, stopped
+from tests.fork_server import ForkServer
+from tests.harness import wait_until
+from tests.node import Node
+
+pytestmark = [
+    pytest.mark.container,
+    pytest.mark.timeout(300),  # the first fetches what it runs
+    pytest.mark.usefixtures("device_directory"),
+]
+
+ROOT: Final = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def containerd(short_tmp: Path) -> Iterator[Containerd]:
+    """Run a containerd; where it cannot be had, the test skips, or fails where everything is required."""
+    containerd = Containerd(short_tmp / "c")
+    try:
+        containerd.start()
+        yield containerd
+    finally:
+        containerd.close()
+
+
+@pytest.fixture
+def node(short_tmp: Path, fork_server: ForkServer, containerd: Containerd) -> Iterator[Node]:
+    """Start an mpsd on this machine, with simulated GPUs; whatever became of its containers, no device is left."""
+    with leasing_node(short_tmp, fork_server, containerd.remove_all) as node:
+        yield node
+
+
+def _bound(source: Path, destination: Path, how: str) -> str:
+    return f"--mount=type=bind,src={source},dst={destination},options=rbind:{how}"
+
+
+def command(containerd: Containerd, node: Node, files: Path, lease: str, name: str, *program: str) -> list[str]:
+    """Return how to run Python in a container with a device: as a user, and with nothing of mpsd's but that."""
+    simulated = node.root / "run" / "simulated"
+    options = [
+        "--rm", f"--user={USER}:{USER}", f"--device={cdi.device_name(lease)}", "--env=PYTHONPATH=/site",
+        f"--env={VARIABLE}={simulated}", _bound(Path("/usr"), Path("/usr"), "ro"),
+        _bound(ROOT / "mpsd", Path("/site/mpsd"), "ro"), _bound(simulated, simulated, "rw"),
+    ]  # fmt: skip
+    return containerd.run(name, files, PYTHON, *program, options=options)
+
+
+def running(containerd: Containerd, node: Node, files: Path, lease: str, *program: str) -> Contained:
+    """Run such a container, and tell it what to do."""
+    name = container_name()
+    return Contained(containerd, name, command(containerd, node, files, lease, name, *program))
+
+
+def fails(containerd: Containerd, node: Node, files: Path, lease: str) -> str:
+    """Run such a container, which does not start, and return what is said of it."""
+    done = subprocess.run(
+        command(containerd, node, files, lease, container_name(), *SLEEPS),
+        env=containerd.environment, capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode != 0
+    return done.stderr
+
+
+def test_share(containerd: Containerd, node: Node, files: Path) -> None:
+    """A container has its share under MPS, attributed and verified, survives mpsd, and ends its lease."""
+    lease = claim(node)
+    with running(containerd, node, files, lease, *CLIENT) as client:
+        assert (client.hello["mps"], client.hello["active_thread_percentage"]) == (True, 25.0)
+        pid = containerd.pid(client.name)
+        found = wait_until(
+            lambda: (found := node.get(f"/v1/leases/{lease}").json)["clients"] and found,
+            what="the client to be attributed",
+        )
+        (holder,) = found["holders"]
+        assert (found["clients"], found["owner"]["uid"]) == ([pid], USER)
+        assert (holder["kind"], holder["cgroup"]) == ("cgroup", f"/{containerd.group}/{client.name}")
+        verified = node.mpsctl("verify", lease)
+        assert verified.returncode == 0, verified.stdout
+        assert USER in let_in(node)
+        seen = containerd.call(
+            "task", "exec", "--exec-id=look", client.name, "/usr/bin/ls", str(node.root / "run")
+        ).stdout
+        assert seen.split() == ["mps", "simulated"]
+        assert "[already_claimed]" in fails(containerd, node, files, lease)
+        node.end(signal.SIGKILL)
+        node.start()
+        (same,) = leases(node)
+        assert (same["id"], same["clients"]) == (lease, [pid])
+        containerd.call("task", "kill", "--signal=SIGKILL", client.name)
+        assert client.process.wait(30) == 137
+    assert f"its holder, control group {holder['cgroup']}" in ended(node, lease)["because"]
+    assert "has ended" in fails(containerd, node, files, lease)
+
+
+def test_killed(containerd: Containerd, node: Node, files: Path) -> None:
+    """Without containerd or ctr, the container goes on with its lease; without its shim, both end."""
+    program = "print('{\"ok\": true}', flush=True); import time; time.sleep(600)"
+    for victim in ("containerd", "ctr", "shim"):
+        lease = claim(node)
+        with running(containerd, node, files, lease, "-c", program) as client:
+            assert client.hello["ok"]
+            pid = containerd.pid(client.name)
+            if victim == "containerd":
+                containerd.end(signal.SIGKILL)
+            else:
+                killed = client.pid if victim == "ctr" else parent(pid)
+                os.kill(killed, signal.SIGKILL)
+                wait_until(partial(is_gone, killed), what=f"{victim} to die")
+            if victim != "shim":
+                assert is_running(pid)
+                assert [each["id"] for each in leases(node)] == [lease]
+                os.kill(pid, signal.SIGKILL)
+            ended(node, lease)
+            if victim == "containerd":
+                containerd.start()
+
+
+def test_hook_killed(containerd: Containerd, node: Node, files: Path) -> None:
+    """A container whose hook is killed does not start, and its claim is nobody's."""
+    lease = claim(node)
+    name = container_name()
+    with (
+        stopped(node.pid),
+        subprocess.Popen(
+            command(containerd, node, files, lease, name, *SLEEPS),
+            env=containerd.environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        ) as run,
+    ):  # fmt: skip
+        os.kill(process("container", "hook", lease), signal.SIGKILL)
+        assert "signal: killed" in run.communicate(timeout=60)[1]
+    assert containerd.pid(name) == 0
+    wait_until(partial(is_nobodys, node, lease), what="the lease to be nobody's")
+    assert USER not in let_in(node)
+
+
+@pytest.fixture
+def docker(short_tmp: Path, containerd: Containerd, files: Path) -> Iterator[Docker]:
+    """Run a Docker with an image; where it cannot be had, the test skips, or fails where everything is required."""
+    docker = Docker(short_tmp / "d", containerd)
+    try:
+        docker.take_in(files)
+        yield docker
+    finally:
+        docker.close()
+
+
+def test_docker(containerd: Containerd, docker: Docker, node: Node) -> None:
+    """`container run docker` gives a container its share, attributed and verified, until it ends."""
+    simulated = node.root / "run" / "simulated"
+    name = container_name()
+    options = [
+        f"--user={USER}", "--cap-drop=all", "--read-only", "--env=PYTHONPATH=/site", f"--env={VARIABLE}={simulated}",
+        "--volume=/usr:/usr:ro", f"--volume={ROOT}/mpsd:/site/mpsd:ro", f"--volume={simulated}:{simulated}",
+    ]  # fmt: skip
+    run = docker.run(PYTHON, *CLIENT, options=[f"--name={name}", *options])
+    mpsctl = [sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket)]
+    with Contained(docker, name, [*mpsctl, "container", "run", "docker", "--fraction", "0.25", "--", *run]) as client:
+        assert (client.hello["mps"], client.hello["active_thread_percentage"]) == (True, 25.0)
+        pid = docker.pid(name)
+        wait_until(lambda: leases(node)[0]["clients"] == [pid], what="the client to be attributed")
+        (lease,) = leases(node)
+        (holder,) = lease["holders"]
+        assert (holder["kind"], lease["owner"]["uid"]) == ("cgroup", USER)
+        assert holder["cgroup"].startswith(f"/{containerd.group}/")
+        verified = node.mpsctl("verify", lease["id"])
+        assert verified.returncode == 0, verified.stdout
+        device = f"--device={cdi.device_name(lease['id'])}"
+        again = docker.call("run", *docker.run(PYTHON, *SLEEPS, options=[device, *options]), check=False)
+        assert "[already_claimed]" in again.stderr
+        docker.call("kill", name)
+        assert client.process.wait(30) == 137
+    ended(node, lease["id"])

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Final
 
 from mpsd.core.containers.cdi import PIPE_DIRECTORY
-from mpsd.core.errors import ConfigurationError, DaemonNotReadyError, MpsdError, NotPermittedError
+from mpsd.core.errors import ConfigurationError, DaemonNotReadyError, MpsdError, NotPermittedError, UnreachableError
 from mpsd.core.kubernetes import checkpoint, claims, devices
 from mpsd.core.kubernetes.checkpoint import Container
-from mpsd.core.kubernetes.claims import Claimed, Release, Renew, Take
+from mpsd.core.kubernetes.claims import Claimed, Open, Release, Renew
 from mpsd.core.kubernetes.devices import KINDS, Gpu, Kind, Numbers, Part
 from mpsd.core.kubernetes.settings import Offer, Settings
 from mpsd.core.model import Limits
@@ -50,17 +50,19 @@ class Allocations:
         self._log = log
         self._ended = ended
         self._lock = threading.Lock()
-        self._pending: dict[str, Take] = {}
-        """Claims whose container is there, by lease."""
+        self._pending: dict[str, Open] = {}
+        """Those of containers without a client yet, by lease."""
         self._refused: dict[str, MpsdError] = {}
         """Why a claim was not taken, by lease."""
+        self._tried = set[str]()
+        """Leases of which one was refused since the last time that all were looked at."""
         self._unreadable = ""
         self.woken: Final = threading.Event()
         """Set when a container is about to start, so that its claim is looked after at once."""
 
     @property
     def has_pending(self) -> bool:
-        """Whether a container is to start whose claim is to be taken."""
+        """Whether there is a container whose program is not known to have its lease."""
         return bool(self._pending)
 
     # -- kubelet's calls -----------------------------------------------------------------------------------------------
@@ -101,8 +103,7 @@ class Allocations:
             self._free(uuid, container.numbers)
             variables = self._claim(gpu, container.numbers, part)
             self._check_same(container, variables)
-        if settings.uid is not None:
-            self._take_for(container, group, settings.uid)
+        self._hold(container, group)
         self._log.info(
             EventName.CONTAINER_STARTS,
             pod=container.pod,
@@ -227,52 +228,73 @@ class Allocations:
             leases = self._mpsd.claimed()
             known = {each.lease for each in leases}
             self._refused = {lease: error for lease, error in self._refused.items() if lease in known}
+            self._tried.clear()
             if containers is None:
                 return
             actions = claims.next_actions(leases, containers, pod_groups.is_populated, self._settings)
-            self._pending = {each.lease: each for each in actions if isinstance(each, Take)}
+            self._pending = {each.lease: each for each in actions if isinstance(each, Open)}
             for each in actions:
                 match each:
                     case Release():
                         self._release(each)
                     case Renew():
                         self._renew(each)
-                    case Take():
+                    case Open():
                         pass  # see `complete`
 
     def complete(self) -> None:
-        """Have the claims taken of those containers whose program runs by now."""
+        """Have the leases held for the users of those programs that run by now."""
         for each in list(self._pending.values()):
             self._complete(each)
 
-    def _complete(self, pending: Take) -> None:
+    def _complete(self, pending: Open) -> None:
         container = pending.container
         primary = KINDS[self._settings.resources][-1]
         marker = answers.variables_of(container.answers.get(primary, "")).get(answers.ALLOCATION)
         if marker is None:
             return
-        found = pod_groups.program_with(container.pod, answers.ALLOCATION, marker, self._settings)
+        found = pod_groups.programs_with(container.pod, answers.ALLOCATION, marker, self._settings)
         group = pod_groups.path_of(container.pod, self._settings)
-        if found is None or group is None:
+        if not found or group is None:
             return
-        with self._lock:
-            if pending.lease in self._pending:
-                self._take(pending.lease, container, group, found.uid, found.gid)
+        uid = self._settings.uid
+        if uid is None:
+            uid = claims.user_of({each.uid for each in found})
+        if uid != pending.uid and pending.lease not in self._tried:
+            gid = next((each.gid for each in found if each.uid == uid), uid)
+            with self._lock:
+                if self._pending.get(pending.lease) == pending:
+                    self._take(pending, group, uid, gid)
 
-    def _take_for(self, container: Container, group: str, uid: int) -> None:
-        """Have a container's lease taken for a uid that is known before it runs; raises what mpsd refuses it with."""
+    def _hold(self, container: Container, group: str) -> None:
+        """Have a lease held by its pod before the container starts, for the user that its program will most likely be.
+
+        So what it may use is open when it starts. Raises what mpsd refuses it with where the user is known for certain.
+        """
+        uid = self._settings.uid
+        likely = claims.ROOT if uid is None else uid
         with self._lock:
             found = self._lease_of(container)
-            if found is not None and found.pod is None:
-                self._mpsd.take(found.lease, group, uid, uid)
-                self._holds(found.lease, container, uid)
+            if found is None or found.pod is not None:
+                return
+            try:
+                self._mpsd.take(found.lease, group, likely, likely)
+            except MpsdError as error:
+                if uid is not None or isinstance(error, UnreachableError):
+                    raise
+                return  # another user may be luckier, as the container's program will show
+            self._holds(found.lease, container, likely)
 
-    def _take(self, lease: str, container: Container, group: str, uid: int, gid: int) -> None:
+    def _take(self, pending: Open, group: str, uid: int, gid: int) -> None:
+        lease, container = pending.lease, pending.container
         try:
+            if pending.uid is not None:
+                self._mpsd.renew(lease, self._settings.claim_deadline, uid)
             self._mpsd.take(lease, group, uid, gid)
         except MpsdError as error:
             before = self._refused.get(lease)
             self._refused[lease] = error
+            self._tried.add(lease)
             if before is None or before.detail != error.detail:
                 self._log.error(
                     EventName.CONTAINER_NOT_HELD,
@@ -286,10 +308,10 @@ class Allocations:
                     hint=error.hint,
                 )
             return
+        self._pending[lease] = pending._replace(uid=uid)
         self._holds(lease, container, uid)
 
     def _holds(self, lease: str, container: Container, uid: int) -> None:
-        self._pending.pop(lease, None)
         self._refused.pop(lease, None)
         self._log.info(
             EventName.CONTAINER_HOLDS,

@@ -94,11 +94,10 @@ class Mpsd:
         holder = {"cgroup": group, "while": "exists", "owner": {"uid": uid, "gid": gid}}
         self._patiently(lambda api: api.hold(lease, holder, deadline=2 * _ANSWER))
 
-    def renew(self, lease: str, deadline: float) -> None:
-        """Give a claim that was not taken so many seconds from now on."""
-        self._patiently(
-            lambda api: api.hold(lease, {"claim": {"deadline": deadline}, "replace": True}, deadline=_ANSWER)
-        )
+    def renew(self, lease: str, deadline: float, uid: int | None = None) -> None:
+        """Have a lease claimed for so many seconds from now on: a claim for whom it is for, or a lease for this uid."""
+        claim = {"deadline": deadline} if uid is None else {"deadline": deadline, "uid": uid}
+        self._patiently(lambda api: api.hold(lease, {"claim": claim, "replace": True}, deadline=_ANSWER))
 
     def release(self, lease: str, *, is_claim: bool) -> None:
         """End a lease; a claim only if nobody has taken it."""
@@ -149,6 +148,8 @@ def _claimed(lease: "answer_types.Lease") -> Claimed | None:
     if granted is None or not lease["gpus"]:
         return None
     held = [Holder(each["kind"], each.get("cgroup") or "", each.get("deadline")) for each in lease["holders"]]
-    return claims.claimed(
+    found = claims.claimed(
         lease["id"], lease["gpus"][0], lease["labels"], granted=granted, holders=held, now=clock.now()
     )
+    uid, has_clients = lease["owner"]["uid"], bool(lease["clients"])
+    return None if found is None else found._replace(uid=uid, has_clients=has_clients)

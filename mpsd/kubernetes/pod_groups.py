@@ -56,14 +56,13 @@ def is_populated(path: str) -> bool:
         found.close()
 
 
-def program_with(pod: str, variable: str, value: str, settings: Settings) -> Program | None:
-    """Return a process of a pod that was started with a variable of this value; None while there is none."""
+def programs_with(pod: str, variable: str, value: str, settings: Settings) -> list[Program]:
+    """Return the processes of a pod that were started with a variable of this value."""
+    programs: list[Program] = []
     with group_of(pod, settings) as found:
-        if found is None:
-            return None
-        for pid in found.processes():
+        for pid in () if found is None else found.processes():
             if (proc.variables_of(pid, {variable}) or {}).get(variable) == value:
                 user = process_table.user_of(pid)
                 if user is not None:
-                    return Program(pid, *user)
-    return None
+                    programs.append(Program(pid, *user))
+    return programs

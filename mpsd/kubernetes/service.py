@@ -25,6 +25,9 @@ _LOOK: Final = 0.25
 _SOON: Final = 0.02
 """Seconds between two looks for the program of a container that is about to start."""
 
+_HURRY: Final = 10.0
+"""Seconds for which it looks so often, once a container is about to start."""
+
 _RETRY: Final = 0.5
 """Seconds until an mpsd that does not answer is asked again."""
 
@@ -68,7 +71,7 @@ class Service:
             raise self._failure
 
     def _loop(self) -> None:
-        next_reconcile = next_look = 0.0
+        next_reconcile = next_look = hurries_until = 0.0
         while not self._ended.is_set():
             now = clock.monotonic()
             if self._board.gpus and now >= next_look:  # until mpsd has answered, there is nothing to offer
@@ -84,9 +87,10 @@ class Service:
                 pass  # the thread that follows mpsd logs it
             except MpsdError as error:
                 self._log.error(EventName.LEASE_NOT_CHANGED, code=error.code, because=error.detail, hint=error.hint)
-            if self._allocations.woken.wait(_SOON if self._allocations.has_pending else _LOOK):
+            hurries = self._allocations.has_pending and now < hurries_until
+            if self._allocations.woken.wait(_SOON if hurries else _LOOK):
                 self._allocations.woken.clear()
-                next_reconcile = 0.0
+                next_reconcile, hurries_until = 0.0, now + _HURRY
 
     # -- the thread that follows mpsd ----------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ A label is chosen by whoever asks for a lease. So a lease counts only where an a
 one that is held by a claim, or by the control group of a pod.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Final, NamedTuple, TypeAlias
 
@@ -32,6 +32,9 @@ class Claimed(NamedTuple):
     """Seconds since it was granted."""
     left: float
     """Seconds until the claim ends."""
+    uid: int = 0
+    """Whose it is."""
+    has_clients: bool = False
 
     def overlaps(self, gpu: str, kind: Kind, numbers: Numbers) -> bool:
         """Tell whether it is for any of these devices."""
@@ -45,6 +48,16 @@ class Claimed(NamedTuple):
 def labels(numbers: Mapping[Kind, Numbers]) -> dict[str, str]:
     """Return the labels that say which devices a lease is for."""
     return {f"{_LABEL}{kind}": devices.encode(each) for kind, each in numbers.items()}
+
+
+ROOT: Final = 0
+"""The uid that most containers run as, and for which a lease is held until another one is seen."""
+
+
+def user_of(uids: Collection[int]) -> int:
+    """Return the user of a container's program, by those of its processes: some start as root and become another."""
+    others = {*uids} - {ROOT}
+    return min(others) if len(others) == 1 or ROOT not in uids else ROOT
 
 
 class Holder(NamedTuple):
@@ -91,14 +104,16 @@ class Renew(NamedTuple):
     lease: str
 
 
-class Take(NamedTuple):
-    """Have the claim taken by the pod of its container, once the container's program runs."""
+class Open(NamedTuple):
+    """Have a lease taken by the pod of its container for the user of the container's program, once that runs."""
 
     lease: str
     container: Container
+    uid: int | None
+    """For whom it is held by the pod already; None while it is a claim."""
 
 
-Action: TypeAlias = Release | Renew | Take
+Action: TypeAlias = Release | Renew | Open
 
 
 def next_actions(
@@ -122,10 +137,12 @@ def next_actions(
                     f"kubelet lists no container of pod {each.pod} with these devices, and no process of it is left"
                 )
                 actions.append(Release(each.lease, is_claim=False, because=because))
+            elif owner is not None and settings.uid is None and not each.has_clients:
+                actions.append(Open(each.lease, owner, each.uid))
         elif owner is not None:
             if each.left < settings.claim_deadline / 2:
                 actions.append(Renew(each.lease))
-            actions.append(Take(each.lease, owner))
+            actions.append(Open(each.lease, owner, None))
         elif each.age > settings.orphan_grace:
             because = (
                 f"kubelet does not list its devices for a container {settings.orphan_grace:g} s after they were given"

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -97,18 +97,25 @@ class StandInPod:
         *,
         uid: int | None = None,
         more: Mapping[str, str] | None = None,
+        before: Callable[[], None] = lambda: None,
     ) -> Container:
-        """Start a container: kubelet first, which makes the pod's group and sandbox, and then its runtime."""
+        """Start a container: kubelet first, which makes the pod's group and sandbox, and then its runtime.
+
+        `before` is called between the two.
+        """
         self.begin()
         created = self.cluster.order("start", pod=self.uid, container=container)
+        before()
         self.made += 1
         group = self.group / f"{self.made:064x}"
         group.mkdir()
         user = () if uid is None else ("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups")
         variables = {"PATH": os.environ["PATH"], **(more or {}), **created["variables"]}
+        # As a runtime does: no process has the container's variables before it is the container's user.
+        given = [f"{name}={value}" for name, value in variables.items()]
         process = subprocess.Popen(
-            ["sh", "-c", 'echo $$ >"$0" && exec "$@"', str(group / "cgroup.procs"), *user, *command],
-            env=variables,
+            ["sh", "-c", 'echo $$ >"$0" && exec "$@"', str(group / "cgroup.procs"), *user, "env", *given, *command],
+            env={"PATH": os.environ["PATH"]},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -171,9 +178,10 @@ class StandIn:
         self.top = found / f"mt-{os.getpid()}-{self.root.parent.name}"
 
     @property
-    def resource(self) -> str:
+    def resources(self) -> list[str]:
         """What the node offers."""
-        return {"slices": SLICE, "memory": MEMORY}.get(self.settings.get("RESOURCES", "slices"), CORE)
+        offered = {"slices": [SLICE], "memory": [MEMORY], "threads-and-memory": [CORE, MEMORY]}
+        return offered[self.settings.get("RESOURCES", "slices")]
 
     # -- processes -----------------------------------------------------------------------------------------------------
 
@@ -183,11 +191,11 @@ class StandIn:
         (self.root / "orders.sock").unlink(missing_ok=True)
         with (self.root / "kubelet.log").open("ab") as log:
             self.kubelet = subprocess.Popen(
-                [sys.executable, "-m", "tests.kubernetes.kubelet_program", str(self.root), self.release],
+                [sys.executable, "-m", "tests.kubernetes.plugin.kubelet_program", str(self.root), self.release],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                cwd=Path(__file__).parents[2],
+                cwd=Path(__file__).parents[3],
             )
         wait_until((self.root / "orders.sock").exists, what="kubelet to listen", deadline=20)
 
@@ -201,7 +209,7 @@ class StandIn:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                cwd=Path(__file__).parents[2],
+                cwd=Path(__file__).parents[3],
             )
 
     @property
@@ -225,7 +233,7 @@ class StandIn:
     def await_devices(self) -> None:
         """Wait until the node offers devices."""
         wait_until(
-            lambda: self.is_alive() and self.healthy(self.resource),
+            lambda: self.is_alive() and all(map(self.healthy, self.resources)),
             what=f"the plugin to register; its log is {self.root / 'plugin.log'}",
             deadline=20,
             not_yet=(OSError,),
@@ -254,6 +262,11 @@ class StandIn:
                 process.kill()
                 process.wait()
         self.remove(self.top)
+
+    def stop_plugin(self) -> None:
+        """Have the plugin do nothing until it is sent SIGCONT."""
+        assert self.plugin is not None
+        self.plugin.send_signal(signal.SIGSTOP)
 
     def end_plugin(self) -> int:
         """Have the plugin end, and return its exit status."""

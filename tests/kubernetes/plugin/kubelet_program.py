@@ -1,8 +1,8 @@
 """A stand-in for kubelet's device manager, as a process: what kubelets 1.20 and 1.36 do towards device plugins.
 
-Run as `python -m tests.kubernetes.kubelet_program DIRECTORY RELEASE`. It has kubelet's sockets, `device-plugins` and
-`pod-resources`, below the directory, and answers orders, a line of JSON each, on `orders.sock` there. What is modelled,
-each as a real kubelet was seen to do it, or as its source has it:
+Run as `python -m tests.kubernetes.plugin.kubelet_program DIRECTORY RELEASE`. It has kubelet's sockets, `device-plugins`
+and `pod-resources`, below the directory, and answers orders, a line of JSON each, on `orders.sock` there. What is
+modelled, each as a real kubelet was seen to do it, or as its source has it:
 
 - at its start it removes everything from `device-plugins` but its checkpoint, and takes whatever is in that for granted
 - a plugin that registers is connected to at its own socket; 1.20 takes its options from the registration, 1.36 asks

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.fork_server import ForkServer
-from tests.kubernetes.cluster import StandIn
+from tests.kubernetes.plugin.cluster import StandIn
 from tests.node import Node
 
 MakeCluster = Callable[..., StandIn]

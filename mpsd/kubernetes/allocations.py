@@ -231,7 +231,13 @@ class Allocations:
             self._tried.clear()
             if containers is None:
                 return
-            actions = claims.next_actions(leases, containers, pod_groups.is_populated, self._settings)
+            actions = claims.next_actions(
+                leases,
+                containers,
+                is_populated=pod_groups.is_populated,
+                has_group=lambda pod: pod_groups.path_of(pod, self._settings) is not None,
+                settings=self._settings,
+            )
             self._pending = {each.lease: each for each in actions if isinstance(each, Open)}
             for each in actions:
                 match each:

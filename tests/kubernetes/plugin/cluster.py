@@ -198,6 +198,7 @@ class StandIn:
                 cwd=Path(__file__).parents[3],
             )
         wait_until((self.root / "orders.sock").exists, what="kubelet to listen", deadline=20)
+        self.order("active", pods=[*self.pods])
 
     def start_plugin(self, *arguments: str) -> None:
         """Start the plugin, and do not wait for anything."""
@@ -303,6 +304,7 @@ class StandIn:
         pod = StandInPod(self, uid, self.group(uid))
         self.order("admit", pod=uid, name=f"pod-{len(self.pods)}", containers=requests)
         self.pods[uid] = pod
+        pod.begin()
         return pod
 
     def group(self, uid: str) -> Path:

@@ -257,6 +257,10 @@ class DeviceManager:
                 with self.lock:
                     self.pods.pop(arguments["pod"], None)
                 return None
+            case "active":  # as the API server says when kubelet starts
+                with self.lock:
+                    self.pods = {pod: name for pod, name in self.pods.items() if pod in arguments["pods"]}
+                return None
             case "devices":
                 with self.lock:
                     return {name: plugin.devices for name, plugin in self.plugins.items() if plugin.is_connected}

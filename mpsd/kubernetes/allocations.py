@@ -24,7 +24,7 @@ from mpsd.kubernetes import answers, pod_groups
 from mpsd.kubernetes.board import Board
 from mpsd.kubernetes.kubelet import Kubelet
 from mpsd.kubernetes.log import EventName, Log
-from mpsd.kubernetes.mpsd_client import Mpsd
+from mpsd.kubernetes.mpsd_client import Granted, Mpsd
 from mpsd.kubernetes.protocol import deviceplugin_pb2 as deviceplugin
 from mpsd.system import clock
 
@@ -76,7 +76,7 @@ class Allocations:
         part = devices.part_of({kind: len(numbers)}, gpu, self._settings)
         self._free(uuid, {kind: numbers})
         lease = self._claim(gpu, {kind: numbers}, part)
-        variables = {**lease, answers.ALLOCATION: secrets.token_hex(8)}
+        variables = {**lease.variables, answers.ALLOCATION: secrets.token_hex(8)}
         return answers.answer(variables, gpu, self._settings)
 
     def start(self, kind: Kind, ids: list[str]) -> None:
@@ -101,8 +101,8 @@ class Allocations:
             raise refusal
         if found is None:
             self._free(uuid, container.numbers)
-            variables = self._claim(gpu, container.numbers, part)
-            self._check_same(container, variables)
+            lease = self._claim(gpu, container.numbers, part)
+            self._check_same(container, lease)
         self._hold(container, group)
         self._log.info(
             EventName.CONTAINER_STARTS,
@@ -179,8 +179,8 @@ class Allocations:
                     limit="devices",
                 )
 
-    def _claim(self, gpu: Gpu, numbers: Mapping[Kind, Numbers], part: Part) -> Mapping[str, str]:
-        """Claim a lease, and return its environment."""
+    def _claim(self, gpu: Gpu, numbers: Mapping[Kind, Numbers], part: Part) -> Granted:
+        """Claim a lease."""
         settings = self._settings
         claim: dict[str, object] = {"deadline": settings.claim_deadline}
         if settings.uid is not None:
@@ -198,21 +198,26 @@ class Allocations:
         lease = self._mpsd.claim(request, settings.wait)
         self._log.info(
             EventName.CONTAINER_CLAIMED,
-            lease=lease["id"],
+            lease=lease.lease,
             gpu=gpu.uuid,
             threads=part.percent,
             mebibytes=part.mebibytes,
             devices={kind: len(each) for kind, each in numbers.items()},
         )
-        return lease["env"]
+        return lease
 
-    def _check_same(self, container: Container, variables: Mapping[str, str]) -> None:
-        """Refuse a container whose variables, which kubelet has since it was allocated, are not those of its lease."""
+    def _check_same(self, container: Container, lease: Granted) -> None:
+        """Refuse a container whose variables, which kubelet has since it was allocated, are not those of its new lease.
+
+        The lease is released then, since no start of this container will find it right.
+        """
         given: dict[str, str] = {}
         for encoded in container.answers.values():
             given |= answers.variables_of(encoded)
-        for name, value in variables.items():
+        for name, value in lease.variables.items():
             if name.startswith("CUDA_") and given.get(name) != value:
+                because = f"{container} was given another {name} than it has"
+                self._release(Release(lease.lease, is_claim=True, because=because))
                 raise NotPermittedError(
                     f"{container} was given {name}={given.get(name)!r}, and its lease has {value!r}",
                     hint="delete the pod and create it again: its node, or this plugin's settings, have changed",

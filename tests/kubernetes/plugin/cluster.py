@@ -197,8 +197,11 @@ class StandIn:
                 stderr=log,
                 cwd=Path(__file__).parents[3],
             )
-        wait_until((self.root / "orders.sock").exists, what="kubelet to listen", deadline=20)
+        wait_until(self._knows_its_pods, what="kubelet to listen", deadline=20, not_yet=(OSError,))
+
+    def _knows_its_pods(self) -> bool:
         self.order("active", pods=[*self.pods])
+        return True
 
     def start_plugin(self, *arguments: str) -> None:
         """Start the plugin, and do not wait for anything."""

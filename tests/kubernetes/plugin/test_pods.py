@@ -192,6 +192,29 @@ class TestSlices:
         assert other["id"] != lease["id"]
         assert other["active_thread_percentage"] == 10
 
+    def test_what_kubelet_has_is_another(self, make_cluster: MakeCluster) -> None:
+        """A container whose variables are not those that its new lease would have does not start, and has no lease."""
+        cluster = make_cluster()
+        pod = cluster.create({"main": {SLICE: 10}})
+        pod.start("main").end()
+        (lease,) = cluster.await_held(pod)
+        cluster.end_plugin()
+        cluster.node.request("DELETE", f"/v1/leases/{lease['id']}")
+        cluster.settings = {"SLICES": "50"}
+        cluster.start_plugin()
+        cluster.await_devices()
+        with pytest.raises(RefusedError, match=r"was given CUDA_MPS_ACTIVE_THREAD_PERCENTAGE='10.0'.* has '20.0'"):
+            pod.start("main")
+        assert cluster.leases() == []
+
+    def test_no_control_group(self, make_cluster: MakeCluster) -> None:
+        """A container does not start whose pod has no control group that could hold its lease, and that is released."""
+        cluster = make_cluster(settings={"CGROUP_ROOT": "/nowhere", "ORPHAN_GRACE": "0.5"})
+        pod = cluster.create({"main": {SLICE: 10}})
+        with pytest.raises(RefusedError, match=r"has no control group, which would hold its lease, below /nowhere"):
+            pod.start("main")
+        await_idle(cluster)
+
     def test_names_and_numbers(self, make_cluster: MakeCluster) -> None:
         """Slots are slices of another name and number."""
         cluster = make_cluster(settings={"SLICES": "4", "SLICE_RESOURCE": "example.com/slot"}, start=False)

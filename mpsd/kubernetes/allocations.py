@@ -50,8 +50,8 @@ class Allocations:
         self._log = log
         self._ended = ended
         self._lock = threading.Lock()
-        self._pending: dict[str, Open] = {}
-        """Those of containers without a client yet, by lease."""
+        self._pending: list[Open] = []
+        """The containers without a client yet."""
         self._refused: dict[str, MpsdError] = {}
         """Why a claim was not taken, by lease."""
         self._tried = set[str]()
@@ -100,7 +100,7 @@ class Allocations:
         if refusal is not None and not refusal.retryable:  # once: the next attempt may be luckier
             raise refusal
         if found is None:
-            self._free(uuid, container.numbers)
+            self._free(uuid, container.numbers, container.pod)
             lease = self._claim(gpu, container.numbers, part)
             self._check_same(container, lease)
         self._hold(container, group)
@@ -152,10 +152,11 @@ class Allocations:
         mine = [each for each in self._mpsd.claimed() if each.is_for(container)]
         return next((each for each in mine if each.pod in {None, container.pod}), None)
 
-    def _free(self, gpu: str, numbers: Mapping[Kind, Numbers]) -> None:
-        """End the leases of earlier containers that had these devices: kubelet gives none to two.
+    def _free(self, gpu: str, numbers: Mapping[Kind, Numbers], pod: str | None = None) -> None:
+        """End the leases of earlier containers that had these devices: kubelet gives none to two at a time.
 
         A claim was not taken, and a pod without a process has ended; one with processes is waited for, for a while.
+        Within a pod, kubelet gives the devices of an init container that has ended to the containers after it.
         """
         end = clock.monotonic() + self._settings.wait
         while True:
@@ -165,7 +166,13 @@ class Allocations:
                     for each in self._mpsd.claimed()
                     if any(each.overlaps(gpu, kind, own) for kind, own in numbers.items())
                 ]
-                alive = [each for each in old if each.pod is not None and pod_groups.is_populated(each.group)]
+                alive = [
+                    each
+                    for each in old
+                    if each.pod is not None
+                    and (each.pod != pod or each.has_clients)
+                    and pod_groups.is_populated(each.group)
+                ]
                 for each in old:
                     if each not in alive:
                         because = "kubelet gives its devices to another container"
@@ -243,7 +250,7 @@ class Allocations:
                 has_group=lambda pod: pod_groups.path_of(pod, self._settings) is not None,
                 settings=self._settings,
             )
-            self._pending = {each.lease: each for each in actions if isinstance(each, Open)}
+            self._pending = [each for each in actions if isinstance(each, Open)]
             for each in actions:
                 match each:
                     case Release():
@@ -255,7 +262,7 @@ class Allocations:
 
     def complete(self) -> None:
         """Have the leases held for the users of those programs that run by now."""
-        for each in list(self._pending.values()):
+        for each in self._pending:
             self._complete(each)
 
     def _complete(self, pending: Open) -> None:
@@ -274,7 +281,7 @@ class Allocations:
         if uid != pending.uid and pending.lease not in self._tried:
             gid = next((each.gid for each in found if each.uid == uid), uid)
             with self._lock:
-                if self._pending.get(pending.lease) == pending:
+                if pending in self._pending:
                     self._take(pending, group, uid, gid)
 
     def _hold(self, container: Container, group: str) -> None:
@@ -319,7 +326,7 @@ class Allocations:
                     hint=error.hint,
                 )
             return
-        self._pending[lease] = pending._replace(uid=uid)
+        self._pending = [each for each in self._pending if each.lease != lease]
         self._holds(lease, container, uid)
 
     def _holds(self, lease: str, container: Container, uid: int) -> None:

@@ -136,10 +136,10 @@ def next_actions(
     for each in leases:
         found = [container for container in containers if each.is_for(container)]
         if each.pod is None:
-            actions += _of_claim(each, next(iter(found), None), has_group, settings)
-        elif (owner := next((container for container in found if container.pod == each.pod), None)) is not None:
+            actions += _of_claim(each, found, has_group, settings)
+        elif own := [container for container in found if container.pod == each.pod]:
             if settings.uid is None and not each.has_clients:
-                actions.append(Open(each.lease, owner, each.uid))
+                actions += [Open(each.lease, container, each.uid) for container in own]
         elif not is_populated(each.group):
             because = f"kubelet has given up pod {each.pod}, and no process of it is left"
             actions.append(Release(each.lease, is_claim=False, because=because))
@@ -147,15 +147,16 @@ def next_actions(
 
 
 def _of_claim(
-    claim: Claimed, owner: Container | None, has_group: Callable[[str], bool], settings: Settings
+    claim: Claimed, owners: Sequence[Container], has_group: Callable[[str], bool], settings: Settings
 ) -> Iterator[Action]:
-    if claim.age > settings.orphan_grace and (owner is None or not has_group(owner.pod)):
+    """Yield what is next about a claim; a container of a pod has the devices of its init containers too."""
+    if claim.age > settings.orphan_grace and not any(has_group(owner.pod) for owner in owners):
         because = f"kubelet has not listed its devices for a container within {settings.orphan_grace:g} s"
-        if owner is not None:
-            because = f"pod {owner.pod} has no control group"
+        if owners:
+            because = f"pod {owners[0].pod} has no control group"
         yield Release(claim.lease, is_claim=True, because=because)
         return
-    if owner is not None:
-        if claim.left < settings.claim_deadline / 2:
-            yield Renew(claim.lease)
+    if owners and claim.left < settings.claim_deadline / 2:
+        yield Renew(claim.lease)
+    for owner in owners:
         yield Open(claim.lease, owner, None)

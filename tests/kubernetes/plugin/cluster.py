@@ -301,11 +301,11 @@ class StandIn:
         """Return how many devices can be allocated."""
         return sum(self.order("devices").get(resource, {}).values())
 
-    def create(self, requests: Requests) -> StandInPod:
-        """Have a pod admitted."""
+    def create(self, requests: Requests, *, init: Sequence[str] = ()) -> StandInPod:
+        """Have a pod admitted; `init` are those of its containers that end before the others start."""
         uid = str(uuid.uuid4())
         pod = StandInPod(self, uid, self.group(uid))
-        self.order("admit", pod=uid, name=f"pod-{len(self.pods)}", containers=requests)
+        self.order("admit", pod=uid, name=f"pod-{len(self.pods)}", containers=requests, init=[*init])
         self.pods[uid] = pod
         pod.begin()
         return pod

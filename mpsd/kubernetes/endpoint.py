@@ -1,5 +1,6 @@
 """One resource, as kubelet asks for it: a socket of its own beside kubelet's, since no call names the resource."""
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NoReturn, TypeVar
@@ -16,11 +17,15 @@ from mpsd.kubernetes.board import Board
 from mpsd.kubernetes.kubelet import Inode, Kubelet
 from mpsd.kubernetes.log import EventName, Log
 from mpsd.kubernetes.protocol import deviceplugin_pb2 as deviceplugin
+from mpsd.system import clock
 
 T = TypeVar("T")
 
 _THREADS: Final = 8
 """kubelet follows the devices in one call, and makes one or two others at a time."""
+
+_ALONE: Final = 5.0
+"""Seconds without kubelet following the devices after which it is registered with again."""
 
 _OPTIONS: Final = deviceplugin.DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True)
 
@@ -42,7 +47,11 @@ class Endpoint:
         self._server: grpc.Server | None = None
         self._own: Inode | None = None
         self._registered: Inode | None = None
-        """The kubelet that knows of it."""
+        """The kubelet that was registered with."""
+        self._followers = 0
+        """Calls of that kubelet that follow the devices."""
+        self._followed_at = 0.0
+        self._counting = threading.Lock()
         self._because = ""
 
     def see_kubelet(self) -> None:
@@ -51,7 +60,7 @@ class Endpoint:
         if now is None:
             return
         is_there = self._own is not None and kubelet.inode(self._path) == self._own
-        if is_there and now == self._registered:
+        if is_there and now == self._registered and self._is_followed():
             return
         try:
             if not is_there:
@@ -65,8 +74,15 @@ class Endpoint:
                 self._because = because
                 self._log.warning(EventName.RESOURCE_NOT_REGISTERED, resource=self._resource, because=because)
             return
-        self._registered, self._because = now, ""
+        self._registered, self._because, self._followed_at = now, "", clock.monotonic()
         self._log.info(EventName.RESOURCE_REGISTERED, resource=self._resource, socket=str(self._path))
+
+    def _is_followed(self) -> bool:
+        """Tell whether kubelet follows the devices, or may soon: it does not try again where a connection fails."""
+        now = clock.monotonic()
+        if self._followers:
+            self._followed_at = now
+        return now - self._followed_at < _ALONE
 
     def close(self) -> None:
         """End the calls that are open, and answer none any more."""
@@ -88,7 +104,15 @@ class Endpoint:
         self, _: deviceplugin.Empty, context: grpc.ServicerContext
     ) -> Iterator[deviceplugin.ListAndWatchResponse]:
         context.add_callback(self._board.wake)
-        yield from self._board.follow(self._kind, lambda: not context.is_active())
+        self._count(1)
+        try:
+            yield from self._board.follow(self._kind, lambda: not context.is_active())
+        finally:
+            self._count(-1)
+
+    def _count(self, change: int) -> None:
+        with self._counting:
+            self._followers += change
 
     def _prefer(
         self, request: deviceplugin.PreferredAllocationRequest, _: grpc.ServicerContext

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from mpsd.cli.api import Api
 from mpsd.core import gpus
+from mpsd.core.containers.cdi import TOKEN
 from mpsd.core.errors import InvalidRequestError, NotFoundError, StoppingError, UnreachableError
 from mpsd.core.kubernetes import claims
 from mpsd.core.kubernetes.claims import Claimed, Holder
@@ -98,9 +99,13 @@ class Mpsd:
         return Granted(lease["id"], lease["env"])
 
     def take(self, lease: str, group: str, uid: int, gid: int) -> None:
-        """Have a claim taken by the control group of a pod, for as long as that exists, for a user."""
+        """Have a claim taken by the control group of a pod, for as long as that exists, for a user.
+
+        With its token, since whoever has taken a claim may then ask again, as after an answer that was lost.
+        """
         holder = {"cgroup": group, "while": "exists", "owner": {"uid": uid, "gid": gid}}
-        self._patiently(lambda api: api.hold(lease, holder, deadline=2 * _ANSWER))
+        token = self._patiently(lambda api: api.lease(lease)["env"].get(TOKEN, ""))
+        self._patiently(lambda api: api.hold(lease, {**holder, "token": token}, deadline=2 * _ANSWER))
 
     def renew(self, lease: str, deadline: float, uid: int | None = None) -> None:
         """Have a lease claimed for so many seconds from now on: a claim for whom it is for, or a lease for this uid."""

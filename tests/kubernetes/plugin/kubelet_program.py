@@ -22,7 +22,7 @@ import shutil
 import socketserver
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -67,6 +67,7 @@ class DeviceManager:
         self.changed = threading.Condition(self.lock)
         self.plugins: dict[str, Plugin] = {}
         self.had: Had = {}
+        self.streams: dict[str, Any] = {}
         self.pods: dict[str, str] = {}
         """Pods that have not ended, with their names."""
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -129,7 +130,9 @@ class DeviceManager:
                 call = channel.unary_stream(
                     wire.WATCH.path, wire.WATCH.request.SerializeToString, wire.WATCH.answer.FromString
                 )
-                for update in call(deviceplugin.Empty()):
+                stream = call(deviceplugin.Empty())
+                self.streams[request.resource_name] = stream
+                for update in stream:
                     with self.changed:
                         plugin.devices = {each.id: each.health == "Healthy" for each in update.devices}
                         plugin.is_connected = True
@@ -257,27 +260,34 @@ class DeviceManager:
 
     def order(self, verb: str, arguments: dict[str, Any]) -> Any:
         """Carry out an order."""
-        match verb:
-            case "admit":
-                return self.admit(**arguments)
-            case "start":
-                return self.start(**arguments)
-            case "ended":
-                with self.lock:
-                    self.pods.pop(arguments["pod"], None)
-                return None
-            case "active":  # as the API server says when kubelet starts
-                with self.lock:
-                    self.pods = {pod: name for pod, name in self.pods.items() if pod in arguments["pods"]}
-                return None
-            case "devices":
-                with self.lock:
-                    return {name: plugin.devices for name, plugin in self.plugins.items() if plugin.is_connected}
-            case "allocated":
-                with self.lock:
-                    return {resource: sorted(self.taken(resource)) for resource in self.plugins}
-            case _:
-                raise AssertionError(verb)
+        orders: dict[str, Callable[..., Any]] = {
+            "admit": self.admit,
+            "start": self.start,
+            "ended": self.end,
+            "active": self.keep,
+            "let_go": self.let_go,
+            "devices": self.devices,
+        }
+        return orders[verb](**arguments)
+
+    def end(self, pod: str) -> None:
+        """Know that a pod has ended."""
+        with self.lock:
+            self.pods.pop(pod, None)
+
+    def keep(self, pods: list[str]) -> None:
+        """Know which pods there are, as from the API server when kubelet starts."""
+        with self.lock:
+            self.pods = {pod: name for pod, name in self.pods.items() if pod in pods}
+
+    def let_go(self, resource: str) -> None:
+        """Lose the stream of a plugin, as where a connection breaks."""
+        self.streams[resource].cancel()
+
+    def devices(self) -> dict[str, dict[str, bool]]:
+        """Return the devices of the plugins that are connected, and whether each is healthy."""
+        with self.lock:
+            return {name: plugin.devices for name, plugin in self.plugins.items() if plugin.is_connected}
 
 
 def main() -> None:

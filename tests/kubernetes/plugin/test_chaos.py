@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.test_chaos import KILLS
+from tests.chaos.test_chaos import KILLS, LAST_WORDS
 from tests.control_groups import mounted
 from tests.harness import wait_until
 from tests.kubernetes.plugin.cluster import SLICE, RefusedError, StandIn, StandInPod
@@ -231,6 +231,10 @@ def test_killed_at_any_moment(make_cluster: MakeCluster, dice: random.Random) ->
             if dice.random() < 0.1:
                 chaos.settle()
         chaos.settle()
+    except AssertionError:
+        for name in ("plugin.log", "kubelet.log"):
+            sys.stdout.write(f"--- {name}\n{(cluster.root / name).read_text()[-LAST_WORDS:]}\n")
+        raise
     finally:
         for timer in chaos.timers:
             timer.join()

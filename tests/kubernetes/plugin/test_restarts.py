@@ -99,6 +99,13 @@ class TestRestarts:
         pod.delete()
         await_idle(cluster)
 
+    def test_a_lost_connection(self, make_cluster: MakeCluster) -> None:
+        """A kubelet that lives and does not follow the devices any more is registered with again."""
+        cluster = make_cluster()
+        cluster.order("let_go", resource=SLICE)
+        wait_until(lambda: not cluster.order("devices"), what="the connection to be lost")
+        cluster.await_devices()
+
     def test_the_plugin(self, make_cluster: MakeCluster) -> None:
         """A plugin that comes back needs nothing but what mpsd and kubelet know."""
         cluster = make_cluster()

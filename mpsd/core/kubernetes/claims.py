@@ -1,0 +1,162 @@
+"""The leases of pods, as mpsd has them, and what is next about each by what kubelet and the kernel say. Pure.
+
+mpsd stores each lease before it is granted, so the lease itself is the record of what a container got: its labels say
+which devices it is for, and its holder which pod. There is no second record that could say something else.
+
+A label is chosen by whoever asks for a lease. So a lease counts only where an administrator alone can have made it so:
+one that is held by a claim, or by the control group of a pod.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Final, NamedTuple, TypeAlias
+
+from mpsd.core.kubernetes import devices, pods
+from mpsd.core.kubernetes.checkpoint import Container
+from mpsd.core.kubernetes.devices import Kind, Numbers
+from mpsd.core.kubernetes.settings import Settings
+
+_LABEL: Final = "kubernetes/"
+
+
+class Claimed(NamedTuple):
+    """A lease for a container."""
+
+    lease: str
+    gpu: str
+    numbers: Mapping[Kind, Numbers]
+    pod: str | None
+    """The uid of the pod whose control group holds it; None while it is a claim."""
+    group: str
+    age: float
+    """Seconds since it was granted."""
+    left: float
+    """Seconds until the claim ends."""
+    uid: int = 0
+    """Whose it is."""
+    has_clients: bool = False
+
+    def overlaps(self, gpu: str, kind: Kind, numbers: Numbers) -> bool:
+        """Tell whether it is for any of these devices."""
+        return self.gpu == gpu and not numbers.isdisjoint(self.numbers.get(kind, frozenset()))
+
+    def is_for(self, container: Container) -> bool:
+        """Tell whether it is for just what a container has."""
+        return self.gpu == container.gpu and self.numbers == container.numbers
+
+
+def labels(numbers: Mapping[Kind, Numbers]) -> dict[str, str]:
+    """Return the labels that say which devices a lease is for."""
+    return {f"{_LABEL}{kind}": devices.encode(each) for kind, each in numbers.items()}
+
+
+ROOT: Final = 0
+"""The uid that most containers run as, and for which a lease is held until another one is seen."""
+
+
+def user_of(uids: Collection[int]) -> int:
+    """Return the user of a container's program, by those of its processes: some start as root and become another."""
+    others = {*uids} - {ROOT}
+    return min(others) if len(others) == 1 or ROOT not in uids else ROOT
+
+
+class Holder(NamedTuple):
+    """What holds a lease, as far as it matters here."""
+
+    kind: str
+    group: str
+    deadline: str | None
+
+
+def claimed(
+    lease: str, gpu: str, label: Mapping[str, str], *, granted: str, holders: Sequence[Holder], now: datetime
+) -> Claimed | None:
+    """Return a lease as one for a container; None for any other."""
+    numbers = {kind: devices.decode(label[f"{_LABEL}{kind}"]) for kind in Kind if f"{_LABEL}{kind}" in label}
+    known = {kind: each for kind, each in numbers.items() if each}
+    if not known or len(known) < len(numbers):
+        return None
+    age = (now - datetime.fromisoformat(granted)).total_seconds()
+    for each in holders:
+        if each.kind == "claim":
+            left = (datetime.fromisoformat(each.deadline) - now).total_seconds() if each.deadline else 0.0
+            return Claimed(lease, gpu, known, None, "", age, left)
+        pod = pods.pod_of(each.group) if each.kind == "cgroup" else None
+        if pod is not None:
+            return Claimed(lease, gpu, known, pod, each.group, age, 0.0)
+    return None
+
+
+# -- what is next ------------------------------------------------------------------------------------------------------
+
+
+class Release(NamedTuple):
+    """End a lease; one that is a claim only if nobody takes it first."""
+
+    lease: str
+    is_claim: bool
+    because: str
+
+
+class Renew(NamedTuple):
+    """Give a claim more time."""
+
+    lease: str
+
+
+class Open(NamedTuple):
+    """Have a lease taken by the pod of its container for the user of the container's program, once that runs."""
+
+    lease: str
+    container: Container
+    uid: int | None
+    """For whom it is held by the pod already; None while it is a claim."""
+
+
+Action: TypeAlias = Release | Renew | Open
+
+
+def next_actions(
+    leases: Iterable[Claimed],
+    containers: Sequence[Container],
+    *,
+    is_populated: Callable[[str], bool],
+    has_group: Callable[[str], bool],
+    settings: Settings,
+) -> list[Action]:
+    """Return what is next about each lease.
+
+    A lease that a pod holds ends with the pod's control group, which mpsd sees by itself. It ends earlier where kubelet
+    has given the pod up, and no process of it is left: a group may outlive both for as long as a volume is being
+    unmounted. A claim lives while kubelet lists its devices for a container whose pod has a control group, from a
+    moment after it was made: the group is the first thing that a pod has, and kubelet's record still has pods that were
+    deleted.
+    """
+    actions: list[Action] = []
+    for each in leases:
+        found = [container for container in containers if each.is_for(container)]
+        if each.pod is None:
+            actions += _of_claim(each, found, has_group, settings)
+        elif own := [container for container in found if container.pod == each.pod]:
+            if settings.uid is None and not each.has_clients:
+                actions += [Open(each.lease, container, each.uid) for container in own]
+        elif not is_populated(each.group):
+            because = f"kubelet has given up pod {each.pod}, and no process of it is left"
+            actions.append(Release(each.lease, is_claim=False, because=because))
+    return actions
+
+
+def _of_claim(
+    claim: Claimed, owners: Sequence[Container], has_group: Callable[[str], bool], settings: Settings
+) -> Iterator[Action]:
+    """Yield what is next about a claim; a container of a pod has the devices of its init containers too."""
+    if claim.age > settings.orphan_grace and not any(has_group(owner.pod) for owner in owners):
+        because = f"kubelet has not listed its devices for a container within {settings.orphan_grace:g} s"
+        if owners:
+            because = f"pod {owners[0].pod} has no control group"
+        yield Release(claim.lease, is_claim=True, because=because)
+        return
+    if owners and claim.left < settings.claim_deadline / 2:
+        yield Renew(claim.lease)
+    for owner in owners:
+        yield Open(claim.lease, owner, None)

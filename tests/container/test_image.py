@@ -16,7 +16,7 @@ import pytest
 
 from mpsd.system import proc
 from tests import real
-from tests.container.conftest import IMAGE
+from tests.container.images import IMAGE
 from tests.container.manifests import overlay, pod
 from tests.container.podman import Podman
 from tests.container.sidecar import CONTROL, PRIVILEGED, USER, Sidecar

@@ -14,7 +14,7 @@ from mpsd.core.doctor.table import FAMILIES
 from mpsd.core.errors import CapacityError, ControlError, GpuError, MpsdError, OperatorError, RequestError, catalogue
 from mpsd.core.lifecycle import TABLE, Event, State
 from mpsd.core.settings import render, rows
-from tests.gate import completions, manual
+from tests.gate import completions, manual, protocol
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 README: Final = ROOT / "README.md"
@@ -141,6 +141,8 @@ def main() -> int:
     _write(README, written(before))
     for name, make in FILES.items():
         _write(ROOT / name, make())
+    for name, text in protocol.made().items():
+        _write(ROOT / name, text)
     return 0
 
 

@@ -12,6 +12,7 @@ MAY_IMPORT: Final = {
     "daemon": frozenset({"core", "system", "daemon"}),
     "cli": frozenset({"core", "cli"}),
     "simulator": frozenset({"core", "simulator"}),
+    "kubernetes": frozenset({"core", "system", "kubernetes"}),
     "__main__": frozenset({"core", "system", "daemon", "cli", "simulator"}),  # the composition root
 }
 """Which folders of mpsd each folder may import from."""
@@ -25,6 +26,7 @@ ROOMS: Final = {
     "core/supervision": frozenset({"core"}),
     "core/doctor": frozenset({"core", "core/mps"}),
     "core/containers": frozenset({"core"}),
+    "core/kubernetes": frozenset({"core"}),
     "system": frozenset[str](),
     "system/doctor": frozenset({"system"}),
     "daemon/record": frozenset[str](),
@@ -73,6 +75,8 @@ ROOMS: Final = {
     "cli": frozenset({"cli/commands"}),  # doctor's own part of it draws on nothing else
     "cli/commands": frozenset({"cli"}),
     "simulator": frozenset[str](),
+    "kubernetes/protocol": frozenset[str](),
+    "kubernetes": frozenset({"kubernetes/protocol"}),
 }
 """Which rooms of its own layer each room may import from, beside itself; whatever it imports stands above it here."""
 
@@ -85,6 +89,7 @@ MAY_IMPORT_MORE: Final = {
     "mpsd/cli/commands/container.py": frozenset({"system"}),  # it runs a container runtime, and is its hook
     "mpsd/cli/commands/service.py": frozenset({"system"}),  # it makes mpsd a service, whether mpsd runs or not
     "mpsd/cli/commands/wrap.py": frozenset({"system"}),  # it writes drop-ins, and is called by them
+    "mpsd/kubernetes/mpsd_client.py": frozenset({"cli"}),  # mpsd's one synchronous client of its API: no second one
 }
 """Which folders a single module may import from beyond those, with the reason."""
 
@@ -95,6 +100,7 @@ LIBRARIES: Final = {
     "daemon": frozenset({"httptools", "msgspec", "structlog"}),
     "cli": frozenset({"click"}),
     "simulator": frozenset[str](),
+    "kubernetes": frozenset({"click", "google", "grpc", "structlog"}),  # none of which another folder imports
     "__main__": frozenset({"click"}),
 }
 """Which libraries each folder may import. The doors of single files are in pyproject.toml (see test_doors.py)."""

@@ -19,9 +19,6 @@ from mpsd.system import cdi_directory
 if TYPE_CHECKING:
     from mpsd.cli import answer_types
 
-_WITHOUT_FILES: Final = 580
-"""The first driver whose servers share memory with their clients without a file in /dev/shm (its own logs)."""
-
 _DIRECTORY: Final = click.option(
     "--dir",
     "directory",
@@ -35,7 +32,8 @@ _SHARED_MEMORY: Final = click.option(
     "--shm/--no-shm",
     "shared_memory",
     default=None,
-    help=f"Give the container the machine's /dev/shm, or not.  [default: for drivers before {_WITHOUT_FILES}]",
+    help="Give the container the machine's /dev/shm, or not."
+    f"  [default: for drivers before {device_files.WITHOUT_SHARED_FILES}]",
 )
 
 
@@ -173,4 +171,4 @@ def _needs_shared_memory(api: Api, lease: "answer_types.Lease") -> bool:
 
     version = next((each["version"] for each in api.daemons()["daemons"] if each["name"] == lease["daemon"]), None)
     branch = gpus.driver_branch(version) if version is not None else None
-    return branch is None or branch < _WITHOUT_FILES
+    return branch is None or branch < device_files.WITHOUT_SHARED_FILES

@@ -20,6 +20,9 @@ HOOK_SECONDS: Final = 60
 (TOKEN,) = SECRETS
 PIPE_DIRECTORY: Final = "CUDA_MPS_PIPE_DIRECTORY"
 
+WITHOUT_SHARED_FILES: Final = 580
+"""The first driver whose servers share memory with their clients without a file in /dev/shm (its own logs)."""
+
 _PREFIX: Final = "mpsd-lease_"
 """As the specification has it for devices that come and go: VENDOR-CLASS_NAME."""
 

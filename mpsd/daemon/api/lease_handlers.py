@@ -114,7 +114,7 @@ class LeaseHandlers:
         if body.claim is not None:
             seconds = naming.claim_seconds(request, body, self._node.settings.current)
             await self._see_clients(lease)
-            return _lease_out(await self._node.leases.claims.leave(lease.id, seconds))
+            return _lease_out(await self._node.leases.claims.leave(lease.id, seconds, body.claim.uid))
         if body.token is None:
             self._theirs(request, act=True)
         is_claim = body.token is not None or holders.claim_of(lease) is not None

@@ -140,7 +140,7 @@ class HolderRequest(RequestBody, kw_only=True):
     unit: UnitName | None = None
     life: While = field(default="populated", name="while")
     claim: RequestedClaim | None = None
-    """For administrators, with `replace` and without a uid: the lease outlives its holders, for its owner to take."""
+    """For administrators, with `replace`: the lease outlives its holders, for its owner to take, or for another uid."""
     token: Annotated[str, Meta(max_length=256)] | None = None
     """The lease's token: it takes a claim, which one holder can."""
     replace: bool = False

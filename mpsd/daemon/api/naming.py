@@ -92,15 +92,18 @@ def of_holder(request: Request, body: HolderRequest, lease: Lease, *, is_claim: 
 
 
 def claim_seconds(request: Request, body: HolderRequest, settings: Settings) -> float:
-    """Return for how long a lease is to be held by a claim. Raises NotPermittedError and InvalidRequestError."""
+    """Return for how long a lease is to be held by a claim. Raises NotPermittedError and InvalidRequestError.
+
+    The claim is for the owner of the lease, or for the uid that it names.
+    """
     assert body.claim is not None  # noqa: S101 - that is what it is called for
     if not request.admin:
         raise NotPermittedError("only an administrator can have a claim hold a lease", hint="hand it to a process")
-    named = (body.pid, body.cgroup, body.unit, body.token, body.owner, body.claim.uid, body.claim.gid)
+    named = (body.pid, body.cgroup, body.unit, body.token, body.owner, body.claim.gid)
     if any(each is not None for each in named) or body.group or not body.replace:
         raise InvalidRequestError(
-            "a claim takes the place of all holders, and is for the owner of the lease",
-            hint="pass claim, with its deadline, and replace",
+            "a claim takes the place of all holders, and is for the owner of the lease or for one uid",
+            hint="pass claim, with its deadline and perhaps a uid, and replace",
             limit="holder",
         )
     return settings.admission.claim_deadline if body.claim.deadline is None else body.claim.deadline

@@ -157,9 +157,10 @@ class Claims:
             raise already_claimed(lease)
         return lease
 
-    async def leave(self, lease_id: str, seconds: float) -> Lease:
+    async def leave(self, lease_id: str, seconds: float, uid: int | None = None) -> Lease:
         """Have a lease claimed for its own owner, so that it outlives its holders; stored before it is returned.
 
+        With a uid it is claimed for that one, as for a container whose program runs as another user than was expected.
         A claim that nobody has taken stays one for whom it is for, with this deadline.
         Raises NotFoundError, AlreadyClaimedError while clients of it live, and StorageError.
         """
@@ -171,7 +172,9 @@ class Claims:
                 hint=f"end its clients first, or hand the lease over: mpsctl hand-over {lease_id} --pid PID",
             )
         untaken = holders.claim_of(before)
-        claim = Claim(seconds, before.owner.uid if untaken is None else untaken.uid, now + seconds)
+        if uid is None:
+            uid = before.owner.uid if untaken is None else untaken.uid
+        claim = Claim(seconds, uid, now + seconds)
         left = structs.replace(before, state=LeaseState.GRANTED, holders=(claim,), clients=(), bearers=())
         self._ledger.put_back(left, now)
         self._holder_watch.unwatch(lease_id)

@@ -510,12 +510,27 @@ class TestClaims:
         wrongs: list[dict[str, Any]] = [
             {"claim": {}},
             {"claim": {}, "replace": True, "pid": 1},
-            {"claim": {"uid": 1}, "replace": True},
+            {"claim": {"gid": 1}, "replace": True},
         ]
         for wrong in wrongs:
             assert (add(node, lease, **wrong).status, len(shown(node, lease)["holders"])) == (422, 1)
         assert add(node, lease, claim={"deadline": 0.3}, replace=True).status == 200
         assert ended(node, lease) == "its claim was not taken within 0.3 s"
+
+    @needs_root
+    def test_claimed_again_for_another_user(self, node: Node) -> None:
+        """An administrator has a lease claimed for another uid, whose processes alone can take it then."""
+        lease = admitted(node, pid=os.getpid())
+        left = add(node, lease, claim={"deadline": 60, "uid": ANN}, replace=True)
+        assert [each["uid"] for each in left.json["holders"]] == [ANN]
+        token = lease["env"]["MPSD_LEASE_TOKEN"]
+        with calling(node.socket, uid=BOB) as bob:
+            answer = bob.request("POST", f"/v1/leases/{lease['id']}/holders", {"token": token})
+            assert (answer.status, answer.json["code"]) == (403, "not_permitted")
+        with calling(node.socket, uid=ANN) as ann:
+            answer = ann.request("POST", f"/v1/leases/{lease['id']}/holders", {"token": token})
+            assert answer.json["owner"]["uid"] == ANN
+            assert answer.json["env"] == lease["env"]
 
     def test_not_claimed_again_under_a_client(self, node: Node) -> None:
         """A client that lives keeps its lease as it is."""

@@ -1,0 +1,202 @@
+"""The devices that a node offers to Kubernetes, and what a set of them comes to: threads and memory of one GPU. Pure.
+
+A device is the smallest part that can be asked for, and its id names its GPU. So a set of ids says how much of which
+GPU; which ones they are beside that means nothing, but that no two containers have the same.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+from mpsd.core.errors import ConfigurationError, DoesNotFitError, InvalidRequestError
+from mpsd.core.kubernetes.settings import MOST_DEVICES, Offer, Settings
+
+_ID: Final = re.compile(r"([A-Za-z0-9-]{1,80})::([0-9]{1,4})")
+
+_WHOLE: Final = 1000
+"""All threads of a GPU, in tenths of a percent."""
+
+
+class Kind(StrEnum):
+    """What a resource is of."""
+
+    SLICE = "slice"
+    CORE = "core"
+    MEMORY = "memory"
+
+
+KINDS: Final = {
+    Offer.SLICES: (Kind.SLICE,),
+    Offer.MEMORY: (Kind.MEMORY,),
+    Offer.THREADS_AND_MEMORY: (Kind.CORE, Kind.MEMORY),
+}
+
+
+class Gpu(NamedTuple):
+    """A GPU as it is offered."""
+
+    uuid: str
+    mebibytes: int
+    """What mpsd grants of it, all in all."""
+    daemon: str
+    pipe_directory: str
+    driver: int | None
+    """Branch of its driver."""
+    because: str = ""
+    """Why nothing new may start on it; empty where it may."""
+
+
+class Part(NamedTuple):
+    """A part of one GPU."""
+
+    tenths: int
+    mebibytes: int
+
+    @property
+    def percent(self) -> float:
+        """Its threads, in percent."""
+        return self.tenths / 10
+
+
+Numbers = frozenset[int]
+"""Devices of one kind on one GPU."""
+
+
+def resource_name(kind: Kind, settings: Settings) -> str:
+    """Return what a pod asks for by."""
+    names = {
+        Kind.SLICE: settings.slice_resource,
+        Kind.CORE: settings.core_resource,
+        Kind.MEMORY: settings.memory_resource,
+    }
+    return names[kind]
+
+
+def check_node(gpus: Collection[Gpu], settings: Settings) -> None:
+    """Refuse to offer two resources where Kubernetes could take them from two GPUs. Raises ConfigurationError."""
+    if settings.resources is Offer.THREADS_AND_MEMORY and len(gpus) > 1:
+        raise ConfigurationError(
+            f"the node has {len(gpus)} GPUs, and {settings.core_resource} and {settings.memory_resource} are totals of"
+            " a node: Kubernetes would pair threads of one GPU with memory of another",
+            hint='offer slices (resources = "slices"), or memory with threads in proportion (resources = "memory")',
+            limit="resources",
+        )
+    for gpu in gpus:
+        if settings.resources is not Offer.SLICES and not 0 < gpu.mebibytes // settings.memory_unit <= MOST_DEVICES:
+            raise ConfigurationError(
+                f"mpsd grants {gpu.mebibytes} MiB of GPU {gpu.uuid}, which is not 1 to {MOST_DEVICES} units of"
+                f" {settings.memory_unit} MiB",
+                hint="set another memory_unit",
+                limit="memory_unit",
+            )
+
+
+def count(kind: Kind, gpu: Gpu, settings: Settings) -> int:
+    """Return how many devices of a kind a GPU has."""
+    match kind:
+        case Kind.SLICE:
+            return settings.slices
+        case Kind.CORE:
+            return 100 // settings.core_unit
+        case Kind.MEMORY:
+            return gpu.mebibytes // settings.memory_unit
+
+
+def device_id(gpu: str, number: int) -> str:
+    """Return the id of a device."""
+    return f"{gpu}::{number}"
+
+
+def by_gpu(ids: Iterable[str]) -> dict[str, Numbers]:
+    """Return the devices that ids name, by GPU. Raises InvalidRequestError for what is no id."""
+    found = dict[str, set[int]]()
+    for each in ids:
+        match = _ID.fullmatch(each)
+        if match is None or int(match[2]) >= MOST_DEVICES:
+            raise InvalidRequestError(
+                f"{each!r} is not a device of this node", hint="delete the pod and create it again"
+            )
+        found.setdefault(match[1], set()).add(int(match[2]))
+    return {gpu: frozenset(numbers) for gpu, numbers in found.items()}
+
+
+def on_one_gpu(ids: Collection[str], kind: Kind, settings: Settings) -> tuple[str, Numbers]:
+    """Return the GPU and the devices of an allocation. Raises DoesNotFitError where they are of two GPUs."""
+    found = by_gpu(ids)
+    if len(found) == 1:
+        ((gpu, numbers),) = found.items()
+        return gpu, numbers
+    parts = ", ".join(f"{len(numbers)} on {gpu}" for gpu, numbers in sorted(found.items()))
+    raise DoesNotFitError(
+        f"no GPU of this node has {len(ids)} of {resource_name(kind, settings)} left, though all GPUs together have"
+        f" ({parts}), and a container gets one GPU",
+        hint="request less, or use another node; otherwise wait until other pods of this node have ended",
+        limit="fragmentation",
+    )
+
+
+def part_of(counts: Mapping[Kind, int], gpu: Gpu, settings: Settings) -> Part:
+    """Return what so many devices come to. Rounded down, so that all parts of a GPU fit on it together.
+
+    Raises InvalidRequestError for threads without memory and, where both are offered, memory without threads.
+    """
+    if Kind.SLICE in counts:
+        number = counts[Kind.SLICE]
+        return _checked(number * _WHOLE // settings.slices, number * gpu.mebibytes // settings.slices)
+    missing = [kind for kind in KINDS[settings.resources] if not counts.get(kind)]
+    if missing:
+        given = ", ".join(resource_name(kind, settings) for kind in counts)
+        lacking = ", ".join(resource_name(kind, settings) for kind in missing)
+        raise InvalidRequestError(
+            f"the container asks for {given} and not for {lacking}, and mpsd grants neither without the other",
+            hint=f"add {lacking} to the container's resources",
+            limit="resources",
+        )
+    memory = counts[Kind.MEMORY]
+    if settings.resources is Offer.MEMORY:
+        return _checked(memory * _WHOLE // count(Kind.MEMORY, gpu, settings), memory * settings.memory_unit)
+    return _checked(counts[Kind.CORE] * settings.core_unit * 10, memory * settings.memory_unit)
+
+
+def _checked(tenths: int, mebibytes: int) -> Part:
+    if tenths > 0 and mebibytes > 0:
+        return Part(tenths, mebibytes)
+    raise InvalidRequestError(
+        f"{tenths / 10:g} % of the threads and {mebibytes} MiB are less than MPS can limit a client to",
+        hint="request more of the resource",
+        limit="resources",
+    )
+
+
+def preferred(available: Sequence[str], must: Sequence[str], size: int) -> list[str]:
+    """Return which devices kubelet should take: all of one GPU, the fullest on which they fit; none where none does."""
+    free = by_gpu([*available, *must])
+    needed = by_gpu(must)
+    if len(needed) > 1:
+        return []
+    fitting = [
+        (len(numbers), gpu) for gpu, numbers in free.items() if len(numbers) >= size and (not needed or gpu in needed)
+    ]
+    if not fitting:
+        return []
+    _, gpu = min(fitting)
+    first = sorted(needed.get(gpu, frozenset()))
+    rest = [number for number in sorted(free[gpu]) if number not in first]
+    return [device_id(gpu, number) for number in [*first, *rest][:size]]
+
+
+# -- as the label of a lease has them ----------------------------------------------------------------------------------
+
+
+def encode(numbers: Collection[int]) -> str:
+    """Return devices as a text of at most 128 characters: a digit for each four."""
+    return f"{sum(1 << number for number in numbers):x}"
+
+
+def decode(text: str) -> Numbers | None:
+    """Return the devices of such a text; None for what is none."""
+    if not re.fullmatch(r"[0-9a-f]{1,128}", text):
+        return None
+    bits = int(text, 16)
+    return frozenset(number for number in range(bits.bit_length()) if bits >> number & 1)

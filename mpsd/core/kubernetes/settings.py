@@ -1,0 +1,231 @@
+"""The settings of `mpsd-kubernetes`: one table, read from a flat TOML file and from the environment."""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Final, TypeVar, cast
+
+from mpsd.core.errors import ConfigurationError, MpsdError
+from mpsd.core.settings import LogFormat
+from mpsd.core.units import MIB, parse_duration, parse_size
+
+T = TypeVar("T")
+
+PREFIX: Final = "MPSD_KUBERNETES_"
+"""What the variable of each setting begins with."""
+
+MOST_DEVICES: Final = 512
+"""Devices of one resource on one GPU: as many as the label of a lease has room for, at four to a digit."""
+
+_RESOURCE: Final = re.compile(
+    r"(?:[a-z0-9](?:[a-z0-9-]*[a-z0-9])?\.)*[a-z0-9-]+/[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+)
+"""An extended resource: a domain and a name. Source: Kubernetes, "Manage Resources for Containers"."""
+
+
+class Offer(StrEnum):
+    """Which resources a node offers."""
+
+    SLICES = "slices"
+    """One: threads and memory in one number."""
+    MEMORY = "memory"
+    """One: memory; threads come with it, in proportion."""
+    THREADS_AND_MEMORY = "threads-and-memory"
+    """Two, which a container asks for together."""
+
+
+class GpuDevices(StrEnum):
+    """How a container gets the device files and the driver of its GPU."""
+
+    ENVIRONMENT = "environment"
+    CDI_FIELD = "cdi-field"
+    CDI_ANNOTATION = "cdi-annotation"
+    NONE = "none"
+
+
+class SharedMemory(StrEnum):
+    """Whether a container gets the machine's /dev/shm."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise _wrong(value, "a text")
+    return value
+
+
+def _path(value: object) -> str:
+    text = _text(value)
+    if not text.startswith("/"):
+        raise _wrong(value, "an absolute path")
+    return text
+
+
+def _resource(value: object) -> str:
+    text = _text(value)
+    if not _RESOURCE.fullmatch(text) or text.startswith("kubernetes.io/"):
+        raise _wrong(value, "the name of an extended resource, such as example.com/share")
+    return text
+
+
+def _number(least: int, most: int) -> Callable[[object], int]:
+    def parse(value: object) -> int:
+        number = int(value) if isinstance(value, str) and value.isascii() and value.isdecimal() else value
+        if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
+            raise _wrong(value, f"a whole number from {least} to {most}")
+        return number
+
+    return parse
+
+
+def _unit(value: object) -> int:
+    size = parse_size(value) if isinstance(value, str | int) else 0
+    if not size or size % MIB:
+        raise _wrong(value, "a size in whole MiB, such as 1GiB")
+    return size // MIB
+
+
+def _seconds(value: object) -> float:
+    return parse_duration(value) if isinstance(value, str | int | float) else parse_duration("")
+
+
+def _optional_uid(value: object) -> int | None:
+    return _number(0, 2**32 - 2)(value)
+
+
+def _processes(value: object) -> int | None:
+    return None if value == "any" else _number(1, 1000)(value)
+
+
+def _choice(kind: type[T]) -> Callable[[object], T]:
+    def parse(value: object) -> T:
+        choices = [str(each) for each in cast("type[StrEnum]", kind)]
+        if value not in choices:
+            raise _wrong(value, f"one of {', '.join(choices)}")
+        return cast("Callable[[object], T]", kind)(value)
+
+    return parse
+
+
+def _wrong(value: object, wanted: str) -> ConfigurationError:
+    return ConfigurationError(f"{value!r} is not {wanted}", hint="correct it")
+
+
+_ONE_PROCESS: Final[int | None] = 1
+
+
+def row(default: T, parse: Callable[[object], T], text: str, shown: str = "") -> T:
+    """Give a setting its default, what reads it, and what it does; `shown` is the default as the document has it."""
+    return field(default=default, metadata={"parse": parse, "text": text, "shown": shown})
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All settings."""
+
+    socket: str = row("/run/mpsd/mpsd.sock", _path, "mpsd's socket.")
+    kubelet_dir: str = row("/var/lib/kubelet", _path, "kubelet's root directory (`--root-dir`).")
+    node: str = row("", _text, "The node's name, for the log.")
+    resources: Offer = row(
+        Offer.SLICES,
+        _choice(Offer),
+        "What the node offers: `slices` (threads and memory in one number), `memory` (with threads in proportion), or"
+        " `threads-and-memory` (two resources; on a node with one GPU only).",
+    )
+    slice_resource: str = row("nvidia.com/mps-slice", _resource, "Name of the slices.")
+    slices: int = row(100, _number(1, MOST_DEVICES), "Number of slices per GPU.")
+    core_resource: str = row("nvidia.com/mps-core", _resource, "Name of the threads.")
+    core_unit: int = row(1, _number(1, 100), "Percent of the threads that one of them is.")
+    memory_resource: str = row("nvidia.com/mps-memory", _resource, "Name of the memory.")
+    memory_unit: int = row(1024, _unit, "Memory that one of them is, in whole MiB.", "1GiB")
+    uid: int | None = row(
+        None,
+        _optional_uid,
+        "The uid that all containers with a GPU run as: their leases are opened to it before they start. Absent: the"
+        " uid of each container's program, once it runs.",
+        "absent",
+    )
+    processes: int | None = row(
+        _ONE_PROCESS, _processes, "How many client processes a container may have, or `any`: as mpsd's `processes`."
+    )
+    claim_deadline: float = row(
+        300.0, _seconds, "Seconds after which a claim ends that this program does not renew, when it is gone."
+    )
+    wait: float = row(
+        10.0, _seconds, "Seconds for which a container waits for what an earlier pod is still giving back."
+    )
+    orphan_grace: float = row(
+        20.0,
+        _seconds,
+        "Seconds until a claim is released that kubelet does not list for a container.",
+    )
+    unreachable_grace: float = row(
+        15.0,
+        _seconds,
+        "Seconds without an answer of mpsd after which its devices are unhealthy.",
+    )
+    gpu_devices: GpuDevices = row(
+        GpuDevices.ENVIRONMENT,
+        _choice(GpuDevices),
+        "How a container gets its GPU's device files: `environment` (NVIDIA_VISIBLE_DEVICES, for NVIDIA's runtime),"
+        " `cdi-field` (kubelet 1.28 and newer), `cdi-annotation` (older), or `none`.",
+    )
+    cdi_device: str = row(
+        "nvidia.com/gpu={uuid}",
+        _text,
+        "Name of a GPU's CDI device, as NVIDIA's toolkit has it; `{uuid}` is its UUID.",
+    )
+    shared_memory: SharedMemory = row(
+        SharedMemory.AUTO,
+        _choice(SharedMemory),
+        "Whether a container gets the machine's /dev/shm: `auto` (for drivers before 580), `always` or `never`.",
+    )
+    cgroup_root: str = row("/", _path, "kubelet's `cgroupRoot`, where it has one.")
+    log_format: LogFormat = row(
+        LogFormat.AUTO, _choice(LogFormat), "`json`, `text`, or `auto`: text on a terminal, and JSON elsewhere."
+    )
+
+
+def parse(document: str, environment: Mapping[str, str], options: Mapping[str, str | None]) -> Settings:
+    """Return the settings of a TOML document, below those of the environment, below those of the command line.
+
+    Raises ConfigurationError.
+    """
+    try:
+        given: dict[str, object] = dict(tomllib.loads(document))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"it is not TOML: {error}", hint="correct it") from None
+    known = {each.name: each for each in fields(Settings)}
+    for name, value in environment.items():
+        if name.startswith(PREFIX) and name != f"{PREFIX}CONFIG":
+            given[name.removeprefix(PREFIX).lower()] = value
+    given |= {name: value for name, value in options.items() if value is not None}
+    found: dict[str, object] = {}
+    for name, wanted in given.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else "the settings are in docs/kubernetes.md"
+            raise ConfigurationError(f"there is no setting {name!r}", hint=hint, limit=name)
+        try:
+            found[name] = known[name].metadata["parse"](wanted)
+        except MpsdError as error:
+            raise ConfigurationError(f"{name}: {error.detail}", hint=error.hint, limit=name) from None
+    settings = cast("Callable[..., Settings]", Settings)(**found)
+    _check(settings)
+    return settings
+
+
+def _check(settings: Settings) -> None:
+    names = [settings.slice_resource, settings.core_resource, settings.memory_resource]
+    if len({*names}) < len(names):
+        raise ConfigurationError("two resources have the same name", hint="give each a name of its own")
+    if 100 % settings.core_unit:
+        raise ConfigurationError(
+            f"core_unit: {settings.core_unit} % do not add up to 100 %", hint="take a divisor of 100", limit="core_unit"
+        )

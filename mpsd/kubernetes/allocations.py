@@ -1,0 +1,354 @@
+"""From kubelet's calls to leases of mpsd, and from there to the pods that hold them.
+
+`Allocate` knows a set of devices and no pod: it claims a lease. `PreStartContainer` comes after kubelet has recorded
+whose the devices are, and before the container is created: it proves that the container has a lease with both limits,
+or the container does not start. The claim is taken by the pod's control group, for the user of the container's program.
+"""
+
+import secrets
+import threading
+from collections.abc import Mapping
+from typing import Final
+
+from mpsd.core.containers.cdi import PIPE_DIRECTORY
+from mpsd.core.errors import ConfigurationError, DaemonNotReadyError, MpsdError, NotPermittedError, UnreachableError
+from mpsd.core.kubernetes import checkpoint, claims, devices
+from mpsd.core.kubernetes.checkpoint import Container
+from mpsd.core.kubernetes.claims import Claimed, Open, Release, Renew
+from mpsd.core.kubernetes.devices import KINDS, Gpu, Kind, Numbers, Part
+from mpsd.core.kubernetes.settings import Offer, Settings
+from mpsd.core.model import Limits
+from mpsd.core.mps import limits
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.kubernetes import answers, pod_groups
+from mpsd.kubernetes.board import Board
+from mpsd.kubernetes.kubelet import Kubelet
+from mpsd.kubernetes.log import EventName, Log
+from mpsd.kubernetes.mpsd_client import Mpsd
+from mpsd.kubernetes.protocol import deviceplugin_pb2 as deviceplugin
+from mpsd.system import clock
+
+_PAUSE: Final = 0.2
+"""Seconds between two looks whether an earlier pod has ended."""
+
+_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
+
+_ANY_THREADS: Final = ActiveThreadPercentage(1000)
+
+
+class Allocations:
+    """The leases of this node's containers. Any thread may call; what is decided about a lease is decided by one."""
+
+    def __init__(
+        self, settings: Settings, *, mpsd: Mpsd, kubelet: Kubelet, board: Board, log: Log, ended: threading.Event
+    ) -> None:
+        """`ended` is set when this program ends."""
+        self._settings = settings
+        self._mpsd = mpsd
+        self._kubelet = kubelet
+        self._board = board
+        self._log = log
+        self._ended = ended
+        self._lock = threading.Lock()
+        self._pending: dict[str, Open] = {}
+        """Those of containers without a client yet, by lease."""
+        self._refused: dict[str, MpsdError] = {}
+        """Why a claim was not taken, by lease."""
+        self._tried = set[str]()
+        """Leases of which one was refused since the last time that all were looked at."""
+        self._unreadable = ""
+        self.woken: Final = threading.Event()
+        """Set when a container is about to start, so that its claim is looked after at once."""
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether there is a container whose program is not known to have its lease."""
+        return bool(self._pending)
+
+    # -- kubelet's calls -----------------------------------------------------------------------------------------------
+
+    def allocate(self, kind: Kind, ids: list[str]) -> deviceplugin.ContainerAllocateResponse:
+        """Claim a lease for a container, or reserve nothing yet where its other resource is to come."""
+        uuid, numbers = devices.on_one_gpu(ids, kind, self._settings)
+        gpu = self._gpu(uuid)
+        if self._settings.resources is Offer.THREADS_AND_MEMORY:
+            return answers.answer(self._half(kind, gpu, len(numbers)), gpu, self._settings)
+        part = devices.part_of({kind: len(numbers)}, gpu, self._settings)
+        self._free(uuid, {kind: numbers})
+        lease = self._claim(gpu, {kind: numbers}, part)
+        variables = {**lease, answers.ALLOCATION: secrets.token_hex(8)}
+        return answers.answer(variables, gpu, self._settings)
+
+    def start(self, kind: Kind, ids: list[str]) -> None:
+        """Prove that a container has what it asked for, before it is created."""
+        settings = self._settings
+        uuid, numbers = devices.on_one_gpu(ids, kind, settings)
+        gpu = self._gpu(uuid)
+        container = checkpoint.with_devices(self._containers(), kind, uuid, numbers)
+        counts = {each: len(container.numbers[each]) for each in container.numbers}
+        part = devices.part_of(counts, gpu, settings)
+        group = pod_groups.path_of(container.pod, settings)
+        if group is None:
+            raise NotPermittedError(
+                f"pod {container.pod} has no control group, which would hold its lease, below {settings.cgroup_root}",
+                hint="kubelet has to make one for each pod (cgroupsPerQOS: true); see also cgroup_root",
+                limit="cgroup",
+            )
+        with self._lock:
+            found = self._lease_of(container)
+            refusal = None if found is None else self._refused.pop(found.lease, None)
+        if refusal is not None and not refusal.retryable:  # once: the next attempt may be luckier
+            raise refusal
+        if found is None:
+            self._free(uuid, container.numbers)
+            variables = self._claim(gpu, container.numbers, part)
+            self._check_same(container, variables)
+        self._hold(container, group)
+        self._log.info(
+            EventName.CONTAINER_STARTS,
+            pod=container.pod,
+            container=container.name,
+            name=self._name_of(container),
+            gpu=uuid,
+            threads=part.percent,
+            mebibytes=part.mebibytes,
+        )
+        self.woken.set()
+
+    def _gpu(self, uuid: str) -> Gpu:
+        gpus = self._board.gpus
+        devices.check_node(gpus.values(), self._settings)
+        if uuid in gpus:
+            return gpus[uuid]
+        raise DaemonNotReadyError(f"mpsd does not show GPU {uuid}", hint="see mpsctl gpus on the node")
+
+    def _half(self, kind: Kind, gpu: Gpu, number: int) -> dict[str, str]:
+        """Return the variables of one of two resources: each has its own limit, and no variable is of both."""
+        if kind is Kind.CORE:
+            threads = ActiveThreadPercentage(number * self._settings.core_unit * 10)
+            limit = limits.ACTIVE_THREAD_PERCENTAGE
+            return {limit.variable: limit.for_client(Limits(threads, None))}
+        memory = PinnedDeviceMemLimit(number * self._settings.memory_unit)
+        limit = limits.PINNED_DEVICE_MEM_LIMIT
+        return {
+            limit.variable: limit.for_client(Limits(_ANY_THREADS, memory)),
+            PIPE_DIRECTORY: gpu.pipe_directory,
+            _DEVICES: gpu.uuid,
+            answers.ALLOCATION: secrets.token_hex(8),
+        }
+
+    def _containers(self) -> list[Container]:
+        try:
+            found = self._kubelet.containers()
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(
+                f"kubelet's checkpoint cannot be read, so the pod of the devices is unknown: {error}",
+                hint="see kubelet_dir, and what the kubelet of this node writes there",
+            ) from None
+        return found or []
+
+    def _lease_of(self, container: Container) -> Claimed | None:
+        """Return the lease that a container has; not one that another pod has, whose end is near."""
+        mine = [each for each in self._mpsd.claimed() if each.is_for(container)]
+        return next((each for each in mine if each.pod in {None, container.pod}), None)
+
+    def _free(self, gpu: str, numbers: Mapping[Kind, Numbers]) -> None:
+        """End the leases of earlier containers that had these devices: kubelet gives none to two.
+
+        A claim was not taken, and a pod without a process has ended; one with processes is waited for, for a while.
+        """
+        end = clock.monotonic() + self._settings.wait
+        while True:
+            with self._lock:
+                old = [
+                    each
+                    for each in self._mpsd.claimed()
+                    if any(each.overlaps(gpu, kind, own) for kind, own in numbers.items())
+                ]
+                alive = [each for each in old if each.pod is not None and pod_groups.is_populated(each.group)]
+                for each in old:
+                    if each not in alive:
+                        because = "kubelet gives its devices to another container"
+                        self._release(Release(each.lease, is_claim=each.pod is None, because=because))
+            if not alive:
+                return
+            if clock.monotonic() > end or self._ended.wait(_PAUSE):
+                raise DaemonNotReadyError(
+                    f"pod {alive[0].pod} has had these devices, and processes of it still run",
+                    hint="wait until that pod has ended",
+                    limit="devices",
+                )
+
+    def _claim(self, gpu: Gpu, numbers: Mapping[Kind, Numbers], part: Part) -> Mapping[str, str]:
+        """Claim a lease, and return its environment."""
+        settings = self._settings
+        claim: dict[str, object] = {"deadline": settings.claim_deadline}
+        if settings.uid is not None:
+            claim["uid"] = settings.uid
+        request = {
+            "threads": part.percent,
+            "memory": f"{part.mebibytes}MiB",
+            "gpu": gpu.uuid,
+            "processes": "any" if settings.processes is None else settings.processes,
+            "wait": settings.wait,
+            "labels": claims.labels(numbers),
+            "holder": {"claim": claim},
+            "request_id": f"kubernetes-{secrets.token_hex(16)}",
+        }
+        lease = self._mpsd.claim(request, settings.wait)
+        self._log.info(
+            EventName.CONTAINER_CLAIMED,
+            lease=lease["id"],
+            gpu=gpu.uuid,
+            threads=part.percent,
+            mebibytes=part.mebibytes,
+            devices={kind: len(each) for kind, each in numbers.items()},
+        )
+        return lease["env"]
+
+    def _check_same(self, container: Container, variables: Mapping[str, str]) -> None:
+        """Refuse a container whose variables, which kubelet has since it was allocated, are not those of its lease."""
+        given: dict[str, str] = {}
+        for encoded in container.answers.values():
+            given |= answers.variables_of(encoded)
+        for name, value in variables.items():
+            if name.startswith("CUDA_") and given.get(name) != value:
+                raise NotPermittedError(
+                    f"{container} was given {name}={given.get(name)!r}, and its lease has {value!r}",
+                    hint="delete the pod and create it again: its node, or this plugin's settings, have changed",
+                    limit=name,
+                )
+
+    # -- what is done beside them --------------------------------------------------------------------------------------
+
+    def reconcile(self) -> None:
+        """Do what is next about each lease, by kubelet's record and the kernel's. Raises UnreachableError."""
+        with self._lock:
+            containers = self._recorded()
+            leases = self._mpsd.claimed()
+            known = {each.lease for each in leases}
+            self._refused = {lease: error for lease, error in self._refused.items() if lease in known}
+            self._tried.clear()
+            if containers is None:
+                return
+            actions = claims.next_actions(leases, containers, pod_groups.is_populated, self._settings)
+            self._pending = {each.lease: each for each in actions if isinstance(each, Open)}
+            for each in actions:
+                match each:
+                    case Release():
+                        self._release(each)
+                    case Renew():
+                        self._renew(each)
+                    case Open():
+                        pass  # see `complete`
+
+    def complete(self) -> None:
+        """Have the leases held for the users of those programs that run by now."""
+        for each in list(self._pending.values()):
+            self._complete(each)
+
+    def _complete(self, pending: Open) -> None:
+        container = pending.container
+        primary = KINDS[self._settings.resources][-1]
+        marker = answers.variables_of(container.answers.get(primary, "")).get(answers.ALLOCATION)
+        if marker is None:
+            return
+        found = pod_groups.programs_with(container.pod, answers.ALLOCATION, marker, self._settings)
+        group = pod_groups.path_of(container.pod, self._settings)
+        if not found or group is None:
+            return
+        uid = self._settings.uid
+        if uid is None:
+            uid = claims.user_of({each.uid for each in found})
+        if uid != pending.uid and pending.lease not in self._tried:
+            gid = next((each.gid for each in found if each.uid == uid), uid)
+            with self._lock:
+                if self._pending.get(pending.lease) == pending:
+                    self._take(pending, group, uid, gid)
+
+    def _hold(self, container: Container, group: str) -> None:
+        """Have a lease held by its pod before the container starts, for the user that its program will most likely be.
+
+        So what it may use is open when it starts. Raises what mpsd refuses it with where the user is known for certain.
+        """
+        uid = self._settings.uid
+        likely = claims.ROOT if uid is None else uid
+        with self._lock:
+            found = self._lease_of(container)
+            if found is None or found.pod is not None:
+                return
+            try:
+                self._mpsd.take(found.lease, group, likely, likely)
+            except MpsdError as error:
+                if uid is not None or isinstance(error, UnreachableError):
+                    raise
+                return  # another user may be luckier, as the container's program will show
+            self._holds(found.lease, container, likely)
+
+    def _take(self, pending: Open, group: str, uid: int, gid: int) -> None:
+        lease, container = pending.lease, pending.container
+        try:
+            if pending.uid is not None:
+                self._mpsd.renew(lease, self._settings.claim_deadline, uid)
+            self._mpsd.take(lease, group, uid, gid)
+        except MpsdError as error:
+            before = self._refused.get(lease)
+            self._refused[lease] = error
+            self._tried.add(lease)
+            if before is None or before.detail != error.detail:
+                self._log.error(
+                    EventName.CONTAINER_NOT_HELD,
+                    lease=lease,
+                    pod=container.pod,
+                    container=container.name,
+                    name=self._name_of(container),
+                    uid=uid,
+                    code=error.code,
+                    because=error.detail,
+                    hint=error.hint,
+                )
+            return
+        self._pending[lease] = pending._replace(uid=uid)
+        self._holds(lease, container, uid)
+
+    def _holds(self, lease: str, container: Container, uid: int) -> None:
+        self._refused.pop(lease, None)
+        self._log.info(
+            EventName.CONTAINER_HOLDS,
+            lease=lease,
+            pod=container.pod,
+            container=container.name,
+            name=self._name_of(container),
+            uid=uid,
+        )
+
+    def _release(self, action: Release) -> None:
+        try:
+            self._mpsd.release(action.lease, is_claim=action.is_claim)
+        except MpsdError as error:
+            self._log.warning(EventName.LEASE_NOT_CHANGED, lease=action.lease, code=error.code, because=error.detail)
+            return
+        self._log.info(EventName.LEASE_RELEASED, lease=action.lease, because=action.because)
+
+    def _renew(self, action: Renew) -> None:
+        try:
+            self._mpsd.renew(action.lease, self._settings.claim_deadline)
+        except MpsdError as error:
+            self._log.warning(EventName.LEASE_NOT_CHANGED, lease=action.lease, code=error.code, because=error.detail)
+            return
+        self._log.info(EventName.CLAIM_RENEWED, lease=action.lease, seconds=self._settings.claim_deadline)
+
+    def _recorded(self) -> list[Container] | None:
+        """Return kubelet's record, for what is done beside its calls; None where it says nothing."""
+        try:
+            found = self._kubelet.containers()
+        except (OSError, ValueError) as error:
+            if self._unreadable != str(error):
+                self._unreadable = str(error)
+                self._log.error(EventName.CHECKPOINT_UNREADABLE, because=str(error))
+            return None
+        self._unreadable = ""
+        return found
+
+    def _name_of(self, container: Container) -> str | None:
+        return self._kubelet.name_of(container)

@@ -1,0 +1,54 @@
+"""What kubelet is answered for a container: its variables, its mounts, and the devices of its GPU."""
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from mpsd.core.containers.cdi import PIPE_DIRECTORY, WITHOUT_SHARED_FILES
+from mpsd.core.kubernetes.devices import Gpu
+from mpsd.core.kubernetes.settings import GpuDevices, Settings, SharedMemory
+from mpsd.kubernetes.protocol import deviceplugin_pb2 as deviceplugin
+
+ALLOCATION: Final = "MPSD_ALLOCATION"
+"""The variable by which the processes of a container are told from those of the other containers of their pod."""
+
+_SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - where POSIX shared memory is, shm_overview(7)
+
+
+def answer(variables: Mapping[str, str], gpu: Gpu, settings: Settings) -> deviceplugin.ContainerAllocateResponse:
+    """Return what a container gets with these variables. Nothing of it is more than its own GPU's pipe directory."""
+    response = deviceplugin.ContainerAllocateResponse(envs=dict(variables))
+    directory = variables.get(PIPE_DIRECTORY)
+    if directory is not None:
+        response.mounts.add(container_path=directory, host_path=directory, read_only=True)
+        if _shares_memory(gpu, settings):
+            response.mounts.add(container_path=_SHARED_MEMORY, host_path=_SHARED_MEMORY, read_only=False)
+        device = settings.cdi_device.format(uuid=gpu.uuid)
+        match settings.gpu_devices:
+            case GpuDevices.ENVIRONMENT:
+                response.envs["NVIDIA_VISIBLE_DEVICES"] = gpu.uuid
+            case GpuDevices.CDI_FIELD:
+                response.cdi_devices.add(name=device)
+            case GpuDevices.CDI_ANNOTATION:
+                response.annotations["cdi.k8s.io/mpsd"] = device
+            case GpuDevices.NONE:
+                pass
+    return response
+
+
+def variables_of(encoded: str) -> dict[str, str]:
+    """Return the variables of an answer as kubelet's checkpoint has it; none of what is no answer."""
+    try:
+        raw = base64.b64decode(encoded, validate=True)
+        return dict(deviceplugin.ContainerAllocateResponse.FromString(raw).envs)
+    except (binascii.Error, DecodeError):
+        return {}
+
+
+def _shares_memory(gpu: Gpu, settings: Settings) -> bool:
+    if settings.shared_memory is SharedMemory.AUTO:
+        return gpu.driver is None or gpu.driver < WITHOUT_SHARED_FILES
+    return settings.shared_memory is SharedMemory.ALWAYS

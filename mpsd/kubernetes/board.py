@@ -1,0 +1,60 @@
+"""The devices as they stand, for the threads that show them to kubelet: one writes, and all others wait for news."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+
+from mpsd.core.kubernetes import devices
+from mpsd.core.kubernetes.devices import Gpu, Kind
+from mpsd.core.kubernetes.settings import Settings
+from mpsd.kubernetes.protocol import deviceplugin_pb2 as deviceplugin
+
+_HEALTHY, _UNHEALTHY = "Healthy", "Unhealthy"
+
+
+class Board:
+    """The GPUs that are offered, and whether anything new may start on them."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._changed = threading.Condition()
+        self._gpus: Mapping[str, Gpu] = {}
+        self._version = 0
+
+    @property
+    def gpus(self) -> Mapping[str, Gpu]:
+        """The GPUs by UUID; what is returned does not change."""
+        return self._gpus
+
+    def put(self, gpus: Mapping[str, Gpu]) -> bool:
+        """Show these from now on, and return whether that is anything new."""
+        with self._changed:
+            if gpus == self._gpus:
+                return False
+            self._gpus = dict(gpus)
+            self._version += 1
+            self._changed.notify_all()
+            return True
+
+    def wake(self) -> None:
+        """Have everybody who waits look whether it is still to wait."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def follow(self, kind: Kind, is_over: Callable[[], bool]) -> Iterator[deviceplugin.ListAndWatchResponse]:
+        """Yield the devices of a kind, at first and after each change, until it is over."""
+        shown = -1
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: is_over() or self._version != shown)  # noqa: B023 - it is called here
+                if is_over():
+                    return
+                shown, gpus = self._version, self._gpus
+            yield deviceplugin.ListAndWatchResponse(
+                devices=[
+                    deviceplugin.Device(
+                        id=devices.device_id(gpu.uuid, number), health=_UNHEALTHY if gpu.because else _HEALTHY
+                    )
+                    for gpu in gpus.values()
+                    for number in range(devices.count(kind, gpu, self._settings))
+                ]
+            )

@@ -1,0 +1,139 @@
+"""One resource, as kubelet asks for it: a socket of its own beside kubelet's, since no call names the resource."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final, NoReturn, TypeVar
+
+import grpc
+
+from mpsd.core.errors import CapacityError, MpsdError, UnreachableError
+from mpsd.core.kubernetes import devices
+from mpsd.core.kubernetes.devices import Kind
+from mpsd.core.kubernetes.settings import Settings
+from mpsd.kubernetes import kubelet, wire
+from mpsd.kubernetes.allocations import Allocations
+from mpsd.kubernetes.board import Board
+from mpsd.kubernetes.kubelet import Inode, Kubelet
+from mpsd.kubernetes.log import EventName, Log
+from mpsd.kubernetes.protocol import deviceplugin_pb2 as deviceplugin
+
+T = TypeVar("T")
+
+_THREADS: Final = 8
+"""kubelet follows the devices in one call, and makes one or two others at a time."""
+
+_OPTIONS: Final = deviceplugin.DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True)
+
+
+class Endpoint:
+    """The device plugin of one resource."""
+
+    def __init__(
+        self, kind: Kind, settings: Settings, *, kubelet: Kubelet, board: Board, allocations: Allocations, log: Log
+    ) -> None:
+        self._kind = kind
+        self._settings = settings
+        self._kubelet = kubelet
+        self._board = board
+        self._allocations = allocations
+        self._log = log
+        self._resource = devices.resource_name(kind, settings)
+        self._path: Path = kubelet.plugins / f"mpsd-{kind}.sock"
+        self._server: grpc.Server | None = None
+        self._own: Inode | None = None
+        self._registered: Inode | None = None
+        """The kubelet that knows of it."""
+        self._because = ""
+
+    def see_kubelet(self) -> None:
+        """Register with the kubelet that listens now, unless that was done: each one begins with an empty directory."""
+        now = self._kubelet.identity()
+        if now is None:
+            return
+        is_there = self._own is not None and kubelet.inode(self._path) == self._own
+        if is_there and now == self._registered:
+            return
+        try:
+            if not is_there:
+                self.close()
+                self._server = wire.serve(self._path, self._handlers(), _THREADS)
+                self._own = kubelet.inode(self._path)
+            self._kubelet.register(self._path.name, self._resource, _OPTIONS)
+        except (OSError, grpc.RpcError) as error:
+            because = wire.because(error) if isinstance(error, grpc.RpcError) else str(error)
+            if because != self._because:
+                self._because = because
+                self._log.warning(EventName.RESOURCE_NOT_REGISTERED, resource=self._resource, because=because)
+            return
+        self._registered, self._because = now, ""
+        self._log.info(EventName.RESOURCE_REGISTERED, resource=self._resource, socket=str(self._path))
+
+    def close(self) -> None:
+        """End the calls that are open, and answer none any more."""
+        if self._server is not None:
+            self._server.stop(None)
+            self._board.wake()
+            self._server = self._own = self._registered = None
+
+    def _handlers(self) -> wire.Handlers:
+        return {
+            wire.OPTIONS: lambda _, __: _OPTIONS,
+            wire.WATCH: self._watch,
+            wire.PREFER: self._prefer,
+            wire.ALLOCATE: self._allocate,
+            wire.PRE_START: self._start,
+        }
+
+    def _watch(
+        self, _: deviceplugin.Empty, context: grpc.ServicerContext
+    ) -> Iterator[deviceplugin.ListAndWatchResponse]:
+        context.add_callback(self._board.wake)
+        yield from self._board.follow(self._kind, lambda: not context.is_active())
+
+    def _prefer(
+        self, request: deviceplugin.PreferredAllocationRequest, _: grpc.ServicerContext
+    ) -> deviceplugin.PreferredAllocationResponse:
+        answer = deviceplugin.PreferredAllocationResponse()
+        for each in request.container_requests:
+            chosen = devices.preferred(each.available_device_ids, each.must_include_device_ids, each.allocation_size)
+            answer.container_responses.add(device_ids=chosen)
+        return answer
+
+    def _allocate(
+        self, request: deviceplugin.AllocateRequest, context: grpc.ServicerContext
+    ) -> deviceplugin.AllocateResponse:
+        answer = deviceplugin.AllocateResponse()
+        for each in request.container_requests:
+            ids = list(each.device_ids)
+            answer.container_responses.append(self._or_refuse(context, ids, self._allocations.allocate))
+        return answer
+
+    def _start(
+        self, request: deviceplugin.PreStartContainerRequest, context: grpc.ServicerContext
+    ) -> deviceplugin.PreStartContainerResponse:
+        self._or_refuse(context, list(request.device_ids), self._allocations.start)
+        return deviceplugin.PreStartContainerResponse()
+
+    def _or_refuse(self, context: grpc.ServicerContext, ids: list[str], serve: Callable[[Kind, list[str]], T]) -> T:
+        """Return what is served, or refuse it in the words of the refusal: kubelet shows them in the pod's event."""
+        try:
+            return serve(self._kind, ids)
+        except MpsdError as error:
+            self._log.warning(
+                EventName.CONTAINER_REFUSED,
+                resource=self._resource,
+                devices=len(ids),
+                code=error.code,
+                because=error.detail,
+                hint=error.hint,
+            )
+            self._refuse(context, error)
+
+    def _refuse(self, context: grpc.ServicerContext, error: MpsdError) -> NoReturn:
+        code = grpc.StatusCode.FAILED_PRECONDITION
+        if isinstance(error, CapacityError):
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED
+        elif isinstance(error, UnreachableError):
+            code = grpc.StatusCode.UNAVAILABLE
+        context.abort(code, f"{error.detail} [{error.code}]; {error.hint}")
+        raise AssertionError  # it does not return

@@ -1,0 +1,71 @@
+"""The log of `mpsd-kubernetes`: one line for each decision, to stderr, in the form of mpsd's own log.
+
+mpsd's own logger belongs to an event loop, which this program has none of; structlog's is made for threads.
+"""
+
+import sys
+from collections.abc import MutableMapping
+from enum import StrEnum
+from typing import TextIO
+
+import structlog
+
+from mpsd.core.sanitize import SECRETS, plain
+from mpsd.core.settings import LogFormat
+from mpsd.system import clock
+
+
+class EventName(StrEnum):
+    """What is logged; a line's event is one of these."""
+
+    PLUGIN_STARTED = "plugin_started"
+    PLUGIN_ENDED = "plugin_ended"
+    RESOURCE_REGISTERED = "resource_registered"
+    RESOURCE_NOT_REGISTERED = "resource_not_registered"
+    DEVICES_CHANGED = "devices_changed"
+    NODE_NOT_OFFERED = "node_not_offered"
+    MPSD_UNREACHABLE = "mpsd_unreachable"
+    MPSD_ANSWERS = "mpsd_answers"
+    CHECKPOINT_UNREADABLE = "checkpoint_unreadable"
+    CONTAINER_CLAIMED = "container_claimed"
+    CONTAINER_REFUSED = "container_refused"
+    CONTAINER_STARTS = "container_starts"
+    CONTAINER_HOLDS = "container_holds"
+    CONTAINER_NOT_HELD = "container_not_held"
+    CLAIM_RENEWED = "claim_renewed"
+    LEASE_RELEASED = "lease_released"
+    LEASE_NOT_CHANGED = "lease_not_changed"
+
+
+class Log:
+    """Logs what happens, each time with the facts; any thread may."""
+
+    def __init__(self, form: LogFormat, stream: TextIO = sys.stderr) -> None:
+        text = form is LogFormat.TEXT or (form is LogFormat.AUTO and stream.isatty())
+        render = structlog.dev.ConsoleRenderer(colors=stream.isatty()) if text else structlog.processors.JSONRenderer()
+        self._log = structlog.wrap_logger(
+            structlog.PrintLogger(stream),
+            processors=[_stamped, structlog.processors.add_log_level, _harmless, render],
+            cache_logger_on_first_use=False,
+        )
+
+    def info(self, event: EventName, **facts: object) -> None:
+        """Log what is as it should be."""
+        self._log.info(event.value, **facts)
+
+    def warning(self, event: EventName, **facts: object) -> None:
+        """Log what is not, and what this program deals with."""
+        self._log.warning(event.value, **facts)
+
+    def error(self, event: EventName, **facts: object) -> None:
+        """Log what somebody has to look into."""
+        self._log.error(event.value, **facts)
+
+
+def _stamped(_: object, __: str, line: MutableMapping[str, object]) -> MutableMapping[str, object]:
+    return {"at": clock.now().isoformat(), **line}
+
+
+def _harmless(_: object, __: str, line: MutableMapping[str, object]) -> MutableMapping[str, object]:
+    """Escape what others chose, and leave out what is for a container alone."""
+    return {name: plain(value) for name, value in line.items() if name not in SECRETS}

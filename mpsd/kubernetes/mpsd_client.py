@@ -1,0 +1,155 @@
+"""mpsd, as `mpsd-kubernetes` asks it: over its socket, as any other client, and again where it is being restarted.
+
+It is the one module that imports mpsctl's client, which is small, synchronous and mpsd's own; the rest of mpsctl is for
+people.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from mpsd.cli.api import Api
+from mpsd.core import gpus
+from mpsd.core.errors import InvalidRequestError, NotFoundError, StoppingError, UnreachableError
+from mpsd.core.kubernetes import claims
+from mpsd.core.kubernetes.claims import Claimed, Holder
+from mpsd.core.kubernetes.health import Seen
+from mpsd.core.units import MIB
+from mpsd.system import clock
+
+if TYPE_CHECKING:
+    from mpsd.cli import answer_types
+
+T = TypeVar("T")
+
+PATIENCE: Final = 10.0
+"""Seconds for which an mpsd that does not answer is asked again: the next one may be starting."""
+
+_PAUSE: Final = 0.2
+
+_SILENCE: Final = 10.0
+"""Seconds without an event after which mpsd is asked whether it is still there."""
+
+_TELLING: Final = ("daemon_", "gpu_", "settings_", "operation_")
+"""Which events may be about the health of a GPU, by how their names begin."""
+_ANSWER: Final = 10.0
+"""Seconds for an answer, beside those for which mpsd was asked to wait."""
+
+
+class Mpsd:
+    """mpsd on this node. Any thread may call; each call has a connection of its own.
+
+    Every method raises UnreachableError when mpsd does not answer, and the errors that mpsd answers.
+    """
+
+    def __init__(self, socket: str, ended: threading.Event) -> None:
+        """`ended` is set when this program ends: then nobody waits any more."""
+        self._socket = socket
+        self._ended = ended
+
+    def seen(self) -> list[Seen]:
+        """Return the GPUs that mpsd can name, with their control daemons; once, without patience."""
+        with Api(self._socket) as api:
+            daemons = {each["gpu"]: each for each in api.daemons()["daemons"]}
+            return [
+                _seen(each, daemons[uuid])
+                for each in api.gpus()["gpus"]
+                if (uuid := each["uuid"]) is not None and uuid in daemons
+            ]
+
+    def await_change(self, after: int) -> int:
+        """Wait for an event about a GPU or a control daemon, and return its number; or for some seconds of silence.
+
+        After these, whoever calls asks mpsd something: one that is stopped keeps its connections, and says nothing.
+        """
+        try:
+            with Api(self._socket) as api:
+                for _, event in api.lines(f"/v1/events?after={after}&follow=true", silence=_SILENCE):
+                    name, number = _event(event)
+                    after = max(after, number)
+                    if name.startswith(_TELLING):
+                        return after
+        except UnreachableError:
+            return after
+        except InvalidRequestError:  # it has been too long since the last one
+            return self.latest_event()
+        return after
+
+    def latest_event(self) -> int:
+        """Return the number of the latest event."""
+        with Api(self._socket) as api:
+            return max((_event(event)[1] for _, event in api.lines("/v1/events?after=0&follow=false")), default=0)
+
+    def claimed(self) -> list[Claimed]:
+        """Return the leases that are for containers of Kubernetes."""
+        leases = self._patiently(lambda api: api.leases()["leases"])
+        return [found for each in leases if (found := _claimed(each)) is not None]
+
+    def claim(self, request: Mapping[str, object], wait: float) -> "answer_types.Lease":
+        """Claim a lease; the request's `request_id` makes one that is repeated the same."""
+        return self._patiently(lambda api: api.admit(request, deadline=wait + _ANSWER))
+
+    def take(self, lease: str, group: str, uid: int, gid: int) -> None:
+        """Have a claim taken by the control group of a pod, for as long as that exists, for a user."""
+        holder = {"cgroup": group, "while": "exists", "owner": {"uid": uid, "gid": gid}}
+        self._patiently(lambda api: api.hold(lease, holder, deadline=2 * _ANSWER))
+
+    def renew(self, lease: str, deadline: float, uid: int | None = None) -> None:
+        """Have a lease claimed for so many seconds from now on: a claim for whom it is for, or a lease for this uid."""
+        claim = {"deadline": deadline} if uid is None else {"deadline": deadline, "uid": uid}
+        self._patiently(lambda api: api.hold(lease, {"claim": claim, "replace": True}, deadline=_ANSWER))
+
+    def release(self, lease: str, *, is_claim: bool) -> None:
+        """End a lease; a claim only if nobody has taken it."""
+        end: Callable[[Api], None] = lambda api: api.release_untaken(lease) if is_claim else api.release(lease)  # noqa: E731
+        try:
+            self._patiently(end)
+        except NotFoundError:
+            return  # it has ended
+
+    def _patiently(self, ask: Callable[[Api], T]) -> T:
+        end = clock.monotonic() + PATIENCE
+        while True:
+            try:
+                with Api(self._socket) as api:
+                    return ask(api)
+            except (UnreachableError, StoppingError) as error:
+                if not error.retryable or clock.monotonic() > end or self._ended.wait(_PAUSE):
+                    raise
+
+
+def _event(event: object) -> tuple[str, int]:
+    """Return the name and the number of an event."""
+    match event:
+        case {"event": str(name), "seq": int(number)}:
+            return name, number
+        case _:
+            return "", 0
+
+
+def _seen(gpu: "answer_types.Gpu", daemon: "answer_types.Daemon") -> Seen:
+    mebibytes = max((gpu["memory_total"] or 0) - gpu["memory_reserved"], 0) // MIB
+    version = daemon["version"]
+    return Seen(
+        uuid=daemon["gpu"],
+        mebibytes=mebibytes,
+        health=gpu["health"],
+        because=gpu["because"],
+        daemon=daemon["name"],
+        state=daemon["state"],
+        state_because=daemon["because"],
+        pipe_directory=daemon["pipe_directory"],
+        driver=None if version is None else gpus.driver_branch(version),
+    )
+
+
+def _claimed(lease: "answer_types.Lease") -> Claimed | None:
+    granted = lease["granted"]
+    if granted is None or not lease["gpus"]:
+        return None
+    held = [Holder(each["kind"], each.get("cgroup") or "", each.get("deadline")) for each in lease["holders"]]
+    found = claims.claimed(
+        lease["id"], lease["gpus"][0], lease["labels"], granted=granted, holders=held, now=clock.now()
+    )
+    uid, has_clients = lease["owner"]["uid"], bool(lease["clients"])
+    return None if found is None else found._replace(uid=uid, has_clients=has_clients)

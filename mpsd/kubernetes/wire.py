@@ -1,0 +1,103 @@
+"""gRPC over unix sockets: the calls of a service as values, how they are served, and how they are made.
+
+protoc's plugin for gRPC would generate as much again as there is here, tied to one version of grpcio.
+"""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Generic, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from mpsd.kubernetes.protocol import deviceplugin_pb2 as deviceplugin
+from mpsd.kubernetes.protocol import podresources_pb2 as podresources
+
+Q = TypeVar("Q", bound=Message)
+A = TypeVar("A", bound=Message)
+
+DEADLINE: Final = 10.0
+"""Seconds for an answer of kubelet's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[Q, A]):
+    """A call of a service."""
+
+    service: str
+    name: str
+    request: type[Q]
+    answer: type[A]
+    is_stream: bool = False
+    """Whether it is answered more than once."""
+
+    @property
+    def path(self) -> str:
+        """What it is called by."""
+        return f"/{self.service}/{self.name}"
+
+
+REGISTER: Final = Call("v1beta1.Registration", "Register", deviceplugin.RegisterRequest, deviceplugin.Empty)
+
+_PLUGIN: Final = "v1beta1.DevicePlugin"
+OPTIONS: Final = Call(_PLUGIN, "GetDevicePluginOptions", deviceplugin.Empty, deviceplugin.DevicePluginOptions)
+WATCH: Final = Call(_PLUGIN, "ListAndWatch", deviceplugin.Empty, deviceplugin.ListAndWatchResponse, is_stream=True)
+PREFER: Final = Call(
+    _PLUGIN,
+    "GetPreferredAllocation",
+    deviceplugin.PreferredAllocationRequest,
+    deviceplugin.PreferredAllocationResponse,
+)
+ALLOCATE: Final = Call(_PLUGIN, "Allocate", deviceplugin.AllocateRequest, deviceplugin.AllocateResponse)
+PRE_START: Final = Call(
+    _PLUGIN, "PreStartContainer", deviceplugin.PreStartContainerRequest, deviceplugin.PreStartContainerResponse
+)
+
+LIST_PODS: Final = Call(
+    "v1.PodResourcesLister",
+    "List",
+    podresources.ListPodResourcesRequest,
+    podresources.ListPodResourcesResponse,
+)
+
+Handlers = Mapping[Call[Any, Any], Callable[[Any, grpc.ServicerContext], Any]]
+"""What serves each call: it is given the request, and returns the answer, or yields several."""
+
+
+def serve(path: Path, handlers: Handlers, threads: int) -> grpc.Server:
+    """Serve calls on a unix socket that root alone may use; one of an earlier process is replaced.
+
+    Raises OSError where there can be no socket.
+    """
+    server = grpc.server(ThreadPoolExecutor(threads), options=[("grpc.so_reuseport", 0)])
+    by_service: dict[str, dict[str, grpc.RpcMethodHandler]] = {}
+    for call, handler in handlers.items():
+        make = grpc.unary_stream_rpc_method_handler if call.is_stream else grpc.unary_unary_rpc_method_handler
+        method = make(handler, call.request.FromString, call.answer.SerializeToString)
+        by_service.setdefault(call.service, {})[call.name] = method
+    for service, methods in by_service.items():
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
+    path.unlink(missing_ok=True)
+    try:
+        server.add_insecure_port(f"unix:{path}")
+    except RuntimeError as error:
+        raise OSError(f"no socket can be made at {path}: {error}") from None
+    path.chmod(0o600)
+    server.start()
+    return server
+
+
+def ask(path: Path, call: Call[Q, A], request: Q, *, deadline: float = DEADLINE) -> A:
+    """Make a call on a unix socket, and return its answer. Raises grpc.RpcError."""
+    with grpc.insecure_channel(f"unix:{path}") as channel:
+        stub = channel.unary_unary(call.path, call.request.SerializeToString, call.answer.FromString)
+        answer: A = stub(request, timeout=deadline)
+        return answer
+
+
+def because(error: grpc.RpcError) -> str:
+    """Return what a call failed of, for a person."""
+    details = error.details() if isinstance(error, grpc.Call) else None
+    return details or str(error)

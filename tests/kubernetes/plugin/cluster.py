@@ -1,0 +1,359 @@
+"""A node of a cluster, for tests: kubelet, the plugin, and pods whose containers are processes in control groups.
+
+`Cluster` is what the tests ask; `StandIn` is one with a stand-in for kubelet. A real kubelet has pods and events too,
+so that the same tests can be given another `Cluster`.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import pytest
+
+from tests.control_groups import mounted
+from tests.harness import wait_until
+from tests.node import Node
+
+SLICE: Final = "nvidia.com/mps-slice"
+CORE: Final = "nvidia.com/mps-core"
+MEMORY: Final = "nvidia.com/mps-memory"
+
+Requests = Mapping[str, Mapping[str, int]]
+"""By container, how much it asks for of each resource."""
+
+SLEEPS: Final = ("sleep", "inf")
+
+
+class RefusedError(Exception):
+    """What an event of the pod says."""
+
+
+class Pod(Protocol):
+    """A pod on the node."""
+
+    uid: str
+
+    def start(self, container: str, command: Sequence[str] = SLEEPS, *, uid: int | None = None) -> "Container":
+        """Start a container of it; raises RefusedError with what its event says."""
+
+    def delete(self) -> None:
+        """End it, with all of its containers."""
+
+
+class Cluster(Protocol):
+    """A node with kubelet."""
+
+    def healthy(self, resource: str) -> int:
+        """Return how many devices can be allocated."""
+
+    def create(self, requests: Requests) -> Pod:
+        """Have a pod admitted; raises RefusedError with what its event says."""
+
+
+@dataclass
+class Container:
+    """A container that was started."""
+
+    name: str
+    process: "subprocess.Popen[str]"
+    variables: dict[str, str]
+    mounts: dict[str, list[Any]]
+    cdi_devices: list[str]
+    annotations: dict[str, str]
+
+    def end(self) -> None:
+        """Kill it."""
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                stream.close()
+
+
+@dataclass
+class StandInPod:
+    """A pod on a stand-in's node."""
+
+    cluster: "StandIn"
+    uid: str
+    group: Path
+    containers: dict[str, Container] = field(default_factory=dict)
+    sandbox: "subprocess.Popen[str] | None" = None
+    made: int = 0
+
+    def start(
+        self,
+        container: str,
+        command: Sequence[str] = SLEEPS,
+        *,
+        uid: int | None = None,
+        more: Mapping[str, str] | None = None,
+        before: Callable[[], None] = lambda: None,
+    ) -> Container:
+        """Start a container: kubelet first, which makes the pod's group and sandbox, and then its runtime.
+
+        `before` is called between the two.
+        """
+        self.begin()
+        created = self.cluster.order("start", pod=self.uid, container=container)
+        before()
+        self.made += 1
+        group = self.group / f"{self.made:064x}"
+        group.mkdir()
+        user = () if uid is None else ("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups")
+        variables = {"PATH": os.environ["PATH"], **(more or {}), **created["variables"]}
+        # As a runtime does: no process has the container's variables before it is the container's user.
+        given = [f"{name}={value}" for name, value in variables.items()]
+        process = subprocess.Popen(
+            ["sh", "-c", 'echo $$ >"$0" && exec "$@"', str(group / "cgroup.procs"), *user, "env", *given, *command],
+            env={"PATH": os.environ["PATH"]},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd="/",
+        )
+        wait_until(
+            lambda: str(process.pid) in (group / "cgroup.procs").read_text().split(),
+            what=f"{process.pid} to be in its control group",
+        )
+        started = Container(
+            container, process, variables, created["mounts"], created["cdi_devices"], created["annotations"]
+        )
+        self.containers[container] = started
+        return started
+
+    def begin(self) -> None:
+        """Make the pod's control group, with its sandbox, as kubelet does before it creates its first container."""
+        if self.sandbox is None:
+            self.group.mkdir(parents=True, exist_ok=True)
+            pause = self.group / f"{0:064x}"
+            pause.mkdir()
+            self.sandbox = subprocess.Popen(
+                ["sh", "-c", 'echo $$ >"$0" && exec sleep inf', str(pause / "cgroup.procs")], text=True
+            )
+            pid = str(self.sandbox.pid)
+            wait_until(lambda: pid in (pause / "cgroup.procs").read_text().split(), what="the sandbox to run")
+
+    def delete(self) -> None:
+        """End it, as kubelet does: its processes, then its control group; the API server forgets it at last."""
+        for each in self.containers.values():
+            each.end()
+        self.containers.clear()
+        if self.sandbox is not None:
+            self.sandbox.kill()
+            self.sandbox.wait()
+            self.sandbox = None
+        self.cluster.forget(self)
+        self.cluster.remove(self.group)
+        self.cluster.pods.pop(self.uid, None)
+
+
+@dataclass
+class StandIn:
+    """A node with the stand-in for kubelet, and the plugin."""
+
+    node: Node
+    root: Path
+    release: str = "1.36"
+    settings: Mapping[str, str] = field(default_factory=dict)
+    kubelet: "subprocess.Popen[bytes] | None" = None
+    plugin: "subprocess.Popen[bytes] | None" = None
+    pods: dict[str, StandInPod] = field(default_factory=dict)
+    top: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Find where pods have their control groups."""
+        found = mounted("name=systemd") or mounted("cgroup2")
+        if found is None or not os.access(found, os.W_OK):
+            pytest.skip("no control group can be made here")
+        self.top = found / f"mt-{os.getpid()}-{self.root.parent.name}"
+
+    @property
+    def resources(self) -> list[str]:
+        """What the node offers."""
+        offered = {"slices": [SLICE], "memory": [MEMORY], "threads-and-memory": [CORE, MEMORY]}
+        return offered[self.settings.get("RESOURCES", "slices")]
+
+    # -- processes -----------------------------------------------------------------------------------------------------
+
+    def start_kubelet(self) -> None:
+        """Start kubelet; it begins with an empty directory but for its checkpoint."""
+        self.root.mkdir(exist_ok=True)
+        (self.root / "orders.sock").unlink(missing_ok=True)
+        with (self.root / "kubelet.log").open("ab") as log:
+            self.kubelet = subprocess.Popen(
+                [sys.executable, "-m", "tests.kubernetes.plugin.kubelet_program", str(self.root), self.release],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=Path(__file__).parents[3],
+            )
+        wait_until((self.root / "orders.sock").exists, what="kubelet to listen", deadline=20)
+
+    def start_plugin(self, *arguments: str) -> None:
+        """Start the plugin, and do not wait for anything."""
+        self.root.mkdir(exist_ok=True)
+        with (self.root / "plugin.log").open("ab") as log:
+            self.plugin = subprocess.Popen(
+                [sys.executable, "-m", "mpsd.kubernetes", *self.options, *arguments],
+                env={**os.environ, **self.variables()},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=Path(__file__).parents[3],
+            )
+
+    @property
+    def options(self) -> list[str]:
+        """How the plugin is called."""
+        return ["--socket", str(self.node.socket), "--kubelet-dir", str(self.root)]
+
+    def variables(self) -> dict[str, str]:
+        """Return the plugin's environment."""
+        prefix = "MPSD_KUBERNETES_"
+        given = {"CGROUP_ROOT": f"/{self.top.name}", **self.settings}
+        return {f"{prefix}{name}": value for name, value in given.items()}
+
+    def start(self) -> "StandIn":
+        """Start both, and wait until the node offers devices."""
+        self.start_kubelet()
+        self.start_plugin()
+        self.await_devices()
+        return self
+
+    def await_devices(self) -> None:
+        """Wait until the node offers devices."""
+        wait_until(
+            lambda: self.is_alive() and all(map(self.healthy, self.resources)),
+            what=f"the plugin to register; its log is {self.root / 'plugin.log'}",
+            deadline=20,
+            not_yet=(OSError,),
+        )
+
+    def is_alive(self) -> bool:
+        """Fail where the plugin has ended."""
+        assert self.plugin is not None
+        assert self.plugin.poll() is None, (self.root / "plugin.log").read_text()
+        return True
+
+    def kill(self, which: str) -> None:
+        """Kill kubelet or the plugin."""
+        process = getattr(self, which)
+        process.kill()
+        process.wait()
+        setattr(self, which, None)
+
+    def close(self) -> None:
+        """End everything."""
+        for pod in list(self.pods.values()):
+            with contextlib.suppress(OSError):
+                pod.delete()
+        for process in (self.plugin, self.kubelet):
+            if process is not None:
+                process.kill()
+                process.wait()
+        self.remove(self.top)
+
+    def stop_plugin(self) -> None:
+        """Have the plugin do nothing until it is sent SIGCONT."""
+        assert self.plugin is not None
+        self.plugin.send_signal(signal.SIGSTOP)
+
+    def end_plugin(self) -> int:
+        """Have the plugin end, and return its exit status."""
+        assert self.plugin is not None
+        self.plugin.send_signal(signal.SIGTERM)
+        status = self.plugin.wait(20)
+        self.plugin = None
+        return status
+
+    # -- what kubelet says ---------------------------------------------------------------------------------------------
+
+    def order(self, verb: str, **arguments: Any) -> Any:
+        """Give the stand-in an order. Raises RefusedError, and OSError where it is killed meanwhile."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(60)
+            connection.connect(os.fspath(self.root / "orders.sock"))
+            connection.sendall(json.dumps({"verb": verb, "arguments": arguments}).encode() + b"\n")
+            with connection.makefile() as file:
+                line = file.readline()
+        if not line:
+            raise ConnectionResetError("kubelet has died")
+        answer = json.loads(line)
+        if "refused" in answer:
+            raise RefusedError(answer["refused"])
+        return answer["ok"]
+
+    def healthy(self, resource: str) -> int:
+        """Return how many devices can be allocated."""
+        return sum(self.order("devices").get(resource, {}).values())
+
+    def create(self, requests: Requests) -> StandInPod:
+        """Have a pod admitted."""
+        uid = str(uuid.uuid4())
+        pod = StandInPod(self, uid, self.group(uid))
+        self.order("admit", pod=uid, name=f"pod-{len(self.pods)}", containers=requests)
+        self.pods[uid] = pod
+        return pod
+
+    def group(self, uid: str) -> Path:
+        """Return the control group of a pod."""
+        return self.top / "kubepods" / "burstable" / f"pod{uid}"
+
+    def forget(self, pod: StandInPod) -> None:
+        """Have kubelet know that a pod has ended."""
+        with contextlib.suppress(OSError):
+            self.order("ended", pod=pod.uid)
+
+    def remove(self, group: Path) -> None:
+        """Remove a control group with those below it; what was killed takes a moment to leave."""
+
+        def gone() -> bool:
+            for folder, _, _ in os.walk(group, topdown=False):
+                with contextlib.suppress(OSError):
+                    Path(folder).rmdir()
+            return not group.exists()
+
+        wait_until(gone, what=f"{group} to be empty")
+
+    # -- what mpsd and the plugin say ----------------------------------------------------------------------------------
+
+    def leases(self) -> list[dict[str, Any]]:
+        """Return the leases that have not ended."""
+        found: list[dict[str, Any]] = self.node.get("/v1/leases").json["leases"]
+        return found
+
+    def held(self, pod: Pod) -> list[dict[str, Any]]:
+        """Return the leases that a pod holds."""
+        return [each for each in self.leases() if any(uid_of(holder) == pod.uid for holder in each["holders"])]
+
+    def await_held(self, pod: Pod, number: int = 1) -> list[dict[str, Any]]:
+        """Wait until a pod holds so many leases."""
+        return wait_until(
+            lambda: found if len(found := self.held(pod)) == number else None,
+            what=f"pod {pod.uid} to hold {number} leases; the plugin's log is {self.root / 'plugin.log'}",
+        )
+
+    def log(self, event: str) -> list[dict[str, Any]]:
+        """Return the plugin's log lines about an event."""
+        lines = (self.root / "plugin.log").read_text().splitlines()
+        return [line for line in map(json.loads, filter(_is_whole, lines)) if line["event"] == event]
+
+
+def _is_whole(line: str) -> bool:
+    return line.startswith("{") and line.endswith("}")
+
+
+def uid_of(holder: Mapping[str, Any]) -> str:
+    """Return the uid of the pod whose control group a holder is."""
+    name = (holder.get("cgroup") or "").rpartition("/")[2]
+    return name.removeprefix("pod") if name.startswith("pod") else ""

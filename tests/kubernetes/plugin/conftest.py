@@ -1,0 +1,39 @@
+"""Nodes of a cluster for the tests: each a real mpsd, the plugin, and a stand-in for kubelet."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fork_server import ForkServer
+from tests.kubernetes.plugin.cluster import StandIn
+from tests.node import Node
+
+MakeCluster = Callable[..., StandIn]
+"""Makes a node of a cluster that runs; takes what `Node` takes, and the plugin's settings as `settings`."""
+
+
+@pytest.fixture
+def make_cluster(short_tmp: Path, fork_server: ForkServer) -> Iterator[MakeCluster]:
+    """Give a maker of nodes, which are ended, with all that they started, when the test is over."""
+    made: list[StandIn] = []
+
+    def make(
+        *, settings: dict[str, str] | None = None, release: str = "1.36", start: bool = True, **options: Any
+    ) -> StandIn:
+        root = short_tmp / f"k{len(made)}"
+        root.mkdir()
+        short_tmp.chmod(0o711)
+        node = Node(**{"root": root, "simulate": 1, "fork_server": fork_server, **options})
+        cluster = StandIn(node, root / "kubelet", release, settings or {})
+        made.append(cluster)
+        node.start()
+        return cluster.start() if start else cluster
+
+    yield make
+    for each in made:
+        try:
+            each.close()
+        finally:
+            each.node.clean_up()

@@ -1,0 +1,304 @@
+"""Pods from their admission to their end: what they get, what holds it, and what is refused."""
+
+import json
+import signal
+from functools import partial
+
+import pytest
+
+from mpsd.simulator.client import program
+from tests import real
+from tests.harness import wait_until
+from tests.kubernetes.plugin.cluster import CORE, MEMORY, SLICE, RefusedError, StandIn
+from tests.kubernetes.plugin.conftest import MakeCluster
+from tests.simulated_clients import outside
+
+pytestmark = pytest.mark.root("name control groups for others")
+
+GIB = 2**30
+TWO = {"RESOURCES": "threads-and-memory"}
+
+
+def is_idle(cluster: StandIn) -> bool:
+    """Tell whether nothing of the node is granted."""
+    gpus = cluster.node.get("/v1/gpus").json["gpus"]
+    return not cluster.leases() and all((each["threads_granted"], each["memory_granted"]) == (0, 0) for each in gpus)
+
+
+def await_idle(cluster: StandIn) -> None:
+    """Wait until nothing of the node is granted."""
+    wait_until(partial(is_idle, cluster), what="all leases to end")
+
+
+class TestSlices:
+    """One resource: threads and memory in one number."""
+
+    @pytest.mark.parametrize("release", ["1.19", "1.20", "1.36"])
+    def test_is_held_by_its_pod(self, make_cluster: MakeCluster, release: str) -> None:
+        """A container with 25 slices has a quarter of the GPU, held by its pod, until the pod ends."""
+        cluster = make_cluster(release=release)
+        assert cluster.healthy(SLICE) == 100
+        pod = cluster.create({"main": {SLICE: 25}})
+        (claim,) = cluster.leases()
+        assert (claim["active_thread_percentage"], claim["holders"][0]["kind"]) == (25, "claim")
+        container = pod.start("main")
+        (lease,) = cluster.await_held(pod)
+        assert lease["id"] == claim["id"] == container.variables["MPSD_LEASE"]
+        assert lease["owner"]["uid"] == 0
+        directory = container.variables["CUDA_MPS_PIPE_DIRECTORY"]
+        assert container.mounts[directory] == [directory, True]
+        assert container.variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25.0"
+        assert container.variables["NVIDIA_VISIBLE_DEVICES"] == lease["gpus"][0]
+        (started,) = cluster.log("container_starts")
+        assert started["name"] == "default/pod-0/main"
+        pod.delete()
+        await_idle(cluster)
+
+    @pytest.mark.parametrize("branch", [None, 555], ids=["simulated", "real"])
+    def test_program(self, make_cluster: MakeCluster, branch: int | None) -> None:
+        """The container's program finds its GPU under MPS, within its limits."""
+        control = None
+        if branch is not None and (control := real.real_daemons().get(branch)) is None:
+            pytest.skip(f"there is no control daemon of driver {branch}")
+        cluster = make_cluster(control=control)
+        pod = cluster.create({"main": {SLICE: 20}})
+        if control is not None:  # it has no servers without a GPU
+            pod.start("main", uid=1234)
+            wait_until(lambda: cluster.held(pod) and cluster.held(pod)[0]["owner"]["uid"] == 1234, what="its user")
+            return
+        command = program(late=True)
+        container = pod.start("main", command, more=outside(cluster.node))
+        (lease,) = cluster.await_held(pod)
+        assert container.process.stdin is not None
+        assert container.process.stdout is not None
+        container.process.stdout.readline()
+        container.process.stdin.write("init\n")
+        container.process.stdin.flush()
+        answer = json.loads(container.process.stdout.readline())
+        assert answer["ok"], answer
+        wait_until(
+            lambda: cluster.held(pod)[0]["clients"] == [container.process.pid],
+            what="the program to be its lease's client",
+        )
+        verdict = cluster.node.get(f"/v1/leases/{lease['id']}/verify").json
+        assert verdict["ok"], verdict
+
+    def test_is_open_before_it_starts(self, make_cluster: MakeCluster) -> None:
+        """A program that looks for its GPU in its first instant finds all of its lease open."""
+        cluster = make_cluster()
+        pod = cluster.create({"main": {SLICE: 20}})
+        assert cluster.plugin is not None
+        container = pod.start("main", program(), more=outside(cluster.node), before=cluster.stop_plugin)
+        assert container.process.stdout is not None
+        hello = json.loads(container.process.stdout.readline())
+        assert (hello["mps"], hello["active_thread_percentage"]) == (True, 20.0)
+        cluster.plugin.send_signal(signal.SIGCONT)
+
+    def test_changes_its_user(self, make_cluster: MakeCluster) -> None:
+        """A lease is that of the user who a program becomes that has started as root."""
+        cluster = make_cluster()
+        pod = cluster.create({"main": {SLICE: 20}})
+        becomes = ("sh", "-c", "read go && exec setpriv --reuid=1234 --regid=1234 --clear-groups sleep inf")
+        container = pod.start("main", becomes)
+        (lease,) = cluster.await_held(pod)
+        assert lease["owner"]["uid"] == 0
+        assert container.process.stdin is not None
+        container.process.stdin.write("go\n")
+        container.process.stdin.flush()
+        wait_until(lambda: cluster.held(pod) and cluster.held(pod)[0]["owner"]["uid"] == 1234, what="the new user")
+        assert [each["id"] for each in cluster.held(pod)] == [lease["id"]]
+
+    def test_never_over_committed(self, make_cluster: MakeCluster) -> None:
+        """What the node has not is refused by kubelet, and a pod that ends gives room to the next at once."""
+        cluster = make_cluster()
+        pods = [cluster.create({"main": {SLICE: 40}}) for _ in range(2)]
+        for pod in pods:
+            pod.start("main")
+            cluster.await_held(pod)
+        with pytest.raises(RefusedError, match="Requested: 40, Available: 20"):
+            cluster.create({"main": {SLICE: 40}})
+        pods[0].delete()
+        cluster.create({"main": {SLICE: 60}}).start("main")
+        gpu = cluster.node.get("/v1/gpus").json["gpus"][0]
+        assert gpu["threads_granted"] == 100
+
+    def test_is_never_split(self, make_cluster: MakeCluster) -> None:
+        """A container has one GPU: the fullest on which it fits, and none where only both together have enough."""
+        cluster = make_cluster(simulate=2)
+        assert cluster.healthy(SLICE) == 200
+        first = cluster.create({"main": {SLICE: 30}})
+        (lease,) = cluster.leases()
+        second = cluster.create({"main": {SLICE: 30}})
+        assert {each["gpus"][0] for each in cluster.leases()} == {lease["gpus"][0]}
+        third = cluster.create({"main": {SLICE: 60}})
+        with pytest.raises(RefusedError, match=r"RESOURCE_EXHAUSTED .*though all GPUs together have") as refused:
+            cluster.create({"main": {SLICE: 70}})
+        assert "[does_not_fit]" in str(refused.value)
+        for pod in (first, second, third):
+            pod.start("main")
+            cluster.await_held(pod)
+        assert len(cluster.leases()) == 3
+
+    def test_several_containers(self, make_cluster: MakeCluster) -> None:
+        """Each container of a pod has a lease of its own, for its own user; what needs no GPU has none."""
+        cluster = make_cluster(config='[daemon]\nusers = "many"\n')
+        pod = cluster.create({"one": {SLICE: 10}, "two": {SLICE: 20}})
+        pod.start("one", uid=1001)
+        pod.start("two", uid=1002)
+        wanted = {(10, 1001), (20, 1002)}
+        wait_until(
+            lambda: {(each["active_thread_percentage"], each["owner"]["uid"]) for each in cluster.held(pod)} == wanted,
+            what=f"the pod to hold {wanted}",
+        )
+        pod.delete()
+        await_idle(cluster)
+
+    def test_one_user_at_a_time(self, make_cluster: MakeCluster) -> None:
+        """Where a control daemon serves one user at a time, the refusal of a second user's pod says so."""
+        cluster = make_cluster(settings={"UID": "1001"})
+        pod = cluster.create({"main": {SLICE: 10}})
+        pod.start("main", uid=1001)
+        (lease,) = cluster.held(pod)  # proven before the container started
+        assert lease["owner"]["uid"] == 1001
+        cluster.end_plugin()
+        cluster.settings = {"UID": "1002", "WAIT": "0.1"}
+        cluster.start_plugin()
+        cluster.await_devices()
+        with pytest.raises(RefusedError, match=r"uid 1001 holds leases on the GPU, .* serves one uid at a time"):
+            cluster.create({"main": {SLICE: 10}})
+
+    def test_restarts_of_a_container(self, make_cluster: MakeCluster) -> None:
+        """A container that is started again has the lease that it had; the pod's other containers notice nothing."""
+        cluster = make_cluster()
+        pod = cluster.create({"main": {SLICE: 10}})
+        container = pod.start("main")
+        (lease,) = cluster.await_held(pod)
+        container.end()
+        again = pod.start("main")
+        assert again.variables == container.variables
+        assert [each["id"] for each in cluster.held(pod)] == [lease["id"]]
+
+    def test_a_lease_that_was_ended(self, make_cluster: MakeCluster) -> None:
+        """A container whose lease somebody ended gets another one, of the same, before it starts again."""
+        cluster = make_cluster()
+        pod = cluster.create({"main": {SLICE: 10}})
+        container = pod.start("main")
+        (lease,) = cluster.await_held(pod)
+        container.end()
+        cluster.node.request("DELETE", f"/v1/leases/{lease['id']}")
+        wait_until(lambda: not cluster.leases(), what="the lease to end")
+        pod.start("main")
+        (other,) = cluster.await_held(pod)
+        assert other["id"] != lease["id"]
+        assert other["active_thread_percentage"] == 10
+
+    def test_names_and_numbers(self, make_cluster: MakeCluster) -> None:
+        """Slots are slices of another name and number."""
+        cluster = make_cluster(settings={"SLICES": "4", "SLICE_RESOURCE": "example.com/slot"}, start=False)
+        cluster.start_kubelet()
+        cluster.start_plugin()
+        wait_until(lambda: cluster.healthy("example.com/slot") == 4, what="4 slots", deadline=20, not_yet=(OSError,))
+        cluster.create({"main": {"example.com/slot": 1}})
+        (lease,) = cluster.leases()
+        assert lease["active_thread_percentage"] == 25
+
+    @pytest.mark.parametrize("how", ["cdi-field", "cdi-annotation", "none"])
+    def test_devices_of_the_gpu(self, make_cluster: MakeCluster, how: str) -> None:
+        """The GPU itself comes by CDI where the node is set so."""
+        cluster = make_cluster(settings={"GPU_DEVICES": how})
+        pod = cluster.create({"main": {SLICE: 10}})
+        container = pod.start("main")
+        device = f"nvidia.com/gpu={container.variables['CUDA_VISIBLE_DEVICES']}"
+        assert container.cdi_devices == ([device] if how == "cdi-field" else [])
+        assert container.annotations == ({"cdi.k8s.io/mpsd": device} if how == "cdi-annotation" else {})
+        assert "NVIDIA_VISIBLE_DEVICES" not in container.variables
+
+
+class TestThreadsAndMemory:
+    """Two resources, which Kubernetes pairs with nothing."""
+
+    def test_both(self, make_cluster: MakeCluster) -> None:
+        """50 of one and 8 of the other are half of the threads and 8 GiB, claimed before the container starts."""
+        cluster = make_cluster(settings=TWO)
+        assert cluster.healthy(CORE) == 100
+        pod = cluster.create({"main": {CORE: 50, MEMORY: 8}})
+        assert cluster.leases() == []
+        container = pod.start("main")
+        (lease,) = cluster.await_held(pod)
+        assert (lease["active_thread_percentage"], lease["pinned_device_mem_limit"]) == (50, 8 * GIB)
+        for name, value in lease["env"].items():
+            if name.startswith("CUDA_"):
+                assert container.variables[name] == value
+        pod.delete()
+        await_idle(cluster)
+
+    @pytest.mark.parametrize(("requests", "lacking"), [({CORE: 50}, MEMORY), ({MEMORY: 8}, CORE)])
+    def test_one_alone(self, make_cluster: MakeCluster, requests: dict[str, int], lacking: str) -> None:
+        """Neither is granted without the other's limit: the container fails with the reason, and has nothing."""
+        cluster = make_cluster(settings=TWO)
+        pod = cluster.create({"main": requests})
+        with pytest.raises(RefusedError, match=f"and not for {lacking}"):
+            pod.start("main")
+        assert cluster.leases() == []
+
+    def test_two_gpus(self, make_cluster: MakeCluster) -> None:
+        """A node with two GPUs is not offered so, and the reason is the program's last word."""
+        cluster = make_cluster(settings=TWO, simulate=2, start=False)
+        cluster.start_kubelet()
+        cluster.start_plugin()
+        assert cluster.plugin is not None
+        assert cluster.plugin.wait(20) == 78
+        last = (cluster.root / "plugin.log").read_text().splitlines()[-2:]
+        assert "the node has 2 GPUs" in last[0]
+        assert 'resources = "slices"' in last[1]
+        assert cluster.order("devices") == {}
+
+    def test_no_room(self, make_cluster: MakeCluster) -> None:
+        """Where others have what kubelet counts as free, the container fails with mpsd's reason until they are gone."""
+        cluster = make_cluster(settings={**TWO, "WAIT": "0.1"})
+        other = cluster.node.request("POST", "/v1/leases", {"threads": 60, "memory": "1GiB"}).json
+        pod = cluster.create({"main": {CORE: 50, MEMORY: 8}})
+        with pytest.raises(RefusedError, match=r"only 40 % are left.*\[does_not_fit\]"):
+            pod.start("main")
+        cluster.node.request("DELETE", f"/v1/leases/{other['id']}")
+        pod.start("main")
+        cluster.await_held(pod)
+
+
+class TestMemory:
+    """One resource, memory, as other plugins offer it; threads come with it."""
+
+    def test_in_proportion(self, make_cluster: MakeCluster) -> None:
+        """`aliyun.com/gpu-mem: 7` is 7 GiB and as much of the threads."""
+        name = "aliyun.com/gpu-mem"
+        cluster = make_cluster(settings={"RESOURCES": "memory", "MEMORY_RESOURCE": name}, simulate=2, start=False)
+        cluster.start_kubelet()
+        cluster.start_plugin()
+        number = wait_until(lambda: cluster.healthy(name), what="the devices", deadline=20, not_yet=(OSError,)) // 2
+        pod = cluster.create({"main": {name: 7}})
+        pod.start("main")
+        (lease,) = cluster.await_held(pod)
+        assert lease["pinned_device_mem_limit"] == 7 * GIB
+        assert lease["active_thread_percentage"] == pytest.approx(7 * 1000 // number / 10)
+        assert lease["labels"]["kubernetes/memory"]
+
+
+def test_local_leases_are_seen(make_cluster: MakeCluster) -> None:
+    """What somebody on the node has is not given to a pod: it fails with mpsd's reason."""
+    cluster = make_cluster(settings={"WAIT": "0.1"})
+    cluster.node.request("POST", "/v1/leases", {"threads": 60, "memory": "1GiB"})
+    with pytest.raises(RefusedError, match=r"only 40 % are left"):
+        cluster.create({"main": {SLICE: 50}})
+    assert len(cluster.leases()) == 1
+
+
+def test_a_label_is_no_evidence(make_cluster: MakeCluster) -> None:
+    """A lease of somebody's own that has the labels of a container's is neither touched nor taken for one."""
+    cluster = make_cluster(settings={"ORPHAN_GRACE": "0.1"})
+    labels = {"kubernetes/slice": f"{2**100 - 1:x}"}
+    body = {"threads": 10, "memory": "1GiB", "labels": labels}
+    mine = cluster.node.request("POST", "/v1/leases", body).json
+    pod = cluster.create({"main": {SLICE: 50}})
+    pod.start("main")
+    cluster.await_held(pod)
+    assert mine["id"] in {each["id"] for each in cluster.leases()}

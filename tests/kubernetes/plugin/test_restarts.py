@@ -1,0 +1,178 @@
+"""kubelet, the plugin and mpsd die and come back in any order, and no lease is lost, leaked or doubled."""
+
+import os
+import signal
+
+import pytest
+
+from tests.harness import wait_until
+from tests.kubernetes.plugin.cluster import SLICE, RefusedError, StandIn
+from tests.kubernetes.plugin.conftest import MakeCluster
+from tests.kubernetes.plugin.test_pods import await_idle
+
+pytestmark = pytest.mark.root("name control groups for others")
+
+
+def await_unhealthy(cluster: StandIn) -> None:
+    """Wait until no device can be allocated, while the plugin is connected."""
+    wait_until(
+        lambda: SLICE in cluster.order("devices") and not cluster.healthy(SLICE),
+        what="all devices to be unhealthy",
+    )
+
+
+class TestHealth:
+    """What ListAndWatch says, and when."""
+
+    @pytest.mark.parametrize("verb", ["hold", "drain"])
+    def test_a_held_gpu(self, make_cluster: MakeCluster, verb: str) -> None:
+        """The devices of a GPU that an operator holds or drains are unhealthy until it is resumed; others are not."""
+        cluster = make_cluster(simulate=2)
+        assert cluster.node.mpsctl(verb, "gpu0").returncode == 0
+        wait_until(lambda: cluster.healthy(SLICE) == 100, what="the devices of gpu0 to be unhealthy")
+        changed = next(each for each in cluster.log("devices_changed") if not each["healthy"])
+        assert "control daemon gpu0 is" in changed["because"]
+        assert cluster.node.mpsctl("resume", "gpu0").returncode == 0
+        wait_until(lambda: cluster.healthy(SLICE) == 200, what="all devices to be healthy again")
+
+    def test_mpsd_is_restarted(self, make_cluster: MakeCluster) -> None:
+        """An mpsd that comes back soon was never away for kubelet: a pod that is admitted meanwhile waits for it."""
+        cluster = make_cluster()
+        cluster.node.end(signal.SIGKILL)
+        wait_until(lambda: cluster.log("mpsd_unreachable"), what="the plugin to notice")
+        assert cluster.healthy(SLICE) == 100
+        cluster.node.launch()
+        pod = cluster.create({"main": {SLICE: 10}})
+        pod.start("main")
+        cluster.await_held(pod)
+        wait_until(lambda: cluster.log("mpsd_answers"), what="the plugin to notice")
+
+    def test_mpsd_is_gone(self, make_cluster: MakeCluster) -> None:
+        """After a while without mpsd all devices are unhealthy, and a pod that runs is not touched."""
+        cluster = make_cluster(settings={"UNREACHABLE_GRACE": "0.2"})
+        pod = cluster.create({"main": {SLICE: 10}})
+        container = pod.start("main")
+        (lease,) = cluster.await_held(pod)
+        cluster.node.end(signal.SIGKILL)
+        await_unhealthy(cluster)
+        with pytest.raises(RefusedError, match="Available: 0"):
+            cluster.create({"main": {SLICE: 10}})
+        assert container.process.poll() is None
+        cluster.node.start()
+        wait_until(lambda: cluster.healthy(SLICE) == 100, what="the devices to be healthy again")
+        assert [each["id"] for each in cluster.held(pod)] == [lease["id"]]
+
+    def test_mpsd_hangs(self, make_cluster: MakeCluster) -> None:
+        """An mpsd that is stopped keeps its connections, and is found out all the same."""
+        cluster = make_cluster(settings={"UNREACHABLE_GRACE": "0.2"})
+        os.kill(cluster.node.pid, signal.SIGSTOP)
+        try:
+            wait_until(
+                lambda: SLICE in cluster.order("devices") and not cluster.healthy(SLICE),
+                what="all devices to be unhealthy",
+                deadline=40,
+            )
+        finally:
+            os.kill(cluster.node.pid, signal.SIGCONT)
+        wait_until(lambda: cluster.healthy(SLICE) == 100, what="the devices to be healthy again")
+
+    test_mpsd_hangs = pytest.mark.slow(test_mpsd_hangs)
+
+
+class TestRestarts:
+    """Who knows what after a restart."""
+
+    def test_kubelet(self, make_cluster: MakeCluster) -> None:
+        """A kubelet that comes back is registered with again, and its pods have the leases that they had."""
+        cluster = make_cluster()
+        pod = cluster.create({"main": {SLICE: 60}})
+        container = pod.start("main")
+        (lease,) = cluster.await_held(pod)
+        cluster.kill("kubelet")
+        cluster.start_kubelet()
+        cluster.await_devices()
+        container.end()
+        pod.start("main")
+        assert [each["id"] for each in cluster.held(pod)] == [lease["id"]]
+        with pytest.raises(RefusedError, match="Available: 40"):
+            cluster.create({"main": {SLICE: 60}})
+        pod.delete()
+        await_idle(cluster)
+
+    def test_the_plugin(self, make_cluster: MakeCluster) -> None:
+        """A plugin that comes back needs nothing but what mpsd and kubelet know."""
+        cluster = make_cluster()
+        running, waiting = cluster.create({"main": {SLICE: 10}}), cluster.create({"main": {SLICE: 20}})
+        running.start("main")
+        (held,) = cluster.await_held(running)
+        cluster.kill("plugin")
+        wait_until(lambda: not cluster.order("devices"), what="kubelet to notice")
+        cluster.start_plugin()
+        cluster.await_devices()
+        waiting.start("main")
+        (taken,) = cluster.await_held(waiting)
+        assert {each["id"] for each in cluster.leases()} == {held["id"], taken["id"]}
+        assert cluster.end_plugin() == 0
+        running.delete()  # nobody is needed for the end
+        waiting.delete()
+        await_idle(cluster)
+
+    def test_a_claim_that_nobody_was_answered(self, make_cluster: MakeCluster) -> None:
+        """A claim whose kubelet died before it stored the allocation is released, and one that it stored is not."""
+        cluster = make_cluster(settings={"ORPHAN_GRACE": "1.0"})
+        stored = cluster.create({"main": {SLICE: 20}})
+        before = (cluster.root / "device-plugins" / "kubelet_internal_checkpoint").read_bytes()
+        cluster.create({"main": {SLICE: 30}})
+        cluster.kill("kubelet")
+        (cluster.root / "device-plugins" / "kubelet_internal_checkpoint").write_bytes(before)
+        cluster.start_kubelet()
+        wait_until(lambda: len(cluster.leases()) == 1, what="the claim to be released")
+        (left,) = cluster.leases()
+        assert left["active_thread_percentage"] == 20
+        cluster.await_devices()
+        stored.start("main")
+        (lease,) = cluster.await_held(stored)
+        assert lease["id"] == left["id"]
+
+    def test_a_claim_without_a_plugin(self, make_cluster: MakeCluster) -> None:
+        """A claim ends by itself, with nobody there to release it."""
+        cluster = make_cluster(settings={"CLAIM_DEADLINE": "1.0"})
+        cluster.create({"main": {SLICE: 20}})
+        cluster.kill("plugin")
+        await_idle(cluster)
+
+    def test_a_claim_is_renewed(self, make_cluster: MakeCluster) -> None:
+        """An image that takes long to come does not cost a container its lease."""
+        cluster = make_cluster(settings={"CLAIM_DEADLINE": "3.0"})
+        pod = cluster.create({"main": {SLICE: 20}})
+        (claim,) = cluster.leases()
+        wait_until(lambda: len(cluster.log("claim_renewed")) >= 3, what="the claim to be renewed", deadline=20)
+        pod.start("main")
+        (lease,) = cluster.await_held(pod)
+        assert lease["id"] == claim["id"]
+
+    def test_a_pod_that_never_started(self, make_cluster: MakeCluster) -> None:
+        """What a pod had that ended before it started is given to the next one that gets its devices."""
+        cluster = make_cluster()
+        pod = cluster.create({"main": {SLICE: 80}})
+        pod.delete()
+        other = cluster.create({"main": {SLICE: 100}})
+        (lease,) = cluster.leases()
+        assert lease["active_thread_percentage"] == 100
+        other.start("main")
+        cluster.await_held(other)
+
+    def test_a_reboot(self, make_cluster: MakeCluster) -> None:
+        """Without any lease of before, a container of kubelet's record gets another one when it starts again."""
+        cluster = make_cluster()
+        pod = cluster.create({"main": {SLICE: 25}})
+        pod.start("main").end()
+        (lease,) = cluster.await_held(pod)
+        cluster.kill("plugin")
+        cluster.kill("kubelet")
+        cluster.node.request("DELETE", f"/v1/leases/{lease['id']}")
+        cluster.start()
+        pod.start("main")
+        (other,) = cluster.await_held(pod)
+        assert other["id"] != lease["id"]
+        assert other["active_thread_percentage"] == 25

@@ -1,5 +1,6 @@
 """A real cluster of one node: started, asked and told by kubectl, and ended with all that runs there."""
 
+import contextlib
 import json
 import os
 import select
@@ -12,12 +13,17 @@ from typing import Any, Final, Self
 
 from tests.cluster import keeper
 from tests.cluster.node import CONTAINERD, NODE, PROGRAMS, STATE
-from tests.harness import wait_until
+from tests.harness import pids, wait_until
 
 _TREE: Final = Path(__file__).resolve().parents[2]
 
 _SECONDS: Final = 120.0
 """For the cluster to be ready on a busy machine (half a minute on a quiet one), and for anything that it is to do."""
+
+
+_LINES: Final = 15
+_COLUMNS: Final = 400
+"""Of each log, where something never came about."""
 
 
 class Cluster:
@@ -122,6 +128,17 @@ class Cluster:
         """Return what a program of the cluster said."""
         return (self.home / "log" / f"{name}.log").read_text(errors="replace")
 
+    def processes(self, *words: str) -> list[int]:
+        """Return the pids, as they are outside, of the node's own processes with all of these arguments."""
+        namespace = Path(f"/proc/{self._leader}/ns/pid").readlink()
+        found = []
+        for pid in pids():
+            with contextlib.suppress(OSError):
+                arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+                if {*words} <= {*arguments} and Path(f"/proc/{pid}/ns/pid").readlink() == namespace:
+                    found.append(pid)
+        return found
+
     def kill(self, name: str) -> None:
         """Kill a program of the cluster, and wait until the next one runs."""
         note = self.home / "pids" / name
@@ -160,6 +177,38 @@ class Cluster:
         text = json.dumps({"apiVersion": "v1", "kind": "List", "items": list(objects)})
         return self.kubectl("apply", *options, "--filename=-", input=text)
 
+    def phase(self, pod: str) -> str:
+        """Return the phase of a pod."""
+        return str(self.get("pod", pod)["status"].get("phase"))
+
+    def said(self, pod: str) -> dict[str, Any]:
+        """Wait for the first line of a client of MPS in a pod, which says what it has."""
+
+        def look() -> list[str]:
+            return self.try_kubectl("logs", pod).stdout.splitlines()
+
+        line = self.wait(f"{pod} to say something", look)[0]
+        assert line.startswith("{"), self.kubectl("logs", pod)
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def delete(self, *pods: str) -> None:
+        """Delete pods, and wait until they are gone."""
+        self.kubectl("delete", "pod", "--wait=true", "--grace-period=1", *pods)
+
     def wait(self, what: str, condition: Callable[[], Any], deadline: float = _SECONDS) -> Any:
-        """Wait until something is so on the cluster, and return it."""
-        return wait_until(condition, what=what, deadline=deadline)
+        """Wait until something is so on the cluster, and return it; if it never is, say what pods and programs said."""
+        try:
+            return wait_until(condition, what=what, deadline=deadline)
+        except AssertionError as error:
+            error.add_note(self._said_last())
+            raise
+
+    def _said_last(self) -> str:
+        """Return the events, and the last lines of every container and every program."""
+        parts = [self.try_kubectl("get", "events,pods", "--all-namespaces").stdout]
+        for log in sorted(self.home.glob("log/**/*.log")):
+            if log.is_file():
+                lines = log.read_text(errors="replace").splitlines()[-_LINES:]
+                parts.append("\n".join([f"--- {log.relative_to(self.home)}", *(line[:_COLUMNS] for line in lines)]))
+        return "\n".join(parts)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,11 +27,15 @@ CLIENT: Final = ("python3", "-m", "mpsd.simulator.client")
 class Mpsd:
     """The DaemonSet of an overlay, on a node that has the label for it."""
 
-    def __init__(self, cluster: Cluster, overlay: str, *, gpus: int = 2) -> None:
-        """Give each node so many simulated GPUs."""
+    def __init__(self, cluster: Cluster, overlay: str, *, gpus: int = 2, mpsd: str = "", plugin: str = "") -> None:
+        """Give each node so many simulated GPUs; the texts are the configuration of mpsd, and of mpsd-kubernetes."""
         self.cluster = cluster
         self.objects = kustomized(overlay)
-        self._prepare(by_kind(self.objects)["DaemonSet"], gpus)
+        kinds = by_kind(self.objects)
+        self._prepare(kinds["DaemonSet"], gpus)
+        if mpsd:
+            kinds["ConfigMap"]["data"]["mpsd.toml"] = mpsd
+        kinds["ConfigMap"]["data"]["kubernetes.toml"] = f'{plugin}\ncgroup_root = "/{cluster.name}"\n'
 
     @staticmethod
     def _prepare(daemonset: Any, gpus: int) -> None:
@@ -85,12 +90,35 @@ class Mpsd:
         """Return what `mpsctl WHAT` lists."""
         return json.loads(self.mpsctl(what, "--output=json"))[what]
 
+    def try_ask(self, what: str) -> Any:
+        """Return the same, or None where mpsd does not answer."""
+        said = self.mpsctl(what, "--output=json", check=False)
+        return json.loads(said)[what] if said else None
+
     def remove(self) -> None:
         """Take it away, whoever uses it, and wait until it is gone."""
         self.cluster.kubectl("label", "node", NODE, LABEL.partition("=")[0] + "-")
         self.cluster.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
         self.cluster.kubectl("delete", "pods", f"--namespace={NAMESPACE}", "--all", "--force", "--grace-period=0")
         self.cluster.kubectl("wait", "--for=delete", f"namespace/{NAMESPACE}", "--timeout=100s")
+
+
+def pod(name: str, resources: Mapping[str, int], *command: str, uid: int | None = None, **more: Any) -> Any:
+    """Return a pod that asks the cluster for its share, as operators write them; with a uid, one without any right."""
+    container: dict[str, Any] = {
+        "name": "main", "image": f"{IMAGE}:latest", "imagePullPolicy": "Never",
+        "command": list(command or CLIENT), "stdin": not command,
+        "resources": {"limits": {name: str(number) for name, number in resources.items()}},
+    }  # fmt: skip
+    spec: dict[str, Any] = {
+        "restartPolicy": "Never", "terminationGracePeriodSeconds": 1, "automountServiceAccountToken": False,
+        "containers": [container], **more,
+    }  # fmt: skip
+    if uid is not None:
+        container["securityContext"] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        seccomp = {"type": "RuntimeDefault"}
+        spec["securityContext"] = {"runAsNonRoot": True, "runAsUser": uid, "seccompProfile": seccomp}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec}
 
 
 def application(name: str, **more: Any) -> Any:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -20,23 +19,6 @@ def mpsd(cluster: Cluster) -> Iterator[Mpsd]:
     mpsd.install()
     yield mpsd
     mpsd.remove()
-
-
-def phase(cluster: Cluster, name: str) -> str:
-    """Return the phase of a pod."""
-    return str(cluster.get("pod", name)["status"]["phase"])
-
-
-def said(cluster: Cluster, name: str) -> dict[str, Any]:
-    """Wait for the first line of a client in a pod."""
-
-    def look() -> list[str]:
-        return cluster.try_kubectl("logs", name).stdout.splitlines()
-
-    line = cluster.wait(f"{name} to say something", look)[0]
-    assert line.startswith("{"), cluster.kubectl("logs", name)
-    found: dict[str, Any] = json.loads(line)
-    return found
 
 
 def answers(cluster: Cluster, name: str) -> bool:
@@ -87,7 +69,7 @@ def test_not_beside_nvidias(cluster: Cluster, label: str) -> None:
 def test_client(cluster: Cluster, mpsd: Mpsd) -> None:
     """The pod of the examples has its share while it runs, whatever is killed around it, and nothing afterwards."""
     cluster.apply(application("client"))
-    hello = said(cluster, "client")
+    hello = cluster.said("client")
     assert (hello["mps"], hello["active_thread_percentage"]) == (True, 20.0)
     (lease,) = mpsd.ask("leases")
     daemons = control_daemons(mpsd)
@@ -96,7 +78,7 @@ def test_client(cluster: Cluster, mpsd: Mpsd) -> None:
         cluster.wait(f"the next {program}", lambda: answers(cluster, "client"))
         assert [each["id"] for each in mpsd.ask("leases")] == [lease["id"]]
         assert control_daemons(mpsd) == daemons
-    assert phase(cluster, "client") == "Running"
+    assert cluster.phase("client") == "Running"
     cluster.kubectl("delete", "pod", "client", "--grace-period=1")
     cluster.wait("the lease to end", lambda: mpsd.ask("leases") == [])
 
@@ -105,7 +87,7 @@ def test_update(cluster: Cluster, mpsd: Mpsd) -> None:
     """A change of the DaemonSet ends nobody: it counts for the next pod, and the old one goes when its clients have."""
     before = mpsd.name
     cluster.apply(application("last"))
-    assert said(cluster, "last")["mps"]
+    assert cluster.said("last")["mps"]
     change = {"spec": {"template": {"metadata": {"annotations": {"changed": "yes"}}}}}
     cluster.kubectl("patch", "daemonset", "mpsd", f"--namespace={NAMESPACE}", f"--patch={json.dumps(change)}")
     cluster.wait("the change to be seen", lambda: cluster.get(
@@ -114,7 +96,7 @@ def test_update(cluster: Cluster, mpsd: Mpsd) -> None:
     cluster.kubectl("delete", "pod", before, f"--namespace={NAMESPACE}", "--wait=false")
     cluster.wait("mpsd to stop admission", lambda: "stopping" in cluster.kubectl(
         "logs", before, f"--namespace={NAMESPACE}"))  # fmt: skip
-    assert phase(cluster, "last") == "Running"
+    assert cluster.phase("last") == "Running"
     assert [each["metadata"]["name"] for each in mpsd.pods()] == [before]
     cluster.kubectl("delete", "pod", "last", "--grace-period=1")
     cluster.wait("the next pod", lambda: before not in {each["metadata"]["name"] for each in mpsd.pods()})

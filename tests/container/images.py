@@ -38,6 +38,7 @@ def inputs(podman: Podman) -> Path:
     made_from = (
         BUILD.read_bytes(),
         (ROOT / "requirements.lock").read_bytes(),
+        (BUILD.parent / "kubernetes.lock").read_bytes(),
         (BUILD.parent / "pip.lock").read_bytes(),
     )
     recipe = hashlib.sha256(b"".join(made_from)).hexdigest()[:12]

@@ -40,6 +40,8 @@ def kubernetes(say: Callable[[str], object] = lambda _: None) -> Path:
     place = cache / f"{cluster.VERSION}-{cluster.recipe()}"
     with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        for left in cache.glob(".building-*"):  # by one that was killed
+            shutil.rmtree(left)
         if not place.exists():
             folder = Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
             try:

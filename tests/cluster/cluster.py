@@ -21,7 +21,9 @@ _SECONDS: Final = 120.0
 """For the cluster to be ready on a busy machine (half a minute on a quiet one), and for anything that it is to do."""
 
 
-_LINES: Final = 15
+_CTR: Final = (f"{PROGRAMS}/usr/bin/ctr", f"--address={CONTAINERD}", "--namespace=k8s.io")
+
+_LINES: Final = 12
 _COLUMNS: Final = 400
 """Of each log, where something never came about."""
 
@@ -149,10 +151,11 @@ class Cluster:
     def load(self, archive: Path) -> None:
         """Give the node the images of an archive."""
         with archive.open("rb") as file:
-            self.run(
-                f"{PROGRAMS}/usr/bin/ctr", f"--address={CONTAINERD}", "--namespace=k8s.io", "images", "import", "-",
-                stdin=file,
-            )  # fmt: skip
+            self.run(*_CTR, "images", "import", "-", stdin=file)
+
+    def tag(self, image: str, name: str) -> None:
+        """Give an image of the node another name."""
+        self.run(*_CTR, "images", "tag", image, name)
 
     # -- the cluster --------------------------------------------------------------------------------------------------
 
@@ -205,10 +208,10 @@ class Cluster:
             raise
 
     def _said_last(self) -> str:
-        """Return the events, and the last lines of every container and every program."""
-        parts = [self.try_kubectl("get", "events,pods", "--all-namespaces").stdout]
-        for log in sorted(self.home.glob("log/**/*.log")):
-            if log.is_file():
-                lines = log.read_text(errors="replace").splitlines()[-_LINES:]
-                parts.append("\n".join([f"--- {log.relative_to(self.home)}", *(line[:_COLUMNS] for line in lines)]))
+        """Return the pods, the last warnings, and the last lines of mpsd's containers and of every program."""
+        warnings = self.try_kubectl("get", "events", "--all-namespaces", "--field-selector=type=Warning").stdout
+        parts = [self.try_kubectl("get", "pods", "--all-namespaces").stdout, *warnings.splitlines()[-_LINES:]]
+        for log in sorted([*self.home.glob("log/*.log"), *self.home.glob("log/pods/mpsd_*/*/*.log")]):
+            lines = log.read_text(errors="replace").splitlines()[-_LINES:]
+            parts += [f"--- {log.relative_to(self.home)}", *(line[:_COLUMNS] for line in lines)]
         return "\n".join(parts)

@@ -101,6 +101,7 @@ class Mpsd:
         self.cluster.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
         self.cluster.kubectl("delete", "pods", f"--namespace={NAMESPACE}", "--all", "--force", "--grace-period=0")
         self.cluster.kubectl("wait", "--for=delete", f"namespace/{NAMESPACE}", "--timeout=100s")
+        self.cluster.run("rm", "-r", "/run/mpsd", "/var/lib/mpsd", "/var/log/mpsd")
 
 
 def pod(name: str, resources: Mapping[str, int], *command: str, uid: int | None = None, **more: Any) -> Any:

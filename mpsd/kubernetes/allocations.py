@@ -24,7 +24,7 @@ from mpsd.kubernetes import answers, pod_groups
 from mpsd.kubernetes.board import Board
 from mpsd.kubernetes.kubelet import Kubelet
 from mpsd.kubernetes.log import EventName, Log
-from mpsd.kubernetes.mpsd_client import Mpsd
+from mpsd.kubernetes.mpsd_client import Granted, Mpsd
 from mpsd.kubernetes.protocol import deviceplugin_pb2 as deviceplugin
 from mpsd.system import clock
 
@@ -50,8 +50,8 @@ class Allocations:
         self._log = log
         self._ended = ended
         self._lock = threading.Lock()
-        self._pending: dict[str, Open] = {}
-        """Those of containers without a client yet, by lease."""
+        self._pending: list[Open] = []
+        """The containers without a client yet."""
         self._refused: dict[str, MpsdError] = {}
         """Why a claim was not taken, by lease."""
         self._tried = set[str]()
@@ -76,7 +76,7 @@ class Allocations:
         part = devices.part_of({kind: len(numbers)}, gpu, self._settings)
         self._free(uuid, {kind: numbers})
         lease = self._claim(gpu, {kind: numbers}, part)
-        variables = {**lease, answers.ALLOCATION: secrets.token_hex(8)}
+        variables = {**lease.variables, answers.ALLOCATION: secrets.token_hex(8)}
         return answers.answer(variables, gpu, self._settings)
 
     def start(self, kind: Kind, ids: list[str]) -> None:
@@ -100,9 +100,9 @@ class Allocations:
         if refusal is not None and not refusal.retryable:  # once: the next attempt may be luckier
             raise refusal
         if found is None:
-            self._free(uuid, container.numbers)
-            variables = self._claim(gpu, container.numbers, part)
-            self._check_same(container, variables)
+            self._free(uuid, container.numbers, container.pod)
+            lease = self._claim(gpu, container.numbers, part)
+            self._check_same(container, lease)
         self._hold(container, group)
         self._log.info(
             EventName.CONTAINER_STARTS,
@@ -152,10 +152,11 @@ class Allocations:
         mine = [each for each in self._mpsd.claimed() if each.is_for(container)]
         return next((each for each in mine if each.pod in {None, container.pod}), None)
 
-    def _free(self, gpu: str, numbers: Mapping[Kind, Numbers]) -> None:
-        """End the leases of earlier containers that had these devices: kubelet gives none to two.
+    def _free(self, gpu: str, numbers: Mapping[Kind, Numbers], pod: str | None = None) -> None:
+        """End the leases of earlier containers that had these devices: kubelet gives none to two at a time.
 
         A claim was not taken, and a pod without a process has ended; one with processes is waited for, for a while.
+        Within a pod, kubelet gives the devices of an init container that has ended to the containers after it.
         """
         end = clock.monotonic() + self._settings.wait
         while True:
@@ -165,7 +166,13 @@ class Allocations:
                     for each in self._mpsd.claimed()
                     if any(each.overlaps(gpu, kind, own) for kind, own in numbers.items())
                 ]
-                alive = [each for each in old if each.pod is not None and pod_groups.is_populated(each.group)]
+                alive = [
+                    each
+                    for each in old
+                    if each.pod is not None
+                    and (each.pod != pod or each.has_clients)
+                    and pod_groups.is_populated(each.group)
+                ]
                 for each in old:
                     if each not in alive:
                         because = "kubelet gives its devices to another container"
@@ -179,8 +186,8 @@ class Allocations:
                     limit="devices",
                 )
 
-    def _claim(self, gpu: Gpu, numbers: Mapping[Kind, Numbers], part: Part) -> Mapping[str, str]:
-        """Claim a lease, and return its environment."""
+    def _claim(self, gpu: Gpu, numbers: Mapping[Kind, Numbers], part: Part) -> Granted:
+        """Claim a lease."""
         settings = self._settings
         claim: dict[str, object] = {"deadline": settings.claim_deadline}
         if settings.uid is not None:
@@ -198,21 +205,26 @@ class Allocations:
         lease = self._mpsd.claim(request, settings.wait)
         self._log.info(
             EventName.CONTAINER_CLAIMED,
-            lease=lease["id"],
+            lease=lease.lease,
             gpu=gpu.uuid,
             threads=part.percent,
             mebibytes=part.mebibytes,
             devices={kind: len(each) for kind, each in numbers.items()},
         )
-        return lease["env"]
+        return lease
 
-    def _check_same(self, container: Container, variables: Mapping[str, str]) -> None:
-        """Refuse a container whose variables, which kubelet has since it was allocated, are not those of its lease."""
+    def _check_same(self, container: Container, lease: Granted) -> None:
+        """Refuse a container whose variables, which kubelet has since it was allocated, are not those of its new lease.
+
+        The lease is released then, since no start of this container will find it right.
+        """
         given: dict[str, str] = {}
         for encoded in container.answers.values():
             given |= answers.variables_of(encoded)
-        for name, value in variables.items():
+        for name, value in lease.variables.items():
             if name.startswith("CUDA_") and given.get(name) != value:
+                because = f"{container} was given another {name} than it has"
+                self._release(Release(lease.lease, is_claim=True, because=because))
                 raise NotPermittedError(
                     f"{container} was given {name}={given.get(name)!r}, and its lease has {value!r}",
                     hint="delete the pod and create it again: its node, or this plugin's settings, have changed",
@@ -231,8 +243,14 @@ class Allocations:
             self._tried.clear()
             if containers is None:
                 return
-            actions = claims.next_actions(leases, containers, pod_groups.is_populated, self._settings)
-            self._pending = {each.lease: each for each in actions if isinstance(each, Open)}
+            actions = claims.next_actions(
+                leases,
+                containers,
+                is_populated=pod_groups.is_populated,
+                has_group=lambda pod: pod_groups.path_of(pod, self._settings) is not None,
+                settings=self._settings,
+            )
+            self._pending = [each for each in actions if isinstance(each, Open)]
             for each in actions:
                 match each:
                     case Release():
@@ -244,7 +262,7 @@ class Allocations:
 
     def complete(self) -> None:
         """Have the leases held for the users of those programs that run by now."""
-        for each in list(self._pending.values()):
+        for each in self._pending:
             self._complete(each)
 
     def _complete(self, pending: Open) -> None:
@@ -263,7 +281,7 @@ class Allocations:
         if uid != pending.uid and pending.lease not in self._tried:
             gid = next((each.gid for each in found if each.uid == uid), uid)
             with self._lock:
-                if self._pending.get(pending.lease) == pending:
+                if pending in self._pending:
                     self._take(pending, group, uid, gid)
 
     def _hold(self, container: Container, group: str) -> None:
@@ -308,7 +326,7 @@ class Allocations:
                     hint=error.hint,
                 )
             return
-        self._pending[lease] = pending._replace(uid=uid)
+        self._pending = [each for each in self._pending if each.lease != lease]
         self._holds(lease, container, uid)
 
     def _holds(self, lease: str, container: Container, uid: int) -> None:

@@ -6,7 +6,7 @@ people.
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from mpsd.cli.api import Api
 from mpsd.core import gpus
@@ -34,6 +34,13 @@ _TELLING: Final = ("daemon_", "gpu_", "settings_", "operation_")
 """Which events may be about the health of a GPU, by how their names begin."""
 _ANSWER: Final = 10.0
 """Seconds for an answer, beside those for which mpsd was asked to wait."""
+
+
+class Granted(NamedTuple):
+    """A lease that was granted, and what its processes need in their environment."""
+
+    lease: str
+    variables: Mapping[str, str]
 
 
 class Mpsd:
@@ -85,9 +92,10 @@ class Mpsd:
         leases = self._patiently(lambda api: api.leases()["leases"])
         return [found for each in leases if (found := _claimed(each)) is not None]
 
-    def claim(self, request: Mapping[str, object], wait: float) -> "answer_types.Lease":
+    def claim(self, request: Mapping[str, object], wait: float) -> Granted:
         """Claim a lease; the request's `request_id` makes one that is repeated the same."""
-        return self._patiently(lambda api: api.admit(request, deadline=wait + _ANSWER))
+        lease = self._patiently(lambda api: api.admit(request, deadline=wait + _ANSWER))
+        return Granted(lease["id"], lease["env"])
 
     def take(self, lease: str, group: str, uid: int, gid: int) -> None:
         """Have a claim taken by the control group of a pod, for as long as that exists, for a user."""

@@ -72,6 +72,7 @@ class Service:
 
     def _loop(self) -> None:
         next_reconcile = next_look = hurries_until = 0.0
+        hurries = False
         while not self._ended.is_set():
             now = clock.monotonic()
             if self._board.gpus and now >= next_look:  # until mpsd has answered, there is nothing to offer
@@ -82,7 +83,9 @@ class Service:
                 if now >= next_reconcile:
                     next_reconcile = now + _RECONCILE
                     self._allocations.reconcile()
-                self._allocations.complete()
+                    self._allocations.complete()
+                elif hurries:
+                    self._allocations.complete()
             except UnreachableError:
                 pass  # the thread that follows mpsd logs it
             except MpsdError as error:

@@ -143,7 +143,8 @@ def configure(group: str) -> None:
         "cgroupDriver": "cgroupfs", "cgroupRoot": f"/{group}",
         "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
         "authorization": {"mode": "AlwaysAllow"},
-        "clusterDNS": [SERVICE], "failSwapOn": False, "makeIPTablesUtilChains": False, "oomScoreAdj": 0, "serializeImagePulls": False,
+        "failSwapOn": False, "makeIPTablesUtilChains": False, "oomScoreAdj": 0, "serializeImagePulls": False,
+        "clusterDNS": [SERVICE],  # where nobody answers; without one, it warns of each pod
         "nodeStatusUpdateFrequency": "1s", "nodeStatusReportFrequency": "1s", "syncFrequency": "5s",
         "imageGCHighThresholdPercent": 100, "evictionHard": {"memory.available": "100Mi"},
     }  # fmt: skip

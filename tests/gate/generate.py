@@ -4,14 +4,17 @@
 they differ.
 """
 
+import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Final
 
 from mpsd.core.doctor.table import FAMILIES
 from mpsd.core.errors import CapacityError, ControlError, GpuError, MpsdError, OperatorError, RequestError, catalogue
+from mpsd.core.kubernetes import settings as kubernetes
 from mpsd.core.lifecycle import TABLE, Event, State
 from mpsd.core.settings import render, rows
 from tests.gate import completions, manual, protocol
@@ -19,6 +22,7 @@ from tests.gate import completions, manual, protocol
 ROOT: Final = Path(__file__).resolve().parents[2]
 README: Final = ROOT / "README.md"
 DOCTOR: Final = ROOT / "docs/doctor.md"
+KUBERNETES: Final = ROOT / "docs/kubernetes.md"
 
 _DOING: Final[dict[type, str]] = {
     RequestError: "the caller",
@@ -77,6 +81,22 @@ def lifecycle_diagram() -> str:
     return "\n".join([*lines, "```"])
 
 
+def kubernetes_table() -> str:
+    """Return every setting of mpsd-kubernetes, as a Markdown table."""
+    lines = [("setting", "default", "meaning")]
+    for each in fields(kubernetes.Settings):
+        shown = each.metadata["shown"] or json.dumps(each.default)
+        lines.append((f"`{each.name}`", shown if shown == "absent" else f"`{shown}`", each.metadata["text"]))
+    return _table(*lines)
+
+
+def kubernetes_page() -> str:
+    """Return docs/kubernetes.md with its table as it is to be."""
+    text = KUBERNETES.read_text(encoding="utf-8")
+    found = between("kubernetes-settings", text)
+    return f"{text[: found.start()]}{kubernetes_table()}\n{text[found.end() :]}"
+
+
 def doctor_page() -> str:
     """Return every check of doctor, by what it looks at, as docs/doctor.md has them."""
     text = DOCTOR.read_text(encoding="utf-8")
@@ -102,6 +122,7 @@ FILES: Final[dict[str, Callable[[], str]]] = {
     "docs/man/mpsd.toml.5": manual.settings_page,
     "docs/mpsd.toml": manual.example,
     "docs/doctor.md": doctor_page,
+    "docs/kubernetes.md": kubernetes_page,
     **completions.FILES,
 }
 """Every file that is made as a whole, relative to the root of the tree."""

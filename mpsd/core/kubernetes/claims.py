@@ -7,7 +7,7 @@ A label is chosen by whoever asks for a lease. So a lease counts only where an a
 one that is held by a claim, or by the control group of a pod.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Final, NamedTuple, TypeAlias
 
@@ -119,33 +119,44 @@ Action: TypeAlias = Release | Renew | Open
 def next_actions(
     leases: Iterable[Claimed],
     containers: Sequence[Container],
+    *,
     is_populated: Callable[[str], bool],
+    has_group: Callable[[str], bool],
     settings: Settings,
 ) -> list[Action]:
     """Return what is next about each lease.
 
     A lease that a pod holds ends with the pod's control group, which mpsd sees by itself. It ends earlier where kubelet
     has given the pod up, and no process of it is left: a group may outlive both for as long as a volume is being
-    unmounted. A claim lives while kubelet lists its devices for a container, from a moment after it was made.
+    unmounted. A claim lives while kubelet lists its devices for a container whose pod has a control group, from a
+    moment after it was made: the group is the first thing that a pod has, and kubelet's record still has pods that were
+    deleted.
     """
     actions: list[Action] = []
     for each in leases:
-        owner = next((container for container in containers if each.is_for(container)), None)
-        if each.pod is not None:
-            if (owner is None or owner.pod != each.pod) and not is_populated(each.group):
-                because = (
-                    f"kubelet lists no container of pod {each.pod} with these devices, and no process of it is left"
-                )
-                actions.append(Release(each.lease, is_claim=False, because=because))
-            elif owner is not None and settings.uid is None and not each.has_clients:
-                actions.append(Open(each.lease, owner, each.uid))
-        elif owner is not None:
-            if each.left < settings.claim_deadline / 2:
-                actions.append(Renew(each.lease))
-            actions.append(Open(each.lease, owner, None))
-        elif each.age > settings.orphan_grace:
-            because = (
-                f"kubelet does not list its devices for a container {settings.orphan_grace:g} s after they were given"
-            )
-            actions.append(Release(each.lease, is_claim=True, because=because))
+        found = [container for container in containers if each.is_for(container)]
+        if each.pod is None:
+            actions += _of_claim(each, found, has_group, settings)
+        elif own := [container for container in found if container.pod == each.pod]:
+            if settings.uid is None and not each.has_clients:
+                actions += [Open(each.lease, container, each.uid) for container in own]
+        elif not is_populated(each.group):
+            because = f"kubelet has given up pod {each.pod}, and no process of it is left"
+            actions.append(Release(each.lease, is_claim=False, because=because))
     return actions
+
+
+def _of_claim(
+    claim: Claimed, owners: Sequence[Container], has_group: Callable[[str], bool], settings: Settings
+) -> Iterator[Action]:
+    """Yield what is next about a claim; a container of a pod has the devices of its init containers too."""
+    if claim.age > settings.orphan_grace and not any(has_group(owner.pod) for owner in owners):
+        because = f"kubelet has not listed its devices for a container within {settings.orphan_grace:g} s"
+        if owners:
+            because = f"pod {owners[0].pod} has no control group"
+        yield Release(claim.lease, is_claim=True, because=because)
+        return
+    if owners and claim.left < settings.claim_deadline / 2:
+        yield Renew(claim.lease)
+    for owner in owners:
+        yield Open(claim.lease, owner, None)

@@ -143,12 +143,12 @@ class Settings:
     core_resource: str = row("nvidia.com/mps-core", _resource, "Name of the threads.")
     core_unit: int = row(1, _number(1, 100), "Percent of the threads that one of them is.")
     memory_resource: str = row("nvidia.com/mps-memory", _resource, "Name of the memory.")
-    memory_unit: int = row(1024, _unit, "Memory that one of them is, in whole MiB.", "1GiB")
+    memory_unit: int = row(1024, _unit, "Memory that one of them is, in whole MiB.", '"1GiB"')
     uid: int | None = row(
         None,
         _optional_uid,
-        "The uid that all containers with a GPU run as: their leases are opened to it before they start. Absent: the"
-        " uid of each container's program, once it runs.",
+        "The uid that all containers with a GPU run as: their leases are opened to it before they start. Absent: root,"
+        " and the uid of each container's program, once it runs.",
         "absent",
     )
     processes: int | None = row(

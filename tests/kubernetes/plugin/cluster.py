@@ -197,7 +197,11 @@ class StandIn:
                 stderr=log,
                 cwd=Path(__file__).parents[3],
             )
-        wait_until((self.root / "orders.sock").exists, what="kubelet to listen", deadline=20)
+        wait_until(self._knows_its_pods, what="kubelet to listen", deadline=20, not_yet=(OSError,))
+
+    def _knows_its_pods(self) -> bool:
+        self.order("active", pods=[*self.pods])
+        return True
 
     def start_plugin(self, *arguments: str) -> None:
         """Start the plugin, and do not wait for anything."""
@@ -297,12 +301,13 @@ class StandIn:
         """Return how many devices can be allocated."""
         return sum(self.order("devices").get(resource, {}).values())
 
-    def create(self, requests: Requests) -> StandInPod:
-        """Have a pod admitted."""
+    def create(self, requests: Requests, *, init: Sequence[str] = ()) -> StandInPod:
+        """Have a pod admitted; `init` are those of its containers that end before the others start."""
         uid = str(uuid.uuid4())
         pod = StandInPod(self, uid, self.group(uid))
-        self.order("admit", pod=uid, name=f"pod-{len(self.pods)}", containers=requests)
+        self.order("admit", pod=uid, name=f"pod-{len(self.pods)}", containers=requests, init=[*init])
         self.pods[uid] = pod
+        pod.begin()
         return pod
 
     def group(self, uid: str) -> Path:

@@ -167,8 +167,8 @@ class DeviceManager:
             for one in resources.get(resource, ((), ""))[0]
         }
 
-    def admit(self, pod: str, name: str, containers: dict[str, dict[str, int]]) -> None:
-        """Allocate what a pod's containers ask for."""
+    def admit(self, pod: str, name: str, containers: dict[str, dict[str, int]], init: list[str]) -> None:
+        """Allocate what a pod's containers ask for; those after an init container use its devices again."""
         with self.lock:
             self.pods[pod] = name
             try:
@@ -177,13 +177,19 @@ class DeviceManager:
                     random.shuffle(resources)
                     for resource, number in resources:
                         if number and resource in self.plugins:
-                            self.allocate(pod, container, resource, number)
+                            reusable = set() if container in init else self.of_containers(pod, init, resource)
+                            self.allocate(pod, container, resource, number, reusable)
                     self.store()
             except RefusedError:
                 del self.pods[pod]
                 raise
 
-    def allocate(self, pod: str, container: str, resource: str, number: int) -> None:
+    def of_containers(self, pod: str, names: list[str], resource: str) -> set[str]:
+        """Return the devices of some containers of a pod."""
+        had = self.had.get(pod, {})
+        return {one for name in names for one in had.get(name, {}).get(resource, ((), ""))[0]}
+
+    def allocate(self, pod: str, container: str, resource: str, number: int, reusable: set[str]) -> None:
         """Allocate devices of one resource for a container."""
         self.had = {each: had for each, had in self.had.items() if each in self.pods}
         if resource in self.had.get(pod, {}).get(container, {}):
@@ -192,15 +198,18 @@ class DeviceManager:
         healthy = {one for one, is_healthy in plugin.devices.items() if is_healthy}
         free = sorted(healthy - self.taken(resource))
         random.shuffle(free)
+        free = [*sorted(reusable), *free]
         if len(free) < number:
             raise RefusedError(
                 "Pod Allocate failed due to requested number of devices unavailable for"
                 f" {resource}. Requested: {number}, Available: {len(free)}, which is unexpected"
             )
         chosen = free[:number]
-        if plugin.options.get_preferred_allocation_available and len(free) > number:
+        if plugin.options.get_preferred_allocation_available and len(free) > number > len(reusable):
             request = deviceplugin.PreferredAllocationRequest()
-            request.container_requests.add(available_device_ids=free, allocation_size=number)
+            request.container_requests.add(
+                available_device_ids=free, must_include_device_ids=sorted(reusable), allocation_size=number
+            )
             answer = self.call(plugin, wire.PREFER, request)
             preferred = list(answer.container_responses[0].device_ids)
             chosen = [*preferred, *(one for one in free if one not in preferred)][:number]
@@ -256,6 +265,10 @@ class DeviceManager:
             case "ended":
                 with self.lock:
                     self.pods.pop(arguments["pod"], None)
+                return None
+            case "active":  # as the API server says when kubelet starts
+                with self.lock:
+                    self.pods = {pod: name for pod, name in self.pods.items() if pod in arguments["pods"]}
                 return None
             case "devices":
                 with self.lock:

@@ -9,7 +9,7 @@ import pytest
 from mpsd.simulator.client import program
 from tests import real
 from tests.harness import wait_until
-from tests.kubernetes.plugin.cluster import CORE, MEMORY, SLICE, RefusedError, StandIn
+from tests.kubernetes.plugin.cluster import CORE, MEMORY, SLICE, RefusedError, StandIn, StandInPod
 from tests.kubernetes.plugin.conftest import MakeCluster
 from tests.simulated_clients import outside
 
@@ -28,6 +28,11 @@ def is_idle(cluster: StandIn) -> bool:
 def await_idle(cluster: StandIn) -> None:
     """Wait until nothing of the node is granted."""
     wait_until(partial(is_idle, cluster), what="all leases to end")
+
+
+def await_owner(cluster: StandIn, pod: StandInPod, uid: int) -> None:
+    """Wait until a pod's lease is that of a user."""
+    wait_until(lambda: [each["owner"]["uid"] for each in cluster.held(pod)] == [uid], what=f"it to be uid {uid}'s")
 
 
 class TestSlices:
@@ -64,7 +69,7 @@ class TestSlices:
         pod = cluster.create({"main": {SLICE: 20}})
         if control is not None:  # it has no servers without a GPU
             pod.start("main", uid=1234)
-            wait_until(lambda: cluster.held(pod) and cluster.held(pod)[0]["owner"]["uid"] == 1234, what="its user")
+            await_owner(cluster, pod, 1234)
             return
         command = program(late=True)
         container = pod.start("main", command, more=outside(cluster.node))
@@ -105,7 +110,7 @@ class TestSlices:
         assert container.process.stdin is not None
         container.process.stdin.write("go\n")
         container.process.stdin.flush()
-        wait_until(lambda: cluster.held(pod) and cluster.held(pod)[0]["owner"]["uid"] == 1234, what="the new user")
+        await_owner(cluster, pod, 1234)
         assert [each["id"] for each in cluster.held(pod)] == [lease["id"]]
 
     def test_never_over_committed(self, make_cluster: MakeCluster) -> None:
@@ -153,6 +158,26 @@ class TestSlices:
         pod.delete()
         await_idle(cluster)
 
+    @pytest.mark.parametrize("number", [10, 20, 30])
+    def test_init_containers(self, make_cluster: MakeCluster, number: int) -> None:
+        """The devices of an init container are those of the container after it too, as are its threads and memory."""
+        cluster = make_cluster()
+        pod = cluster.create({"first": {SLICE: 20}, "main": {SLICE: number}}, init=["first"])
+        first = pod.start("first")
+        (lease,) = cluster.await_held(pod)
+        assert lease["active_thread_percentage"] == 20
+        first.end()
+        pod.start("main", uid=1234)
+        wait_until(
+            lambda: (
+                [(each["active_thread_percentage"], each["owner"]["uid"]) for each in cluster.held(pod)]
+                == [(number, 1234)]
+            ),
+            what="the container after it to have a lease, alone",
+        )
+        pod.delete()
+        await_idle(cluster)
+
     def test_one_user_at_a_time(self, make_cluster: MakeCluster) -> None:
         """Where a control daemon serves one user at a time, the refusal of a second user's pod says so."""
         cluster = make_cluster(settings={"UID": "1001"})
@@ -191,6 +216,29 @@ class TestSlices:
         (other,) = cluster.await_held(pod)
         assert other["id"] != lease["id"]
         assert other["active_thread_percentage"] == 10
+
+    def test_what_kubelet_has_is_another(self, make_cluster: MakeCluster) -> None:
+        """A container whose variables are not those that its new lease would have does not start, and has no lease."""
+        cluster = make_cluster()
+        pod = cluster.create({"main": {SLICE: 10}})
+        pod.start("main").end()
+        (lease,) = cluster.await_held(pod)
+        cluster.end_plugin()
+        cluster.node.request("DELETE", f"/v1/leases/{lease['id']}")
+        cluster.settings = {"SLICES": "50"}
+        cluster.start_plugin()
+        cluster.await_devices()
+        with pytest.raises(RefusedError, match=r"was given CUDA_MPS_ACTIVE_THREAD_PERCENTAGE='10.0'.* has '20.0'"):
+            pod.start("main")
+        assert cluster.leases() == []
+
+    def test_no_control_group(self, make_cluster: MakeCluster) -> None:
+        """A container does not start whose pod has no control group that could hold its lease, and that is released."""
+        cluster = make_cluster(settings={"CGROUP_ROOT": "/nowhere", "ORPHAN_GRACE": "0.5"})
+        pod = cluster.create({"main": {SLICE: 10}})
+        with pytest.raises(RefusedError, match=r"has no control group, which would hold its lease, below /nowhere"):
+            pod.start("main")
+        await_idle(cluster)
 
     def test_names_and_numbers(self, make_cluster: MakeCluster) -> None:
         """Slots are slices of another name and number."""

@@ -1,0 +1,219 @@
+"""What is next about the lease of a container, by what mpsd, kubelet and the kernel say."""
+
+import json
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+import pytest
+
+from mpsd.core.kubernetes import checkpoint, claims, health, pods
+from mpsd.core.kubernetes.checkpoint import Container
+from mpsd.core.kubernetes.claims import Action, Claimed, Holder, Open, Release, Renew
+from mpsd.core.kubernetes.devices import Gpu, Kind
+from mpsd.core.kubernetes.health import Seen
+from mpsd.core.kubernetes.settings import Offer, Settings
+
+NOW: Final = datetime(2026, 11, 23, tzinfo=UTC)
+POD: Final = "0a1b2c3d-1111-2222-3333-444455556666"
+OTHER: Final = "ffffffff-1111-2222-3333-444455556666"
+GROUP: Final = f"/kubepods/burstable/pod{POD}"
+NUMBERS: Final = {Kind.SLICE: frozenset({0, 1})}
+CONTAINER: Final = Container(POD, "main", "GPU-1", NUMBERS, {Kind.SLICE: ""})
+CLAIM: Final = Claimed("lease-1", "GPU-1", NUMBERS, None, "", age=1, left=200)
+HELD: Final = CLAIM._replace(pod=POD, group=GROUP, has_clients=True)
+
+
+def actions(
+    lease: Claimed,
+    *containers: Container,
+    populated: bool = True,
+    group: bool = True,
+    settings: Settings = Settings(),  # noqa: B008 - it is frozen
+) -> list[Action]:
+    """Return what is next about a lease."""
+    return claims.next_actions(
+        [lease], containers, is_populated=lambda _: populated, has_group=lambda _: group, settings=settings
+    )
+
+
+class TestNext:
+    """What is next."""
+
+    def test_a_claim(self) -> None:
+        """One that kubelet lists is held for the program of its container, and renewed in time."""
+        assert actions(CLAIM, CONTAINER) == [Open("lease-1", CONTAINER, None)]
+        assert Renew("lease-1") in actions(CLAIM._replace(left=100), CONTAINER)
+
+    def test_an_orphan(self) -> None:
+        """One that kubelet does not list is released after a while, and not before."""
+        assert actions(CLAIM) == []
+        (released,) = actions(CLAIM._replace(age=21))
+        assert isinstance(released, Release)
+        assert released.is_claim
+
+    def test_a_pod_that_was_deleted(self) -> None:
+        """kubelet lists it until it allocates something else; the kernel knows that it is gone."""
+        assert actions(CLAIM, CONTAINER, group=False) == [Open("lease-1", CONTAINER, None)]
+        (released,) = actions(CLAIM._replace(age=21), CONTAINER, group=False)
+        assert isinstance(released, Release)
+
+    def test_a_pod_that_runs(self) -> None:
+        """Nothing is done about it, whatever kubelet's record says, while a process of it lives."""
+        for containers in ([CONTAINER], [], [CONTAINER._replace(pod=OTHER)]):
+            assert actions(HELD, *containers) == []
+
+    def test_a_pod_without_a_process(self) -> None:
+        """It has its lease while kubelet lists it: its container is being started again."""
+        assert actions(HELD, CONTAINER, populated=False) == []
+        for containers in ([], [CONTAINER._replace(pod=OTHER)]):
+            (released,) = actions(HELD, *containers, populated=False)
+            assert isinstance(released, Release)
+            assert not released.is_claim
+
+    def test_the_user(self) -> None:
+        """Until a client of it shows up, the user of its program may be another, unless the node is set to one."""
+        early = HELD._replace(has_clients=False)
+        assert actions(early, CONTAINER) == [Open("lease-1", CONTAINER, 0)]
+        assert actions(early, CONTAINER, settings=Settings(uid=1000)) == []
+
+    @pytest.mark.parametrize(
+        ("uids", "user"), [({0}, 0), ({1000}, 1000), ({0, 1000}, 1000), ({0, 1000, 1001}, 0), ({1000, 1001}, 1000)]
+    )
+    def test_of_a_container(self, uids: set[int], user: int) -> None:
+        """A program that was started as root and has become somebody is theirs."""
+        assert claims.user_of(uids) == user
+
+
+def seen(holders: list[Holder], labels: dict[str, str] | None = None) -> Claimed | None:
+    """Return a lease as mpsd shows it, as one for a container."""
+    labels = claims.labels(NUMBERS) if labels is None else labels
+    at = (NOW - timedelta(seconds=5)).isoformat()
+    return claims.claimed("lease-1", "GPU-1", labels, granted=at, holders=holders, now=NOW)
+
+
+class TestWhose:
+    """Which leases are those of containers."""
+
+    def test_a_claim(self) -> None:
+        """A claim has the time that is left of it."""
+        until = (NOW + timedelta(seconds=200)).isoformat()
+        assert seen([Holder("claim", "", until)]) == CLAIM._replace(age=5)
+
+    def test_a_pod(self) -> None:
+        """The control group that holds it names the pod."""
+        found = seen([Holder("cgroup", GROUP, None)])
+        assert found is not None
+        assert (found.pod, found.group) == (POD, GROUP)
+
+    @pytest.mark.parametrize(
+        "holder",
+        [
+            Holder("process", "", None),
+            Holder("cgroup", "/user.slice/user-1000.slice/x.scope", None),
+            Holder("cgroup", f"{GROUP}/{'0' * 64}", None),
+            Holder("cgroup", f"{GROUP}/{'0' * 64}/mine", None),
+        ],
+    )
+    def test_of_others(self, holder: Holder) -> None:
+        """What anybody could have made so is none of them, whatever its labels are."""
+        assert seen([holder]) is None
+
+    @pytest.mark.parametrize("labels", [{}, {"kubernetes/slice": ""}, {"kubernetes/slice": "zz"}, {"a": "b"}])
+    def test_other_labels(self, labels: dict[str, str]) -> None:
+        """Without devices it is none of them."""
+        assert seen([Holder("claim", "", None)], labels) is None
+
+
+class TestPods:
+    """The control groups of pods."""
+
+    @pytest.mark.parametrize("root", ["/", "/kubelet", "/a/b"])
+    @pytest.mark.parametrize("uid", [POD, "0123456789abcdef0123456789abcdef"])
+    def test_round_trip(self, root: str, uid: str) -> None:
+        """Each path at which a pod's group can be names the pod."""
+        paths = pods.groups(uid, root)
+        assert len(paths) == 6
+        assert {pods.pod_of(path) for path in paths} == {uid}
+
+    def test_paths(self) -> None:
+        """They are where kubelet makes them, with either driver."""
+        paths = pods.groups(POD, "/")
+        assert f"/kubepods/besteffort/pod{POD}" in paths
+        name = POD.replace("-", "_")
+        assert f"/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{name}.slice" in paths
+        below = pods.groups(POD, "/kubelet")
+        assert f"/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{name}.slice" in below
+
+    @pytest.mark.parametrize("uid", ["", "..", "../../x", "a b", POD.upper(), f"{POD}/x"])
+    def test_no_uid(self, uid: str) -> None:
+        """What is no uid of a pod makes no path."""
+        assert pods.groups(uid, "/") == []
+
+
+def record(ids: Any, resource: str = "nvidia.com/mps-slice") -> dict[str, Any]:
+    """Return an entry of kubelet's checkpoint."""
+    return {"PodUID": POD, "ContainerName": "main", "ResourceName": resource, "DeviceIDs": ids, "AllocResp": "eA=="}
+
+
+def written(*entries: dict[str, Any]) -> bytes:
+    """Return kubelet's checkpoint."""
+    return json.dumps({"Data": {"PodDeviceEntries": [*entries], "RegisteredDevices": {}}, "Checksum": 1}).encode()
+
+
+class TestCheckpoint:
+    """kubelet's record."""
+
+    @pytest.mark.parametrize("ids", [["GPU-1::0", "GPU-1::1"], {"-1": ["GPU-1::0"], "1": ["GPU-1::1"]}])
+    def test_both_forms(self, ids: Any) -> None:
+        """Devices are in a list, and by NUMA node since 1.20."""
+        (found,) = checkpoint.parse(written(record(ids)), Settings())
+        assert found == CONTAINER._replace(answers={Kind.SLICE: "eA=="})
+
+    def test_both_resources(self) -> None:
+        """A container is one, whatever number of resources it has; those of other plugins are left out."""
+        core, memory = record(["GPU-1::3"], "nvidia.com/mps-core"), record(["GPU-1::4"], "nvidia.com/mps-memory")
+        others = record(["nic0"], "example.com/nic")
+        settings = Settings(resources=Offer.THREADS_AND_MEMORY)
+        (found,) = checkpoint.parse(written(core, others, memory), settings)
+        assert found.numbers == {Kind.CORE: frozenset({3}), Kind.MEMORY: frozenset({4})}
+
+    def test_of_another_plugin(self) -> None:
+        """Devices that an earlier plugin had under the same name are no containers of this one's."""
+        assert checkpoint.parse(written(record(["gpu-0-slot-1"])), Settings()) == []
+
+    def test_empty(self) -> None:
+        """A node without pods has no entries."""
+        assert checkpoint.parse(b'{"Data": {"PodDeviceEntries": null}, "Checksum": 1}', Settings()) == []
+
+    @pytest.mark.parametrize(
+        "raw", [b"", b"{", b"[]", b"{}", b'{"Data": []}', b'{"Data": {"PodDeviceEntries": [1]}}', written(record(5))]
+    )
+    def test_no_record(self, raw: bytes) -> None:
+        """What has another form says so, and nothing else."""
+        with pytest.raises(ValueError, match=r"."):
+            checkpoint.parse(raw, Settings())
+
+
+class TestHealth:
+    """Which devices are healthy."""
+
+    SEEN: Final = Seen("GPU-1", 81408, "ok", "", "gpu0", "ready", "", "/run/mpsd/mps/gpu0", 555)
+
+    @pytest.mark.parametrize(
+        ("change", "because"),
+        [
+            ({}, ""),
+            ({"health": "faulty", "because": "Xid 79"}, "GPU GPU-1 is faulty: Xid 79"),
+            ({"state": "held", "state_because": "root holds it"}, "control daemon gpu0 is held: root holds it"),
+        ],
+    )
+    def test_by_mpsd(self, change: dict[str, Any], because: str) -> None:
+        """mpsd's own words say why nothing new may start."""
+        assert health.offered([self.SEEN._replace(**change)], {})["GPU-1"].because == because
+
+    def test_gone(self) -> None:
+        """A GPU that mpsd shows no more stays, unhealthy: kubelet would forget its devices otherwise."""
+        before: dict[str, Gpu] = health.offered([self.SEEN], {})
+        after = health.offered([], before)
+        assert after["GPU-1"].because
+        assert health.unreachable(before, "no socket")["GPU-1"].because == "mpsd does not answer: no socket"

@@ -1,0 +1,148 @@
+"""What a set of devices comes to, which ones kubelet should take, and what is refused."""
+
+from collections.abc import Mapping
+from typing import Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpsd.core.errors import ConfigurationError, DoesNotFitError, InvalidRequestError
+from mpsd.core.kubernetes import devices
+from mpsd.core.kubernetes.devices import Gpu, Kind, Part
+from mpsd.core.kubernetes.settings import MOST_DEVICES, Offer, Settings
+
+ONE: Final = Gpu("GPU-1", 81408, "gpu0", "/run/mpsd/mps/gpu0", 555)
+TWO: Final = ONE._replace(uuid="GPU-2", daemon="gpu1")
+SLICES: Final = Settings()
+MEMORY: Final = Settings(resources=Offer.MEMORY)
+BOTH: Final = Settings(resources=Offer.THREADS_AND_MEMORY)
+
+
+@pytest.mark.parametrize(
+    ("settings", "counts", "part"),
+    [
+        (SLICES, {Kind.SLICE: 20}, Part(200, 16281)),
+        (SLICES, {Kind.SLICE: 100}, Part(1000, 81408)),
+        (Settings(slices=3), {Kind.SLICE: 1}, Part(333, 27136)),
+        (MEMORY, {Kind.MEMORY: 7}, Part(88, 7168)),
+        (MEMORY, {Kind.MEMORY: 79}, Part(1000, 80896)),
+        (BOTH, {Kind.CORE: 50, Kind.MEMORY: 8}, Part(500, 8192)),
+        (Settings(resources=Offer.THREADS_AND_MEMORY, core_unit=5), {Kind.CORE: 2, Kind.MEMORY: 1}, Part(100, 1024)),
+    ],
+)
+def test_a_part(settings: Settings, counts: Mapping[Kind, int], part: Part) -> None:
+    """Threads and memory follow from the number of devices."""
+    assert devices.part_of(counts, ONE, settings) == part
+
+
+@pytest.mark.parametrize(
+    ("counts", "lacking"),
+    [({Kind.CORE: 50}, "nvidia.com/mps-memory"), ({Kind.MEMORY: 8}, "nvidia.com/mps-core")],
+)
+def test_half_a_part(counts: Mapping[Kind, int], lacking: str) -> None:
+    """Neither limit is granted without the other."""
+    with pytest.raises(InvalidRequestError, match=f"and not for {lacking}"):
+        devices.part_of(counts, ONE, BOTH)
+
+
+def test_too_little() -> None:
+    """What rounds down to nothing is refused: MPS would take it for no limit."""
+    with pytest.raises(InvalidRequestError, match="less than MPS can limit"):
+        devices.part_of({Kind.SLICE: 1}, ONE._replace(mebibytes=50), SLICES)
+
+
+@given(
+    st.integers(1, MOST_DEVICES),
+    st.integers(MOST_DEVICES, 10**6),
+    st.lists(st.integers(1, MOST_DEVICES), max_size=40),
+    st.sampled_from([Kind.SLICE, Kind.MEMORY]),
+)
+def test_parts_fit_together(slices: int, mebibytes: int, wanted: list[int], kind: Kind) -> None:
+    """However the devices of a GPU are shared out, what they come to is no more than the GPU has."""
+    gpu = ONE._replace(mebibytes=mebibytes)
+    offer = Offer.SLICES if kind is Kind.SLICE else Offer.MEMORY
+    settings = Settings(resources=offer, slices=slices, memory_unit=max(1, mebibytes // slices))
+    left, parts = devices.count(kind, gpu, settings), []
+    for each in wanted:
+        if each <= left and each * 1000 >= devices.count(kind, gpu, settings):
+            left -= each
+            parts.append(devices.part_of({kind: each}, gpu, settings))
+    assert sum(part.tenths for part in parts) <= 1000
+    assert sum(part.mebibytes for part in parts) <= mebibytes
+
+
+def ids(gpu: str, *numbers: int) -> list[str]:
+    """Return the ids of devices."""
+    return [devices.device_id(gpu, number) for number in numbers]
+
+
+class TestPreferred:
+    """Which devices kubelet is advised to take."""
+
+    def test_best_fit(self) -> None:
+        """The fullest GPU on which they fit, so that large requests find room elsewhere."""
+        available = [*ids("GPU-1", *range(10)), *ids("GPU-2", *range(4))]
+        assert devices.preferred(available, [], 3) == ids("GPU-2", 0, 1, 2)
+        assert devices.preferred(available, [], 5) == ids("GPU-1", 0, 1, 2, 3, 4)
+
+    def test_with_some(self) -> None:
+        """Those that kubelet has chosen already are among them, and decide the GPU."""
+        available = [*ids("GPU-1", *range(10)), *ids("GPU-2", *range(4))]
+        assert devices.preferred(available, ids("GPU-1", 7), 3) == ids("GPU-1", 7, 0, 1)
+        assert devices.preferred(available, [*ids("GPU-1", 7), *ids("GPU-2", 1)], 3) == []
+
+    def test_none(self) -> None:
+        """No advice is given where no GPU has enough, and Allocate says why."""
+        available = [*ids("GPU-1", 0, 1), *ids("GPU-2", 0, 1)]
+        assert devices.preferred(available, [], 3) == []
+        with pytest.raises(DoesNotFitError, match=r"2 on GPU-1, 1 on GPU-2"):
+            devices.on_one_gpu(available[:3], Kind.SLICE, SLICES)
+
+    @given(st.sets(st.integers(0, 30), min_size=1), st.sets(st.integers(0, 30)), st.integers(1, 31))
+    def test_always_of_one_gpu(self, one: set[int], two: set[int], size: int) -> None:
+        """It is just as many as are asked for, available, and of one GPU; or none, where no GPU has them."""
+        available = [*ids("GPU-1", *one), *ids("GPU-2", *two)]
+        chosen = devices.preferred(available, [], size)
+        if size > max(len(one), len(two)):
+            assert chosen == []
+            return
+        assert len({*chosen}) == size
+        assert {*chosen} <= {*available}
+        assert len(devices.by_gpu(chosen)) == 1
+
+
+@pytest.mark.parametrize("text", ["", "GPU-1", "GPU-1::", "GPU-1::x", "GPU-1::99999", "GPU/1::1", "::1", "GPU-1::512"])
+def test_no_device(text: str) -> None:
+    """What is no id of this plugin's is refused, whoever sends it."""
+    with pytest.raises(InvalidRequestError):
+        devices.by_gpu([text])
+
+
+@given(st.sets(st.integers(0, MOST_DEVICES - 1), min_size=1))
+def test_as_a_label(numbers: set[int]) -> None:
+    """The label of a lease has room for any devices of a GPU, and reads back as they were."""
+    text = devices.encode(numbers)
+    assert len(text) <= 128
+    assert devices.decode(text) == frozenset(numbers)
+
+
+@pytest.mark.parametrize("text", ["", "x", "1" * 129, "-1", "0x1", " 1"])
+def test_no_label(text: str) -> None:
+    """What was not written here says nothing."""
+    assert devices.decode(text) is None
+
+
+def test_two_resources_need_one_gpu() -> None:
+    """Totals of a node are offered only where they are those of its GPU."""
+    devices.check_node([ONE], BOTH)
+    devices.check_node([ONE, TWO], SLICES)
+    with pytest.raises(ConfigurationError, match="the node has 2 GPUs"):
+        devices.check_node([ONE, TWO], BOTH)
+
+
+@pytest.mark.parametrize("unit", [100, 10**6])
+def test_units_that_do_not_fit(unit: int) -> None:
+    """A unit of memory is neither larger than a GPU nor so small that no label has room for them."""
+    with pytest.raises(ConfigurationError, match=f"units of {unit} MiB"):
+        devices.check_node([ONE], Settings(resources=Offer.MEMORY, memory_unit=unit))

@@ -13,7 +13,7 @@ from typing import Final
 import hypothesis
 import pytest
 
-from tests import real, systemd
+from tests import cluster, real, systemd
 from tests.fork_server import ForkServer, running_fork_server
 from tests.gpu import machine
 from tests.harness import Watch, kill, remove_tree
@@ -125,7 +125,7 @@ def short_tmp(private_root: Path, nothing_left_behind: None) -> Iterator[Path]: 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what follows from other marks, and have slow files begin first.
 
-    A machine takes root to boot, a container takes root to run (here), and both take long.
+    A machine takes root to boot, a container and a cluster take root to run (here), and all take long.
 
     At the end of a run each worker then has short files left, and none waits for another's long one. Machines come
     second, since their file systems may still be in the making when the run begins (`.ci/run`).
@@ -133,7 +133,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ranks: dict[Path, int] = {}
     for item in items:
         machine = item.get_closest_marker("machine") is not None
-        for mark, what in (("machine", "boot a machine"), ("container", "run containers")):
+        for mark, what in (
+            ("machine", "boot a machine"),
+            ("container", "run containers"),
+            ("cluster", "run a cluster"),
+        ):
             if item.get_closest_marker(mark) is not None:
                 item.add_marker(pytest.mark.root(what))
                 item.add_marker(pytest.mark.slow)
@@ -158,7 +162,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.fail(f"{missing}, and {real.REQUIRE} is set", pytrace=False)
         elif missing is not None:
             pytest.skip(missing)
-    if item.get_closest_marker("machine") is not None and (absent := systemd.missing()) is not None:
+    if item.get_closest_marker("cluster") is not None and cluster.unwanted():
+        pytest.skip(f"{cluster.CACHE}=no")
+    for name, look in (("machine", systemd.missing), ("cluster", cluster.missing)):
+        if item.get_closest_marker(name) is None or (absent := look()) is None:
+            continue
         if real.required():
             pytest.fail(f"{absent}, and {real.REQUIRE} is set", pytrace=False)
         pytest.skip(absent)
@@ -177,7 +185,11 @@ def _need_gpu(wanted: str) -> None:
         pytest.skip(missing)
 
 
-_LOUDLY = {"gpu": "NOT TESTED ON A REAL GPU", "machine": "NOT TESTED ON A REAL SYSTEMD"}
+_LOUDLY = {
+    "cluster": "NOT TESTED ON A REAL CLUSTER",
+    "gpu": "NOT TESTED ON A REAL GPU",
+    "machine": "NOT TESTED ON A REAL SYSTEMD",
+}
 """What precedes the reason for a skip, by the mark of the test."""
 
 

@@ -36,7 +36,7 @@ class FetchError(Exception):
     """Something did not come, and the message says why."""
 
 
-def run(*command: str, config: Path | None = None, cwd: Path | None = None) -> str:
+def run(*command: str, config: Path | None = None, cwd: Path | None = None, seconds: float = SECONDS) -> str:
     """Run a program and return what it printed; raise FetchError with the end of what it said when it fails."""
     environment = {**os.environ, "LC_ALL": "C.UTF-8", "DEBIAN_FRONTEND": "noninteractive"}
     if config is not None:
@@ -44,12 +44,12 @@ def run(*command: str, config: Path | None = None, cwd: Path | None = None) -> s
     try:
         done = subprocess.run(
             command, env=environment, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=SECONDS, check=False,
+            timeout=seconds, check=False,
         )  # fmt: skip
     except FileNotFoundError as error:
         raise FetchError(f"{command[0]} is not on this machine: it takes Debian, or one of its children") from error
     except subprocess.TimeoutExpired as error:
-        raise FetchError(f"{' '.join(command)}: no end after {SECONDS} s") from error
+        raise FetchError(f"{' '.join(command)}: no end after {seconds} s") from error
     if done.returncode != 0:
         said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
         raise FetchError(f"{' '.join(command)}: {'; '.join(said[-4:]) or f'status {done.returncode}'}")
@@ -74,11 +74,15 @@ def architecture() -> str:
     return run("dpkg", "--print-architecture").strip()
 
 
-def configuration(folder: Path, mirror: str, suite: str, component: str, architecture: str) -> Path:
+def configuration(
+    folder: Path, mirror: str, suite: str, component: str, architecture: str, *, types: str = "deb"
+) -> Path:
     """Write an apt configuration with one suite and lists of its own; return the file that APT_CONFIG names."""
     for name in ("sources", "preferences", "state", "lists/partial", "cache/archives/partial", "log", "apt.conf.d"):
         (folder / name).mkdir(parents=True)
-    source = f"Types: deb\nURIs: {mirror}\nSuites: {suite}\nComponents: {component}\nArchitectures: {architecture}\n"
+    source = (
+        f"Types: {types}\nURIs: {mirror}\nSuites: {suite}\nComponents: {component}\nArchitectures: {architecture}\n"
+    )
     if KEYRING.exists():
         source += f"Signed-By: {KEYRING}\n"
     (folder / "sources" / "one.sources").write_text(source, encoding="utf-8")

@@ -11,6 +11,9 @@ import pytest
 from tests.gate.source import ROOT
 
 LOCK: Final = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+KUBERNETES: Final = (ROOT / "container" / "kubernetes.lock").read_text(encoding="utf-8")
+"""What the image has beside: the extra `kubernetes`."""
+
 COMMAND: Final = (
     "uv pip compile --universal --python-version 3.11 --generate-hashes --output-file requirements.lock pyproject.toml"
 )
@@ -40,10 +43,11 @@ def pins(lock: str = LOCK) -> dict[str, Pin]:
     return found
 
 
-def dependencies() -> dict[str, str]:
-    """Return the libraries that pyproject.toml names, each with the versions that it takes."""
+def dependencies(extra: str | None = None) -> dict[str, str]:
+    """Return the libraries that pyproject.toml names, for an extra or for all, each with the versions that it takes."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    split = (re.fullmatch(r"([\w-]+)(.*)", line) for line in project["dependencies"])
+    lines = project["dependencies"] if extra is None else project["optional-dependencies"][extra]
+    split = (re.fullmatch(r"([\w-]+)(.*)", line) for line in lines)
     return {match[1]: match[2] for match in split if match is not None}
 
 
@@ -52,10 +56,11 @@ def number(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")))
 
 
-def test_every_dependency_is_pinned() -> None:
+@pytest.mark.parametrize(("extra", "lock"), [(None, LOCK), ("kubernetes", KUBERNETES)])
+def test_every_dependency_is_pinned(extra: str | None, lock: str) -> None:
     """Each library that pyproject.toml names is in the lock, in a version that pyproject.toml takes."""
-    pinned = pins()
-    for name, versions in dependencies().items():
+    pinned = pins(lock)
+    for name, versions in dependencies(extra).items():
         assert name in pinned, f"the lock lacks {name}: {COMMAND}"
         for bound in versions.split(","):
             match = re.fullmatch(r"(>=|<)([0-9.]+)", bound)
@@ -78,7 +83,8 @@ def test_nothing_else_is() -> None:
 
 def test_each_file_is_known() -> None:
     """Each library has the SHA-256 of its files: its wheels, and what those are built from."""
-    for name, pin in pins().items():
+    assert not pins().keys() & pins(KUBERNETES).keys()
+    for name, pin in {**pins(), **pins(KUBERNETES)}.items():
         assert len(pin.hashes) >= 2, name
         assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", each) for each in pin.hashes), name
 

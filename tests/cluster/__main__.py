@@ -1,0 +1,20 @@
+"""`python3 -m tests.cluster`: build Kubernetes where that was not done yet."""
+
+import sys
+
+from tests.cluster.building import kubernetes
+from tests.real.apt import FetchError
+
+
+def main() -> int:
+    """Build it, print where it is, and return 1 when it is missing all the same."""
+    try:
+        print(kubernetes(say=lambda what: print(what, flush=True)))
+    except (FetchError, OSError) as error:
+        print(f"Kubernetes  NOT BUILT: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""Helm as a program, by its library for Python: what that leaves open is gone with the process.
+
+`python -m tests.cluster.helm_program render|lint CHART` reads values from stdin, and prints what Helm made of them.
+"""
+
+import json
+import sys
+from typing import Any
+
+import helm_python
+
+
+def main() -> None:
+    """Print `rendered`, files by their names, `lint`, what it has to say, or `refused`, why it takes no such values."""
+    what, chart = sys.argv[1:]
+    values = json.load(sys.stdin)
+    answer: dict[str, Any]
+    if what == "lint":
+        answer = {"lint": helm_python.lint(chart, values, strict=True)}
+    else:
+        try:
+            answer = {"rendered": helm_python.Chart.load(chart).render(values, name="mpsd", namespace="mpsd")}
+        except helm_python.HelmValuesError as error:
+            answer = {"refused": str(error)}
+    json.dump(answer, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""mpsd's DaemonSet on a real cluster, as its manifest has it: placed, asked, drained, updated, and left alone."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.cluster import Cluster
+from tests.cluster.mpsd_pods import NAMESPACE, Mpsd, application
+from tests.cluster.node import NODE
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def mpsd(cluster: Cluster) -> Iterator[Mpsd]:
+    """Run mpsd alone, with two GPUs."""
+    mpsd = Mpsd(cluster, "daemonset")
+    mpsd.install()
+    yield mpsd
+    mpsd.remove()
+
+
+def answers(cluster: Cluster, name: str) -> bool:
+    """Tell whether a command can be run in a pod: that takes the kubelet, and its container runtime."""
+    return cluster.try_kubectl("exec", name, "--", "sh", "-c", ":").returncode == 0
+
+
+def control_daemons(mpsd: Mpsd) -> dict[str, int]:
+    """Return the pids of the control daemons by their names."""
+    return {each["name"]: each["pid"] for each in mpsd.ask("daemons")}
+
+
+def test_placed(mpsd: Mpsd) -> None:
+    """It runs, healthy, on the node with the label; the API server knows it as critical, and gives it nothing."""
+    pod = mpsd.ready()
+    assert pod["spec"]["nodeName"] == NODE
+    assert pod["spec"]["priority"] == 2000001000
+    assert [each["name"] for each in pod["spec"]["containers"]] == ["mpsd"]
+    mounted = {each["mountPath"] for each in pod["spec"]["containers"][0]["volumeMounts"]}
+    assert "/var/run/secrets/kubernetes.io/serviceaccount" not in mounted
+    account = f"system:serviceaccount:{NAMESPACE}:{pod['spec']['serviceAccountName']}"
+    for verb, what in (("get", "pods"), ("get", "nodes"), ("patch", "nodes"), ("create", "events")):
+        answer = mpsd.cluster.try_kubectl("auth", "can-i", verb, what, f"--as={account}", "--all-namespaces")
+        assert answer.stdout.strip() == "no"
+    assert mpsd.execute("mpsctl", "status").startswith("healthy")
+    assert [each["health"] for each in mpsd.ask("gpus")] == ["ok", "ok"]
+
+
+@pytest.mark.usefixtures("mpsd")
+@pytest.mark.parametrize("label", ["nvidia.com/gpu.deploy.device-plugin", "nvidia.com/mps.capable"])
+def test_not_beside_nvidias(cluster: Cluster, label: str) -> None:
+    """A node whose GPUs NVIDIA's components give out is not one for mpsd, whatever else its labels say."""
+
+    def wanted() -> int:
+        return int(cluster.get("daemonset", "mpsd", f"--namespace={NAMESPACE}")["status"]["desiredNumberScheduled"])
+
+    # On another node, since a pod that runs is not taken away for a label that its node has got.
+    other = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "other", "labels": {"mpsd/sharing": "true"}}}
+    cluster.apply(other)
+    try:
+        cluster.wait("a pod for the other node", lambda: wanted() == 2)
+        cluster.kubectl("label", "node", "other", f"{label}=true")
+        cluster.wait("no pod for the other node", lambda: wanted() == 1)
+    finally:
+        cluster.kubectl("delete", "node", "other")
+
+
+def test_client(cluster: Cluster, mpsd: Mpsd) -> None:
+    """The pod of the examples has its share while it runs, whatever is killed around it, and nothing afterwards."""
+    cluster.apply(application("client"))
+    hello = cluster.said("client")
+    assert (hello["mps"], hello["active_thread_percentage"]) == (True, 20.0)
+    (lease,) = mpsd.ask("leases")
+    daemons = control_daemons(mpsd)
+    for program in ("kubelet", "containerd"):
+        cluster.kill(program)
+        cluster.wait(f"the next {program}", lambda: answers(cluster, "client"))
+        assert [each["id"] for each in mpsd.ask("leases")] == [lease["id"]]
+        assert control_daemons(mpsd) == daemons
+    assert cluster.phase("client") == "Running"
+    cluster.kubectl("delete", "pod", "client", "--grace-period=1")
+    cluster.wait("the lease to end", lambda: mpsd.ask("leases") == [])
+
+
+def test_update(cluster: Cluster, mpsd: Mpsd) -> None:
+    """A change of the DaemonSet ends nobody: it counts for the next pod, and the old one goes when its clients have."""
+    before = mpsd.name
+    cluster.apply(application("last"))
+    assert cluster.said("last")["mps"]
+    change = {"spec": {"template": {"metadata": {"annotations": {"changed": "yes"}}}}}
+    cluster.kubectl("patch", "daemonset", "mpsd", f"--namespace={NAMESPACE}", f"--patch={json.dumps(change)}")
+    cluster.wait("the change to be seen", lambda: cluster.get(
+        "daemonset", "mpsd", f"--namespace={NAMESPACE}")["status"].get("observedGeneration") == 2)  # fmt: skip
+    assert mpsd.name == before
+    cluster.kubectl("delete", "pod", before, f"--namespace={NAMESPACE}", "--wait=false")
+    cluster.wait("mpsd to stop admission", lambda: "stopping" in cluster.kubectl(
+        "logs", before, f"--namespace={NAMESPACE}"))  # fmt: skip
+    assert cluster.phase("last") == "Running"
+    assert [each["metadata"]["name"] for each in mpsd.pods()] == [before]
+    cluster.kubectl("delete", "pod", "last", "--grace-period=1")
+    cluster.wait("the next pod", lambda: before not in {each["metadata"]["name"] for each in mpsd.pods()})
+    assert mpsd.ready()["metadata"]["annotations"]["changed"] == "yes"

@@ -1,0 +1,63 @@
+"""What the pages about other schedulers show is what Kubernetes takes, and asks for no right."""
+
+import re
+from typing import Any, Final
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.container.manifests import CONTAINER, KUBERNETES, documents
+from tests.container.restricted import forbidden
+
+PAGES: Final = CONTAINER.parent / "docs" / "kubernetes"
+VERSIONS: Final = ("1.34", "1.35", "1.36", "1.37")
+
+OTHERS: Final = ("volcano.sh", "x-k8s.io", "run.ai")
+"""Whose kinds Kubernetes has no schema of."""
+
+
+def shown(page: str) -> list[Any]:
+    """Return the objects in the examples of a page."""
+    blocks = re.findall(
+        r"^```yaml\n(.*?)^```", (PAGES / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    return [each for block in blocks for each in yaml.safe_load_all(block)]
+
+
+def templates(each: Any) -> list[Any]:
+    """Return the templates of pods in an object."""
+    spec = each.get("spec", {})
+    return [part["template"] for part in (spec, *spec.get("tasks", ())) if "template" in part]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("page", ["volcano", "kueue", "kai"])
+def test_pages(page: str, version: str) -> None:
+    """Each object of Kubernetes' own is one that it takes, as is each pod; pods are restricted, and ask for slices."""
+    objects = shown(page)
+    for each in objects:
+        if not each["apiVersion"].partition("/")[0].endswith(OTHERS):
+            kubernetes_validate.validate(each, version, strict=True)
+    found = [template for each in objects for template in templates(each)]
+    assert found
+    for template in found:
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {**template["metadata"], "name": page},
+            "spec": template["spec"],
+        }
+        kubernetes_validate.validate(pod, version, strict=True)
+        assert list(forbidden(template["spec"])) == []
+        (container,) = template["spec"]["containers"]
+        assert container["resources"]["limits"]["nvidia.com/mps-slice"] == "50"
+
+
+def test_what_is_forbidden() -> None:
+    """A pod with paths of the host, or that says nothing of rights, is not restricted, by what it has."""
+    (application,) = documents(KUBERNETES / "examples" / "application.yaml")
+    assert list(forbidden(application["spec"])) == ["run", "shared-memory"]
+    assert list(forbidden({"hostIPC": True, "containers": [{"name": "c"}]})) == [
+        "hostIPC", "c: allowPrivilegeEscalation", "c: capabilities.drop", "c: runAsNonRoot", "c: seccompProfile",
+    ]  # fmt: skip

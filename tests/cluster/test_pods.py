@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,12 @@ PLUGIN: Final = "/opt/mpsd/bin/mpsd-kubernetes"
 
 SIZES: Final = (10, 25, 50, 30, 20) * 4
 """Of 20 pods, in hundredths of a GPU: 540, on two GPUs."""
+
+REFUSED: Final = re.compile(
+    "though all GPUs together have"
+    r"|Requested: \d+, Available: \d+|unregistered device|has been stopped|code = Unavailable"
+)
+"""Why a pod may be refused while they come and go: for fragmentation, and by the kubelet while the plugin is away."""
 
 WORK: Final = "printf 'alloc {memory}MiB\\ncompute 0.5\\nexit\\n' | python3 -m mpsd.simulator.client"
 
@@ -205,5 +212,5 @@ def test_twenty(cluster: Cluster, mpsd: Mpsd) -> None:
         assert hello["active_thread_percentage"] == size
         assert len(answers) == 2
         assert all(each["ok"] for each in answers)
-    assert all("though all GPUs together have" in each or "evice" in each for each in refused), refused
+    assert [each for each in refused if not REFUSED.search(each)] == []
     cluster.delete(*specs)

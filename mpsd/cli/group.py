@@ -14,6 +14,7 @@ _MODULES: Final = {
     "cdi": "cdi",
     "claim": "holders",
     "clients": "status",
+    "cluster": "cluster",
     "config": "status",
     "container": "container",
     "daemons": "status",

@@ -1,5 +1,6 @@
 """The program `mpsd-kubernetes`."""
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import click
 from mpsd import __version__
 from mpsd.core.errors import ConfigurationError, MpsdError
 from mpsd.core.kubernetes import settings
-from mpsd.core.kubernetes.settings import PREFIX, Settings
+from mpsd.core.kubernetes.settings import PREFIX, Offer, Report, Settings
 from mpsd.core.sanitize import plain
 
 _CONFIG: Final = Path("/etc/mpsd/kubernetes.toml")
@@ -40,18 +41,30 @@ def _settings(config: Path | None, options: dict[str, str | None]) -> Settings:
 )
 @click.option("--socket", metavar="PATH", help="mpsd's socket.  [default: /run/mpsd/mpsd.sock]")
 @click.option("--kubelet-dir", metavar="DIR", help="kubelet's root directory.  [default: /var/lib/kubelet]")
-@click.option("--node", metavar="NAME", help="The node's name, for the log.")
-def cli(config: Path | None, socket: str | None, kubelet_dir: str | None, node: str | None) -> None:
-    """Offer this node's GPUs to Kubernetes as shares that mpsd holds: kubelet's device plugin.
+@click.option("--node", metavar="NAME", help="The node's name, by which the API server has it.")
+@click.option("--dra", is_flag=True, help="Be the driver of Dynamic Resource Allocation, and not a device plugin.")
+def cli(*, config: Path | None, socket: str | None, kubelet_dir: str | None, node: str | None, dra: bool) -> None:
+    """Offer this node's GPUs to Kubernetes as shares that mpsd holds: kubelet's device plugin, or its driver.
 
     Runs in the foreground beside mpsd, as root in the host's pid namespace, and logs to stderr. Each setting of the
     configuration file is taken from MPSD_KUBERNETES_<SETTING> too.
     """
-    from mpsd.kubernetes.log import Log  # noqa: PLC0415 - the help page does not wait for gRPC
+    from mpsd.kubernetes import api_server  # noqa: PLC0415 - the help page does not wait for gRPC
+    from mpsd.kubernetes.log import Log  # noqa: PLC0415
     from mpsd.kubernetes.service import Service  # noqa: PLC0415
 
-    found = _settings(config, {"socket": socket, "kubelet_dir": kubelet_dir, "node": node})
-    Service(found, Log(found.log_format)).run()
+    options = {"socket": socket, "kubelet_dir": kubelet_dir, "node": node, "resources": "dra" if dra else None}
+    found = _settings(config, options)
+    log = Log(found.log_format)
+    if found.resources is Offer.DRA:
+        place = api_server.place(found.api_server, found.service_account, os.environ)
+        importlib.import_module("mpsd.kubernetes.dra.service").DraService(found, log, place).run()
+    else:
+        reports = found.report is Report.ALWAYS or (
+            found.report is Report.AUTO and bool(found.node) and api_server.is_known(found, os.environ)
+        )
+        reported_to = api_server.place(found.api_server, found.service_account, os.environ) if reports else None
+        Service(found, log, reported_to).run()
 
 
 def main() -> None:

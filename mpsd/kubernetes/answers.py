@@ -24,7 +24,7 @@ def answer(variables: Mapping[str, str], gpu: Gpu, settings: Settings) -> device
     directory = variables.get(PIPE_DIRECTORY)
     if directory is not None:
         response.mounts.add(container_path=directory, host_path=directory, read_only=True)
-        if _shares_memory(gpu, settings):
+        if shares_memory(gpu, settings):
             response.mounts.add(container_path=_SHARED_MEMORY, host_path=_SHARED_MEMORY, read_only=False)
         device = settings.cdi_device.format(uuid=gpu.uuid)
         match settings.gpu_devices:
@@ -48,7 +48,8 @@ def variables_of(encoded: str) -> dict[str, str]:
         return {}
 
 
-def _shares_memory(gpu: Gpu, settings: Settings) -> bool:
+def shares_memory(gpu: Gpu, settings: Settings) -> bool:
+    """Tell whether a container gets the machine's /dev/shm."""
     if settings.shared_memory is SharedMemory.AUTO:
         return gpu.driver is None or gpu.driver < WITHOUT_SHARED_FILES
     return settings.shared_memory is SharedMemory.ALWAYS

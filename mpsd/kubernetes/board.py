@@ -40,15 +40,20 @@ class Board:
         with self._changed:
             self._changed.notify_all()
 
-    def follow(self, kind: Kind, is_over: Callable[[], bool]) -> Iterator[deviceplugin.ListAndWatchResponse]:
-        """Yield the devices of a kind, at first and after each change, until it is over."""
+    def changes(self, is_over: Callable[[], bool], every: float | None = None) -> Iterator[Mapping[str, Gpu]]:
+        """Yield the GPUs at first, after each change, and after so many seconds without one, until it is over."""
         shown = -1
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: is_over() or self._version != shown)  # noqa: B023 - it is called here
+                self._changed.wait_for(lambda: is_over() or self._version != shown, every)  # noqa: B023 - called here
                 if is_over():
                     return
                 shown, gpus = self._version, self._gpus
+            yield gpus
+
+    def follow(self, kind: Kind, is_over: Callable[[], bool]) -> Iterator[deviceplugin.ListAndWatchResponse]:
+        """Yield the devices of a kind, at first and after each change, until it is over."""
+        for gpus in self.changes(is_over):
             yield deviceplugin.ListAndWatchResponse(
                 devices=[
                     deviceplugin.Device(

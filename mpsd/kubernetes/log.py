@@ -35,6 +35,18 @@ class EventName(StrEnum):
     CLAIM_RENEWED = "claim_renewed"
     LEASE_RELEASED = "lease_released"
     LEASE_NOT_CHANGED = "lease_not_changed"
+    DRIVER_REGISTERED = "driver_registered"
+    DRIVER_NOT_REGISTERED = "driver_not_registered"
+    CLAIM_PREPARED = "claim_prepared"
+    CLAIM_REFUSED = "claim_refused"
+    CLAIM_REPLACED = "claim_replaced"
+    CLAIM_UNPREPARED = "claim_unprepared"
+    CLAIM_UNREADABLE = "claim_unreadable"
+    SLICE_PUBLISHED = "slice_published"
+    SLICE_NOT_PUBLISHED = "slice_not_published"
+    NODE_REPORTED = "node_reported"
+    NODE_NOT_REPORTED = "node_not_reported"
+    POD_EVENT_LOST = "pod_event_lost"
 
 
 class Log:

@@ -6,7 +6,7 @@ people.
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar
 
 from mpsd.cli.api import Api
 from mpsd.core import gpus
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from mpsd.cli import answer_types
 
 T = TypeVar("T")
+
+LeaseAnswer: TypeAlias = "answer_types.Lease"
+"""A lease, as mpsd answers it."""
 
 PATIENCE: Final = 10.0
 """Seconds for which an mpsd that does not answer is asked again: the next one may be starting."""
@@ -93,10 +96,33 @@ class Mpsd:
         leases = self._patiently(lambda api: api.leases()["leases"])
         return [found for each in leases if (found := _claimed(each)) is not None]
 
+    def leases(self) -> list[LeaseAnswer]:
+        """Return all leases that have not ended, without their tokens."""
+        return self._patiently(lambda api: api.leases()["leases"])
+
+    def lease(self, lease: str) -> LeaseAnswer:
+        """Return a lease with its environment and token. Raises NotFoundError."""
+        return self._patiently(lambda api: api.lease(lease))
+
+    def attach(self) -> str:
+        """Return how strict mpsd is: `enforcement.attach`."""
+        return str(self._patiently(lambda api: api.config()["config"]["enforcement"]["attach"]))
+
+    def end(self, lease: str) -> None:
+        """End the clients of a lease, and then the lease."""
+        try:
+            self._patiently(lambda api: api.end(lease))
+        except NotFoundError:
+            return  # it has ended
+
     def claim(self, request: Mapping[str, object], wait: float) -> Granted:
         """Claim a lease; the request's `request_id` makes one that is repeated the same."""
-        lease = self._patiently(lambda api: api.admit(request, deadline=wait + _ANSWER))
+        lease = self.admit(request, wait)
         return Granted(lease["id"], lease["env"])
+
+    def admit(self, request: Mapping[str, object], wait: float) -> LeaseAnswer:
+        """Take out a lease, likewise."""
+        return self._patiently(lambda api: api.admit(request, deadline=wait + _ANSWER))
 
     def take(self, lease: str, group: str, uid: int, gid: int) -> None:
         """Have a claim taken by the control group of a pod, for as long as that exists, for a user.
@@ -153,6 +179,9 @@ def _seen(gpu: "answer_types.Gpu", daemon: "answer_types.Daemon") -> Seen:
         state_because=daemon["because"],
         pipe_directory=daemon["pipe_directory"],
         driver=None if version is None else gpus.driver_branch(version),
+        position=gpu["index"],
+        model=gpu["name"] or "",
+        version=version or "",
     )
 
 

@@ -13,6 +13,9 @@ import grpc
 from google.protobuf.message import Message
 
 from mpsd.kubernetes.protocol import deviceplugin_pb2 as deviceplugin
+from mpsd.kubernetes.protocol import dra_pb2 as dra
+from mpsd.kubernetes.protocol import drahealth_pb2 as drahealth
+from mpsd.kubernetes.protocol import pluginregistration_pb2 as registration
 from mpsd.kubernetes.protocol import podresources_pb2 as podresources
 
 Q = TypeVar("Q", bound=Message)
@@ -60,6 +63,39 @@ LIST_PODS: Final = Call(
     "List",
     podresources.ListPodResourcesRequest,
     podresources.ListPodResourcesResponse,
+)
+
+_REGISTRATION: Final = "pluginregistration.Registration"
+GET_INFO: Final = Call(_REGISTRATION, "GetInfo", registration.InfoRequest, registration.PluginInfo)
+NOTIFY: Final = Call(
+    _REGISTRATION,
+    "NotifyRegistrationStatus",
+    registration.RegistrationStatus,
+    registration.RegistrationStatusResponse,
+)
+
+DRA_SERVICES: Final = ("k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin", "k8s.io.kubelet.pkg.apis.dra.v1beta1.DRAPlugin")
+"""The newest first; their messages are the same."""
+
+
+def prepare(service: str) -> Call[dra.NodePrepareResourcesRequest, dra.NodePrepareResourcesResponse]:
+    """Return the call by which one of these services prepares claims."""
+    return Call(service, "NodePrepareResources", dra.NodePrepareResourcesRequest, dra.NodePrepareResourcesResponse)
+
+
+def unprepare(service: str) -> Call[dra.NodeUnprepareResourcesRequest, dra.NodeUnprepareResourcesResponse]:
+    """Return the call by which one of these services takes claims back."""
+    return Call(
+        service, "NodeUnprepareResources", dra.NodeUnprepareResourcesRequest, dra.NodeUnprepareResourcesResponse
+    )
+
+
+WATCH_HEALTH: Final = Call(
+    "v1alpha1.DRAResourceHealth",
+    "NodeWatchResources",
+    drahealth.NodeWatchResourcesRequest,
+    drahealth.NodeWatchResourcesResponse,
+    is_stream=True,
 )
 
 Handlers = Mapping[Call[Any, Any], Callable[[Any, grpc.ServicerContext], Any]]

@@ -31,7 +31,12 @@ def write(directory: Path, device: cdi.Device, content: bytes, *, reader: int | 
     Makes the directory where there is none. Raises ConfigurationError for a directory in which another user could
     write, NotPermittedError where this one may not, and OSError.
     """
-    path = directory / cdi.file_name(device.lease)
+    return put(directory, cdi.file_name(device.lease), content, reader=reader)
+
+
+def put(directory: Path, name: str, content: bytes, *, reader: int | None = None) -> Path:
+    """Write a file of CDI devices, as `write` does."""
+    path = directory / name
     try:
         directory.mkdir(mode=0o755, exist_ok=True)
         _check(directory)

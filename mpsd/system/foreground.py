@@ -45,14 +45,19 @@ def _follow(pid: int, pidfd: int, waited: frozenset[signal.Signals]) -> int:
             signal.pidfd_send_signal(pidfd, received.si_signo)  # it is not reaped, so it is there
 
 
-def output(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
-    """Run a program to its end, and return its exit status with what it printed, without the last line end."""
+def output(arguments: Sequence[str], environment: Mapping[str, str], *, most: int = _MOST) -> tuple[int, str]:
+    """Run a program to its end, and return its exit status with what it printed, without the last line end.
+
+    Of that, `most` bytes are read.
+    """
     sink = os.memfd_create("stdout")
     try:
         pid = os.posix_spawnp(arguments[0], [*arguments], environment, file_actions=[(os.POSIX_SPAWN_DUP2, sink, 1)])
         _, status = os.waitpid(pid, 0)
         code = os.waitstatus_to_exitcode(status)
-        text = os.pread(sink, _MOST, 0).decode("utf-8", "backslashreplace").removesuffix("\n")
+        with os.fdopen(os.dup(sink), "rb") as printed:
+            printed.seek(0)
+            text = printed.read(most).decode("utf-8", "backslashreplace").removesuffix("\n")
     finally:
         os.close(sink)
     return code if code >= 0 else 128 - code, text

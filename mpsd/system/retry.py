@@ -3,11 +3,31 @@
 The predicates are positive on purpose: tenacity's negated ones would also retry a cancellation.
 """
 
+import threading
+
 import tenacity
 
 
 class CollisionError(Exception):
     """A front-end was turned away by the control daemon, which serves one at a time: nothing was done."""
+
+
+class ApiServerAwayError(Exception):
+    """The API server of a cluster did not answer, or is too busy to; the message says why."""
+
+
+def api_server(seconds: float, ended: threading.Event) -> tenacity.Retrying:
+    """Try again while the API server is away, for at most this long, or until `ended` is set.
+
+    Then ApiServerAwayError is raised. The jitter is there for a thousand nodes that find it back at the same moment.
+    """
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(ApiServerAwayError),
+        stop=tenacity.stop_after_delay(seconds) | tenacity.stop_when_event_set(ended),
+        wait=tenacity.wait_random_exponential(multiplier=0.2, max=5.0),
+        sleep=tenacity.sleep_using_event(ended),
+        reraise=True,
+    )
 
 
 def collisions(seconds: float) -> tenacity.AsyncRetrying:

@@ -29,6 +29,7 @@ from mpsd.core.errors import (
     StoppingError,
     UnreachableError,
 )
+from mpsd.core.kubernetes import pods
 from mpsd.system import cdi_directory, foreground
 
 if TYPE_CHECKING:
@@ -175,8 +176,9 @@ def _lease_of(api: Api, pid: int) -> str | None:
 
 @container.command(hidden=True)
 @click.argument("lease")
+@click.option("--pod", "is_of_pod", is_flag=True, help="Have the control group of its pod hold it.")
 @with_api
-def hook(api: Api, lease: str) -> None:
+def hook(api: Api, lease: str, *, is_of_pod: bool) -> None:
     """Take a lease for a container that is being created; its runtime calls this, with its state on stdin."""
     state = oci.state(sys.stdin.buffer.read(oci.STATE_BYTES))
     found = oci.container(_configuration(state))
@@ -203,6 +205,9 @@ def hook(api: Api, lease: str) -> None:
             f"the program of the container will run as uid {uid}, and the lease is for your own, {own}",
             hint="run it as root of the container, which is you, or with --userns=keep-id",
         )
+    if is_of_pod:
+        _check_same(_take_for_pod(api, lease, request, uid), lease, directory)
+        return
     # Where the runtime makes no control group, as podman of a user does not on version 1, the container's would be that
     # of others too; and where a user's is not delegated to it, mpsd does not take it.
     has_group = _groups(state.pid) != _groups("self")
@@ -212,11 +217,43 @@ def hook(api: Api, lease: str) -> None:
         if is_root or not has_group or refusal.limit not in {"cgroup", "ttl"}:
             raise
         taken = _take(api, lease, request)
+    _check_same(taken, lease, directory)
+
+
+def _check_same(taken: "answer_types.Lease", lease: str, directory: str) -> None:
+    """Refuse a container that has the pipe directory of another lease."""
     if taken["env"].get(device_files.PIPE_DIRECTORY) != directory:
         raise NotPermittedError(
             f"the container's {device_files.PIPE_DIRECTORY} is {directory}, and that of {lease} is another",
             hint="write the device of the lease again: mpsctl cdi write",
         )
+
+
+def _take_for_pod(api: Api, lease: str, request: Mapping[str, object], uid: int) -> "answer_types.Lease":
+    """Have a lease held by the pod of a container, so that it outlives its containers; each of them asks for that.
+
+    Another pod that shares it is one of its bearers, by the token in its environment.
+    """
+    pid = request["pid"]
+    lines = _groups(int(pid)).splitlines() if isinstance(pid, int) else []
+    above = [line.split(":", 2)[2].rpartition("/")[0] for line in lines]
+    group = next((path for path in above if pods.pod_of(path) is not None), None)
+    if group is None:
+        raise NotPermittedError(
+            f"process {pid} of the container is in no control group of a pod", hint="see kubelet's cgroupsPerQOS"
+        )
+    by_group = {name: value for name, value in request.items() if name != "pid"}
+    try:
+        taken = _take(api, lease, {**by_group, "cgroup": group, "while": "exists"})
+    except AlreadyClaimedError:
+        taken = api.lease(lease)
+    if taken["owner"]["uid"] != uid:
+        raise NotPermittedError(
+            f"the program of the container will run as uid {uid}, and {lease} belongs to uid {taken['owner']['uid']},"
+            " as which another container of its claim runs",
+            hint="run them as the same user, or write a request of its own for each: resources.claims[].request",
+        )
+    return taken
 
 
 def _take(api: Api, lease: str, request: Mapping[str, object]) -> "answer_types.Lease":

@@ -66,28 +66,47 @@ def document(
     program: Sequence[str],
     shared_memory: bool,
 ) -> dict[str, object]:
-    """Return the CDI document of a lease's only device.
+    """Return the CDI document of a lease's only device: see `edits`."""
+    hook = hook_of(device, variables, program)
+    found = edits(variables, hook=hook, shared_memory=shared_memory)
+    return of_devices(KIND, {device.lease: found})
+
+
+def of_devices(kind: str, devices: Mapping[str, object]) -> dict[str, object]:
+    """Return the CDI document of devices: what each changes of a container, by name."""
+    listed = [{"name": name, "containerEdits": found} for name, found in devices.items()]
+    return {"cdiVersion": VERSION, "kind": kind, "devices": listed}
+
+
+def edits(variables: Mapping[str, str], *, hook: object | None, shared_memory: bool) -> dict[str, object]:
+    """Return what a lease's device changes of a container.
 
     `variables` are the lease's environment; of the node's files the container gets the directory that
     CUDA_MPS_PIPE_DIRECTORY names and nothing else, and the /dev/shm of the machine where `shared_memory` says so.
-    `program` is mpsctl as the runtime can start it: an absolute path, then arguments. The hook gets the token by its
-    environment, which other users cannot read, as they can its arguments.
     """
     directory = variables[PIPE_DIRECTORY]
     mounts = [{"hostPath": directory, "containerPath": directory, "options": [*_READ_ONLY]}]
     if shared_memory:
         options = ["bind", "rw", "nosuid", "nodev", "noexec"]
         mounts.append({"hostPath": _SHARED_MEMORY, "containerPath": _SHARED_MEMORY, "options": options})
-    hook = {
+    hooks = {} if hook is None else {"hooks": [hook]}
+    return {"env": [f"{name}={value}" for name, value in variables.items()], "mounts": mounts, **hooks}
+
+
+def hook_of(device: Device, variables: Mapping[str, str], program: Sequence[str], *options: str) -> dict[str, object]:
+    """Return the hook that takes the claim of a lease.
+
+    `program` is mpsctl as the runtime can start it: an absolute path, then arguments. The hook gets the token by its
+    environment, which other users cannot read, as they can its arguments.
+    """
+    return {
         "hookName": "createRuntime",
         "path": program[0],
-        "args": [*program, "--socket", device.socket, "container", "hook", device.lease],
+        "args": [*program, "--socket", device.socket, "container", "hook", *options, device.lease],
         # Never empty: a hook without variables of its own gets those of the runtime (runc).
         "env": ["PATH=/usr/sbin:/usr/bin:/sbin:/bin", f"{TOKEN}={variables[TOKEN]}"],
         "timeout": HOOK_SECONDS,
     }
-    edits = {"env": [f"{name}={value}" for name, value in variables.items()], "mounts": mounts, "hooks": [hook]}
-    return {"cdiVersion": VERSION, "kind": KIND, "devices": [{"name": device.lease, "containerEdits": edits}]}
 
 
 def encode(content: Mapping[str, object]) -> bytes:

@@ -1,4 +1,4 @@
 """Kubernetes: which devices a node offers, what a set of them comes to, and what becomes of the leases of its pods.
 
-Imported by: kubernetes.
+Imported by: cli/commands, core/dra, kubernetes, kubernetes/dra.
 """

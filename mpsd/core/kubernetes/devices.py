@@ -30,6 +30,7 @@ KINDS: Final = {
     Offer.SLICES: (Kind.SLICE,),
     Offer.MEMORY: (Kind.MEMORY,),
     Offer.THREADS_AND_MEMORY: (Kind.CORE, Kind.MEMORY),
+    Offer.DRA: (),
 }
 
 
@@ -45,6 +46,11 @@ class Gpu(NamedTuple):
     """Branch of its driver."""
     because: str = ""
     """Why nothing new may start on it; empty where it may."""
+    position: int = 0
+    """Its index, as mpsd counts."""
+    model: str = ""
+    version: str = ""
+    """Of its driver."""
 
 
 class Part(NamedTuple):
@@ -83,7 +89,7 @@ def check_node(gpus: Collection[Gpu], settings: Settings) -> None:
             limit="resources",
         )
     for gpu in gpus:
-        if settings.resources is not Offer.SLICES and not 0 < gpu.mebibytes // settings.memory_unit <= MOST_DEVICES:
+        if Kind.MEMORY in KINDS[settings.resources] and not 0 < gpu.mebibytes // settings.memory_unit <= MOST_DEVICES:
             raise ConfigurationError(
                 f"mpsd grants {gpu.mebibytes} MiB of GPU {gpu.uuid}, which is not 1 to {MOST_DEVICES} units of"
                 f" {settings.memory_unit} MiB",

@@ -24,6 +24,9 @@ class Seen(NamedTuple):
     state_because: str
     pipe_directory: str
     driver: int | None
+    position: int = 0
+    model: str = ""
+    version: str = ""
 
 
 def offered(seen: Iterable[Seen], before: Mapping[str, Gpu]) -> dict[str, Gpu]:
@@ -35,7 +38,17 @@ def offered(seen: Iterable[Seen], before: Mapping[str, Gpu]) -> dict[str, Gpu]:
             because = f"GPU {each.uuid} is {each.health}: {each.because}"
         elif each.state != READY:
             because = f"control daemon {each.daemon} is {each.state}: {each.state_because}"
-        now[each.uuid] = Gpu(each.uuid, each.mebibytes, each.daemon, each.pipe_directory, each.driver, because)
+        now[each.uuid] = Gpu(
+            each.uuid,
+            each.mebibytes,
+            each.daemon,
+            each.pipe_directory,
+            each.driver,
+            because,
+            each.position,
+            each.model,
+            each.version,
+        )
     gone = {
         uuid: gpu._replace(because="mpsd does not show it any more") for uuid, gpu in before.items() if uuid not in now
     }

@@ -26,6 +26,11 @@ _RESOURCE: Final = re.compile(
 """An extended resource: a domain and a name. Source: Kubernetes, "Manage Resources for Containers"."""
 
 
+_DRIVER: Final = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:\.[a-z0-9](?:[a-z0-9-]*[a-z0-9])?)*")
+_LONGEST_DRIVER: Final = 63
+"""Characters of a driver's name. Source: resource.k8s.io/v1."""
+
+
 class Offer(StrEnum):
     """Which resources a node offers."""
 
@@ -35,6 +40,8 @@ class Offer(StrEnum):
     """One: memory; threads come with it, in proportion."""
     THREADS_AND_MEMORY = "threads-and-memory"
     """Two, which a container asks for together."""
+    DRA = "dra"
+    """None: Dynamic Resource Allocation has shares of devices in their place."""
 
 
 class GpuDevices(StrEnum):
@@ -54,6 +61,14 @@ class SharedMemory(StrEnum):
     NEVER = "never"
 
 
+class Report(StrEnum):
+    """Whether the node's labels and its annotation are written."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
 def _text(value: object) -> str:
     if not isinstance(value, str):
         raise _wrong(value, "a text")
@@ -64,6 +79,17 @@ def _path(value: object) -> str:
     text = _text(value)
     if not text.startswith("/"):
         raise _wrong(value, "an absolute path")
+    return text
+
+
+def _optional_path(value: object) -> str:
+    return _path(value) if value != "" else ""
+
+
+def _driver(value: object) -> str:
+    text = _text(value)
+    if len(text) > _LONGEST_DRIVER or not _DRIVER.fullmatch(text):
+        raise _wrong(value, f"a DNS name of at most {_LONGEST_DRIVER} characters, in lower case")
     return text
 
 
@@ -131,12 +157,13 @@ class Settings:
 
     socket: str = row("/run/mpsd/mpsd.sock", _path, "mpsd's socket.")
     kubelet_dir: str = row("/var/lib/kubelet", _path, "kubelet's root directory (`--root-dir`).")
-    node: str = row("", _text, "The node's name, for the log.")
+    node: str = row("", _text, "The node's name, by which the API server has it.")
     resources: Offer = row(
         Offer.SLICES,
         _choice(Offer),
         "What the node offers: `slices` (threads and memory in one number), `memory` (with threads in proportion), or"
-        " `threads-and-memory` (two resources; on a node with one GPU only).",
+        " `threads-and-memory` (two resources; on a node with one GPU only); or `dra` (`--dra`): shares by Dynamic"
+        " Resource Allocation.",
     )
     slice_resource: str = row("nvidia.com/mps-slice", _resource, "Name of the slices.")
     slices: int = row(100, _number(1, MOST_DEVICES), "Number of slices per GPU.")
@@ -186,6 +213,33 @@ class Settings:
         _choice(SharedMemory),
         "Whether a container gets the machine's /dev/shm: `auto` (for drivers before 580), `always` or `never`.",
     )
+    driver: str = row("mpsd", _driver, "Name of the driver, in device classes and claims (`dra`).")
+    thread_step: int = row(1, _number(1, 50), "Threads are requested in multiples of so many percent (`dra`).")
+    memory_step: int = row(256, _unit, "Memory is requested in multiples of this, in whole MiB (`dra`).", '"256MiB"')
+    cdi_dir: str = row("/var/run/cdi", _path, "Directory that the container runtime reads CDI devices from (`dra`).")
+    hook: str = row(
+        "",
+        _optional_path,
+        "mpsctl, as the container runtime finds it on the node: it opens a lease to its container before that starts"
+        " (`dra`). Absent: this program does, for root, and for another user once the container runs.",
+        "absent",
+    )
+    api_server: str = row(
+        "", _text, "The API server, as https://HOST:PORT. Absent: the one that kubelet names to each pod.", "absent"
+    )
+    service_account: str = row(
+        "",
+        _optional_path,
+        "Directory with `token` and `ca.crt` for the API server.",
+        '"/var/run/secrets/kubernetes.io/serviceaccount"',
+    )
+    report: Report = row(
+        Report.AUTO,
+        _choice(Report),
+        "Whether the node's labels and annotation are written: `auto` (where `node` and the API server are known),"
+        " `always`, or `never`.",
+    )
+    report_interval: float = row(30.0, _seconds, "Seconds from one write of them to the next, at least.")
     cgroup_root: str = row("/", _path, "kubelet's `cgroupRoot`, where it has one.")
     log_format: LogFormat = row(
         LogFormat.AUTO, _choice(LogFormat), "`json`, `text`, or `auto`: text on a terminal, and JSON elsewhere."
@@ -222,6 +276,12 @@ def parse(document: str, environment: Mapping[str, str], options: Mapping[str, s
 
 
 def _check(settings: Settings) -> None:
+    if not settings.node and (settings.resources is Offer.DRA or settings.report is Report.ALWAYS):
+        raise ConfigurationError(
+            "node: what is written to the API server needs the node's name",
+            hint=f"give it with --node, or {PREFIX}NODE from the field spec.nodeName",
+            limit="node",
+        )
     names = [settings.slice_resource, settings.core_resource, settings.memory_resource]
     if len({*names}) < len(names):
         raise ConfigurationError("two resources have the same name", hint="give each a name of its own")

@@ -1,4 +1,4 @@
 """What kubelet speaks, as messages: the .proto files, and what protoc makes of them (`python -m tests.gate.generate`).
 
-Imported by: kubernetes.
+Imported by: kubernetes, kubernetes/dra.
 """

@@ -1,0 +1,88 @@
+"""The command about a whole cluster: cluster."""
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Final, cast
+
+import click
+
+from mpsd.cli.command import note, print_answer, with_form
+from mpsd.cli.render import size
+from mpsd.cli.tables import Column, look_of, table
+from mpsd.core.errors import NotFoundError, UnreachableError
+from mpsd.core.kubernetes import cluster_table
+from mpsd.core.kubernetes.cluster_table import NodeRow
+from mpsd.system import foreground
+
+_MOST: Final = 1024 * 1024 * 1024
+"""Bytes of kubectl's answer: a thousand nodes have some 20 MB, and a hundred thousand pods some 500 MB."""
+
+_LABEL: Final = "mpsd/gpus"
+
+_COLUMNS: Final = (
+    Column("NODE"),
+    Column("GPU"),
+    Column("MODEL", rank=1),
+    Column("THREADS"),
+    Column("MEMORY"),
+    Column("STATE / POD"),
+)
+
+
+@click.command()
+@click.option("--context", metavar="NAME", help="Context of kubectl.  [default: as kubectl has it]")
+@with_form()
+def cluster(form: str, context: str | None) -> None:
+    """Show the nodes of a cluster, their GPUs, and which pod has how much of each.
+
+    It calls `kubectl get nodes` and `kubectl get pods`, with your own kubeconfig and your own rights, and reads what
+    mpsd-kubernetes wrote into each node's annotation: up to half a minute old. No mpsd is asked.
+    """
+    chosen = [] if context is None else [f"--context={context}"]
+    nodes = _get([*chosen, "get", "nodes", f"--selector={_LABEL}"])
+    if nodes is None:
+        raise UnreachableError(
+            "kubectl could not list the nodes, and has said why above",
+            hint="see that `kubectl get nodes` works: KUBECONFIG, --context, and your rights",
+        )
+    running = "--field-selector=status.phase!=Succeeded,status.phase!=Failed"
+    pods = _get([*chosen, "get", "pods", "--all-namespaces", running])
+    if pods is None:
+        note("kubectl could not list the pods, so they are shown by their uids")
+    rows = cluster_table.nodes(nodes, cluster_table.pod_names(pods or []))
+    print_answer(form, {"nodes": rows}, lambda safe: _view(safe["nodes"]))
+
+
+def _get(arguments: Sequence[str]) -> list[object] | None:
+    """Return the objects that kubectl lists; None where it does not. Raises NotFoundError where there is no kubectl."""
+    try:
+        status, text = foreground.output(["kubectl", *arguments, "--output=json"], os.environ, most=_MOST)
+    except FileNotFoundError:
+        raise NotFoundError(
+            "kubectl is not installed, or not in PATH: mpsctl cluster asks the API server by way of it",
+            hint="install kubectl, and see that `kubectl get nodes` works",
+        ) from None
+    if status:
+        return None
+    try:
+        items = json.loads(text)["items"]
+    except (ValueError, KeyError, TypeError):
+        raise UnreachableError("kubectl printed something else than a list", hint="see kubectl get nodes") from None
+    return cast("list[object]", items) if isinstance(items, list) else []
+
+
+def _view(rows: Sequence[NodeRow]) -> str:
+    lines: list[tuple[str, ...]] = []
+    for node in rows:
+        if node["because"]:
+            lines.append((node["name"], "-", "", "", "", node["because"]))
+        for gpu in node["gpus"]:
+            memory = f"{size(gpu['memory_granted'])} of {size(gpu['memory_total'])}"
+            threads = f"{gpu['threads_granted']:g}% of 100%"
+            lines.append((node["name"], f"{gpu['index']}", gpu["model"], threads, memory, gpu["because"] or "ok"))
+            lines += [
+                ("", "", "", f"{each['threads']:g}%", size(each["memory"]), each["pod"] or "(not of a pod)")
+                for each in gpu["pods"]
+            ]
+    return table(_COLUMNS, lines, look_of(), none="no nodes with mpsd")

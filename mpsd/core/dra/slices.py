@@ -1,0 +1,142 @@
+"""The ResourceSlice of a node: its GPUs, of which each can be allocated in shares of threads and memory. Pure.
+
+One pool for a node, and one slice for a pool: it has room for 128 devices, and whoever reads it sees one moment.
+
+A GPU on which nothing new may start (held, draining, not healthy) is left out. A taint would say why, but only where
+DRADeviceTaints is on; elsewhere the API server drops it without a word, and pods would go on being placed there. What
+is left out is not taken from anybody: claims that are allocated stay so, and count again when the GPU is back.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, NamedTuple
+
+from mpsd.core.dra import quantities
+from mpsd.core.dra.allocation import MEMORY, THREADS, device_name
+from mpsd.core.kubernetes.devices import Gpu
+
+API_VERSION: Final = "resource.k8s.io/v1"
+"""The first with consumable capacity that is not an alpha: Kubernetes 1.34."""
+
+_LONGEST_TEXT: Final = 64
+"""Characters of a text attribute. Source: resource.k8s.io/v1."""
+
+_TENTH: Final = 10
+"""A request that does not say how much gets a tenth of the GPU."""
+
+
+class Steps(NamedTuple):
+    """The sizes that can be asked for: multiples of these."""
+
+    percent: int
+    mebibytes: int
+
+
+class Node(NamedTuple):
+    """What a slice says of its node."""
+
+    name: str
+    uid: str
+    """Of the Node object, which owns the slice; empty where it is not known."""
+    driver: str
+    attach: str
+    """How strict mpsd is, as `enforcement.attach`."""
+
+
+def slice_name(node: str, driver: str) -> str:
+    """Return the name of a node's only slice."""
+    return f"{node}-{driver}"
+
+
+def document(node: Node, gpus: Iterable[Gpu], steps: Steps, generation: int) -> dict[str, object]:
+    """Return the slice of a node."""
+    metadata: dict[str, object] = {"name": slice_name(node.name, node.driver)}
+    if node.uid:
+        metadata["ownerReferences"] = [
+            {"apiVersion": "v1", "kind": "Node", "name": node.name, "uid": node.uid, "controller": True}
+        ]
+    usable = sorted((each for each in gpus if not each.because), key=lambda each: each.uuid)
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "ResourceSlice",
+        "metadata": metadata,
+        "spec": {
+            "driver": node.driver,
+            "nodeName": node.name,
+            "pool": {"name": node.name, "generation": generation, "resourceSliceCount": 1},
+            "devices": [device for each in usable if (device := _device(each, node, steps)) is not None],
+        },
+    }
+
+
+def is_shared(published: Mapping[str, object]) -> bool:
+    """Tell whether the API server took the devices of a slice as ones that can be allocated in shares.
+
+    It drops what belongs to a feature that is off: then each claim would be given a whole GPU.
+    """
+    spec = published.get("spec")
+    devices = spec.get("devices") if isinstance(spec, dict) else None
+    return all(isinstance(each, dict) and each.get("allowMultipleAllocations") for each in devices or [])
+
+
+def same(one: Mapping[str, object] | None, other: Mapping[str, object]) -> bool:
+    """Tell whether two slices say the same, whatever their generation; what the API server adds counts for nothing."""
+    return one is not None and _content(one) == _content(other)
+
+
+def generation_of(published: Mapping[str, object] | None) -> int:
+    """Return the generation of a slice; 0 where there is none."""
+    match published:
+        case {"spec": {"pool": {"generation": int(number)}}}:
+            return number
+        case _:
+            return 0
+
+
+def _content(document: Mapping[str, object]) -> object:
+    spec = document.get("spec")
+    if not isinstance(spec, dict):
+        return None
+    pool = spec.get("pool")
+    # The API server leaves an empty list out.
+    return {
+        **spec,
+        "devices": spec.get("devices") or [],
+        "pool": {**pool, "generation": 0} if isinstance(pool, dict) else None,
+    }
+
+
+def _device(gpu: Gpu, node: Node, steps: Steps) -> dict[str, object] | None:
+    """Return a GPU as a device; None for one that has less than two steps, of which Kubernetes takes no range."""
+    memory = gpu.mebibytes // steps.mebibytes * steps.mebibytes
+    if memory < 2 * steps.mebibytes:
+        return None
+    attributes: dict[str, object] = {
+        "uuid": {"string": gpu.uuid},
+        "index": {"int": gpu.position},
+        "model": {"string": gpu.model[:_LONGEST_TEXT]},
+        "driver": {"string": gpu.version[:_LONGEST_TEXT]},
+        "attach": {"string": node.attach},
+    }
+    if gpu.driver is not None:
+        attributes["driverBranch"] = {"int": gpu.driver}
+    whole = 100 // steps.percent * steps.percent
+    return {
+        "name": device_name(gpu.uuid),
+        "allowMultipleAllocations": True,
+        "attributes": attributes,
+        "capacity": {
+            THREADS: _capacity(whole, steps.percent, str),
+            MEMORY: _capacity(memory, steps.mebibytes, quantities.of_mebibytes),
+        },
+    }
+
+
+def _capacity(whole: int, step: int, write: Callable[[int], str]) -> dict[str, object]:
+    default = max(whole // _TENTH // step, 1) * step
+    return {
+        "value": write(whole),
+        "requestPolicy": {
+            "default": write(default),
+            "validRange": {"min": write(step), "max": write(whole), "step": write(step)},
+        },
+    }

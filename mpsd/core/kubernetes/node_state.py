@@ -1,0 +1,114 @@
+"""What a cluster sees of a node: labels to select it by, and an annotation for people. Pure.
+
+A label changes what the scheduler looks at, so labels are coarse: what is free of a node counts in quarters of a GPU's
+threads, and in powers of two of GiB. The annotation is exact. Neither is what pods are placed by: that is the
+resources, or the ResourceSlice, which the scheduler keeps count of itself.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+PREFIX: Final = "mpsd/"
+ANNOTATION: Final = f"{PREFIX}state"
+
+_QUARTER: Final = 250
+"""Of a GPU's threads, in tenths of a percent."""
+
+_GIB: Final = 1024
+"""In MiB."""
+
+_LONGEST: Final = 63
+"""Characters of a label's value."""
+
+_LONGEST_REASON: Final = 200
+
+
+class ShareState(NamedTuple):
+    """What a pod has of a GPU, or whoever else has a lease of it."""
+
+    pod: str
+    """The uid of the pod; empty where it is none's."""
+    tenths: int
+    mebibytes: int
+
+
+class GpuState(NamedTuple):
+    """A GPU, and who has what of it."""
+
+    uuid: str
+    position: int
+    model: str
+    because: str
+    """Why nothing new may start on it; empty where it may."""
+    mebibytes: int
+    """What mpsd grants of it, all in all."""
+    shares: Sequence[ShareState]
+
+    @property
+    def granted(self) -> ShareState:
+        """The sum of its shares."""
+        return ShareState("", sum(each.tenths for each in self.shares), sum(each.mebibytes for each in self.shares))
+
+
+def labels(gpus: Iterable[GpuState], offers: str, branch: int | None) -> dict[str, str | None]:
+    """Return the labels of a node; None for one that it is not to have."""
+    found = list(gpus)
+    usable = [each for each in found if not each.because]
+    threads = max((1000 - each.granted.tenths for each in usable), default=0)
+    memory = max((each.mebibytes - each.granted.mebibytes for each in usable), default=0)
+    models = sorted({each.model for each in found})
+    wanted = {
+        "gpus": f"{len(found)}",
+        "healthy-gpus": f"{len(usable)}",
+        "model": _value(models[0]) if len(models) == 1 else None,
+        "driver-branch": None if branch is None else f"{branch}",
+        "offers": offers,
+        "free-threads": f"{max(threads, 0) // _QUARTER * 25}",
+        "free-memory-gib": f"{_power_of_two(max(memory, 0) // _GIB)}",
+    }
+    return {f"{PREFIX}{name}": value for name, value in wanted.items()}
+
+
+def annotation(gpus: Iterable[GpuState]) -> str:
+    """Return the annotation of a node: its GPUs by index, in JSON."""
+    state = {
+        "version": 1,
+        "gpus": [
+            {
+                "uuid": each.uuid,
+                "index": each.position,
+                "model": each.model,
+                "because": each.because[:_LONGEST_REASON],
+                "threads": each.granted.tenths / 10,
+                "memory": [each.granted.mebibytes, each.mebibytes],
+                "shares": [[share.pod, share.tenths / 10, share.mebibytes] for share in sorted(each.shares)],
+            }
+            for each in sorted(gpus, key=lambda gpu: gpu.position)
+        ],
+    }
+    return json.dumps(state, separators=(",", ":"))
+
+
+def difference(node: Mapping[str, object], wanted: Mapping[str, str | None], state: str) -> dict[str, object] | None:
+    """Return the patch that gives a Node these labels and this annotation; None where it has them."""
+    found = node.get("metadata")
+    metadata = found if isinstance(found, dict) else {}
+    now, notes = metadata.get("labels") or {}, metadata.get("annotations") or {}
+    changed = {name: value for name, value in wanted.items() if now.get(name) != value}
+    patch = dict[str, object]()
+    if changed:
+        patch["labels"] = changed
+    if notes.get(ANNOTATION) != state:
+        patch["annotations"] = {ANNOTATION: state}
+    return {"metadata": patch} if patch else None
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number.bit_length() - 1) if number else 0
+
+
+def _value(text: str) -> str | None:
+    """Return a text as the value of a label; None where nothing of it is left."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text)[:_LONGEST].strip("-_.") or None

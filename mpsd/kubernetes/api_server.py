@@ -1,0 +1,276 @@
+"""The API server, as this program asks it: a few routes, over TLS, as the service account of its pod.
+
+By the standard library: what is needed is a request, an answer and a deadline. Kubernetes' own client for Python brings
+some 30 MB of generated types and a pool of connections; an HTTP library would still leave the token, which is replaced
+on disk every hour, and the errors to be done here. Requests are few (see `docs/reference/scale.md`), so that each has
+a connection of its own: none that has died without a word is waited for.
+
+Whatever asks it is a thread of its own, or a call of kubelet's that needs the answer: nothing else waits for it.
+"""
+
+import http.client
+import json
+import os
+import ssl
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, NamedTuple, cast
+from urllib.parse import quote, urlsplit
+
+import msgspec
+
+from mpsd.core.dra.objects import ResourceClaim
+from mpsd.core.errors import (
+    ConfigurationError,
+    InternalError,
+    NotFoundError,
+    NotPermittedError,
+    UnreachableError,
+)
+from mpsd.core.kubernetes.settings import Settings
+from mpsd.core.sanitize import text
+from mpsd.core.units import briefly
+from mpsd.system import clock, retry
+
+Document = Mapping[str, object]
+
+ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Where kubelet puts the token and the certificate for a pod."""
+
+PATIENCE: Final = 15.0
+"""Seconds for which a call is repeated while the API server is away or busy; kubelet itself waits 45 s for a claim."""
+
+_ATTEMPT: Final = 5.0
+"""Seconds for one attempt, from connecting to the last byte."""
+
+_MOST: Final = 4 * 1024 * 1024
+"""Bytes of an answer; the API server stores no object of more than 1.5 MiB."""
+
+_PIECE: Final = 64 * 1024
+_TOKEN_BYTES: Final = 64 * 1024
+_RESOURCE: Final = "/apis/resource.k8s.io/v1"
+_NOT_FOUND, _CONFLICT, _TOO_MANY, _ERRORS = 404, 409, 429, 500
+
+
+class ConflictError(Exception):
+    """The object exists already, or has changed since it was read."""
+
+
+class Place(NamedTuple):
+    """Where the API server is, and by what it is believed and believes."""
+
+    host: str
+    port: int
+    account: Path
+
+
+def is_known(settings: Settings, environment: Mapping[str, str]) -> bool:
+    """Tell whether it is known where the API server is, and there is a token for it."""
+    has_token = Path(settings.service_account or ACCOUNT, "token").exists()
+    return has_token and bool(settings.api_server or environment.get("KUBERNETES_SERVICE_HOST"))
+
+
+def place(url: str, account: str, environment: Mapping[str, str]) -> Place:
+    """Return where the API server is: as configured, or else as kubelet tells each pod. Raises ConfigurationError."""
+    folder = Path(account) if account else ACCOUNT
+    if url:
+        parts = urlsplit(url)
+        if parts.scheme != "https" or not parts.hostname or parts.path not in {"", "/"}:
+            raise ConfigurationError(
+                f"api_server: {briefly(url)} is not https://HOST:PORT", hint="correct it", limit="api_server"
+            )
+        return Place(parts.hostname, parts.port or 443, folder)
+    host, port = environment.get("KUBERNETES_SERVICE_HOST", ""), environment.get("KUBERNETES_SERVICE_PORT", "443")
+    if not host or not port.isdecimal():
+        raise ConfigurationError(
+            "the API server is not known: KUBERNETES_SERVICE_HOST is not set, as it is in a pod",
+            hint='run it in a pod, or set api_server = "https://HOST:PORT" and service_account',
+            limit="api_server",
+        )
+    return Place(host, int(port), folder)
+
+
+class ApiServer:
+    """The API server. Any thread may call.
+
+    Every method raises UnreachableError when it is away, or too busy, for longer than `PATIENCE`, NotPermittedError for
+    what the service account may not do, and InternalError for an answer that is none of Kubernetes'.
+    """
+
+    def __init__(self, found: Place, ended: threading.Event) -> None:
+        """`ended` is set when this program ends: then nobody waits any more."""
+        self._place = found
+        self._ended = ended
+
+    def claim(self, namespace: str, name: str) -> ResourceClaim:
+        """Return a ResourceClaim. Raises NotFoundError."""
+        path = f"{_RESOURCE}/namespaces/{_segment(namespace)}/resourceclaims/{_segment(name)}"
+        raw = self._ask("GET", path, what=f"ResourceClaim {namespace}/{name}")
+        try:
+            return msgspec.json.decode(raw, type=ResourceClaim)
+        except msgspec.MsgspecError as error:
+            raise _garbled(f"ResourceClaim {namespace}/{name}", error) from None
+
+    def slice(self, name: str) -> Document | None:
+        """Return a ResourceSlice; None where there is none."""
+        return self.read(f"{_RESOURCE}/resourceslices/{_segment(name)}")
+
+    def create_slice(self, document: Document) -> Document:
+        """Create a ResourceSlice, and return it as it was taken. Raises ConflictError where there is one."""
+        return self.create(f"{_RESOURCE}/resourceslices", document)
+
+    def replace_slice(self, name: str, document: Document) -> Document:
+        """Replace a ResourceSlice by one with its resourceVersion, and return it as it was taken.
+
+        Raises ConflictError where it has changed since, and NotFoundError.
+        """
+        return self.replace(f"{_RESOURCE}/resourceslices/{_segment(name)}", document)
+
+    def delete_slice(self, name: str) -> None:
+        """Delete a ResourceSlice, if there is one."""
+        try:
+            self._ask("DELETE", f"{_RESOURCE}/resourceslices/{_segment(name)}", what=f"ResourceSlice {name}")
+        except NotFoundError:
+            return
+
+    def node(self, name: str) -> Document:
+        """Return a Node. Raises NotFoundError."""
+        found = self.read(f"/api/v1/nodes/{_segment(name)}")
+        if found is None:
+            raise NotFoundError(f"there is no Node {name}", hint="see the node setting of mpsd-kubernetes")
+        return found
+
+    def patch_node(self, name: str, patch: Document) -> None:
+        """Merge a patch into a Node. Raises NotFoundError."""
+        self._ask("PATCH", f"/api/v1/nodes/{_segment(name)}", patch, what=f"Node {name}")
+
+    def create_event(self, namespace: str, event: Document) -> None:
+        """Create an Event, once: an event that is lost is worth no patience."""
+        path = f"/api/v1/namespaces/{_segment(namespace)}/events"
+        self._ask("POST", path, event, what=f"Events in {namespace}", patience=0.0)
+
+    def create(self, path: str, document: Document) -> Document:
+        """Create an object in a collection, and return it as it was taken. Raises ConflictError where there is one."""
+        return _decoded(self._ask("POST", path, document, what=_last(path)), _last(path))
+
+    def read(self, path: str) -> Document | None:
+        """Return an object; None where there is none."""
+        try:
+            return _decoded(self._ask("GET", path, what=_last(path)), _last(path))
+        except NotFoundError:
+            return None
+
+    def replace(self, path: str, document: Document) -> Document:
+        """Replace an object by one with its resourceVersion, and return it as it was taken.
+
+        Raises ConflictError where it has changed since, and NotFoundError.
+        """
+        return _decoded(self._ask("PUT", path, document, what=_last(path)), _last(path))
+
+    # -- one request ---------------------------------------------------------------------------------------------------
+
+    def _ask(
+        self, method: str, path: str, body: Document | None = None, *, what: str, patience: float = PATIENCE
+    ) -> bytes:
+        try:
+            answer: bytes = retry.api_server(patience, self._ended)(self._once, method, path, body, what)
+        except retry.ApiServerAwayError as error:
+            raise UnreachableError(
+                f"the API server at {self._place.host}:{self._place.port} does not answer: {error}",
+                hint="see whether it runs; what is prepared on this node stays as it is meanwhile",
+            ) from None
+        return answer
+
+    def _once(self, method: str, path: str, body: Document | None, what: str) -> bytes:
+        """Make one attempt. Raises ApiServerAwayError where another may do better."""
+        try:
+            status, answer = self._exchange(method, path, body)
+        except (OSError, http.client.HTTPException) as error:
+            raise retry.ApiServerAwayError(text(str(error) or type(error).__name__)) from None
+        if status < 300:  # noqa: PLR2004 - HTTP: done
+            return answer
+        raise _refusal(status, answer, f"{method} of {what}")
+
+    def _exchange(self, method: str, path: str, body: Document | None) -> tuple[int, bytes]:
+        end = clock.monotonic() + _ATTEMPT
+        context = ssl.create_default_context(cafile=os.fspath(self._place.account / "ca.crt"))
+        connection = http.client.HTTPSConnection(self._place.host, self._place.port, timeout=_ATTEMPT, context=context)
+        headers = {"Authorization": f"Bearer {self._token()}", "Accept": "application/json"}
+        headers["User-Agent"] = "mpsd-kubernetes"
+        if body is not None:
+            kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+            headers["Content-Type"] = kind
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body).encode(), headers)
+            answer = connection.getresponse()
+            return answer.status, _read(answer, end)
+        finally:
+            connection.close()
+
+    def _token(self) -> str:
+        """Return the token as it is now: kubelet replaces it long before it expires."""
+        with (self._place.account / "token").open(encoding="ascii") as file:
+            return file.read(_TOKEN_BYTES).strip()
+
+
+def _refusal(status: int, answer: bytes, what: str) -> Exception:
+    because = _message(answer) or f"HTTP status {status}"
+    if status == _NOT_FOUND:
+        return NotFoundError(f"{what}: {because}", hint="see whether it exists: kubectl get")
+    if status == _CONFLICT:
+        return ConflictError(because)
+    if status in {401, 403}:
+        return NotPermittedError(
+            f"the API server refuses {what}: {because}",
+            hint="give the service account of mpsd-kubernetes its role: container/kubernetes",
+            limit="rbac",
+        )
+    if status == _TOO_MANY or status >= _ERRORS:
+        return retry.ApiServerAwayError(because)
+    return InternalError(f"the API server rejects {what}: {because}", hint="report this, with Kubernetes' release")
+
+
+def _garbled(what: str, error: Exception) -> InternalError:
+    return InternalError(f"the API server answered something else than {what}: {error}", hint="see what listens there")
+
+
+def _decoded(raw: bytes, what: str) -> Document:
+    try:
+        found = json.loads(raw)
+    except ValueError as error:
+        raise _garbled(what, error) from None
+    if not isinstance(found, dict):
+        raise _garbled(what, ValueError("it is not an object"))
+    return cast("Document", found)
+
+
+def _message(answer: bytes) -> str:
+    """Return what a Status object says, as it may be logged."""
+    try:
+        found = json.loads(answer)
+    except ValueError:
+        return ""
+    said = found.get("message") if isinstance(found, dict) else None
+    return text(said)[:1000] if isinstance(said, str) else ""
+
+
+def _read(answer: http.client.HTTPResponse, end: float) -> bytes:
+    """Return a body. Raises OSError for one that takes too long, or is too large."""
+    pieces, size = [], 0
+    while piece := answer.read1(_PIECE):
+        pieces.append(piece)
+        size += len(piece)
+        if clock.monotonic() > end:
+            raise TimeoutError(f"its answer took longer than {_ATTEMPT:g} s")
+        if size > _MOST:
+            raise OSError(f"its answer has more than {_MOST} bytes")
+    return b"".join(pieces)
+
+
+def _last(path: str) -> str:
+    return " ".join(path.split("/")[-2:])
+
+
+def _segment(name: str) -> str:
+    return quote(name, safe="")

@@ -1,0 +1,154 @@
+"""The thread that publishes this node's ResourceSlice, and keeps it as it is to be.
+
+It writes when the GPUs change, at most once in a few seconds, and looks once in a minute, and soon after a kubelet has
+come: each kubelet deletes the slices of its node when it starts, and when a driver was away for half a minute.
+"""
+
+import threading
+from typing import Final
+
+from mpsd.core.dra import slices
+from mpsd.core.dra.slices import Steps
+from mpsd.core.errors import ConfigurationError, MpsdError
+from mpsd.core.kubernetes.settings import Settings
+from mpsd.kubernetes.api_server import ApiServer, ConflictError, Document
+from mpsd.kubernetes.board import Board
+from mpsd.kubernetes.log import EventName, Log
+from mpsd.kubernetes.mpsd_client import Mpsd
+from mpsd.system import clock
+
+_LOOK: Final = 60.0
+"""Seconds between two looks at the slice."""
+
+_SOON: Final = (1.0, 3.0, 10.0, 30.0)
+"""Seconds after a kubelet has come at which the slice is looked at: it deletes it, sooner or later."""
+
+_PACE: Final = 2.0
+"""Seconds from one write to the next, at least."""
+
+_RETRY: Final = 5.0
+
+
+class Publisher:
+    """Publishes the slice, from `start` until the program ends; it stays then, for kubelet to delete."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        mpsd: Mpsd,
+        api_server: ApiServer,
+        board: Board,
+        log: Log,
+        ended: threading.Event,
+    ) -> None:
+        """`ended` is set when this program ends."""
+        self._settings = settings
+        self._mpsd = mpsd
+        self._api_server = api_server
+        self._board = board
+        self._log = log
+        self._ended = ended
+        self._changed = threading.Event()
+        self._lock = threading.Lock()
+        self._looks: list[float] = []
+        self._uid = ""
+        self._attach = ""
+        self._because = ""
+
+    def start(self) -> None:
+        """Begin."""
+        threading.Thread(target=self._watch, name="board", daemon=True).start()
+        threading.Thread(target=self._publish, name="slices", daemon=True).start()
+
+    def kubelet_came(self) -> None:
+        """Look at the slice soon, several times."""
+        now = clock.monotonic()
+        with self._lock:
+            self._looks = [now + each for each in _SOON]
+        self._changed.set()
+
+    def _watch(self) -> None:
+        for _ in self._board.changes(self._ended.is_set):
+            self._changed.set()
+
+    def _publish(self) -> None:
+        while not self._ended.is_set():
+            wait = self._until_look()
+            if self._changed.wait(wait):
+                self._changed.clear()
+            if self._ended.is_set() or not self._board.gpus:
+                continue  # until mpsd has answered, there is nothing to say
+            try:
+                self._look()
+                self._because = ""
+                self._ended.wait(_PACE)
+            except ConflictError:
+                self._changed.set()  # somebody wrote it meanwhile: look again
+                self._ended.wait(_PACE)
+            except MpsdError as error:
+                self._miss(error)
+                self._changed.set()
+                self._ended.wait(_LOOK if isinstance(error, ConfigurationError) else _RETRY)
+
+    def _until_look(self) -> float:
+        now = clock.monotonic()
+        with self._lock:
+            while self._looks and self._looks[0] <= now:
+                self._looks.pop(0)
+                self._changed.set()
+            return min(_LOOK, self._looks[0] - now) if self._looks else _LOOK
+
+    def _look(self) -> None:
+        """Have the slice be as it is to be. Raises MpsdError and ConflictError."""
+        name = slices.slice_name(self._settings.node, self._settings.driver)
+        found = self._api_server.slice(name)
+        generation = slices.generation_of(found) + 1
+        wanted = slices.document(self._node(), self._board.gpus.values(), self._steps, generation)
+        if found is not None and slices.same(found, wanted):
+            return
+        if found is None:
+            taken = self._api_server.create_slice(wanted)
+        else:
+            taken = self._api_server.replace_slice(name, _over(found, wanted))
+        if not slices.is_shared(taken):
+            self._api_server.delete_slice(name)
+            raise ConfigurationError(
+                "the API server does not keep allowMultipleAllocations, so each claim would be given a whole GPU; the"
+                " ResourceSlice was deleted",
+                hint="switch the feature gate DRAConsumableCapacity on (on by default since Kubernetes 1.36), or use"
+                " the device plugin",
+                limit="DRAConsumableCapacity",
+            )
+        self._log.info(
+            EventName.SLICE_PUBLISHED,
+            slice=name,
+            generation=generation,
+            gpus=[each.uuid for each in self._board.gpus.values() if not each.because],
+            left_out={each.uuid: each.because for each in self._board.gpus.values() if each.because},
+        )
+
+    def _node(self) -> slices.Node:
+        if not self._uid:
+            metadata = self._api_server.node(self._settings.node).get("metadata")
+            self._uid = str(metadata.get("uid", "")) if isinstance(metadata, dict) else ""
+        if any(not each.because for each in self._board.gpus.values()):
+            self._attach = self._mpsd.attach()  # an mpsd that is away offers nothing, and is not waited for
+        return slices.Node(self._settings.node, self._uid, self._settings.driver, self._attach)
+
+    @property
+    def _steps(self) -> Steps:
+        return Steps(self._settings.thread_step, self._settings.memory_step)
+
+    def _miss(self, error: MpsdError) -> None:
+        if error.detail != self._because:
+            self._because = error.detail
+            self._log.error(EventName.SLICE_NOT_PUBLISHED, code=error.code, because=error.detail, hint=error.hint)
+
+
+def _over(found: Document, wanted: Document) -> Document:
+    """Return what is wanted as the next version of what was found; a pool cannot be moved to another node."""
+    before, metadata = found.get("metadata"), wanted["metadata"]
+    assert isinstance(metadata, dict)  # noqa: S101 - `document` made it
+    version = before.get("resourceVersion") if isinstance(before, dict) else None
+    return {**wanted, "metadata": {**metadata, **({} if version is None else {"resourceVersion": version})}}

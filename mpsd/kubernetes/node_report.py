@@ -1,0 +1,103 @@
+"""The thread that keeps this node's labels and its annotation at the API server.
+
+It writes only what has changed, and waits between two writes: a thousand nodes on which pods come and go all the time
+make a thousand writes in that time, and no more. Nothing else waits for it, and an API server that is away costs one
+line of the log.
+"""
+
+import threading
+from collections.abc import Collection, Sequence
+from typing import Final
+
+from mpsd.core.errors import MpsdError
+from mpsd.core.kubernetes import node_state, pods
+from mpsd.core.kubernetes.devices import Gpu
+from mpsd.core.kubernetes.node_state import GpuState, ShareState
+from mpsd.core.kubernetes.settings import Settings
+from mpsd.core.units import MIB
+from mpsd.kubernetes.api_server import ApiServer, ConflictError
+from mpsd.kubernetes.board import Board
+from mpsd.kubernetes.log import EventName, Log
+from mpsd.kubernetes.mpsd_client import LeaseAnswer, Mpsd
+from mpsd.system import clock
+
+_LOOK: Final = 1.0
+"""Seconds between two looks at mpsd, where the next write may be made."""
+
+_AGAIN: Final = 600.0
+"""Seconds after which the Node is read again: somebody may have changed what it says."""
+
+
+class NodeReport:
+    """Labels and annotates this node, from `start` until the program ends."""
+
+    def __init__(
+        self, settings: Settings, *, mpsd: Mpsd, api_server: ApiServer, board: Board, log: Log, ended: threading.Event
+    ) -> None:
+        """`ended` is set when this program ends."""
+        self._settings = settings
+        self._mpsd = mpsd
+        self._api_server = api_server
+        self._board = board
+        self._log = log
+        self._ended = ended
+        self._written: tuple[dict[str, str | None], str] | None = None
+        self._because = ""
+
+    def start(self) -> None:
+        """Begin."""
+        threading.Thread(target=self._report, name="node", daemon=True).start()
+
+    def _report(self) -> None:
+        next_write = read_at = 0.0
+        while not self._ended.wait(_LOOK):
+            gpus, now = self._board.gpus, clock.monotonic()
+            if not gpus or now < next_write:
+                continue
+            if now - read_at > _AGAIN:
+                self._written, read_at = None, now
+            try:
+                if self._look(gpus.values()):
+                    next_write = clock.monotonic() + self._settings.report_interval
+            except (MpsdError, ConflictError) as error:
+                self._miss(error)
+                next_write = clock.monotonic() + self._settings.report_interval
+
+    def _look(self, gpus: Collection[Gpu]) -> bool:
+        """Write what has changed, and return whether anything was asked of the API server."""
+        leases = self._mpsd.leases()
+        states = [_state(each, leases) for each in gpus]
+        branches = {each.driver for each in gpus}
+        labels = node_state.labels(states, self._settings.resources, branches.pop() if len(branches) == 1 else None)
+        wanted = labels, node_state.annotation(states)
+        if wanted == self._written:
+            return False
+        patch = node_state.difference(self._api_server.node(self._settings.node), *wanted)
+        if patch is not None:
+            self._api_server.patch_node(self._settings.node, patch)
+            self._log.info(EventName.NODE_REPORTED, node=self._settings.node, labels=labels)
+        self._written, self._because = wanted, ""
+        return True
+
+    def _miss(self, error: MpsdError | ConflictError) -> None:
+        if str(error) != self._because:
+            self._because = str(error)
+            code = error.code if isinstance(error, MpsdError) else "conflict"
+            self._log.warning(EventName.NODE_NOT_REPORTED, node=self._settings.node, code=code, because=str(error))
+
+
+def _state(gpu: Gpu, leases: Sequence[LeaseAnswer]) -> GpuState:
+    shares = [
+        ShareState(
+            _pod_of(lease), round(share["active_thread_percentage"] * 10), share["pinned_device_mem_limit"] // MIB
+        )
+        for lease in leases
+        for share in lease["shares"]
+        if share["gpu"] == gpu.uuid
+    ]
+    return GpuState(gpu.uuid, gpu.position, gpu.model, gpu.because, gpu.mebibytes, shares)
+
+
+def _pod_of(lease: LeaseAnswer) -> str:
+    found = (pods.pod_of(each.get("cgroup") or "") for each in lease["holders"])
+    return next((each for each in found if each is not None), "")

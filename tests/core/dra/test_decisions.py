@@ -1,0 +1,191 @@
+"""What the driver decides: quantities, allocations, configurations, slices, and what is next about claims."""
+
+import json
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpsd.core.dra import cdi_devices, configuration, quantities, slices
+from mpsd.core.dra.objects import Configuration, Opaque
+from mpsd.core.dra.prepared import (
+    Finish,
+    Forget,
+    PreparedClaim,
+    PreparedShare,
+    Release,
+    Renew,
+    Replace,
+    ShareLease,
+    Stage,
+    Take,
+    next_actions,
+    request_id,
+    share_lease,
+)
+from mpsd.core.dra.slices import Node, Steps
+from mpsd.core.errors import InvalidRequestError
+from mpsd.core.kubernetes.claims import Holder
+from mpsd.core.kubernetes.devices import Gpu
+
+POD = "11111111-2222-3333-4444-555555555555"
+GROUP = f"/kubepods/burstable/pod{POD}"
+UID = "0af54f2c-0000-4000-8000-00000000beef"
+
+
+class TestQuantities:
+    """Quantities as Kubernetes writes them."""
+
+    @pytest.mark.parametrize(
+        ("text", "number"),
+        [("25", 25), ("8Gi", 8 * 2**30), ("7936Mi", 7936 * 2**20), ("1500m", 1.5), ("12e6", 12_000_000), ("1k", 1000)],
+    )
+    def test_examples(self, text: str, number: float) -> None:
+        """Each form is read."""
+        assert quantities.parse(text) == Decimal(str(number))
+
+    @pytest.mark.parametrize("text", ["", "8GiB", "Gi", "1e999", "-", "0x1", "٣", "1 Gi", True, None, [], "9" * 99])
+    def test_others(self, text: object) -> None:
+        """Anything else is refused."""
+        with pytest.raises(InvalidRequestError, match="is not a quantity of Kubernetes"):
+            quantities.parse(text)
+
+    @given(st.integers(0, 2**24))
+    def test_written_and_read(self, mebibytes: int) -> None:
+        """What is written is read as the same."""
+        assert quantities.mebibytes(quantities.of_mebibytes(mebibytes)) == mebibytes
+
+
+@given(
+    mebibytes=st.integers(0, 400_000),
+    percent=st.integers(1, 50),
+    step=st.sampled_from([1, 16, 256, 1000, 1024, 4096]),
+)
+def test_each_published_range_is_one_that_kubernetes_takes(mebibytes: int, percent: int, step: int) -> None:
+    """As its validation has it: min <= default <= max <= value, min + step <= value, and multiples of the step."""
+    gpu = Gpu("GPU-1", mebibytes, "gpu0", "/run", 550, "", 0, "M" * 200, "550.1")
+    document: Any = slices.document(Node("n", "", "mpsd", "strict"), [gpu], Steps(percent, step), 1)
+    for device in document["spec"]["devices"]:
+        for capacity in device["capacity"].values():
+            value, policy = quantities.parse(capacity["value"]), capacity["requestPolicy"]
+            least, most, size = (quantities.parse(policy["validRange"][each]) for each in ("min", "max", "step"))
+            default = quantities.parse(policy["default"])
+            assert 0 < least <= default <= most <= value
+            assert least + size <= value
+            assert (default - least) % size == (most - least) % size == 0
+        assert all(len(str(text)) <= 64 for each in device["attributes"].values() for text in each.values())
+    assert len(document["spec"]["devices"]) == (mebibytes >= 2 * step)
+
+
+def test_what_may_not_start_is_left_out() -> None:
+    """A GPU with a reason is no device; the generation alone makes no difference."""
+    node, steps = Node("n", "", "mpsd", "strict"), Steps(1, 256)
+    held = [Gpu("GPU-1", 8192, "gpu0", "/run", 550, "held"), Gpu("GPU-2", 8192, "gpu1", "/run", 550)]
+    document: Any = slices.document(node, held, steps, 1)
+    assert [each["name"] for each in document["spec"]["devices"]] == ["gpu-2"]
+    assert slices.same(slices.document(node, held, steps, 7), document)
+    assert not slices.same(slices.document(node, [], steps, 1), document)
+    empty = json.loads(json.dumps(slices.document(node, [], steps, 1)))
+    del empty["spec"]["devices"]  # as the API server gives it back
+    assert slices.same(empty, slices.document(node, [], steps, 2))
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(),
+        lambda inner: (
+            st.lists(inner)
+            | st.dictionaries(
+                st.sampled_from(["apiVersion", "kind", "user", "stop", "processes", "priority", "strictness"])
+                | st.text(),
+                inner,
+            )
+        ),
+    )
+)
+def test_any_parameters_are_read_or_refused(parameters: Any) -> None:
+    """Whatever is written there, the answer is a configuration or a sentence with what to do."""
+    if isinstance(parameters, dict):
+        parameters = {"apiVersion": "mpsd/v1", "kind": "Share", **parameters}
+    try:
+        configuration.for_request([Configuration(None, Opaque("mpsd", parameters))], "r", "mpsd")
+    except InvalidRequestError as refusal:
+        said = refusal
+    else:
+        return
+    assert said.hint
+
+
+def test_a_subrequest_has_the_configuration_of_its_request() -> None:
+    """A request that was allocated by one of its alternatives is named with that."""
+    parameters = {"apiVersion": "mpsd/v1", "kind": "Share", "user": 7}
+    found = configuration.for_request([Configuration(["r"], Opaque("mpsd", parameters))], "r/small", "mpsd")
+    assert found.user == 7
+
+
+class TestNext:
+    """What is next about claims and leases."""
+
+    def claim(self, stage: Stage, shares: int = 1) -> PreparedClaim:
+        """Return a claim."""
+        share = PreparedShare("r", "n", "gpu-1", None, "GPU-1", 250, 8192)
+        return PreparedClaim(UID, "default", "c", [], [share] * shares, stage)
+
+    def lease(self, number: int = 0, pod: str | None = None, left: float = 300.0) -> ShareLease:
+        """Return a lease of it."""
+        return ShareLease(f"lease-{number}", UID, number, pod, GROUP if pod else "", 0, left)
+
+    def test_prepared(self) -> None:
+        """A claim of mpsd's is renewed and taken, and what is missing is claimed again."""
+        claim, lease = self.claim(Stage.PREPARED, 2), self.lease(left=100)
+        assert next_actions([claim], [lease], lambda _: True, 300) == [Replace(claim), Renew(lease), Take(lease, claim)]
+        held = [self.lease(0, POD)._replace(has_clients=True), self.lease(1, POD)._replace(has_clients=True)]
+        assert next_actions([claim], held, lambda _: True, 300) == []
+
+    def test_begun_and_over(self) -> None:
+        """What was only begun is kubelet's; what is over is taken back."""
+        begun, over = self.claim(Stage.BEGUN), self.claim(Stage.OVER)
+        assert next_actions([begun], [self.lease(left=1)], lambda _: True, 300) == []
+        assert next_actions([begun], [], lambda _: True, 300) == [Forget(begun)]
+        assert next_actions([over], [self.lease()], lambda _: True, 300) == [Finish(over)]
+
+    def test_a_lease_that_no_claim_has(self) -> None:
+        """It is released, unless a pod with processes holds it."""
+        claimed, held = self.lease(), self.lease(1, POD)
+        assert next_actions([], [claimed, held], lambda _: True, 300) == [
+            Release(claimed, "no claim is prepared that has it")
+        ]
+        assert [type(each) for each in next_actions([], [held], lambda _: False, 300)] == [Release]
+
+    def test_which_leases_count(self) -> None:
+        """A request_id is anybody's to choose: a lease counts where root alone can have had it held."""
+        now = datetime.now(UTC)
+        claim = Holder("claim", "", (now + timedelta(seconds=60)).isoformat())
+        found = share_lease("lease-1", request_id(UID, 3), 0, [claim], now)
+        assert found is not None
+        assert (found.claim, found.number, found.pod, round(found.left)) == (UID, 3, None, 60)
+        held = share_lease("lease-1", request_id(UID, 3), 5, [Holder("cgroup", GROUP, None)], now)
+        assert held is not None
+        assert (held.pod, held.group, held.uid) == (POD, GROUP, 5)
+        for other in (Holder("process", "", None), Holder("cgroup", "/user.slice/x", None)):
+            assert share_lease("lease-1", request_id(UID, 3), 0, [other], now) is None
+        assert share_lease("lease-1", "mine", 0, [claim], now) is None
+
+
+def test_devices() -> None:
+    """The names of devices do not depend on leases, and the hook is there where it was asked for."""
+    variables = {"MPSD_LEASE": "lease-1", "MPSD_LEASE_TOKEN": "secret", "CUDA_MPS_PIPE_DIRECTORY": "/run/mps/gpu0"}
+    raw = cdi_devices.encoded(
+        UID, [variables], shared_memory=[True], more=[{"A": "b"}], socket="/run/mpsd.sock", hook="/usr/bin/mpsctl"
+    )
+    (device,) = json.loads(raw)["devices"]
+    assert cdi_devices.device_id(UID, 0) == f"mpsd/share={device['name']}"
+    assert "A=b" in device["containerEdits"]["env"]
+    (hook,) = device["containerEdits"]["hooks"]
+    assert hook["args"][1:] == ["--socket", "/run/mpsd.sock", "container", "hook", "--pod", "lease-1"]
+    assert "secret" not in " ".join(hook["args"])
+    plain = cdi_devices.encoded(UID, [variables], shared_memory=[False], more=[{}], socket="/s", hook="")
+    assert "hooks" not in json.loads(plain)["devices"][0]["containerEdits"]

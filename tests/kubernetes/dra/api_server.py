@@ -1,0 +1,225 @@
+"""A stand-in for the API server: the few routes that the driver asks, over TLS on loopback, with its refusals.
+
+What it does is what a kube-apiserver 1.36.2 was seen to do: it believes a bearer token, stores objects with a
+resourceVersion, refuses the second of two writers with 409, leaves empty lists out, and drops what belongs to a feature
+that is switched off. Whatever is written to it is noted, for the tests to hold it to Kubernetes' own schemas.
+"""
+
+import copy
+import http.server
+import json
+import re
+import ssl
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import trustme
+
+Document = dict[str, Any]
+
+TOKEN: Final = "a-token"  # noqa: S105 - of the stand-in's own
+SLICES: Final = "/apis/resource.k8s.io/v1/resourceslices"
+
+
+@dataclass
+class Request:
+    """A request that was made."""
+
+    method: str
+    path: str
+    status: int
+    at: float
+    """When it was answered, on the clock that does not jump."""
+
+
+@dataclass
+class ApiServer:
+    """The stand-in, which listens from `start` on."""
+
+    folder: Path
+    objects: dict[str, Document] = field(default_factory=dict)
+    """By path."""
+    written: list[Document] = field(default_factory=list)
+    """Every object that was created or replaced, as it came."""
+    requests: list[Request] = field(default_factory=list)
+    token: str = TOKEN
+    shares_devices: bool = True
+    """Whether the feature gate DRAConsumableCapacity is on."""
+    refusal: int | None = None
+    """The HTTP status that every request is answered with; None: as is right."""
+    forbidden: frozenset[str] = frozenset()
+    """Methods that the service account may not use."""
+    version: int = 0
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    server: http.server.ThreadingHTTPServer | None = None
+    port: int = 0
+
+    def __post_init__(self) -> None:
+        """Make the service account's directory, as kubelet does for a pod."""
+        authority = trustme.CA()
+        self.folder.mkdir(exist_ok=True)
+        authority.cert_pem.write_to_path(str(self.folder / "ca.crt"))
+        (self.folder / "token").write_text(self.token)
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        authority.issue_cert("127.0.0.1").configure_cert(self.context)
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"https://127.0.0.1:{self.port}"
+
+    def start(self) -> "ApiServer":
+        """Listen; at the same port as before, if it has been stopped."""
+        stand_in = self
+
+        class Handler(_Handler):
+            api_server = stand_in
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", self.port), Handler, bind_and_activate=False)
+        self.server.daemon_threads = True
+        self.server.allow_reuse_address = True
+        self.server.server_bind()
+        self.server.server_activate()
+        self.server.socket = self.context.wrap_socket(
+            self.server.socket, server_side=True, do_handshake_on_connect=False
+        )
+        self.port = self.server.server_address[1]
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        return self
+
+    def stop(self) -> None:
+        """Be away: nothing listens."""
+        if self.server is not None:
+            self.server.shutdown()
+            self.server.server_close()
+            self.server = None
+
+    def put(self, path: str, document: Document) -> Document:
+        """Store an object, as whoever else writes to an API server."""
+        with self.lock:
+            self.version += 1
+            stored = copy.deepcopy(document)
+            metadata = stored.setdefault("metadata", {})
+            metadata.setdefault("uid", str(uuid.uuid4()))
+            metadata["resourceVersion"] = str(self.version)
+            self.objects[path] = stored
+            return stored
+
+    def asked(self, method: str, part: str) -> list[Request]:
+        """Return the requests of a kind."""
+        with self.lock:
+            return [each for each in self.requests if each.method == method and part in each.path]
+
+    def slice(self) -> Document | None:
+        """Return the only slice, if there is one."""
+        with self.lock:
+            found = [each for path, each in self.objects.items() if path.startswith(SLICES)]
+        assert len(found) <= 1
+        return found[0] if found else None
+
+    # -- what it answers -----------------------------------------------------------------------------------------------
+
+    def answer(self, method: str, path: str, body: Document | None, token: str, kind: str) -> tuple[int, Document]:
+        """Return the status and the object that a request is answered with."""
+        with self.lock:
+            status, document = self._answer(method, path, body, token, kind)
+            self.requests.append(Request(method, path, status, time.monotonic()))
+            return status, document
+
+    def _answer(  # noqa: PLR0911 - a table of what is answered
+        self, method: str, path: str, body: Document | None, token: str, kind: str
+    ) -> tuple[int, Document]:
+        if self.refusal is not None:
+            return self.refusal, _status("the server is currently unable to handle the request")
+        if token != f"Bearer {self.token}":
+            return 401, _status("Unauthorized")
+        if method in self.forbidden:
+            return 403, _status(f'User "mpsd" cannot {method.lower()} resource "{path}"')
+        match method:
+            case "GET" if path in self.objects:
+                return 200, self.objects[path]
+            case "DELETE" if path in self.objects:
+                del self.objects[path]
+                return 200, _status("")
+            case "POST" if body is not None and re.search(r"/(resourceslices|events)\Z", path):
+                return self._create(path, body)
+            case "PUT" if path in self.objects and body is not None:
+                return self._replace(path, body)
+            case "PATCH" if path in self.objects and body is not None and kind == "application/merge-patch+json":
+                return 200, self.put(path, merged(self.objects[path], body))
+        return 404, _status(f'"{path}" not found')
+
+    def _create(self, path: str, body: Document) -> tuple[int, Document]:
+        self.written.append(copy.deepcopy(body))
+        metadata = body["metadata"]
+        name = metadata.get("name") or metadata["generateName"] + uuid.uuid4().hex[:5]
+        if f"{path}/{name}" in self.objects:
+            return 409, _status(f'"{name}" already exists')
+        return 201, self.put(f"{path}/{name}", self._kept({**body, "metadata": {**metadata, "name": name}}))
+
+    def _replace(self, path: str, body: Document) -> tuple[int, Document]:
+        self.written.append(copy.deepcopy(body))
+        before = self.objects[path]["metadata"]
+        if body["metadata"].get("resourceVersion") != before["resourceVersion"]:
+            return 409, _status("the object has been modified; please apply your changes to the latest version")
+        return 200, self.put(path, self._kept({**body, "metadata": {**body["metadata"], "uid": before["uid"]}}))
+
+    def _kept(self, body: Document) -> Document:
+        """Return an object as it is stored."""
+        kept = copy.deepcopy(body)
+        spec = kept.get("spec", {})
+        if "devices" in spec and not spec["devices"]:
+            del spec["devices"]
+        for device in [] if self.shares_devices else spec.get("devices", []):
+            device.pop("allowMultipleAllocations", None)
+            for capacity in device["capacity"].values():
+                capacity.pop("requestPolicy", None)
+        return kept
+
+
+def merged(document: Mapping[str, Any], patch: Mapping[str, Any]) -> Document:
+    """Return an object with a merge patch applied, as RFC 7386 has it."""
+    result = copy.deepcopy(dict(document))
+    for name, value in patch.items():
+        if value is None:
+            result.pop(name, None)
+        elif isinstance(value, dict):
+            before = result.get(name)
+            result[name] = merged(before if isinstance(before, dict) else {}, value)
+        else:
+            result[name] = value
+    return result
+
+
+def _status(message: str) -> Document:
+    return {"kind": "Status", "apiVersion": "v1", "message": message}
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    api_server: ApiServer
+    protocol_version = "HTTP/1.1"
+    timeout = 30
+
+    def _serve(self) -> None:
+        length = int(self.headers.get("Content-Length", "0"))
+        raw = self.rfile.read(length)
+        body = json.loads(raw) if raw else None
+        token = self.headers.get("Authorization", "")
+        kind = self.headers.get("Content-Type", "")
+        status, document = self.api_server.answer(self.command, self.path, body, token, kind)
+        encoded = json.dumps(document).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(encoded)))
+        self.end_headers()
+        self.wfile.write(encoded)
+
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _serve  # noqa: N815 - as the library calls them
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""

@@ -1,0 +1,302 @@
+"""A node of a cluster with Dynamic Resource Allocation, for tests: kubelet's part, the API server's, and the driver.
+
+kubelet's part is in this process, since it is the one that calls. What it does is what a kubelet 1.36.2 was seen to do:
+
+- it finds a driver by its socket in `plugins_registry`, asks it who it is, and says whether it takes it
+- when it starts it deletes the node's ResourceSlices, and asks each driver again; what is prepared is not again
+- it has a claim prepared when the sandbox of its first pod is made, by namespace, name and uid alone
+- it has a claim unprepared when the last of its pods has no process any more, and the pod stays until that is done
+- the container runtime reads CDI's files at each start of a container
+"""
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+
+from mpsd.kubernetes import wire
+from mpsd.kubernetes.protocol import dra_pb2 as dra
+from mpsd.kubernetes.protocol import pluginregistration_pb2 as registration
+from tests.harness import wait_until
+from tests.kubernetes.dra.api_server import SLICES, ApiServer
+from tests.kubernetes.plugin.cluster import RefusedError, StandIn, StandInPod
+
+NODE: Final = "node-1"
+DRIVER: Final = "mpsd"
+CLAIMS: Final = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaims"
+GPU: Final = "GPU-00000000-0000-4000-8000-000000000000"
+
+
+def gpu(number: int) -> str:
+    """Return the UUID of a simulated GPU."""
+    return f"GPU-00000000-0000-4000-8000-{number:012x}"
+
+
+def result(threads: str = "25", memory: str = "8Gi", **more: Any) -> dict[str, Any]:
+    """Return a device as the scheduler allocates it."""
+    return {
+        "request": "share",
+        "driver": DRIVER,
+        "pool": NODE,
+        "device": GPU.lower(),
+        "shareID": str(uuid.uuid4()),
+        "consumedCapacity": {"threads": threads, "memory": memory},
+        **more,
+    }
+
+
+def opaque(
+    driver: str = DRIVER, requests: Sequence[str] = (), source: str = "FromClaim", **more: Any
+) -> dict[str, Any]:
+    """Return an opaque configuration as an allocation has it."""
+    parameters = {"apiVersion": "mpsd/v1", "kind": "Share", **more}
+    found: dict[str, Any] = {"source": source, "opaque": {"driver": driver, "parameters": parameters}}
+    return {**found, "requests": list(requests)} if requests else found
+
+
+@dataclass
+class Claim:
+    """A ResourceClaim, as kubelet knows it."""
+
+    name: str
+    uid: str
+    pods: set[str] = field(default_factory=set)
+    devices: list[dra.Device] | None = None
+    """What the driver answered; None while it is not prepared."""
+
+
+@dataclass
+class DraCluster(StandIn):
+    """A node with the driver, its API server, and kubelet's part."""
+
+    api_server: ApiServer = field(init=False)
+    claims: dict[str, Claim] = field(default_factory=dict)
+    of_pod: dict[str, list[Claim]] = field(default_factory=dict)
+    service: str = wire.DRA_SERVICES[0]
+    endpoint: Path | None = None
+    """The driver's socket; None until it is registered."""
+
+    def __post_init__(self) -> None:
+        """Make the API server, with this node in it."""
+        super().__post_init__()
+        self.root.mkdir(exist_ok=True)
+        self.api_server = ApiServer(self.root / "account").start()
+        self.api_server.put(f"/api/v1/nodes/{NODE}", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
+
+    # -- processes -----------------------------------------------------------------------------------------------------
+
+    @property
+    def options(self) -> list[str]:
+        """How the driver is called."""
+        return [*super().options, "--dra", "--node", NODE]
+
+    def variables(self) -> dict[str, str]:
+        """Return the driver's environment."""
+        given = {
+            "API_SERVER": self.api_server.url,
+            "SERVICE_ACCOUNT": str(self.api_server.folder),
+            "CDI_DIR": str(self.root / "cdi"),
+        }
+        return {**{f"MPSD_KUBERNETES_{name}": value for name, value in given.items()}, **super().variables()}
+
+    def start(self) -> "DraCluster":
+        """Start the driver, and wait until the scheduler could place pods here."""
+        self.start_kubelet()
+        self.start_plugin()
+        self.register()
+        self.await_slice()
+        return self
+
+    def start_kubelet(self) -> None:
+        """Begin as a kubelet does: nobody is registered, and the node has no slices."""
+        self.endpoint = None
+        for path in [each for each in self.api_server.objects if each.startswith(SLICES)]:
+            self.api_server.objects.pop(path, None)
+
+    def register(self) -> None:
+        """Have kubelet find the driver."""
+        finder = self.root / "plugins_registry" / f"{DRIVER}-reg.sock"
+
+        def info() -> registration.PluginInfo:
+            self.is_alive()
+            return wire.ask(finder, wire.GET_INFO, registration.InfoRequest(), deadline=2)
+
+        what = f"the driver to be found; its log is {self.root / 'plugin.log'}"
+        found = wait_until(info, what=what, deadline=20, not_yet=(grpc.RpcError,))
+        assert (found.type, found.name) == ("DRAPlugin", DRIVER)
+        assert "v1.DRAPlugin" in found.supported_versions
+        assert "v1beta1.DRAPlugin" in found.supported_versions
+        self.endpoint = Path(found.endpoint)
+        wire.ask(finder, wire.NOTIFY, registration.RegistrationStatus(plugin_registered=True))
+
+    def restart_plugin(self) -> None:
+        """Start the driver again after it was killed, and have kubelet find it."""
+        self.start_plugin()
+        self.register()
+
+    def await_slice(self, number: int | None = None) -> Any:
+        """Wait for a slice, of so many devices."""
+
+        def found() -> Any:
+            published = self.api_server.slice()
+            if published is None:
+                return None
+            devices = published["spec"].get("devices", [])
+            return published if number is None or len(devices) == number else None
+
+        return wait_until(
+            found, what=f"a slice of {number} devices; the log is {self.root / 'plugin.log'}", deadline=20
+        )
+
+    def close(self) -> None:
+        """End everything."""
+        super().close()
+        self.api_server.stop()
+
+    # -- pods ----------------------------------------------------------------------------------------------------------
+
+    def claim(self, *results: Mapping[str, Any], config: Sequence[Mapping[str, Any]] = (), name: str = "") -> Claim:
+        """Have a claim allocated by the scheduler."""
+        name = name or f"claim-{len(self.claims)}"
+        devices: dict[str, Any] = {"results": [dict(each) for each in results or [result()]]}
+        if config:
+            devices["config"] = [dict(each) for each in config]
+        requests = [
+            {"name": each, "exactly": {"deviceClassName": "mpsd"}}
+            for each in sorted({one["request"].partition("/")[0] for one in devices["results"]})
+        ]
+        document = {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceClaim",
+            "metadata": {"name": name, "namespace": "default"},
+            "spec": {"devices": {"requests": requests}},
+            "status": {"allocation": {"devices": devices}},
+        }
+        stored = self.api_server.put(f"{CLAIMS}/{name}", document)
+        found = self.claims[name] = Claim(name, stored["metadata"]["uid"])
+        return found
+
+    def pod(self, *claims: Claim) -> StandInPod:
+        """Have a pod placed here that uses these claims."""
+        uid = str(uuid.uuid4())
+        pod = StandInPod(self, uid, self.group(uid))
+        self.pods[uid] = pod
+        self.of_pod[uid] = list(claims)
+        for each in claims:
+            stored = self.api_server.objects[f"{CLAIMS}/{each.name}"]
+            consumer = {"resource": "pods", "name": f"pod-{len(self.pods)}", "uid": uid}
+            stored["status"].setdefault("reservedFor", []).append(consumer)
+        return pod
+
+    def prepare(self, *claims: Claim) -> None:
+        """Have claims prepared, as kubelet does for a pod. Raises RefusedError, and grpc.RpcError."""
+        wanted = [each for each in claims if each.devices is None]
+        if not wanted:
+            return
+        request = dra.NodePrepareResourcesRequest(
+            claims=[dra.Claim(namespace="default", uid=each.uid, name=each.name) for each in wanted]
+        )
+        answer = self._call(wire.prepare(self.service), request)
+        assert set(answer.claims) == {each.uid for each in wanted}
+        for each in wanted:
+            if answer.claims[each.uid].error:
+                raise RefusedError(answer.claims[each.uid].error)
+            each.devices = list(answer.claims[each.uid].devices)
+
+    def unprepare(self, *claims: Claim) -> None:
+        """Have claims taken back. Raises RefusedError, and grpc.RpcError."""
+        request = dra.NodeUnprepareResourcesRequest(
+            claims=[dra.Claim(namespace="default", uid=each.uid, name=each.name) for each in claims]
+        )
+        answer = self._call(wire.unprepare(self.service), request)
+        assert set(answer.claims) == {each.uid for each in claims}
+        for each in claims:
+            if answer.claims[each.uid].error:
+                raise RefusedError(answer.claims[each.uid].error)
+            each.devices = None
+
+    def _call(self, call: wire.Call[Any, Any], request: Any) -> Any:
+        assert self.endpoint is not None
+        return wire.ask(self.endpoint, call, request, deadline=45)
+
+    def order(self, verb: str, **arguments: Any) -> Any:
+        """Do what the stand-in for the device manager is asked for pods: give a container what it is created with."""
+        assert verb == "start"
+        claims = self.of_pod[arguments["pod"]]
+        self.prepare(*claims)
+        for each in claims:
+            each.pods.add(arguments["pod"])
+        return self.created(claims)
+
+    def created(self, claims: Sequence[Claim]) -> dict[str, Any]:
+        """Return what a container runtime gives a container that has these claims."""
+        variables: dict[str, str] = {}
+        mounts: dict[str, list[Any]] = {}
+        ids = [one for each in claims for device in each.devices or [] for one in device.cdi_device_ids]
+        for each in ids:
+            edits = self.edits(each)
+            variables |= dict(one.split("=", 1) for one in edits["env"])
+            mounts |= {one["containerPath"]: [one["hostPath"], "ro" in one["options"]] for one in edits["mounts"]}
+        return {"variables": variables, "mounts": mounts, "cdi_devices": ids, "annotations": {}}
+
+    def edits(self, device: str) -> dict[str, Any]:
+        """Return what a CDI device changes of a container."""
+        kind, _, name = device.partition("=")
+        for path in (self.root / "cdi").glob("*.json"):
+            document = json.loads(path.read_text())
+            for each in document["devices"] if document["kind"] == kind else []:
+                if each["name"] == name:
+                    found: dict[str, Any] = each["containerEdits"]
+                    return found
+        raise RefusedError(f"unresolvable CDI devices {device}")
+
+    def forget(self, pod: StandInPod) -> None:
+        """Have what a pod used taken back: its processes have ended."""
+        for each in self.of_pod.get(pod.uid, []):
+            each.pods.discard(pod.uid)
+            if not each.pods and self.plugin is not None:
+                self.unprepare(each)
+
+    # -- what is left --------------------------------------------------------------------------------------------------
+
+    def stored(self) -> dict[str, Any]:
+        """Return what the driver has stored, by the uid of the claim."""
+        folder = self.root / "plugins" / DRIVER / "claims"
+        return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+    def await_nothing(self) -> None:
+        """Wait until no lease, no CDI device and no record is left."""
+        wait_until(
+            lambda: not self.leases() and not self.stored() and not list((self.root / "cdi").glob("*.json")),
+            what=f"nothing to be left; the driver's log is {self.root / 'plugin.log'}",
+            deadline=30,
+        )
+
+
+def call_hook(cluster: DraCluster, device: str, pid: int, *, uid: int = 0) -> "subprocess.CompletedProcess[str]":
+    """Call the hook of a device as a container runtime does, for a process that is in its container's group already."""
+    edits = cluster.edits(device)
+    (hook,) = edits["hooks"]
+    bundle = cluster.root / f"bundle-{pid}"
+    bundle.mkdir(exist_ok=True)
+    mounts = [{"destination": each["containerPath"], "source": each["hostPath"]} for each in edits["mounts"]]
+    process = {"user": {"uid": uid, "gid": uid}, "env": edits["env"]}
+    (bundle / "config.json").write_text(json.dumps({"process": process, "mounts": mounts}))
+    assert hook["path"] == str(Path(sys.executable).parent / "mpsctl")
+    return subprocess.run(
+        hook["args"],
+        executable=hook["path"],
+        input=json.dumps({"pid": pid, "bundle": str(bundle)}),
+        env={**dict(each.split("=", 1) for each in hook["env"]), "PYTHONPATH": os.fspath(Path(__file__).parents[3])},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )

@@ -1,0 +1,43 @@
+"""Nodes with the DRA driver for the tests: each a real mpsd, the driver, and stand-ins for kubelet and API server."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fork_server import ForkServer
+from tests.kubernetes.dra.cluster import DraCluster
+from tests.node import Node
+
+MakeCluster = Callable[..., DraCluster]
+"""Makes a node of a cluster that runs; takes what `Node` takes, and the driver's settings as `settings`."""
+
+
+@pytest.fixture
+def make_cluster(short_tmp: Path, fork_server: ForkServer) -> Iterator[MakeCluster]:
+    """Give a maker of nodes, which are ended, with all that they started, when the test is over."""
+    made: list[DraCluster] = []
+
+    def make(*, settings: dict[str, str] | None = None, start: bool = True, **options: Any) -> DraCluster:
+        root = short_tmp / f"d{len(made)}"
+        root.mkdir()
+        short_tmp.chmod(0o711)
+        node = Node(**{"root": root, "simulate": 1, "fork_server": fork_server, **options})
+        cluster = DraCluster(node, root / "kubelet", settings=settings or {})
+        made.append(cluster)
+        node.start()
+        return cluster.start() if start else cluster
+
+    yield make
+    for each in made:
+        try:
+            each.close()
+        finally:
+            each.node.clean_up()
+
+
+@pytest.fixture
+def cluster(make_cluster: MakeCluster) -> DraCluster:
+    """Give a node that runs, with one GPU."""
+    return make_cluster()

@@ -1,0 +1,100 @@
+"""The hook of a share's CDI device, called as a container runtime calls it before the container's program starts."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness import wait_until
+from tests.kubernetes.dra.cluster import DraCluster, call_hook
+from tests.kubernetes.dra.conftest import MakeCluster
+from tests.kubernetes.plugin.cluster import StandInPod
+
+pytestmark = pytest.mark.root("name control groups for others")
+
+
+@pytest.fixture
+def cluster(make_cluster: MakeCluster) -> DraCluster:
+    """Give a node whose container runtime finds mpsctl."""
+    return make_cluster(settings={"HOOK": str(Path(sys.executable).parent / "mpsctl")})
+
+
+def created(pod: StandInPod, number: int) -> "subprocess.Popen[str]":
+    """Have a process in the control group of a container of a pod, as it is when the hook is called."""
+    pod.begin()
+    group = pod.group / f"{number:064x}"
+    group.mkdir()
+    process = subprocess.Popen(["sh", "-c", 'echo $$ >"$0" && exec sleep inf', str(group / "cgroup.procs")], text=True)
+    wait_until(lambda: str(process.pid) in (group / "cgroup.procs").read_text().split(), what="it to be in its group")
+    return process
+
+
+def end(process: "subprocess.Popen[str]") -> None:
+    """Kill it."""
+    process.kill()
+    process.wait()
+
+
+def test_takes_the_lease_for_the_pod(cluster: DraCluster) -> None:
+    """The lease is open to the container's user before its program starts, and is held by the pod: restarts keep it."""
+    claim = cluster.claim()
+    pod = cluster.pod(claim)
+    pod.begin()
+    cluster.prepare(claim)
+    (device,) = (claim.devices or [])[0].cdi_device_ids
+    (claimed,) = cluster.leases()
+    assert cluster.held(pod) == []
+    for number in (7, 8):  # the container, and the one that takes its place
+        process = created(pod, number)
+        done = call_hook(cluster, device, process.pid, uid=1234)
+        assert done.returncode == 0, done.stderr
+        (lease,) = cluster.held(pod)
+        assert (lease["id"], lease["owner"]["uid"]) == (claimed["id"], 1234)
+        end(process)
+    assert len(cluster.leases()) == 1
+    pod.delete()
+    cluster.await_nothing()
+
+
+def test_another_user_of_the_same_claim(cluster: DraCluster) -> None:
+    """A container that runs as another user than the first is refused: it would not reach the GPU."""
+    claim = cluster.claim()
+    pod = cluster.pod(claim)
+    pod.begin()
+    cluster.prepare(claim)
+    (device,) = (claim.devices or [])[0].cdi_device_ids
+    first, second = created(pod, 7), created(pod, 8)
+    assert call_hook(cluster, device, first.pid, uid=1234).returncode == 0
+    done = call_hook(cluster, device, second.pid, uid=4321)
+    assert done.returncode == 77
+    assert "belongs to uid 1234" in done.stderr
+    end(first)
+    end(second)
+
+
+def test_another_pod_of_the_same_claim(cluster: DraCluster) -> None:
+    """A pod that shares a claim with another starts with its lease."""
+    claim = cluster.claim()
+    pods = [cluster.pod(claim), cluster.pod(claim)]
+    cluster.prepare(claim)
+    (device,) = (claim.devices or [])[0].cdi_device_ids
+    processes = [created(pod, 7) for pod in pods]
+    for process in processes:
+        done = call_hook(cluster, device, process.pid)
+        assert done.returncode == 0, done.stderr
+    assert len(cluster.leases()) == 1
+    for process in processes:
+        end(process)
+
+
+def test_outside_of_a_pod(cluster: DraCluster) -> None:
+    """A container that is in no pod gets none of a pod's leases."""
+    claim = cluster.claim()
+    cluster.prepare(claim)
+    (device,) = (claim.devices or [])[0].cdi_device_ids
+    with subprocess.Popen(["sleep", "inf"], text=True) as process:
+        done = call_hook(cluster, device, process.pid)
+        process.kill()
+    assert done.returncode == 77
+    assert "in no control group of a pod" in done.stderr

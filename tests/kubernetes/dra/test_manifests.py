@@ -1,0 +1,40 @@
+"""The manifests of container/kubernetes/dra are as Kubernetes' own schemas have them, and say what the driver needs."""
+
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from mpsd.core.dra import configuration
+from mpsd.core.dra.objects import Configuration, Opaque
+
+FOLDER = Path(__file__).parents[3] / "container/kubernetes/dra"
+
+
+def documents() -> list[dict[str, Any]]:
+    """Return every object."""
+    return [each for path in sorted(FOLDER.rglob("*.yaml")) for each in yaml.safe_load_all(path.read_text())]
+
+
+@pytest.mark.parametrize("release", ["1.34", "1.35", "1.36", "1.37"])
+def test_are_valid(release: str) -> None:
+    """No field is misspelt or misplaced."""
+    found = documents()
+    assert {each["kind"] for each in found} > {"DeviceClass", "ResourceClaimTemplate", "ClusterRole"}
+    for each in found:
+        kubernetes_validate.validate(each, release, strict=True)
+
+
+def test_their_parameters_are_understood() -> None:
+    """What they give the driver is what it reads."""
+    found = 0
+    for each in documents():
+        spec = each.get("spec", {})
+        configs = spec.get("config", []) + spec.get("spec", {}).get("devices", {}).get("config", [])
+        for one in configs:
+            given = Configuration(None, Opaque(one["opaque"]["driver"], one["opaque"]["parameters"]))
+            configuration.for_request([given], "share", "mpsd")
+            found += 1
+    assert found == 2

@@ -1,0 +1,207 @@
+"""Pods with claims, from the preparation to the end: what they get, what holds it, and what is refused."""
+
+import json
+import stat
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from mpsd.simulator.client import program
+from tests.harness import wait_until
+from tests.kubernetes.dra.cluster import GPU, DraCluster, opaque, result
+from tests.kubernetes.dra.conftest import MakeCluster
+from tests.kubernetes.plugin.cluster import RefusedError
+from tests.simulated_clients import outside
+
+pytestmark = pytest.mark.root("name control groups for others")
+
+
+class TestPod:
+    """One claim, one pod."""
+
+    def test_from_prepare_to_unprepare(self, cluster: DraCluster) -> None:
+        """A pod has what was allocated to its claim, held by the pod, until the pod ends; nothing is left then."""
+        claim = cluster.claim(result("25", "8Gi"))
+        pod = cluster.pod(claim)
+        container = pod.start("main")
+        (lease,) = cluster.await_held(pod)
+        assert lease["id"] == container.variables["MPSD_LEASE"]
+        assert (lease["active_thread_percentage"], lease["pinned_device_mem_limit"]) == (25.0, 8 * 2**30)
+        assert lease["name"] == "default/claim-0"
+        directory = container.variables["CUDA_MPS_PIPE_DIRECTORY"]
+        assert container.mounts[directory] == [directory, True]
+        assert container.variables["NVIDIA_VISIBLE_DEVICES"] == GPU
+        (device,) = claim.devices or []
+        assert (device.pool_name, device.device_name, device.request_names) == ("node-1", GPU.lower(), ["share"])
+        assert device.share_id
+        (stored,) = (cluster.root / "plugins/mpsd/claims").iterdir()
+        (written,) = (cluster.root / "cdi").iterdir()
+        assert [stat.S_IMODE(each.stat().st_mode) for each in (stored, written)] == [0o600, 0o600]
+        pod.delete()
+        cluster.await_nothing()
+
+    def test_a_program(self, cluster: DraCluster) -> None:
+        """The container's program finds its GPU under MPS, within its limits."""
+        pod = cluster.pod(cluster.claim(result("30", "4Gi")))
+        container = pod.start("main", program(), more=outside(cluster.node))
+        assert container.process.stdout is not None
+        said = json.loads(container.process.stdout.readline())
+        assert (said["mps"], said["active_thread_percentage"]) == (True, 30.0)
+        assert said["pinned_device_mem_limit"] == 4 * 2**30
+        (lease,) = cluster.await_held(pod)
+        wait_until(
+            lambda: cluster.node.get(f"/v1/leases/{lease['id']}/verify").json["verdict"] == "ok",
+            what="it to be verified",
+        )
+
+    def test_prepared_twice(self, cluster: DraCluster) -> None:
+        """kubelet may ask again, by either version of the API, and gets the same."""
+        claim = cluster.claim()
+        cluster.prepare(claim)
+        (first,) = cluster.leases()
+        before, claim.devices, cluster.service = claim.devices, None, "k8s.io.kubelet.pkg.apis.dra.v1beta1.DRAPlugin"
+        cluster.prepare(claim)
+        assert claim.devices == before
+        assert [each["id"] for each in cluster.leases()] == [first["id"]]
+        cluster.unprepare(claim)
+        cluster.unprepare(claim)
+        cluster.await_nothing()
+
+    def test_a_container_that_is_restarted(self, cluster: DraCluster) -> None:
+        """The next container of the same pod has the same lease."""
+        pod = cluster.pod(cluster.claim())
+        first = pod.start("main")
+        (lease,) = cluster.await_held(pod)
+        first.end()
+        second = pod.start("main")
+        assert second.variables["MPSD_LEASE"] == lease["id"]
+        assert [each["id"] for each in cluster.held(pod)] == [lease["id"]]
+
+    def test_another_user(self, cluster: DraCluster) -> None:
+        """A container that runs as a user has a lease of that user's."""
+        pod = cluster.pod(cluster.claim())
+        pod.start("main", uid=1234)
+        wait_until(lambda: [each["owner"]["uid"] for each in cluster.held(pod)] == [1234], what="it to be the user's")
+
+    def test_a_claim_that_is_freed_early(self, cluster: DraCluster) -> None:
+        """A claim that was prepared, and whose pod never came, gives back what it had."""
+        claim = cluster.claim(result("100", "70Gi"))
+        cluster.prepare(claim)
+        cluster.unprepare(claim)
+        again = cluster.claim(result("100", "70Gi"))
+        cluster.prepare(again)
+        assert len(cluster.leases()) == 1
+
+
+class TestConfiguration:
+    """What the author of a claim asks for beside threads and memory."""
+
+    def test_is_followed(self, cluster: DraCluster) -> None:
+        """What the claim says beats what its class says, setting by setting; other drivers' parameters are theirs."""
+        config = [
+            opaque(source="FromClass", processes=2, priority="below-normal"),
+            opaque(processes="any", stop="sigterm", user=1000),
+            opaque(driver="gpu.nvidia.com", anything=1),
+            opaque(requests=["another"], user=7),
+        ]
+        claim = cluster.claim(config=config)
+        pod = cluster.pod(claim)
+        pod.begin()
+        cluster.prepare(claim)
+        (lease,) = cluster.held(pod)
+        assert (lease["processes"], lease["client_priority"], lease["stop"]) == (0, 1, "sigterm")
+        assert lease["owner"]["uid"] == 1000
+
+    @pytest.mark.parametrize(
+        ("parameters", "sentence"),
+        [
+            ({"strictnes": "strict"}, "did you mean strictness?"),
+            ({"strictness": "very"}, "strictness: 'very' is not one of anytime, shared, strict"),
+            ({"priority": 7}, "priority: 7 is not one of normal, below-normal"),
+            ({"processes": 0}, "processes: 0 is not a whole number from 1 to 1000"),
+            ({"processes": True}, "processes: True is not a whole number"),
+            ({"stop": ["sigterm"]}, "stop: ['sigterm'] is not one of terminate, sigterm"),
+            ({"user": -1}, "user: -1 is not a whole number from 0 to 4294967294"),
+            ({"kind": "GpuConfig"}, "write apiVersion: mpsd/v1 and kind: Share"),
+            ({"strictness": "strict"}, "mpsd runs here with enforcement.attach = 'anytime'"),
+        ],
+        ids=str,
+    )
+    def test_is_refused_with_a_sentence(self, cluster: DraCluster, parameters: dict[str, Any], sentence: str) -> None:
+        """What is wrong is named, with what may be written there; nothing is claimed."""
+        with pytest.raises(RefusedError) as refused:
+            cluster.prepare(cluster.claim(config=[opaque(**parameters)]))
+        assert sentence in str(refused.value)
+        assert cluster.leases() == []
+        assert cluster.stored() == {}
+
+    def test_a_stricter_node(self, make_cluster: MakeCluster) -> None:
+        """A claim that asks for a strict node is prepared on one, which says so in its slice."""
+        cluster = make_cluster(config='[enforcement]\nattach = "strict"\n')
+        (device,) = cluster.await_slice(1)["spec"]["devices"]
+        assert device["attributes"]["attach"] == {"string": "strict"}
+        cluster.prepare(cluster.claim(config=[opaque(strictness="shared")]))
+        assert len(cluster.leases()) == 1
+
+
+class TestRefusals:
+    """Claims that are not prepared."""
+
+    @pytest.mark.parametrize(
+        ("results", "sentence"),
+        [
+            ([result(consumedCapacity=None)], "switch the feature gate DRAConsumableCapacity on"),
+            ([result(adminAccess=True)], "delete adminAccess from the request"),
+            ([result(), result()], "write count: 1"),
+            ([result(device="gpu-9")], "mpsd does not show the GPU of node-1/gpu-9"),
+            ([result(pool="node-2")], "is of another pool than this node's"),
+            ([result(threads="much")], "'much' is not a quantity of Kubernetes"),
+            ([result(memory="200Gi")], "never_fits"),
+        ],
+        ids=["capacity", "admin", "count", "device", "pool", "quantity", "size"],
+    )
+    def test_say_why(self, make_cluster: MakeCluster, results: list[dict[str, Any]], sentence: str) -> None:
+        """Each refusal is a sentence that says what to do."""
+        cluster = make_cluster(settings={"WAIT": "0.1"})
+        with pytest.raises(RefusedError) as refused:
+            cluster.prepare(cluster.claim(*results))
+        assert sentence in str(refused.value)
+        assert cluster.leases() == []
+
+    def test_a_claim_of_another_uid(self, cluster: DraCluster) -> None:
+        """A claim that was deleted and made again under its name is another claim."""
+        claim = cluster.claim()
+        claim.uid = "00000000-0000-0000-0000-000000000000"
+        with pytest.raises(RefusedError, match="was deleted and created again"):
+            cluster.prepare(claim)
+
+    def test_an_api_server_that_is_away(self, cluster: DraCluster) -> None:
+        """A claim waits for the API server, and is refused after a while; what is prepared can be taken back."""
+        prepared, other = cluster.claim(), cluster.claim()
+        cluster.prepare(prepared)
+        cluster.api_server.stop()
+        with pytest.raises(RefusedError, match="does not answer"):
+            cluster.prepare(other)
+        cluster.unprepare(prepared)
+        cluster.await_nothing()
+        cluster.api_server.start()
+        cluster.prepare(other)
+
+    def test_a_token_that_is_replaced(self, cluster: DraCluster) -> None:
+        """The token is read again for each request."""
+        cluster.api_server.token = "another"  # noqa: S105 - of the stand-in's own
+        with pytest.raises(RefusedError, match="refuses GET of ResourceClaim"):
+            cluster.prepare(cluster.claim())
+        (cluster.api_server.folder / "token").write_text("another\n")
+        cluster.prepare(cluster.claim())
+
+
+@pytest.mark.parametrize("release", ["1.34", "1.35", "1.36", "1.37"])
+def test_all_that_is_written_is_valid(cluster: DraCluster, release: str) -> None:
+    """Whatever the driver writes to the API server is as Kubernetes' own schemas have it, to the last field."""
+    cluster.node.mpsctl("hold", "gpu0")
+    cluster.await_slice(0)
+    assert {each["kind"] for each in cluster.api_server.written} == {"ResourceSlice"}
+    for each in cluster.api_server.written:
+        kubernetes_validate.validate(each, release, strict=True)

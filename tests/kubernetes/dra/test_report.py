@@ -1,0 +1,62 @@
+"""Labels of a node that offers its GPUs by the device plugin, to which the API server is beside the point."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fork_server import ForkServer
+from tests.harness import wait_until
+from tests.kubernetes.dra.api_server import ApiServer
+from tests.kubernetes.dra.cluster import NODE
+from tests.kubernetes.plugin.cluster import SLICE, StandIn
+from tests.node import Node
+
+pytestmark = pytest.mark.root("name control groups for others")
+
+
+@pytest.fixture
+def api_server(tmp_path: Path) -> Iterator[ApiServer]:
+    """Give an API server with one Node."""
+    server = ApiServer(tmp_path / "account").start()
+    server.put(f"/api/v1/nodes/{NODE}", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def cluster(fork_server: ForkServer, api_server: ApiServer, short_tmp: Path) -> Iterator[StandIn]:
+    """Give a node with the device plugin."""
+    short_tmp.chmod(0o711)
+    node = Node(root=short_tmp / "n", simulate=1, fork_server=fork_server)
+    node.root.mkdir()
+    node.start()
+    settings = {"API_SERVER": api_server.url, "SERVICE_ACCOUNT": str(api_server.folder), "NODE": NODE}
+    made = StandIn(node, short_tmp / "kubelet", settings={**settings, "REPORT_INTERVAL": "0.5"})
+    try:
+        yield made.start()
+    finally:
+        made.close()
+        node.clean_up()
+
+
+def test_the_device_plugin_labels_its_node(cluster: StandIn, api_server: ApiServer) -> None:
+    """The node is labelled; while the API server is away pods start as ever, and are seen when it is back."""
+    metadata = api_server.objects[f"/api/v1/nodes/{NODE}"]["metadata"]
+    wait_until(lambda: metadata_of(api_server).get("mpsd/offers") == "slices", what="labels")
+    assert metadata_of(api_server)["mpsd/free-threads"] == "100"
+    assert metadata["name"] == NODE
+    api_server.stop()
+    pod = cluster.create({"main": {SLICE: 60}})
+    pod.start("main")
+    cluster.await_held(pod)
+    api_server.start()
+    wait_until(lambda: api_server.asked("PATCH", NODE)[1:], what="the node to be labelled again", deadline=30)
+    state = api_server.objects[f"/api/v1/nodes/{NODE}"]["metadata"]["annotations"]["mpsd/state"]
+    assert pod.uid in state
+
+
+def metadata_of(api_server: ApiServer) -> dict[str, str]:
+    """Return the labels of the Node."""
+    labels: dict[str, str] = api_server.objects[f"/api/v1/nodes/{NODE}"]["metadata"].get("labels", {})
+    return labels

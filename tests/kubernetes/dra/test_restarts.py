@@ -1,0 +1,314 @@
+"""Prepared claims over the deaths of everything that has to do with them: no lease is lost, doubled, or left behind."""
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.harness import wait_until
+from tests.kubernetes.dra.cluster import Claim, DraCluster, result
+from tests.kubernetes.dra.conftest import MakeCluster
+from tests.kubernetes.plugin.cluster import RefusedError
+
+pytestmark = pytest.mark.root("name control groups for others")
+
+
+def calling(call: Callable[[Claim], None], claim: Claim) -> "threading.Thread":
+    """Make a call of kubelet's that will not be answered."""
+
+    def run() -> None:
+        with pytest.raises((grpc.RpcError, RefusedError)):
+            call(claim)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def await_stored(cluster: DraCluster, claim: Claim, stage: str) -> None:
+    """Wait until the driver has stored that a claim is at a stage."""
+    wait_until(lambda: cluster.stored().get(claim.uid, {}).get("stage") == stage, what=f"{claim.name} to be {stage}")
+
+
+def stop_mpsd(cluster: DraCluster) -> None:
+    """Have mpsd do nothing until it is sent SIGCONT."""
+    os.kill(cluster.node.pid, signal.SIGSTOP)
+
+
+def continue_mpsd(cluster: DraCluster) -> None:
+    """Have mpsd do what it was asked meanwhile."""
+    os.kill(cluster.node.pid, signal.SIGCONT)
+
+
+class TestDriver:
+    """The driver is killed."""
+
+    def test_before_anything_was_claimed(self, cluster: DraCluster) -> None:
+        """A claim that was stored, and for which mpsd has granted nothing: kubelet asks again, and it has one lease."""
+        claim = cluster.claim()
+        stop_mpsd(cluster)
+        try:
+            call = calling(cluster.prepare, claim)
+            await_stored(cluster, claim, "begun")
+            cluster.kill("plugin")
+            call.join()
+        finally:
+            continue_mpsd(cluster)
+        cluster.restart_plugin()
+        cluster.prepare(claim)
+        assert len(cluster.leases()) == 1
+        cluster.unprepare(claim)
+        cluster.await_nothing()
+
+    def test_before_the_device_was_written(self, cluster: DraCluster) -> None:
+        """A claim whose lease is there, and whose CDI device is not: kubelet asks again, and it has that lease."""
+        claim = cluster.claim()
+        directory = cluster.root / "cdi"
+        directory.touch()  # where a directory should be
+        with pytest.raises(RefusedError, match="cannot be written"):
+            cluster.prepare(claim)
+        (lease,) = cluster.leases()
+        cluster.kill("plugin")
+        directory.unlink()
+        cluster.restart_plugin()
+        cluster.prepare(claim)
+        assert [each["id"] for each in cluster.leases()] == [lease["id"]]
+        pod = cluster.pod(claim)
+        assert pod.start("main").variables["MPSD_LEASE"] == lease["id"]
+
+    def test_after_it_was_prepared(self, cluster: DraCluster) -> None:
+        """What was prepared stays so: kubelet does not ask again, and the container has its lease."""
+        claim = cluster.claim()
+        pod = cluster.pod(claim)
+        cluster.prepare(claim)
+        cluster.kill("plugin")
+        container = pod.start("main", uid=1234)
+        cluster.restart_plugin()
+        wait_until(
+            lambda: (
+                [(each["id"], each["owner"]["uid"]) for each in cluster.held(pod)]
+                == [(container.variables["MPSD_LEASE"], 1234)]
+            ),
+            what="the pod to hold its lease",
+        )
+        pod.delete()
+        cluster.await_nothing()
+
+    def test_while_a_pod_is_deleted(self, cluster: DraCluster) -> None:
+        """The driver is away while a pod ends: the pod waits for it, and nothing is left when it is back."""
+        claim = cluster.claim()
+        pod = cluster.pod(claim)
+        pod.start("main")
+        cluster.await_held(pod)
+        cluster.kill("plugin")
+        for each in pod.containers.values():
+            each.end()
+        with pytest.raises(grpc.RpcError):
+            cluster.unprepare(claim)
+        cluster.restart_plugin()
+        pod.delete()
+        cluster.await_nothing()
+
+    def test_in_the_middle_of_the_end(self, cluster: DraCluster) -> None:
+        """A claim of which kubelet said that it is over is taken back, also if kubelet does not come again."""
+        claim = cluster.claim()
+        cluster.prepare(claim)
+        stop_mpsd(cluster)
+        try:
+            call = calling(cluster.unprepare, claim)
+            await_stored(cluster, claim, "over")
+            cluster.kill("plugin")
+            call.join()
+        finally:
+            continue_mpsd(cluster)
+        cluster.restart_plugin()
+        cluster.await_nothing()
+        cluster.unprepare(claim)
+
+    def test_a_record_that_is_damaged(self, cluster: DraCluster) -> None:
+        """What cannot be read is named, and nothing else suffers; its lease is given back."""
+        damaged, other = cluster.claim(), cluster.claim()
+        cluster.prepare(damaged)
+        cluster.prepare(other)
+        cluster.kill("plugin")
+        path = cluster.root / "plugins/mpsd/claims" / f"{damaged.uid}.json"
+        path.write_text("{")
+        cluster.restart_plugin()
+        (line,) = cluster.log("claim_unreadable")
+        assert line["file"] == str(path)
+        wait_until(lambda: len(cluster.leases()) == 1, what="the lease that no record has to be given back")
+        (device,) = (cluster.root / "cdi").iterdir()
+        assert other.uid in device.name
+        cluster.unprepare(other)
+
+
+class TestMpsd:
+    """mpsd is killed."""
+
+    def test_between_prepare_and_start(self, cluster: DraCluster) -> None:
+        """A lease outlives mpsd, and the container starts with it."""
+        claim = cluster.claim()
+        pod = cluster.pod(claim)
+        cluster.prepare(claim)
+        (lease,) = cluster.leases()
+        cluster.node.end(signal.SIGKILL)
+        cluster.node.start()
+        assert pod.start("main").variables["MPSD_LEASE"] == lease["id"]
+        cluster.await_held(pod)
+        pod.delete()
+        cluster.await_nothing()
+
+    def test_is_away_for_a_prepare(self, cluster: DraCluster) -> None:
+        """A claim waits for an mpsd that is being restarted."""
+        claim = cluster.claim()
+        cluster.node.end(signal.SIGKILL)
+        preparing = threading.Thread(target=cluster.prepare, args=(claim,))
+        preparing.start()
+        await_stored(cluster, claim, "begun")
+        cluster.node.start()
+        preparing.join()
+        assert len(cluster.leases()) == 1
+
+    def test_is_away_for_long(self, make_cluster: MakeCluster) -> None:
+        """Nothing is offered of a node whose mpsd does not come back, until it does."""
+        cluster = make_cluster(settings={"UNREACHABLE_GRACE": "1"})
+        cluster.node.end(signal.SIGKILL)
+        cluster.await_slice(0)
+        cluster.node.start()
+        cluster.await_slice(1)
+
+
+class TestLease:
+    """A lease ends before its claim is over."""
+
+    @pytest.mark.parametrize("taken", [False, True], ids=["claimed", "held"])
+    def test_is_claimed_again(self, cluster: DraCluster, *, taken: bool) -> None:
+        """A prepared claim gets another lease, under the same CDI device, which the next container starts with."""
+        claim = cluster.claim()
+        pod = cluster.pod(claim)
+        if taken:
+            pod.start("main").end()
+            cluster.await_held(pod)
+        else:
+            cluster.prepare(claim)
+        (lease,) = cluster.leases()
+        assert cluster.node.mpsctl("release", lease["id"]).returncode == 0
+        (another,) = wait_until(
+            lambda: [each for each in cluster.leases() if each["id"] != lease["id"]], what="another lease"
+        )
+        wait_until(
+            lambda: cluster.created([claim])["variables"]["MPSD_LEASE"] == another["id"], what="the device to have it"
+        )
+        pod.start("main")
+        assert [each["id"] for each in cluster.await_held(pod)] == [another["id"]]
+        pod.delete()
+        cluster.await_nothing()
+
+    def test_a_claim_is_renewed(self, make_cluster: MakeCluster) -> None:
+        """A lease that no container takes for long, while an image is pulled, does not expire."""
+        cluster = make_cluster(settings={"CLAIM_DEADLINE": "2"})
+        cluster.prepare(cluster.claim())
+        (lease,) = cluster.leases()
+        wait_until(lambda: len(cluster.log("claim_renewed")) > 3, what="it to be renewed a few times", deadline=20)
+        assert [each["id"] for each in cluster.leases()] == [lease["id"]]
+
+    def test_devices_that_are_gone(self, cluster: DraCluster) -> None:
+        """The directory of CDI devices is empty after the machine was restarted, and is written again."""
+        claim = cluster.claim()
+        pod = cluster.pod(claim)
+        cluster.prepare(claim)
+        cluster.kill("plugin")
+        for each in (cluster.root / "cdi").iterdir():
+            each.unlink()
+        cluster.restart_plugin()
+        wait_until(lambda: list((cluster.root / "cdi").glob("*.json")), what="the device to be written")
+        pod.start("main")
+        cluster.await_held(pod)
+
+
+class TestKubelet:
+    """kubelet is restarted."""
+
+    def test_finds_the_driver_again(self, cluster: DraCluster) -> None:
+        """It deletes the slices of the node, and they are published again when it has found the driver."""
+        claim = cluster.claim()
+        pod = cluster.pod(claim)
+        pod.start("main")
+        (lease,) = cluster.await_held(pod)
+        cluster.start_kubelet()
+        cluster.register()
+        cluster.await_slice(1)
+        assert [each["id"] for each in cluster.held(pod)] == [lease["id"]]
+        pod.delete()
+        cluster.await_nothing()
+
+    def test_sockets_that_are_removed(self, cluster: DraCluster) -> None:
+        """Sockets that somebody has removed are made again."""
+        for each in ("plugins_registry/mpsd-reg.sock", "plugins/mpsd/dra.sock"):
+            (cluster.root / each).unlink()
+        cluster.register()
+        wait_until((cluster.root / "plugins/mpsd/dra.sock").exists, what="the driver's socket")
+        cluster.prepare(cluster.claim())
+
+    def test_a_claim_it_never_takes_back(self, make_cluster: MakeCluster) -> None:
+        """A claim that could not be prepared, and of which kubelet says no more, leaves nothing behind."""
+        cluster = make_cluster(settings={"WAIT": "0.1", "CLAIM_DEADLINE": "2"})
+        claim = cluster.claim(result(request="a"), result(threads="90", request="b"))
+        with pytest.raises(RefusedError):
+            cluster.prepare(claim)
+        cluster.await_nothing()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_killed_at_any_moment(make_cluster: MakeCluster) -> None:
+    """Driver and mpsd are killed at random, over the lives of many pods: each has its lease, and nothing is left."""
+    cluster = make_cluster(simulate=1)
+    rolls = random.Random(18)
+
+    def again(call: Callable[[], Any]) -> Any:
+        """Repeat a call, as kubelet does, until it is answered; bring back whatever was killed."""
+
+        def attempt() -> Any:
+            if cluster.plugin is None or cluster.plugin.poll() is not None:
+                cluster.restart_plugin()
+            try:
+                return (call(),)
+            except (grpc.RpcError, RefusedError):
+                return None
+
+        return wait_until(attempt, what="kubelet's call to be answered", deadline=60)[0]
+
+    for number in range(40):
+        claim = cluster.claim(result(threads="40", memory="8Gi"))
+        pod = cluster.pod(claim)
+        pod.begin()
+
+        def kill_later(which: str = rolls.choice(["plugin", "mpsd"])) -> None:
+            if which == "mpsd":
+                cluster.node.end(signal.SIGKILL)
+                cluster.node.start()
+            elif cluster.plugin is not None:
+                cluster.plugin.kill()
+                cluster.plugin.wait()
+
+        killer = threading.Timer(rolls.uniform(0, 0.3), kill_later)
+        killer.start()
+        again(partial(cluster.prepare, claim))
+        if rolls.random() < 0.5:
+            killer.join()
+        container = again(partial(pod.start, "main"))
+        killer.join()
+        held = again(partial(cluster.await_held, pod))
+        assert [each["id"] for each in held] == [container.variables["MPSD_LEASE"]], number
+        assert len(cluster.leases()) == 1, number
+        again(pod.delete)
+        again(partial(cluster.unprepare, claim))
+    cluster.await_nothing()
+    assert cluster.stored() == {}

@@ -1,0 +1,198 @@
+"""What the scheduler sees of a node: its ResourceSlice, which follows mpsd, and what the API server may do with it."""
+
+import itertools
+import json
+from typing import Any
+
+import grpc
+import pytest
+
+from mpsd.kubernetes import wire
+from mpsd.kubernetes.protocol import drahealth_pb2 as drahealth
+from tests.harness import wait_until
+from tests.kubernetes.dra.api_server import SLICES
+from tests.kubernetes.dra.cluster import GPU, NODE, DraCluster, gpu
+from tests.kubernetes.dra.conftest import MakeCluster
+from tests.kubernetes.plugin.cluster import RefusedError
+
+pytestmark = pytest.mark.root("name control groups for others")
+
+
+def test_is_published(make_cluster: MakeCluster) -> None:
+    """A node has one pool of one slice, with what can be asked for of each GPU, and in which steps."""
+    cluster = make_cluster(simulate=2)
+    published = cluster.await_slice(2)
+    assert published["metadata"]["name"] == f"{NODE}-mpsd"
+    (owner,) = published["metadata"]["ownerReferences"]
+    assert owner["uid"] == cluster.api_server.objects[f"/api/v1/nodes/{NODE}"]["metadata"]["uid"]
+    assert published["spec"]["pool"] == {"name": NODE, "generation": 1, "resourceSliceCount": 1}
+    first, second = published["spec"]["devices"]
+    assert [first["name"], second["name"]] == [gpu(0).lower(), gpu(1).lower()]
+    assert first["attributes"]["uuid"] == {"string": GPU}
+    assert second["attributes"]["index"] == {"int": 1}
+    assert first["capacity"]["threads"] == {
+        "value": "100",
+        "requestPolicy": {"default": "10", "validRange": {"min": "1", "max": "100", "step": "1"}},
+    }
+    assert first["capacity"]["memory"] == {
+        "value": "81408Mi",
+        "requestPolicy": {"default": "7936Mi", "validRange": {"min": "256Mi", "max": "81408Mi", "step": "256Mi"}},
+    }
+
+
+def test_follows_holds(make_cluster: MakeCluster) -> None:
+    """A GPU whose control daemon is held is left out, with a new generation, until it is resumed."""
+    cluster = make_cluster(simulate=2)
+    assert cluster.node.mpsctl("hold", "gpu0").returncode == 0
+    published = cluster.await_slice(1)
+    assert [each["name"] for each in published["spec"]["devices"]] == [gpu(1).lower()]
+    assert published["spec"]["pool"]["generation"] == 2
+    with pytest.raises(RefusedError, match="held"):
+        cluster.prepare(cluster.claim())
+    assert cluster.node.mpsctl("resume", "gpu0").returncode == 0
+    assert cluster.await_slice(2)["spec"]["pool"]["generation"] == 3
+
+
+def test_is_written_only_where_it_changes(cluster: DraCluster) -> None:
+    """Leases that come and go, and a driver that is restarted, cost the API server no write."""
+    before = cluster.api_server.slice()
+    pod = cluster.pod(cluster.claim())
+    pod.start("main")
+    pod.delete()
+    cluster.kill("plugin")
+    asked = len(cluster.api_server.asked("GET", SLICES))
+    cluster.restart_plugin()
+    wait_until(lambda: len(cluster.api_server.asked("GET", SLICES)) > asked, what="the slice to be looked at")
+    assert cluster.api_server.slice() == before
+    assert len(cluster.api_server.written) == 1
+
+
+def test_another_writer(cluster: DraCluster) -> None:
+    """A slice that somebody has written over, or deleted, is as it should be again once kubelet has come."""
+    stored = cluster.api_server.slice()
+    assert stored is not None
+    path = f"{SLICES}/{NODE}-mpsd"
+    cluster.api_server.put(path, {**stored, "spec": {**stored["spec"], "devices": []}})
+    cluster.register()
+    cluster.await_slice(1)
+    with cluster.api_server.lock:
+        del cluster.api_server.objects[path]
+    cluster.register()
+    cluster.await_slice(1)
+
+
+def test_a_cluster_that_does_not_share_devices(make_cluster: MakeCluster) -> None:
+    """Where the feature gate is off each claim would be given a whole GPU: nothing is published, and it is said why."""
+    cluster = make_cluster(start=False)
+    cluster.api_server.shares_devices = False
+    cluster.start_plugin()
+    cluster.register()
+    (line,) = wait_until(lambda: cluster.log("slice_not_published"), what="it to be said")
+    assert "DRAConsumableCapacity" in line["hint"]
+    assert cluster.api_server.slice() is None
+
+
+@pytest.mark.parametrize("refusal", [403, 503])
+def test_an_api_server_that_refuses(make_cluster: MakeCluster, refusal: int) -> None:
+    """The driver serves kubelet while the API server refuses; what is right is published once it does not."""
+    cluster = make_cluster(start=False)
+    cluster.api_server.refusal = refusal
+    cluster.start_plugin()
+    cluster.register()
+    lines = wait_until(lambda: cluster.log("slice_not_published"), what="it to be said", deadline=30)
+    assert lines[0]["code"] == {403: "not_permitted", 503: "unreachable"}[refusal]
+    cluster.api_server.refusal = None
+    cluster.await_slice(1)
+
+
+def test_a_stranger_in_its_place(make_cluster: MakeCluster) -> None:
+    """An API server whose certificate is not of the cluster's authority is told nothing: no token, no slice."""
+    cluster = make_cluster(start=False)
+    other = make_cluster(start=False)
+    (cluster.api_server.folder / "ca.crt").write_bytes((other.api_server.folder / "ca.crt").read_bytes())
+    cluster.start_plugin()
+    cluster.register()
+    (line,) = wait_until(lambda: cluster.log("slice_not_published"), what="it to be said", deadline=30)
+    assert "certificate verify failed" in line["because"]
+    assert cluster.api_server.requests == []
+
+
+def test_health(cluster: DraCluster) -> None:
+    """kubelet follows the health of devices, which it shows in the status of pods."""
+    assert cluster.endpoint is not None
+    with grpc.insecure_channel(f"unix:{cluster.endpoint}") as channel:
+        call = wire.WATCH_HEALTH
+        watch = channel.unary_stream(call.path, call.request.SerializeToString, call.answer.FromString)
+        answers = watch(drahealth.NodeWatchResourcesRequest(), timeout=30)
+        (device,) = next(answers).devices
+        assert (device.device.pool_name, device.device.device_name) == (NODE, GPU.lower())
+        assert (device.health, device.last_updated_time > 0) == (drahealth.HEALTHY, True)
+        cluster.node.mpsctl("hold", "gpu0")
+        (device,) = next(answers).devices
+        assert device.health == drahealth.UNHEALTHY
+        answers.cancel()
+
+
+class TestNode:
+    """Labels and the annotation of the Node."""
+
+    def metadata(self, cluster: DraCluster) -> dict[str, Any]:
+        """Return what the Node says."""
+        found: dict[str, Any] = cluster.api_server.objects[f"/api/v1/nodes/{NODE}"]["metadata"]
+        return found
+
+    def test_labels(self, make_cluster: MakeCluster) -> None:
+        """The node says what it offers and how much is free, and who has what."""
+        cluster = make_cluster(simulate=2, settings={"REPORT_INTERVAL": "1"})
+        wait_until(lambda: "labels" in self.metadata(cluster), what="labels")
+        assert self.metadata(cluster)["labels"] == {
+            "mpsd/gpus": "2",
+            "mpsd/healthy-gpus": "2",
+            "mpsd/model": "Simulated-GPU",
+            "mpsd/driver-branch": "555",
+            "mpsd/offers": "dra",
+            "mpsd/free-threads": "100",
+            "mpsd/free-memory-gib": "64",
+        }
+        cluster.node.mpsctl("hold", "gpu1")
+        pod = cluster.pod(cluster.claim())
+        pod.start("main")
+        cluster.await_held(pod)
+        wait_until(
+            lambda: (
+                [self.metadata(cluster)["labels"][f"mpsd/{each}"] for each in ("healthy-gpus", "free-threads")]
+                == ["1", "75"]
+            ),
+            what="labels to follow",
+        )
+        first, second = json.loads(self.metadata(cluster)["annotations"]["mpsd/state"])["gpus"]
+        assert (first["threads"], first["memory"], first["shares"]) == (25.0, [8192, 81408], [[pod.uid, 25.0, 8192]])
+        assert "held" in second["because"]
+
+    @pytest.mark.slow
+    def test_is_written_at_a_pace(self, make_cluster: MakeCluster) -> None:
+        """However often pods come and go, there is time between two writes."""
+        cluster = make_cluster(settings={"REPORT_INTERVAL": "3"})
+
+        def written() -> list[float]:
+            claim = cluster.claim()
+            cluster.prepare(claim)
+            if len(cluster.leases()) > 3:
+                cluster.unprepare(*[each for each in cluster.claims.values() if each.devices is not None])
+            found = [each.at for each in cluster.api_server.asked("PATCH", "/nodes/")]
+            return found if len(found) > 3 else []
+
+        writes = wait_until(written, what="four writes", deadline=50)
+        assert min(after - before for before, after in itertools.pairwise(writes)) >= 3
+
+    def test_what_others_wrote_stays(self, make_cluster: MakeCluster) -> None:
+        """Labels and annotations of others are theirs."""
+        cluster = make_cluster(start=False)
+        path = f"/api/v1/nodes/{NODE}"
+        node = cluster.api_server.objects[path]
+        node["metadata"] |= {"labels": {"zone": "a", "mpsd/model": "old"}, "annotations": {"a": "b"}}
+        cluster.start_plugin()
+        wait_until(lambda: "mpsd/state" in self.metadata(cluster)["annotations"], what="the annotation")
+        assert self.metadata(cluster)["labels"]["zone"] == "a"
+        assert self.metadata(cluster)["labels"]["mpsd/model"] == "Simulated-GPU"
+        assert self.metadata(cluster)["annotations"]["a"] == "b"

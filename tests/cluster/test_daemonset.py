@@ -47,23 +47,34 @@ def test_placed(mpsd: Mpsd) -> None:
     assert [each["health"] for each in mpsd.ask("gpus")] == ["ok", "ok"]
 
 
-@pytest.mark.usefixtures("mpsd")
 @pytest.mark.parametrize("label", ["nvidia.com/gpu.deploy.device-plugin", "nvidia.com/mps.capable"])
-def test_not_beside_nvidias(cluster: Cluster, label: str) -> None:
+def test_not_beside_nvidias(cluster: Cluster, mpsd: Mpsd, label: str) -> None:
     """A node whose GPUs NVIDIA's components give out is not one for mpsd, whatever else its labels say."""
 
     def wanted() -> int:
         return int(cluster.get("daemonset", "mpsd", f"--namespace={NAMESPACE}")["status"]["desiredNumberScheduled"])
 
-    # On another node, since a pod that runs is not taken away for a label that its node has got.
-    other = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "other", "labels": {"mpsd/sharing": "true"}}}
-    cluster.apply(other)
+    for name, labels in (("theirs", {label: "true"}), ("ours", {})):
+        metadata = {"name": name, "labels": {"mpsd/sharing": "true", **labels}}
+        cluster.apply({"apiVersion": "v1", "kind": "Node", "metadata": metadata})
     try:
-        cluster.wait("a pod for the other node", lambda: wanted() == 2)
-        cluster.kubectl("label", "node", "other", f"{label}=true")
-        cluster.wait("no pod for the other node", lambda: wanted() == 1)
+        # A pod for the second node is proof that both were looked at.
+        cluster.wait("a pod for the other node", lambda: "ours" in places(mpsd))
+        assert places(mpsd) == {NODE, "ours"}
+        cluster.wait("the count", lambda: wanted() == 2)
     finally:
-        cluster.kubectl("delete", "node", "other")
+        cluster.kubectl("delete", "node", "theirs", "ours")
+        # What collects the pods of a node that is gone takes a minute.
+        gone = [each["metadata"]["name"] for each in mpsd.pods() if each["spec"].get("nodeName") != NODE]
+        cluster.kubectl("delete", "pod", f"--namespace={NAMESPACE}", "--force", "--grace-period=0", *gone)
+        cluster.wait("their pods to go", lambda: places(mpsd) == {NODE})
+
+
+def places(mpsd: Mpsd) -> set[str]:
+    """Return the nodes that the DaemonSet's pods are for."""
+    terms = (each["spec"]["affinity"]["nodeAffinity"] for each in mpsd.pods())
+    required = (each["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"][0] for each in terms)
+    return {str(each["matchFields"][0]["values"][0]) for each in required}
 
 
 def test_client(cluster: Cluster, mpsd: Mpsd) -> None:
@@ -92,7 +103,8 @@ def test_update(cluster: Cluster, mpsd: Mpsd) -> None:
     cluster.kubectl("patch", "daemonset", "mpsd", f"--namespace={NAMESPACE}", f"--patch={json.dumps(change)}")
     cluster.wait("the change to be seen", lambda: cluster.get(
         "daemonset", "mpsd", f"--namespace={NAMESPACE}")["status"].get("observedGeneration") == 2)  # fmt: skip
-    assert mpsd.name == before
+    (same,) = mpsd.pods()
+    assert (same["metadata"]["name"], same["metadata"].get("deletionTimestamp")) == (before, None)
     cluster.kubectl("delete", "pod", before, f"--namespace={NAMESPACE}", "--wait=false")
     cluster.wait("mpsd to stop admission", lambda: "stopping" in cluster.kubectl(
         "logs", before, f"--namespace={NAMESPACE}"))  # fmt: skip

@@ -48,6 +48,20 @@ def test_schemas(version: str) -> None:
         kubernetes_validate.validate(each, version, strict=True)
 
 
+@pytest.mark.parametrize("version", ["1.34", "1.35", "1.36", "1.37"])
+def test_dynamic_resource_allocation(version: str) -> None:
+    """What the overlay of the driver brings is as each Kubernetes that has it takes it, and its role is its own."""
+    objects = kustomized("dra")
+    for each in objects:
+        kubernetes_validate.validate(each, version, strict=True)
+    named = {(each["kind"], each["metadata"]["name"]) for each in objects}
+    assert {("ClusterRole", "mpsd-kubernetes-dra"), ("DeviceClass", "mpsd")} < named
+    spec = next(each for each in objects if each["kind"] == "DaemonSet")["spec"]["template"]["spec"]
+    driver = next(each for each in spec["containers"] if each["name"] == "mpsd-kubernetes")
+    assert "--dra" in driver["args"]
+    assert {each["name"] for each in driver["volumeMounts"]} > {"plugins", "plugins-registry", "cdi", "account"}
+
+
 EVERYTHING: Final = {
     "image": {"repository": "registry.example/mpsd", "digest": f"sha256:{'0' * 64}", "pullPolicy": "Always"},
     "imagePullSecrets": [{"name": "registry"}],

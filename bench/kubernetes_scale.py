@@ -94,8 +94,9 @@ def driver(seconds: float) -> None:
     with tempfile.TemporaryDirectory(prefix="mb-") as folder, contextlib.ExitStack() as ending:
         root = Path(folder)
         service = _started(
-            ending, "mpsd", "run", "--root", str(root / "node"), "--simulate", "8", "--config", _config(root)
-        )
+            ending, "mpsd", "run", "--stop-daemons-on-exit", "--root", str(root / "node"), "--simulate", "8",
+            "--config", _config(root),
+        )  # fmt: skip
         _await((root / "node/run/mpsd.sock").exists)
         plugin = _started(
             ending, "mpsd.kubernetes", "--socket", str(root / "node/run/mpsd.sock"),

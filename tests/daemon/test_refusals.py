@@ -165,11 +165,11 @@ class TestConfiguration:
             ("[limit]\n", ("unknown section 'limit'", "did you mean 'limits'?")),
             (
                 "[limits]\nactive_thread_percentage = 150\n",
-                ("limits.active_thread_percentage = 150", "(0, 100]", "100.0"),
+                ("limits.active_thread_percentage = 150", "more than 100 %", "100.0"),
             ),
             (
                 '[limits]\npinned_device_mem_limit = "10T"\n',
-                ("limits.pinned_device_mem_limit = '10T'", "unit 'T'", "absent"),
+                ("limits.pinned_device_mem_limit = '10T'", "ambiguous unit T", "absent"),
             ),
             ("[limits]\nactive_thread", ("not TOML", "Expected '='")),
             ('[api]\ngroup = "no-such-group"\n', ("no group 'no-such-group'", "api.group")),

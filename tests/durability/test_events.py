@@ -16,7 +16,7 @@ from tests.node import Node
 def refuse(node: Node, times: int) -> None:
     """Have mpsd decide something, this often, that leaves nothing behind but an event."""
     for _ in range(times):
-        assert node.request("POST", "/v1/leases", {"threads": 1, "memory": "81GiB"}).status == 409
+        assert node.request("POST", "/v1/leases", {"threads": 1, "memory": "81GiB"}).status == 422
 
 
 def test_kept_then_live(make_node: Start) -> None:

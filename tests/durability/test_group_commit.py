@@ -64,7 +64,7 @@ def decide(node: Node) -> list[str]:
         leases = []
         for _ in range(_MANY):
             leases.append(caller.ask("POST", "/v1/leases", {"threads": 1, "memory": "1MiB"}).json["id"])
-            assert caller.ask("POST", "/v1/leases", {"threads": 1, "memory": "200GiB"}).status == 409
+            assert caller.ask("POST", "/v1/leases", {"threads": 1, "memory": "200GiB"}).status == 422
             assert caller.ask("DELETE", f"/v1/leases/{leases[-1]}").status == 204
         return leases
 

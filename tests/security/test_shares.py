@@ -86,7 +86,7 @@ def test_lines(make: Any) -> None:
     for _ in range(20):
         lease = line.granted(uid=MALLORY, **SMALL)
         assert line.call("DELETE", f"/v1/leases/{lease['id']}", uid=MALLORY).answer().status == 204
-        assert line.ask(uid=MALLORY, threads=1, memory="1000GiB").status == 409
+        assert line.ask(uid=MALLORY, threads=1, memory="1000GiB").status == 422
         assert line.lease(lease)["state"] == "ended"  # the API says what the log leaves out
     theirs = line.granted(uid=ANN, **SMALL)
     event(node, "lease_granted", lease=theirs["id"], uid=ANN)

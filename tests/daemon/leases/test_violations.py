@@ -238,7 +238,7 @@ def test_memory(make_node: Start, short_tmp: Path) -> None:
         look(node, granted)
         told = event(node, "violation", kind="memory")
         assert (told["pid"], told["lease"]) == (more.pid, granted["id"])
-        assert "hold 2560MiB of memory on gpu0 instead of 2GiB" in told["because"]
+        assert "hold 2.5GiB of memory on gpu0 instead of 2GiB" in told["because"]
         more.free("1GiB")
         look(node, granted, times=1)
         over(node, kind="memory", pid=more.pid)

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
+from mpsd.cli.users import name_of
 from tests.cli.answering import answering, http
 from tests.cli.conftest import run_mpsctl
 from tests.daemon.helpers import LIMITS
 from tests.harness import wait_until
 from tests.node import Node
+
+ME = name_of(os.geteuid())
 
 ROUTES = {
     "status": "/v1/status",
@@ -56,10 +59,10 @@ def test_json(node: Node, command: str) -> None:
                 r".*1 lease, 0 waiting, 0 clients; .+",
             ],
         ),
-        ("gpus", [r"GPU +HEALTH .+", r"0 +ok +25% of 100% +2GiB of 80GiB .+ 0B +1 of 48 +root .+"]),
+        ("gpus", [r"GPU +HEALTH .+", rf"0 +ok +25% of 100% +2GiB of 80GiB .+ 0B +1 of 48 +{ME} .+"]),
         ("daemons", [r"DAEMON +STATE .+", r"gpu0 +ready .+/run/mps/gpu0", r"gpu1 +ready .+/run/mps/gpu1"]),
         ("clients", [r"no clients"]),
-        ("leases", [r"LEASE +STATE .+", r"lease-\w+ +granted +\d +25% +2GiB +root +\d+ +0 of 1 +\d+s +- +train"]),
+        ("leases", [r"LEASE +STATE .+", rf"lease-\w+ +granted +\d +25% +2GiB +{ME} +\d+ +0 of 1 +\d+s +- +train"]),
         ("config", [r"limits\.active_thread_percentage +100\.0", r"paths\.runtime_dir +/.+/run"]),
     ],
 )

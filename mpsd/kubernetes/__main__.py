@@ -4,7 +4,7 @@ import importlib
 import os
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 import click
 
@@ -15,6 +15,9 @@ from mpsd.core.kubernetes.settings import PREFIX, Offer, Report, Settings
 from mpsd.core.sanitize import plain
 
 _CONFIG: Final = Path("/etc/mpsd/kubernetes.toml")
+
+_LIBRARIES: Final = {"google", "grpc"}
+"""The libraries of the extra `kubernetes`, by the names that they are imported by."""
 
 
 def _settings(config: Path | None, options: dict[str, str | None]) -> Settings:
@@ -68,12 +71,21 @@ def cli(*, config: Path | None, socket: str | None, kubelet_dir: str | None, nod
 
 
 def main() -> None:
-    """Run the program; an error of ours is said, and not raised."""
+    """Run the program; an error of ours, or a library that is not installed, ends it with a sentence."""
     try:
         cli(prog_name="mpsd-kubernetes")
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").split(".")[0] not in _LIBRARIES:
+            raise
+        hint = "install mpsd with its extra: pip install 'mpsd[kubernetes]'"
+        _end(ConfigurationError(f"the library {missing.name} is not installed", hint=hint))
     except MpsdError as error:
-        click.echo(f"mpsd-kubernetes: {plain(error.detail)} [{error.code}]\n  hint: {plain(error.hint)}", err=True)
-        sys.exit(error.exit_code)
+        _end(error)
+
+
+def _end(error: MpsdError) -> NoReturn:
+    click.echo(f"mpsd-kubernetes: {plain(error.detail)} [{error.code}]\n  hint: {plain(error.hint)}", err=True)
+    sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,23 @@
+"""How mpsd-kubernetes begins and ends as a program."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("library", ["grpc", "google"])
+def test_without_its_extra(library: str) -> None:
+    """Where a library of the extra is not installed, the program says what to install, and shows no traceback."""
+    script = (
+        f"import sys; sys.modules[{library!r}] = None;"  # its import then fails as if it were not there
+        "from mpsd.kubernetes.__main__ import main; sys.argv = ['mpsd-kubernetes']; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (78, "")
+    first, second = done.stderr.splitlines()
+    assert first.startswith(f"mpsd-kubernetes: the library {library}")
+    assert "pip install 'mpsd[kubernetes]'" in second

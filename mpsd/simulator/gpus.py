@@ -8,6 +8,7 @@ from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.model import Gpu, GpuFault, GpuProcess, GpuUsage, Inventory, Known, Reading, Unknown
 from mpsd.simulator.devices import FAULTS, MEMORY, Device, Kind
+from mpsd.system import clock
 
 DRIVER_VERSION: Final = "555.58.02"
 """The driver whose control daemon the simulator imitates."""
@@ -75,7 +76,7 @@ class SimulatedGpus:
             new, self._seen = reported[self._seen :], len(reported)
             if new:
                 return Known(tuple(new))
-            await asyncio.sleep(_LOOK_INTERVAL)
+            await asyncio.sleep(clock.until_next(_LOOK_INTERVAL))
         return Known(())
 
     def _reported(self) -> list[GpuFault]:

@@ -11,7 +11,7 @@ import socket
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from grp import getgrnam
 from pathlib import Path
 from typing import Final
@@ -25,9 +25,9 @@ LEFT: Final = ("control", "control_privileged", "control_lock", "log", "nvidia-c
 """What a control daemon makes in its pipe directory, and leaves there (measured; the last one by 550 and later)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DaemonPaths:
-    """Where one control daemon has its things."""
+    """Where one control daemon has its things. Each path is made once, since it is looked at every second."""
 
     pipe_directory: Path
     log_directory: Path
@@ -46,37 +46,37 @@ class DaemonPaths:
     operator_intent: Path
     """The file that has what an operator wants of it."""
 
-    @property
+    @cached_property
     def control_socket(self) -> Path:
         """The socket that front-ends and clients look for."""
         return self.pipe_directory / "control"
 
-    @property
+    @cached_property
     def control_lock(self) -> Path:
         """The lock that makes a control daemon the only one on its pipe directory."""
         return self.pipe_directory / "control_lock"
 
-    @property
+    @cached_property
     def pid_file(self) -> Path:
         """Where a control daemon of 550 and newer writes its pid (measured). mpsd does not read it."""
         return self.pipe_directory / "nvidia-cuda-mps-control.pid"
 
-    @property
+    @cached_property
     def log_fifo(self) -> Path:
         """The FIFO by which the daemon and its servers write the log: the daemon alone reads it (measured)."""
         return self.pipe_directory / "log"
 
-    @property
+    @cached_property
     def control_sockets(self) -> tuple[Path, Path]:
         """All sockets of the daemon: that one, and the one that root's front-ends use."""
         return self.control_socket, self.pipe_directory / "control_privileged"
 
-    @property
+    @cached_property
     def control_log(self) -> Path:
         """The file that the daemon's own output is appended to."""
         return self.log_directory / "control.log"
 
-    @property
+    @cached_property
     def server_log(self) -> Path:
         """The file that its servers write (NVIDIA's documentation)."""
         return self.log_directory / "server.log"

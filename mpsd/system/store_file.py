@@ -19,6 +19,7 @@ class StoreFile:
     def __init__(self, path: Path) -> None:
         """Open it, or make it. Raises OSError."""
         self._path = path
+        self._beside = tuple(Path(f"{path}{suffix}") for suffix in _COMPANIONS)
         # Made here, and not by SQLite, for its mode: leases are no business of other users.
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         os.fchmod(self._descriptor, 0o600)
@@ -65,8 +66,7 @@ class StoreFile:
         if _inode(found) != self._inode:
             return f"another file is in the place of {self._path}"
         stamps = [_stamp(found)]
-        for suffix in _COMPANIONS:
-            path = Path(f"{self._path}{suffix}")
+        for path in self._beside:
             try:
                 beside = path.lstat()
             except OSError:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Final
 
-from mpsd.core.lifecycle import ANSWERED
+from mpsd.core.lifecycle import ANSWERED, State
 from mpsd.core.model import Daemon, Known, ProcessIdentity
 from mpsd.core.reload import LiveSettings
 from mpsd.core.supervision import wedge
@@ -117,17 +117,18 @@ class ServerWatch:
         """Watch until cancelled."""
         try:
             while True:
-                await asyncio.sleep(_TICK)
-                self._look(self._supervisor.snapshot())
-                if (suspicion := self._due()) is not None:
+                await asyncio.sleep(clock.until_next(_TICK))
+                daemon = self._supervisor.snapshot()
+                self._look(daemon)
+                if (suspicion := self._due(daemon.state)) is not None:
                     await self.examine(suspicion)
         finally:
             if self._examining is not None:
                 self._examining.cancel()
 
-    def _due(self) -> Suspicion | None:
-        """Return what the server is to be examined for now."""
-        if self._supervisor.snapshot().state not in ANSWERED:
+    def _due(self, state: State) -> Suspicion | None:
+        """Return what the server is to be examined for now, while the daemon is in this state."""
+        if state not in ANSWERED:
             return None
         now = clock.monotonic()
         if self._unserved is not None and now >= self._again:

@@ -49,6 +49,8 @@ class PipeAccess:
         """Whether the control daemon serves many users; None before there is one."""
         self._admitted = wanted
         self._log = log
+        self._latest: tuple[object, tuple[tuple[Path, Acl], ...]] = None, ()
+        """What `_acls` returned last, since it is asked for every second, and for what."""
         self._is_shut = self._was_shut()
         self._sure = False
         """Whether `_held` was written and read back, and nothing has failed since."""
@@ -56,7 +58,7 @@ class PipeAccess:
 
     def _was_shut(self) -> bool:
         """Tell whether an earlier mpsd let nobody in, as until the limits hold: it may have died before that."""
-        path, closed = next(self._acls(frozenset()))
+        path, closed = self._acls(frozenset())[0]
         try:
             return acl.read(path) == closed
         except OSError:
@@ -155,32 +157,43 @@ class PipeAccess:
     def look(self) -> bool:
         """See whether somebody else has changed who is let in, and put it back; False when that failed."""
         try:
-            if self._sure and self._held == self._wanted():
-                self._log_drift()
-            self.hold()
+            if not (self._sure and self._held == self._wanted() and self._is_unchanged()):
+                self.hold()
         except (OSError, PipeAccessError):
             return False
         return True
 
-    def _log_drift(self) -> None:
+    def _is_unchanged(self) -> bool:
+        """Tell whether every file is as it was written, and log those that others have changed. Raises OSError."""
+        is_unchanged = True
         for path, meant in self._acls(self._held):
-            with contextlib.suppress(FileNotFoundError):  # nobody can open it; the supervisor sees that by itself
+            try:
                 found = acl.read(path)
-                if found != meant:
-                    facts = {"wanted": acl.text(meant), "found": acl.text(found)}
-                    self._log.warning(EventName.PIPE_ACCESS_DRIFT, path=str(path), **facts)
+            except FileNotFoundError:
+                is_unchanged = is_unchanged and path not in {self.paths.pipe_directory, self.paths.control_socket}
+                continue
+            if found != meant:
+                is_unchanged = False
+                facts = {"wanted": acl.text(meant), "found": acl.text(found)}
+                self._log.warning(EventName.PIPE_ACCESS_DRIFT, path=str(path), **facts)
+        return is_unchanged
 
-    def _acls(self, uids: frozenset[int] | None) -> Iterator[tuple[Path, Acl]]:
-        """Yield what each file is to have: what its owner may do with it, and what those may who are let in."""
-        servers_write = frozenset() if self._many_users else uids
-        for path, owner, users, others in (
-            (self.paths.pipe_directory, READ | WRITE | EXECUTE, uids, READ | EXECUTE),
-            (self.paths.control_socket, READ | WRITE, uids, READ | WRITE),
-            (self.paths.log_fifo, READ | WRITE, servers_write, WRITE),
-            (self.paths.control_lock, READ | WRITE, frozenset(), 0),
-            (self.paths.pid_file, READ | WRITE, frozenset(), 0),
-        ):
-            yield path, acl.public(owner, others) if users is None else acl.private(owner, users, others)
+    def _acls(self, uids: frozenset[int] | None) -> tuple[tuple[Path, Acl], ...]:
+        """Return what each file is to have: what its owner may do with it, and what those may who are let in."""
+        if self._latest[0] != (uids, self._many_users):
+            servers_write = frozenset() if self._many_users else uids
+            acls = tuple(
+                (path, acl.public(owner, others) if users is None else acl.private(owner, users, others))
+                for path, owner, users, others in (
+                    (self.paths.pipe_directory, READ | WRITE | EXECUTE, uids, READ | EXECUTE),
+                    (self.paths.control_socket, READ | WRITE, uids, READ | WRITE),
+                    (self.paths.log_fifo, READ | WRITE, servers_write, WRITE),
+                    (self.paths.control_lock, READ | WRITE, frozenset(), 0),
+                    (self.paths.pid_file, READ | WRITE, frozenset(), 0),
+                )
+            )
+            self._latest = (uids, self._many_users), acls
+        return self._latest[1]
 
     @staticmethod
     def _failed(path: Path, meant: Acl, because: str) -> PipeAccessError:

@@ -145,42 +145,42 @@ class RunDir:
         """Let the lock go."""
         os.close(self._lock)
 
-    @property
+    @cached_property
     def daemons(self) -> Path:
         """Where the pipe directories are."""
         return self._settings.paths.runtime_dir / "mps"
 
-    @property
+    @cached_property
     def libraries(self) -> Path:
         """Where the driver's libraries are linked to, if it has a root of its own."""
         return libraries(self._settings)
 
-    @property
+    @cached_property
     def leases(self) -> Path:
         """The store of what ends with this boot."""
         return self._settings.paths.runtime_dir / "leases.db"
 
-    @property
+    @cached_property
     def history(self) -> Path:
         """The store of what outlives it."""
         return self._settings.paths.state_dir / "history.db"
 
-    @property
+    @cached_property
     def ends(self) -> Path:
         """Where it stands how far the ends of processes are."""
         return self._settings.paths.runtime_dir / "ends"
 
-    @property
+    @cached_property
     def saved_compute_modes(self) -> Path:
         """The compute modes that GPUs are to get back."""
         return saved_compute_modes(self._settings)
 
-    @property
+    @cached_property
     def quarantines(self) -> Path:
         """The uids that are quarantined, which no reboot forgives."""
         return self._settings.paths.state_dir / "quarantines.json"
 
-    @property
+    @cached_property
     def last_event(self) -> Path:
         """The number of the last event, beside the history, so that damage to that does not have it given again."""
         return self._settings.paths.state_dir / "last-event"

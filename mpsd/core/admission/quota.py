@@ -16,7 +16,7 @@ _FREE: Final = Quota()
 def quota_of(user: UserIdentity, settings: Settings) -> Quota:
     """Return a user's quota: its own before its groups' (the first listed) before everybody's."""
     quotas = settings.quota
-    theirs = [name for name in quotas if user.is_called(name, settings.names)]
+    theirs = [name for name in quotas if user.is_called(name, settings.names)] if quotas else []
     if not theirs:
         return _FREE
     return quotas[min(theirs, key=lambda name: (name == "*", name.startswith("%")))]

@@ -1,6 +1,6 @@
 """The room on every GPU: what is granted there and to whom, and what fits beside it. Pure."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -40,7 +40,7 @@ class _Held:
 
     amount: Amount = NOTHING
     uids: dict[int, Amount] = field(default_factory=dict)
-    parts: Counter[Amount] = field(default_factory=Counter)
+    parts: dict[Amount, int] = field(default_factory=dict)
     """What each client process gets, by how many leases."""
 
     def is_others(self, uid: int) -> bool:
@@ -59,7 +59,7 @@ class Room:
         held = self._held[gpu]
         held.amount += amount
         held.uids[uid] = held.uids.get(uid, NOTHING) + amount
-        held.parts[each] += 1
+        held.parts[each] = held.parts.get(each, 0) + 1
 
     def leave(self, gpu: str, uid: int, amount: Amount, each: Amount) -> None:
         """Count it out again."""
@@ -217,6 +217,8 @@ def _obstacle(offer: Offer, held: _Held, need: Amount, uid: int, reserved: Reser
     # On a daemon that serves one uid at a time, whoever gets in before the other uid keeps it out for longer.
     if first is not None and not offer.many_users and first.uid != uid:
         return "turn"
+    if first is None and own is None:
+        return None
     reservations = (each.amount for each in (first, own) if each is not None)
     return "turn" if any(_lacking(offer, held.amount, need + each) is not None for each in reservations) else None
 

@@ -141,7 +141,7 @@ def query_decoder(kind: type[Q]) -> Callable[[str], Q]:
     parameters = [_parameter(field) for field in struct.fields]
 
     def decode(query: str) -> Q:
-        texts = parse_qs(query, keep_blank_values=True)
+        texts = parse_qs(query, keep_blank_values=True) if query else {}
         values: dict[str, int] = {}
         for each in parameters:
             if each.name in texts:

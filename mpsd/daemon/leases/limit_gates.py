@@ -203,6 +203,8 @@ class LimitGates:
     def _awaited(self, lease: Lease) -> Awaited:
         if lease.state is LeaseState.ENDED or lease.closing:
             return Awaited.NOBODY
+        if self._rules.attach is Attach.ANYTIME:
+            return Awaited.ALWAYS  # as `awaited` says; at every grant
         unreadable = any(share.gpu in self._unreadable for share in lease.shares)
         new = ContextProof.UNKNOWN if unreadable else ContextProof.MISSING
         return ceiling.awaited(lease, self._rules.attach, [self._proofs.get(each, new) for each in lease.clients])

@@ -18,6 +18,7 @@ class UnleasedClients:
 
     def __init__(self) -> None:
         self._sums: Sums = {}
+        self._charged: Mapping[int, Amount] = {}
         self._parts: dict[tuple[str, ProcessIdentity], int] = {}
         """By GPU and client of a lease that has ended since NVML was asked, what it might hold by then."""
 
@@ -51,17 +52,21 @@ class UnleasedClients:
         for daemon in daemons:
             for _ in range(sum(server.clients.count(0) for server in daemon.servers)):
                 sums[daemon.gpu, None] = sums.get((daemon.gpu, None), NOTHING) + unleased.LEAST
-        before, self._sums = self._sums, sums
+        before, self._sums, self._charged = self._sums, sums, _by_user(sums)
         return before != sums
 
     def on(self, gpu: str) -> Amount:
         """Return what clients use of a GPU that no lease has."""
         return sum((amount for (where, _), amount in self._sums.items() if where == gpu), NOTHING)
 
-    def charged(self) -> dict[int, Amount]:
+    def charged(self) -> Mapping[int, Amount]:
         """Return what each user is charged with."""
-        charged = dict[int, Amount]()
-        for (_, uid), amount in self._sums.items():
-            if uid is not None:
-                charged[uid] = charged.get(uid, NOTHING) + amount
-        return charged
+        return self._charged
+
+
+def _by_user(sums: Sums) -> dict[int, Amount]:
+    charged = dict[int, Amount]()
+    for (_, uid), amount in sums.items():
+        if uid is not None:
+            charged[uid] = charged.get(uid, NOTHING) + amount
+    return charged

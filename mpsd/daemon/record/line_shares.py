@@ -52,7 +52,8 @@ class LineShares:
 
     def _of(self, uid: int) -> _Share:
         """Return a uid's share as it is now."""
-        now, whole = clock.monotonic(), self._per_minute() * self._minutes
+        now, per_minute = clock.monotonic(), self._per_minute()
+        whole = per_minute * self._minutes
         share = self._shares.get(uid)
         if share is None:
             if len(self._shares) >= _MOST_UIDS:
@@ -61,7 +62,7 @@ class LineShares:
                     each: share for each, share in self._shares.items() if share.left_out or now - share.at < used
                 }
             share = self._shares[uid] = _Share(whole, now)
-        share.left = min(share.left + (now - share.at) / _MINUTE * self._per_minute(), whole)
+        share.left = min(share.left + (now - share.at) / _MINUTE * per_minute, whole)
         share.at = now
         return share
 

@@ -117,6 +117,7 @@ class TestClients:
             found = ended(node, operation)
             assert "ends the remaining clients after 0.1 s" in found["because"]
             client.process.wait(timeout=5)
+            event(node, "client_forced", pid=client.pid, step="SIGTERM")
         forced = node.events("client_forced", pid=client.pid)
         assert [each["step"] for each in forced] == ["terminate_client", "SIGTERM"]
         over = event(node, "lease_ended", lease=lease)
@@ -133,6 +134,7 @@ class TestClients:
             assert client.hello["mps"]
             ended(node, begin(node, "restart", timeout=0))
             client.process.wait(timeout=5)
+            event(node, "client_forced", pid=client.pid, step="SIGKILL")
         forced = [each["step"] for each in node.events("client_forced", pid=client.pid)]
         assert forced == ["terminate_client", "SIGTERM", "SIGKILL"]
 

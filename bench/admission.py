@@ -96,7 +96,7 @@ def _on_one_cpu() -> Iterator[None]:
 
 
 def one_caller(control: str, root: Path) -> Iterator[Result]:
-    """Compare a stored grant with its release, of one caller, with two empty round trips.
+    """Compare a grant with its release, of one caller, with a server that only stores as much, and with an empty one.
 
     On one CPU, since a caller that waits would measure how long a CPU takes to wake up, too: on a virtual machine that
     is as long as an empty round trip, and another time from minute to minute. Nothing is hidden behind the caller so:
@@ -104,8 +104,9 @@ def one_caller(control: str, root: Path) -> Iterator[Result]:
     """
     with _on_one_cpu():
         ours, empty, stored, echo = _one_caller(control, root / "one")
-    yield Result("a grant and its release against two empty round trips", ours, empty, at_most=1.6, floor=echo)
-    yield Result("of that, its two commits and nothing else", stored, empty)
+    # What is durable costs as much as the disk takes; what mpsd adds to that is mpsd's.
+    yield Result("a grant and its release against a server that only stores as much", ours, stored, at_most=1.4)
+    yield Result("the same against two empty round trips", ours, empty, floor=echo)
     ours, empty, stored, echo = _one_caller(control, root / "any")
     yield Result("the same where every process has the CPU that it likes", ours, empty, floor=echo)
     yield Result("of that, its two commits and nothing else", stored, empty)

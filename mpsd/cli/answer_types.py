@@ -226,6 +226,7 @@ class Client(TypedDict):
     gpu: str
     server: int
     lease: str | None
+    memory_held: int | None
     verdict: str
     because: str
 

@@ -35,6 +35,7 @@ _MODULES: Final = {
     "service": "service",
     "show": "status",
     "status": "status",
+    "top": "top",
     "verify": "verify",
 }
 """The module of mpsd.cli in which each command is defined, under the command's own name (with `_` for `-`)."""

@@ -180,6 +180,17 @@ def holders(lease: "answer_types.Lease") -> str:
     return ", ".join([*map(_holder, lease["holders"]), f"uid {lease['owner']['uid']}"])
 
 
+def holder_in_short(lease: "answer_types.Lease") -> str:
+    """Print what holds a lease in a word or two: a pid, a unit, a container, a pod, or a control group's last name."""
+    holder = lease["holders"][0] if lease["holders"] else None
+    if holder is None:
+        return "-"
+    named = next((str(holder[key]) for key in ("unit", "container", "pod") if holder.get(key)), None)
+    if named is None and holder["kind"] == "cgroup":
+        named = str(holder.get("cgroup")).rpartition("/")[2]
+    return named or (f"pid {holder.get('pid')}" if holder["kind"] == "process" else holder["kind"])
+
+
 def _holder(holder: "answer_types.Holder") -> str:
     match holder["kind"]:
         case "process":

@@ -85,14 +85,19 @@ def table(columns: Sequence[Column], rows: Sequence[Row], look: Look, *, none: s
     rows = _sorted(columns, rows, look.sort)
     if not rows:
         return none
-    texts = [[each.text if isinstance(each, Figure) else each for each in row] for row in rows]
-    chosen = _that_fit(columns, texts, look)
-    lines = [[columns[number].heading for number in chosen]] if look.headings else []
-    lines += [[row[number] for number in chosen] for row in texts]
-    widths = [max(len(line[place]) for line in lines) for place in range(len(chosen))]
+    headings, texts = fitting(columns, rows, look)
+    lines = [*([headings] if look.headings else []), *texts]
+    widths = [max(len(line[place]) for line in lines) for place in range(len(headings))]
     return "\n".join(
         _line(line, widths, look, heading=look.headings and number == 0) for number, line in enumerate(lines)
     )
+
+
+def fitting(columns: Sequence[Column], rows: Sequence[Row], look: Look) -> tuple[list[str], list[list[str]]]:
+    """Return the headings and the texts of the columns that a table shows."""
+    texts = [[each.text if isinstance(each, Figure) else each for each in row] for row in rows]
+    chosen = _that_fit(columns, texts, look)
+    return [columns[number].heading for number in chosen], [[row[number] for number in chosen] for row in texts]
 
 
 def names(columns: Sequence[Column]) -> list[str]:

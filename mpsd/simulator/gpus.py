@@ -1,6 +1,7 @@
 """The GPUs of a node that has none: as many as asked for, all alike, and well until somebody has one fail."""
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Final
 
@@ -8,7 +9,6 @@ from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.model import Gpu, GpuFault, GpuProcess, GpuUsage, Inventory, Known, Reading, Unknown
 from mpsd.simulator.devices import FAULTS, MEMORY, Device, Kind
-from mpsd.system import clock
 
 DRIVER_VERSION: Final = "555.58.02"
 """The driver whose control daemon the simulator imitates."""
@@ -76,7 +76,8 @@ class SimulatedGpus:
             new, self._seen = reported[self._seen :], len(reported)
             if new:
                 return Known(tuple(new))
-            await asyncio.sleep(clock.until_next(_LOOK_INTERVAL))
+            # At whole multiples, at which mpsd is awake anyway.
+            await asyncio.sleep(_LOOK_INTERVAL - time.monotonic() % _LOOK_INTERVAL)
         return Known(())
 
     def _reported(self) -> list[GpuFault]:

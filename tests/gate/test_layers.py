@@ -75,7 +75,8 @@ ROOMS: Final = {
     ),
     "cli": frozenset({"cli/commands"}),  # doctor's own part of it draws on nothing else
     "cli/leases": frozenset({"cli"}),
-    "cli/commands": frozenset({"cli", "cli/leases"}),
+    "cli/top": frozenset({"cli"}),
+    "cli/commands": frozenset({"cli", "cli/leases", "cli/top"}),
     "simulator": frozenset[str](),
     "kubernetes/protocol": frozenset[str](),
     "kubernetes": frozenset({"kubernetes/protocol"}),
@@ -102,7 +103,7 @@ LIBRARIES: Final = {
     "core": frozenset({"msgspec"}),  # and of that no more than CORE_LIBRARY
     "system": frozenset({"psutil", "pynvml", "tenacity", "uvloop"}),
     "daemon": frozenset({"httptools", "msgspec", "structlog"}),
-    "cli": frozenset({"click"}),
+    "cli": frozenset({"click", "rich", "textual"}),
     "simulator": frozenset[str](),
     "kubernetes": frozenset({"click", "google", "grpc", "msgspec", "structlog"}),
     "__main__": frozenset({"click"}),

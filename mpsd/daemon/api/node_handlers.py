@@ -112,6 +112,7 @@ class NodeHandlers:
                     gpu=daemon.gpu,
                     server=server.pid,
                     lease=leases.get((daemon.name, pid)),
+                    memory_held=self._node.gpus.held(daemon.gpu, pid),
                     verdict=judged.get((daemon.name, pid), (Verdict.OK, ""))[0],
                     because=judged.get((daemon.name, pid), (Verdict.OK, ""))[1],
                 )

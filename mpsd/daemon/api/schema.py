@@ -234,6 +234,8 @@ class ClientOut(Struct):
     gpu: str
     server: int
     lease: str | None
+    memory_held: int | None
+    """Bytes of the GPU that it held when NVML was asked last; None where NVML does not tell."""
     verdict: str
     """`violation` where one of it is open, `unknown` where its limits are not known, and `ok`."""
     because: str
@@ -247,10 +249,7 @@ class ClientsOut(Struct):
 
 
 class ReasonOut(Struct):
-    """One thing that is not well: its kind, what it is about, a sentence, and what to do about it.
-
-    The subject is a GPU (`GPU 0`), a control daemon (`gpu0`), `leases` or `node`.
-    """
+    """One thing that is not well, and what to do about it; of a GPU (`GPU 0`), a daemon, `leases` or the `node`."""
 
     kind: str
     subject: str

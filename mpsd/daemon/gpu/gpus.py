@@ -131,6 +131,12 @@ class Gpus:
         """What is in use on each GPU, by UUID."""
         return {gpu.uuid: self._usage[index] for index, gpu in self.by_index.items() if index in self._usage}
 
+    def held(self, uuid: str, pid: int) -> int | None:
+        """Return how many bytes of a GPU a process held at the last look; None where NVML did not tell."""
+        usage = self.usages.get(uuid)
+        process = usage.value.processes.get(pid) if isinstance(usage, Known) else None
+        return process.memory.value if process is not None and isinstance(process.memory, Known) else None
+
     def views(self) -> Iterator[GpuView]:
         """Yield the GPUs by index, those included that could not be read."""
         for index in sorted(self.by_index.keys() | self._unread.keys()):

@@ -31,6 +31,7 @@ from mpsd.core.errors import (
     DaemonNotReadyError,
     InvalidRequestError,
     MpsdError,
+    NotFoundError,
     UnreachableError,
 )
 from mpsd.core.kubernetes.claims import ROOT, user_of
@@ -52,6 +53,9 @@ _LEASE: Final = "MPSD_LEASE"
 """The variable by which the processes of a container are told from those of the other containers of their pod."""
 
 _PAUSE: Final = 0.1
+_GONE: Final = 30.0
+"""Seconds until the API server is asked again about a claim that it did not know."""
+
 _END_DEADLINE: Final = 25.0
 """Seconds for the clients of a lease to end; kubelet waits 45 s for an answer, and asks again."""
 
@@ -92,6 +96,8 @@ class Driver:
         self._busy: set[str] = set()
         self._pending: dict[str, Take] = {}
         """Leases that no container has taken yet, by lease."""
+        self._gone: dict[str, float] = {}
+        """Claims that the API server does not know any more, and when to ask it again."""
         self._said: dict[str, str] = {}
         """What was logged last of what failed, by what it is about: it is not logged again each second."""
         self.woken: Final = threading.Event()
@@ -219,6 +225,7 @@ class Driver:
                 raise UnreachableError("mpsd-kubernetes is being stopped", hint="kubelet tries again")
         self._leases.remove_device(claim.uid)
         self._store.remove(claim.uid)
+        self._gone.pop(claim.uid, None)
         self._log.info(EventName.CLAIM_UNPREPARED, claim=f"{claim.namespace}/{claim.name}", uid=claim.uid)
 
     # -- what is done beside them --------------------------------------------------------------------------------------
@@ -287,14 +294,25 @@ class Driver:
         return now is not None and now.stage is claim.stage
 
     def _replace(self, claim: PreparedClaim) -> None:
-        if not self._is_still(claim):
+        """Claim the leases of a claim again that has lost them, unless the cluster has forgotten it.
+
+        Its pod was deleted by force then. What it had may be another pod's by now, and kubelet ends it soon.
+        """
+        if not self._is_still(claim) or clock.monotonic() < self._gone.get(claim.uid, 0.0):
             return
-        with contextlib.suppress(MpsdError):  # where it is away, the pods are those that were
+        try:
             found = self._api_server.claim(claim.namespace, claim.name)
-            if found.metadata.uid == claim.uid:
-                pods = [PreparedPod(uid, name) for uid, name in allocation.pods(found)]
-                claim = claim.of_pods(pods)
-                self._store.put(claim)
+        except NotFoundError:
+            self._gone[claim.uid] = clock.monotonic() + _GONE
+            return
+        except MpsdError:
+            pass  # where it is away, the pods are those that were
+        else:
+            if found.metadata.uid != claim.uid:
+                self._gone[claim.uid] = clock.monotonic() + _GONE
+                return
+            claim = claim.of_pods([PreparedPod(uid, name) for uid, name in allocation.pods(found)])
+            self._store.put(claim)
         leases = self._leases.ensure(claim)
         self._take_known(claim, leases)
         self._log.warning(

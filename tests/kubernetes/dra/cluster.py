@@ -9,6 +9,7 @@ kubelet's part is in this process, since it is the one that calls. What it does 
 - the container runtime reads CDI's files at each start of a container
 """
 
+import contextlib
 import json
 import os
 import subprocess
@@ -269,7 +270,11 @@ class DraCluster(StandIn):
     def stored(self) -> dict[str, Any]:
         """Return what the driver has stored, by the uid of the claim."""
         folder = self.root / "plugins" / DRIVER / "claims"
-        return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+        found = {}
+        for path in folder.glob("*.json"):
+            with contextlib.suppress(FileNotFoundError):  # a claim that was just taken back
+                found[path.stem] = json.loads(path.read_text())
+        return found
 
     def await_nothing(self) -> None:
         """Wait until no lease, no CDI device and no record is left."""

@@ -294,13 +294,20 @@ def main() -> None:
     """Run until killed."""
     directory, release = Path(sys.argv[1]), sys.argv[2]
     manager = DeviceManager(directory, release)
+    servers = list(_serving(manager, directory))
+    serve_orders(directory, manager.order)
+    del servers
+
+
+def serve_orders(directory: Path, order: Callable[[str, dict[str, Any]], Any]) -> None:
+    """Have orders carried out, a line of JSON each, until killed."""
 
     class Orders(socketserver.StreamRequestHandler):
         def handle(self) -> None:
             for line in self.rfile:
-                order = json.loads(line)
+                said = json.loads(line)
                 try:
-                    answer: dict[str, Any] = {"ok": manager.order(order["verb"], order["arguments"])}
+                    answer: dict[str, Any] = {"ok": order(said["verb"], said["arguments"])}
                 except RefusedError as refused:
                     answer = {"refused": str(refused)}
                 self.wfile.write(json.dumps(answer).encode() + b"\n")
@@ -308,12 +315,10 @@ def main() -> None:
     class Server(socketserver.ThreadingUnixStreamServer):
         daemon_threads = True
 
-    servers = list(_serving(manager, directory))
     path = directory / "orders.sock"
     path.unlink(missing_ok=True)
     with Server(os.fspath(path), Orders) as server:
         server.serve_forever()
-    del servers
 
 
 def _serving(manager: DeviceManager, directory: Path) -> Iterator[grpc.Server]:

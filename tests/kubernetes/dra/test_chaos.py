@@ -1,0 +1,195 @@
+"""Whatever dies between Prepare and the end of a container: no lease leaks, is doubled, or ends under a container.
+
+Pods with claims come and go on a node whose kubelet, driver, mpsd and containers are killed at random, also in the
+middle of what they do; some are deleted by force while nobody is there to take back what they had. In CI that is some
+kills; by hand, as many as you like:
+
+    MPSD_CHAOS_KILLS=500 [MPSD_CHAOS_SEED=1] pytest -n 0 -s tests/kubernetes/dra/test_chaos.py
+"""
+
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos.test_chaos import KILLS, LAST_WORDS
+from tests.fork_server import ForkServer
+from tests.harness import wait_until
+from tests.kubernetes.dra.cluster import opaque, result
+from tests.kubernetes.dra.with_kubelet import WithKubelet
+from tests.kubernetes.plugin.cluster import RefusedError, StandInPod
+from tests.kubernetes.plugin.test_chaos import MOST, Chaos, dice
+from tests.node import Node
+
+__all__ = ["dice"]
+
+pytestmark = [
+    pytest.mark.root("name control groups for others"),
+    pytest.mark.slow,
+    pytest.mark.timeout(120 + 10 * KILLS),
+]
+
+
+@dataclass
+class ClaimChaos(Chaos):
+    """Who creates pods with claims on a node, as far as the scheduler finds room, and kills."""
+
+    cluster: WithKubelet
+    allocated: dict[str, int] = field(default_factory=dict)
+    """By pod, the threads of its claim, which the scheduler counts until the pod is gone."""
+
+    # -- pods ----------------------------------------------------------------------------------------------------------
+
+    def create(self) -> None:
+        """Have a claim allocated and a pod placed, and start it, as far as that goes."""
+        if len(self.cluster.pods) >= MOST:
+            return
+        self.done["pods"] += 1
+        threads = self.dice.choice([10, 20, 30, 40])
+        if sum(self.allocated.values()) + threads > 100:
+            self.done["pending"] += 1
+            return
+        config = [opaque(user=0)] if self.dice.random() < 0.3 else []
+        pod = self.cluster.pod(self.cluster.claim(result(str(threads), "8Gi"), config=config))
+        self.allocated[pod.uid] = threads
+        if self.dice.random() < 0.9:
+            self.begin(pod)
+
+    def begin(self, pod: StandInPod) -> None:
+        """Start the container of a pod, unless the pod ends; kubelet tries again later where that is refused."""
+        if pod.uid not in self.cluster.ending:
+            super().begin(pod)
+
+    def restart(self) -> None:
+        """Kill a container, or start one that could not be started before."""
+        self.check()
+        super().restart()
+
+    def finish(self) -> None:
+        """End a pod; it stays as long as kubelet cannot have its claim taken back, unless it is deleted by force."""
+        if not self.cluster.pods:
+            return
+        self.check()
+        pod = self.dice.choice(list(self.cluster.pods.values()))
+        if pod in self.running:
+            self.running.remove(pod)
+        by_force = self.dice.random() < 0.3
+        self.done["deleted by force" if by_force else "ended"] += 1
+        self.end(pod, by_force=by_force)
+
+    def end(self, pod: StandInPod, *, by_force: bool = False) -> None:
+        """End a pod, as far as that goes."""
+        self.cluster.ending.add(pod.uid)
+        if by_force:
+            self.cluster.delete_by_force(pod)
+        try:
+            pod.delete()
+        except (RefusedError, OSError) as refused:
+            self.done["still there: " + str(refused)[:40]] += 1
+            return
+        self.allocated.pop(pod.uid)
+
+    # -- what always holds ---------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """See that each container that runs has its lease, no claim has two, and the GPU has no more than it has."""
+        leases = self.leases()
+        if leases is None:
+            return
+        living = {each["id"] for each in leases}
+        for pod in self.running:
+            assert pod.containers["main"].variables["MPSD_LEASE"] in living, (pod.uid, leases)
+        claims = Counter(each["labels"]["kubernetes/claim"] for each in leases)
+        assert set(claims.values()) <= {1}, claims
+        granted = [each for each in leases if each["state"] != "waiting"]
+        assert sum(each["active_thread_percentage"] for each in granted) <= 100
+
+    def settle(self) -> None:
+        """See that, with all alive, pods that end have ended, and what is left is what pods have."""
+        self.mend()
+        wait_until(self.all_gone, what="the pods to end that are to", deadline=60)
+
+        def settled() -> bool:
+            leases = self.leases() or []
+            holds = {pod.uid: {each["id"] for each in self.cluster.held(pod)} for pod in self.running}
+            right = all(holds[pod.uid] == {pod.containers["main"].variables["MPSD_LEASE"]} for pod in self.running)
+            claims = {each.uid for pod in self.cluster.pods for each in self.cluster.of_pod[pod]}
+            left = {each["labels"]["kubernetes/claim"] for each in leases} | self.cluster.stored().keys()
+            return right and left <= claims and self.devices() <= claims
+
+        wait_until(settled, what="leases, records and devices to be those of the pods", deadline=30)
+        self.check()
+
+    def all_gone(self) -> bool:
+        """Try once more to end the pods that are to, and tell whether they are gone."""
+        for pod in [each for each in self.cluster.pods.values() if each.uid in self.cluster.ending]:
+            self.end(pod)
+        return not self.cluster.ending & self.cluster.pods.keys()
+
+    def devices(self) -> set[str]:
+        """Return the claims that have a CDI device."""
+        names = (path.stem for path in (self.cluster.root / "cdi").glob("*.json"))
+        return {name.partition("_")[2] for name in names}
+
+
+@pytest.fixture
+def cluster(short_tmp: Path, fork_server: ForkServer) -> Iterator[WithKubelet]:
+    """Give a node with the driver whose kubelet is a process."""
+    root = short_tmp / "d"
+    root.mkdir()
+    short_tmp.chmod(0o711)
+    node = Node(root=root, simulate=1, fork_server=fork_server)
+    cluster = WithKubelet(node, root / "kubelet", settings={"WAIT": "4", "CLAIM_DEADLINE": "20"})
+    try:
+        node.start()
+        cluster.start()
+        yield cluster
+    finally:
+        try:
+            cluster.close()
+        finally:
+            node.clean_up()
+
+
+def test_killed_at_any_moment(cluster: WithKubelet, dice: random.Random) -> None:
+    """Leases follow their containers, whatever is killed, and nothing is left when the last pod has ended."""
+    chaos, begun = ClaimChaos(cluster, dice), time.monotonic()
+    try:
+        while chaos.done["kills"] < KILLS:
+            act = dice.choice([chaos.create, chaos.create, chaos.create, chaos.restart, chaos.finish, chaos.strike])
+            act()
+            chaos.check()
+            if act == chaos.strike and dice.random() < 0.7:
+                dice.choice([chaos.create, chaos.restart, chaos.finish])()
+            if dice.random() < 0.5:
+                chaos.mend()
+            if dice.random() < 0.1:
+                chaos.settle()
+        chaos.settle()
+        assert chaos.done["started"], chaos.done
+        for pod in list(cluster.pods.values()):
+            chaos.end(pod)
+        chaos.running.clear()
+        assert not cluster.pods
+        cluster.await_nothing()
+    except BaseException:
+        for name in ("plugin.log", "kubelet.log"):
+            sys.stdout.write(f"--- {name}\n{(cluster.root / name).read_text()[-LAST_WORDS:]}\n")
+        raise
+    finally:
+        for timer in chaos.timers:
+            timer.join()
+        sys.stdout.write(f"{dict(chaos.done)}, {len(chaos.running)} running, {time.monotonic() - begun:.0f} s\n")
+    gpu = cluster.node.get("/v1/gpus").json["gpus"][0]
+    assert (gpu["threads_granted"], gpu["memory_granted"]) == (0, 0)
+    events: list[dict[str, Any]] = [*map(json.loads, cluster.node.get("/v1/events?after=0").body.splitlines())]
+    ends = Counter(each["lease"] for each in events if each["event"] == "lease_ended")
+    assert ends
+    assert set(ends.values()) == {1}

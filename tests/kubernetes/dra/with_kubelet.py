@@ -1,0 +1,79 @@
+"""A node with the driver whose stand-in for kubelet is a process of its own, so that it can be killed at any moment."""
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mpsd.kubernetes.protocol import dra_pb2 as dra
+from tests.harness import wait_until
+from tests.kubernetes.dra.cluster import CLAIMS, Claim, DraCluster
+from tests.kubernetes.plugin.cluster import StandIn, StandInPod
+
+
+@dataclass
+class WithKubelet(DraCluster):
+    """A node whose kubelet is `kubelet_program`, which remembers over its death what it had prepared."""
+
+    ending: set[str] = field(default_factory=set)
+    """Pods that are deleted, and stay until kubelet has their claims taken back."""
+    by_force: set[str] = field(default_factory=set)
+    """Of those, the ones that the API server has forgotten: kubelet finds that out by itself."""
+
+    def start_kubelet(self) -> None:
+        """Start kubelet, which deletes the slices of its node, and knows from the API server which pods there are."""
+        super().start_kubelet()
+        (self.root / "orders.sock").unlink(missing_ok=True)
+        with (self.root / "kubelet.log").open("ab") as log:
+            self.kubelet = subprocess.Popen(
+                [sys.executable, "-m", "tests.kubernetes.dra.kubelet_program", str(self.root)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=Path(__file__).parents[3],
+            )
+        wait_until(self._knows_its_pods, what="kubelet to listen", deadline=20, not_yet=(OSError,))
+
+    def _knows_its_pods(self) -> bool:
+        StandIn.order(self, "active", pods=[each for each in self.pods if each not in self.by_force])
+        return True
+
+    def register(self) -> None:
+        """Wait until kubelet has found the driver."""
+        self.await_devices()
+
+    def await_devices(self) -> None:
+        """Wait until kubelet has found the driver."""
+        what = f"the driver to be found; its log is {self.root / 'plugin.log'}"
+        wait_until(lambda: self.is_alive() and StandIn.order(self, "registered"), what=what, deadline=20)
+
+    def order(self, verb: str, **arguments: Any) -> Any:
+        """Have kubelet prepare the claims of a pod, and give a container what its runtime creates it with."""
+        assert verb == "start"
+        claims = self.of_pod[arguments["pod"]]
+        ids = StandIn.order(self, "start", pod=arguments["pod"], claims=[[each.uid, each.name] for each in claims])
+        for each in claims:
+            each.devices = [dra.Device(cdi_device_ids=[one for one in ids if each.uid in one])]
+        return self.created(claims)
+
+    def forget(self, pod: StandInPod) -> None:
+        """Have kubelet take back what a pod used; one that was deleted by force it is to find out by itself."""
+        if pod.uid in self.by_force:
+            self._knows_its_pods()
+        else:
+            StandIn.order(self, "unprepare", pod=pod.uid)
+
+    def delete_by_force(self, pod: StandInPod) -> None:
+        """Have the API server forget a pod and its claims at once, whatever still runs here."""
+        self.by_force.add(pod.uid)
+        for each in self.of_pod[pod.uid]:
+            self.api_server.objects.pop(f"{CLAIMS}/{each.name}", None)
+
+    def unprepare(self, *claims: Claim) -> None:
+        """Kubelet does it by itself."""
+        raise NotImplementedError
+
+    def prepare(self, *claims: Claim) -> None:
+        """Kubelet does it by itself."""
+        raise NotImplementedError

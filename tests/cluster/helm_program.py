@@ -20,7 +20,7 @@ def main() -> None:
     else:
         try:
             answer = {"rendered": helm_python.Chart.load(chart).render(values, name="mpsd", namespace="mpsd")}
-        except helm_python.HelmValuesError as error:
+        except (helm_python.HelmValuesError, helm_python.HelmRenderError) as error:
             answer = {"refused": str(error)}
     json.dump(answer, sys.stdout)
 

@@ -49,6 +49,13 @@ def rendered(**values: Any) -> list[Any]:
     return [each for text in texts for each in yaml.safe_load_all(text) if each is not None]
 
 
+def named(objects: list[Any]) -> dict[tuple[str, str], Any]:
+    """Return objects by their kind and name."""
+    found = {(each["kind"], each["metadata"]["name"]): each for each in objects}
+    assert len(found) == len(objects), json.dumps(objects)
+    return found
+
+
 def by_kind(objects: list[Any]) -> dict[str, Any]:
     """Return objects by their kind, of which each has one."""
     found = {each["kind"]: each for each in objects}

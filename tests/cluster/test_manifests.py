@@ -9,24 +9,28 @@ import pytest
 
 from mpsd.core.settings import parse
 from tests.cluster.cluster import Cluster
-from tests.cluster.rendering import by_kind, helm, kustomized, rendered
+from tests.cluster.rendering import by_kind, helm, kustomized, named, rendered
 from tests.container import manifests
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 VERSIONS: Final = ("1.29", "1.34", "1.35", "1.36", "1.37")
-OVERLAYS: Final = ("daemonset", "device-plugin", "sidecar")
+WITH_DRA: Final = ("1.34", "1.35", "1.36", "1.37")
+OVERLAYS: Final = ("daemonset", "device-plugin", "device-plugin-labels", "sidecar")
+DRA: Final = {"devicePlugin": {"enabled": False}, "dra": {"enabled": True}}
 
 
 def pod(objects: list[Any]) -> Any:
     """Return the specification of the DaemonSet's pods, its lists in the order of their names."""
-    spec = copy.deepcopy(by_kind(objects)["DaemonSet"]["spec"]["template"]["spec"])
+    (found,) = (each for each in objects if each["kind"] == "DaemonSet")
+    spec = copy.deepcopy(found["spec"]["template"]["spec"])
     for volume in spec["volumes"]:
         if "configMap" in volume:
             volume["configMap"]["name"] = volume["configMap"]["name"].partition("-")[0]  # less kustomize's hash
     for container in spec["containers"]:
         container.pop("imagePullPolicy", None)
-        container["volumeMounts"].sort(key=lambda each: each["name"])
+        for name in ("env", "volumeMounts"):
+            container.get(name, []).sort(key=lambda each: each["name"])
     for name in ("containers", "volumes"):
         spec[name].sort(key=lambda each: each["name"])
     return spec
@@ -48,18 +52,28 @@ def test_schemas(version: str) -> None:
         kubernetes_validate.validate(each, version, strict=True)
 
 
-@pytest.mark.parametrize("version", ["1.34", "1.35", "1.36", "1.37"])
+@pytest.mark.parametrize("version", WITH_DRA)
 def test_dynamic_resource_allocation(version: str) -> None:
-    """What the overlay of the driver brings is as each Kubernetes that has it takes it, and its role is its own."""
+    """What the overlay and the chart bring of the driver is as each Kubernetes that has it takes it."""
     objects = kustomized("dra")
-    for each in objects:
+    everything = rendered(**DRA, nodeLabels=True)
+    for each in (*objects, *everything, *rendered(**DRA), *rendered(**OTHERWISE), *rendered(nodeLabels=True)):
         kubernetes_validate.validate(each, version, strict=True)
-    named = {(each["kind"], each["metadata"]["name"]) for each in objects}
-    assert {("ClusterRole", "mpsd-kubernetes-dra"), ("DeviceClass", "mpsd")} < named
-    spec = next(each for each in objects if each["kind"] == "DaemonSet")["spec"]["template"]["spec"]
-    driver = next(each for each in spec["containers"] if each["name"] == "mpsd-kubernetes")
+    assert {("ClusterRole", "mpsd-kubernetes-dra"), ("DeviceClass", "mpsd")} < named(objects).keys()
+    assert {("ClusterRole", "mpsd-kubernetes"), ("DeviceClass", "mpsd")} < named(everything).keys()
+    driver = next(each for each in pod(objects)["containers"] if each["name"] == "mpsd-kubernetes")
     assert "--dra" in driver["args"]
     assert {each["name"] for each in driver["volumeMounts"]} > {"plugins", "plugins-registry", "cdi", "account"}
+
+
+def test_policy_alone() -> None:
+    """What holds the pods to their own nodes can be applied by itself, beside the overlay with labels."""
+    (folder,) = {path.parent for path in manifests.KUBERNETES.glob("policy/*.yaml")}
+    (policy, binding) = (each for each in kustomized(str(folder)) if each["kind"].startswith("Validating"))
+    assert binding["spec"]["policyName"] == policy["metadata"]["name"]
+    account = named(kustomized("device-plugin-labels"))["ServiceAccount", "mpsd-kubernetes"]["metadata"]
+    (who,) = policy["spec"]["matchConditions"]
+    assert f'"system:serviceaccount:{account["namespace"]}:{account["name"]}"' in who["expression"]
 
 
 EVERYTHING: Final = {
@@ -70,6 +84,15 @@ EVERYTHING: Final = {
     "devicePlugin": {"kubeletDirectory": "/var/lib/k0s/kubelet", "seLinuxType": "container_device_plugin_t"},
 }
 """A value for everything that the chart leaves out by itself."""
+
+OTHERWISE: Final = {
+    "devicePlugin": {"enabled": False},
+    "dra": {
+        "enabled": True, "deviceClasses": False, "kubeletDirectory": "/var/lib/k0s/kubelet", "cdiDirectory": "/etc/cdi",
+        "seLinuxType": "spc_t",
+    },
+}  # fmt: skip
+"""Every value of the driver, other than it is by itself."""
 
 
 def test_chart_is_the_overlay() -> None:
@@ -87,6 +110,71 @@ def test_chart_is_the_overlay() -> None:
     assert pod(rendered(devicePlugin={"enabled": False})) == pod(kustomized("daemonset"))
 
 
+def test_chart_with_labels_is_the_overlay() -> None:
+    """With `nodeLabels` the chart is the overlay with labels; its role is that one, and nothing else has one."""
+    chart, overlay = rendered(nodeLabels=True), kustomized("device-plugin-labels")
+    ours = pod(chart)
+    (plugin,) = (each for each in ours["containers"] if each["name"] == "mpsd-kubernetes")
+    del plugin["args"][-2:]
+    assert ours == pod(overlay)
+    theirs = named(overlay)["ClusterRole", "mpsd-kubernetes-labels"]
+    assert named(chart)["ClusterRole", "mpsd-kubernetes"]["rules"] == theirs["rules"]
+    assert theirs["rules"] == [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "patch"]}]
+    for each in (rendered(), rendered(devicePlugin={"enabled": False}, nodeLabels=True)):
+        assert {one["kind"] for one in each} == {"ConfigMap", "DaemonSet", "ResourceQuota"}
+        assert "serviceAccountName" not in pod(each)
+
+
+def test_chart_with_driver_is_the_overlay() -> None:
+    """With the driver and labels the chart is the overlay of the driver: pods, role, policy, and device classes."""
+    chart, overlay = rendered(**DRA, nodeLabels=True), kustomized("dra")
+    ours = pod(chart)
+    (driver,) = (each for each in ours["containers"] if each["name"] == "mpsd-kubernetes")
+    at = driver["args"].index("--kubelet-dir")
+    del driver["args"][at : at + 2]
+    driver["env"].remove({"name": "MPSD_KUBERNETES_REPORT", "value": "always"})
+    assert ours == pod(overlay)
+    made, meant = named(chart), named(overlay)
+    assert rules(made["ClusterRole", "mpsd-kubernetes"]) == rules(meant["ClusterRole", "mpsd-kubernetes-dra"])
+    for kind in ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"):
+        assert made[kind, "mpsd-kubernetes-own-node"]["spec"] == meant[kind, "mpsd-kubernetes-own-node"]["spec"]
+    for name in ("mpsd", "mpsd-strict"):
+        assert made["DeviceClass", name]["spec"] == meant["DeviceClass", name]["spec"]
+    (binding,) = (each for each in chart if each["kind"] == "ClusterRoleBinding")
+    account = ("ServiceAccount", binding["subjects"][0]["name"])
+    assert account in made
+    assert pod(chart)["serviceAccountName"] == account[1]
+    assert ("ClusterRole", binding["roleRef"]["name"]) in made
+
+
+def rules(role: Any) -> list[Any]:
+    """Return the rules of a role, in one order."""
+    return sorted(role["rules"], key=json.dumps)
+
+
+def test_chart_takes_the_drivers_values() -> None:
+    """Each value of the driver is where it belongs, and without labels it may not write to a Node."""
+    objects = rendered(**OTHERWISE)
+    spec = pod(objects)
+    (driver,) = (each for each in spec["containers"] if each["name"] == "mpsd-kubernetes")
+    assert driver["securityContext"]["seLinuxOptions"] == {"type": "spc_t"}
+    assert driver["args"][-3:] == ["--kubelet-dir", "/var/lib/k0s/kubelet", "--dra"]
+    assert {"name": "MPSD_KUBERNETES_REPORT", "value": "never"} in driver["env"]
+    paths = {each["name"]: each["hostPath"]["path"] for each in spec["volumes"] if "hostPath" in each}
+    assert (paths["plugins"], paths["cdi"]) == ("/var/lib/k0s/kubelet/plugins", "/etc/cdi")
+    mounts = {each["name"]: each["mountPath"] for each in driver["volumeMounts"]}
+    assert (mounts["plugins-registry"], mounts["cdi"]) == ("/var/lib/k0s/kubelet/plugins_registry", "/var/run/cdi")
+    assert "DeviceClass" not in {each["kind"] for each in objects}
+    assert {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]} in named(objects)[
+        "ClusterRole", "mpsd-kubernetes"
+    ]["rules"]
+
+
+def test_chart_offers_by_one_of_both() -> None:
+    """Device plugin and driver together are refused, with what to set."""
+    assert "set devicePlugin.enabled=false" in helm("render", {"dra": {"enabled": True}})["refused"]
+
+
 def test_chart_takes_its_values() -> None:
     """Each value is where it belongs."""
     spec = pod(rendered(**EVERYTHING))
@@ -101,6 +189,8 @@ def test_chart_takes_its_values() -> None:
 
 @pytest.mark.parametrize("values", [
     {"devicePlugin": {"enabeld": True}},
+    {"dra": {"enabeld": True}},
+    {"nodeLabels": "yes"},
     {"nodeSelector": {"mpsd/sharing": None}},
     {"terminationGracePeriodSeconds": 30},
     {"image": {"digest": "latest"}},
@@ -117,7 +207,7 @@ def test_lint() -> None:
     assert [each["error"] for each in report["messages"]] == ["icon is recommended"]
 
 
-@pytest.mark.parametrize("overlay", ["daemonset", "device-plugin"])
+@pytest.mark.parametrize("overlay", ["daemonset", "device-plugin", "device-plugin-labels"])
 def test_api_server(cluster: Cluster, overlay: str) -> None:
     """A real API server takes every object, and refuses one with a field that it does not know."""
     objects = kustomized(overlay)

@@ -9,13 +9,15 @@ import yaml
 
 from mpsd.core.dra import configuration
 from mpsd.core.dra.objects import Configuration, Opaque
+from tests.container.restricted import forbidden
 
-FOLDER = Path(__file__).parents[3] / "container/kubernetes/dra"
+KUBERNETES = Path(__file__).parents[3] / "container/kubernetes"
 
 
 def documents() -> list[dict[str, Any]]:
     """Return every object; what kustomize reads is none."""
-    found = [each for path in sorted(FOLDER.rglob("*.yaml")) for each in yaml.safe_load_all(path.read_text())]
+    paths = [path for folder in ("dra", "policy") for path in sorted((KUBERNETES / folder).rglob("*.yaml"))]
+    found = [each for path in paths for each in yaml.safe_load_all(path.read_text())]
     return [each for each in found if each["kind"] != "Kustomization"]
 
 
@@ -23,7 +25,8 @@ def documents() -> list[dict[str, Any]]:
 def test_are_valid(release: str) -> None:
     """No field is misspelt or misplaced."""
     found = documents()
-    assert {each["kind"] for each in found} > {"DeviceClass", "ResourceClaimTemplate", "ClusterRole"}
+    kinds = {each["kind"] for each in found}
+    assert kinds > {"DeviceClass", "ResourceClaimTemplate", "ClusterRole", "ValidatingAdmissionPolicy"}
     for each in found:
         kubernetes_validate.validate(each, release, strict=True)
 
@@ -39,3 +42,11 @@ def test_their_parameters_are_understood() -> None:
             configuration.for_request([given], "share", "mpsd")
             found += 1
     assert found == 2
+
+
+def test_pods_are_restricted() -> None:
+    """The pod of the examples fits `restricted`: a share that comes by CDI takes neither a volume nor a right."""
+    (pod,) = (each for each in documents() if each["kind"] == "Pod")
+    assert list(forbidden(pod["spec"])) == []
+    pod["spec"]["volumes"] = [{"name": "run", "hostPath": {"path": "/run/mpsd"}}]
+    assert list(forbidden(pod["spec"]))

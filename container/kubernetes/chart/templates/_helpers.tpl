@@ -13,3 +13,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- define "mpsd.image" -}}
 {{ .Values.image.repository }}{{ with .Values.image.digest }}@{{ . }}{{ else }}:{{ .Values.image.tag }}{{ end }}
 {{- end -}}
+
+{{- /* "yes" where mpsd-kubernetes talks to the API server, and nothing elsewhere. */ -}}
+{{- define "mpsd.hasAccount" -}}
+{{- if or .Values.dra.enabled (and .Values.devicePlugin.enabled .Values.nodeLabels) }}yes{{ end -}}
+{{- end -}}

@@ -1,0 +1,90 @@
+"""Each node's labels and annotation with the device plugin, by the narrow role of its overlay, and `mpsctl cluster`."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tests.cluster.cluster import Cluster
+from tests.cluster.mpsd_pods import NAMESPACE, Mpsd
+from tests.cluster.node import NODE, PROGRAMS, STATE
+from tests.cluster.test_pods import USER, client, idle
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+_TREE: Final = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def mpsd(cluster: Cluster) -> Iterator[Mpsd]:
+    """Offer slices of two GPUs, and have the node labelled."""
+    mpsd = Mpsd(cluster, "device-plugin-labels", plugin=f"uid = {USER}\nreport_interval = 1")
+    mpsd.install()
+    yield mpsd
+    mpsd.remove()
+    for each in ("clusterrole", "clusterrolebinding"):
+        cluster.kubectl("delete", each, "mpsd-kubernetes-labels")
+
+
+def metadata(cluster: Cluster, what: str) -> dict[str, str]:
+    """Return the labels or the annotations of the node that are mpsd's."""
+    found = cluster.get("node", NODE)["metadata"].get(what, {})
+    return {name.removeprefix("mpsd/"): value for name, value in found.items() if name.startswith("mpsd/")}
+
+
+def shown(cluster: Cluster, *arguments: str) -> str:
+    """Return what `mpsctl cluster` shows an operator."""
+    environment = (f"PATH={PROGRAMS}/usr/bin:/usr/bin:/bin", f"KUBECONFIG={STATE}/admin.kubeconfig", "HOME=/run")
+    program = (sys.executable, "-m", "mpsd.cli.main", "cluster", *arguments)
+    return cluster.run("env", *environment, *program, cwd=_TREE).stdout
+
+
+def test_rights(cluster: Cluster, mpsd: Mpsd) -> None:
+    """The account of the pod may read and patch Nodes, and nothing else; mpsd's own container has no token of it."""
+    account = f"--as=system:serviceaccount:{NAMESPACE}:mpsd-kubernetes"
+
+    def may(verb: str, *what: str) -> str:
+        return cluster.try_kubectl("auth", "can-i", verb, *what, account, "--all-namespaces").stdout.strip()
+
+    assert [may(each, "nodes") for each in ("get", "patch")] == ["yes", "yes"]
+    for verb in ("list", "watch", "update", "create", "delete"):
+        assert may(verb, "nodes") == "no"
+    for verb, what in (("patch", "nodes/status"), ("get", "pods"), ("get", "secrets"), ("create", "events")):
+        assert may(verb, *what.split("/")[:1], *(f"--subresource={each}" for each in what.split("/")[1:])) == "no"
+    spec: Any = mpsd.ready()["spec"]
+    mounts = {each["name"]: {one["mountPath"] for one in each["volumeMounts"]} for each in spec["containers"]}
+    token = "/var/run/secrets/kubernetes.io/serviceaccount"  # noqa: S105 - a path
+    assert token in mounts["mpsd-kubernetes"]
+    assert token not in mounts["mpsd"]
+
+
+def test_labels_and_table(cluster: Cluster, mpsd: Mpsd) -> None:
+    """A pod, and a GPU that is held, are seen in the labels, in the annotation, and by `mpsctl cluster`."""
+    cluster.wait("labels", lambda: metadata(cluster, "labels").get("healthy-gpus") == "2")
+    labels = metadata(cluster, "labels")
+    assert (labels["gpus"], labels["offers"], labels["free-threads"]) == ("2", "slices", "100")
+    cluster.apply(client("seen", 40))
+    assert cluster.said("seen")["active_thread_percentage"] == 40.0
+    uid = cluster.get("pod", "seen")["metadata"]["uid"]
+    cluster.wait("the annotation", lambda: uid in metadata(cluster, "annotations")["state"])
+    mpsd.mpsctl("hold", "gpu1")
+    cluster.wait("the label", lambda: metadata(cluster, "labels")["healthy-gpus"] == "1")
+    (node,) = json.loads(shown(cluster, "--output=json"))["nodes"]
+    assert node["name"] == NODE
+    by_index = {each["index"]: each for each in node["gpus"]}
+    pods = [(each["pod"], each["threads"]) for gpu in node["gpus"] for each in gpu["pods"]]
+    assert pods == [("default/seen", 40.0)]
+    assert "held" in by_index[1]["because"]
+    table = shown(cluster)
+    assert "default/seen" in table
+    assert "40% of 100%" in table
+    mpsd.mpsctl("resume", "gpu1")
+    cluster.delete("seen")
+    idle(mpsd)
+    cluster.wait("both to be healthy", lambda: metadata(cluster, "labels")["healthy-gpus"] == "2")
+    cluster.wait("nothing of the pod", lambda: uid not in metadata(cluster, "annotations")["state"])
+    logs = cluster.kubectl("logs", mpsd.name, f"--namespace={NAMESPACE}", "--container=mpsd-kubernetes")
+    assert "node_not_reported" not in logs

@@ -176,6 +176,7 @@ class TestRefusals:
         with pytest.raises(RefusedError, match="was deleted and created again"):
             cluster.prepare(claim)
 
+    @pytest.mark.slow
     def test_an_api_server_that_is_away(self, cluster: DraCluster) -> None:
         """A claim waits for the API server, and is refused after a while; what is prepared can be taken back."""
         prepared, other = cluster.claim(), cluster.claim()

@@ -224,12 +224,13 @@ class TestLease:
         cluster.unprepare(claim)
         assert [each["id"] for each in cluster.leases()] == [other["id"]]
 
+    @pytest.mark.slow
     def test_a_claim_is_renewed(self, make_cluster: MakeCluster) -> None:
         """A lease that no container takes for long, while an image is pulled, does not expire."""
-        cluster = make_cluster(settings={"CLAIM_DEADLINE": "2"})
+        cluster = make_cluster(settings={"CLAIM_DEADLINE": "6"})
         cluster.prepare(cluster.claim())
         (lease,) = cluster.leases()
-        wait_until(lambda: len(cluster.log("claim_renewed")) > 3, what="it to be renewed a few times", deadline=20)
+        wait_until(lambda: len(cluster.log("claim_renewed")) > 1, what="it to be renewed twice", deadline=30)
         assert [each["id"] for each in cluster.leases()] == [lease["id"]]
 
     def test_devices_that_are_gone(self, cluster: DraCluster) -> None:

@@ -40,6 +40,7 @@ def test_is_published(make_cluster: MakeCluster) -> None:
     }
 
 
+@pytest.mark.slow
 def test_follows_holds(make_cluster: MakeCluster) -> None:
     """A GPU whose control daemon is held is left out, with a new generation, until it is resumed."""
     cluster = make_cluster(simulate=2)
@@ -92,6 +93,7 @@ def test_a_cluster_that_does_not_share_devices(make_cluster: MakeCluster) -> Non
     assert cluster.api_server.slice() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refusal", [403, 503])
 def test_an_api_server_that_refuses(make_cluster: MakeCluster, refusal: int) -> None:
     """The driver serves kubelet while the API server refuses; what is right is published once it does not."""
@@ -105,6 +107,7 @@ def test_an_api_server_that_refuses(make_cluster: MakeCluster, refusal: int) -> 
     cluster.await_slice(1)
 
 
+@pytest.mark.slow
 def test_a_stranger_in_its_place(make_cluster: MakeCluster) -> None:
     """An API server whose certificate is not of the cluster's authority is told nothing: no token, no slice."""
     cluster = make_cluster(start=False)

@@ -15,7 +15,6 @@ import contextlib
 import json
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -49,6 +48,7 @@ class ClaimManager:
         """Which there are; None until that is known."""
         self.endpoint: Path | None = None
         self.busy: dict[str, threading.Lock] = {}
+        self.never = threading.Event()
         with contextlib.suppress(FileNotFoundError):
             self.claims = json.loads((directory / CHECKPOINT).read_text())
         for loop in (self.find, self.reconcile):
@@ -66,8 +66,7 @@ class ClaimManager:
         """Ask each socket that comes up who it is, and take it."""
         path = self.directory / _FINDER
         known: tuple[int, int] | None = None
-        while True:
-            time.sleep(_LOOK)
+        while not self.never.wait(_LOOK):
             try:
                 status = path.stat()
                 made = (status.st_ino, status.st_ctime_ns)
@@ -138,8 +137,7 @@ class ClaimManager:
 
     def reconcile(self) -> None:
         """Have the claims taken back of pods that are not there any more."""
-        while True:
-            time.sleep(_RECONCILE)
+        while not self.never.wait(_RECONCILE):
             with self.lock:
                 if self.pods is None:
                     continue

@@ -35,6 +35,11 @@ class Board:
             self._changed.notify_all()
             return True
 
+    def await_gpus(self, seconds: float) -> None:
+        """Wait until mpsd has shown its GPUs, for so long at most: a program that has just started knows none."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._gpus), seconds)
+
     def wake(self) -> None:
         """Have everybody who waits look whether it is still to wait."""
         with self._changed:

@@ -116,6 +116,7 @@ class Driver:
         Asked again, it returns the same.
         """
         _check_uid(uid)
+        self._board.await_gpus(self._settings.wait)
         with self._alone(uid):
             claim = self._store.get(uid)
             if claim is not None and claim.stage is Stage.OVER:

@@ -63,6 +63,21 @@ class TestDriver:
         cluster.unprepare(claim)
         cluster.await_nothing()
 
+    def test_before_it_knows_the_gpus(self, cluster: DraCluster) -> None:
+        """A driver that has just been started waits for mpsd before it says that there is no such GPU."""
+        claim = cluster.claim()
+        cluster.kill("plugin")
+        stop_mpsd(cluster)
+        soon = threading.Timer(1, continue_mpsd, [cluster])
+        try:
+            cluster.restart_plugin()
+            soon.start()
+            cluster.prepare(claim)
+        finally:
+            soon.cancel()
+            continue_mpsd(cluster)
+        assert len(cluster.leases()) == 1
+
     def test_before_the_device_was_written(self, cluster: DraCluster) -> None:
         """A claim whose lease is there, and whose CDI device is not: kubelet asks again, and it has that lease."""
         claim = cluster.claim()

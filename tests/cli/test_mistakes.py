@@ -1,10 +1,12 @@
 """What users type wrongly: each mistake is answered by one sentence that says what to type, and changes nothing."""
 
 import json
+from collections.abc import Callable
 from datetime import datetime, timedelta
 
 import pytest
 
+from tests.cli.test_program import mpsctl_as_nobody
 from tests.node import Node
 
 SHARE = ("--threads", "10", "--memory", "1GiB")
@@ -56,6 +58,65 @@ def test_mistakes(node: Node, arguments: list[str], status: int, says: str) -> N
     assert (done.returncode, done.stdout) == (status, "")
     assert says in done.stderr, done.stderr
     assert node.get("/v1/leases").json["leases"] == []
+
+
+SIXTY = ("--threads", "60", "--memory", "1GiB")
+
+
+def test_what_is_left_elsewhere(node: Node) -> None:
+    """A request that names a GPU hears of another that has room, and only of one that has."""
+    assert node.mpsctl("admit", *SIXTY, "--gpu", "0").returncode == 0
+    done = node.mpsctl("admit", *SIXTY, "--gpu", "0")
+    assert done.returncode == 75
+    assert "hint: use another GPU, which has room (--gpu any), or request less, wait for it (--wait)" in done.stderr
+    assert node.mpsctl("admit", *SIXTY, "--gpu", "1").returncode == 0
+    for arguments in ((*SIXTY, "--gpu", "0"), SIXTY):
+        done = node.mpsctl("admit", *arguments)
+        assert done.returncode == 75
+        assert "hint: request less, wait for it (--wait), or see who holds it: mpsctl leases" in done.stderr
+
+
+def test_after_having_waited(node: Node) -> None:
+    """A wait that is over is not answered by advice to wait, but to wait longer."""
+    for gpu in ("0", "1"):
+        assert node.mpsctl("admit", *SIXTY, "--gpu", gpu).returncode == 0
+    done = node.mpsctl("admit", *SIXTY, "--wait", "0.2")
+    assert done.returncode == 75
+    assert "timed out in the queue: 60.0 % of the threads were requested, but only 40 % are left" in done.stderr
+    assert "hint: request less, wait longer (--wait), or see who holds it: mpsctl leases" in done.stderr
+
+
+def test_more_than_a_quota(make_node: Callable[..., Node]) -> None:
+    """What a quota can never allow is answered by who can change that, and not by a release of what nobody has."""
+    quota = '[quota."*"]\nthreads = 10\nmemory = "1GiB"\n'
+    node = make_node(config=quota).start()
+    for arguments, says in (
+        (("--threads", "20", "--memory", "1GiB"), "20 % of threads were requested, but your quota is 10 % [quota]"),
+        (("--threads", "5", "--memory", "2GiB"), "2GiB of memory were requested, but your quota is 1GiB [quota]"),
+    ):
+        done = node.mpsctl("admit", *arguments)
+        assert (done.returncode, done.stdout) == (77, "")
+        assert says in done.stderr
+        assert "hint: request less, or ask an administrator to raise quota." in done.stderr
+    assert node.mpsctl("admit", *SHARE).returncode == 0
+    done = node.mpsctl("admit", "--threads", "5", "--memory", "1GiB")
+    assert done.returncode == 77
+    assert "5 % of threads were requested, but your quota is 10 %, and you already hold 10 %" in done.stderr
+
+
+@pytest.mark.root("call as another user")
+def test_what_a_user_may_do(node: Node) -> None:
+    """A user whose GPU is held is told first what a user may do."""
+    assert node.mpsctl("hold", "--all").returncode == 0
+    try:
+        done = mpsctl_as_nobody(node, "run", *SHARE, "--", "true")
+        assert (
+            "hint: use another GPU, or wait for it (--wait); for an operator: resume admission: mpsctl" in done.stderr
+        )
+        done = node.mpsctl("admit", *SHARE)
+        assert "hint: resume admission: mpsctl resume gpu" in done.stderr
+    finally:
+        assert node.mpsctl("resume", "--all").returncode == 0
 
 
 @pytest.mark.parametrize(

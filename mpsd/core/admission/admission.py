@@ -88,6 +88,10 @@ Candidate: TypeAlias = tuple[Offer, Amount]
 """A GPU where a request can be granted some day, and what it comes to there."""
 
 
+WAIT_HINT: Final = "wait for it (--wait)"
+"""What a hint says to a request that did not wait."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shortage:
     """What a request lacks: the limit, a sentence, a way out, and the error that it is when nobody waits."""
@@ -99,9 +103,14 @@ class Shortage:
     gpu: str | None = None
     """The UUID of the GPU that comes closest to granting it, where it is about one."""
 
-    def raised(self) -> MpsdError:
-        """Return it as an error."""
-        return self.error(self.because, hint=self.hint, limit=self.limit)
+    def after_waiting(self) -> str:
+        """Return the way out for a request that waited already."""
+        return self.hint.replace(WAIT_HINT, "wait longer (--wait)")
+
+    def raised(self, *, fits_elsewhere: bool = False) -> MpsdError:
+        """Return it as an error; a request that named a GPU may fit on another."""
+        hint = f"use another GPU, which has room (--gpu any), or {self.hint}" if fits_elsewhere else self.hint
+        return self.error(self.because, hint=hint, limit=self.limit)
 
 
 # -- what a request comes to -------------------------------------------------------------------------------------------
@@ -270,7 +279,9 @@ def _beyond_limits(need: Amount, offer: Offer) -> Shortage | None:
         because = f"{requested}, but the control daemon allows a client {memory} at most"
     else:
         return None
-    return Shortage(limit, because, f"request less, or raise {limit}", ExceedsDaemonLimitError, offer.gpu)
+    return Shortage(
+        limit, because, f"request less, or ask an administrator to raise {limit}", ExceedsDaemonLimitError, offer.gpu
+    )
 
 
 _CLOSENESS: Final = (ExceedsDaemonLimitError, NeverFitsError, InvalidRequestError)

@@ -166,18 +166,14 @@ class Ledger:
         if len(candidates) < lease.request.gpus:
             raise self._offers.why_never(lease.request).raised()
         if len(self.leases) + len(self._queue.leases) >= self.rules.leases:
-            raise TooManyLeasesError(
-                f"this node has {self.rules.leases} leases, the maximum (admission.leases)",
-                hint="release leases that are not needed: mpsctl leases",
-                limit="leases",
-            )
+            because = f"this node has {self.rules.leases} leases, the maximum (admission.leases)"
+            raise TooManyLeasesError(because, hint="release leases that are not needed: mpsctl leases", limit="leases")
         self._arrivals += 1
-        chosen = self._choose(lease, candidates, now.seconds)
-        if chosen:
+        if chosen := self._choose(lease, candidates, now.seconds):
             return self._grant(lease, chosen, now, self._arrivals)
         shortage = self._shortage(lease, candidates)
         if lease.until is not None and lease.until <= now.seconds:
-            raise shortage.raised()
+            raise shortage.raised(fits_elsewhere=self._fits_elsewhere(lease, now.seconds))
         self._queue.check(lease.owner.uid, self.rules.queue_per_uid, self.rules.queue_length)
         lease = structs.replace(lease, arrival=self._arrivals, because=shortage.because)
         self._join(lease)
@@ -326,6 +322,10 @@ class Ledger:
         if len(candidates) < lease.request.gpus:
             return self._offers.why_never(lease.request)
         return self._room.lacks(candidates, lease.owner.uid, lease.request.gpus)
+
+    def _fits_elsewhere(self, lease: Lease, now: float) -> bool:
+        anywhere = structs.replace(lease, request=structs.replace(lease.request, gpu="any"))
+        return lease.request.gpu != "any" and bool(self._choose(anywhere, self._candidates(anywhere), now))
 
     # -- entering and leaving: the only places where the sums move ----------------------------------------------------
 

@@ -43,6 +43,7 @@ def check(quota: Quota, has: UserTotals, request: LeaseRequest, worth: Amount) -
         )
     if quota.leases is not None and has.leases >= quota.leases:
         raise QuotaError(f"you have {has.leases} leases, the maximum of your quota", hint=release, limit="quota.leases")
+    _check_alone(quota, worth)
     if quota.threads is not None and has.amount.threads + worth.threads > quota.threads * 10:
         raise QuotaError(
             f"{worth.threads / 10:g} % of threads were requested, but your quota is {quota.threads:g} %, and you"
@@ -69,6 +70,21 @@ def check(quota: Quota, has: UserTotals, request: LeaseRequest, worth: Amount) -
             f" {has.amount.clients}",
             hint=release.replace("less", "fewer processes", 1),
             limit="quota.clients",
+        )
+
+
+def _check_alone(quota: Quota, worth: Amount) -> None:
+    """Refuse a request that exceeds its user's quota whatever the user releases. Raises QuotaError."""
+    wanted = most = limit = ""
+    if quota.threads is not None and worth.threads > quota.threads * 10:
+        wanted, most, limit = f"{worth.threads / 10:g} % of threads", f"{quota.threads:g} %", "quota.threads"
+    elif quota.memory is not None and worth.memory > quota.memory:
+        wanted, most, limit = f"{format_size(worth.memory)} of memory", format_size(quota.memory), "quota.memory"
+    if wanted:
+        raise QuotaError(
+            f"{wanted} were requested, but your quota is {most}",
+            hint=f"request less, or ask an administrator to raise {limit}",
+            limit=limit,
         )
 
 

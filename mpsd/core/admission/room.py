@@ -8,7 +8,17 @@ from typing import Final
 
 from msgspec import Struct
 
-from mpsd.core.admission.admission import NOTHING, Amount, Candidate, Offer, Shortage, amount, part, places
+from mpsd.core.admission.admission import (
+    NOTHING,
+    WAIT_HINT,
+    Amount,
+    Candidate,
+    Offer,
+    Shortage,
+    amount,
+    part,
+    places,
+)
 from mpsd.core.errors import DaemonNotReadyError, DoesNotFitError
 from mpsd.core.model import Lease
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
@@ -167,7 +177,7 @@ class Room:
             if limit is not None:
                 lacking.append((_distance(limit, offer, held, need, uid), limit, (offer, need)))
         if len(candidates) - len(lacking) >= count:
-            hint = "wait for it (--wait), or request less"
+            hint = f"{WAIT_HINT}, or request less"
             return Shortage(
                 "turn", "the free capacity is reserved for a request that is ahead in the queue", hint, DoesNotFitError
             )
@@ -259,14 +269,14 @@ def _shortage(limit: str, offer: Offer, held: _Held, need: Amount, uid: int) -> 
     """Put what `_obstacle` named into words."""
     if (refusal := offer.refuses(uid)) is not None:
         return Shortage(limit, refusal.because, refusal.hint, DaemonNotReadyError, offer.gpu)
-    free, hint = _left(offer, held.amount), "request less, wait for it (--wait), or see who holds it: mpsctl leases"
+    free, hint = _left(offer, held.amount), f"request less, {WAIT_HINT}, or see who holds it: mpsctl leases"
     match limit:
         case "user":
             other = next(each for each in held.uids if each != uid)
             because = f"uid {other} holds leases on the GPU, and its control daemon serves one uid at a time"
             hint = (
-                "wait until its leases end (--wait), or let the control daemon serve several uids: daemon.users"
-                ' = "many"'
+                f"{WAIT_HINT}, or ask an administrator to have the control daemon serve several users:"
+                ' daemon.users = "many"'
             )
         case "threads":
             left = f"{max(free.threads, 0) / 10:g} %"

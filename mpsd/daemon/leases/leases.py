@@ -169,7 +169,9 @@ class Leases:
             if place is not None:
                 lacks = place.waits_for
                 because = f"timed out in the queue: {lacks.because}"
-                self._end(lease.id, because, refusal=DoesNotFitError(because, hint=lacks.hint, limit=lacks.limit))
+                self._end(
+                    lease.id, because, refusal=DoesNotFitError(because, hint=lacks.after_waiting(), limit=lacks.limit)
+                )
             elif (claim := claim_of(lease)) is not None:
                 self._end(lease.id, self.claims.why_expired(lease, claim))
             else:

@@ -1,3 +1,19 @@
 """mpsd: the supervisor that makes NVIDIA MPS dependable on one GPU node."""
 
+import contextlib
+import os
+import sys
+
 __version__ = "0.1.0"
+
+
+def find_own_libraries_first(python_path: str) -> None:
+    """Look for libraries where they are installed before PYTHONPATH, which is given, and the current directory.
+
+    The caller's PYTHONPATH is for the caller's programs: a module there that is called as a library of mpsd's is not
+    what mpsd imports.
+    """
+    strange = {os.path.abspath(each) for each in python_path.split(os.pathsep) if each}  # noqa: PTH100 - as in cli
+    with contextlib.suppress(FileNotFoundError):  # the current directory is removed
+        strange.add(os.getcwd())  # noqa: PTH109 - likewise
+    sys.path.sort(key=lambda each: not each or os.path.abspath(each) in strange)  # noqa: PTH100 - likewise

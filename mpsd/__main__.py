@@ -1,22 +1,25 @@
-"""The program `mpsd`, and the one place that puts the house together: `run`, `demo` and `check`.
+"""The program `mpsd`, and the one place that puts the house together: `run`, `stop`, `demo` and `check`.
 
 What each command needs is imported when it runs, so that `mpsd --help` costs nothing.
 """
 
+import os
 import signal
 import sys
+
+from mpsd import __version__, find_own_libraries_first
 
 if __name__ == "__main__" or sys.argv[0].endswith("/mpsd"):
     # A reload that is asked for before mpsd can do it waits until then; the usual action would end mpsd. Everything
     # that is imported below takes its time, so this comes first, and only where this is the program that runs.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    find_own_libraries_first(os.environ.get("PYTHONPATH", ""))
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from mpsd import __version__
 from mpsd.core.errors import ConfigurationError, MpsdError, OperatorError
 from mpsd.core.sanitize import plain
 
@@ -43,18 +46,31 @@ _CONFIG = click.option(
 )
 
 
+def _of_node(function: "Callable[..., None]") -> "Callable[..., None]":
+    """Give a command the options that say which node it is about."""
+    for option in (
+        click.option(
+            "--control",
+            metavar="PROGRAM",
+            help="The control program.  [default: NVIDIA's; with --simulate, the simulator's]",
+        ),
+        click.option(
+            "--simulate", type=click.IntRange(1, 64), metavar="N", help="Simulate N GPUs instead of using NVML."
+        ),
+        click.option(
+            "--root",
+            type=click.Path(path_type=Path, file_okay=False),
+            metavar="DIR",
+            help="Write everything under DIR.",
+        ),
+        _CONFIG,
+    ):
+        function = option(function)
+    return function
+
+
 @cli.command()
-@_CONFIG
-@click.option(
-    "--root",
-    type=click.Path(path_type=Path, file_okay=False),
-    metavar="DIR",
-    help="Write everything under DIR.",
-)
-@click.option("--simulate", type=click.IntRange(1, 64), metavar="N", help="Simulate N GPUs instead of using NVML.")
-@click.option(
-    "--control", metavar="PROGRAM", help="The control program.  [default: NVIDIA's; with --simulate, the simulator's]"
-)
+@_of_node
 @click.option(
     "--stop-daemons-on-exit",
     is_flag=True,
@@ -79,10 +95,34 @@ def run(
 ) -> None:
     """Run the service in the foreground.
 
-    Logs go to stderr: text on a terminal, structured fields in the journal, JSON elsewhere. SIGTERM ends mpsd and
-    leaves the control daemons running: the next mpsd adopts them. SIGHUP reloads the configuration.
+    Logs go to stderr: text on a terminal, structured fields in the journal, JSON elsewhere. SIGTERM and Ctrl-C end mpsd
+    and leave the control daemons running: the next mpsd adopts them, and `mpsd stop` stops them. SIGHUP reloads the
+    configuration.
     """
-    import os
+    _run(config, root, simulate, control, drain=stop_daemons or stop_daemons_on_exit, stop_now=stop_daemons)
+
+
+@cli.command()
+@_of_node
+def stop(config: Path | None, root: Path | None, simulate: int | None, control: str | None) -> None:
+    """End mpsd, and stop its control daemons.
+
+    An mpsd that `mpsd run` started is ended. Each control daemon is then stopped once it has no leases and no clients;
+    Ctrl-C leaves those that are left running. The options are those that mpsd was started with. The service of systemd
+    is stopped by systemd: systemctl start mpsd-stop-daemons.service.
+    """
+    from mpsd.system import event_loop, running
+    from mpsd.system.configuration import read_configuration
+
+    settings = read_configuration(config)
+    settings = settings if root is None else settings.under(root.absolute())
+    event_loop.run(running.end(settings.paths.runtime_dir))
+    _run(config, root, simulate, control, drain=True, stop_now=True)
+
+
+def _run(
+    config: Path | None, root: Path | None, simulate: int | None, control: str | None, *, drain: bool, stop_now: bool
+) -> None:
     from dataclasses import replace
 
     from mpsd.daemon.http.startup_refusal import answer_refused_start
@@ -101,12 +141,12 @@ def run(
             return error.detail
 
     manager = ServiceManager.take(os.environ)
-    drains = stop_daemons or stop_daemons_on_exit
     while True:
         try:
             plan = _plan(read(), read, simulate=simulate, control=control, private=root is not None)
-            stop = StopDaemons.DRAIN if drains else StopDaemons.NEVER
-            return _serve(replace(plan, stop_daemons=stop, stop_now=stop_daemons, manager=manager))
+            stop = StopDaemons.DRAIN if drain else StopDaemons.NEVER
+            plan = replace(plan, stop_daemons=stop, stop_now=stop_now, manager=manager, farewell=_say_what_is_left)
+            return _serve(plan)
         except MpsdError as error:
             if error.exit_code != OperatorError.exit_code:
                 raise  # the next mpsd may be luckier, and whoever waits is its caller
@@ -159,7 +199,7 @@ def check(config: Path | None) -> None:
 
     Comments at the end show where NVIDIA's driver was found.
     """
-    from mpsd.core.roles import unknown_names
+    from mpsd.core.roles import UNKNOWN_NAMES_HINT, unknown_names
     from mpsd.core.settings import document
     from mpsd.system import driver, rundir
     from mpsd.system.configuration import read_configuration
@@ -167,38 +207,83 @@ def check(config: Path | None) -> None:
     settings = read_configuration(config)
     rundir.check(settings, ["gpu0"], private=False)
     rundir.check_acl_support(settings)
+    if unknown := unknown_names(settings.names):
+        raise ConfigurationError(unknown, hint=UNKNOWN_NAMES_HINT)
     click.echo(document(settings), nl=False)
     try:
         facts = driver.find(settings.daemon.control, settings.daemon.driver_root).facts()
     except ConfigurationError as error:
         facts = {"driver": f"{error.detail}; {error.hint}"}
-    facts["roles and quotas"] = unknown_names(settings.names)
     for part, where in facts.items():
         if where:
             click.echo(f"# {part}: {plain(where)}")
 
 
 @cli.command()
-def demo() -> None:
-    """Run a simulated node with two GPUs in a private directory, and print commands to try.
+@click.option(
+    "--no-shell", is_flag=True, help="Open no shell, print what to try, and run until Ctrl-C, as without a terminal."
+)
+@click.option("--until-eof", type=click.Path(path_type=Path), hidden=True)
+def demo(*, no_shell: bool, until_eof: Path | None) -> None:
+    """Run a simulated node with two GPUs, and open a shell to try it in.
 
-    The directory is removed at the end.
+    It needs no GPU and no rights. When the shell ends, so does the node, and its directory is removed.
     """
-    import os
+    import shutil
     import tempfile
+
+    from mpsd import demo as show
+
+    if until_eof is not None:
+        _simulate(until_eof, until_eof=True, announce=lambda: click.echo("ready"))
+        shutil.rmtree(until_eof, ignore_errors=True)  # whoever was to do that may have been killed
+        return
+    with tempfile.TemporaryDirectory(prefix="mpsd-demo-", ignore_cleanup_errors=True) as name:
+        root = Path(name)
+        if no_shell or not (sys.stdin.isatty() and sys.stdout.isatty()):
+            show.write_programs(root)
+            _simulate(root, until_eof=False, announce=lambda: click.echo(show.what_to_try(root)))
+        else:
+            sys.exit(show.in_a_shell(root, os.environ))
+
+
+def _simulate(root: Path, *, until_eof: bool, announce: "Callable[[], None]") -> None:
+    """Run a simulated node in a directory until a signal, or the end of stdin; its log goes to a file there."""
+    import asyncio
     from dataclasses import replace
 
     from mpsd.core.settings import Settings
     from mpsd.daemon.service import StopDaemons
+    from mpsd.demo import LOG
     from mpsd.system.notify import ServiceManager
 
-    with tempfile.TemporaryDirectory(prefix="mpsd-demo-") as root:
-        settings = Settings().under(Path(root))
-        plan = _plan(settings, lambda: settings, simulate=2, control=None, private=True)
-        client = f"{sys.executable} -m mpsd.simulator.client"
-        what_to_try = _WHAT_TO_TRY.format(socket=settings.socket, mpsctl=_mpsctl(), client=client)
-        plan = replace(plan, stop_daemons=StopDaemons.AT_ONCE, announce=lambda: click.echo(what_to_try))
+    def announced() -> None:
+        if until_eof:
+            asyncio.get_running_loop().add_reader(0, lambda: signal.raise_signal(signal.SIGTERM))
+        announce()
+
+    settings = Settings().under(root)
+    plan = _plan(settings, lambda: settings, simulate=2, control=None, private=True)
+    plan = replace(plan, stop_daemons=StopDaemons.AT_ONCE, settle=True, announce=announced)
+    stderr, log = os.dup(2), os.open(root / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    os.dup2(log, 2)
+    try:
         _serve(replace(plan, manager=ServiceManager.take(os.environ)))
+    finally:
+        os.dup2(stderr, 2)
+
+
+def _say_what_is_left(left: int, of: int) -> None:
+    """Say on a terminal what mpsd leaves behind, and how to stop that."""
+    import shlex
+
+    if left and sys.stderr.isatty():
+        options = [each for each in sys.argv[2:] if each not in {"--stop-daemons", "--stop-daemons-on-exit"}]
+        click.echo(
+            f"mpsd: {left} of {of} control daemons keep running, with their clients; the next mpsd adopts them\n"
+            f"  to stop them once they have no clients: {shlex.join(['mpsd', 'stop', *options])}",
+            err=True,
+        )
 
 
 def _serve(plan: "Plan") -> None:
@@ -209,33 +294,8 @@ def _serve(plan: "Plan") -> None:
     event_loop.run(serve(plan))
 
 
-_WHAT_TO_TRY = """\
-A simulated node with 2 GPUs is running. In a second terminal:
-
-    export MPSD_SOCKET={socket}
-    {mpsctl} status
-    {mpsctl} run --threads 25 --memory 2GiB -- env | grep CUDA
-    {mpsctl} run --threads 25 --memory 2GiB -- {client}    # say: alloc 1GiB
-    {mpsctl} run --fraction 0.5 -- sleep 60 &
-    {mpsctl} leases
-    {mpsctl} run --threads 80 --memory 2GiB --gpu 0 -- true
-
-Ctrl-C ends the node and removes its files.
-"""
-
-
-def _mpsctl() -> str:
-    """Return how to call mpsctl from another terminal: by its name if that is found there, by its path otherwise."""
-    import shutil
-
-    beside = Path(sys.argv[0]).absolute().with_name("mpsctl")
-    return "mpsctl" if shutil.which("mpsctl") or not beside.exists() else str(beside)
-
-
 def _priority() -> str:
     """Return what has the journal take a line for an error, where stderr leads there. Source: sd-daemon(3)."""
-    import os
-
     from mpsd.system.journal import is_behind
 
     return "<3>" if is_behind(sys.stderr.fileno(), os.environ.get("JOURNAL_STREAM", "")) else ""

@@ -313,6 +313,14 @@ class Blocker(TypedDict):
     since: str
 
 
+class Reload(TypedDict):
+    """What a reload of the configuration came to."""
+
+    applied: list[str]
+    needs_restart: list[str]
+    unknown: str
+
+
 class Operation(TypedDict):
     """What an operator asked of a control daemon, and what came of it."""
 

@@ -100,6 +100,10 @@ class Api(Client):
         """Have canaries sent to a control daemon, and return what they prove; each takes as long as mpsd lets it."""
         return cast("answer_types.Canary", self.post(f"/v1/daemons/{segment(daemon)}/canary", {}, deadline=inf))
 
+    def reload(self) -> "answer_types.Reload":
+        """Have the configuration read again."""
+        return cast("answer_types.Reload", self.post("/v1/reload", {}))
+
     def pardon(self, uid: int) -> None:
         """Let a uid in again that was quarantined."""
         self.delete(f"/v1/quarantines/{uid}")

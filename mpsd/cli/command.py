@@ -22,6 +22,7 @@ from mpsd.core.errors import (
     InvalidRequestError,
     MpsdError,
     NotFoundError,
+    UnreachableError,
 )
 from mpsd.core.sanitize import plain
 
@@ -131,6 +132,12 @@ def print_listing(
         if listing.watch is None:
             return answer
         time.sleep(listing.watch)
+
+
+def say(error: MpsdError) -> None:
+    """Say what went wrong: one sentence, its code, and a hint."""
+    more = "; mpsctl doctor diagnoses the node, even without mpsd" if isinstance(error, UnreachableError) else ""
+    click.echo(f"mpsctl: {plain(error.detail)} [{error.code}]\n  hint: {plain(error.hint)}{more}", err=True)
 
 
 def note(text: str) -> None:

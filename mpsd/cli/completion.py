@@ -1,5 +1,6 @@
 """What the shell offers after Tab: the names that a running mpsd knows. Whatever goes wrong, it offers nothing."""
 
+import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -42,8 +43,23 @@ gpu_names: Final = _offering(lambda api: [(f"{each['index']}", each["name"]) for
 lease_names: Final = _offering(lambda api: [(each["id"], each["name"]) for each in api.leases()["leases"]])
 
 
-def program(_: click.Context, __: click.Parameter, incomplete: str) -> "list[CompletionItem]":
-    """Leave it to the shell, which knows about files."""
+def program(context: click.Context, _: click.Parameter, incomplete: str) -> "list[CompletionItem]":
+    """Offer the programs in PATH for the first word of a command; paths, and its arguments, the shell knows about."""
     from click.shell_completion import CompletionItem
 
-    return [CompletionItem(incomplete, type="file")]
+    if context.params.get("command") or "/" in incomplete or not incomplete:
+        return [CompletionItem(incomplete, type="file")]
+    found = {
+        each
+        for directory in os.get_exec_path()
+        for each in _listed(directory)
+        if each.startswith(incomplete) and os.access(os.path.join(directory, each), os.X_OK)  # noqa: PTH118 - as below
+    }
+    return [CompletionItem(each) for each in sorted(found)] or [CompletionItem(incomplete, type="file")]
+
+
+def _listed(directory: str) -> list[str]:
+    try:
+        return os.listdir(directory)  # noqa: PTH208 - pathlib takes longer to import
+    except OSError:
+        return []

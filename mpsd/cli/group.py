@@ -23,22 +23,25 @@ _MODULES: Final = {
     "events": "events",
     "gpus": "status",
     "hand-over": "holders",
+    "help": "help",
     "hold": "operate",
     "leases": "status",
     "pardon": "operate",
     "release": "admit",
+    "reload": "operate",
     "renew": "admit",
     "reset": "operate",
     "restart": "operate",
     "resume": "operate",
     "run": "admit",
     "service": "service",
+    "shell": "shell",
     "show": "status",
     "status": "status",
     "top": "top",
     "verify": "verify",
 }
-"""The module of mpsd.cli in which each command is defined, under the command's own name (with `_` for `-`)."""
+"""The module of mpsd.cli.commands in which each command is defined, under the command's own name (with `_` for `-`)."""
 
 
 def _no_such_command(name: str) -> str:

@@ -11,12 +11,15 @@ import signal
 import sys
 from typing import NoReturn
 
+from mpsd import find_own_libraries_first
+
 
 def main() -> NoReturn:
     """Run the program, and end at once: to take the interpreter apart would cost more than the answer did.
 
     What was printed by then has been written: `click.echo` flushes.
     """
+    find_own_libraries_first(os.environ.get("PYTHONPATH", ""))
     gc.disable()  # it has no time to make garbage, and looking for some would delay its imports
     _end_by_signals()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -41,16 +44,16 @@ def _outcome() -> int:
     import click
 
     from mpsd.cli.group import mpsctl
-    from mpsd.core.errors import MpsdError, UnreachableError
-    from mpsd.core.sanitize import plain
+    from mpsd.core.errors import MpsdError
 
     try:
         mpsctl(prog_name="mpsctl")
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 0
     except MpsdError as error:
-        more = "; mpsctl doctor diagnoses the node, even without mpsd" if isinstance(error, UnreachableError) else ""
-        click.echo(f"mpsctl: {plain(error.detail)} [{error.code}]\n  hint: {plain(error.hint)}{more}", err=True)
+        from mpsd.cli.command import say
+
+        say(error)
         return error.exit_code
     except OSError as error:
         click.echo(f"mpsctl: cannot write the answer: {error.strerror}", err=True)

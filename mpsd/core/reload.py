@@ -5,13 +5,25 @@ one that has to act on a change registers with `follow`. So a reload is handed o
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from mpsd.core.settings import Settings, rows
 
-RELOAD: Final = "systemctl reload mpsd (or kill -HUP PID)"
-"""What to type to have mpsd read its configuration again; PID is mpsd's, where systemd did not start it."""
+RELOAD: Final = "mpsctl reload"
+"""What to type to have mpsd read its configuration again; SIGHUP does the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadResult:
+    """What a reload came to."""
+
+    applied: tuple[str, ...]
+    """The settings that changed, and hold from now on."""
+    needs_restart: tuple[str, ...]
+    """Those that changed, and will hold once mpsd is restarted."""
+    unknown: str
+    """Which names of users and groups are unknown; empty where none is."""
 
 
 def changed(old: Settings, new: Settings) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -93,8 +93,9 @@ def require(role: Role | None, needed: Role, *, contained: bool = False) -> None
 
 def names_in(settings: Settings) -> tuple[str, ...]:
     """Return the names of users and %groups in a configuration that have to be looked up, each once."""
-    roles = settings.roles
+    roles, group = settings.roles, settings.api.group
     listed = (*roles.observers, *roles.users, *roles.operators, *roles.admins, *settings.quota)
+    listed += (f"%{group}",) if group else ()
     return tuple(name for name in dict.fromkeys(listed) if name != "*" and _digits(name.removeprefix("%")) is None)
 
 
@@ -103,10 +104,13 @@ def unknown_names(names: UserNames) -> str:
     if not names.unknown:
         return ""
     listed = ", ".join(names.unknown)
-    return f"the user database has no {listed}: these names in [roles] and [quota] match no user until a reload"
+    return f"the user database has no {listed}: these names in [roles], [quota] or api.group match no user"
 
 
-UNKNOWN_NAMES_HINT: Final = "fix the names, or write uids and %gids, which are not looked up; then reload (SIGHUP)"
+UNKNOWN_NAMES_HINT: Final = (
+    "correct the names, or write uids and %gids in [roles] and [quota], which are not looked up; then: mpsctl reload,"
+    " or for api.group restart mpsd"
+)
 
 
 def _number(name: str, known: Mapping[str, int]) -> int | None:

@@ -8,13 +8,14 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 
 from mpsd.core import roles
 from mpsd.core.admission.ledger import Ledger
 from mpsd.core.admission.rules import AdmissionRules
 from mpsd.core.admission.usage import Usage
 from mpsd.core.errors import ConfigurationError
-from mpsd.core.reload import LiveSettings
+from mpsd.core.reload import LiveSettings, ReloadResult
 from mpsd.core.settings import Settings
 from mpsd.daemon.api.server import Api
 from mpsd.daemon.canary.canary import Canaries
@@ -75,8 +76,12 @@ class Plan:
     stop_daemons: StopDaemons = StopDaemons.NEVER
     stop_now: bool = False
     """Whether it ends as soon as it knows how the control daemons are: it is there to stop them."""
+    settle: bool = False
+    """Whether the API answers only once it is known of each control daemon whether it can be used."""
     announce: Callable[[], None] = lambda: None
     """Called once when the API answers."""
+    farewell: Callable[[int, int], None] = lambda _left, _of: None
+    """Called at the end, with how many control daemons keep running, of how many."""
     manager: ServiceManager = field(default_factory=ServiceManager)
     """Who started this mpsd, and is told how it is."""
 
@@ -167,10 +172,11 @@ def _report(log: Logger, events: Events, *databases: Database) -> None:
 
 async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
     settings = plan.settings
-    api = Api(node, events, log)
-    listener, withdraw = _listen(plan, log)
     notifier = ServiceNotifier(plan.manager, log, heartbeats=node.heartbeats, status_of=node.status)
-    over, at_once = _heed_signals(lambda: _reload(plan, node, notifier, log))
+    reload = partial(_reload, plan, node, notifier, log)
+    api = Api(node, events, log, reload)
+    listener, withdraw = _listen(plan, log)
+    over, at_once = _heed_signals(partial(_try, reload))
     found = {"program": " ".join(plan.program.argv)} if plan.driver is None else plan.driver.facts()
     log.info(EventName.NODE_STARTED, **found, simulated=plan.simulated)
     try:
@@ -178,7 +184,7 @@ async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
             running = group.create_task(node.run())
             telling = group.create_task(notifier.run())
             keeping = group.create_task(events.run())
-            if plan.manager.listener is not None or plan.stop_now:
+            if plan.manager.listener is not None or plan.stop_now or plan.settle:
                 # Those who waited at the socket for this mpsd are not to hear that it does not know yet.
                 await asyncio.sleep(0)
                 await node.settled(settings.daemon.answer_deadline)
@@ -208,6 +214,7 @@ async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
             telling.cancel()
             keeping.cancel()
         notifier.ended(left, of=len(node.daemons()))
+        plan.farewell(left, len(node.daemons()))
     finally:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # the loop's handler ends with the loop
         withdraw()
@@ -255,8 +262,8 @@ def _listen(plan: Plan, log: Logger) -> tuple[socket.socket, Callable[[], None]]
     return handed, lambda: None
 
 
-def _reload(plan: Plan, node: Node, notifier: ServiceNotifier, log: Logger) -> None:
-    """Read the configuration again, and swap it whole, or keep the old one and say so."""
+def _reload(plan: Plan, node: Node, notifier: ServiceNotifier, log: Logger) -> ReloadResult:
+    """Read the configuration again, and swap it whole, or keep the old one and say so. Raises ConfigurationError."""
     notifier.reloading()
     try:
         wanted = plan.reread()
@@ -264,12 +271,19 @@ def _reload(plan: Plan, node: Node, notifier: ServiceNotifier, log: Logger) -> N
     except ConfigurationError as error:
         log.error(EventName.SETTINGS_REFUSED, because=error.detail, hint=error.hint)
         notifier.reloaded(refused=error.detail)
-        return
+        raise
     applied, waiting = node.settings.reload(wanted)
     daemons = {each.name: list(each.restart_for) for each in node.daemons() if each.restart_for}
     log.info(EventName.SETTINGS_RELOADED, applied=list(applied), needs_restart=list(waiting), daemons=daemons)
     _report_names(wanted, log)
     notifier.reloaded()
+    return ReloadResult(applied, waiting, roles.unknown_names(wanted.names))
+
+
+def _try(reload: Callable[[], ReloadResult]) -> None:
+    """Reload for a signal, which has no answer: the log and the service manager have what came of it."""
+    with contextlib.suppress(ConfigurationError):
+        reload()
 
 
 def _report_names(settings: Settings, log: Logger) -> None:

@@ -1,4 +1,4 @@
 """A node without a GPU: programs and values that answer as NVIDIA's do, silences included.
 
-Imported by: mpsd/__main__.py.
+Imported by: mpsd/__main__.py, mpsd/demo.py.
 """

@@ -33,6 +33,8 @@ with `--late` it does neither, and says its pid alone. With `--as` it becomes th
 
 An answer has `ok`, and with it what there is to tell, or the CUDA error by name and number. An error after which CUDA
 can do nothing more stays: every later call returns it.
+
+On a terminal it has a prompt and `help`, and answers in words.
 """
 
 import json
@@ -42,10 +44,10 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from mpsd.core.errors import InvalidRequestError
-from mpsd.core.units import parse_size
+from mpsd.core.units import format_size, parse_size
 from mpsd.simulator import launch
 from mpsd.simulator.cuda import CudaError
 from mpsd.simulator.cuda_process import CudaProcess, FailedError, described
@@ -57,9 +59,44 @@ def program(*, late: bool = False) -> tuple[str, ...]:
     return (*launch.program("client"), *(["--late"] if late else []))
 
 
+PROMPT: Final = "gpu> "
+
+_HELP: Final = """\
+alloc SIZE        allocate device memory, such as alloc 1GiB
+free [SIZE]       free some of it, or all
+compute SECONDS   run a kernel that takes so long on the whole GPU
+fault             cause a fatal fault of the GPU
+exit              end this client"""
+
+
 def _say(message: Mapping[str, Any]) -> None:
-    sys.stdout.write(f"{json.dumps(message)}\n")
+    sys.stdout.write(f"{_in_words(message) if _is_on_a_terminal() else json.dumps(message)}\n")
     sys.stdout.flush()
+
+
+def _is_on_a_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _in_words(message: Mapping[str, Any]) -> str:
+    """Say to a person what an answer says."""
+    match message:
+        case {"help": said}:
+            text = f"{said}"
+        case {"ok": False, "error": error, "code": code}:
+            text = f"CUDA error {code}: {error}"
+        case {"ok": False, "error": error}:
+            text = f"{error}; try: help"
+        case {"mps": mps, "pid": process, "active_thread_percentage": threads, "memory": memory}:
+            where = f"a client of MPS server {message['server']}" if mps else "a process outside MPS, without limits"
+            text = f"pid {process} is {where}: {threads:g} % of the threads, {memory / 2**30:.4g}GiB"
+        case {"allocated": size}:
+            text = f"{format_size(size)} of device memory allocated"
+        case {"seconds": seconds}:
+            text = f"the kernel took {seconds:.2f} s"
+        case _:
+            text = ", ".join(f"{name} {value}" for name, value in message.items() if name != "ok") or "ok"
+    return text
 
 
 class _Stopped(Exception):  # noqa: N818 - no error: it was asked to stop
@@ -118,6 +155,9 @@ class _Input:
             while b"\n" in self._text:
                 line, _, self._text = self._text.partition(b"\n")
                 yield line.decode()
+            if _is_on_a_terminal():
+                sys.stdout.write(PROMPT)
+                sys.stdout.flush()
             if not (more := os.read(0, 4096)):
                 return
             self._text += more
@@ -190,6 +230,8 @@ def _execute(cuda: CudaProcess, signals: _Signals, stdin: _Input, verb: str, arg
             return {}
         case "hang", []:
             _hang()
+        case "help", []:
+            return {"help": _HELP}
     raise ValueError(f"{verb!r} with {len(arguments)} arguments is nothing that a client does")
 
 
@@ -198,6 +240,8 @@ def _serve(cuda: CudaProcess, signals: _Signals) -> int:
     stdin = _Input()
     for line in stdin.lines():
         verb, *arguments = line.split() or [""]
+        if not verb and _is_on_a_terminal():
+            continue
         if verb == "exit":
             return int(arguments[0]) if arguments else 0
         try:

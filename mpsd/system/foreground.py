@@ -1,8 +1,9 @@
 """A program that mpsctl runs and waits for, with the terminal and the signals as if it were called in its place."""
 
+import contextlib
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 _PASSED_ON: Final = frozenset(
@@ -61,3 +62,31 @@ def output(arguments: Sequence[str], environment: Mapping[str, str], *, most: in
     finally:
         os.close(sink)
     return code if code >= 0 else 128 - code, text
+
+
+@contextlib.contextmanager
+def beside(arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator[int]:
+    """Run a program in a session of its own, and yield the descriptor that reads what it prints.
+
+    Its stdin ends when this does, or this process: that is how it learns that it is to end, and it is waited for.
+    Raises OSError when it cannot be started.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    stdin, ours = os.pipe()
+    printed, stdout = os.pipe()
+    try:
+        actions = [(os.POSIX_SPAWN_DUP2, stdin, 0), (os.POSIX_SPAWN_DUP2, stdout, 1)]
+        pid = os.posix_spawnp(arguments[0], [*arguments], environment, file_actions=actions, setsid=True)
+    except OSError:
+        os.close(ours)
+        os.close(printed)
+        raise
+    finally:
+        os.close(stdin)
+        os.close(stdout)
+    try:
+        yield printed
+    finally:
+        os.close(ours)
+        os.waitpid(pid, 0)
+        os.close(printed)

@@ -304,7 +304,8 @@ def _make(directory: Path, mode: int) -> None:
 def publish(path: Path, mode: int, group: str) -> socket.socket:
     """Return a listening unix socket at `path`, which appears there with its final owner and mode and not before.
 
-    Whatever lay there is replaced: the lock proves that no living mpsd uses it. Raises ConfigurationError.
+    Whatever lay there is replaced: the lock proves that no living mpsd uses it. With a group that is unknown, the
+    socket has mpsd's own. Raises ConfigurationError.
     """
     hidden = path.with_name(f".{os.getpid()}")  # no longer than the usual name: a socket's path is short of room
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
@@ -312,14 +313,11 @@ def publish(path: Path, mode: int, group: str) -> socket.socket:
         hidden.unlink(missing_ok=True)
         listener.bind(os.fspath(hidden))
         hidden.chmod(mode)
-        if group:
-            os.chown(hidden, -1, _gid(group))
+        gid = _gid(group)
+        if gid is not None:
+            os.chown(hidden, -1, gid)
         listener.listen(1024)
         hidden.rename(path)
-    except ConfigurationError:
-        listener.close()
-        hidden.unlink(missing_ok=True)
-        raise
     except OSError as error:
         listener.close()
         hidden.unlink(missing_ok=True)
@@ -346,7 +344,8 @@ def check_published(listener: socket.socket, path: Path, mode: int, group: str) 
             hint=f"set SocketMode={mode:04o} in mpsd.socket (systemctl edit mpsd.socket), or change api.mode",
             limit="api.mode",
         )
-    if group and found.st_gid != _gid(group):
+    gid = _gid(group)
+    if gid is not None and found.st_gid != gid:
         raise ConfigurationError(
             f"{path} has group {found.st_gid}, but api.group is {group!r}",
             hint=f"set SocketGroup={group} in mpsd.socket (systemctl edit mpsd.socket), or change api.group",
@@ -354,15 +353,14 @@ def check_published(listener: socket.socket, path: Path, mode: int, group: str) 
         )
 
 
-def _gid(group: str) -> int:
+def _gid(group: str) -> int | None:
+    """Return the number of a group; None without one, and for one that is unknown, which gives nobody access."""
+    if not group:
+        return None
     try:
         return getgrnam(group).gr_gid
     except KeyError:
-        raise ConfigurationError(
-            f"there is no group {group!r} on this machine",
-            hint="create the group, or change api.group",
-            limit="api.group",
-        ) from None
+        return None
 
 
 def unpublish(path: Path) -> None:

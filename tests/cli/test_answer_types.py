@@ -11,7 +11,7 @@ import pytest
 from mpsd.cli import answer_types
 from mpsd.cli.group import mpsctl
 from mpsd.core.settings import Settings
-from mpsd.daemon.api import lease_schema, schema
+from mpsd.daemon.api import lease_schema, operator_handlers, schema
 
 SHAPES = [shape for _, shape in inspect.getmembers(answer_types, is_typeddict)]
 """Each is named as the struct of the API, less its `Out`."""
@@ -41,7 +41,12 @@ def takes(believed: Any, answered: Any) -> bool:
 def test_shapes(shape: Any) -> None:
     """Each shape has fields of the type that mpsd answers with, and takes what is in them; it may know fewer fields."""
     names = (f"{shape.__name__}Out", shape.__name__)
-    struct = next(getattr(module, name) for module in (schema, lease_schema) for name in names if hasattr(module, name))
+    struct = next(
+        getattr(module, name)
+        for module in (schema, lease_schema, operator_handlers)
+        for name in names
+        if hasattr(module, name)
+    )
     answered, believed = get_type_hints(struct), get_type_hints(shape)
     assert believed.keys() <= answered.keys()
     assert [name for name, hint in believed.items() if not takes(hint, answered[name])] == []

@@ -42,7 +42,7 @@ def lease(node: Node) -> str:
 def test_commands_and_options(in_path: dict[str, str]) -> None:
     """What mpsctl is and can do is offered without mpsd."""
     alone = {**in_path, "MPSD_SOCKET": "/nonexistent"}
-    assert offered("mpsctl re", alone) == ["release", "renew", "reset", "restart", "resume"]
+    assert offered("mpsctl re", alone) == ["release", "reload", "renew", "reset", "restart", "resume"]
     assert offered("mpsctl drain --t", alone) == ["--timeout"]
 
 
@@ -52,6 +52,15 @@ def test_names(in_path: dict[str, str], lease: str) -> None:
     assert offered(f"mpsctl release {lease[:-2]}", in_path) == [lease]
     assert offered("mpsctl drain ", in_path) == ["gpu0", "gpu1"]
     assert offered("mpsctl admit --gpu ", in_path) == ["0", "1"]
+
+
+def test_behind_dashes(in_path: dict[str, str], lease: str) -> None:
+    """Behind `--` come arguments, which are completed as before it; the first of a command is a program in PATH."""
+    assert offered("mpsctl drain -- gp", in_path) == ["gpu0", "gpu1"]
+    assert offered(f"mpsctl release -- {lease[:-2]}", in_path) == [lease]
+    assert offered(f"mpsctl show --share 0 -- {lease[:-2]}", in_path) == [lease]
+    assert "mpsctl" in offered("mpsctl run --threads 5 -- mpsct", in_path)
+    assert offered("mpsctl help sta", in_path) == ["status"]
 
 
 def test_the_socket_of_the_line(in_path: dict[str, str], node: Node) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import os
-import pty
+import pwd
 import re
 import signal
 import subprocess
@@ -14,14 +14,22 @@ from typing import Any
 import pytest
 
 from tests.cli.answering import Answering, answering, http
-from tests.cli.conftest import end, run_mpsctl, start_mpsctl
+from tests.cli.conftest import ROOT, end, run_mpsctl, start_mpsctl
 from tests.harness import wait_until
 from tests.node import Node
+from tests.terminals import Terminal
 
 MOST = ("--threads", "60", "--memory", "1GiB")
 """Fits on a GPU once."""
 
 TOLD = "mpsctl: waiting in place {} for threads: 60.0 % of the threads were requested, but only 40 % are left\n"
+
+USER = pwd.getpwuid(os.getuid()).pw_name
+
+AWAY = (
+    "mpsctl: interrupted; mpsd does not answer now: it gives the place up when the caller is gone"
+    " (admission.hang_up_grace)\n"
+)
 
 
 def take_most(node: Node) -> list[str]:
@@ -131,18 +139,22 @@ def test_waiting_in_vain(full_node: tuple[Node, list[str]]) -> None:
 
 
 def test_a_terminal(full_node: tuple[Node, list[str]], start: Start) -> None:
-    """On a terminal, the user sees the queue move."""
-    node, _ = full_node
+    """On a terminal, one line says how it stands: for how long, in which place, behind whom; then what came of it."""
+    node, (lease, _) = full_node
     first = start(node.socket, "run", *MOST, "--wait", "forever", "--", "true")
     wait_for(node, 1)
-    terminal, theirs = pty.openpty()
-    with os.fdopen(terminal, encoding="utf-8", newline="\r\n") as lines:
-        process = start(node.socket, "run", *MOST, "--wait", "forever", "--", "true", stderr=theirs)
-        os.close(theirs)
-        assert lines.readline() == TOLD.format(2).replace("\n", "\r\n")
+    command = [sys.executable, "-m", "mpsd.cli.main", "--socket", f"{node.socket}", "run", *MOST, "--wait", "forever"]
+    with Terminal.running([*command, "--", "echo", "ran"], os.environ, cwd=ROOT) as terminal:
+        terminal.wait_for(rf"mpsctl: \d+ s: waiting in place 2 behind {USER} for threads: only 40 % are left")
         end(first)
-        assert lines.readline() == TOLD.format(1).replace("\n", "\r\n")
-        end(process)
+        terminal.wait_for(r"mpsctl: \d+ s: waiting in place 1 for threads: only 40 % are left")
+        seconds = [int(each) for each in re.findall(r"mpsctl: (\d+) s: waiting", terminal.text)]
+        assert seconds == sorted(seconds)
+        assert "\n" not in terminal.raw, "it is no line that is updated"
+        assert max(len(each) for each in terminal.raw.split("\r\x1b[K")) < 80
+        node.request("DELETE", f"/v1/leases/{lease}")
+        assert terminal.wait_for_the_end() == 0
+    assert re.search(r"\r\x1b\[Kmpsctl: granted after \d+ s on GPU 0\r\nran\r\n$", terminal.raw)
 
 
 # -- giving it up ------------------------------------------------------------------------------------------------------
@@ -173,6 +185,28 @@ def test_an_end_by_a_signal(
     assert stdout == (f"(exit {128 + number})\n" if "env" in rest else "")
     found = node.get(f"/v1/leases/{lease['id']}").json
     assert (found["state"], found["because"]) == ("ended", f"uid {os.getuid()} released it")
+
+
+@pytest.mark.parametrize("command", [("admit",), ("run", "true")], ids=lambda command: command[0])
+def test_an_end_while_mpsd_is_away(make_node: Callable[..., Node], start: Start, command: tuple[str, ...]) -> None:
+    """A signal ends it while there is no mpsd too, or one that hangs, and it says what becomes of the place."""
+    node = make_node(simulate=1).start()
+    take_most(node)
+    name, *rest = command
+    gone, hung = (start(node.socket, name, *MOST, "--wait", "forever", *rest) for _ in range(2))
+    wait_for(node, 2)
+    for process in (gone, hung):
+        assert "waiting in place" in line(process)
+    os.kill(node.pid, signal.SIGSTOP)
+    hung.send_signal(signal.SIGTERM)
+    _, stderr = hung.communicate(timeout=30)
+    os.kill(node.pid, signal.SIGCONT)
+    assert (hung.returncode, stderr) == (-signal.SIGTERM, AWAY)
+    node.end(signal.SIGKILL)
+    assert "mpsd is gone" in line(gone)
+    gone.send_signal(signal.SIGTERM)
+    _, stderr = gone.communicate(timeout=30)
+    assert (gone.returncode, stderr) == (-signal.SIGTERM, AWAY)
 
 
 def test_a_twin_keeps_its_place(full_node: tuple[Node, list[str]], start: Start) -> None:
@@ -221,7 +255,7 @@ def test_a_restart_of_mpsd(make_node: Callable[..., Node], start: Start, number:
     wait_for(node, 1)
     second = start(node.socket, "admit", *MOST, "--wait", "forever", "--name", "second", "-o", "json")
     before = wait_for(node, 2)
-    assert [line(first), line(second)] == [TOLD.format(1), TOLD.format(2)]
+    assert [line(first), line(second)] == [TOLD.format(1), TOLD.format(f"2 behind {USER}")]
 
     node.end(number)
     for process in (first, second):

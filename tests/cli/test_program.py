@@ -129,6 +129,30 @@ def test_called_wrongly(short_tmp: Path, arguments: list[str]) -> None:
     assert "Usage:" in done.stderr
 
 
+@pytest.mark.parametrize("program", ["mpsctl", "mpsd"])
+def test_libraries_of_others(node: Node, short_tmp: Path, program: str) -> None:
+    """What the caller has in PYTHONPATH, or in the current directory, under the name of a library breaks nothing."""
+    for name in ("click", "json", "socket", "msgspec", "decimal"):
+        (short_tmp / f"{name}.py").write_text("raise SystemExit('this is not a library')\n")
+    module, arguments = {"mpsctl": ("mpsd.cli.main", ["status"]), "mpsd": ("mpsd", ["check"])}[program]
+    script = short_tmp / program
+    imported_from = {"mpsctl": "mpsd.cli.main", "mpsd": "mpsd.__main__"}[program]
+    script.write_text(f"from {imported_from} import main\nmain()\n")
+    environment = {**os.environ, "PYTHONPATH": f"{short_tmp}", "MPSD_SOCKET": f"{node.socket}"}
+    for command in ([sys.executable, "-m", module, *arguments], [sys.executable, str(script), *arguments]):
+        done = subprocess.run(
+            command, cwd=short_tmp, env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, ""), command
+    (short_tmp / "gone").mkdir()
+    lost = 'cd gone; rmdir ../gone; exec "$@"'
+    done = subprocess.run(
+        ["sh", "-c", lost, "sh", sys.executable, str(script), *arguments],
+        cwd=short_tmp, env=environment, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # -- how it says no ----------------------------------------------------------------------------------------------------
 
 

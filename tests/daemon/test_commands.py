@@ -14,6 +14,8 @@ import pytest
 
 from tests.harness import look_at, pids, wait_until
 from tests.node import Node
+from tests.terminals import Terminal
+from tests.tools import needed
 
 _ROOT = Path(__file__).parents[2]
 _MPSD = (sys.executable, "-m", "mpsd")
@@ -66,19 +68,19 @@ class TestDemo:
                 ("ready", True),
             ]
             # What it says to try is there to be tried.
-            tried = [
-                line.split("&")[0].split("|")[0].split()
-                for line in said.splitlines()
-                if " status" in line or " run " in line
-            ]
-            assert len(tried) == 5
-            done = subprocess.run(
-                [sys.executable, "-m", "mpsd.cli.main", *tried[1][1:]],
-                env={**os.environ, "MPSD_SOCKET": socket},
-                cwd=_ROOT, capture_output=True, text=True, timeout=30, check=False,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stderr
-            assert "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=2G" in done.stdout
+            environment = dict(os.environ)
+            for name, value in re.findall(r"(MPSD_SOCKET|PATH)=(\S+)", said):
+                environment[name] = value.replace("$PATH", os.environ["PATH"])
+            tried = [line.partition(":  ")[2].strip() for line in said.splitlines() if ":  " in line]
+            statuses = []
+            for each in tried:
+                if each.startswith("mpsctl"):
+                    done = subprocess.run(
+                        ["sh", "-c", each.replace("sleep 600 &", "true")], env=environment, cwd="/", text=True,
+                        stdin=subprocess.DEVNULL, capture_output=True, timeout=30, check=False,
+                    )  # fmt: skip
+                    statuses.append(done.returncode)
+            assert statuses == [0] * 6, tried
             # And doctor does not take it for a service: it has paths of its own, and is private, which is no failure.
             checks = ("--only", "reload", "--only", "traverse")
             examined = subprocess.run(
@@ -101,9 +103,160 @@ class TestDemo:
         assert left == []
         assert [path.name for path in short_tmp.iterdir()] == ["log"]
 
+    @staticmethod
+    def environment(short_tmp: Path, shell: str) -> dict[str, str]:
+        """Return an environment with a home of the test's own, in which a user has this shell."""
+        (short_tmp / "home").mkdir()
+        (short_tmp / "home" / ".zshrc").touch()
+        home = str(short_tmp / "home")
+        own = {"TMPDIR": str(short_tmp), "HOME": home, "XDG_RUNTIME_DIR": home, "SHELL": needed(shell, shell)}
+        return {**os.environ, **own}
+
+    @pytest.mark.slow
+    def test_a_shell(self, short_tmp: Path) -> None:
+        """On a terminal it opens a shell, in which each step does what it says; the end of the shell is the node's."""
+        environment = self.environment(short_tmp, "bash")
+        (short_tmp / "home" / ".bashrc").write_text("PATH=/usr/bin:/bin PS1='mine> '")
+        with Terminal.running([*_MPSD, "demo"], environment, cwd=_ROOT) as terminal:
+            start = terminal.wait_for(r"\(mpsd demo\) mine> $").end()
+            shown = terminal.text.splitlines()
+            assert len(shown) < 24
+            assert max(map(len, shown)) < 80
+            assert "[" not in terminal.text, "its log is shown"
+            terminal.type("mpsctl status\n")
+            start = terminal.wait_for(r"^healthy.*", behind=start).end()
+            terminal.type("mpsctl run --fraction 0.25 -- gpu-client\n")
+            start = terminal.wait_for(
+                r"^pid \d+ is a client of MPS server .*25 % of.*19\.88GiB\ngpu> ", behind=start
+            ).end()
+            for typed, answer in (
+                ("alloc 1GiB", "1GiB of device memory allocated"),
+                ("alloc 40GiB", "CUDA error 2: CUDA_ERROR_OUT_OF_MEMORY"),
+                ("frobnicate", ".*try: help"),
+                ("help", "alloc SIZE .*"),
+            ):
+                terminal.type(f"{typed}\n")
+                start = terminal.wait_for(f"^{answer}\n(?s:.*?)gpu> ", behind=start).end()
+            terminal.type("exit\n")
+            start = terminal.wait_for("mine> $", behind=start).end()
+            terminal.type("mpsctl run --fraction 0.5 --name job -- sleep 600 &\n")
+            terminal.wait_for(r"^\[1\] \d+", behind=start)
+            terminal.type("until mpsctl leases | grep ' job$'; do :; done\n")
+            start = terminal.wait_for(r"^lease-\w+ +granted +0 +50% .* job$", behind=start).end()
+            terminal.type("mpsctl run --fraction 0.8 --gpu 0 -- true\n")
+            start = terminal.wait_for(r"\[does_not_fit\]", behind=start).end()
+            terminal.type("mpsctl release job; kill %1\n")
+            start = terminal.wait_for(r"^lease-\w+ is released", behind=start).end()
+            terminal.type("exit 3\n")
+            assert terminal.wait_for_the_end() == 3
+            assert "sudo mpsd run" in terminal.text[start:]
+        assert [path.name for path in short_tmp.iterdir()] == ["home"]
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("shell", ["dash", "zsh"])
+    def test_other_shells(self, short_tmp: Path, shell: str) -> None:
+        """Whatever shell a user has, it finds the node, and shows that it is the demonstration's."""
+        with Terminal.running([*_MPSD, "demo"], self.environment(short_tmp, shell), cwd=_ROOT) as terminal:
+            start = terminal.wait_for(r"\(mpsd demo\)").end()
+            terminal.type("mpsctl leases\n")
+            terminal.wait_for(r"no leases", behind=start)
+            terminal.type("exit\n")
+            terminal.wait_for_the_end()
+        assert list(short_tmp.glob("mpsd-demo-*")) == []
+
+    def test_no_such_shell(self, short_tmp: Path) -> None:
+        """A shell that cannot be started is named, with what to do, and the node is gone."""
+        environment = {**os.environ, "TMPDIR": str(short_tmp), "SHELL": "/no/such/shell"}
+        with Terminal.running([*_MPSD, "demo"], environment, cwd=_ROOT) as terminal:
+            assert terminal.wait_for_the_end() == 78
+            assert "the shell /no/such/shell cannot be started: No such file or directory" in terminal.text
+        assert list(short_tmp.iterdir()) == []
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL], ids=lambda number: number.name)
+    def test_a_terminal_that_goes(self, short_tmp: Path, number: signal.Signals) -> None:
+        """When its terminal is gone, or the demonstration was killed, the node ends too, with its control daemons."""
+        with Terminal.running([*_MPSD, "demo"], self.environment(short_tmp, "bash"), cwd=_ROOT) as terminal:
+            terminal.wait_for(r"\(mpsd demo\)")
+            (socket,) = short_tmp.glob("mpsd-demo-*/run/mpsd.sock")
+            if number is signal.SIGKILL:
+                terminal.process.kill()
+        wait_until(lambda: not socket.exists(), what="the node to end")
+        wait_until(
+            lambda: (
+                not [
+                    each for pid in pids() if (each := look_at(pid)) and each.pipe_directory.startswith(f"{short_tmp}")
+                ]
+            ),
+            what="its control daemons to end",
+        )
+        wait_until(lambda: [path.name for path in short_tmp.iterdir()] == ["home"], what="its files to go")
+
+
+class TestStop:
+    """What Ctrl-C on `mpsd run` leaves behind, and what ends that."""
+
+    @pytest.mark.slow
+    def test_what_is_left(self, short_tmp: Path) -> None:
+        """It is said on a terminal, with the command that stops it, which does."""
+        root = short_tmp / "n"
+        command = [*_MPSD, "run", "--root", f"{root}", "--simulate", "1"]
+        node = Node(root=root, simulate=None)
+        with Terminal.running(command, os.environ, cwd=_ROOT) as terminal:
+            wait_until(lambda: node.socket.exists() and node.get("/v1/status").json["healthy"], what="the node")
+            (daemon,) = node.daemons().values()
+            terminal.type("\x03")
+            assert terminal.wait_for_the_end() == 0
+            said = terminal.wait_for(
+                r"^mpsd: 1 of 1 control daemons keep running.*\n  to stop them .*: mpsd (stop .*)$"
+            )
+        assert Path(f"/proc/{daemon['pid']}").exists()
+        done = subprocess.run(
+            [*_MPSD, *said.group(1).split()], cwd=_ROOT, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        wait_until(lambda: not Path(f"/proc/{daemon['pid']}").exists(), what="the control daemon to end")
+
+    @pytest.mark.slow
+    def test_one_that_runs(self, short_tmp: Path) -> None:
+        """An mpsd that runs is ended first, and nothing of it is left; where there is none, that is fine."""
+        root = short_tmp / "n"
+        options = ["--root", f"{root}", "--simulate", "1"]
+        node = Node(root=root, simulate=None)
+        with Terminal.running([*_MPSD, "run", *options], os.environ, cwd=_ROOT) as terminal:
+            wait_until(lambda: node.socket.exists() and node.get("/v1/status").json["healthy"], what="the node")
+            (daemon,) = node.daemons().values()
+            done = subprocess.run(
+                [*_MPSD, "stop", *options], cwd=_ROOT, capture_output=True, text=True, timeout=60, check=False
+            )
+            assert done.returncode == 0, done.stderr
+            assert terminal.wait_for_the_end() == 0
+        wait_until(lambda: not Path(f"/proc/{daemon['pid']}").exists(), what="the control daemon to end")
+        assert not node.socket.exists()
+        done = subprocess.run(
+            [*_MPSD, "stop", *options], cwd=_ROOT, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
+
 
 class TestCheck:
     """What an operator runs before a reload."""
+
+    def test_unknown_names(self, tmp_path: Path) -> None:
+        """A user or group that this machine does not have fails the check, which names it."""
+        path = tmp_path / "mpsd.toml"
+        for text, names in (
+            ('[roles]\nadmins = ["nobody-by-this-name"]\n', "nobody-by-this-name"),
+            ('[roles]\nusers = ["%nogroup-by-this-name", "root"]\n', "%nogroup-by-this-name"),
+            ('[api]\ngroup = "nogroup-by-this-name"\n', "%nogroup-by-this-name"),
+        ):
+            path.write_text(text)
+            done = check(path)
+            assert (done.returncode, done.stdout) == (78, "")
+            assert f"the user database has no {names}: " in done.stderr
+            assert "hint: correct the names" in done.stderr
+        path.write_text('[roles]\nadmins = ["root", "12345"]\n[api]\ngroup = "root"\n')
+        assert check(path).returncode == 0
 
     def test_it_prints_the_effective_settings(self, tmp_path: Path) -> None:
         """It exits with 0 and prints a configuration that asks for just what is in force, with its meaning."""

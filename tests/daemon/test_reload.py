@@ -165,14 +165,17 @@ def test_limit_that_the_driver_does_not_know(make_node: Start, real: RealDaemon)
 
 SLOW: Final = """
 import sys
-sys.path.remove({folder!r})
-del sys.modules["click"]
-print("begun", flush=True)
-sys.stdin.readline()
-import click
-sys.modules["click"] = click
+
+class Slow:
+    def find_spec(name, path=None, target=None):
+        if name == "click":
+            sys.meta_path.remove(Slow)
+            print("begun", flush=True)
+            sys.stdin.readline()
+
+sys.meta_path.insert(0, Slow)
 """
-"""Stands in for the first library that mpsd imports, and waits until it is told to go on."""
+"""Has the first library that mpsd imports wait until it is told to go on; Python imports it by itself."""
 
 SCRIPT: Final = "from mpsd.__main__ import main\nmain()\n"
 """What an installer makes of mpsd's entry point."""
@@ -184,7 +187,7 @@ def test_while_it_is_imported(make_node: Start, short_tmp: Path, how: str) -> No
     """A SIGHUP that comes when mpsd has hardly begun does not end it: the reload follows when mpsd runs."""
     node = make_node(config="")
     (short_tmp / "lib").mkdir()
-    (short_tmp / "lib" / "click.py").write_text(SLOW.format(folder=f"{short_tmp}/lib"))
+    (short_tmp / "lib" / "sitecustomize.py").write_text(SLOW)
     (short_tmp / "mpsd").write_text(SCRIPT)
     begin = ["-m", "mpsd"] if how == "module" else [f"{short_tmp}/mpsd"]
     root = Path(__file__).resolve().parents[2]
@@ -209,3 +212,34 @@ def test_while_it_is_imported(make_node: Start, short_tmp: Path, how: str) -> No
         deadline=20,
     )
     assert node.end() == 0
+
+
+@pytest.mark.real_daemon(535)
+def test_by_mpsctl(make_node: Start) -> None:
+    """`mpsctl reload` does what SIGHUP does, and says what came of it; an invalid file changes nothing."""
+    node = make_node(config="").start()
+    done = node.mpsctl("reload")
+    assert (done.returncode, done.stdout) == (0, "the configuration is read, and nothing changed\n")
+    node.configuration.write_text(
+        _OTHER + '[admission]\nmemory_reserve = "1GiB"\n[api]\nmode = "0600"\n[roles]\nusers = ["nobody-at-all"]\n'
+    )
+    done = node.mpsctl("reload")
+    applied, waiting, unknown = done.stdout.splitlines()
+    assert applied.startswith("applied: limits.active_thread_percentage, limits.pinned_device_mem_limit, ")
+    assert waiting == "applied at the next start of mpsd: api.mode"
+    assert "the user database has no nobody-at-all" in unknown
+    assert node.get("/v1/config").json["config"]["limits"]["active_thread_percentage"] == 12.5
+    node.configuration.write_text("[limits]\nactive_thread_percentage = 150\n")
+    done = node.mpsctl("reload")
+    assert (done.returncode, done.stdout) == (78, "")
+    assert "limits.active_thread_percentage = 150" in done.stderr
+    assert node.get("/v1/config").json["config"]["limits"]["active_thread_percentage"] == 12.5
+
+
+def test_an_unknown_group(make_node: Start) -> None:
+    """A group of api.group that is unknown is said at the start, which it does not prevent, and gives nobody access."""
+    node = make_node(config='[api]\nmode = "0660"\ngroup = "nogroup-by-this-name"\n').start()
+    (warning,) = node.events("names_unknown")
+    assert "%nogroup-by-this-name" in warning["because"]
+    found = node.socket.stat()
+    assert (found.st_gid, found.st_mode & 0o777) == (os.getegid(), 0o660)

@@ -37,7 +37,10 @@ _MPSD_ENDS: Final = {
 _ENVIRONMENT: Final = {
     "MPSD_SOCKET": "The socket of mpsd, if --socket is not given.",
     "MPSD_TRUST_UID": "Uids whose mpsd is believed as root's is, separated by spaces, if --trust-uid is not given.",
-    "MPSD_LEASE": "The lease of the calling process. mpsctl run sets it for its COMMAND, and mpsctl verify reads it.",
+    "MPSD_LEASE": (
+        "The lease of the calling process. mpsctl run sets it for its COMMAND, and the commands about leases take it"
+        " where none is named."
+    ),
     "MPSD_LEASE_TOKEN": (
         "A secret of the lease, by which a process is known that has left the family of the lease's holder. It is worth"
         " something to processes of the lease's owner alone."

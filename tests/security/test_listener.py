@@ -92,7 +92,7 @@ class TestAnother:
         [
             ["run", "--threads", "5", "--memory", "1GiB", "--", "true"],
             ["admit", "--threads", "5", "--memory", "1GiB", "-o", "env"],
-            ["show", "lease-1", "-o", "env"],
+            ["show", "lease-0000000001", "-o", "env"],
             ["release", "lease-1"],
             ["status"],
             ["events"],
@@ -145,9 +145,9 @@ class TestEnvironment:
         arguments = {
             "run": ("run", "--threads", "5", "--", "true"),
             "admit": ("admit", "--threads", "5", "-o", "env"),
-            "show": ("show", "lease-1", "-o", "env"),
+            "show": ("show", "lease-0000000001", "-o", "env"),
         }[command]
-        with listening(short_tmp / "s", 0, {"/v1/leases": odd, "/v1/leases/lease-1": odd}):
+        with listening(short_tmp / "s", 0, {"/v1/leases": odd, "/v1/leases/lease-0000000001": odd}):
             done = run_mpsctl(short_tmp / "s", *arguments)
         assert done.returncode == 1, done
         assert name.partition("\n")[0] in done.stderr

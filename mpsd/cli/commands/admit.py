@@ -11,13 +11,14 @@ import click
 from mpsd.cli.api import Api
 from mpsd.cli.command import ForEval, note, print_lease, with_api, with_form
 from mpsd.cli.completion import gpu_names, lease_names, program
-from mpsd.cli.leases import end, start
+from mpsd.cli.leases import end, find, start
 from mpsd.cli.leases import wait as waiting
-from mpsd.cli.leases.calling_process import calling_program
+from mpsd.cli.leases.calling_process import calling_program, name, reading_program
 from mpsd.cli.parameters import DURATION, PERCENTAGE, WAIT, Single
 from mpsd.cli.signals import SignalledError
 from mpsd.cli.users import User, user
 from mpsd.core.errors import InvalidRequestError, NotPermittedError
+from mpsd.core.sanitize import plain
 
 if TYPE_CHECKING:
     from mpsd.cli import answer_types
@@ -68,6 +69,8 @@ def group_path(_: click.Context, __: click.Parameter, path: str | None) -> str |
         raise click.BadParameter(f"{path!r} is not the path of a control group, such as /system.slice/train.service")
     return path
 
+
+several_leases: Final = click.argument("leases", metavar="[LEASE]...", nargs=-1, shell_complete=lease_names)
 
 _option: Final = partial(click.option, cls=Single)
 
@@ -221,10 +224,10 @@ def admit(
 
     If the lease is refused, `eval` fails with the same exit status.
 
-    The holder of the lease is the shell or other program that called mpsctl; the lease ends with it at the latest. A
-    subshell counts as part of the shell that forked it, so a lease for a background job needs the pid of the job
-    (--pid $BASHPID). A call through sudo or timeout needs the pid of the shell (--pid $$). For a single command,
-    `mpsctl run` is simpler.
+    The holder of the lease is the shell or other program that called mpsctl, and with -o env the one that reads the
+    output; the lease ends with it at the latest. A subshell counts as part of the shell that forked it, so a lease for
+    a background job needs the pid of the job (--pid $BASHPID). A call through sudo needs the pid of the shell
+    (--pid $$). For a single command, `mpsctl run` is simpler; `mpsctl shell` opens a shell with a lease of its own.
 
     A container, a job or a unit holds a lease by its control group: --cgroup or --unit. With --claim, the lease has no
     holder until one takes it: `mpsctl claim LEASE -- COMMAND`, with MPSD_LEASE_TOKEN in the environment.
@@ -232,8 +235,10 @@ def admit(
     With --wait, the place in the queue survives a restart of mpsd, and Ctrl-C gives it up at once.
     """  # noqa: D301 - click knows by that character what not to wrap
     holder = _holder(pid, cgroup, unit, life, claim_deadline, claim=claim)
+    reader = None
     if holder is None and pid is None:
-        pid = calling_program()
+        reader = reading_program() if form == "env" else None
+        pid = calling_program() if reader is None else reader
     if pid == 0:
         raise click.UsageError("The caller is in another pid namespace: name the holder of the lease with --pid.")
     if form in {"env", "env-file"} and request["gpus"] not in {None, 1}:
@@ -249,6 +254,21 @@ def admit(
         signal.end()
     with start.released_on_failure(api, lease):
         print_lease(api, form, lease)
+    if form == "table" or (form == "env" and holder is None and reader is None):
+        note(f"{_ends_with(lease)}; to end it: mpsctl release {lease['id']}")
+    if form == "table" and not claim:
+        note(f'no process uses it yet; for this shell and what it starts: eval "$(mpsctl show {lease["id"]} -o env)"')
+
+
+def _ends_with(lease: "answer_types.Lease") -> str:
+    """Say with what a lease ends by itself."""
+    for each in lease["holders"]:
+        match each:
+            case {"kind": "process", "pid": int(pid)}:
+                return f"{lease['id']} ends with {name(pid)}"
+            case {"unit": str(unit)} | {"container": str(unit)} | {"cgroup": str(unit)}:
+                return f"{lease['id']} ends with {unit}"
+    return f"{lease['id']} has no holder until it is claimed, and ends if that takes too long"
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -292,31 +312,31 @@ def run(api: Api, command: tuple[str, ...], wait: float, **request: object) -> N
 
 
 @click.command()
-@click.argument("lease", shell_complete=lease_names)
+@several_leases
 @click.option("--ttl", type=DURATION, required=True, metavar="DURATION", help="New time to live, counted from now.")
 @with_form()
 @with_api
-def renew(api: Api, lease: str, form: str, ttl: float) -> None:
-    """Renew a lease: set its time to live, counted from now, and print it."""
-    print_lease(api, form, api.renew(lease, ttl))
+def renew(api: Api, leases: tuple[str, ...], form: str, ttl: float) -> None:
+    """Renew leases: set their time to live, counted from now, and print them. Without LEASE: the one in MPSD_LEASE."""
+    find.for_each(api, leases, lambda lease: print_lease(api, form, api.renew(lease, ttl)))
 
 
 @click.command()
-@click.argument("lease", shell_complete=lease_names)
+@click.argument("lease", required=False, shell_complete=lease_names)
 @with_form()
 @with_api
-def attach(api: Api, lease: str, form: str) -> None:
-    """Wait until the lease's remaining processes can attach, and print the lease.
+def attach(api: Api, lease: str | None, form: str) -> None:
+    """Wait until the lease's remaining processes can attach, and print the lease. Without LEASE: the one in MPSD_LEASE.
 
     With enforcement.attach = "anytime", they can at any time. In the other modes a lease stays open for its first
     process, however long that takes. After that, the remaining processes can attach for enforcement.attach_window
     seconds; processes that start later need this command first.
     """
-    print_lease(api, form, api.attach(lease))
+    print_lease(api, form, api.attach(find.find(api, lease)))
 
 
 @click.command()
-@click.argument("lease", shell_complete=lease_names)
+@several_leases
 @click.option(
     "--end-clients",
     is_flag=True,
@@ -324,12 +344,18 @@ def attach(api: Api, lease: str, form: str) -> None:
     " for that; Ctrl-C stops the waiting only.",
 )
 @with_api
-def release(api: Api, lease: str, *, end_clients: bool) -> None:
-    """End one of your leases, or give up its place in the queue. Releasing an ended lease is not an error.
+def release(api: Api, leases: tuple[str, ...], *, end_clients: bool) -> None:
+    """End leases of yours, or give up their place in the queue. Releasing an ended lease is not an error.
 
-    Its clients continue without a lease, unless --end-clients ends them.
+    LEASE is an id, the beginning of one, or a name; without it, the lease in MPSD_LEASE is released. Its clients
+    continue without a lease, unless --end-clients ends them.
     """
-    if end_clients:
-        end.follow(api, lease)
-    else:
-        api.release(lease)
+
+    def end_one(lease: str) -> None:
+        if end_clients:
+            end.follow(api, lease)
+        else:
+            api.release(lease)
+        click.echo(f"{plain(lease)} is released")
+
+    find.for_each(api, leases, end_one)

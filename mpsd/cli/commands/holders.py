@@ -8,14 +8,14 @@ from mpsd.cli.api import Api
 from mpsd.cli.command import print_lease, with_api, with_form
 from mpsd.cli.commands.admit import group_path
 from mpsd.cli.completion import lease_names, program
-from mpsd.cli.leases import start
+from mpsd.cli.leases import find, start
 from mpsd.core.errors import InvalidRequestError
 
 _TOKEN = "MPSD_LEASE_TOKEN"  # noqa: S105 - the variable's name
 
 
 @click.command("hand-over")
-@click.argument("lease", shell_complete=lease_names)
+@click.argument("lease", required=False, shell_complete=lease_names)
 @click.option("--pid", type=int, metavar="PID", help="Process that holds the lease from now on.")
 @click.option("--group", is_flag=True, help="With --pid: the control group of that process, and not the process.")
 @click.option(
@@ -36,7 +36,7 @@ _TOKEN = "MPSD_LEASE_TOKEN"  # noqa: S105 - the variable's name
 @with_api
 def hand_over(
     api: Api,
-    lease: str,
+    lease: str | None,
     form: str,
     *,
     pid: int | None,
@@ -46,7 +46,7 @@ def hand_over(
     group: bool,
     keep: bool,
 ) -> None:
-    """Hand a lease over to another holder: a process, a control group, or a unit.
+    """Hand a lease over to another holder: a process, a control group, or a unit. Without LEASE: the one in MPSD_LEASE.
 
     The lease then lives as long as that holder, and no longer as long as those before. With --keep it lives while any
     of its holders does. A launcher that had to know the lease's environment first hands it over to what it started:
@@ -60,7 +60,7 @@ def hand_over(
         raise click.UsageError("--group is for --pid: it names the control group of that process.")
     request: dict[str, object] = {"replace": not keep, "group": group}
     request |= {"pid": pid, "cgroup": cgroup, "unit": unit} | ({"while": life} if life else {})
-    print_lease(api, form, api.hold(lease, request))
+    print_lease(api, form, api.hold(find.find(api, lease), request))
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -83,4 +83,4 @@ def claim(api: Api, lease: str, command: tuple[str, ...]) -> None:
         raise InvalidRequestError(
             f"{_TOKEN} is not set, so the claim cannot be taken", hint="set it to the token that came with the lease"
         )
-    start.become(api, api.hold(lease, {"token": token}), command)
+    start.become(api, api.hold(find.find(api, lease), {"token": token}), command)

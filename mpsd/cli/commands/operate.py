@@ -1,4 +1,4 @@
-"""The commands of an operator: hold, drain, resume, restart, reset."""
+"""The commands of an operator: hold, drain, resume, restart, reset, reload and pardon."""
 
 import time
 from collections.abc import Callable
@@ -9,9 +9,10 @@ import click
 
 from mpsd.cli import signals, views
 from mpsd.cli.api import Api
-from mpsd.cli.command import note, print_answer, with_api, with_form
+from mpsd.cli.command import print_answer, with_api, with_form
 from mpsd.cli.completion import daemon_names
 from mpsd.cli.parameters import DURATION_OR_0
+from mpsd.cli.terminal.progress import Progress
 from mpsd.core.errors import UnreachableError
 from mpsd.core.supervision.drain import TIMEOUT, Intent
 
@@ -80,26 +81,34 @@ def _of_daemons(verb: str, text: str, function: Callable[..., None]) -> click.Co
 
 def _follow(api: Api, operation: "answer_types.Operation") -> "answer_types.Operation":
     """Tell how an operation gets on, and return it when it is over; an mpsd that goes away is waited for."""
-    shown, pause = None, _FIRST_PAUSE
+    progress, pause = Progress(), _FIRST_PAUSE
     with signals.raised():
         try:
             while operation["state"] == _RUNNING:
-                time.sleep(pause)
+                time.sleep(min(pause, progress.tick))
                 pause = min(pause * 1.5, _LONGEST_PAUSE)
                 try:
                     operation = api.operation(operation["id"])
-                    progress = (
-                        operation["because"] if operation["state"] == _RUNNING and operation["waits_for"] else shown
-                    )
                 except UnreachableError:
-                    progress = "mpsd is gone; the next mpsd continues the operation"
-                if progress != shown:
-                    shown = progress
-                    note(f"{operation['daemon']}: {shown}")
+                    progress.show(f"{operation['daemon']}: mpsd is gone; the next mpsd continues the operation")
+                    continue
+                if operation["state"] == _RUNNING and operation["waits_for"]:
+                    waits = f"{operation['daemon']}: {operation['verb']} waits for {_blockers(operation)}"
+                    progress.show(f"{operation['daemon']}: {operation['because']}", brief=waits)
         except signals.SignalledError as signal:
-            note(f"{operation['id']} continues; to cancel it: mpsctl resume {operation['daemon']}")
+            progress.say(f"{operation['id']} continues; to cancel it: mpsctl resume {operation['daemon']}")
             signal.end()
+        finally:
+            progress.erase()
     return operation
+
+
+def _blockers(operation: "answer_types.Operation") -> str:
+    """Name the first of those who are waited for, and say how many more there are."""
+    first, *others = operation["waits_for"]
+    pid = "" if not first["pid"] else f" (pid {first['pid']})"
+    named = f"{first['lease'] or first['what']}{pid}"
+    return f"{named}, and {len(others)} more" if others else named
 
 
 hold = _at_once("hold", f"{Intent.HOLD.promise} The hold persists across restarts of mpsd and reboots.")
@@ -111,6 +120,28 @@ reset = _at_once(
     "Clear the deaths of a failed control daemon, the Xid errors that its GPU reported, and the record of a"
     " changed compute mode, then try again. A running control daemon is not affected.",
 )
+
+
+@click.command()
+@with_form()
+@with_api
+def reload(api: Api, form: str) -> None:
+    """Have mpsd read its configuration again, and say what changed; an invalid configuration changes nothing.
+
+    Like SIGHUP and systemctl reload mpsd. Control daemons and clients keep running.
+    """
+    print_answer(form, api.reload(), _reloaded)
+
+
+def _reloaded(answer: "answer_types.Reload") -> str:
+    lines = []
+    if answer["applied"]:
+        lines.append(f"applied: {', '.join(answer['applied'])}")
+    if answer["needs_restart"]:
+        lines.append(f"applied at the next start of mpsd: {', '.join(answer['needs_restart'])}")
+    return "\n".join(
+        [*(lines or ["the configuration is read, and nothing changed"]), *filter(None, [answer["unknown"]])]
+    )
 
 
 @click.command()

@@ -20,6 +20,7 @@ from mpsd.cli.command import (
     with_listing,
 )
 from mpsd.cli.completion import gpu_names, lease_names
+from mpsd.cli.render import as_json
 from mpsd.cli.users import user
 from mpsd.core.sanitize import plain
 
@@ -146,7 +147,7 @@ def _gpu_uuid(api: Api, gpu: str | None) -> str | None:
 
 
 @click.command(cls=ForEval)
-@click.argument("lease", shell_complete=lease_names)
+@click.argument("leases", metavar="[LEASE]...", nargs=-1, shell_complete=lease_names)
 @click.option(
     "--share",
     type=click.IntRange(min=0),
@@ -155,8 +156,10 @@ def _gpu_uuid(api: Api, gpu: str | None) -> str | None:
 )
 @with_form("env", "env-file")
 @with_api
-def show(api: Api, lease: str, form: str, share: int | None) -> None:
-    """Show the details of one lease, including a lease that ended recently.
+def show(api: Api, leases: tuple[str, ...], form: str, share: int | None) -> None:
+    """Show the details of leases, including leases that ended recently.
+
+    LEASE is an id, the beginning of one, or a name. Without it, the lease in MPSD_LEASE is shown.
 
     \b
     With a lease on several GPUs, each process uses one of them and takes its environment like this:
@@ -169,7 +172,27 @@ def show(api: Api, lease: str, form: str, share: int | None) -> None:
     """  # noqa: D301 - click knows by that character what not to wrap
     if share is not None and form not in {"env", "env-file"}:
         raise click.UsageError("--share needs -o env or -o env-file.")
-    print_lease(api, form, api.lease(lease), share)
+    if form in {"env", "env-file"} and len(leases) > 1:
+        raise click.UsageError(f"-o {form} is for one LEASE: a process has one environment.")
+    from mpsd.cli.leases import find
+
+    found: list[answer_types.Lease] = []
+
+    def show_one(lease: str) -> None:
+        answer = api.lease(lease)
+        if form == "json" and len(leases) > 1:
+            found.append(answer)
+            return
+        if len(leases) > 1 and found:
+            click.echo()
+        found.append(answer)
+        print_lease(api, form, answer, share)
+
+    try:
+        find.for_each(api, leases, show_one)
+    finally:
+        if form == "json" and len(leases) > 1:
+            click.echo(as_json({"leases": found}))
 
 
 @click.command()

@@ -9,6 +9,7 @@ from mpsd.cli import lease_views
 from mpsd.cli.api import Api
 from mpsd.cli.command import print_answer, with_api, with_form
 from mpsd.cli.completion import daemon_names, lease_names
+from mpsd.cli.leases import find
 from mpsd.cli.leases.calling_process import calling_program, family
 from mpsd.cli.tables import look_of
 from mpsd.core.errors import NotFoundError
@@ -58,7 +59,9 @@ def verify(api: Api, lease: str | None, form: str, pid: int | None, canary: str 
         return
     if lease is not None and pid is not None:
         raise click.UsageError("Give a LEASE or --pid, not both.")
-    if lease is None:
+    if lease is not None:
+        lease = find.find(api, lease)
+    else:
         lease = (os.environ.get("MPSD_LEASE") if pid is None else None) or _lease_of(api, pid or calling_program())
     answer = api.verify(lease)
     print_answer(form, answer, lambda safe: lease_views.verified(safe, look_of()))

@@ -2,13 +2,15 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import click
 
 from mpsd.cli.api import Api
 from mpsd.cli.command import environment
+from mpsd.cli.leases import calling_process
 from mpsd.core.errors import MpsdError
 
 if TYPE_CHECKING:
@@ -30,8 +32,17 @@ def released_on_failure(api: Api, lease: "answer_types.Lease") -> Iterator[None]
         raise
 
 
-def become(api: Api, lease: "answer_types.Lease", command: tuple[str, ...], *, as_owner: bool = False) -> None:
+def become(
+    api: Api,
+    lease: "answer_types.Lease",
+    command: Sequence[str],
+    *,
+    as_owner: bool = False,
+    more: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Become a command, with a lease's environment, and as its owner if asked; it has the pid of this process.
+
+    `more` are variables besides.
 
     Where there is no such command, that is told, and mpsctl exits as a shell does. Raises what `environment` does.
     """
@@ -39,7 +50,7 @@ def become(api: Api, lease: "answer_types.Lease", command: tuple[str, ...], *, a
     try:
         if as_owner:
             variables |= _become(lease["owner"]["uid"])
-        os.execvpe(command[0], command, {**os.environ, **variables})  # noqa: S606 - that is what it is for
+        os.execvpe(command[0], [*command], {**calling_process.environment(), **variables, **more})  # noqa: S606 - that is what it is for
     except OSError as error:
         click.echo(f"mpsctl: {command[0]}: {error.strerror}", err=True)
         click.get_current_context().exit(NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE)

@@ -6,8 +6,8 @@ has an id of its own to come back with. So a connection that breaks is made agai
 
 import gc
 import os
-import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from math import inf
@@ -17,6 +17,9 @@ from mpsd.cli import signals
 from mpsd.cli.api import Api
 from mpsd.cli.client import DEADLINE
 from mpsd.cli.command import note
+from mpsd.cli.render import plural
+from mpsd.cli.terminal.progress import Progress
+from mpsd.cli.users import name_of
 from mpsd.core.errors import MpsdError, StoppingError, UnreachableError
 
 if TYPE_CHECKING:
@@ -46,14 +49,15 @@ def admit(api: Api, request: Mapping[str, object], *, wait: float) -> "answer_ty
     request_id = f"mpsctl-{os.urandom(12).hex()}"
     start = time.monotonic()
     queue = _Queue(api, request_id)
-    api.connect()
     with signals.raised():
         try:
+            api.connect()
             lease = _repeat_until_answered(api, queue, {**request, "request_id": request_id}, start + wait)
         except signals.SignalledError:
-            if queue.leave():
-                note("interrupted; the place in the queue is given up")
+            queue.progress.say(f"interrupted; {queue.leave()}")
             raise
+        finally:
+            queue.progress.erase()
     if queue.has_waited:
         gpus = ", ".join(share["daemon"].removeprefix("gpu") for share in lease["shares"])
         note(f"granted after {time.monotonic() - start:.0f} s on GPU {gpus}")
@@ -81,66 +85,76 @@ class _Queue:
     """A request's place in mpsd's queue, as far as it can be seen from outside."""
 
     def __init__(self, api: Api, request_id: str) -> None:
+        self.progress = Progress()
+        self.has_waited = False
+        """Whether the user has been shown that it waits."""
         self._api = api
         self._request_id = request_id
-        self._lease: str | None = None
         self._pause = 1.0
-        self._shown: object = None
+        self._next_look = 0.0
+        self._stands = self._brief = "waiting"
         self._lost = False
 
     def look(self) -> float:
         """Tell the user how it stands, and return the seconds until the next look.
 
-        On a terminal each change is told; elsewhere, as in the log of a job, it is told once that it waits.
+        On a terminal the line follows the queue; elsewhere, as in the log of a job, it is told once that it waits.
         """
         self._lost = False
-        lease = None
-        with suppress(MpsdError, KeyError):  # whatever it is, the connection that waits will meet it too
-            lease = self._find()
-        self._show(lease)
-        if not sys.stderr.isatty():
-            return inf
-        pause, self._pause = self._pause, min(self._pause * 2, _LONGEST_PAUSE)
-        return pause
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + self._pause
+            self._pause = min(self._pause * 2, _LONGEST_PAUSE)
+            with suppress(MpsdError, KeyError):  # whatever it is, the connection that waits will meet it too
+                self._see()
+        if self.progress.is_live or not self.has_waited:
+            self.progress.show(self._stands, brief=self._brief)
+        self.has_waited = True
+        return self.progress.tick
 
-    def _show(self, lease: "answer_types.Lease | None") -> None:
-        wait = lease["wait"] if lease is not None else None
-        if wait is not None and (wait["position"], wait["waits_for"]) != self._shown:
-            self._shown = wait["position"], wait["waits_for"]
-            note(f"waiting in place {wait['position']} for {wait['waits_for']}: {wait['because']}")
-        elif self._shown is None:
-            self._shown = ()
-            note("waiting")
+    def _see(self) -> None:
+        with self._api.another(deadline=_LOOK) as api:
+            answer = api.leases()
+        own = self._own(answer)
+        if own is None or (wait := own["wait"]) is None:
+            return
+        place = f"waiting in place {wait['position']}{_ahead(answer, wait['position'])} for {wait['waits_for']}"
+        self._stands = f"{place}: {wait['because']}"
+        self._brief = f"{place}: {wait['because'].rpartition(', but ')[2]}"
 
     def lose(self, error: MpsdError) -> None:
         """Tell the user, once, that mpsd has gone, and what it was that broke off the wait."""
         if not self._lost:
             self._lost = True
-            note(f"mpsd is gone ({error.detail}); retrying until it is back, which keeps the place in the queue")
+            self.progress.say(
+                f"mpsd is gone ({error.detail}); retrying until it is back, which keeps the place in the queue"
+            )
 
-    @property
-    def has_waited(self) -> bool:
-        """Whether the user has been shown that it waits."""
-        return self._shown is not None
+    def leave(self) -> str:
+        """Give it away at once, which mpsd does only after a while; say what becomes of the place."""
+        try:
+            with self._api.another(deadline=_LOOK) as api:
+                own = self._own(api.leases())
+                if own is not None:
+                    api.release(own["id"])
+                    return "the place in the queue is given up"
+        except (MpsdError, KeyError):
+            return "mpsd does not answer now: it gives the place up when the caller is gone (admission.hang_up_grace)"
+        return "nothing was taken out"
 
-    def leave(self) -> bool:
-        """Give it away at once, which mpsd does only after a while; return whether there was one."""
-        with suppress(MpsdError, KeyError), self._api.another(deadline=_LOOK) as api:
-            lease = self._find()
-            if lease is not None:
-                api.release(lease["id"])
-                return True
-        return False
-
-    def _find(self) -> "answer_types.Lease | None":
+    def _own(self, answer: "answer_types.Leases") -> "answer_types.Lease | None":
         """Return the lease that the request is by now, if it is there."""
-        with self._api.another(deadline=_LOOK) as api:
-            if self._lease is not None:
-                known, self._lease = self._lease, None
-                lease = api.lease(known)
-                self._lease = known
-                return lease
-            found = next((each for each in api.leases()["leases"] if each["request_id"] == self._request_id), None)
-        if found is not None:
-            self._lease = found["id"]
-        return found
+        return next((each for each in answer["leases"] if each["request_id"] == self._request_id), None)
+
+
+def _ahead(answer: "answer_types.Leases", position: int) -> str:
+    """Say whose requests come before this place; of those that this caller may not see, how many there are."""
+    waiting = [each for each in answer["leases"] if each["wait"] is not None]
+    users = Counter(
+        name_of(each["owner"]["uid"]) for each in waiting if each["wait"] and each["wait"]["position"] < position
+    )
+    hidden = position - 1 - users.total()
+    listed = [name if count == 1 else f"{name} ({count})" for name, count in users.most_common()]
+    if hidden > 0:
+        listed.append(plural(hidden, "request") + " of other users")
+    return f" behind {', '.join(listed)}" if listed else ""

@@ -2,9 +2,13 @@
 
 import secrets
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Final
 
+import msgspec
+
 from mpsd.core.errors import NotFoundError, NotPermittedError
+from mpsd.core.reload import ReloadResult
 from mpsd.core.supervision.drain import Intent, OperatorCommand, Outcome
 from mpsd.core.supervision.wedge import Cause, Suspicion
 from mpsd.daemon.api import schema
@@ -20,12 +24,30 @@ _MOST_DONE: Final = 256
 """Operations that were done at once, and still can be asked for."""
 
 
+class ReloadOut(msgspec.Struct):
+    """What a reload of the configuration came to."""
+
+    applied: list[str]
+    """Settings that changed, and hold from now on."""
+    needs_restart: list[str]
+    """Settings that changed, and will hold once mpsd is restarted."""
+    unknown: str
+    """Which names of users and groups are unknown; empty where none is."""
+
+
 class OperatorHandlers:
     """The handlers of an operator's routes, on one node."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, reload: Callable[[], ReloadResult]) -> None:
+        """`reload` reads the configuration again. Raises ConfigurationError."""
         self._node = node
+        self._reload = reload
         self._operations: OrderedDict[str, schema.OperationOut] = OrderedDict()
+
+    async def reload(self, request: Request) -> ReloadOut:  # noqa: ARG002 - a handler's signature
+        """Read the configuration again, and apply what changed; an invalid one changes nothing."""
+        done = self._reload()
+        return ReloadOut(list(done.applied), list(done.needs_restart), done.unknown)
 
     async def reset(self, request: Request) -> schema.OperationOut:
         """Forget a control daemon's deaths, what its GPU reported, and who changed its mode; try again."""

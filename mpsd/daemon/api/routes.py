@@ -7,6 +7,7 @@ a class of handlers, and the structs that the method takes and returns. Nothing 
 from collections.abc import Callable
 from typing import Any, Final
 
+from mpsd.core.reload import ReloadResult
 from mpsd.core.roles import Role
 from mpsd.daemon.api import answers, lease_schema, schema
 from mpsd.daemon.api.answers import AnswerKind
@@ -14,7 +15,7 @@ from mpsd.daemon.api.event_handlers import EventHandlers
 from mpsd.daemon.api.lease_handlers import LeaseHandlers
 from mpsd.daemon.api.node_handlers import NodeHandlers
 from mpsd.daemon.api.openapi import OpenApiHandlers
-from mpsd.daemon.api.operator_handlers import OperatorHandlers
+from mpsd.daemon.api.operator_handlers import OperatorHandlers, ReloadOut
 from mpsd.daemon.api.request import RequestBody, RequestQuery
 from mpsd.daemon.api.table import A, Handler, Route
 from mpsd.daemon.node.node import Node
@@ -24,10 +25,10 @@ from mpsd.daemon.record.events import Events
 class Handlers:
     """The objects whose methods answer the routes."""
 
-    def __init__(self, node: Node, events: Events) -> None:
+    def __init__(self, node: Node, events: Events, reload: Callable[[], ReloadResult]) -> None:
         self.node = NodeHandlers(node)
         self.leases = LeaseHandlers(node)
-        self.operators = OperatorHandlers(node)
+        self.operators = OperatorHandlers(node, reload)
         self.events = EventHandlers(node, events)
         self.openapi = OpenApiHandlers(ROUTES)
 
@@ -84,6 +85,7 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
     _get("/v1/leases", lambda h: h.leases.leases, answers.json(lease_schema.LeasesOut), query=schema.LeasesQuery),
     _get("/v1/leases/{id}", lambda h: h.leases.lease, answers.json(lease_schema.LeaseOut)),
     _get("/v1/config", lambda h: h.node.config, answers.json(schema.ConfigOut)),
+    _row("POST", "/v1/reload", Role.ADMIN, lambda h: h.operators.reload, answers.json(ReloadOut)),
     _get("/v1/quarantines", lambda h: h.node.quarantines, answers.json(schema.QuarantinesOut)),
     _row(
         "DELETE", "/v1/quarantines/{uid}", Role.ADMIN, lambda h: h.operators.pardon, answers.nothing(204), errors=(507,)

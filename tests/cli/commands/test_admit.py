@@ -124,7 +124,7 @@ def test_release(node: Node) -> None:
     assert leases(node) == []
     before = node.get(f"/v1/leases/{lease}").json
     again = node.mpsctl("release", lease)
-    assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+    assert (again.returncode, again.stdout, again.stderr) == (0, f"{lease} is released\n", "")
     assert node.get(f"/v1/leases/{lease}").json == before
 
 
@@ -179,6 +179,58 @@ def test_a_shell_that_calls(node: Node, short_tmp: Path, in_path: dict[str, str]
         finally:
             process.communicate("\n", timeout=30)
     assert str(process.pid) in ended(node, lease["id"])["because"]
+
+
+@pytest.mark.parametrize("wrapper", ["timeout 60", "nice -n 1 env timeout 60"])
+@pytest.mark.parametrize("shell", shells())
+def test_a_shell_that_calls_by_another_program(
+    node: Node, short_tmp: Path, in_path: dict[str, str], shell: str, wrapper: str
+) -> None:
+    """What `eval` reads is for the shell that reads it, whichever program called mpsctl and is gone by then."""
+    script = short_tmp / "script"
+    script.write_text(f'eval "$({wrapper} mpsctl admit $SHARE -o env)"\necho $$ $MPSD_LEASE\nread -r line\n')
+    with subprocess.Popen(
+        [shell, *(["-y"] if shell.endswith("zsh") else []), str(script)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**in_path, "SHARE": " ".join(SHARE)},
+    ) as process:
+        try:
+            assert process.stdout is not None
+            pid, own = process.stdout.readline().split()
+            (lease,) = leases(node)
+            assert (lease["owner"]["pid"], lease["id"]) == (process.pid, own) == (int(pid), own)
+        finally:
+            process.communicate("\n", timeout=30)
+    assert str(process.pid) in ended(node, lease["id"])["because"]
+
+
+def test_with_what_a_lease_ends(in_path: dict[str, str], node: Node, short_tmp: Path) -> None:
+    """A lease that nobody reads the environment of says with what it ends, how to end it, and how to use it."""
+    script = f"mpsctl admit {' '.join(SHARE)}; mpsctl admit {' '.join(SHARE)} -o env >{short_tmp}/file; echo $$; read l"
+    with subprocess.Popen(
+        ["bash", "-c", script],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=in_path,
+    ) as process:  # fmt: skip
+        wait_until(lambda: len(leases(node)) == 2 and (short_tmp / "file").stat().st_size, what="two leases")
+        one, other = (each["id"] for each in leases(node))
+        _, stderr = process.communicate("\n", timeout=30)
+    assert stderr.splitlines() == [
+        f"mpsctl: {one} ends with bash (pid {process.pid}); to end it: mpsctl release {one}",
+        f'mpsctl: no process uses it yet; for this shell and what it starts: eval "$(mpsctl show {one} -o env)"',
+        f"mpsctl: {other} ends with bash (pid {process.pid}); to end it: mpsctl release {other}",
+    ]
+
+
+def test_with_what_a_claim_ends(node: Node) -> None:
+    """A lease without a holder says that it waits for one."""
+    done = node.mpsctl("admit", *SHARE, "--claim")
+    (lease,) = (each["id"] for each in leases(node))
+    assert done.stderr == (
+        f"mpsctl: {lease} has no holder until it is claimed, and ends if that takes too long; to end it: mpsctl release"
+        f" {lease}\n"
+    )
 
 
 def test_a_shell_called_alike(node: Node, short_tmp: Path, in_path: dict[str, str]) -> None:
@@ -347,6 +399,15 @@ def test_run(node: Node) -> None:
     assert node.get(f"/v1/leases/{variables['MPSD_LEASE']}").json["owner"]["pid"] == process.pid
     assert variables.keys() == VARIABLES | {"MPSD_LEASE_TOKEN"}
     assert variables["CUDA_VISIBLE_DEVICES"] in {gpu["uuid"] for gpu in node.get("/v1/gpus").json["gpus"]}
+
+
+@pytest.mark.parametrize("set_by_user", [None, "C.UTF-8"])
+def test_no_locale_of_pythons(node: Node, set_by_user: str | None) -> None:
+    """What Python sets for itself in the C locale is not the command's; what its caller set is."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG"))}
+    environment |= {} if set_by_user is None else {"LC_CTYPE": set_by_user}
+    done = run_mpsctl(node.socket, "run", *SHARE, "--", "printenv", "LC_CTYPE", env=environment)
+    assert (done.returncode, done.stdout) == ((1, "") if set_by_user is None else (0, f"{set_by_user}\n"))
 
 
 def test_where_its_lease_is(node: Node, short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,19 @@
 """An operator's commands that take their time: they say for whom they wait, and ending them ends the waiting only."""
 
 import json
+import os
+import re
 import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.cli.conftest import end, start_mpsctl
+from tests.cli.conftest import ROOT, end, start_mpsctl
 from tests.harness import wait_until
 from tests.node import Node
+from tests.terminals import Terminal
 
 SMALL = {"threads": 10, "memory": "1GiB", "gpu": "0"}
 
@@ -55,6 +59,17 @@ def test_waits_and_is_given_up(node: Node, lease: str) -> None:
         assert json.loads(stdout)["state"] == "superseded"
     finally:
         end(process)
+
+
+def test_on_a_terminal(node: Node, lease: str) -> None:
+    """On a terminal one line says for whom it waits and for how long, and is gone at the end."""
+    command = [sys.executable, "-m", "mpsd.cli.main", "--socket", f"{node.socket}", "drain", "gpu0"]
+    with Terminal.running(command, os.environ, cwd=ROOT) as terminal:
+        terminal.wait_for(rf"mpsctl: [1-9]\d* s: gpu0: drain waits for {lease} \(pid {os.getpid()}\)")
+        assert "\n" not in terminal.raw
+        assert node.request("DELETE", f"/v1/leases/{lease}").status == 204
+        assert terminal.wait_for_the_end() == 0
+    assert re.fullmatch(r"op-\w+ done: .*\r\n", terminal.raw.rpartition("\r\x1b[K")[2])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

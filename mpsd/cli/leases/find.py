@@ -1,0 +1,84 @@
+"""Which leases a user means: by id, the beginning of one, or name; and those that are meant without any of these."""
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from mpsd.cli.api import Api
+from mpsd.cli.command import of_one_version, say
+from mpsd.cli.users import name_of
+from mpsd.core.errors import InvalidRequestError, MpsdError
+
+if TYPE_CHECKING:
+    from mpsd.cli import answer_types
+
+_VARIABLE: Final = "MPSD_LEASE"
+_PREFIX: Final = "lease-"
+_WHOLE: Final = re.compile(r"lease-[0-9a-f]{10}")
+_MOST_CANDIDATES: Final = 8
+
+
+def find(api: Api, meant: str | None) -> str:
+    """Return the id of the lease that is meant; without a word, it is the one that this process runs under.
+
+    Something that is the id, the name or the beginning of none is returned as it is: mpsd knows what to say of it.
+    Raises InvalidRequestError where it is ambiguous.
+    """
+    if meant is None:
+        meant = os.environ.get(_VARIABLE)
+        if not meant:
+            raise click.UsageError(f"Name a LEASE: {_VARIABLE} is not set, so this process has none of its own.")
+        return meant
+    if _WHOLE.fullmatch(meant) or not meant:
+        return meant
+    with of_one_version():
+        listed = api.leases(ended=True)["leases"]
+        living, ended = ([each for each in listed if (each["state"] == "ended") is over] for over in (False, True))
+        candidates = [_matching(living, meant), _matching(ended, meant)]
+    for found in candidates:
+        if len(found) > 1:
+            raise InvalidRequestError(
+                f"{meant!r} is ambiguous: {', '.join(map(_described, found[:_MOST_CANDIDATES]))}"
+                + (", ..." if len(found) > _MOST_CANDIDATES else ""),
+                hint="name the lease by more of its id",
+            )
+        if found:
+            return found[0]["id"]
+    return meant
+
+
+def _matching(leases: "Sequence[answer_types.Lease]", meant: str) -> "list[answer_types.Lease]":
+    """Return the lease of that id, else those of that name, else those whose id begins so."""
+    return (
+        [each for each in leases if each["id"] == meant]
+        or [each for each in leases if each["name"] == meant]
+        or [each for each in leases if each["id"].startswith((meant, f"{_PREFIX}{meant}"))]
+    )
+
+
+def _described(lease: "answer_types.Lease") -> str:
+    name = f" {lease['name']!r}" if lease["name"] else ""
+    return f"{lease['id']}{name} of {name_of(lease['owner']['uid'])}"
+
+
+def for_each(api: Api, meant: Sequence[str], action: Callable[[str], None]) -> None:
+    """Do something to each lease that is meant, or without any to this process' own.
+
+    Of several, each is answered, whatever becomes of the others, and the exit status is the highest. Raises MpsdError
+    for a single one.
+    """
+    if len(meant) <= 1:
+        action(find(api, meant[0] if meant else None))
+        return
+    worst = 0
+    for each in dict.fromkeys(meant):
+        try:
+            action(find(api, each))
+        except MpsdError as error:
+            say(error)
+            worst = max(worst, error.exit_code)
+    if worst:
+        click.get_current_context().exit(worst)

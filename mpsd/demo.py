@@ -1,0 +1,111 @@
+"""What `mpsd demo` shows: a simulated node, a shell in which mpsctl finds it, and five steps to try."""
+
+import contextlib
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import click
+
+from mpsd.cli.terminal import shell
+from mpsd.core.errors import ConfigurationError, InternalError
+from mpsd.core.settings import Settings
+from mpsd.simulator import launch
+from mpsd.system import foreground
+
+LOG: Final = "mpsd.log"
+"""The file in the node's directory that has its log: a demonstration is quiet."""
+
+_STEPS: Final = """\
+ 1. Look at the node:      mpsctl status
+ 2. Use a quarter of one:  mpsctl run --fraction 0.25 -- gpu-client
+      at its prompt:       alloc 1GiB, then alloc 40GiB, help, exit
+ 3. Give half to a job:    mpsctl run --fraction 0.5 --name job -- sleep 600 &
+      who has what:        mpsctl leases
+ 4. Ask for too much:      mpsctl run --fraction 0.8 --gpu 0 -- true
+ 5. End the job's lease:   mpsctl release job
+"""
+
+_IN_A_SHELL: Final = f"""\
+A simulated node with two GPUs runs until you leave this shell. Try:
+
+{_STEPS}
+`mpsctl help` lists all commands. `exit` ends the node and removes its files.
+"""
+
+_ELSEWHERE: Final = f"""\
+A simulated node with two GPUs is running. In a second terminal:
+
+    export MPSD_SOCKET={{socket}} PATH={{programs}}:$PATH
+
+{_STEPS}
+Ctrl-C ends the node and removes its files."""
+
+_GOODBYE: Final = """\
+The simulated node has ended, and its files are removed. On a node with a GPU:
+  sudo mpsd check    shows the settings, and where the driver was found
+  sudo mpsd run      supervises MPS there; as a service: docs/install.md
+"""
+
+
+def _socket(root: Path) -> Path:
+    return Settings().under(root).socket
+
+
+def _programs(root: Path) -> Path:
+    return root / "bin"
+
+
+def write_programs(root: Path) -> None:
+    """Write the programs that the steps name, as they are called from wherever mpsd is installed."""
+    _programs(root).mkdir()
+    for name, command in {
+        "mpsd": (sys.executable, "-P", "-m", "mpsd"),
+        "mpsctl": (sys.executable, "-P", "-m", "mpsd.cli.main"),
+        "gpu-client": launch.program("client"),
+    }.items():
+        path = _programs(root) / name
+        path.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+        path.chmod(0o755)
+
+
+def what_to_try(root: Path) -> str:
+    """Return what to try from another terminal."""
+    return _ELSEWHERE.format(socket=shlex.quote(f"{_socket(root)}"), programs=shlex.quote(f"{_programs(root)}"))
+
+
+def in_a_shell(root: Path, environment: Mapping[str, str]) -> int:
+    """Run the node beside a shell, say what to try there and what to do next, and return the shell's exit status."""
+    write_programs(root)
+    variables = {
+        "MPSD_SOCKET": f"{_socket(root)}",
+        "PATH": f"{_programs(root)}:{environment.get('PATH', os.defpath)}",
+    }
+    node = (sys.executable, "-P", "-m", "mpsd", "demo", "--until-eof", f"{root}")
+    with foreground.beside(node, environment) as printed:
+        if not os.read(printed, 1):
+            raise InternalError("the simulated node did not start", hint=f"its log:\n{_log(root)}")
+        click.echo(_IN_A_SHELL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+        command, more = shell.interactive("mpsd demo", variables, environment)
+        try:
+            status = foreground.run(command, {**environment, **variables, **more})
+        except OSError as error:
+            raise ConfigurationError(
+                f"the shell {command[0]} cannot be started: {error.strerror}",
+                hint="set SHELL to another, or use mpsd demo --no-shell",
+            ) from None
+    with contextlib.suppress(OSError):  # the terminal is gone, and that ended the shell
+        click.echo(f"\n{_GOODBYE}", nl=False)
+    return status
+
+
+def _log(root: Path) -> str:
+    try:
+        return (root / LOG).read_text(errors="replace")
+    except FileNotFoundError:
+        return "there is none"

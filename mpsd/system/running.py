@@ -1,0 +1,48 @@
+"""The mpsd that has a runtime directory now: found by its lock, which the kernel says who holds, and ended."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Final
+
+from mpsd.core.errors import AlreadyRunningError, NotPermittedError
+from mpsd.system import file_locks, process
+
+_UNIT: Final = "mpsd.service"
+
+
+async def end(runtime_dir: Path) -> None:
+    """End the mpsd of a runtime directory, and return when it is gone; at once where there is none.
+
+    Raises NotPermittedError where it is another user's, and AlreadyRunningError where systemd runs it, which would have
+    another started.
+    """
+    for identity in file_locks.holders(runtime_dir / "mpsd.lock"):
+        living = process.adopt(identity)
+        if living is None:
+            continue
+        try:
+            if identity not in file_locks.holders(runtime_dir / "mpsd.lock"):
+                continue
+            if _is_a_service(identity.pid):
+                raise AlreadyRunningError(
+                    f"mpsd runs as a service of systemd (pid {identity.pid})",
+                    hint="stop it, and its control daemons once they have no clients: systemctl start"
+                    " mpsd-stop-daemons.service",
+                )
+            living.signal(signal.SIGTERM)
+            await living.wait()
+        except PermissionError:
+            raise NotPermittedError(
+                f"mpsd runs as another user (pid {identity.pid}), and uid {os.getuid()} may not end it",
+                hint="use sudo mpsd stop",
+            ) from None
+        finally:
+            living.close()
+
+
+def _is_a_service(pid: int) -> bool:
+    try:
+        return f"/{_UNIT}" in Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # gone, which is what is wanted
+        return False

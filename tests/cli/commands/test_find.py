@@ -1,0 +1,91 @@
+"""Leases as users name them: by id, by the beginning of one, by name, several at a time, or not at all."""
+
+import json
+import os
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import run_mpsctl
+from tests.node import Node
+
+
+def take(node: Node, **request: object) -> Any:
+    """Take out a small lease for the tests' own process."""
+    body = {"threads": 1, "memory": "1GiB", "pid": os.getpid(), **request}
+    return node.request("POST", "/v1/leases", body).json["id"]
+
+
+def living(node: Node) -> list[str]:
+    """Return the leases that have not ended."""
+    return [each["id"] for each in node.get("/v1/leases").json["leases"]]
+
+
+@pytest.mark.parametrize("length", [len("lease-") + 9, len("lease-") + 8])
+def test_a_prefix(node: Node, length: int) -> None:
+    """The beginning of an id is enough, with `lease-` or without."""
+    lease = take(node)
+    for meant in (lease[:length], lease[len("lease-") : length]):
+        done = node.mpsctl("show", meant, "-o", "json")
+        assert (done.returncode, json.loads(done.stdout)["id"]) == (0, lease)
+    done = node.mpsctl("release", lease[:length])
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{lease} is released\n", "")
+    assert living(node) == []
+
+
+def test_a_name(node: Node) -> None:
+    """A lease is found by its name, and one that lives before one that has ended."""
+    ended = take(node, name="trainer")
+    assert node.mpsctl("release", ended).returncode == 0
+    lease, other = take(node, name="trainer"), take(node, name="other")
+    assert json.loads(node.mpsctl("renew", "trainer", "--ttl", "1h", "-o", "json").stdout)["id"] == lease
+    assert node.mpsctl("release", "trainer").stdout == f"{lease} is released\n"
+    assert living(node) == [other]
+    assert json.loads(node.mpsctl("show", ended[:-1], "-o", "json").stdout)["state"] == "ended"
+
+
+def test_what_is_ambiguous(node: Node) -> None:
+    """What several leases are called, or begin with, is refused, and the candidates are listed."""
+    one, two = take(node, name="twin"), take(node, name="twin")
+    for meant in ("twin", "lease-", "le"):
+        done = node.mpsctl("release", meant)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"{meant!r} is ambiguous: " in done.stderr
+        assert f"{one} 'twin' of " in done.stderr
+        assert f"{two} 'twin' of " in done.stderr
+    assert {*living(node)} == {one, two}
+
+
+def test_several(node: Node) -> None:
+    """Several leases are answered one by one, whatever becomes of the others; the exit status is that of the worst."""
+    one, two = take(node), take(node, name="two")
+    done = node.mpsctl("release", one, "lease-nobody-has", "two")
+    assert (done.returncode, done.stdout) == (1, f"{one} is released\n{two} is released\n")
+    assert "lease-nobody-has" in done.stderr
+    assert "[not_found]" in done.stderr
+    assert living(node) == []
+    three, four = take(node), take(node)
+    done = node.mpsctl("show", three, four, "-o", "json")
+    assert [each["id"] for each in json.loads(done.stdout)["leases"]] == [three, four]
+    done = node.mpsctl("show", three, four)
+    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("lease ")] == [three, four]
+    done = node.mpsctl("renew", three, four, "--ttl", "1h")
+    assert done.returncode == 0
+    assert all(each["expires"] for each in node.get("/v1/leases").json["leases"])
+    done = node.mpsctl("show", three, four, "-o", "env")
+    assert (done.returncode, done.stdout) == (2, "(exit 2)\n")
+
+
+@pytest.mark.parametrize("command", [("show",), ("renew", "--ttl", "1h"), ("attach",), ("verify",), ("release",)])
+def test_ones_own(node: Node, command: tuple[str, ...]) -> None:
+    """Without a lease on the command line, the one in MPSD_LEASE is meant; without that too, it is a usage error."""
+    lease, other = take(node), take(node)
+    done = run_mpsctl(node.socket, *command, env={**os.environ, "MPSD_LEASE": lease})
+    assert done.returncode in ({1} if command == ("verify",) else {0}), done.stderr  # nothing is attached
+    assert other in living(node)
+    assert (lease in living(node)) is (command != ("release",))
+    if command != ("verify",):
+        bare = {name: value for name, value in os.environ.items() if name != "MPSD_LEASE"}
+        done = run_mpsctl(node.socket, *command, env=bare)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "MPSD_LEASE is not set" in done.stderr

@@ -1,0 +1,85 @@
+"""A program on a terminal of 80 columns and 24 lines, as a user sees it."""
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, Self
+
+_DEADLINE: Final = 25.0
+_CONTROL: Final = re.compile(r"\x1b\[[0-9;?=>]*[A-Za-z]|\x1b[=>]|\x1b\(.|\x1b\][^\x07]*\x07|\r")
+
+
+class Terminal:
+    """A terminal with a program on it, which is its session's leader."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", terminal: int) -> None:
+        self.process = process
+        self._terminal = terminal
+        self.raw = ""
+
+    @classmethod
+    @contextlib.contextmanager
+    def running(
+        cls, command: Sequence[str], environment: Mapping[str, str], *, cwd: str | os.PathLike[str] | None = None
+    ) -> Iterator[Self]:
+        """Run a program on a terminal; it, and what it left in its session, is ended with this."""
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        process = subprocess.Popen(
+            command,
+            stdin=theirs, stdout=theirs, stderr=theirs, cwd=cwd, env={**environment, "TERM": "xterm"},
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 - one call of the kernel
+        )  # fmt: skip
+        os.close(theirs)
+        try:
+            yield cls(process, ours)
+        finally:
+            os.close(ours)  # which hangs it up
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=20)
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+
+    def type(self, text: str) -> None:
+        """Type something."""
+        os.write(self._terminal, text.encode())
+
+    @property
+    def text(self) -> str:
+        """All that it has shown, without what moves the cursor and colours."""
+        return _CONTROL.sub("", self.raw)
+
+    def wait_for(self, pattern: str, *, behind: int = 0) -> "re.Match[str]":
+        """Wait until it shows something, and return where: `behind` is where to begin to look."""
+        end = time.monotonic() + _DEADLINE
+        while (found := re.compile(pattern, re.MULTILINE).search(self.text, behind)) is None:
+            assert self._read(end), f"no {pattern!r} in:\n{self.text}"
+        return found
+
+    def wait_for_the_end(self) -> int:
+        """Read until the program has ended, and return its exit status."""
+        end = time.monotonic() + _DEADLINE
+        while self._read(end):
+            pass
+        return self.process.wait(timeout=_DEADLINE)
+
+    def _read(self, end: float) -> bool:
+        if not select.select([self._terminal], [], [], max(end - time.monotonic(), 0))[0]:
+            return False
+        try:
+            received = os.read(self._terminal, 65536)
+        except OSError:  # EIO: nobody has it open any more
+            return False
+        self.raw += received.decode(errors="replace")
+        return bool(received)

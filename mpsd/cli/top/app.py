@@ -94,6 +94,9 @@ class Top(App[None]):
         """Ask `api` every so many seconds."""
         super().__init__(ansi_color=True)
         self._api, self._every = api, every
+        self._lines = {name: Lines(name) for name in ("node", "gpus", "rule")}
+        self._table = DataTable[Text](cursor_type="row", zebra_stripes=False)
+        self._filter = Input(id="filter", placeholder="show only rows with this text; Enter keeps it, Esc clears it")
         self._asking = threading.Lock()
         self._picture: Picture | None = None
         self._shown: list[Entry] = []
@@ -103,16 +106,14 @@ class Top(App[None]):
 
     def compose(self) -> ComposeResult:
         """Lay the screen out."""
-        yield Lines("node")
-        yield Lines("gpus")
-        yield Lines("rule")
-        yield DataTable[Text](cursor_type="row", zebra_stripes=False)
-        yield Input(id="filter", placeholder="show only rows with this text; Enter keeps it, Esc clears it")
+        yield from self._lines.values()
+        yield self._table
+        yield self._filter
         yield Footer()
 
     def on_mount(self) -> None:
         """Begin to ask."""
-        self.query_one(DataTable).focus()
+        self._table.focus()
         self.look()
         self.set_interval(self._every, self.look)
 
@@ -146,11 +147,11 @@ class Top(App[None]):
         self._arrange()
 
     def _write(self, name: str, text: str) -> None:
-        self.query_one(f"#{name}", Lines).write(text)
+        self._lines[name].write(text)
 
     def _arrange(self) -> None:
         """Bring the table to what is known, sorted and filtered; cells that have not changed are left alone."""
-        if self._picture is None:
+        if self._picture is None or not self._table.is_mounted:
             return
         self._write("gpus", picture.gpus(self._picture, self.size.width, _MOST_GPUS))
         entries = picture.arranged(self._picture.entries, sort=_SORTS[self._sort], text=self._text)
@@ -158,7 +159,7 @@ class Top(App[None]):
         counts = f"{plural(sum(each.is_client for each in entries), 'client')}, {plural(len(entries), 'row')}"
         chosen = f", with {plain(self._text)}" if self._text else ""
         self._write("rule", f"{counts}, by {_SORTS[self._sort].lower()}{chosen}")
-        table = self.query_one(DataTable)
+        table = self._table
         keys = [each.key for each in entries]
         if headings != self._headings or keys != [each.key for each in self._shown]:
             self._fill(table, headings, entries, texts)
@@ -189,7 +190,7 @@ class Top(App[None]):
 
     def _chosen(self) -> Entry | None:
         """Return the row under the cursor."""
-        number = self.query_one(DataTable).cursor_row
+        number = self._table.cursor_row
         return self._shown[number] if 0 <= number < len(self._shown) else None
 
     # -- keys ---------------------------------------------------------------------------------------------------------
@@ -201,14 +202,13 @@ class Top(App[None]):
 
     def action_filter(self) -> None:
         """Open the line for the filter."""
-        line = self.query_one("#filter", Input)
-        line.display = True
-        self.set_focus(line)
+        self._filter.display = True
+        self.set_focus(self._filter)
 
     def action_clear(self) -> None:
         """Close it, and show every row."""
         self._text = ""
-        self.query_one("#filter", Input).value = ""
+        self._filter.value = ""
         self._close_filter()
 
     def on_input_changed(self, event: Input.Changed) -> None:
@@ -221,8 +221,8 @@ class Top(App[None]):
         self._close_filter()
 
     def _close_filter(self) -> None:
-        self.query_one("#filter", Input).display = False
-        self.set_focus(self.query_one(DataTable))
+        self._filter.display = False
+        self.set_focus(self._table)
         self._arrange()
 
     def action_release(self) -> None:

@@ -198,6 +198,7 @@ async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
             if plan.stop_daemons is StopDaemons.DRAIN:
                 await _drain(node, at_once, group)
             withdraw()
+            log.info(EventName.NODE_STOPPED, because="mpsd ends, and has no more events; the next one has")
             events.close()
             serving.cancel()
             await api.close()

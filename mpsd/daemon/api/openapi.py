@@ -15,16 +15,13 @@ from mpsd.daemon.http.problems import MEDIA_TYPE, Problem
 
 _REF: Final = "#/components/schemas/{name}"
 
-_ALWAYS: Final = (400, 403, 429, 500)
-"""Statuses that every route can answer: 400 is for what is not HTTP/1.1 at all."""
+_ALWAYS: Final = (400, 403, 422, 429, 500)
+"""Statuses that every route can answer: 400 is for what is not HTTP/1.1 at all, 422 for unknown query parameters."""
 
 _NAMED: Final = (404,)
 """Those of a route whose path names something."""
 
-_QUERY: Final = (422,)
-"""Those of a route that takes query parameters."""
-
-_BODY: Final = (413, 422)
+_BODY: Final = (413,)
 """Those of a route that takes a body."""
 
 _DESCRIPTION: Final = (
@@ -127,7 +124,6 @@ def _errors(route: Route[Any, Any]) -> set[int]:
         *_ALWAYS,
         *route.errors,
         *(_NAMED if _names(route) else ()),
-        *(_QUERY if route.query is not None else ()),
         *(_BODY if route.body is not None else ()),
     }
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 from mpsd.core.roles import Role
 from mpsd.daemon.api import answers, lease_schema, schema
 from mpsd.daemon.api.answers import AnswerKind
-from mpsd.daemon.api.event_handlers import EventHandlers
+from mpsd.daemon.api.event_handlers import EventHandlers, EventsQuery
 from mpsd.daemon.api.lease_handlers import LeaseHandlers
 from mpsd.daemon.api.node_handlers import NodeHandlers
 from mpsd.daemon.api.openapi import OpenApiHandlers
@@ -174,7 +174,7 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
             "One JSON object per line: `seq` grows by one from line to line; `at`, `level` and `event` give the time,"
             " the level and the name."
         ),
-        query=schema.EventsQuery,
+        query=EventsQuery,
     ),
     _get(
         "/v1/openapi.json",

@@ -374,26 +374,3 @@ class LeasesQuery(RequestQuery, frozen=True):
     """Which leases a caller asks for."""
 
     ended: Annotated[bool, parameter("Whether leases that ended not long ago are listed too, at most 256.")] = False
-
-
-class EventsQuery(RequestQuery, frozen=True):
-    """Which events a caller asks for."""
-
-    after: Annotated[
-        int,
-        parameter(
-            "The number of the last event that the caller has received; 0 for all events that are kept.",
-            refusal="is not the number of an event",
-            hint="pass the seq of the last event that you received",
-            at_least=0,
-            at_most=10**18 - 1,
-        ),
-    ] = 0
-    follow: Annotated[
-        bool,
-        parameter(
-            "Whether to keep sending new events until the caller disconnects.",
-            refusal="is neither true nor false",
-            hint="pass follow=true, or omit it",
-        ),
-    ] = False

@@ -29,7 +29,7 @@ class Route(Generic[H, A]):
     """Picks the row's handler."""
     answer: AnswerKind[A]
     query: type[RequestQuery] | None = None
-    """The query parameters; a route without them ignores a query string."""
+    """The query parameters; a route without them refuses a query string."""
     body: type[RequestBody] | None = None
     errors: tuple[int, ...] = ()
     """Statuses of errors beyond those that every route of this form can answer (see `openapi`)."""

@@ -90,7 +90,8 @@ class TestReading:
         ("target", "status"),
         [
             ("http://mpsd/v1/status", 200),
-            ("HTTP://mpsd:80/v1/status?x=1", 200),
+            ("HTTP://mpsd:80/v1/leases?ended=true", 200),
+            ("/v1/status?x=1", 422),
             ("/v1/%73tatus", 200),
             ("/v1/status?", 200),
             ("//v1/status", 404),

@@ -17,7 +17,7 @@ from mpsd.daemon.api.answers import Encoder, Stream
 from mpsd.daemon.api.decoding import body_decoder, query_decoder
 from mpsd.daemon.api.request import Request, RequestBody, RequestQuery
 from mpsd.daemon.api.table import Route, Table
-from mpsd.daemon.http.connection import MAXIMUM_BODY, Answer, Message
+from mpsd.daemon.http.message import MAXIMUM_BODY, Answer, Message
 from mpsd.daemon.http.peer import Principal, RefusalLog, RequestsInFlight
 from mpsd.daemon.http.problems import problem_answer, unreadable, unroutable
 from mpsd.daemon.record.bounded import BoundedLog

@@ -43,12 +43,15 @@ class Table(Generic[T]):
         self._patterns: dict[re.Pattern[str], dict[str, T]] = {}
 
     def add(self, method: str, path: str, what: T) -> None:
-        """Add a row. A name stands for the whole of what is between two slashes."""
+        """Add a row, for HEAD too where it is for GET. A name stands for the whole of what is between two slashes."""
         if "{" not in path:
-            self._plain.setdefault(path, {})[method] = what
-            return
-        pattern = re.compile(re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", path))
-        self._patterns.setdefault(pattern, {})[method] = what
+            methods = self._plain.setdefault(path, {})
+        else:
+            pattern = re.compile(re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", path))
+            methods = self._patterns.setdefault(pattern, {})
+        methods[method] = what
+        if method == "GET":
+            methods["HEAD"] = what
 
     def find(self, path: str) -> tuple[Mapping[str, T], Mapping[str, str]]:
         """Return what there is on a path, by method, and the names in it; nothing where there is no such path."""

@@ -49,10 +49,19 @@ def test_the_document_has_the_columns(route: Route[Any, Any]) -> None:
     assert parameters == [*(("path", name) for name in names), *(("query", name) for name in fields)]
     assert all(each["description"] for each in operation.get("parameters", ()) if each["in"] == "query")
     assert ("requestBody" in operation) == (route.body is not None)
+    assert operation["summary"] == route.summary != ""
+    assert operation["operationId"] == route.name
+    assert operation["tags"][0] in {each["name"] for each in DOCUMENT["tags"]}
     assert operation["description"] == f"Needs the role {Role(route.role).name.lower()}."
     for status in route.answer.statuses:
         content = operation["responses"][str(status)].get("content", {})
         assert list(content) == ([route.answer.media_type] if route.answer.media_type else [])
+
+
+def test_names_are_unique() -> None:
+    """Each operation has a name of its own, a word as programs have them, and so has each summary."""
+    assert all(re.fullmatch("[a-z]+([A-Z][a-z]*)*", route.name) for route in ROUTES)
+    assert len({route.name for route in ROUTES}) == len({route.summary for route in ROUTES}) == len(ROUTES)
 
 
 def test_no_path_stands_elsewhere() -> None:

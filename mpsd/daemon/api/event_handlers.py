@@ -4,15 +4,37 @@ from collections.abc import AsyncIterator
 from math import inf
 from typing import Annotated, Final
 
+from msgspec import Meta, Struct
+
 from mpsd.core.errors import InvalidRequestError
+from mpsd.core.quantities import Moment
 from mpsd.daemon.api.decoding import parameter, text_parameter
 from mpsd.daemon.api.request import Request, RequestQuery
+from mpsd.daemon.api.schema import words
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record.encoding import to_json
 from mpsd.daemon.record.events import Events
+from mpsd.daemon.record.log import EventName
 from mpsd.system import clock
 
 _LATEST: Final = "latest"
+
+
+class Event(Struct):
+    """A decision of mpsd: a line of its log with its number. What else it has depends on the event.
+
+    A line whose event is `heartbeat` is none: it has the number of the last one, and comes only where asked for.
+    """
+
+    seq: int
+    """Its number, one more than that of the event before."""
+    at: Moment
+    """When it happened."""
+    level: Annotated[str, Meta(extra_json_schema={"enum": ["info", "warning", "error"]})]
+    event: Annotated[str, words(EventName, more=True)]
+    """Its name."""
+    because: str | None = None
+    """Why, in a sentence."""
 
 
 class EventsQuery(RequestQuery, frozen=True):

@@ -2,7 +2,7 @@
 
 from datetime import timedelta
 from functools import lru_cache
-from typing import Final
+from typing import Annotated, Final
 
 from mpsd.core import model
 from mpsd.core.admission import quota
@@ -13,10 +13,33 @@ from mpsd.core.holders import holders
 from mpsd.core.model import Lease, LeaseState
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.daemon.api import lease_schema, naming
-from mpsd.daemon.api.request import Request
-from mpsd.daemon.api.schema import LeasesQuery, ViolationOut
+from mpsd.daemon.api.decoding import parameter
+from mpsd.daemon.api.request import Request, RequestQuery
+from mpsd.daemon.api.schema import ViolationOut
 from mpsd.daemon.node.node import Node
 from mpsd.system import clock, installation, process_table
+
+
+class LeasesQuery(RequestQuery, frozen=True):
+    """Which leases a caller asks for."""
+
+    ended: Annotated[bool, parameter("Whether leases that ended not long ago are listed too, at most 256.")] = False
+
+
+class CdiQuery(RequestQuery, frozen=True):
+    """What a container gets beside its lease's pipe directory."""
+
+    shared_memory: Annotated[
+        bool, parameter("Whether the container gets the machine's /dev/shm, as drivers before 580 need it.")
+    ] = False
+
+
+class ReleaseQuery(RequestQuery, frozen=True):
+    """Which lease is released."""
+
+    untaken: Annotated[
+        bool, parameter("Whether it is released only while it is a claim that was not taken; 409 otherwise.")
+    ] = False
 
 
 class LeaseHandlers:
@@ -136,7 +159,7 @@ class LeaseHandlers:
         Raises AlreadyClaimedError for one that was taken and is to be released only if it was not: that is decided in
         the same turn of the loop.
         """
-        assert isinstance(request.query, lease_schema.ReleaseQuery)  # noqa: S101 - the route table says so
+        assert isinstance(request.query, ReleaseQuery)  # noqa: S101 - the route table says so
         lease = self._theirs(request, act=True)
         if request.query.untaken:
             self._node.leases.claims.check_untaken(lease)
@@ -174,7 +197,7 @@ class LeaseHandlers:
 
         Raises AlreadyClaimedError, and NotFoundError for a lease that waits or has ended.
         """
-        assert isinstance(request.query, lease_schema.CdiQuery)  # noqa: S101 - the route table says so
+        assert isinstance(request.query, CdiQuery)  # noqa: S101 - the route table says so
         lease = self._node.leases.claims.untaken(self._theirs(request, act=True).id)
         if len(lease.shares) > 1:
             raise InvalidRequestError(

@@ -33,6 +33,10 @@ class Route(Generic[H, A]):
     body: type[RequestBody] | None = None
     errors: tuple[int, ...] = ()
     """Statuses of errors beyond those that every route of this form can answer (see `openapi`)."""
+    name: str = ""
+    """What clients that are generated call it: the `operationId`, which stays; empty for one made of its path."""
+    summary: str = ""
+    """What it does, in a few words for lists."""
 
 
 class Table(Generic[T]):

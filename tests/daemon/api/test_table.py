@@ -108,7 +108,7 @@ TABLE: Final[tuple[Route[Words, Any], ...]] = (
         lambda h: h.picture,
         answers.raw("image/png", {"type": "string"}, "A picture."),
     ),
-    Route("GET", "/lines", Role.OBSERVER, lambda h: h.lines, answers.lines("Lines."), query=Which),
+    Route("GET", "/lines", Role.OBSERVER, lambda h: h.lines, answers.lines(Colour, "Lines."), query=Which),
     Route(
         "POST",
         "/paint",
@@ -264,7 +264,7 @@ class TestRequests:
 
     def test_documented_parameters(self) -> None:
         """The document has each parameter with its sentence, its bounds and its default."""
-        size = {"type": "integer", "minimum": 1, "maximum": 9, "default": 3}
+        size = {"type": "integer", "format": "int64", "minimum": 1, "maximum": 9, "default": 3}
         loud = {"type": "boolean", "default": False}
         assert operation("get", "/lines")["parameters"] == [
             {"name": "size", "in": "query", "required": False, "description": "How large.", "schema": size},

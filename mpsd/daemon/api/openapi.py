@@ -4,7 +4,7 @@ import ast
 import http
 import inspect
 import re
-import textwrap
+import sys
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -74,8 +74,11 @@ def document(routes: Sequence[Route[Any, Any]]) -> dict[str, Any]:
     types: set[type[msgspec.Struct]] = {Problem, *(struct for route in routes for struct in _structs(route))}
     ordered = sorted(types, key=lambda each: each.__name__)
     _, components = msgspec.json.schema_components(ordered, ref_template=_REF)
-    for name, struct in _all_structs(types).items():
-        _explain(components[name], struct)
+    structs = _all_structs(types)
+    for module in {struct.__module__ for struct in structs.values()}:
+        for source in ast.parse(inspect.getsource(sys.modules[module])).body:
+            if isinstance(source, ast.ClassDef) and source.name in structs:
+                _explain(components[source.name], structs[source.name], source)
     for route in routes:
         if route.answer.line is not None:
             components[route.answer.line.__name__]["additionalProperties"] = True
@@ -119,13 +122,11 @@ def _structs_in(hint: object) -> Iterable[type[msgspec.Struct]]:
         yield from _structs_in(each)
 
 
-def _explain(schema: dict[str, Any], struct: type[msgspec.Struct]) -> None:
+def _explain(schema: dict[str, Any], struct: type[msgspec.Struct], source: ast.ClassDef) -> None:
     """Add what the source says of each field in the sentence below it, and have it as plain text."""
     schema["description"] = inspect.cleandoc(schema["description"])
-    lines = ast.parse(textwrap.dedent(inspect.getsource(struct))).body[0]
-    assert isinstance(lines, ast.ClassDef)  # noqa: S101 - it is a class's source
     names = {each.name: each.encode_name for each in msgspec.structs.fields(struct)}
-    for line, below in pairwise(lines.body):
+    for line, below in pairwise(source.body):
         match line, below:
             case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))) if name in names:
                 about = schema["properties"][names[name]]

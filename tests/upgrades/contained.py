@@ -25,6 +25,11 @@ class Document:
             schema = self._schemas[schema["$ref"].rpartition("/")[2]]
         unknown = schema.keys() - _KNOWN
         assert not unknown, f"this comparison has to learn what {unknown} mean"
+        if isinstance(kinds := schema.get("type"), list):
+            rest = {key: value for key, value in schema.items() if key != "type"}
+            words = {"enum": [each for each in rest["enum"] if each is not None]} if "enum" in rest else {}
+            plain = [{**rest, **words, "type": kind} for kind in kinds if kind != "null"]
+            return {"anyOf": [*plain, {"type": "null"}]}
         forms = [self.found(each) for each in schema.get("oneOf", ())]
         return _merged(forms) if forms and all("properties" in each for each in forms) else schema
 
@@ -32,16 +37,14 @@ class Document:
 def _merged(forms: list[dict[str, Any]]) -> dict[str, Any]:
     """Return several forms of an object as one, whose fields are what each form lets them be.
 
-    A field for which some of them have null may be null, and is not required.
+    A field that some of them lack may be null, which counts as nothing there, and is not required.
     """
-    nothing, names = {"enum": [None]}, set.intersection(*(set(each["properties"]) for each in forms))
     properties: dict[str, Any] = {}
     required = {name for each in forms for name in each["required"]}
-    for name in names:
-        plain = [{k: v for k, v in each["properties"][name].items() if k != "description"} for each in forms]
-        some = [each for each in plain if each != nothing]
-        if len(some) < len(plain):
-            properties[name] = {"anyOf": [some[0], {"type": "null"}]}
+    for name in {name for each in forms for name in each["properties"]}:
+        some = [each["properties"][name] for each in forms if name in each["properties"]]
+        if len(some) < len(forms):
+            properties[name] = {"anyOf": [*some, {"type": "null"}]}
             required.discard(name)
         else:
             properties[name] = {"allOf": some}

@@ -181,7 +181,8 @@ def test_its_commands_are_there(release: Release) -> None:
 
 
 LEASE = ("components", "schemas", "LeaseOut")
-ASKED = ("components", "schemas", "LeaseOfThreads")
+SCHEMAS = ("components", "schemas")
+ASKED = (*SCHEMAS, "LeaseOfThreads")
 POST = ("paths", "/v1/leases", "post")
 
 
@@ -191,7 +192,7 @@ POST = ("paths", "/v1/leases", "post")
         ((*LEASE, "properties"), "env", None, "GET /v1/leases 200.leases[].env: it is gone"),
         ((*LEASE, "properties", "priority"), "type", "string", ".priority: string is no integer"),
         (LEASE, "required", ["id"], ".state: it is required"),
-        ((*ASKED, "properties"), "wait", None, "POST /v1/leases asked.wait: it is not known"),
+        ((*SCHEMAS, "RequestedOwner", "properties"), "groups", None, "asked.owner.groups: it is not known"),
         ((*ASKED, "properties", "gpus"), "maximum", 8, ".gpus: maximum is 8"),
         ((*ASKED, "properties", "name"), "pattern", "^a$", ".name: pattern is ^a$"),
         (ASKED, "required", ["threads", "memory", "gpus"], ".gpus: it is required"),

@@ -134,17 +134,16 @@ def _explain(schema: dict[str, Any], struct: type[msgspec.Struct], source: ast.C
 
 
 def _in_forms(schema: dict[str, Any], body: type[RequestBody]) -> dict[str, Any]:
-    """Return the schemas of a body that comes in several forms: one for each, which has only null for what is not its.
+    """Return the schemas of a body that comes in several forms: one for each, without the fields of the others.
 
-    A generator makes one type of each, and an object that has to have one of several sets of fields in no other form.
+    Generators make a type of each, and nothing useful of an object that has to have one of several sets of fields.
     """
     about = {key: schema[key] for key in ("title", "description")}
     schemas: dict[str, Any] = {body.__name__: {**about, "oneOf": [_ref(name) for name in body.forms]}}
     for name, needed in body.forms.items():
         others = {field for fields in body.forms.values() for field in fields} - {*needed}
-        properties = dict(schema["properties"])
+        properties = {field: about for field, about in schema["properties"].items() if field not in others}
         properties |= {field: _without_null(properties[field]) for field in needed}
-        properties |= {field: {"enum": [None], "description": f"Not beside {needed[0]}."} for field in others}
         schemas[name] = {**schema, "title": name, "properties": properties, "required": list(needed)}
     return schemas
 
@@ -172,13 +171,24 @@ def _portable(value: object) -> object:
                 portable.pop("pattern", None)
             if isinstance(kind := value.get("type"), str) and kind in _FORMATS:
                 portable["format"] = _FORMATS[kind]
-            if isinstance(kinds := value.get("anyOf"), list) and len([each for each in kinds if each != _NULL]) > 1:
-                portable.pop("default", None)
-            return portable
+            return _with_choices(portable)
         case list():
             return [_portable(each) for each in value]
         case _:
             return value
+
+
+def _with_choices(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema whose choice of types generators understand: null is another type where there is one besides."""
+    kinds = [each for each in schema.get("anyOf", ()) if each != _NULL]
+    rest = {key: value for key, value in schema.items() if key != "anyOf"}
+    if len(kinds) > 1:
+        rest.pop("default", None)
+        return {**rest, "anyOf": schema["anyOf"]}
+    if kinds and "type" in kinds[0]:
+        words = {"enum": [*kinds[0]["enum"], None]} if "enum" in kinds[0] else {}
+        return {**rest, **kinds[0], "type": [kinds[0]["type"], "null"], **words}
+    return schema
 
 
 def _structs(route: Route[Any, Any]) -> Iterable[type[msgspec.Struct]]:

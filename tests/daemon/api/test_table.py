@@ -272,7 +272,9 @@ class TestRequests:
         ]
         assert "422" in operation("get", "/lines")["responses"]
 
-    @pytest.mark.parametrize("body", [b"", b"{}", b"[]", b"\xff", b'{"colour": 1}', b'{"colour": "red", "size": 1}'])
+    @pytest.mark.parametrize(
+        "body", [b"", b"{}", b"null", b"nul", b"[]", b"\xff", b'{"colour": 1}', b'{"colour": "red", "size": 1}']
+    )
     def test_wrong_bodies(self, body: bytes) -> None:
         """A body that is not the row's is refused before the handler runs."""
         words = Words()

@@ -12,6 +12,7 @@ from typing import Final, TypeAlias
 from msgspec import Struct
 
 from mpsd.core.errors import (
+    DoesNotFitError,
     ExceedsDaemonLimitError,
     InvalidRequestError,
     MpsdError,
@@ -101,7 +102,16 @@ class Shortage:
 
     def raised(self) -> MpsdError:
         """Return it as an error."""
-        return self.error(self.because, hint=self.hint, limit=self.limit)
+        error = self.error(self.because, hint=self.hint, limit=self.limit)
+        if isinstance(error, DoesNotFitError):
+            error.gpu = self.gpu
+        return error
+
+    def timed_out(self) -> DoesNotFitError:
+        """Return it as the error of one who has waited for it in vain."""
+        error = DoesNotFitError(f"timed out in the queue: {self.because}", hint=self.hint, limit=self.limit)
+        error.gpu = self.gpu
+        return error
 
 
 # -- what a request comes to -------------------------------------------------------------------------------------------

@@ -168,6 +168,8 @@ class HolderOut(Struct, omit_defaults=True):
     """Whose processes alone can take the claim."""
     deadline: Moment | None = None
     """When the claim ends."""
+    gone: bool = False
+    """Whether the process or control group is no more, and its lease lives for others."""
 
     @classmethod
     def of(cls, holder: Holder) -> "HolderOut":
@@ -212,6 +214,15 @@ class ShareOut(Struct):
         """Make it from the value; `own` are the variables of its lease."""
         env = {**share.env, **own}
         return cls(share.gpu, share.daemon, float(share.threads), share.memory.bytes, env)
+
+
+class KeeperOut(Struct):
+    """A process that keeps a lease whose holders are gone."""
+
+    kind: Annotated[str, Meta(extra_json_schema={"enum": ["client", "bearer"]})]
+    pid: int
+    name: str
+    """Its command, as it calls itself."""
 
 
 class WaitOut(Struct):
@@ -262,6 +273,8 @@ class LeaseOut(Struct):
     """The open violations of its processes."""
     unknown: list[str] = []
     """What is not known of the limits of its processes; that is no violation."""
+    keepers: list[KeeperOut] = []
+    """Where all of its holders are gone: the processes for which it lives."""
 
     @classmethod
     def of(cls, lease: Lease, *, expires: datetime | None, place: QueuePlace | None, secret: bool) -> "LeaseOut":

@@ -61,8 +61,8 @@ class EventsQuery(RequestQuery, frozen=True):
     heartbeat: Annotated[
         int,
         parameter(
-            "With `follow`: after so many seconds without a line, one comes that is no event (`heartbeat`), with the"
-            " number of the last event. `0`: none.",
+            "With `follow`: after so many seconds without a line, mpsd sends one that says `heartbeat`, with the number"
+            " of the last event. `0`: never.",
             refusal="is not a number of seconds from 0 to 3600",
             hint="pass whole seconds, fewer than your client waits for a line, such as heartbeat=3",
             at_least=0,

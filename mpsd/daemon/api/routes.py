@@ -89,7 +89,7 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
         lambda h: h.node.readyz,
         answers.json(schema.HealthOut, answers.StatusBy("ok", {True: 200, False: 503})),
         name="getReadiness",
-        summary="Whether the node is ready to admit anybody",
+        summary="Whether the node is ready to grant leases",
     ),
     _get(
         "/v1/status",
@@ -155,7 +155,7 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
         lambda h: h.operators.pardon,
         answers.nothing(204),
         name="pardonUid",
-        summary="Let a quarantined uid in again",
+        summary="Pardon a quarantined uid",
         errors=(507,),
     ),
     _get(
@@ -252,13 +252,13 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
         errors=(409, 507),
     ),
     _operation("reset", lambda h: h.operators.reset, summary="Start a failed control daemon again", role=Role.ADMIN),
-    _operation("hold", lambda h: h.operators.hold, 507, summary="Admit nobody, until it is resumed"),
-    _operation("resume", lambda h: h.operators.resume, 507, summary="Admit again"),
+    _operation("hold", lambda h: h.operators.hold, 507, summary="Stop admission until it is resumed"),
+    _operation("resume", lambda h: h.operators.resume, 507, summary="Resume admission"),
     _operation(
         "drain",
         lambda h: h.operators.drain,
         507,
-        summary="Admit nobody, and wait for those who are there",
+        summary="Stop admission, and wait until all clients have left",
         body=schema.DrainRequest,
     ),
     _operation(
@@ -283,8 +283,8 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
         lambda h: h.events.events,
         answers.lines(
             Event,
-            "One JSON object per line, each an `Event`. The last line of an mpsd that ends is `node_stopped`; whoever"
-            " follows comes back with its `seq`.",
+            "One JSON object per line, each an `Event`. The last line of an mpsd that ends is `node_stopped`; a"
+            " client that follows comes back with its `seq`.",
         ),
         name="readEvents",
         summary="What mpsd decided, kept and to come, one JSON object a line",

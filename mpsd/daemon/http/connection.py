@@ -202,8 +202,8 @@ class Connection(asyncio.BufferedProtocol):
         assert parser is not None  # noqa: S101 - it is calling
         method, version = parser.get_method(), parser.get_http_version()
         if parser.should_upgrade() and method != b"CONNECT":
-            kept = [b"%b: %b\r\n" % each for each in self._headers if each[0].lower() != b"upgrade"]
-            self._head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self._target, version.encode(), b"".join(kept))
+            left = [b"%b: %b\r\n" % each for each in self._headers if each[0].lower() != b"upgrade"]
+            self._head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self._target, version.encode(), b"".join(left))
         else:
             self._begin(parser, method.decode(), version)
         self._target, self._expects = b"", False

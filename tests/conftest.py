@@ -24,8 +24,8 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 2
 
 
-HEAVY: Final = ("machine", "container", "cluster")
-"""Marks of the suites that boot something: a run that names neither a path nor a mark leaves them out."""
+HEAVY: Final = ("machine", "container", "cluster", "clients")
+"""Marks of the suites that boot or build something: a run that names neither a path nor a mark leaves them out."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """Say which suites are left out."""
     left_out = [mark for mark in HEAVY if f"not {mark}" in config.option.markexpr]
-    return [f"left out: tests that boot a {', a '.join(left_out)}; to run them too: pytest tests"] if left_out else []
+    return [f"left out: tests with the marks {', '.join(left_out)}; to run them too: pytest tests"] if left_out else []
 
 
 def _start_as_from_a_terminal() -> None:
@@ -141,6 +141,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker(mark) is not None:
                 item.add_marker(pytest.mark.root(what))
                 item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("clients") is not None:
+            item.add_marker(pytest.mark.slow)
         rank = 1 if machine else 0 if item.get_closest_marker("slow") is not None else 2
         ranks[item.path] = min(rank, ranks.get(item.path, rank))
     items.sort(key=lambda item: ranks[item.path])

@@ -31,6 +31,15 @@ class Holder(TypedDict, total=False):
     pod: str | None
     uid: int | None
     deadline: str | None
+    gone: bool
+
+
+class Keeper(TypedDict):
+    """A process that keeps a lease whose holders are gone."""
+
+    kind: str
+    pid: int
+    name: str
 
 
 class Wait(TypedDict):
@@ -84,6 +93,7 @@ class Lease(TypedDict):
     wait: Wait | None
     violations: "list[Violation]"
     unknown: list[str]
+    keepers: list[Keeper]
 
 
 class Others(TypedDict):

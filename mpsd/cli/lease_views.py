@@ -13,6 +13,7 @@ from mpsd.cli.render import (
     columns,
     holders,
     holding_pid,
+    keepers,
     limit,
     percent,
     pid,
@@ -185,6 +186,8 @@ def _judged(lease: "answer_types.Lease", now: datetime) -> Iterator[str]:
     if wait := lease["wait"]:
         waited = age(lease["created"], now)
         yield f"{lease['id']}: waits for {wait['waits_for']} since {waited}: {wait['because']}"
+    if found := keepers(lease):
+        yield f"{lease['id']}: its holder is gone; it lives for {found}"
     for each in lease["violations"]:
         yield from (f"{lease['id']}: violation: {each['because']}", f"  hint: {each['hint']}")
     yield from (f"{lease['id']}: unknown: {each}" for each in lease["unknown"])
@@ -248,7 +251,7 @@ def lease(answer: "answer_types.Lease", now: datetime) -> str:
             ("memory", memory + exactly if len(shares) < _SEVERAL else memory),
             ("holder", holders(answer)),
             ("clients", f"{' '.join(map(str, answer['clients'])) or '-'} (of {most})"),
-            *([("kept by", f"{' '.join(map(str, answer['bearers']))} (by its token)")] if answer["bearers"] else []),
+            *_what_keeps(answer),
             ("created", f"{answer['created']} ({age(answer['created'], now)} ago)"),
             *([("expires", f"{expires} (in {until(expires, now)}, unless renewed)")] if expires else []),
             *([("ended", f"{ended} ({age(ended, now)} ago)")] if ended else []),
@@ -257,6 +260,13 @@ def lease(answer: "answer_types.Lease", now: datetime) -> str:
             *(_each_gpu(answer) if len(shares) >= _SEVERAL else _environment("env", answer["env"])),
         ]
     )
+
+
+def _what_keeps(lease: "answer_types.Lease") -> list[tuple[str, str]]:
+    """Show for which processes it lives beside its holders, or in their place."""
+    if found := keepers(lease):
+        return [("kept by", f"{found}; its holder is gone")]
+    return [("kept by", f"{' '.join(map(str, lease['bearers']))} (by its token)")] if lease["bearers"] else []
 
 
 def _one_gpu(lease: "answer_types.Lease") -> list[tuple[str, str]]:

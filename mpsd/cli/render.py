@@ -172,7 +172,9 @@ def event(answer: Mapping[str, object]) -> str:
 
 def holding_pid(lease: "answer_types.Lease") -> str:
     """Print the process that holds a lease; a dash where none does."""
-    return str(lease["owner"]["pid"] or "-")
+    held_by = lease["owner"]["pid"]
+    is_gone = any(each.get("pid") == held_by and each.get("gone") for each in lease["holders"])
+    return f"{held_by or '-'}{' (gone)' if is_gone else ''}"
 
 
 def holders(lease: "answer_types.Lease") -> str:
@@ -191,7 +193,16 @@ def holder_in_short(lease: "answer_types.Lease") -> str:
     return named or (f"pid {holder.get('pid')}" if holder["kind"] == "process" else holder["kind"])
 
 
+def keepers(lease: "answer_types.Lease") -> str:
+    """Print the processes for which a lease lives whose holders are gone; nothing for any other."""
+    return ", ".join(f"{each['kind']} {each['pid']} ({each['name']})" for each in lease.get("keepers", ()))
+
+
 def _holder(holder: "answer_types.Holder") -> str:
+    return _named(holder) + (" (gone)" if holder.get("gone") else "")
+
+
+def _named(holder: "answer_types.Holder") -> str:
     match holder["kind"]:
         case "process":
             return f"pid {holder['pid']}"

@@ -127,6 +127,8 @@ class DoesNotFitError(CapacityError):
     """No GPU has this much left; the error names the limiting resource and what is left of it."""
 
     code = "does_not_fit"
+    gpu: str | None = None
+    """The UUID of the GPU that came closest, where it is about one."""
 
 
 class AlreadyClaimedError(CapacityError):

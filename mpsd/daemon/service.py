@@ -181,9 +181,7 @@ async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
     log.info(EventName.NODE_STARTED, **found, simulated=plan.simulated)
     try:
         async with asyncio.TaskGroup() as group:
-            running = group.create_task(node.run())
-            telling = group.create_task(notifier.run())
-            keeping = group.create_task(events.run())
+            tasks = [group.create_task(each) for each in (node.run(), notifier.run(), events.run())]
             if plan.manager.listener is not None or plan.stop_now or plan.settle:
                 # Those who waited at the socket for this mpsd are not to hear that it does not know yet.
                 await asyncio.sleep(0)
@@ -204,15 +202,15 @@ async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
             if plan.stop_daemons is StopDaemons.DRAIN:
                 await _drain(node, at_once, group)
             withdraw()
+            log.info(EventName.NODE_STOPPED, because="mpsd ends, and has no more events; the next one has")
             events.close()
             serving.cancel()
             await api.close()
             if plan.stop_daemons is StopDaemons.AT_ONCE:
                 await node.stop_daemons(force=True)
             left = sum(each.process is not None for each in node.daemons())
-            running.cancel()
-            telling.cancel()
-            keeping.cancel()
+            for each in tasks:
+                each.cancel()
         notifier.ended(left, of=len(node.daemons()))
         plan.farewell(left, len(node.daemons()))
     finally:

@@ -22,7 +22,7 @@ def takes(believed: Any, answered: Any) -> bool:
 
     Of a mapping that nobody changes, JSON makes a plain one.
     """
-    if isinstance(answered, UnionType):
+    if get_origin(answered) in {UnionType, Union}:
         return all(takes(believed, each) for each in get_args(answered))
     if get_origin(believed) in {UnionType, Union}:
         return any(takes(each, answered) for each in get_args(believed))

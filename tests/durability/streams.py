@@ -24,7 +24,7 @@ def connection(node: Node, *, buffer: int | None = None) -> Iterator[socket.sock
 class Follower:
     """A reader of the stream of events."""
 
-    def __init__(self, connected: socket.socket, after: int) -> None:
+    def __init__(self, connected: socket.socket, after: int | str) -> None:
         """Ask for the events after a number and for all that come, and wait for the answer's head."""
         head = f"GET /v1/events?follow=true&after={after} HTTP/1.0\r\nHost: mpsd\r\n\r\n"
         connected.sendall(head.encode())

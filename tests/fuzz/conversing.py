@@ -7,7 +7,8 @@ import socket
 from collections.abc import Iterable
 from typing import Any, Final
 
-from mpsd.daemon.http.connection import Answer, Connection, Message
+from mpsd.daemon.http.connection import Connection
+from mpsd.daemon.http.message import Answer, Message
 from mpsd.daemon.http.peer import Peer
 
 _ANSWER: Final = re.compile(

@@ -250,6 +250,7 @@ def query(data: bytes) -> None:
     except InvalidRequestError as error:
         assert error.hint
         return
+    assert found is not None
     assert msgspec.convert(msgspec.to_builtins(found), type(found)) == found
 
 

@@ -41,19 +41,27 @@ def test_the_document_has_the_columns(route: Route[Any, Any]) -> None:
     """Each status, parameter, body and role of a row is in its operation, and no other."""
     operation = DOCUMENT["paths"][route.path][route.method.lower()]
     names, fields = re.findall(r"{(\w+)}", route.path), route.query.__struct_fields__ if route.query else ()
-    statuses = {400, 403, 429, 500, *route.answer.statuses, *route.errors}
+    statuses = {400, 403, 422, 429, 500, *route.answer.statuses, *route.errors}
     statuses |= {404} if names else set()
-    statuses |= {413, 422} if route.body else set()
-    statuses |= {422} if route.query else set()
+    statuses |= {413} if route.body else set()
     assert operation["responses"].keys() == {str(status) for status in statuses}
     parameters = [(each["in"], each["name"]) for each in operation.get("parameters", ())]
     assert parameters == [*(("path", name) for name in names), *(("query", name) for name in fields)]
     assert all(each["description"] for each in operation.get("parameters", ()) if each["in"] == "query")
     assert ("requestBody" in operation) == (route.body is not None)
+    assert operation["summary"] == route.summary != ""
+    assert operation["operationId"] == route.name
+    assert operation["tags"][0] in {each["name"] for each in DOCUMENT["tags"]}
     assert operation["description"] == f"Needs the role {Role(route.role).name.lower()}."
     for status in route.answer.statuses:
         content = operation["responses"][str(status)].get("content", {})
         assert list(content) == ([route.answer.media_type] if route.answer.media_type else [])
+
+
+def test_names_are_unique() -> None:
+    """Each operation has a name of its own, a word as programs have them, and so has each summary."""
+    assert all(re.fullmatch("[a-z]+([A-Z][a-z]*)*", route.name) for route in ROUTES)
+    assert len({route.name for route in ROUTES}) == len({route.summary for route in ROUTES}) == len(ROUTES)
 
 
 def test_no_path_stands_elsewhere() -> None:

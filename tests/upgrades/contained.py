@@ -6,8 +6,9 @@ from typing import Any, Final
 _LOWER: Final = ("minimum", "exclusiveMinimum", "minLength")
 _UPPER: Final = ("maximum", "maxLength", "maxProperties")
 _KNOWN: Final = {
-    *_LOWER, *_UPPER, "additionalProperties", "anyOf", "default", "description", "enum", "items", "pattern",
-    "properties", "propertyNames", "required", "title", "type", "$ref",
+    *_LOWER, *_UPPER, "additionalProperties", "allOf", "anyOf", "contentMediaType", "contentSchema", "default",
+    "description", "enum", "format", "items", "oneOf", "pattern", "properties", "propertyNames", "required", "title",
+    "type", "x-extensible-enum", "$ref",
 }  # fmt: skip
 
 
@@ -24,7 +25,30 @@ class Document:
             schema = self._schemas[schema["$ref"].rpartition("/")[2]]
         unknown = schema.keys() - _KNOWN
         assert not unknown, f"this comparison has to learn what {unknown} mean"
-        return schema
+        if isinstance(kinds := schema.get("type"), list):
+            rest = {key: value for key, value in schema.items() if key != "type"}
+            words = {"enum": [each for each in rest["enum"] if each is not None]} if "enum" in rest else {}
+            plain = [{**rest, **words, "type": kind} for kind in kinds if kind != "null"]
+            return {"anyOf": [*plain, {"type": "null"}]}
+        forms = [self.found(each) for each in schema.get("oneOf", ())]
+        return _merged(forms) if forms and all("properties" in each for each in forms) else schema
+
+
+def _merged(forms: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return several forms of an object as one, whose fields are what each form lets them be.
+
+    A field that some of them lack may be null, which counts as nothing there, and is not required.
+    """
+    properties: dict[str, Any] = {}
+    required = {name for each in forms for name in each["required"]}
+    for name in {name for each in forms for name in each["properties"]}:
+        some = [each["properties"][name] for each in forms if name in each["properties"]]
+        if len(some) < len(forms):
+            properties[name] = {"anyOf": [*some, {"type": "null"}]}
+            required.discard(name)
+        else:
+            properties[name] = {"allOf": some}
+    return {"type": "object", "properties": properties, "required": sorted(required)}
 
 
 class Comparison:
@@ -39,11 +63,16 @@ class Comparison:
     def differences(self, narrow: dict[str, Any], wide: dict[str, Any], at: str) -> Iterator[str]:
         """Yield every way in which a value of `narrow` may be none of `wide`, with where that is."""
         narrow, wide = self._narrow.found(narrow), self._wide.found(wide)
-        if "anyOf" in narrow:
-            for each in narrow["anyOf"]:
+        if "allOf" in narrow:
+            yield from self.differences(narrow["allOf"][0], wide, at)
+        elif "allOf" in wide:
+            found = [list(self.differences(narrow, each, at)) for each in wide["allOf"]]
+            yield from max(found, key=len)
+        elif some := narrow.get("anyOf", narrow.get("oneOf")):
+            for each in some:
                 yield from self.differences(each, wide, at)
-        elif "anyOf" in wide:
-            found = [list(self.differences(narrow, each, at)) for each in wide["anyOf"]]
+        elif some := wide.get("anyOf", wide.get("oneOf")):
+            found = [list(self.differences(narrow, each, at)) for each in some]
             if all(found):
                 yield min(found, key=len)[0]
         elif wide:  # an empty schema takes everything

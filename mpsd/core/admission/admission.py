@@ -12,6 +12,7 @@ from typing import Final, TypeAlias
 from msgspec import Struct
 
 from mpsd.core.errors import (
+    DoesNotFitError,
     ExceedsDaemonLimitError,
     InvalidRequestError,
     MpsdError,
@@ -103,14 +104,20 @@ class Shortage:
     gpu: str | None = None
     """The UUID of the GPU that comes closest to granting it, where it is about one."""
 
-    def after_waiting(self) -> str:
-        """Return the way out for a request that waited already."""
-        return self.hint.replace(WAIT_HINT, "wait longer (--wait)")
-
     def raised(self, *, fits_elsewhere: bool = False) -> MpsdError:
         """Return it as an error; a request that named a GPU may fit on another."""
         hint = f"use another GPU, which has room (--gpu any), or {self.hint}" if fits_elsewhere else self.hint
-        return self.error(self.because, hint=hint, limit=self.limit)
+        error = self.error(self.because, hint=hint, limit=self.limit)
+        if isinstance(error, DoesNotFitError):
+            error.gpu = self.gpu
+        return error
+
+    def timed_out(self) -> DoesNotFitError:
+        """Return it as the error of a request that waited for it until its time was over."""
+        hint = self.hint.replace(WAIT_HINT, "wait longer (--wait)")
+        error = DoesNotFitError(f"timed out in the queue: {self.because}", hint=hint, limit=self.limit)
+        error.gpu = self.gpu
+        return error
 
 
 # -- what a request comes to -------------------------------------------------------------------------------------------

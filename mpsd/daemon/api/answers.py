@@ -11,7 +11,7 @@ from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 from msgspec import Struct
 
-from mpsd.daemon.http.connection import Answer
+from mpsd.daemon.http.message import Answer
 from mpsd.daemon.record.encoding import to_json
 
 A = TypeVar("A")
@@ -42,6 +42,8 @@ class AnswerKind(Generic[A]):
     """Empty where the answer has no body."""
     schema: type[Struct] | Mapping[str, object] | None = None
     """What the body is: a struct, or a JSON schema."""
+    line: type[Struct] | None = None
+    """What each line of the body is, where the body is a stream of JSON objects."""
     description: str = ""
     """The sentence about the answer in the API's document; empty for the name of the status."""
 
@@ -71,18 +73,24 @@ def json(kind: type[S], status: int | StatusBy = 200) -> AnswerKind[S]:
 def text(media_type: str, description: str) -> AnswerKind[str]:
     """Return the kind that answers with text, in UTF-8; the media type is sent as it stands here."""
     return AnswerKind(
-        lambda answer: Answer(200, answer.encode(), media_type), (200,), media_type, {"type": "string"}, description
+        lambda answer: Answer(200, answer.encode(), media_type),
+        (200,),
+        media_type,
+        {"type": "string"},
+        None,
+        description,
     )
 
 
 def raw(media_type: str, schema: Mapping[str, object], description: str) -> AnswerKind[bytes]:
     """Return the kind that answers with bytes that the handler has encoded already."""
-    return AnswerKind(lambda answer: Answer(200, answer, media_type), (200,), media_type, schema, description)
+    return AnswerKind(lambda answer: Answer(200, answer, media_type), (200,), media_type, schema, None, description)
 
 
-def lines(description: str) -> AnswerKind[AsyncIterator[bytes]]:
+def lines(line: type[Struct], description: str) -> AnswerKind[AsyncIterator[bytes]]:
     """Return the kind that streams JSON objects, one a line; the iterator yields one or more whole lines at a time."""
-    return AnswerKind(lambda pieces: Stream(LINES, pieces), (200,), LINES, {"type": "string"}, description)
+    kind = {"type": "string"}
+    return AnswerKind(lambda pieces: Stream(LINES, pieces), (200,), LINES, kind, line, description)
 
 
 def nothing(status: int) -> AnswerKind[None]:

@@ -5,13 +5,13 @@ The dispatcher makes one decoder for each row of the route table when mpsd start
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final, NamedTuple, TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
 from msgspec import Meta
-from msgspec.inspect import BoolType, Field, IntType, Metadata, StructType, type_info
+from msgspec.inspect import BoolType, Field, IntType, Metadata, StrType, StructType, type_info
 
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.units import briefly
@@ -24,8 +24,14 @@ _REPEATED: Final = 40
 """Characters of a refused parameter that the refusal repeats."""
 
 
+_SHORT: Final = 10
+
+_NOTHING: Final = (b"", b"null")
+"""What is sent for no body; the second by Go clients that OpenAPI Generator makes, beyond what the document allows."""
+
+
 def body_decoder(kind: type[B]) -> Callable[[bytes | bytearray], B]:
-    """Return the function that decodes a body of this type; an empty body counts as `{}`.
+    """Return the function that decodes a body of this type; an empty body, and null, count as `{}`.
 
     The function raises InvalidRequestError, which says where the body is wrong.
     """
@@ -33,7 +39,7 @@ def body_decoder(kind: type[B]) -> Callable[[bytes | bytearray], B]:
 
     def decode(body: bytes | bytearray) -> B:
         try:
-            return decode_json(body or b"{}")
+            return decode_json(b"{}" if len(body) < _SHORT and body.strip() in _NOTHING else body)
         except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise _refusal(f"{error}", kind) from error
 
@@ -121,39 +127,55 @@ def parameter(
     return Meta(description=description, ge=at_least, le=at_most, extra={"refusal": refusal, "hint": hint})
 
 
-class _Parameter(NamedTuple):
-    """One query parameter: its name, what parses its text or raises ValueError, and how it is refused."""
+def text_parameter(description: str, *, pattern: str, refusal: str, hint: str) -> Meta:
+    """Return the same for a text that a pattern allows."""
+    return Meta(description=description, pattern=pattern, extra={"refusal": refusal, "hint": hint})
 
-    name: str
-    parse: Callable[[str], int]
+
+class _Parameter(NamedTuple):
+    """One query parameter: what parses its text or raises ValueError, and how it is refused."""
+
+    parse: Callable[[str], int | str]
     refusal: str
     hint: str
 
 
-def query_decoder(kind: type[Q]) -> Callable[[str], Q]:
-    """Return the function that decodes a query string into this type.
+def query_decoder(kind: type[Q] | None) -> Callable[[str], Q | None]:
+    """Return the function that decodes a query string into this type, or for None takes none.
 
-    The first of several values counts, and a parameter that the type does not have is ignored. The function raises
-    InvalidRequestError. This function raises TypeError for a type that cannot be decoded, when the table is read.
+    The function raises InvalidRequestError, also for a parameter that the type does not have, and for one that is there
+    twice. This function raises TypeError for a type that cannot be decoded, when the table is read.
     """
-    struct = type_info(kind)
+    struct = type_info(kind or RequestQuery)
     assert isinstance(struct, StructType)  # noqa: S101 - every RequestQuery is one
-    parameters = [_parameter(field) for field in struct.fields]
+    parameters = {field.name: _parameter(field) for field in struct.fields}
+    default = None if kind is None else kind()
 
-    def decode(query: str) -> Q:
-        texts = parse_qs(query, keep_blank_values=True) if query else {}
-        values: dict[str, int] = {}
-        for each in parameters:
-            if each.name in texts:
-                text = texts[each.name][0]
-                try:
-                    values[each.name] = each.parse(text)
-                except ValueError:
-                    detail = f"{each.name}={text[:_REPEATED]!r} {each.refusal}"
-                    raise InvalidRequestError(detail, hint=each.hint) from None
-        return kind(**values)
+    def decode(query: str) -> Q | None:
+        if not query:
+            return default
+        values: dict[str, int | str] = {}
+        for name, texts in parse_qs(query, keep_blank_values=True).items():
+            if name not in parameters:
+                raise _no_parameter(name, parameters)
+            known = parameters[name]
+            if len(texts) > 1:
+                raise InvalidRequestError(f"{name} is there {len(texts)} times", hint=f"pass {name} once")
+            try:
+                values[name] = known.parse(texts[0])
+            except ValueError:
+                detail = f"{name}={texts[0][:_REPEATED]!r} {known.refusal}"
+                raise InvalidRequestError(detail, hint=known.hint) from None
+        return default if kind is None else kind(**values)
 
     return decode
+
+
+def _no_parameter(name: str, known: Collection[str]) -> InvalidRequestError:
+    near = difflib.get_close_matches(name, known, n=1)
+    takes = f"this route takes {', '.join(known)}" if known else "this route takes none"
+    hint = f"{near[0]} may have been meant; {takes}" if near else takes
+    return InvalidRequestError(f"there is no query parameter {briefly(name)}", hint=hint)
 
 
 def _parameter(field: Field) -> _Parameter:
@@ -162,11 +184,37 @@ def _parameter(field: Field) -> _Parameter:
         case Field(
             name=name,
             required=False,
-            type=Metadata(type=BoolType() | IntType() as kind, extra={"refusal": str(refusal), "hint": str(hint)}),
+            type=Metadata(
+                type=BoolType() | IntType() | StrType() as kind, extra={"refusal": str(refusal), "hint": str(hint)}
+            ),
         ):
-            return _Parameter(name, _boolean if isinstance(kind, BoolType) else _integer(name, kind), refusal, hint)
+            return _Parameter(_parser(name, kind), refusal, hint)
         case _:
-            raise TypeError(f"{field.name}: a query parameter is a bool or an int, with a default and a `parameter`")
+            raise TypeError(f"{field.name}: a query parameter is a bool, int or str, with a default and a `parameter`")
+
+
+def _parser(name: str, kind: BoolType | IntType | StrType) -> Callable[[str], int | str]:
+    match kind:
+        case BoolType():
+            return _boolean
+        case IntType():
+            return _integer(name, kind)
+        case StrType():
+            return _text(name, kind)
+
+
+def _text(name: str, kind: StrType) -> Callable[[str], str]:
+    """Return the parser of a text that its pattern allows."""
+    if kind.pattern is None:
+        raise TypeError(f"{name}: a text parameter has a pattern")
+    pattern = re.compile(kind.pattern)
+
+    def parse(text: str) -> str:
+        if pattern.search(text) is None:
+            raise ValueError(text)
+        return text
+
+    return parse
 
 
 def _boolean(text: str) -> bool:

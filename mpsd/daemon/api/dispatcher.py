@@ -17,7 +17,7 @@ from mpsd.daemon.api.answers import Encoder, Stream
 from mpsd.daemon.api.decoding import body_decoder, query_decoder
 from mpsd.daemon.api.request import Request, RequestBody, RequestQuery
 from mpsd.daemon.api.table import Route, Table
-from mpsd.daemon.http.connection import MAXIMUM_BODY, Answer, Message
+from mpsd.daemon.http.message import MAXIMUM_BODY, Answer, Message
 from mpsd.daemon.http.peer import Principal, RefusalLog, RequestsInFlight
 from mpsd.daemon.http.problems import problem_answer, unreadable, unroutable
 from mpsd.daemon.record.bounded import BoundedLog
@@ -37,7 +37,7 @@ class _Endpoint(NamedTuple):
     """A row of the table, ready for requests: its handler is bound, its decoders and its encoder are made."""
 
     role: Role
-    query: Callable[[str], RequestQuery] | None
+    query: Callable[[str], RequestQuery | None]
     body: Callable[[bytes | bytearray], RequestBody] | None
     handle: Callable[[Request], Awaitable[Any]]
     encode: Encoder[Any]
@@ -47,7 +47,7 @@ class _Endpoint(NamedTuple):
         """Make it from the row."""
         return cls(
             role=route.role,
-            query=None if route.query is None else query_decoder(route.query),
+            query=query_decoder(route.query),
             body=None if route.body is None else body_decoder(route.body),
             handle=route.handler(handlers),
             encode=route.answer.encode,
@@ -152,7 +152,7 @@ def _authorise(message: Message, endpoint: _Endpoint | None, settings: Settings)
 
 def _decoded(endpoint: _Endpoint, message: Message, principal: Principal, names: Mapping[str, str]) -> Request:
     """Return a request as its handler gets it. Raises InvalidRequestError, and BodyTooLargeError."""
-    query = None if endpoint.query is None else endpoint.query(message.query)
+    query = endpoint.query(message.query)
     body = None
     if endpoint.body is not None:
         if len(message.body) > MAXIMUM_BODY:

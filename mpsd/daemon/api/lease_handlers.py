@@ -1,23 +1,54 @@
 """What the routes of the leases do: who may see and change which lease, and who holds a new one."""
 
+from collections.abc import Collection
 from datetime import timedelta
 from functools import lru_cache
-from typing import Final
+from typing import Annotated, Final
 
 from mpsd.core import model
 from mpsd.core.admission import quota
 from mpsd.core.admission.admission import WAIT_HINT
 from mpsd.core.admission.rules import QueuePlace
 from mpsd.core.containers import cdi
-from mpsd.core.errors import DaemonNotReadyError, InvalidRequestError, NotPermittedError
+from mpsd.core.errors import DaemonNotReadyError, DoesNotFitError, InvalidRequestError, NotPermittedError
 from mpsd.core.holders import holders
-from mpsd.core.model import Lease, LeaseState
+from mpsd.core.model import Claim, Lease, LeaseState, Share
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.units import format_size
 from mpsd.daemon.api import lease_schema, naming
-from mpsd.daemon.api.request import Request
-from mpsd.daemon.api.schema import LeasesQuery, ViolationOut
+from mpsd.daemon.api.decoding import parameter
+from mpsd.daemon.api.request import Request, RequestQuery
+from mpsd.daemon.api.schema import ViolationOut
 from mpsd.daemon.node.node import Node
 from mpsd.system import clock, installation, process_table
+
+_LARGEST: Final = 3
+"""Leases that a refusal names."""
+
+_NAME: Final = 40
+"""Characters of a lease's name that it repeats."""
+
+
+class LeasesQuery(RequestQuery, frozen=True):
+    """Which leases a caller asks for."""
+
+    ended: Annotated[bool, parameter("Whether leases that ended not long ago are listed too, at most 256.")] = False
+
+
+class CdiQuery(RequestQuery, frozen=True):
+    """What a container gets beside its lease's pipe directory."""
+
+    shared_memory: Annotated[
+        bool, parameter("Whether the container gets the machine's /dev/shm, as drivers before 580 need it.")
+    ] = False
+
+
+class ReleaseQuery(RequestQuery, frozen=True):
+    """Which lease is released."""
+
+    untaken: Annotated[
+        bool, parameter("Whether it is released only while it is a claim that was not taken; 409 otherwise.")
+    ] = False
 
 
 class LeaseHandlers:
@@ -36,8 +67,9 @@ class LeaseHandlers:
         seen = [lease for lease in listed if self._may_see(request, lease)]
         hidden = [lease for lease in ledger.all() if not self._may_see(request, lease)]
         shares = [share for lease in hidden for share in lease.shares]
+        found = [self._with_holders(_lease_out(lease, places.get(lease.id), secret=False), lease) for lease in seen]
         answer = lease_schema.LeasesOut(
-            self._judged([_lease_out(lease, places.get(lease.id), secret=False) for lease in seen]),
+            self._judged(found),
             lease_schema.OthersOut(
                 leases=len(hidden),
                 waiting=sum(lease.state is LeaseState.WAITING for lease in hidden),
@@ -46,6 +78,21 @@ class LeaseHandlers:
             ),
         )
         await self._node.leases.as_stored()
+        return answer
+
+    def _with_holders(self, answer: lease_schema.LeaseOut, lease: Lease) -> lease_schema.LeaseOut:
+        """Return a lease with which of its holders live, and what keeps it where none does."""
+        if lease.state is LeaseState.ENDED:
+            return answer
+        for holder, said in zip(lease.holders, answer.holders, strict=True):
+            said.gone = not isinstance(holder, Claim) and not self._node.leases.has_holder(lease.id, holder)
+        if all(each.gone for each in answer.holders):
+            kinds = (("client", lease.clients), ("bearer", lease.bearers))
+            answer.keepers = [
+                lease_schema.KeeperOut(kind, each.pid, process_table.command_of(each.pid))
+                for kind, processes in kinds
+                for each in processes
+            ]
         return answer
 
     def _judged(self, leases: list[lease_schema.LeaseOut]) -> list[lease_schema.LeaseOut]:
@@ -76,7 +123,7 @@ class LeaseHandlers:
         """Return one lease."""
         lease = self._theirs(request, act=False)
         place = self._node.leases.ledger.place(lease.id, clock.monotonic())
-        (answer,) = self._judged([_lease_out(lease, place, secret=_is_own(request, lease))])
+        (answer,) = self._judged([self._with_holders(_lease_out(lease, place, secret=_is_own(request, lease)), lease)])
         await self._node.leases.as_stored()
         return answer
 
@@ -109,7 +156,32 @@ class LeaseHandlers:
                 if not request.admin:  # its hint says what an operator does
                     error.hint = f"use another GPU, or {WAIT_HINT}; for an operator: {error.hint}"
                 raise
+            except DoesNotFitError as error:
+                error.hint += self._holding(request, error)
+                raise
         return _lease_out(lease)
+
+    def _holding(self, request: Request, error: DoesNotFitError) -> str:
+        """Say which leases hold most of what a request lacks: each that its caller may see, and the others' sum."""
+        found = [
+            (lease, share)
+            for lease in self._node.leases.ledger.all()
+            for share in lease.shares
+            if error.gpu == share.gpu
+        ]
+        found.sort(key=lambda each: (each[1].memory.bytes, each[1].threads.tenths), reverse=True)
+        if error.limit == "threads":
+            found.sort(key=lambda each: each[1].threads.tenths, reverse=True)
+        seen = [each for each in found if self._may_see(request, each[0])]
+        hidden = [share for lease, share in found if not self._may_see(request, lease)]
+        said = [
+            f"{lease.id} ({f'{lease.request.name[:_NAME]}, ' if lease.request.name else ''}uid {lease.owner.uid}) has"
+            f" {_amount([share])}"
+            for lease, share in seen[:_LARGEST]
+        ]
+        if hidden:
+            said.append(f"leases of other users have {_amount(hidden)}")
+        return f"; {', '.join(said)}" if said else ""
 
     async def hold(self, request: Request) -> lease_schema.LeaseOut:
         """Have a lease held by another holder, or its claim taken, and answer once that is stored and open to it."""
@@ -142,7 +214,7 @@ class LeaseHandlers:
         Raises AlreadyClaimedError for one that was taken and is to be released only if it was not: that is decided in
         the same turn of the loop.
         """
-        assert isinstance(request.query, lease_schema.ReleaseQuery)  # noqa: S101 - the route table says so
+        assert isinstance(request.query, ReleaseQuery)  # noqa: S101 - the route table says so
         lease = self._theirs(request, act=True)
         if request.query.untaken:
             self._node.leases.claims.check_untaken(lease)
@@ -180,7 +252,7 @@ class LeaseHandlers:
 
         Raises AlreadyClaimedError, and NotFoundError for a lease that waits or has ended.
         """
-        assert isinstance(request.query, lease_schema.CdiQuery)  # noqa: S101 - the route table says so
+        assert isinstance(request.query, CdiQuery)  # noqa: S101 - the route table says so
         lease = self._node.leases.claims.untaken(self._theirs(request, act=True).id)
         if len(lease.shares) > 1:
             raise InvalidRequestError(
@@ -215,6 +287,11 @@ class LeaseHandlers:
             violations=[each.because for each in self._node.violation_monitor.violations if each.lease == lease.id],
             unknown=[*verdict.unknown],
         )
+
+
+def _amount(shares: Collection[Share]) -> str:
+    threads = sum(share.threads.tenths for share in shares) / 10
+    return f"{threads:g} % and {format_size(sum(share.memory.bytes for share in shares))}"
 
 
 def _is_own(request: Request, lease: Lease) -> bool:

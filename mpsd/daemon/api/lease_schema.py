@@ -5,7 +5,7 @@ These types are the API's document too, as those of `schema` are.
 
 from collections.abc import Mapping
 from datetime import datetime, timedelta
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from msgspec import Meta, Struct, field
 
@@ -15,6 +15,7 @@ from mpsd.core.enforcement.verification import Verdict, VerifiedProcess
 from mpsd.core.holders import group_names
 from mpsd.core.model import (
     Claim,
+    GroupLife,
     Holder,
     HoldingGroup,
     HoldingProcess,
@@ -24,14 +25,13 @@ from mpsd.core.model import (
     Share,
     Stop,
 )
-from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
-from mpsd.daemon.api.decoding import parameter
-from mpsd.daemon.api.request import RequestBody, RequestQuery
-from mpsd.daemon.api.schema import LimitsOut, ViolationOut
+from mpsd.core.quantities import ActiveThreadPercentage, Moment, PinnedDeviceMemLimit
+from mpsd.daemon.api.request import RequestBody
+from mpsd.daemon.api.schema import LimitsOut, ViolationOut, words
 from mpsd.system import clock
 
 Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,62}\Z")]
-AnyNumber = Annotated[str, Meta(pattern=r"^any\Z")]
+AnyNumber = Annotated[str, Meta(pattern=r"^any\Z", extra_json_schema={"enum": ["any"]})]
 Text = Annotated[str, Meta(max_length=128, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]
 Labels = Annotated[dict[Label, Text], Meta(max_length=32)]
 
@@ -56,7 +56,7 @@ class RequestedOwner(Struct, forbid_unknown_fields=True):
 
 GroupPath = Annotated[str, Meta(min_length=2, max_length=4096, pattern=r"^/[^\x00-\x1f\x7f-\x9f]*\Z")]
 UnitName = Annotated[str, Meta(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9:_.\\@-]+\Z")]
-While = Annotated[str, Meta(pattern=r"^(populated|exists)\Z")]
+While = Annotated[str, Meta(pattern=r"^(populated|exists)\Z"), words(GroupLife)]
 PidNumber = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 
@@ -86,6 +86,8 @@ class RequestedHolder(Struct, forbid_unknown_fields=True):
 class LeaseRequest(RequestBody, kw_only=True):
     """What a caller asks for: threads and memory, or a fraction of one GPU."""
 
+    forms: ClassVar = {"LeaseOfThreads": ("threads", "memory"), "LeaseOfFraction": ("fraction",)}
+
     threads: Percent | None = None
     """Percent of the GPU's threads, (0, 100], in steps of 0.1."""
     memory: SizeText | SizeBytes | None = None
@@ -97,7 +99,7 @@ class LeaseRequest(RequestBody, kw_only=True):
     gpus: Annotated[int, Meta(ge=1, le=64)] = 1
     """On how many GPUs, all or nothing; the lease has as much on each."""
     processes: Annotated[int, Meta(ge=1, le=1000)] | AnyNumber = 1
-    """How many client processes it may have; threads and memory are the sum over them.
+    """How many client processes it may have, 1 by default; threads and memory are the sum over them.
 
     `any`: any number; each may use all of it, and what NVML says of their memory is held against the sum.
     """
@@ -119,7 +121,7 @@ class LeaseRequest(RequestBody, kw_only=True):
     """Makes a retry return the same lease; another request with it is refused."""
     client_priority: Annotated[int, Meta(ge=0, le=1)] | None = None
     """What MPS calls the priority of its clients: 0 is normal, 1 below normal; a hint. Driver 535 and newer."""
-    stop: Annotated[str, Meta(pattern=r"^(terminate|sigterm)\Z")] = Stop.TERMINATE.value
+    stop: Annotated[str, Meta(pattern=r"^(terminate|sigterm)\Z"), words(Stop)] = Stop.TERMINATE.value
     """How mpsd ends its clients, if it does: with `terminate` their server ends their work on the GPU before they get a
     signal; `sigterm` is for programs that finish that work on SIGTERM, which comes first then."""
 
@@ -150,38 +152,24 @@ class HolderRequest(RequestBody, kw_only=True):
     """Whose the lease is from now on, where that is not the process's user; for administrators who take a claim."""
 
 
-class CdiQuery(RequestQuery, frozen=True):
-    """What a container gets beside its lease's pipe directory."""
-
-    shared_memory: Annotated[
-        bool, parameter("Whether the container gets the machine's /dev/shm, as drivers before 580 need it.")
-    ] = False
-
-
-class ReleaseQuery(RequestQuery, frozen=True):
-    """Which lease is released."""
-
-    untaken: Annotated[
-        bool, parameter("Whether it is released only while it is a claim that was not taken; 409 otherwise.")
-    ] = False
-
-
 class HolderOut(Struct, omit_defaults=True):
     """What holds a lease: a `process`, a `cgroup`, or a `claim` that nobody has taken yet."""
 
-    kind: str
+    kind: Annotated[str, Meta(extra_json_schema={"enum": ["process", "cgroup", "claim"]})]
     pid: int | None = None
-    start_time: datetime | None = None
+    start_time: Moment | None = None
     cgroup: str | None = None
-    life: str | None = field(default=None, name="while")
+    life: Annotated[str, words(GroupLife)] | None = field(default=None, name="while")
     unit: str | None = None
     """The unit that the path of the control group names; it is for showing only, as are `container` and `pod`."""
     container: str | None = None
     pod: str | None = None
     uid: int | None = None
     """Whose processes alone can take the claim."""
-    deadline: datetime | None = None
+    deadline: Moment | None = None
     """When the claim ends."""
+    gone: bool = False
+    """Whether the process or control group is no more, and its lease lives for others."""
 
     @classmethod
     def of(cls, holder: Holder) -> "HolderOut":
@@ -204,7 +192,7 @@ class OwnerOut(Struct):
     uid: int
     gid: int
     pid: int
-    start_time: datetime | None
+    start_time: Moment | None
 
     @classmethod
     def of(cls, owner: Owner) -> "OwnerOut":
@@ -228,6 +216,15 @@ class ShareOut(Struct):
         return cls(share.gpu, share.daemon, float(share.threads), share.memory.bytes, env)
 
 
+class KeeperOut(Struct):
+    """A process that keeps a lease whose holders are gone."""
+
+    kind: Annotated[str, Meta(extra_json_schema={"enum": ["client", "bearer"]})]
+    pid: int
+    name: str
+    """Its command, as it calls itself."""
+
+
 class WaitOut(Struct):
     """Where a waiting lease stands: its position from 1, and the limit that it waits for."""
 
@@ -246,7 +243,7 @@ class LeaseOut(Struct):
     """
 
     id: str
-    state: str
+    state: Annotated[str, words(LeaseState)]
     because: str
     gpus: list[str]
     daemon: str | None
@@ -263,19 +260,21 @@ class LeaseOut(Struct):
     processes: int
     priority: int
     client_priority: int | None
-    stop: str
+    stop: Annotated[str, words(Stop)]
     name: str
     labels: Mapping[str, str]
-    created: datetime
-    granted: datetime | None
-    ended: datetime | None
-    expires: datetime | None
+    created: Moment
+    granted: Moment | None
+    ended: Moment | None
+    expires: Moment | None
     request_id: str | None
     wait: WaitOut | None
     violations: list[ViolationOut] = []
     """The open violations of its processes."""
     unknown: list[str] = []
     """What is not known of the limits of its processes; that is no violation."""
+    keepers: list[KeeperOut] = []
+    """Where all of its holders are gone: the processes for which it lives."""
 
     @classmethod
     def of(cls, lease: Lease, *, expires: datetime | None, place: QueuePlace | None, secret: bool) -> "LeaseOut":
@@ -359,7 +358,7 @@ class ProcessOut(Struct):
     limits_at_least: LimitsOut | None
     memory_held: int | None
     ok: bool
-    verdict: str
+    verdict: Annotated[str, words(Verdict)]
     because: str
 
     @classmethod
@@ -388,7 +387,7 @@ class VerifyOut(Struct):
     lease: str
     ok: bool
     """Whether the verdict is `ok`."""
-    verdict: str
+    verdict: Annotated[str, words(Verdict)]
     """`violation`, `unknown`, `nothing` (it waits, has ended, or has no process on the GPU yet), or `ok`."""
     because: str
     memory_granted: int

@@ -1,37 +1,55 @@
 """The API's own document, made from the route table and the schemas alone, so that it cannot say anything else."""
 
+import ast
 import http
+import inspect
 import re
-from collections.abc import Iterable, Sequence
+import sys
+import typing
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Final
 
 import msgspec
 
 from mpsd import __version__
-from mpsd.daemon.api.request import Request, RequestQuery
+from mpsd.daemon.api.request import Request, RequestBody, RequestQuery
 from mpsd.daemon.api.table import Route
 from mpsd.daemon.http.problems import MEDIA_TYPE, Problem
 
 _REF: Final = "#/components/schemas/{name}"
 
-_ALWAYS: Final = (400, 403, 429, 500)
-"""Statuses that every route can answer: 400 is for what is not HTTP/1.1 at all."""
+_NULL: Final = {"type": "null"}
+
+_FORMATS: Final = {"integer": "int64", "number": "double"}
+
+_ALWAYS: Final = (400, 403, 422, 429, 500)
+"""Statuses that every route can answer: 400 is for what is not HTTP/1.1 at all, 422 for unknown query parameters."""
 
 _NAMED: Final = (404,)
 """Those of a route whose path names something."""
 
-_QUERY: Final = (422,)
-"""Those of a route that takes query parameters."""
-
-_BODY: Final = (413, 422)
+_BODY: Final = (413,)
 """Those of a route that takes a body."""
+
+_TAGS: Final = {
+    "node": "The node: whether it is well, its GPUs, its clients and its settings.",
+    "leases": "Leases: promises of a share of a GPU, each tied to the life of a process, a control group or a claim.",
+    "daemons": "The control daemons, and what operators do to them.",
+    "events": "What mpsd decided, as numbered lines.",
+}
+
+_TAG_OF: Final = {"leases": "leases", "daemons": "daemons", "operations": "daemons", "quarantines": "daemons",
+                  "events": "events"}  # fmt: skip
+"""By what is in a path; all else is about the node."""
 
 _DESCRIPTION: Final = (
     "NVIDIA MPS on one node, over a unix socket: `curl --unix-socket /run/mpsd/mpsd.sock"
     " http://mpsd/v1/status`.\n\nThe kernel identifies the caller (SO_PEERCRED), so there is no login. Every"
     " error is a problem document (RFC 9457);\nits `code` is for programs, and its `hint` is for users. Integers"
-    " are written without a fraction: 1, not 1.0.\n"
+    " are written without a fraction: 1, not 1.0.\nHEAD is answered wherever GET is. A text with `x-extensible-enum`"
+    " may have further values in later releases.\n"
 )
 
 
@@ -56,9 +74,20 @@ def document(routes: Sequence[Route[Any, Any]]) -> dict[str, Any]:
     types: set[type[msgspec.Struct]] = {Problem, *(struct for route in routes for struct in _structs(route))}
     ordered = sorted(types, key=lambda each: each.__name__)
     _, components = msgspec.json.schema_components(ordered, ref_template=_REF)
+    structs = _all_structs(types)
+    for module in {struct.__module__ for struct in structs.values()}:
+        for source in ast.parse(inspect.getsource(sys.modules[module])).body:
+            if isinstance(source, ast.ClassDef) and source.name in structs:
+                _explain(components[source.name], structs[source.name], source)
+    for route in routes:
+        if route.answer.line is not None:
+            components[route.answer.line.__name__]["additionalProperties"] = True
+        if route.body is not None and route.body.forms:
+            components |= _in_forms(components[route.body.__name__], route.body)
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, components)
+    tags = {tag for methods in paths.values() for operation in methods.values() for tag in operation["tags"]}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -68,39 +97,115 @@ def document(routes: Sequence[Route[Any, Any]]) -> dict[str, Any]:
             "description": _DESCRIPTION,
         },
         "servers": [{"url": "http://mpsd"}],
+        "security": [],
+        "tags": [{"name": name, "description": text} for name, text in _TAGS.items() if name in tags],
         "paths": paths,
-        "components": {"schemas": _portable(components)},
+        "components": {"schemas": {name: _portable(components[name]) for name in sorted(components)}},
     }
 
 
-def _portable(value: object) -> object:
-    r"""Return a value whose patterns mean everywhere what they mean here.
+def _all_structs(types: Iterable[type[msgspec.Struct]]) -> dict[str, type[msgspec.Struct]]:
+    """Return these structs and those that are in them, by name."""
+    found: dict[str, type[msgspec.Struct]] = {}
+    for each in types:
+        if each.__name__ not in found:
+            found[each.__name__] = each
+            hints = typing.get_type_hints(each).values()
+            found |= _all_structs(struct for hint in hints for struct in _structs_in(hint))
+    return found
 
-    The end of a text is `\Z` to Python, whose `$` also stands before a last newline, and `$` to JSON Schema.
+
+def _structs_in(hint: object) -> Iterable[type[msgspec.Struct]]:
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        yield hint
+    for each in typing.get_args(hint):
+        yield from _structs_in(each)
+
+
+def _explain(schema: dict[str, Any], struct: type[msgspec.Struct], source: ast.ClassDef) -> None:
+    """Add what the source says of each field in the sentence below it, and have it as plain text."""
+    schema["description"] = inspect.cleandoc(schema["description"])
+    names = {each.name: each.encode_name for each in msgspec.structs.fields(struct)}
+    for line, below in pairwise(source.body):
+        match line, below:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))) if name in names:
+                about = schema["properties"][names[name]]
+                schema["properties"][names[name]] = {"description": inspect.cleandoc(text), **about}
+
+
+def _in_forms(schema: dict[str, Any], body: type[RequestBody]) -> dict[str, Any]:
+    """Return the schemas of a body that comes in several forms: one for each, without the fields of the others.
+
+    Generators make a type of each, and nothing useful of an object that has to have one of several sets of fields.
+    """
+    about = {key: schema[key] for key in ("title", "description")}
+    schemas: dict[str, Any] = {body.__name__: {**about, "oneOf": [_ref(name) for name in body.forms]}}
+    for name, needed in body.forms.items():
+        others = {field for fields in body.forms.values() for field in fields} - {*needed}
+        properties = {field: about for field, about in schema["properties"].items() if field not in others}
+        properties |= {field: _without_null(properties[field]) for field in needed}
+        schemas[name] = {**schema, "title": name, "properties": properties, "required": list(needed)}
+    return schemas
+
+
+def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a field that is there."""
+    about = {key: value for key, value in schema.items() if key not in {"anyOf", "default"}}
+    kinds = [each for each in schema["anyOf"] if each != _NULL]
+    return {**about, **kinds[0]} if len(kinds) == 1 else {**about, "oneOf": kinds}
+
+
+def _portable(value: object) -> object:
+    r"""Return a value that means everywhere what it means here.
+
+    The end of a text is `\Z` to Python, whose `$` also stands before a last newline, and `$` to JSON Schema; a list of
+    words needs no pattern. Numbers get the format that holds them: an integer without one has 32 bits in the clients
+    that many generators make. Where there is a choice of types, no default is named, whose type they would mistake.
     """
     match value:
         case dict():
             portable = {name: _portable(value) for name, value in value.items()}
             if isinstance(pattern := value.get("pattern"), str):
                 portable["pattern"] = pattern.replace(r"\Z", "$")
-            return portable
+            if "enum" in value:
+                portable.pop("pattern", None)
+            if isinstance(kind := value.get("type"), str) and kind in _FORMATS:
+                portable["format"] = _FORMATS[kind]
+            return _with_choices(portable)
         case list():
             return [_portable(each) for each in value]
         case _:
             return value
 
 
+def _with_choices(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema whose choice of types generators understand: null is another type where there is one besides."""
+    kinds = [each for each in schema.get("anyOf", ()) if each != _NULL]
+    rest = {key: value for key, value in schema.items() if key != "anyOf"}
+    if len(kinds) > 1:
+        rest.pop("default", None)
+        return {**rest, "anyOf": schema["anyOf"]}
+    if kinds and "type" in kinds[0]:
+        words = {"enum": [*kinds[0]["enum"], None]} if "enum" in kinds[0] else {}
+        return {**rest, **kinds[0], "type": [kinds[0]["type"], "null"], **words}
+    return schema
+
+
 def _structs(route: Route[Any, Any]) -> Iterable[type[msgspec.Struct]]:
-    """Give the structs that a route answers with and takes as its body."""
+    """Give the structs that a route answers with, by lines too, and takes as its body."""
+    if route.answer.line is not None:
+        yield route.answer.line
     if isinstance(route.answer.schema, type):
         yield route.answer.schema
     if route.body is not None:
         yield route.body
 
 
-def _operation(route: Route[Any, Any]) -> dict[str, Any]:
+def _operation(route: Route[Any, Any], components: Mapping[str, Any]) -> dict[str, Any]:
     operation: dict[str, Any] = {
-        "operationId": f"{route.method.lower()}{re.sub('[^a-z0-9]+', '_', route.path)}",
+        "operationId": route.name or f"{route.method.lower()}{re.sub('[^a-z0-9]+', '_', route.path)}",
+        "tags": [next((_TAG_OF[each] for each in route.path.split("/") if each in _TAG_OF), "node")],
+        "summary": route.summary or f"{route.method} {route.path}",
         "description": f"Needs the role {route.role.name.lower()}.",
     }
     responses = {status: _problem(status) for status in _errors(route)}
@@ -112,7 +217,11 @@ def _operation(route: Route[Any, Any]) -> dict[str, Any]:
     if parameters:
         operation["parameters"] = parameters
     if route.body is not None:
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(route.body)}}}
+        schema = components[route.body.__name__]
+        operation["requestBody"] = {
+            "required": "oneOf" in schema or bool(schema["required"]),
+            "content": {"application/json": {"schema": _ref(route.body.__name__)}},
+        }
     return operation
 
 
@@ -127,7 +236,6 @@ def _errors(route: Route[Any, Any]) -> set[int]:
         *_ALWAYS,
         *route.errors,
         *(_NAMED if _names(route) else ()),
-        *(_QUERY if route.query is not None else ()),
         *(_BODY if route.body is not None else ()),
     }
 
@@ -141,11 +249,11 @@ def _in_query(query: type[RequestQuery]) -> Iterable[dict[str, Any]]:
     _, schemas = msgspec.json.schema_components([query])
     for name, schema in schemas[query.__name__]["properties"].items():
         description = schema.pop("description")
-        yield {"name": name, "in": "query", "required": False, "description": description, "schema": schema}
+        yield {"name": name, "in": "query", "required": False, "description": description, "schema": _portable(schema)}
 
 
 def _problem(status: int) -> dict[str, Any]:
-    return {"description": http.HTTPStatus(status).phrase, "content": {MEDIA_TYPE: {"schema": _ref(Problem)}}}
+    return {"description": http.HTTPStatus(status).phrase, "content": {MEDIA_TYPE: {"schema": _ref(Problem.__name__)}}}
 
 
 def _answer(status: int, route: Route[Any, Any]) -> dict[str, Any]:
@@ -153,10 +261,12 @@ def _answer(status: int, route: Route[Any, Any]) -> dict[str, Any]:
     kind = route.answer
     answer: dict[str, Any] = {"description": kind.description or http.HTTPStatus(status).phrase}
     if kind.schema is not None:
-        schema = _ref(kind.schema) if isinstance(kind.schema, type) else kind.schema
+        schema = _ref(kind.schema.__name__) if isinstance(kind.schema, type) else kind.schema
+        if kind.line is not None:
+            schema = {**schema, "contentMediaType": kind.media_type, "contentSchema": _ref(kind.line.__name__)}
         answer["content"] = {kind.media_type: {"schema": schema}}
     return answer
 
 
-def _ref(struct: type[msgspec.Struct]) -> dict[str, str]:
-    return {"$ref": _REF.format(name=struct.__name__)}
+def _ref(name: str) -> dict[str, str]:
+    return {"$ref": _REF.format(name=name)}

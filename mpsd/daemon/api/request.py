@@ -1,7 +1,7 @@
 """What a handler gets of a request, and the base classes of the two values that a request may bring."""
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from msgspec import Struct
 
@@ -12,6 +12,9 @@ from mpsd.system.process import Process
 
 class RequestBody(Struct, forbid_unknown_fields=True):
     """The base of each type that a route takes as its JSON body; an unknown field is refused."""
+
+    forms: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Where a body has to have one of several sets of fields: each by the name of its schema in the API's document."""
 
 
 class RequestQuery(Struct, frozen=True):

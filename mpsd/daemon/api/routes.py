@@ -11,8 +11,8 @@ from mpsd.core.reload import ReloadResult
 from mpsd.core.roles import Role
 from mpsd.daemon.api import answers, lease_schema, schema
 from mpsd.daemon.api.answers import AnswerKind
-from mpsd.daemon.api.event_handlers import EventHandlers
-from mpsd.daemon.api.lease_handlers import LeaseHandlers
+from mpsd.daemon.api.event_handlers import Event, EventHandlers, EventsQuery
+from mpsd.daemon.api.lease_handlers import CdiQuery, LeaseHandlers, LeasesQuery, ReleaseQuery
 from mpsd.daemon.api.node_handlers import NodeHandlers
 from mpsd.daemon.api.openapi import OpenApiHandlers
 from mpsd.daemon.api.operator_handlers import OperatorHandlers, ReloadOut
@@ -40,12 +40,14 @@ def _row(
     handler: Callable[[Handlers], Handler[A]],
     answer: AnswerKind[A],
     *,
+    name: str,
+    summary: str,
     query: type[RequestQuery] | None = None,
     body: type[RequestBody] | None = None,
     errors: tuple[int, ...] = (),
 ) -> Route[Handlers, Any]:
     """Return a row. The type checker holds the handler to the answer that the row names."""
-    return Route(method, path, role, handler, answer, query, body, errors)
+    return Route(method, path, role, handler, answer, query, body, errors, name, summary)
 
 
 def _get(
@@ -53,50 +55,134 @@ def _get(
     handler: Callable[[Handlers], Handler[A]],
     answer: AnswerKind[A],
     *,
+    name: str,
+    summary: str,
     query: type[RequestQuery] | None = None,
 ) -> Route[Handlers, Any]:
     """Return the row of a route that reads: every observer may use it."""
-    return _row("GET", path, Role.OBSERVER, handler, answer, query=query)
+    return _row("GET", path, Role.OBSERVER, handler, answer, name=name, summary=summary, query=query)
 
 
 def _operation(
     verb: str,
     handler: Callable[[Handlers], Handler[schema.OperationOut]],
     *errors: int,
+    summary: str,
     role: Role = Role.OPERATOR,
     body: type[RequestBody] | None = None,
 ) -> Route[Handlers, Any]:
     """Return the row of what an operator can have done to a control daemon."""
     path, answer = f"/v1/daemons/{{name}}/{verb}", answers.json(schema.OperationOut, 202)
-    return _row("POST", path, role, handler, answer, body=body, errors=errors)
+    name = f"{verb}Daemon"
+    return _row("POST", path, role, handler, answer, name=name, summary=summary, body=body, errors=errors)
 
 
 ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
-    _get("/healthz", lambda h: h.node.healthz, answers.json(schema.HealthOut)),
+    _get(
+        "/healthz",
+        lambda h: h.node.healthz,
+        answers.json(schema.HealthOut),
+        name="getHealth",
+        summary="Whether mpsd answers",
+    ),
     _get(
         "/readyz",
         lambda h: h.node.readyz,
         answers.json(schema.HealthOut, answers.StatusBy("ok", {True: 200, False: 503})),
+        name="getReadiness",
+        summary="Whether the node is ready to grant leases",
     ),
-    _get("/v1/status", lambda h: h.node.status, answers.json(schema.StatusOut)),
-    _get("/v1/gpus", lambda h: h.node.gpus, answers.json(schema.GpusOut)),
-    _get("/v1/daemons", lambda h: h.node.daemons, answers.json(schema.DaemonsOut)),
-    _get("/v1/clients", lambda h: h.node.clients, answers.json(schema.ClientsOut)),
-    _get("/v1/leases", lambda h: h.leases.leases, answers.json(lease_schema.LeasesOut), query=schema.LeasesQuery),
-    _get("/v1/leases/{id}", lambda h: h.leases.lease, answers.json(lease_schema.LeaseOut)),
-    _get("/v1/config", lambda h: h.node.config, answers.json(schema.ConfigOut)),
-    _row("POST", "/v1/reload", Role.ADMIN, lambda h: h.operators.reload, answers.json(ReloadOut)),
-    _get("/v1/quarantines", lambda h: h.node.quarantines, answers.json(schema.QuarantinesOut)),
+    _get(
+        "/v1/status",
+        lambda h: h.node.status,
+        answers.json(schema.StatusOut),
+        name="getStatus",
+        summary="The node at one moment",
+    ),
+    _get(
+        "/v1/gpus",
+        lambda h: h.node.gpus,
+        answers.json(schema.GpusOut),
+        name="listGpus",
+        summary="The GPUs, and what is granted and held of each",
+    ),
+    _get(
+        "/v1/daemons",
+        lambda h: h.node.daemons,
+        answers.json(schema.DaemonsOut),
+        name="listDaemons",
+        summary="The control daemons, their limits and their servers",
+    ),
+    _get(
+        "/v1/clients",
+        lambda h: h.node.clients,
+        answers.json(schema.ClientsOut),
+        name="listClients",
+        summary="The clients of MPS, with their leases",
+    ),
+    _get(
+        "/v1/leases",
+        lambda h: h.leases.leases,
+        answers.json(lease_schema.LeasesOut),
+        name="listLeases",
+        summary="The leases that the caller may see",
+        query=LeasesQuery,
+    ),
+    _get(
+        "/v1/leases/{id}",
+        lambda h: h.leases.lease,
+        answers.json(lease_schema.LeaseOut),
+        name="getLease",
+        summary="One lease",
+    ),
+    _get(
+        "/v1/config",
+        lambda h: h.node.config,
+        answers.json(schema.ConfigOut),
+        name="getConfig",
+        summary="The settings in force",
+    ),
+    _get(
+        "/v1/quarantines",
+        lambda h: h.node.quarantines,
+        answers.json(schema.QuarantinesOut),
+        name="listQuarantines",
+        summary="The uids that get no lease",
+    ),
     _row(
-        "DELETE", "/v1/quarantines/{uid}", Role.ADMIN, lambda h: h.operators.pardon, answers.nothing(204), errors=(507,)
+        "POST",
+        "/v1/reload",
+        Role.ADMIN,
+        lambda h: h.operators.reload,
+        answers.json(ReloadOut),
+        name="reload",
+        summary="Read the configuration again",
     ),
-    _get("/v1/operations/{id}", lambda h: h.operators.operation, answers.json(schema.OperationOut)),
+    _row(
+        "DELETE",
+        "/v1/quarantines/{uid}",
+        Role.ADMIN,
+        lambda h: h.operators.pardon,
+        answers.nothing(204),
+        name="pardonUid",
+        summary="Pardon a quarantined uid",
+        errors=(507,),
+    ),
+    _get(
+        "/v1/operations/{id}",
+        lambda h: h.operators.operation,
+        answers.json(schema.OperationOut),
+        name="getOperation",
+        summary="What came of an operator's command",
+    ),
     _row(
         "POST",
         "/v1/leases",
         Role.USER,
         lambda h: h.leases.admit,
         answers.json(lease_schema.LeaseOut, 201),
+        name="createLease",
+        summary="Take out a lease, or wait for one",
         body=lease_schema.LeaseRequest,
         errors=(409, 503, 507),
     ),
@@ -106,6 +192,8 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
         Role.USER,
         lambda h: h.leases.renew,
         answers.json(lease_schema.LeaseOut),
+        name="renewLease",
+        summary="Give a lease more time",
         body=lease_schema.RenewRequest,
         errors=(507,),
     ),
@@ -115,6 +203,8 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
         Role.USER,
         lambda h: h.leases.hold,
         answers.json(lease_schema.LeaseOut),
+        name="addHolder",
+        summary="Have a lease held by another process, group or claim; take a claim",
         body=lease_schema.HolderRequest,
         errors=(409, 503, 507),
     ),
@@ -124,6 +214,8 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
         Role.USER,
         lambda h: h.leases.end,
         answers.json(lease_schema.LeaseOut, 202),
+        name="endLease",
+        summary="End the clients of a lease, and then the lease",
         errors=(507,),
     ),
     _row(
@@ -132,6 +224,8 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
         Role.USER,
         lambda h: h.leases.attach,
         answers.json(lease_schema.LeaseOut),
+        name="openLease",
+        summary="Open the limits for the processes of a lease that are to come",
         errors=(409,),
     ),
     _row(
@@ -144,43 +238,73 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
             {"type": "object"},
             "The CDI document of a lease that is claimed: a runtime that reads it gives a container this lease.",
         ),
-        query=lease_schema.CdiQuery,
+        name="getLeaseCdi",
+        summary="The CDI document of a claimed lease",
+        query=CdiQuery,
         errors=(409,),
     ),
-    _get("/v1/leases/{id}/verify", lambda h: h.leases.verify, answers.json(lease_schema.VerifyOut)),
+    _get(
+        "/v1/leases/{id}/verify",
+        lambda h: h.leases.verify,
+        answers.json(lease_schema.VerifyOut),
+        name="verifyLease",
+        summary="Whether every process of a lease is under MPS and within its limits",
+    ),
     _row(
         "DELETE",
         "/v1/leases/{id}",
         Role.USER,
         lambda h: h.leases.release,
         answers.nothing(204),
-        query=lease_schema.ReleaseQuery,
+        name="releaseLease",
+        summary="Release a lease",
+        query=ReleaseQuery,
         errors=(409, 507),
     ),
-    _operation("reset", lambda h: h.operators.reset, role=Role.ADMIN),
-    _operation("hold", lambda h: h.operators.hold, 507),
-    _operation("resume", lambda h: h.operators.resume, 507),
-    _operation("drain", lambda h: h.operators.drain, 507, body=schema.DrainRequest),
-    _operation("restart", lambda h: h.operators.restart, 507, role=Role.ADMIN, body=schema.DrainRequest),
+    _operation("reset", lambda h: h.operators.reset, summary="Start a failed control daemon again", role=Role.ADMIN),
+    _operation("hold", lambda h: h.operators.hold, 507, summary="Stop admission until it is resumed"),
+    _operation("resume", lambda h: h.operators.resume, 507, summary="Resume admission"),
+    _operation(
+        "drain",
+        lambda h: h.operators.drain,
+        507,
+        summary="Stop admission, and wait until all clients have left",
+        body=schema.DrainRequest,
+    ),
+    _operation(
+        "restart",
+        lambda h: h.operators.restart,
+        507,
+        summary="Drain, stop and start a control daemon",
+        role=Role.ADMIN,
+        body=schema.DrainRequest,
+    ),
     _row(
         "POST",
         "/v1/daemons/{name}/canary",
         Role.OPERATOR,
         lambda h: h.operators.canary,
         answers.json(schema.CanaryOut),
+        name="sendCanary",
+        summary="Prove that a control daemon serves clients",
     ),
     _get(
         "/v1/events",
         lambda h: h.events.events,
         answers.lines(
-            "One JSON object per line: `seq` grows by one from line to line; `at`, `level` and `event` give the time,"
-            " the level and the name."
+            Event,
+            "One JSON object per line, each an `Event`. The last line of an mpsd that ends is `node_stopped`; a"
+            " client that follows comes back with its `seq`.",
         ),
-        query=schema.EventsQuery,
+        name="readEvents",
+        summary="What mpsd decided, kept and to come, one JSON object a line",
+        query=EventsQuery,
     ),
     _get(
         "/v1/openapi.json",
         lambda h: h.openapi.document,
         answers.raw("application/json", {"type": "object"}, "This document."),
+        name="getDocument",
+        summary="This document",
     ),
 )

@@ -4,18 +4,27 @@ These types are the API's document too (`/v1/openapi.json` is made from them), s
 Times are RFC 3339 in UTC, memory is bytes, threads are percent, and a list is always an object with one array.
 """
 
-from datetime import datetime
+from enum import StrEnum
 from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from mpsd.core.compute_mode import ComputeMode
+from mpsd.core.enforcement.verification import Verdict
 from mpsd.core.enforcement.violations import Violation
-from mpsd.core.health import Reason, drifted
-from mpsd.core.model import Daemon, Drift, ReadBack, Server
-from mpsd.core.supervision.drain import Operation
-from mpsd.daemon.api.decoding import parameter
-from mpsd.daemon.api.request import RequestBody, RequestQuery
+from mpsd.core.health import Kind, Reason, drifted
+from mpsd.core.lifecycle import State
+from mpsd.core.model import Daemon, Drift, Health, ReadBack, Server, ViolationKind
+from mpsd.core.quantities import Moment
+from mpsd.core.supervision import wedge
+from mpsd.core.supervision.drain import Operation, Outcome
+from mpsd.daemon.api.request import RequestBody
 from mpsd.daemon.canary.watch import Examination
+
+
+def words(kind: type[StrEnum], *, more: bool = False) -> Meta:
+    """Return the annotation of a text that is one of these words; `more`: later releases may have further ones."""
+    return Meta(extra_json_schema={"x-extensible-enum" if more else "enum": [each.value for each in kind]})
 
 
 class LimitsOut(Struct):
@@ -41,10 +50,10 @@ class DriftOut(Struct):
     limit: str
     wanted: float | int | None
     found: float | int | None
-    since: datetime
+    since: Moment
     command: str | None
     server: int | None
-    undone: datetime | None
+    undone: Moment | None
     because: str
     """All of that in a sentence."""
 
@@ -84,14 +93,14 @@ class DaemonOut(Struct):
 
     name: str
     gpu: str
-    state: str
+    state: Annotated[str, words(State)]
     because: str
     hint: str | None
     pid: int | None
-    start_time: datetime | None
+    start_time: Moment | None
     pipe_directory: str
-    since: datetime
-    ready_since: datetime | None
+    since: Moment
+    ready_since: Moment | None
     limits: LimitsOut
     """As read back from the daemon, which reports limits of 1 GiB and more in whole GiB, rounded down."""
     limits_wanted: LimitsOut
@@ -105,7 +114,7 @@ class DaemonOut(Struct):
     servers: list[ServerOut]
     version: str | None
     """The driver's."""
-    log_silent_since: datetime | None
+    log_silent_since: Moment | None
     """Since when its log has shown nothing, not even the conversations of mpsd."""
     unknown_lines: int
     """Lines of its log in words that mpsd does not know, since mpsd started."""
@@ -161,13 +170,13 @@ class CanaryOut(Struct):
     """What canaries prove of a control daemon: mpsd's own clients, which initialise CUDA and make a context."""
 
     daemon: str
-    verdict: str
+    verdict: Annotated[str, words(wedge.Verdict)]
     """`ok`: clients are served. `wedged`: three canaries in a row got no answer. `unknown`: neither was proven."""
     because: str
     """The evidence: what came of each canary."""
     canaries: int
     """How many were sent."""
-    at: datetime
+    at: Moment
 
     @classmethod
     def of(cls, daemon: str, found: Examination) -> "CanaryOut":
@@ -195,8 +204,8 @@ class GpuOut(Struct):
     threads_unleased: float
     memory_unleased: int
     clients_unleased: int
-    compute_mode: str | None
-    health: str
+    compute_mode: Annotated[str, words(ComputeMode)] | None
+    health: Annotated[str, words(Health)]
     because: str
     hint: str | None
 
@@ -210,7 +219,7 @@ class GpusOut(Struct):
 class ViolationOut(Struct):
     """A violation that is open: a process that breaks a lease, or has less than its lease."""
 
-    kind: str
+    kind: Annotated[str, words(ViolationKind, more=True)]
     pid: int
     lease: str | None
     daemon: str
@@ -236,7 +245,7 @@ class ClientOut(Struct):
     lease: str | None
     memory_held: int | None
     """Bytes of the GPU that it held when NVML was asked last; None where NVML does not tell."""
-    verdict: str
+    verdict: Annotated[str, words(Verdict)]
     """`violation` where one of it is open, `unknown` where its limits are not known, and `ok`."""
     because: str
     """Why it is not ok; empty where it is."""
@@ -251,7 +260,7 @@ class ClientsOut(Struct):
 class ReasonOut(Struct):
     """One thing that is not well, and what to do about it; of a GPU (`GPU 0`), a daemon, `leases` or the `node`."""
 
-    kind: str
+    kind: Annotated[str, words(Kind, more=True)]
     subject: str
     because: str
     hint: str
@@ -278,7 +287,7 @@ class StatusOut(Struct):
     """The open violations. They do not make the node unhealthy: any user can cause one."""
     version: str
     simulated: bool
-    since: datetime
+    since: Moment
     gpus: list[GpuOut]
     """As `/v1/gpus` answers them."""
     daemons: list[DaemonOut]
@@ -294,7 +303,7 @@ class QuarantineOut(Struct):
     """A uid that is shut out of all control daemons, and gets no lease, until an administrator pardons it."""
 
     uid: int
-    since: datetime
+    since: Moment
     because: str
 
 
@@ -332,7 +341,7 @@ class BlockerOut(Struct):
     what: str
     lease: str | None
     pid: int | None
-    since: datetime
+    since: Moment
 
 
 class OperationOut(Struct):
@@ -341,10 +350,10 @@ class OperationOut(Struct):
     id: str
     daemon: str
     verb: str
-    state: str
+    state: Annotated[str, words(Outcome)]
     because: str
-    started: datetime
-    ended: datetime | None
+    started: Moment
+    ended: Moment | None
     waits_for: list[BlockerOut]
     """Those who are there, while it goes on."""
 
@@ -368,32 +377,3 @@ class HealthOut(Struct):
 
     ok: bool
     because: str
-
-
-class LeasesQuery(RequestQuery, frozen=True):
-    """Which leases a caller asks for."""
-
-    ended: Annotated[bool, parameter("Whether leases that ended not long ago are listed too, at most 256.")] = False
-
-
-class EventsQuery(RequestQuery, frozen=True):
-    """Which events a caller asks for."""
-
-    after: Annotated[
-        int,
-        parameter(
-            "The number of the last event that the caller has received; 0 for all events that are kept.",
-            refusal="is not the number of an event",
-            hint="pass the seq of the last event that you received",
-            at_least=0,
-            at_most=10**18 - 1,
-        ),
-    ] = 0
-    follow: Annotated[
-        bool,
-        parameter(
-            "Whether to keep sending new events until the caller disconnects.",
-            refusal="is neither true nor false",
-            hint="pass follow=true, or omit it",
-        ),
-    ] = False

@@ -29,10 +29,14 @@ class Route(Generic[H, A]):
     """Picks the row's handler."""
     answer: AnswerKind[A]
     query: type[RequestQuery] | None = None
-    """The query parameters; a route without them ignores a query string."""
+    """The query parameters; a route without them refuses a query string."""
     body: type[RequestBody] | None = None
     errors: tuple[int, ...] = ()
     """Statuses of errors beyond those that every route of this form can answer (see `openapi`)."""
+    name: str = ""
+    """What clients that are generated call it: the `operationId`, which stays; empty for one made of its path."""
+    summary: str = ""
+    """What it does, in a few words for lists."""
 
 
 class Table(Generic[T]):
@@ -43,12 +47,15 @@ class Table(Generic[T]):
         self._patterns: dict[re.Pattern[str], dict[str, T]] = {}
 
     def add(self, method: str, path: str, what: T) -> None:
-        """Add a row. A name stands for the whole of what is between two slashes."""
+        """Add a row, for HEAD too where it is for GET. A name stands for the whole of what is between two slashes."""
         if "{" not in path:
-            self._plain.setdefault(path, {})[method] = what
-            return
-        pattern = re.compile(re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", path))
-        self._patterns.setdefault(pattern, {})[method] = what
+            methods = self._plain.setdefault(path, {})
+        else:
+            pattern = re.compile(re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", path))
+            methods = self._patterns.setdefault(pattern, {})
+        methods[method] = what
+        if method == "GET":
+            methods["HEAD"] = what
 
     def find(self, path: str) -> tuple[Mapping[str, T], Mapping[str, str]]:
         """Return what there is on a path, by method, and the names in it; nothing where there is no such path."""

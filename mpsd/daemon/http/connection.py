@@ -6,23 +6,19 @@ request waits, unread, until that is answered. Whoever is connected costs a few 
 
 import asyncio
 import http
-import re
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
 from functools import lru_cache
 from math import inf
-from typing import Final, NamedTuple, cast
-from urllib.parse import unquote
+from typing import Final, cast
 
 import httptools
 
+from mpsd.daemon.http.message import MAXIMUM_BODY, Answer, Message
 from mpsd.daemon.http.peer import Peer
 from mpsd.system import clock
-
-MAXIMUM_BODY: Final = 64 * 1024
-"""Bytes of a request's body."""
 
 _LONGEST_HEAD: Final = 16 * 1024
 """Bytes of a request before its body."""
@@ -43,71 +39,7 @@ _KEEP_ALIVE: Final = 75.0
 _SLOW: Final = 5.0
 """Seconds that a caller may take for what was sent to it."""
 
-_ORIGIN: Final = re.compile(r"https?://[^/]*", re.IGNORECASE)
-
 _VERSIONS: Final = {"1.0", "1.1"}
-
-
-class Answer(NamedTuple):
-    """What is answered: a status, a body and its media type, and for a wrong method those that are right."""
-
-    status: int
-    body: bytes = b""
-    kind: str = "application/json"
-    allow: str = ""
-
-
-class Message:
-    """A request, its head read; its body may still be on its way."""
-
-    __slots__ = ("_arrived", "body", "close", "complete", "connection", "expects", "method", "old", "path", "query",
-                 "trouble")  # fmt: skip
-
-    def __init__(self, connection: "Connection", method: str, target: bytes) -> None:
-        self.connection = connection
-        self.method = method
-        self.path, self.query = _path(target)
-        self.body = bytearray()
-        """As much as has come of it; of one that is too large, not much more than shows that it is."""
-        self.expects = False
-        """Whether its caller waits for a word before it sends the body."""
-        self.old = False
-        """Whether it is HTTP/1.0, which knows no chunks."""
-        self.close = False
-        """Whether nothing comes after its answer."""
-        self.trouble = ""
-        """Why the rest of what was sent cannot be read, if so."""
-        self.complete = False
-        """Whether there is no more of it to come."""
-        self._arrived: asyncio.Future[None] | None = None
-
-    def take(self, data: bytes) -> None:
-        """Add to the body."""
-        if len(self.body) <= MAXIMUM_BODY:
-            self.body += data
-        if len(self.body) > MAXIMUM_BODY:
-            self.wake()
-
-    def wake(self) -> None:
-        """Let go on whoever waits for the body."""
-        if self._arrived is not None and not self._arrived.done():
-            self._arrived.set_result(None)
-
-    async def arrival(self) -> None:
-        """Wait for the body: until it is complete, or too large, or cannot be read. Raises ConnectionResetError."""
-        if self.expects:
-            await self.connection.bid_continue()
-        if not (self.complete or self.trouble or len(self.body) > MAXIMUM_BODY):
-            self._arrived = asyncio.get_running_loop().create_future()
-            await self._arrived
-
-
-def _path(target: bytes) -> tuple[str, str]:
-    """Return the path of what a request is for, decoded, and what is asked about it."""
-    path, _, query = target.decode(errors="replace").partition("?")
-    if not path.startswith("/"):
-        path = _ORIGIN.sub("", path)  # as one sends it to a proxy: with scheme and host
-    return unquote(path) if "%" in path else path, query
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -142,6 +74,9 @@ class Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._target = b""
         self._expects = False
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._head = b""
+        """The head of a request that offers another protocol, without the offer."""
         self._size = 0
         """Bytes that have come of the request that is being received."""
         self._coming: Message | None = None
@@ -152,6 +87,8 @@ class Connection(asyncio.BufferedProtocol):
         """What came behind them."""
         self._last = False
         """Whether nothing more is answered."""
+        self._ended = False
+        """Whether its caller sends nothing more, and may be there to read all the same."""
         self.parting = False
         """Whether the next answer is the last, since somebody else answers soon."""
         self._taken: asyncio.Future[None] | None = None
@@ -191,6 +128,14 @@ class Connection(asyncio.BufferedProtocol):
             if len(self._later) >= len(_BUFFER) and self._transport is not None:
                 self._transport.pause_reading()
 
+    def eof_received(self) -> bool:
+        """Answer what has come all the same, unless nobody is left to read it; return whether anybody is."""
+        if self.peer.has_left():
+            return False
+        self._ended = True
+        self._go_on()
+        return True
+
     def _listens(self) -> bool:
         """Tell whether what comes in now is a next request, or the rest of the one in hand."""
         return self._parser is not None and not self._next and (not self.is_answering or self._coming is not None)
@@ -199,14 +144,27 @@ class Connection(asyncio.BufferedProtocol):
         assert self._parser is not None  # noqa: S101 - it listens
         self._size += len(data)
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._parser = None  # as it says already: see `on_headers_complete`
+            self._feed(self._parser, data)
         except httptools.HttpParserError as error:
             self._cannot_read(str(error))
         else:
             if self._size > (_LONGEST_HEAD if self._coming is None else _LARGEST):
                 self._cannot_read("it is too long")
+
+    def _feed(self, parser: httptools.HttpRequestParser, data: memoryview | bytearray) -> None:
+        """Have it read; a request that offers another protocol again, without the offer: see `on_headers_complete`."""
+        while data:
+            try:
+                parser.feed_data(data)
+            except httptools.HttpParserUpgrade as offer:
+                head, self._head = self._head, b""
+                if not head:
+                    self._parser = None  # CONNECT: what follows is for somebody else
+                    return
+                parser.feed_data(head)
+                data = data[int(offer.args[0]) :]
+            else:
+                return
 
     def _cannot_read(self, because: str) -> None:
         """Listen no more; why is said once what came before is answered."""
@@ -229,23 +187,37 @@ class Connection(asyncio.BufferedProtocol):
 
         One header alone matters: httptools knows how long a body is, and what ends a connection.
         """
-        if self._coming is None and name.lower() == b"expect" and value.lower() == b"100-continue":
-            self._expects = True
+        if self._coming is None:
+            self._headers.append((name, value))
+            if name.lower() == b"expect" and value.lower() == b"100-continue":
+                self._expects = True
 
     def on_headers_complete(self) -> None:
-        """Take up a request."""
+        """Take up a request.
+
+        httptools does not read the body of one that offers another protocol, since that may be spoken from there on.
+        It is not, here; so the same head is read again without the offer.
+        """
         parser = self._parser
         assert parser is not None  # noqa: S101 - it is calling
-        message = self._coming = Message(self, parser.get_method().decode(), self._target)
-        version = parser.get_http_version()
+        method, version = parser.get_method(), parser.get_http_version()
+        if parser.should_upgrade() and method != b"CONNECT":
+            left = [b"%b: %b\r\n" % each for each in self._headers if each[0].lower() != b"upgrade"]
+            self._head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self._target, version.encode(), b"".join(left))
+        else:
+            self._begin(parser, method.decode(), version)
+        self._target, self._expects = b"", False
+        self._headers.clear()
+
+    def _begin(self, parser: httptools.HttpRequestParser, method: str, version: str) -> None:
+        message = self._coming = Message(self, method, self._target)
         message.old = version == "1.0"
         message.expects = self._expects and not message.old  # which knows of no such word
-        self._target, self._expects = b"", False
         message.close = message.old or not parser.should_keep_alive()
         if version not in _VERSIONS:
             message.trouble, message.close = f"it is HTTP/{version}", True
-        elif parser.should_upgrade():
-            message.trouble, message.close = "it asks for another protocol (Upgrade)", True
+        elif method == "CONNECT":
+            message.trouble, message.close = "it asks for another connection (CONNECT)", True
         self._next.append(message)
 
     def on_body(self, body: bytes) -> None:
@@ -255,6 +227,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def on_message_complete(self) -> None:
         """Take note that a request has come to its end."""
+        if self._head:
+            return  # it is about to be read again
         message, self._coming, self._size = self._coming, None, 0
         if message is not None:
             message.complete = True
@@ -269,11 +243,13 @@ class Connection(asyncio.BufferedProtocol):
                 self.is_answering, self.deadline = True, inf
                 self._note_spoken()
                 self._in_hand.set_result(self._next.popleft())
-            elif not self.is_answering and (self._last or self._parser is None):
+            elif self._later and not self._last and self._listens():
+                self._read_later(self._transport)
+            elif self._ended and self._coming is not None and not self._later:
+                self._cannot_read("it ends in the middle of its body")
+            elif not self.is_answering and (self._last or self._ended or self._parser is None):
                 self._transport.close()
                 return
-            elif self._later and self._listens():
-                self._read_later(self._transport)
             else:
                 return
 
@@ -335,11 +311,15 @@ class Connection(asyncio.BufferedProtocol):
         with ExitStack() as on_failure:
             on_failure.callback(self.abort)  # half of an answer is on its way, which nothing else can follow
             await self._write(b"%b%b%b\r\n" % (_head(200, kind, clock.second()), framing, self._end(message)))
-            async for piece in pieces:
-                await self._write(piece if message.old else b"%x\r\n%b\r\n" % (len(piece), piece))
-            if not message.old:
-                await self._write(b"0\r\n\r\n")
+            if message.method != "HEAD":
+                await self._write_all(message, pieces)
             on_failure.pop_all()
+
+    async def _write_all(self, message: Message, pieces: AsyncIterator[bytes]) -> None:
+        async for piece in pieces:
+            await self._write(piece if message.old else b"%x\r\n%b\r\n" % (len(piece), piece))
+        if not message.old:
+            await self._write(b"0\r\n\r\n")
 
     async def bid_continue(self) -> None:
         """Have a caller send the body that it holds back. Raises ConnectionResetError."""

@@ -9,7 +9,8 @@ from typing import Final
 
 from mpsd.core.errors import TooManyRequestsError
 from mpsd.core.reload import LiveSettings
-from mpsd.daemon.http.connection import Connection, Message
+from mpsd.daemon.http.connection import Connection
+from mpsd.daemon.http.message import Message
 from mpsd.daemon.http.peer import Peer
 from mpsd.daemon.http.problems import closing_response
 from mpsd.daemon.record.log import EventName, Logger

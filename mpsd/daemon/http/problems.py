@@ -11,7 +11,7 @@ from typing import Final
 from msgspec import Struct
 
 from mpsd.core.errors import InvalidRequestError, MethodNotAllowedError, MpsdError, NotFoundError
-from mpsd.daemon.http.connection import Answer, Message
+from mpsd.daemon.http.message import Answer, Message
 from mpsd.daemon.record.encoding import to_json
 
 MEDIA_TYPE: Final = "application/problem+json"

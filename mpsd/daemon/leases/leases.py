@@ -80,6 +80,7 @@ class Leases:
             ledger, self._group_commit, limit_gates, end=self._end, is_unheard=lambda each: each in self._pending
         )
         self._holder_watch, self.clients = self._holding.watch, self._holding.clients
+        self.has_holder = self._holder_watch.holds
         self.unrestored = UnrestoredLeases(store.discard, log)
         self.closing = Closing(ledger, endings, self._group_commit, follow=limit_gates.follow, end=self._end, log=log)
         self.request_ids = RequestIds(ledger.find)
@@ -167,11 +168,8 @@ class Leases:
         for lease in self.ledger.overdue(now):
             place = self.ledger.place(lease.id, now)
             if place is not None:
-                lacks = place.waits_for
-                because = f"timed out in the queue: {lacks.because}"
-                self._end(
-                    lease.id, because, refusal=DoesNotFitError(because, hint=lacks.after_waiting(), limit=lacks.limit)
-                )
+                late = place.waits_for.timed_out()
+                self._end(lease.id, late.detail, refusal=late)
             elif (claim := claim_of(lease)) is not None:
                 self._end(lease.id, self.claims.why_expired(lease, claim))
             else:

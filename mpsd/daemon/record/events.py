@@ -7,6 +7,7 @@ another event. While the state directory is full, nothing is stored and nothing 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from math import inf
 from typing import Final
 
 from mpsd.core.errors import StorageError
@@ -195,11 +196,11 @@ class Events:
         """The number of the latest event; 0 when there was none yet."""
         return self._next - 1
 
-    async def read(self, after: int, *, follow: bool) -> AsyncIterator[bytes]:
+    async def read(self, after: int, *, follow: bool, patience: float = inf) -> AsyncIterator[bytes]:
         """Yield the lines of the events after a number that are kept, some at a time, and then of those that come.
 
         There is no gap: for a reader so slow that what comes next for it is not kept any more, it ends. After 0, the
-        oldest that is kept comes next.
+        oldest that is kept comes next. Nothing (`b""`) is yielded each time that nothing came for `patience` seconds.
         """
         position, end = after + 1 if after else self.oldest, self._next
         while position >= self._first and (follow or position < end):
@@ -209,8 +210,17 @@ class Events:
                 yield b"\n".join((*lines, b""))
             elif self._closed:
                 return
-            else:
+            elif not await self._arrival(patience):
+                yield b""
+
+    async def _arrival(self, seconds: float) -> bool:
+        """Wait for another event, or for its reader to be let go; return whether that came in time."""
+        try:
+            async with asyncio.timeout(None if seconds == inf else seconds):
                 await self._arrived.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def close(self) -> None:
         """Store what is left, and let those who follow go, once they have all."""

@@ -25,6 +25,7 @@ class EventName(StrEnum):
 
     NODE_STARTED = "node_started"
     NODE_STOPPING = "node_stopping"
+    NODE_STOPPED = "node_stopped"
     API_LISTENING = "api_listening"
     NODE_NOT_CLOSED = "node_not_closed"
     HOST_REQUIREMENT_MISSING = "host_requirement_missing"

@@ -146,8 +146,8 @@ class TestAnswers:
     def test_allowed_methods(self, node: Node) -> None:
         """A wrong method is answered with those that are right, in the header and in the hint."""
         answer = node.request("PUT", "/v1/leases", b"{}")
-        assert answer.headers["Allow"].split(",") == ["GET", "POST"]
-        assert problem(answer, 405, "method_not_allowed")["hint"] == "use GET, POST"
+        assert answer.headers["Allow"].split(",") == ["GET", "HEAD", "POST"]
+        assert problem(answer, 405, "method_not_allowed")["hint"] == "use GET, HEAD, POST"
 
     def test_unknown_daemon(self, node: Node) -> None:
         """A daemon that is not there is refused with those that are."""

@@ -33,7 +33,7 @@ NO_ROUTES: Final = [
     ("GET", "/"),
     ("GET", "/v1/nothing"),
     ("GET", "/v1/leases/"),
-    ("HEAD", "/healthz"),
+    ("HEAD", "/v1/daemons/gpu0/hold"),
     ("OPTIONS", "/v1/leases"),
     ("PUT", "/v1/leases"),
     ("DELETE", "/v1/leases"),

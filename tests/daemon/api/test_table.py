@@ -22,10 +22,10 @@ from mpsd.core.settings import LogFormat, Roles, Settings
 from mpsd.daemon.api import answers
 from mpsd.daemon.api.decoding import parameter, query_decoder
 from mpsd.daemon.api.dispatcher import Dispatcher
+from mpsd.daemon.api.event_handlers import EventsQuery
 from mpsd.daemon.api.openapi import document
 from mpsd.daemon.api.request import Request, RequestBody, RequestQuery
 from mpsd.daemon.api.routes import ROUTES
-from mpsd.daemon.api.schema import EventsQuery
 from mpsd.daemon.api.table import Route
 from mpsd.daemon.http.connection import Connection
 from mpsd.daemon.http.peer import Peer
@@ -108,7 +108,7 @@ TABLE: Final[tuple[Route[Words, Any], ...]] = (
         lambda h: h.picture,
         answers.raw("image/png", {"type": "string"}, "A picture."),
     ),
-    Route("GET", "/lines", Role.OBSERVER, lambda h: h.lines, answers.lines("Lines."), query=Which),
+    Route("GET", "/lines", Role.OBSERVER, lambda h: h.lines, answers.lines(Colour, "Lines."), query=Which),
     Route(
         "POST",
         "/paint",
@@ -185,7 +185,7 @@ class TestKinds:
         assert answer.headers["Content-Length"] == str(len(answer.body))
         said = operation("get", "/metrics")["responses"]
         assert said["200"] == {"description": "The metrics.", "content": {METRICS: {"schema": {"type": "string"}}}}
-        assert said.keys() == {"200", "400", "403", "429", "500"}
+        assert said.keys() == {"200", "400", "403", "422", "429", "500"}
 
     def test_bytes(self) -> None:
         """Bytes are sent as they are."""
@@ -226,9 +226,9 @@ class TestRequests:
     def test_typed_values(self) -> None:
         """A handler gets names, body and query as the row has them, and None for what the row does not have."""
         words = Words()
-        ask("DELETE", "/paint/sea%20green?size=x", words=words)
+        ask("DELETE", "/paint/sea%20green", words=words)
         ask("POST", "/paint", b'{"colour": "red"}', words=words)
-        ask("GET", "/lines?loud=true&other=1", words=words)
+        ask("GET", "/lines?loud=true", words=words)
         washed, painted, listed = words.asked
         assert (washed.names, washed.query, washed.body) == ({"name": "sea green"}, None, None)
         assert (painted.names, painted.query, painted.body) == ({}, None, Paint("red"))
@@ -244,9 +244,27 @@ class TestRequests:
         assert (answer.json["detail"], answer.json["hint"]) == (f"{name}={text!r} {said}", hint)
         assert not words.asked
 
+    @pytest.mark.parametrize(
+        ("method", "target", "detail", "hint"),
+        [
+            ("GET", "/lines?other=1", "there is no query parameter 'other'", "this route takes size, loud"),
+            ("GET", "/lines?laud", "there is no query parameter 'laud'", "loud may have been meant; this route takes"),
+            ("GET", "/metrics?size=1", "there is no query parameter 'size'", "this route takes none"),
+            ("DELETE", "/paint/x?force=true", "there is no query parameter 'force'", "this route takes none"),
+            ("GET", "/lines?size=1&size=2", "size is there 2 times", "pass size once"),
+        ],
+    )
+    def test_parameters_that_are_not_taken(self, method: str, target: str, detail: str, hint: str) -> None:
+        """A parameter that the row does not have is refused, with the one that may have been meant, as is a second."""
+        words = Words()
+        answer = ask(method, target, words=words)
+        assert (answer.status, answer.json["code"], answer.json["detail"]) == (422, "invalid_request", detail)
+        assert answer.json["hint"].startswith(hint)
+        assert not words.asked
+
     def test_documented_parameters(self) -> None:
         """The document has each parameter with its sentence, its bounds and its default."""
-        size = {"type": "integer", "minimum": 1, "maximum": 9, "default": 3}
+        size = {"type": "integer", "format": "int64", "minimum": 1, "maximum": 9, "default": 3}
         loud = {"type": "boolean", "default": False}
         assert operation("get", "/lines")["parameters"] == [
             {"name": "size", "in": "query", "required": False, "description": "How large.", "schema": size},
@@ -254,7 +272,9 @@ class TestRequests:
         ]
         assert "422" in operation("get", "/lines")["responses"]
 
-    @pytest.mark.parametrize("body", [b"", b"{}", b"[]", b"\xff", b'{"colour": 1}', b'{"colour": "red", "size": 1}'])
+    @pytest.mark.parametrize(
+        "body", [b"", b"{}", b"null", b"nul", b"[]", b"\xff", b'{"colour": 1}', b'{"colour": "red", "size": 1}']
+    )
     def test_wrong_bodies(self, body: bytes) -> None:
         """A body that is not the row's is refused before the handler runs."""
         words = Words()
@@ -320,9 +340,9 @@ class TestNothingElse:
 
     def test_no_method_is_added_by_hand(self) -> None:
         """A path takes the methods of its rows, and names them."""
-        for method in ("HEAD", "OPTIONS", "PUT"):
+        for method in ("OPTIONS", "PUT"):
             answer = ask(method, "/metrics")
-            assert (answer.status, answer.headers["Allow"]) == (405, "GET")
+            assert (answer.status, answer.headers["Allow"]) == (405, "GET,HEAD")
 
 
 EVENTS: Final = query_decoder(EventsQuery)
@@ -331,11 +351,11 @@ EVENTS: Final = query_decoder(EventsQuery)
 @pytest.mark.parametrize(
     ("query", "found"),
     [
-        ("", EventsQuery(0, follow=False)),
-        ("after=7", EventsQuery(7)),
-        ("after=007&follow=true", EventsQuery(7, follow=True)),
-        ("after=1&after=x", EventsQuery(1)),
-        ("after=999999999999999999&since=x", EventsQuery(10**18 - 1)),
+        ("", EventsQuery("0", follow=False, heartbeat=0)),
+        ("after=7", EventsQuery("7")),
+        ("after=007&follow=true", EventsQuery("007", follow=True)),
+        ("after=latest&heartbeat=3600", EventsQuery("latest", heartbeat=3600)),
+        ("after=999999999999999999", EventsQuery("9" * 18)),
         ("follow=false", EventsQuery()),
     ],
 )
@@ -352,9 +372,16 @@ def test_query_of_events(query: str, found: EventsQuery) -> None:
         ("after=%31e3", "after='1e3' is not the number of an event"),
         ("after=1000000000000000000", "after='1000000000000000000' is not the number of an event"),
         (f"after={'x' * 50}", f"after='{'x' * 40}' is not the number of an event"),
+        ("after=last", "after='last' is not the number of an event"),
+        ("after=latest%0a", "after='latest\\n' is not the number of an event"),
+        ("after=%d9%a1", "after='\u0661' is not the number of an event"),
+        ("heartbeat=0.5", "heartbeat='0.5' is not a number of seconds from 0 to 3600"),
+        ("heartbeat=3601", "heartbeat='3601' is not a number of seconds from 0 to 3600"),
+        ("after=1&after=2", "after is there 2 times"),
+        ("folow=true", "there is no query parameter 'folow'"),
         ("follow=1", "follow='1' is neither true nor false"),
         ("follow", "follow='' is neither true nor false"),
-        ("follow=TRUE&after=x", "after='x' is not the number of an event"),
+        ("follow=TRUE&after=x", "follow='TRUE' is neither true nor false"),
     ],
 )
 def test_wrong_query_of_events(query: str, detail: str) -> None:
@@ -364,8 +391,14 @@ def test_wrong_query_of_events(query: str, detail: str) -> None:
     assert refused.value.detail == detail
 
 
-class Textual(RequestQuery, frozen=True):
+class Fractional(RequestQuery, frozen=True):
     """A parameter of a type that no query can have."""
+
+    size: Annotated[float, parameter("A size.", refusal="is no size", hint="name one")] = 0
+
+
+class Boundless(RequestQuery, frozen=True):
+    """A text that can be anything."""
 
     name: Annotated[str, parameter("A name.", refusal="is no name", hint="name one")] = ""
 
@@ -388,7 +421,7 @@ class Undocumented(RequestQuery, frozen=True):
     size: Annotated[int, Meta(ge=0, le=9)] = 0
 
 
-@pytest.mark.parametrize("kind", [Textual, Required, Unbounded, Undocumented])
+@pytest.mark.parametrize("kind", [Fractional, Boundless, Required, Unbounded, Undocumented])
 def test_unusable_parameters(kind: Callable[..., RequestQuery]) -> None:
     """A row whose parameters cannot be decoded, or have no sentence, is found when mpsd starts."""
     assert isinstance(kind, type)

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
@@ -15,7 +16,8 @@ from typing import Final
 
 import pytest
 
-from mpsd.daemon.http.connection import Connection, Message
+from mpsd.daemon.http.connection import Connection
+from mpsd.daemon.http.message import Message
 from mpsd.daemon.http.peer import Peer
 from tests.daemon.conftest import Start
 from tests.daemon.leases.line import Talk, message
@@ -62,6 +64,22 @@ def unread(talk: Talk) -> str:
     return str(answer.json["detail"])
 
 
+@contextlib.contextmanager
+def threaded(send: Callable[[bytes], None], data: bytes, connected: socket.socket) -> Iterator[None]:
+    """Send this on a thread, and say that it is all; answers are read meanwhile, or neither side could go on."""
+
+    def run() -> None:
+        send(data)
+        connected.shutdown(socket.SHUT_WR)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
 class TestReading:
     """What comes in."""
 
@@ -90,7 +108,8 @@ class TestReading:
         ("target", "status"),
         [
             ("http://mpsd/v1/status", 200),
-            ("HTTP://mpsd:80/v1/status?x=1", 200),
+            ("HTTP://mpsd:80/v1/leases?ended=true", 200),
+            ("/v1/status?x=1", 422),
             ("/v1/%73tatus", 200),
             ("/v1/status?", 200),
             ("//v1/status", 404),
@@ -136,6 +155,26 @@ class TestReading:
         assert talk.answer().status == 422
         talk.send(LEASE[-1:])
         assert talk.answer().status == 422
+
+    @pytest.mark.parametrize("offer", ["h2c", "websocket", "TLS/1.0"])
+    def test_an_offer(self, talk: Talk, offer: str) -> None:
+        """Who would also speak another protocol, as Java's client and curl --http2 offer, is answered in this one."""
+        headers = (
+            f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {offer}\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n".encode()
+        )
+        for request, status in ((STATUS, 200), (LEASE, 422), (LONG, 422), (STATUS, 200)):
+            head, _, body = request.partition(b"\r\n")
+            talk.send(head + b"\r\n" + headers + body)
+            answer = talk.answer()
+            assert (answer.status, answer.headers.get("Connection")) == (status, None)
+        head, _, body = LEASE.partition(b"\r\n")
+        talk.send((head + b"\r\n" + headers + body + STATUS) * 3)
+        assert [talk.answer().status for _ in range(6)] == [422, 200] * 3
+
+    def test_a_tunnel(self, talk: Talk) -> None:
+        """Nobody gets a tunnel (CONNECT), and what would go through it is not read."""
+        talk.send(b"CONNECT mpsd:80 HTTP/1.1\r\nHost: mpsd\r\n\r\n" + STATUS)
+        assert "CONNECT" in unread(talk)
 
 
 class TestTooMuch:
@@ -245,6 +284,47 @@ class TestEnds:
                 going_on.close()
                 assert talk.answer().status == 200
 
+    @pytest.mark.parametrize("number", [3, 500])
+    def test_nothing_behind_many(self, node: Node, number: int) -> None:
+        """Who sends requests, and says at once that there are no more of them, gets every answer, however many."""
+        requests = [STATUS, LEASE, message("GET", "/healthz")] * (number // 3)
+        with Talk(node.socket) as talk, threaded(talk.send, b"".join(requests), talk.connection):
+            statuses = [talk.answer().status for _ in requests]
+            assert over(talk)
+        assert statuses == [200, 422, 200] * (number // 3)
+
+    def test_nothing_behind_half(self, node: Node) -> None:
+        """What ends in the middle of a body is no request; in the middle of a head, it is none that can be answered."""
+        with Talk(node.socket) as talk:
+            talk.send(STATUS + LEASE[:-1])
+            talk.connection.shutdown(socket.SHUT_WR)
+            assert talk.answer().status == 200
+            assert "it ends in the middle of its body" in unread(talk)
+        with Talk(node.socket) as talk:
+            talk.send(STATUS + STATUS[:-1])
+            talk.connection.shutdown(socket.SHUT_WR)
+            assert talk.answer().status == 200
+            assert over(talk)
+
+    def test_waiting_behind_nothing(self, node: Node) -> None:
+        """Who waits for a lease and says nothing more keeps its place, until it hangs up."""
+        threads = {"threads": 100, "memory": "1GiB"}
+        taken = [node.request("POST", "/v1/leases", threads).json["id"] for _ in range(3 - 1)]
+        for leaves in (False, True):
+            with Talk(node.socket) as talk:
+                talk.send(message("POST", "/v1/leases", {**threads, "wait": None}))
+                talk.connection.shutdown(socket.SHUT_WR)
+                wait_until(lambda: node.get("/v1/status").json["waiting"] == 1, what="it to wait for a GPU")
+                if not leaves:
+                    assert node.request("DELETE", f"/v1/leases/{taken.pop()}").status == 204
+                    answer = talk.answer()
+                    assert answer.status == 201
+                    taken.append(answer.json["id"])
+            wait_until(lambda: node.get("/v1/status").json["waiting"] == 0, what="nobody to wait")
+        assert sorted(each["id"] for each in node.get("/v1/leases").json["leases"]) == sorted(taken)
+        for lease in taken:
+            assert node.request("DELETE", f"/v1/leases/{lease}").status == 204
+
     def test_hanging_up(self, node: Node) -> None:
         """Whoever hangs up in the middle of anything, its connection is closed, and what it asked for is left."""
         request = message("POST", "/v1/leases", {"threads": 100, "memory": "1GiB", "wait": None})
@@ -287,11 +367,25 @@ class TestEnds:
 class TestAnswers:
     """What goes out."""
 
-    def test_head(self, talk: Talk) -> None:
-        """HEAD is answered as what it is, a wrong method, with the head of that and nothing else."""
-        answer = talk.ask("HEAD", "/v1/status")
-        assert (answer.status, answer.headers["Allow"], answer.body) == (405, "GET", b"")
-        assert int(answer.headers["Content-Length"]) > 0
+    @pytest.mark.parametrize("path", ["/healthz", "/v1/status", "/v1/leases/none", "/v1/events?x=1"])
+    def test_head(self, talk: Talk, path: str) -> None:
+        """HEAD is answered with the head of the answer to GET, and nothing else."""
+        head, got = talk.ask("HEAD", path), talk.ask("GET", path)
+        assert (head.status, head.body, head.headers.keys()) == (got.status, b"", got.headers.keys())
+        assert head.headers["Content-Type"] == got.headers["Content-Type"]
+        assert int(head.headers["Content-Length"]) > 0
+
+    @pytest.mark.parametrize("query", ["", "?follow=true"])
+    def test_head_of_a_stream(self, talk: Talk, query: str) -> None:
+        """Nor does HEAD begin a stream."""
+        head = talk.ask("HEAD", f"/v1/events{query}")
+        assert (head.status, head.body, head.headers["Content-Type"]) == (200, b"", "application/x-ndjson")
+        assert talk.ask("GET", "/healthz").status == 200
+
+    def test_head_of_what_does(self, talk: Talk) -> None:
+        """A path that only does something takes no HEAD."""
+        answer = talk.ask("HEAD", "/v1/daemons/gpu0/hold")
+        assert (answer.status, answer.headers["Allow"], answer.body) == (405, "POST", b"")
         assert talk.ask("GET", "/healthz").status == 200
 
     def test_date(self, talk: Talk) -> None:

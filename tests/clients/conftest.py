@@ -1,0 +1,24 @@
+"""A simulated node for clients in other languages, and the document that it gives."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.conftest import Start, make_node
+from tests.node import Node
+
+__all__ = ["make_node"]
+
+
+@pytest.fixture
+def node(make_node: Start) -> Node:
+    """Start a node with two simulated GPUs."""
+    return make_node(control=None).start()
+
+
+@pytest.fixture
+def document(node: Node, short_tmp: Path) -> Path:
+    """Write the document of that node into a file."""
+    path = short_tmp / "openapi.json"
+    path.write_bytes(node.get("/v1/openapi.json").body)
+    return path

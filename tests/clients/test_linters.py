@@ -1,0 +1,34 @@
+"""Linters of OpenAPI find nothing wrong with the document, and nothing to warn of."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openapi_spec_validator import OpenAPIV31SpecValidator
+
+from mpsd.daemon.api.openapi import document
+from mpsd.daemon.api.routes import ROUTES
+from tests.clients.generated import run
+
+
+def wrong(made: Any) -> list[str]:
+    """Return what is wrong with a document."""
+    return [error.message for error in OpenAPIV31SpecValidator(made).iter_errors()]
+
+
+def test_specification() -> None:
+    """It is what OpenAPI 3.1 says that a document is."""
+    made = json.loads(json.dumps(document(ROUTES)))
+    assert wrong(made) == []
+    del made["info"]["title"]
+    assert len(wrong(made)) == 1
+
+
+@pytest.mark.clients
+@pytest.mark.timeout(300)
+def test_redocly(tmp_path: Path) -> None:
+    """Redocly's recommended rules find nothing."""
+    (tmp_path / "openapi.json").write_text(json.dumps(document(ROUTES)))
+    redocly = ["npx", "--yes", "@redocly/cli@2.77.0", "lint", "--format=json", "openapi.json"]
+    assert json.loads(run(*redocly, cwd=tmp_path))["problems"] == []

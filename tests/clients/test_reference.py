@@ -1,0 +1,62 @@
+"""Every block of docs/reference/api.md runs as it stands there, and leaves no lease behind."""
+
+import re
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.clients.generated import run
+from tests.node import Node
+from tests.tools import needed
+
+PAGE: Final = Path(__file__).parents[2] / "docs" / "reference" / "api.md"
+
+BLOCKS: Final = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+_RUNS: Final = {
+    "sh": ("sh", "-eu", "block"),
+    "python": ("python", "block"),
+    "js": ("node", "block.mjs"),
+    "go": ("go", "run", "block.go"),
+}
+"""How a block is run, by its language."""
+
+NAME: Final = r"from-\w+"
+"""How each example calls its lease."""
+
+_FEW: Final = "openapi-generator-cli|^package main|node:http"
+"""What a block has whose programs only the extra `clients` has."""
+
+
+@pytest.mark.parametrize(
+    ("language", "block"),
+    [
+        pytest.param(
+            language,
+            block,
+            id=f"{language}-{number}",
+            marks=[pytest.mark.clients, pytest.mark.timeout(300)] if re.search(_FEW, block, re.MULTILINE) else [],
+        )
+        for number, (language, block) in enumerate(BLOCKS)
+    ],
+)
+def test_block(node: Node, short_tmp: Path, language: str, block: str) -> None:
+    """It ends well, and whatever lease it took out was granted and is released."""
+    if "curl" in block:
+        needed("curl", "curl")
+    command = _RUNS[language]
+    (short_tmp / command[-1]).write_text(block, encoding="utf-8")
+    said = run(*command, cwd=short_tmp, variables={"MPSD_SOCKET": str(node.socket)})
+    taken = node.get("/v1/leases?ended=true").json["leases"]
+    assert [(each["name"], each["state"]) for each in taken] == [(name, "ended") for name in re.findall(NAME, block)]
+    assert all(each["because"].endswith("released it") for each in taken)
+    if "heartbeat" in block:
+        assert said.splitlines()[-1].endswith(" heartbeat")
+    if '["env"]' in block:
+        assert "CUDA_MPS_PIPE_DIRECTORY=" in said
+
+
+def test_every_language_is_there() -> None:
+    """The page has a block for each, or the test above would hold of nothing."""
+    assert {language for language, _ in BLOCKS} == _RUNS.keys()

@@ -1,0 +1,66 @@
+"""Those who follow the events: where they begin, what they get while nothing comes, and how it ends."""
+
+import itertools
+import json
+import signal
+from typing import Any
+
+from tests.durability.conftest import Start
+from tests.durability.streams import Follower, connection, events, gapless
+from tests.durability.test_events import refuse
+from tests.node import Node
+
+
+def followed(node: Node, query: str, number: int) -> list[dict[str, Any]]:
+    """Return so many lines that a follower gets."""
+    with connection(node) as connected:
+        connected.sendall(f"GET /v1/events?follow=true&{query} HTTP/1.0\r\nHost: mpsd\r\n\r\n".encode())
+        file = connected.makefile("rb")
+        while file.readline().strip():
+            pass
+        lines = list(itertools.islice(file, number))
+        file.close()
+    return [json.loads(line) for line in lines]
+
+
+def test_latest(make_node: Start) -> None:
+    """Whoever asks for what comes after the latest event gets none that is kept, and every one that comes."""
+    node = make_node().start()
+    refuse(node, 2)
+    last = events(node)[-1]["seq"]
+    assert node.get("/v1/events?after=latest").body == b""
+    with connection(node) as connected:
+        follower = Follower(connected, "latest")
+        refuse(node, 3)
+        read = [next(follower) for _ in range(3)]
+        follower.close()
+    assert gapless(read, last)
+    assert {each["event"] for each in read} == {"lease_refused"}
+
+
+def test_heartbeats(make_node: Start) -> None:
+    """A follower that asks for them gets lines while nothing happens; they have the last number, and take none."""
+    node = make_node().start()
+    last = events(node)[-1]["seq"]
+    beats = followed(node, "after=latest&heartbeat=1", 2)
+    assert [(each["seq"], each["event"], each["level"]) for each in beats] == [(last, "heartbeat", "info")] * 2
+    assert beats[0].keys() == {"seq", "at", "level", "event"}
+    assert events(node, last) == []
+    refuse(node, 1)
+    assert [each["event"] for each in followed(node, f"after={last}&heartbeat=1", 2)] == ["lease_refused", "heartbeat"]
+
+
+def test_last_line(make_node: Start) -> None:
+    """The last line that a follower gets of an mpsd that ends says so, and its successor goes on behind it."""
+    node = make_node().start()
+    with connection(node) as connected:
+        follower = Follower(connected, 0)
+        first = next(follower)
+        assert node.end(signal.SIGTERM) == 0
+        read = [first, *follower]
+        follower.close()
+    assert read[-1]["event"] == "node_stopped"
+    assert gapless(read, 0)
+    node.start()
+    assert events(node)[len(read) - 1]["event"] == "node_stopped"
+    assert events(node, read[-1]["seq"])[0]["event"] != "node_stopped"

@@ -76,7 +76,8 @@ ROOMS: Final = {
     "cli": frozenset({"cli/commands"}),  # doctor's own part of it draws on nothing else
     "cli/leases": frozenset({"cli"}),
     "cli/top": frozenset({"cli"}),
-    "cli/commands": frozenset({"cli", "cli/leases", "cli/top"}),
+    "cli/history": frozenset({"cli"}),
+    "cli/commands": frozenset({"cli", "cli/leases", "cli/top", "cli/history"}),
     "simulator": frozenset[str](),
     "kubernetes/protocol": frozenset[str](),
     "kubernetes": frozenset({"kubernetes/protocol"}),

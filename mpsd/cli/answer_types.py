@@ -159,6 +159,7 @@ class Daemon(TypedDict):
     restart_for: list[str]
     unserved: str | None
     wedged: bool
+    drained: bool
 
 
 class Canary(TypedDict):
@@ -197,6 +198,7 @@ class Gpu(TypedDict):
     health: str
     because: str
     hint: str | None
+    refused: str | None
 
 
 class Gpus(TypedDict):

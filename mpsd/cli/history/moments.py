@@ -40,7 +40,8 @@ def parse_moment(text: str, now: datetime) -> datetime:
         return now - timedelta(seconds=parse_duration(text.removesuffix(" ago")))
     except (InvalidRequestError, OverflowError):
         raise InvalidRequestError(
-            f"{briefly(text)} is not a time", hint="give one such as 2h (so long ago), 03:15, today, or 2026-11-23T03:15"
+            f"{briefly(text)} is not a time",
+            hint="give one such as 2h (so long ago), 03:15, today, or 2026-11-23T03:15",
         ) from None
 
 

@@ -1,12 +1,9 @@
 """Events as sentences: one for each kind, with the names that mpsctl's tables have, and times of this machine."""
 
-import re
-import textwrap
-from datetime import datetime
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
-from mpsd.cli.render import fact, limit, percent, size
+from mpsd.cli.render import fact, fold, limit, local_times, percent, size, when
 from mpsd.cli.tables import Look
 from mpsd.cli.users import name_of
 
@@ -130,9 +127,6 @@ _VERDICTS: Final = {
 _LEFT: Final = {"never": "; the control daemons run on", "drain": ", and drains the control daemons"}
 _MARKS: Final = {"warning": "! ", "error": "!!"}
 _COLOURS: Final = {"warning": "yellow", "error": "red"}
-_TIME: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|\+00:00)")
-_NARROWEST: Final = 40
-"""Columns of a terminal below which sentences are not folded."""
 
 
 @cache
@@ -146,16 +140,6 @@ class _Facts(dict[str, str]):
 
     def __missing__(self, name: str) -> str:
         return f"(no {name})"
-
-
-def when(at: str) -> str:
-    """Print a time of the API as this machine's clock shows it."""
-    return datetime.fromisoformat(at).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-
-
-def local_times(text: str) -> str:
-    """Return a sentence of mpsd's with its times as this machine's clock shows them."""
-    return _TIME.sub(lambda found: when(found[0]), text)
 
 
 def sentence(event: "answer_types.Event") -> str:
@@ -239,11 +223,9 @@ def line(event: "answer_types.Event", look: Look) -> str:
     """Tell an event in a line: when, how grave, and the sentence, which is folded where the terminal ends."""
     level = str(event.get("level", ""))
     start = f"{when(str(event['at']))} {_MARKS.get(level, '  ')} "
-    lines = [sentence(event)]
-    if look.width is not None and look.width >= _NARROWEST:
-        lines = textwrap.wrap(lines[0], look.width - len(start)) or lines
+    text = fold(f"{start}{sentence(event)}", look.width, len(start))
     if look.colour and level in _COLOURS:
         import click
 
-        lines = [click.style(each, fg=_COLOURS[level]) for each in lines]
-    return f"\n{' ' * len(start)}".join([f"{start}{lines[0]}", *lines[1:]])
+        return text[: len(start)] + click.style(text[len(start) :], fg=_COLOURS[level])
+    return text

@@ -265,8 +265,8 @@ def _shortage(limit: str, offer: Offer, held: _Held, need: Amount, uid: int) -> 
             other = next(each for each in held.uids if each != uid)
             because = f"uid {other} holds leases on the GPU, and its control daemon serves one uid at a time"
             hint = (
-                "wait until its leases end (--wait), or let the control daemon serve several uids: daemon.users"
-                ' = "many"'
+                "wait until its leases end (--wait); an administrator can let the control daemon serve several uids:"
+                ' daemon.users = "many"'
             )
         case "threads":
             left = f"{max(free.threads, 0) / 10:g} %"

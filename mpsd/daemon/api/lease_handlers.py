@@ -4,11 +4,11 @@ from datetime import timedelta
 from functools import lru_cache
 from typing import Final
 
-from mpsd.core import model
+from mpsd.core import health, model
 from mpsd.core.admission import quota
 from mpsd.core.admission.rules import QueuePlace
 from mpsd.core.containers import cdi
-from mpsd.core.errors import InvalidRequestError, NotPermittedError
+from mpsd.core.errors import DaemonNotReadyError, InvalidRequestError, NotPermittedError
 from mpsd.core.holders import holders
 from mpsd.core.model import Lease, LeaseState
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
@@ -93,16 +93,21 @@ class LeaseHandlers:
             user,
             named,
         ):
-            lease = await self._node.admit(
-                _lease_request(body),
-                owner,
-                named,
-                user,
-                wait=body.wait,
-                ttl=body.ttl,
-                has_left=request.has_left,
-                is_named=body.pid is not None or body.holder is not None,
-            )
+            try:
+                lease = await self._node.admit(
+                    _lease_request(body),
+                    owner,
+                    named,
+                    user,
+                    wait=body.wait,
+                    ttl=body.ttl,
+                    has_left=request.has_left,
+                    is_named=body.pid is not None or body.holder is not None,
+                )
+            except DaemonNotReadyError as error:
+                if error.limit in health.LIMITS and not request.operator:
+                    error.hint = health.REFUSED_HINT
+                raise
         return _lease_out(lease)
 
     async def hold(self, request: Request) -> lease_schema.LeaseOut:

@@ -4,7 +4,7 @@ import secrets
 from collections import OrderedDict
 from typing import Final
 
-from mpsd.core.errors import NotFoundError, NotPermittedError
+from mpsd.core.errors import InvalidRequestError, NotFoundError, NotPermittedError
 from mpsd.core.supervision.drain import Intent, OperatorCommand, Outcome
 from mpsd.core.supervision.wedge import Cause, Suspicion
 from mpsd.daemon.api import schema
@@ -36,8 +36,10 @@ class OperatorHandlers:
 
     async def hold(self, request: Request) -> schema.OperationOut:
         """Let nobody in on a control daemon until it is resumed; stored before it is answered."""
+        assert isinstance(request.body, schema.HoldRequest)  # noqa: S101 - the route table says so
         supervisor = self._node.supervisor(request.names["name"])
-        supervisor.intend(OperatorCommand(Intent.HOLD, f"uid {request.credentials.uid} holds it"))
+        because = f"uid {request.credentials.uid} holds it{_quoted(request.body.reason)}"
+        supervisor.intend(OperatorCommand(Intent.HOLD, because))
         return self._done(request, supervisor, "hold", "holds")
 
     async def resume(self, request: Request) -> schema.OperationOut:
@@ -64,7 +66,7 @@ class OperatorHandlers:
                 hint="drain without a timeout, or ask an administrator",
                 limit="timeout",
             )
-        because = f"uid {request.credentials.uid} {does}"
+        because = f"uid {request.credentials.uid} {does}{_quoted(request.body.reason)}"
         if timeout is not None:
             because += f", and ends the remaining clients after {timeout:g} s"
         operation = supervisor.drainer.operation(
@@ -109,6 +111,16 @@ class OperatorHandlers:
                 " control daemon are kept for good",
             )
         return schema.OperationOut.of(found)
+
+
+def _quoted(reason: str | None) -> str:
+    """Return an operator's reason as sentences have it. Raises InvalidRequestError for one that is not a line."""
+    words = "" if reason is None else reason.strip()
+    if not words.isprintable():
+        raise InvalidRequestError(
+            "reason has characters that cannot be printed", hint="write it as one line of text", limit="reason"
+        )
+    return f" ({words})" if words else ""
 
 
 def _operation_id() -> str:

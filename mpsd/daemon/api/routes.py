@@ -156,7 +156,7 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
         errors=(409, 507),
     ),
     _operation("reset", lambda h: h.operators.reset, role=Role.ADMIN),
-    _operation("hold", lambda h: h.operators.hold, 507),
+    _operation("hold", lambda h: h.operators.hold, 507, body=schema.HoldRequest),
     _operation("resume", lambda h: h.operators.resume, 507),
     _operation("drain", lambda h: h.operators.drain, 507, body=schema.DrainRequest),
     _operation("restart", lambda h: h.operators.restart, 507, role=Role.ADMIN, body=schema.DrainRequest),

@@ -5,7 +5,7 @@ Times are RFC 3339 in UTC, memory is bytes, threads are percent, and a list is a
 """
 
 from datetime import datetime
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
 
@@ -118,6 +118,8 @@ class DaemonOut(Struct):
     """The evidence that its server serves nobody, or may not; null where there is none."""
     wedged: bool
     """Whether that proves it: nobody is admitted, and it is replaced when nobody is left."""
+    drained: bool
+    """Whether a drain of it is done: in the state `draining`, it has no leases and no clients left."""
 
     @classmethod
     def of(cls, daemon: Daemon) -> "DaemonOut":
@@ -148,6 +150,7 @@ class DaemonOut(Struct):
             restart_for=list(daemon.restart_for),
             unserved=daemon.unserved,
             wedged=daemon.wedged,
+            drained=daemon.drained,
         )
 
 
@@ -199,6 +202,8 @@ class GpuOut(Struct):
     health: str
     because: str
     hint: str | None
+    refused: str | None
+    """Why requests for it are refused now, whatever is left of it; null where they are not."""
 
 
 class GpusOut(Struct):
@@ -319,11 +324,23 @@ class ConfigOut(Struct):
     config: dict[str, dict[str, str | bool | int | float | list[str] | None]]
 
 
+_Reason: TypeAlias = Annotated[str, Meta(max_length=200)]
+
+
+class HoldRequest(RequestBody):
+    """Why admission is stopped."""
+
+    reason: _Reason | None = None
+    """In the operator's words, for whoever is refused because of it; on one line, without control characters."""
+
+
 class DrainRequest(RequestBody):
-    """How long those who are there have."""
+    """How long those who are there have, and why."""
 
     timeout: Annotated[float, Meta(ge=0, le=1e9)] | None = None
     """Seconds, after which they are ended; null: as long as they like."""
+    reason: _Reason | None = None
+    """In the operator's words, for whoever is refused because of it; on one line, without control characters."""
 
 
 class BlockerOut(Struct):

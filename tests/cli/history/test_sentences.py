@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from mpsd.cli.history.sentences import SENTENCES, line, sentence, when
+from mpsd.cli.history.sentences import SENTENCES, line, sentence
+from mpsd.cli.render import when
 from mpsd.cli.tables import PLAIN, Look
 from mpsd.daemon.record.log import EventName
 

@@ -52,7 +52,7 @@ def _said(body: dict[str, object]) -> dict[str, object]:
 
 
 _REASON: Final = click.option(
-    "--reason", metavar="TEXT", help="Why, for whoever is refused because of it: 200 characters at most."
+    "--reason", metavar="TEXT", help="Why, for callers whose requests it refuses: 200 characters at most."
 )
 
 

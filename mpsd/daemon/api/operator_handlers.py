@@ -1,14 +1,16 @@
-"""What an operator's routes do: what is asked of a control daemon is stored, and told until it is over."""
+"""What an operator's routes take and do: what is asked of a control daemon is stored, and told until it is over."""
 
 import secrets
 from collections import OrderedDict
-from typing import Final
+from typing import Annotated, Final, TypeAlias
+
+from msgspec import Meta
 
 from mpsd.core.errors import InvalidRequestError, NotFoundError, NotPermittedError
 from mpsd.core.supervision.drain import Intent, OperatorCommand, Outcome
 from mpsd.core.supervision.wedge import Cause, Suspicion
 from mpsd.daemon.api import schema
-from mpsd.daemon.api.request import Request
+from mpsd.daemon.api.request import Request, RequestBody
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.node.node import Node
 from mpsd.system import clock
@@ -18,6 +20,25 @@ _MOST_DIGITS: Final = 10
 
 _MOST_DONE: Final = 256
 """Operations that were done at once, and still can be asked for."""
+
+
+_Reason: TypeAlias = Annotated[str, Meta(max_length=200)]
+
+
+class HoldRequest(RequestBody):
+    """Why admission is stopped."""
+
+    reason: _Reason | None = None
+    """In the operator's words, for whoever is refused because of it; on one line, without control characters."""
+
+
+class DrainRequest(RequestBody):
+    """How long those who are there have, and why."""
+
+    timeout: Annotated[float, Meta(ge=0, le=1e9)] | None = None
+    """Seconds, after which they are ended; null: as long as they like."""
+    reason: _Reason | None = None
+    """In the operator's words, for whoever is refused because of it; on one line, without control characters."""
 
 
 class OperatorHandlers:
@@ -36,7 +57,7 @@ class OperatorHandlers:
 
     async def hold(self, request: Request) -> schema.OperationOut:
         """Let nobody in on a control daemon until it is resumed; stored before it is answered."""
-        assert isinstance(request.body, schema.HoldRequest)  # noqa: S101 - the route table says so
+        assert isinstance(request.body, HoldRequest)  # noqa: S101 - the route table says so
         supervisor = self._node.supervisor(request.names["name"])
         because = f"uid {request.credentials.uid} holds it{_quoted(request.body.reason)}"
         supervisor.intend(OperatorCommand(Intent.HOLD, because))
@@ -58,7 +79,7 @@ class OperatorHandlers:
 
     def _begun(self, request: Request, intent: Intent, does: str) -> schema.OperationOut:
         """Begin what takes its time, or join what is begun already, and return it."""
-        assert isinstance(request.body, schema.DrainRequest)  # noqa: S101 - the route table says so
+        assert isinstance(request.body, DrainRequest)  # noqa: S101 - the route table says so
         supervisor, timeout = self._node.supervisor(request.names["name"]), request.body.timeout
         if timeout is not None and not request.admin:
             raise NotPermittedError(

@@ -14,7 +14,7 @@ from mpsd.daemon.api.event_handlers import EventHandlers
 from mpsd.daemon.api.lease_handlers import LeaseHandlers
 from mpsd.daemon.api.node_handlers import NodeHandlers
 from mpsd.daemon.api.openapi import OpenApiHandlers
-from mpsd.daemon.api.operator_handlers import OperatorHandlers
+from mpsd.daemon.api.operator_handlers import DrainRequest, HoldRequest, OperatorHandlers
 from mpsd.daemon.api.request import RequestBody, RequestQuery
 from mpsd.daemon.api.table import A, Handler, Route
 from mpsd.daemon.node.node import Node
@@ -156,10 +156,10 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
         errors=(409, 507),
     ),
     _operation("reset", lambda h: h.operators.reset, role=Role.ADMIN),
-    _operation("hold", lambda h: h.operators.hold, 507, body=schema.HoldRequest),
+    _operation("hold", lambda h: h.operators.hold, 507, body=HoldRequest),
     _operation("resume", lambda h: h.operators.resume, 507),
-    _operation("drain", lambda h: h.operators.drain, 507, body=schema.DrainRequest),
-    _operation("restart", lambda h: h.operators.restart, 507, role=Role.ADMIN, body=schema.DrainRequest),
+    _operation("drain", lambda h: h.operators.drain, 507, body=DrainRequest),
+    _operation("restart", lambda h: h.operators.restart, 507, role=Role.ADMIN, body=DrainRequest),
     _row(
         "POST",
         "/v1/daemons/{name}/canary",

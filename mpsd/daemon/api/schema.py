@@ -5,16 +5,16 @@ Times are RFC 3339 in UTC, memory is bytes, threads are percent, and a list is a
 """
 
 from datetime import datetime
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from mpsd.core.enforcement.violations import Violation
 from mpsd.core.health import Reason, drifted
 from mpsd.core.model import Daemon, Drift, ReadBack, Server
 from mpsd.core.supervision.drain import Operation
 from mpsd.daemon.api.decoding import parameter
-from mpsd.daemon.api.request import RequestBody, RequestQuery
+from mpsd.daemon.api.request import RequestQuery
 from mpsd.daemon.canary.watch import Examination
 
 
@@ -322,25 +322,6 @@ class ConfigOut(Struct):
     """The settings in force."""
 
     config: dict[str, dict[str, str | bool | int | float | list[str] | None]]
-
-
-_Reason: TypeAlias = Annotated[str, Meta(max_length=200)]
-
-
-class HoldRequest(RequestBody):
-    """Why admission is stopped."""
-
-    reason: _Reason | None = None
-    """In the operator's words, for whoever is refused because of it; on one line, without control characters."""
-
-
-class DrainRequest(RequestBody):
-    """How long those who are there have, and why."""
-
-    timeout: Annotated[float, Meta(ge=0, le=1e9)] | None = None
-    """Seconds, after which they are ended; null: as long as they like."""
-    reason: _Reason | None = None
-    """In the operator's words, for whoever is refused because of it; on one line, without control characters."""
 
 
 class BlockerOut(Struct):

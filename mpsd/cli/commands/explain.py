@@ -32,7 +32,7 @@ _LOG_TAIL: Final = 65536
 """Bytes at the end of a control daemon's log that are looked at."""
 
 
-class Told(NamedTuple):
+class Story(NamedTuple):
     """A story: what it is about, its events, what stands at the end of a log, how it is now, and what to do."""
 
     about: str
@@ -67,44 +67,46 @@ def explain(api: Api, subject: str, form: str, last: int, since: datetime | None
 
     A lease is named by its id, how that begins, or its name, also after it has ended, for as long as mpsd keeps events
     of it. A control daemon's story ends with its log's last lines, where you may read that. Of leases of other
-    users, only the number of events is told.
+    users, it prints the number of events alone.
     """
     with of_one_version():
-        told = _story(api, subject)
+        found = _story(api, subject)
         if since is not None:
-            told = told._replace(
-                events=[each for each in told.events if datetime.fromisoformat(str(each["at"])) >= since]
+            found = found._replace(
+                events=[each for each in found.events if datetime.fromisoformat(str(each["at"])) >= since]
             )
-        earlier, told = len(told.events) - last, told._replace(events=told.events[-last:])
+        earlier, found = len(found.events) - last, found._replace(events=found.events[-last:])
         if form == "json":
-            click.echo(as_json(told._asdict()))
+            click.echo(as_json(found._asdict()))
             return
-        click.echo("\n".join(lines_of(_plain(told), max(earlier, 0), tables.look_of())))
+        click.echo("\n".join(lines_of(_plain(found), max(earlier, 0), tables.look_of())))
 
 
-def _plain(told: Told) -> Told:
+def _plain(found: Story) -> Story:
     """Return a story with every character escaped that acts on a terminal."""
-    return Told(plain(told.about), plain(told.events), told.hidden, plain(told.log), plain(told.now), plain(told.next))
+    return Story(
+        plain(found.about), plain(found.events), found.hidden, plain(found.log), plain(found.now), plain(found.next)
+    )
 
 
-def lines_of(told: Told, earlier: int, look: tables.Look) -> Iterator[str]:
+def lines_of(found: Story, earlier: int, look: tables.Look) -> Iterator[str]:
     """Yield a story as text: from top to bottom in the order of time, then the present, then what to do."""
-    yield from (told.about, "")
+    yield from (found.about, "")
     if earlier:
-        yield f"({plural(earlier, 'earlier event')}: --last {earlier + len(told.events)})"
-    yield from (line(each, look) for each in told.events) if told.events else ("no events",)
-    if told.hidden:
-        yield f"({plural(told.hidden, 'event')} of leases of other users)"
-    if told.log:
+        yield f"({plural(earlier, 'earlier event')}: --last {earlier + len(found.events)})"
+    yield from (line(each, look) for each in found.events) if found.events else ("no events",)
+    if found.hidden:
+        yield f"({plural(found.hidden, 'event')} of leases of other users)"
+    if found.log:
         yield ""
-    yield from (fold(each, look.width, 2) for each in told.log)
-    for heading, sentences in (("now", told.now), ("next", told.next)):
+    yield from (fold(each, look.width, 2) for each in found.log)
+    for heading, sentences in (("now", found.now), ("next", found.next)):
         yield ""
         for number, each in enumerate(sentences):
             yield fold(f"{'' if number else heading:<6}{local_times(each)}", look.width, 8)
 
 
-def _story(api: Api, subject: str) -> Told:
+def _story(api: Api, subject: str) -> Story:
     """Find out what is meant, and tell its story."""
     node = api.status()
     leases = api.leases(ended=True)["leases"]
@@ -122,11 +124,11 @@ def _story(api: Api, subject: str) -> Told:
         daemon = next((each for each in node["daemons"] if each["gpu"] == gpu["uuid"]), None)
         names = {f"{gpu['index']}", f"GPU {gpu['index']}".lower(), gpu["uuid"], daemon["name"] if daemon else None}
         if subject in names or subject.lower() in names:
-            told, hidden = story.of_gpu(events, GpuNames(gpu["index"], gpu["uuid"], daemon and daemon["name"]), sees)
+            chosen, hidden = story.of_gpu(events, GpuNames(gpu["index"], gpu["uuid"], daemon and daemon["name"]), sees)
             log = [] if daemon is None else _log(api, daemon["name"])
-            return Told(
+            return Story(
                 _title(gpu, daemon),
-                told,
+                chosen,
                 hidden,
                 log,
                 [*_of_gpu(node, gpu, daemon, leases)],
@@ -160,15 +162,15 @@ def _of_lease(
     lease_id: str,
     leases: "list[answer_types.Lease]",
     events: "list[answer_types.Event]",
-) -> Told:
-    told = story.of_lease(events, lease_id, {each["gpu"]: each["name"] for each in node["daemons"]})
+) -> Story:
+    chosen = story.of_lease(events, lease_id, {each["gpu"]: each["name"] for each in node["daemons"]})
     lease = next((each for each in leases if each["id"] == lease_id), None)
     if lease is None:
-        ends = [f"ended: {each.get('because')}" for each in told if each["event"] == "lease_ended"]
-        return Told(lease_id, told, 0, [], ends[-1:] or ["mpsd does not know it any more"], [_ANOTHER])
+        ends = [f"ended: {each.get('because')}" for each in chosen if each["event"] == "lease_ended"]
+        return Story(lease_id, chosen, 0, [], ends[-1:] or ["mpsd does not know it any more"], [_ANOTHER])
     name = f" ({lease['name']})" if lease["name"] else ""
     about = f"{lease_id}{name}, a lease of {name_of(lease['owner']['uid'])}"
-    return Told(about, told, 0, [], [*_lease_now(lease)], [*_lease_next(node, lease)])
+    return Story(about, chosen, 0, [], [*_lease_now(lease)], [*_lease_next(node, lease)])
 
 
 _ANOTHER: Final = "take out another lease: mpsctl admit"

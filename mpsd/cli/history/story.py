@@ -15,7 +15,7 @@ _OF_THE_NODE: Final = frozenset(
 )
 """Events of the whole node that belong to each story."""
 
-_TOLD_BY_OTHERS: Final = frozenset({"limits_verified", "api_listening", "log_shortened"})
+_REPEATED: Final = frozenset({"limits_verified", "api_listening", "log_shortened"})
 """Events that say nothing that the others of a story do not."""
 
 _SETTLED: Final = frozenset({"limit_drift_ended", "server_recovered", "server_serves", "log_resumed"})
@@ -31,10 +31,10 @@ _ENDS: Final = b"UI closed"
 _WAITS: Final = b"Accepting connection..."
 
 
-def _tells(event: "answer_types.Event") -> bool:
+def _is_new(event: "answer_types.Event") -> bool:
     """Tell whether an event says something that those before it did not."""
     is_passing = event["event"] == "daemon_state" and event.get("state") in _PASSING
-    return not is_passing and event["event"] not in _TOLD_BY_OTHERS
+    return not is_passing and event["event"] not in _REPEATED
 
 
 def of_lease(
@@ -50,7 +50,7 @@ def of_lease(
     ended = events[own[-1]]["event"] in {"lease_ended", "lease_refused"}
     during = events[own[0] : own[-1] + 1] if ended else events[own[0] :]
     names = {daemons.get(gpu) for number in own for gpu in _gpus(events[number])}
-    return [event for event in during if _tells(event) and (lease in leases_of(event) or _befell(event, names))]
+    return [event for event in during if _is_new(event) and (lease in leases_of(event) or _befell(event, names))]
 
 
 def _gpus(event: "answer_types.Event") -> list[str]:
@@ -73,9 +73,9 @@ def of_gpu(
     """Return the story of a GPU and its control daemon, and how many events of it this reader may not see."""
     selector = Selector(Selection(gpu=gpu))
     found = [each for each in events if selector.takes(each) or each["event"] in _OF_THE_NODE]
-    told = [each for each in found if _tells(each)]
-    seen = [each for each in told if sees(each)]
-    return seen, len(told) - len(seen)
+    chosen = [each for each in found if _is_new(each)]
+    seen = [each for each in chosen if sees(each)]
+    return seen, len(chosen) - len(seen)
 
 
 def said_by_others(raw: bytes, most: int) -> list[str]:

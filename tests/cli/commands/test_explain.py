@@ -71,7 +71,7 @@ NARROW = [
 @pytest.mark.parametrize(("width", "lines"), [(80, NARROW), (120, WHOLE), (200, WHOLE), (None, WHOLE)])
 def test_widths(width: int | None, lines: list[str]) -> None:
     """A story is folded where the terminal ends, and nothing is cut off it."""
-    text = "\n".join(explain.lines_of(explain.Told(**STORY), 3, Look(width=width) if width else PLAIN))
+    text = "\n".join(explain.lines_of(explain.Story(**STORY), 3, Look(width=width) if width else PLAIN))
     assert text.splitlines() == lines
     assert max(map(len, text.splitlines())) <= (width or 200)
 

@@ -105,7 +105,7 @@ LIMITS: Final = frozenset(_LIMITS.values())
 """Those limits."""
 
 
-REFUSED_HINT: Final = "wait until that has changed (--wait), or request another GPU; only an operator can change it"
+REFUSED_HINT: Final = "request another GPU, or wait until that has changed (--wait): only an operator can change it"
 """What whoever is refused for such a reason can do; the reason's own hint is for an operator."""
 
 

@@ -8,7 +8,7 @@ from mpsd.core import health, model
 from mpsd.core.admission import quota
 from mpsd.core.admission.rules import QueuePlace
 from mpsd.core.containers import cdi
-from mpsd.core.errors import DaemonNotReadyError, InvalidRequestError, NotPermittedError
+from mpsd.core.errors import CapacityError, InvalidRequestError, NotPermittedError
 from mpsd.core.holders import holders
 from mpsd.core.model import Lease, LeaseState
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
@@ -104,7 +104,7 @@ class LeaseHandlers:
                     has_left=request.has_left,
                     is_named=body.pid is not None or body.holder is not None,
                 )
-            except DaemonNotReadyError as error:
+            except CapacityError as error:
                 if error.limit in health.LIMITS and not request.operator:
                     error.hint = health.REFUSED_HINT
                 raise

@@ -165,8 +165,9 @@ class TestReason:
         operate(node, "hold")
         for uid, hint in ((1001, "resume admission: mpsctl resume gpu0"), (1002, health.REFUSED_HINT)):
             with calling(node.socket, uid=uid) as caller:
-                refused = caller.request("POST", "/v1/leases", SMALL)
-            assert (refused.status, refused.json["hint"]) == (409, hint)
+                for wait in (0, 0.1):
+                    refused = caller.request("POST", "/v1/leases", {**SMALL, "wait": wait})
+                    assert (refused.status, refused.json["hint"]) == (409, hint)
 
 
 def test_drained(make_node: Start) -> None:

@@ -54,6 +54,7 @@ def node(make_node: Callable[..., Node]) -> Node:
     return make_node(simulate=2, control=None).start()
 
 
+@pytest.mark.slow
 def test_a_bad_night(node: Node) -> None:
     """Two deaths, a stranger's command, one client too many, and a hold: each is told, of what and by what it was."""
     granted = lease(node, name="trainer")

@@ -149,7 +149,7 @@ class Drainer:
 
     def _finish(self, desired: DesiredState, outcome: Outcome, because: str) -> None:
         then = (
-            DesiredState(desired.then, because, clock.now(), boot=desired.boot)
+            DesiredState(desired.then, desired.then_because or because, clock.now(), boot=desired.boot)
             if desired.intent is Intent.RESTART
             else desired
         )

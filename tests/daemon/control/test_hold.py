@@ -118,6 +118,7 @@ class TestOutlives:
 class TestReason:
     """Why it is held, in the words of whoever holds it."""
 
+    @pytest.mark.slow
     def test_it_lasts(self, make_node: Start) -> None:
         """Whoever is refused hears it, also from the next mpsd; a later reason replaces it, and a resume ends it."""
         node = make_node(simulate=1, control=None).start()
@@ -148,6 +149,14 @@ class TestReason:
         ):
             node.request("POST", "/v1/daemons/gpu0/hold", {"reason": reason})
             assert shown in node.daemons()["gpu0"]["because"]
+
+    def test_after_a_restart(self, make_node: Start) -> None:
+        """What was held before a restart is held after it, for the same reason."""
+        node = make_node(simulate=1, control=None).start()
+        node.request("POST", "/v1/daemons/gpu0/hold", {"reason": "a new fan"})
+        assert node.mpsctl("restart", "gpu0").returncode == 0
+        held = node.wait_for_state("gpu0", "held")
+        assert f"uid {os.geteuid()} holds it (a new fan), at " in held["because"]
 
     @pytest.mark.parametrize("reason", ["a\nb", "\x1b[2J", "\u202e", "x" * 201, 7, "\ud800"])
     def test_what_is_no_reason(self, make_node: Start, reason: object) -> None:

@@ -112,7 +112,10 @@ def _operation(route: Route[Any, Any]) -> dict[str, Any]:
     if parameters:
         operation["parameters"] = parameters
     if route.body is not None:
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(route.body)}}}
+        operation["requestBody"] = {
+            "required": not route.body.may_be_absent,
+            "content": {"application/json": {"schema": _ref(route.body)}},
+        }
     return operation
 
 

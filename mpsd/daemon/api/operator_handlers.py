@@ -28,12 +28,16 @@ _Reason: TypeAlias = Annotated[str, Meta(max_length=200)]
 class HoldRequest(RequestBody):
     """Why admission is stopped."""
 
+    may_be_absent = True
+
     reason: _Reason | None = None
     """In the operator's words, for whoever is refused because of it; on one line, without control characters."""
 
 
 class DrainRequest(RequestBody):
     """How long those who are there have, and why."""
+
+    may_be_absent = True
 
     timeout: Annotated[float, Meta(ge=0, le=1e9)] | None = None
     """Seconds, after which they are ended; null: as long as they like."""

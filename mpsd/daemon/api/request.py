@@ -1,7 +1,7 @@
 """What a handler gets of a request, and the base classes of the two values that a request may bring."""
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from msgspec import Struct
 
@@ -12,6 +12,9 @@ from mpsd.system.process import Process
 
 class RequestBody(Struct, forbid_unknown_fields=True):
     """The base of each type that a route takes as its JSON body; an unknown field is refused."""
+
+    may_be_absent: ClassVar[bool] = False
+    """Whether a request without a body makes sense."""
 
 
 class RequestQuery(Struct, frozen=True):

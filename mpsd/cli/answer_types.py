@@ -169,6 +169,7 @@ class Daemon(TypedDict):
     restart_for: list[str]
     unserved: str | None
     wedged: bool
+    drained: bool
 
 
 class Canary(TypedDict):
@@ -207,6 +208,7 @@ class Gpu(TypedDict):
     health: str
     because: str
     hint: str | None
+    refused: str | None
 
 
 class Gpus(TypedDict):

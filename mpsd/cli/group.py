@@ -21,6 +21,7 @@ _MODULES: Final = {
     "doctor": "doctor",
     "drain": "operate",
     "events": "events",
+    "explain": "explain",
     "gpus": "status",
     "hand-over": "holders",
     "help": "help",

@@ -1,6 +1,7 @@
 """How values look to a person, in plain text. What was chosen by others has passed `harmless.plain` before."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -119,6 +120,28 @@ def limit(name: str, value: float | None) -> str:
     if value is None:
         return "no limit"
     return percent(value) if name == "active_thread_percentage" else size(int(value))
+
+
+_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|\+00:00)")
+
+
+def when(at: str) -> str:
+    """Print a time of the API as this machine's clock shows it."""
+    return datetime.fromisoformat(at).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def local_times(text: str) -> str:
+    """Return a sentence of mpsd's with its times as this machine's clock shows them."""
+    return _TIME.sub(lambda found: when(found[0]), text)
+
+
+def fold(text: str, width: int | None, indent: int) -> str:
+    """Return a line folded where the terminal ends, with what follows so far to the right; whole without a terminal."""
+    if width is None or len(text) <= width or width <= 2 * indent:
+        return text
+    from textwrap import wrap
+
+    return "\n".join(wrap(text, width, subsequent_indent=" " * indent))
 
 
 def pid(number: int | None) -> str:

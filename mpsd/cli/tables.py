@@ -17,7 +17,7 @@ _COLOURS: Final = {
     **dict.fromkeys(("ok", "ready", "granted", "done"), "green"),
     **dict.fromkeys(("failed", "lost", "orphaned", "none"), "red"),
     **dict.fromkeys(
-        ("unknown", "waiting", "held", "draining", "restarting", "starting", "down", "unsupported"), "yellow"
+        ("unknown", "waiting", "held", "draining", "drained", "restarting", "starting", "down", "unsupported"), "yellow"
     ),
 }
 """The colours of the words that say how something is; the word itself always stands there."""

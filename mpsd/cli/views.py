@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
-from mpsd.cli.render import age, columns, limit, percent, pid, plural, size
+from mpsd.cli.render import age, columns, fold, limit, local_times, percent, pid, plural, size
 from mpsd.cli.tables import Column, Figure, Look, bar, table
 from mpsd.cli.users import name_of
 
@@ -27,8 +27,9 @@ def status(node: "answer_types.Status", now: datetime, look: Look) -> str:
     simulated = ", on simulated GPUs" if node["simulated"] else ""
     counts = f"{plural(node['leases'], 'lease')}, {node['waiting']} waiting, {plural(node['clients'], 'client')}"
     version = f"mpsd {node['version']}, up {age(node['since'], now)}{simulated}"
+    first = node["headline"].partition(":")[0] if node["reasons"] else node["headline"]
     parts = [
-        "\n".join([node["headline"], *_to_know(node, now)]),
+        "\n".join([first, *(fold(local_times(each), look.width, 4) for each in _to_know(node, first, now))]),
         "\n".join([_gpu_table(node["gpus"], None, look), *_unleased(node["gpus"])]),
         _daemon_table(node["daemons"], now, look._replace(sort=None), _IN_SHORT),
         "\n".join([f"{counts}; {version}", *(f"note: {note}" for note in node["notes"])]),
@@ -36,16 +37,23 @@ def status(node: "answer_types.Status", now: datetime, look: Look) -> str:
     return "\n\n".join(parts)
 
 
-def _to_know(node: "answer_types.Status", now: datetime) -> Iterator[str]:
-    """Give a line for each thing that somebody can do something about, and for each limit that mpsd put back."""
-    yield from (f"  {reason['subject']}: {reason['hint']}" for reason in node["reasons"])
-    for warning in node["warnings"]:
-        yield from () if warning["because"] in node["headline"] else (f"  {warning['because']}",)
-        yield f"  {warning['subject']}: {warning['hint']}"
+def _to_know(node: "answer_types.Status", first: str, now: datetime) -> Iterator[str]:
+    """Give a line for each thing that is not well, with what to do about it, and for each limit that mpsd put back.
+
+    What the first line says is not said again.
+    """
+    for each in (*node["reasons"], *node["warnings"]):
+        yield f"  {each['subject']}: {each['hint']}" if each["because"] in first else f"  {_with_remedy(each)}"
     for violation in node["violations"]:
-        yield f"  {violation['kind']}, process {violation['pid']}: {violation['hint']}"
+        subject = f"{violation['kind']}, process {violation['pid']}"
+        yield f"  {subject}: {violation['hint']}" if violation["because"] in first else f"  {_with_remedy(violation)}"
     for daemon in node["daemons"]:
         yield from (f"  {_drifted(drift, now)}" for drift in daemon["undone"])
+
+
+def _with_remedy(each: "answer_types.Reason | answer_types.Violation") -> str:
+    """Say what is not well, and then what to type."""
+    return f"{each['because']} -> {each['hint']}"
 
 
 def _drifted(drift: "answer_types.Drift", now: datetime) -> str:
@@ -77,7 +85,12 @@ GPUS: Final = (
 def gpus(answer: "answer_types.Gpus", leases: "list[answer_types.Lease]", look: Look) -> str:
     """List the GPUs, with what was granted of what there is, and whose leases are on them, as far as they are known."""
     troubles = [_trouble(f"GPU {gpu['index']}", gpu) for gpu in answer["gpus"] if gpu["hint"]]
-    return "\n".join([_gpu_table(answer["gpus"], leases, look), *_unleased(answer["gpus"]), *troubles])
+    refused = [
+        fold(f"GPU {gpu['index']} admits no request: {local_times(gpu['refused'] or '')}", look.width, 2)
+        for gpu in answer["gpus"]
+        if gpu.get("refused") and not gpu["hint"]
+    ]
+    return "\n".join([_gpu_table(answer["gpus"], leases, look), *_unleased(answer["gpus"]), *troubles, *refused])
 
 
 def _gpu_table(gpus: "list[answer_types.Gpu]", leases: "list[answer_types.Lease] | None", look: Look) -> str:
@@ -133,7 +146,7 @@ def _taken_places(gpu: "answer_types.Gpu") -> str:
 
 
 def _trouble(name: str, part: "answer_types.Gpu | answer_types.Daemon") -> str:
-    return f"{name}: {part['because']}\n  hint: {part['hint']}"
+    return f"{name}: {local_times(part['because'])}\n  hint: {part['hint']}"
 
 
 # -- control daemons ---------------------------------------------------------------------------------------------------
@@ -156,7 +169,7 @@ def daemons(answer: "answer_types.Daemons", now: datetime, look: Look) -> str:
     """List the control daemons, with their limits as they read back, and what is wrong with each."""
     lines = [_daemon_table(answer["daemons"], now, look)]
     for daemon in answer["daemons"]:
-        lines += [_drifted(drift, now) for drift in daemon["drift"] + daemon["undone"]]
+        lines += [local_times(_drifted(drift, now)) for drift in daemon["drift"] + daemon["undone"]]
         if daemon["hint"]:
             lines.append(_trouble(daemon["name"], daemon))
         if daemon["restart_for"]:
@@ -171,7 +184,7 @@ def _daemon_table(daemons: "list[answer_types.Daemon]", now: datetime, look: Loo
     rows = [
         (
             daemon["name"],
-            daemon["state"],
+            "drained" if daemon.get("drained") and daemon["state"] == "draining" else daemon["state"],
             Figure(age(daemon["since"], now), -datetime.fromisoformat(daemon["since"]).timestamp()),
             pid(daemon["pid"]),
             *_limits(daemon),

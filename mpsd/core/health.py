@@ -101,6 +101,13 @@ _LIMITS: Final = {
 }
 """The kinds that admit nobody on a GPU, and the `limit` that the refusal names."""
 
+LIMITS: Final = frozenset(_LIMITS.values())
+"""Those limits."""
+
+
+REFUSED_HINT: Final = "request another GPU, or wait until that has changed (--wait): only an operator can change it"
+"""What whoever is refused for such a reason can do; the reason's own hint is for an operator."""
+
 
 class Reason(Struct, frozen=True):
     """One thing that is not well: what it is about (`GPU 0`, `gpu0`), a sentence, and what to do."""
@@ -320,7 +327,8 @@ def _not_ready(daemon: Daemon) -> Reason:
         kind = Kind.HOLD
     elif daemon.operation is not None:
         kind = Kind.OPERATION
-    because = f"{daemon.name} is {daemon.state}: {daemon.because}"
+    state = "drained" if daemon.drained and daemon.state is State.DRAINING else daemon.state
+    because = f"{daemon.name} is {state}: {daemon.because}"
     if daemon.operation is not None and daemon.operation != daemon.because:
         because = f"{because}; {daemon.operation}"
     hint = daemon.hint or "wait a moment and try again; mpsctl daemons shows the state"

@@ -342,6 +342,8 @@ class Daemon:
     """The evidence that its server serves nobody, or may not; None where there is none."""
     wedged: bool = False
     """Whether that proves it."""
+    drained: bool = False
+    """Whether an operator's drain of it is done."""
 
 
 # -- leases ------------------------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def mem_limit(value: object) -> PinnedDeviceMemLimit | None:
 def names(value: object) -> tuple[str, ...]:
     """Take a list of names."""
     if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
-        raise ValueError("it is not a list of names")
+        raise ValueError('it is not a list of names such as ["alice", "%staff"]')
     return tuple(value)
 
 

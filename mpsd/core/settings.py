@@ -695,10 +695,10 @@ def _parse_section(section: str, kind: type[T], values: object) -> T:
             parsed[name] = known[name].metadata["parse"](value)
         except (ValueError, MpsdError) as error:
             meant = _row(section, known[name])
-            unit = f" Unit: {meant.unit}." if meant.unit else ""
+            advice = f"{error.hint}. " if isinstance(error, MpsdError) else ""
             raise ConfigurationError(
                 f"{meant.key} = {value!r}: {error}",
-                hint=f"{meant.help}{unit} The default is {render(meant, meant.default)}.",
+                hint=f"{advice}The default is {render(meant, meant.default)}; mpsd.toml(5) describes it.",
                 limit=meant.key,
             ) from error
     return kind(**parsed)

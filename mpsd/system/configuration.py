@@ -23,8 +23,16 @@ def read_configuration(path: Path | None) -> Settings:
         if path is None:
             return Settings()
         raise ConfigurationError(f"there is no configuration file {where}", hint="check --config") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"cannot read {where}: {error}", hint="check its permissions") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            f"{where} is not text in UTF-8: byte {error.start + 1} is {error.object[error.start]:#04x}",
+            hint="name a configuration file, which mpsd.toml(5) describes, or save it as UTF-8",
+        ) from error
+    except OSError as error:
+        raise ConfigurationError(
+            f"{where} cannot be read: {error.strerror}",
+            hint="let the user who runs mpsd read it: check the permissions of it and of its directories",
+        ) from error
     except ConfigurationError as error:
         raise ConfigurationError(f"{where}: {error.detail}", hint=error.hint, limit=error.limit) from None
     return replace(parsed, names=credentials.look_up(roles.names_in(parsed)))

@@ -4,7 +4,6 @@ Every path is decided here, and everything is created with its final mode.
 """
 
 import contextlib
-import errno
 import fcntl
 import os
 import socket
@@ -296,9 +295,20 @@ def _make(directory: Path, mode: int) -> None:
             hint="choose a directory that only mpsd can write to",
         )
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise ConfigurationError(
-            f"{directory} cannot be written: {os.strerror(errno.EACCES)}", hint="run mpsd as the owner of the directory"
-        )
+        raise _not_writable(directory)
+
+
+def _not_writable(directory: Path) -> ConfigurationError:
+    """Say why mpsd cannot write to a directory, and what would let it."""
+    owner, uid = directory.lstat().st_uid, os.geteuid()
+    if os.statvfs(directory).f_flag & os.ST_RDONLY:
+        because, hint = "its file system is read-only", "mount it for writing, or choose another directory"
+    elif uid in {0, owner}:
+        because = f"not even uid {uid} may"
+        hint = "find what forbids it: an immutable directory (lsattr -d), its mode, or a security module (dmesg)"
+    else:
+        because, hint = f"it belongs to uid {owner}, and mpsd runs as uid {uid}", f"run mpsd as uid {owner}"
+    return ConfigurationError(f"{directory} cannot be written: {because}", hint=hint)
 
 
 def publish(path: Path, mode: int, group: str) -> socket.socket:

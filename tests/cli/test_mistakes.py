@@ -1,12 +1,18 @@
 """What users type wrongly: each mistake is answered by one sentence that says what to type, and changes nothing."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import datetime, timedelta
+from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import ROOT
 from tests.cli.test_program import mpsctl_as_nobody
+from tests.disks import as_root, mounted
 from tests.node import Node
 
 SHARE = ("--threads", "10", "--memory", "1GiB")
@@ -154,3 +160,87 @@ def test_bodies(node: Node, body: object, detail: str) -> None:
     """A body that is wrong is refused in words that name its field."""
     answer = node.request("POST", "/v1/leases", body)
     assert (answer.status, answer.json["detail"]) == (422, detail)
+
+
+# -- of operators ------------------------------------------------------------------------------------------------------
+
+
+def check(path: Path) -> "subprocess.CompletedProcess[str]":
+    """Have mpsd check a configuration."""
+    command = [sys.executable, "-m", "mpsd", "check", "--config", str(path)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+
+
+SETTINGS = {
+    "a number that is none": (
+        b"[daemon]\ndeaths = 0",
+        "daemon.deaths = 0: it is not a whole number from 1 to 2147483647",
+        "The default is 5; mpsd.toml(5) describes it.",
+    ),
+    "a unit": (
+        b'[limits]\npinned_device_mem_limit = "8XB"',
+        "'8XB' has the unknown unit 'XB'",
+        "write it as 8GiB, 512MiB, 8GB, or a plain number of bytes. The default is absent; mpsd.toml(5) describes it.",
+    ),
+    "a name that is no list": (
+        b'[roles]\nadmins = "root"',
+        'it is not a list of names such as ["alice", "%staff"]',
+        "The default is []; mpsd.toml(5) describes it.",
+    ),
+    "a program for a configuration": (
+        b"\x7fELF\x02\xff\xfe",
+        "is not text in UTF-8: byte 6 is 0xff",
+        "name a configuration file, which mpsd.toml(5) describes, or save it as UTF-8",
+    ),
+}
+
+
+@pytest.mark.parametrize(("content", "says", "hint"), SETTINGS.values(), ids=SETTINGS)
+def test_settings(short_tmp: Path, content: bytes, says: str, hint: str) -> None:
+    """A configuration that is wrong is refused with what to write, or where that is described, and not with both."""
+    path = short_tmp / "mpsd.toml"
+    path.write_bytes(content)
+    done = check(path)
+    assert (done.returncode, done.stdout) == (78, "")
+    assert says in done.stderr
+    assert done.stderr.splitlines()[1] == f"  hint: {hint}"
+
+
+@as_root
+def test_a_file_system_that_cannot_be_written(make_node: Callable[..., Node]) -> None:
+    """mpsd says that it is read-only, to root as well, whom no change of users helps."""
+    node = make_node(simulate=1, control=None)
+    (node.root / "state").mkdir()
+    with mounted(node.root / "state", "1m"):
+        subprocess.run(["mount", "-o", "remount,ro", node.root / "state"], check=True)
+        status, said = node.refuse()
+    assert status == 78
+    assert f"{node.root}/state cannot be written: its file system is read-only" in said
+    assert "hint: mount it for writing, or choose another directory" in said
+
+
+@as_root
+def test_a_directory_that_cannot_be_written(make_node: Callable[..., Node]) -> None:
+    """Where root may not write, the hint is not to become the owner, but where to look for what forbids it."""
+    node = make_node(simulate=1, control=None)
+    (node.root / "state").mkdir()
+    if subprocess.run(["chattr", "+i", node.root / "state"], check=False, capture_output=True).returncode:
+        pytest.skip("this file system has no immutable directories")
+    try:
+        status, said = node.refuse()
+    finally:
+        subprocess.run(["chattr", "-i", node.root / "state"], check=True)
+    assert status == 78
+    assert f"{node.root}/state cannot be written: not even uid 0 may" in said
+    assert "lsattr -d" in said
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write whatever the mode is")
+def test_a_mode_that_forbids_writing(make_node: Callable[..., Node]) -> None:
+    """An owner whose directory is closed to it reads that the mode may forbid it."""
+    node = make_node(simulate=1, control=None)
+    (node.root / "state").mkdir(mode=0o500)
+    status, said = node.refuse()
+    assert status == 78
+    assert f"cannot be written: not even uid {os.geteuid()} may" in said
+    assert "its mode" in said

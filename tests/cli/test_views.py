@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from mpsd.cli import lease_views, render, views
-from mpsd.cli.tables import PLAIN, bar
+from mpsd.cli.render import when
+from mpsd.cli.tables import PLAIN, Look, bar
 from mpsd.daemon.record.log import EventName
 
 NOW = datetime(2026, 11, 21, 3, 0, tzinfo=UTC)
@@ -35,6 +36,7 @@ def gpu(**other: Any) -> Any:
         "health": "ok",
         "because": "it answers",
         "hint": None,
+        "refused": None,
         **other,
     }
 
@@ -61,6 +63,7 @@ def daemon(**other: Any) -> Any:
         "version": "535.261.03",
         "operation": None,
         "restart_for": [],
+        "drained": False,
         **other,
     }
 
@@ -136,7 +139,7 @@ def reason(subject: str, **other: Any) -> Any:
 
 
 def test_a_sick_node() -> None:
-    """Why it is not healthy stands in the first line, and what to do about each thing right below."""
+    """Each thing that is not well is a line, which says what to do about it."""
     lines = status(
         healthy=False,
         headline="NOT HEALTHY: GPU 1 is unknown: it does not answer; gpu1 is failed: 5 deaths",
@@ -146,15 +149,65 @@ def test_a_sick_node() -> None:
         daemons=[daemon(undone=[drift(undone=THEN, because="gpu0: it was 10 %; mpsd put it back at 02:57")])],
     )
     assert lines[:7] == [
-        "NOT HEALTHY: GPU 1 is unknown: it does not answer; gpu1 is failed: 5 deaths",
-        "  GPU 1: see what nvidia-smi says",
-        "  gpu1: mpsctl reset gpu1",
-        "  GPU 2 is unsupported: MIG mode is on",
-        "  GPU 2: turn MIG off",
+        "NOT HEALTHY",
+        "  GPU 1 is failed -> see what nvidia-smi says",
+        "  gpu1 is failed -> mpsctl reset gpu1",
+        "  GPU 2 is unsupported: MIG mode is on -> turn MIG off",
         "  gpu0: it was 10 %; mpsd put it back at 02:57 (2m ago)",
         "",
+        "GPU  HEALTH  THREADS      MEMORY                     HELD  CLIENTS  COMPUTE MODE  NAME",
     ]
     assert lines[-1].endswith("on simulated GPUs")
+
+
+FAILED = reason(
+    "gpu1",
+    because="gpu1 is failed: 5 deaths within 60 s, the last one: pid 9 killed by SIGKILL; giving up",
+    hint="read /var/log/mpsd/gpu1/control.log, fix the cause, then: mpsctl reset gpu1",
+)
+FOLDED = {
+    80: [
+        "NOT HEALTHY, 1 violation",
+        "  gpu1 is failed: 5 deaths within 60 s, the last one: pid 9 killed by SIGKILL;",
+        "    giving up -> read /var/log/mpsd/gpu1/control.log, fix the cause, then:",
+        "    mpsctl reset gpu1",
+        "  process 7 is short -> start it again",
+    ],
+    120: [
+        "NOT HEALTHY, 1 violation",
+        "  gpu1 is failed: 5 deaths within 60 s, the last one: pid 9 killed by SIGKILL; giving up -> read",
+        "    /var/log/mpsd/gpu1/control.log, fix the cause, then: mpsctl reset gpu1",
+        "  process 7 is short -> start it again",
+    ],
+    200: [
+        "NOT HEALTHY, 1 violation",
+        f"  {FAILED['because']} -> {FAILED['hint']}",
+        "  process 7 is short -> start it again",
+    ],
+}
+
+
+@pytest.mark.parametrize(("width", "lines"), FOLDED.items(), ids=FOLDED)
+def test_a_sick_node_on_a_terminal(width: int, lines: list[str]) -> None:
+    """Nothing is cut off a reason or its remedy, and no line is wider than the terminal."""
+    found: Any = node(
+        healthy=False,
+        headline=f"NOT HEALTHY, 1 violation: {FAILED['because']}; process 7 is short",
+        reasons=[FAILED],
+        violations=[violation(because="process 7 is short", hint="start it again")],
+    )
+    assert views.status(found, NOW, Look(width=width)).splitlines()[: len(lines)] == lines
+    assert max(map(len, lines)) <= width
+
+
+def test_a_daemon_that_is_drained() -> None:
+    """A drain that is done is told apart from one that waits; GPUs that admit no request say why, in local time."""
+    for drained, word in ((True, "drained"), (False, "draining")):
+        text = views.daemons({"daemons": [daemon(state="draining", drained=drained)]}, NOW, PLAIN)
+        assert text.splitlines()[1].split()[1] == word
+    refused = "gpu0 is held: uid 0 holds it (a fan), at 2026-11-21T02:57:00+00:00"
+    text = views.gpus({"gpus": [gpu(refused=refused)]}, [], PLAIN)
+    assert text.splitlines()[2] == f"GPU 0 admits no request: gpu0 is held: uid 0 holds it (a fan), at {when(THEN)}"
 
 
 def violation(**other: Any) -> Any:
@@ -167,7 +220,7 @@ def test_open_violations() -> None:
     lines = status(
         headline="healthy, not closed, 1 violation: a program that misses MPS gets all of GPU 0; process 7 is short",
         warnings=[reason("node", because="a program that misses MPS gets all of GPU 0", hint="close it")],
-        violations=[violation(hint="start it again")],
+        violations=[violation(because="process 7 is short", hint="start it again")],
     )
     assert lines[1:4] == ["  node: close it", "  short, process 7: start it again", ""]
 

@@ -79,6 +79,11 @@ OF_DAEMONS: Final = [
     ),
     (daemon(state=State.HELD, because="uid 0 holds it"), Kind.HOLD, "gpu0 is held: uid 0 holds it"),
     (daemon(state=State.DRAINING, operation="it waits for pid 7"), Kind.HOLD, "it answers; it waits for pid 7"),
+    (
+        daemon(state=State.DRAINING, drained=True, because="no leases and no clients were left"),
+        Kind.HOLD,
+        "gpu0 is drained: no leases and no clients were left",
+    ),
     (daemon(incomplete="why"), Kind.LEASES_INCOMPLETE, "gpu0 is held because its leases may be incomplete: why"),
     (
         daemon(state=State.STOPPING, because="a restart", operation="a restart"),

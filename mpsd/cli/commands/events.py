@@ -5,18 +5,27 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
 import click
 
-from mpsd.cli import render
+from mpsd.cli import render, tables
 from mpsd.cli.api import Api
 from mpsd.cli.command import note, of_one_version, with_api, with_form
-from mpsd.core.errors import UnreachableError
+from mpsd.cli.commands.status import chosen_uid
+from mpsd.cli.completion import daemon_names, gpu_names, lease_names
+from mpsd.cli.history.moments import MOMENT
+from mpsd.cli.history.selection import GpuNames, Selection, Selector, matching_kinds
+from mpsd.cli.history.sentences import SENTENCES, line
+from mpsd.core.errors import InvalidRequestError, UnreachableError
 from mpsd.core.sanitize import harmless_json, plain
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from mpsd.cli import answer_types
 
 _ASK_AGAIN: Final = 0.2
@@ -25,8 +34,52 @@ _ASK_AGAIN: Final = 0.2
 _LOOK: Final = 1.0
 """Seconds between two looks whether anybody still reads."""
 
+_TIME: Final = "TIME is 2h (so long ago), 03:15, today, 2026-11-23, or 2026-11-23T03:15Z; without a zone, it is local."
+
+
+def _kinds(_: click.Context, __: click.Parameter, patterns: Iterable[str]) -> frozenset[str]:
+    try:
+        return frozenset[str]().union(*map(matching_kinds, patterns))
+    except InvalidRequestError as error:
+        raise click.BadParameter(f"{error.detail}: {error.hint}") from error
+
+
+def _kind_names(_: click.Context, __: click.Parameter, incomplete: str) -> "list[CompletionItem]":
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(each) for each in SENTENCES if each.startswith(incomplete)]
+
 
 @click.command()
+@click.option("-n", "--last", type=click.IntRange(min=0), metavar="N", help="Only the latest N of them.")
+@click.option("--since", type=MOMENT, metavar="TIME", help=f"Only later ones. {_TIME}")
+@click.option("--until", type=MOMENT, metavar="TIME", help="Only earlier ones.")
+@click.option(
+    "--lease",
+    metavar="LEASE",
+    shell_complete=lease_names,
+    help="Only those about this lease: its id, or how that begins.",
+)
+@click.option("--daemon", metavar="DAEMON", shell_complete=daemon_names, help="Only those about this control daemon.")
+@click.option(
+    "--gpu",
+    metavar="INDEX|UUID",
+    shell_complete=gpu_names,
+    help="Only those about this GPU, its control daemon, and the leases on it.",
+)
+@click.option("--user", "owner", metavar="NAME|UID", help="Only those about this user and its leases.")
+@click.option("--mine", is_flag=True, help="Only those about you and your leases.")
+@click.option(
+    "-k",
+    "--kind",
+    "kinds",
+    multiple=True,
+    metavar="KIND",
+    callback=_kinds,
+    shell_complete=_kind_names,
+    help="Only those of this kind, or of a pattern such as 'lease_*'; may be repeated.",
+)
+@click.option("--kinds", "list_kinds", is_flag=True, help="List the kinds of events, and nothing else.")
 @click.option(
     "--after",
     type=click.IntRange(min=0),
@@ -35,23 +88,96 @@ _LOOK: Final = 1.0
     help="Show only events with a higher number.  [default: all]",
 )
 @click.option("-f", "--follow", is_flag=True, help="Keep printing new events until interrupted.")
-@with_form()
+@with_form("wide")
 @with_api
-def events(api: Api, form: str, after: int, *, follow: bool) -> None:
-    """Show the decisions of mpsd, one event per line, with the number that --after takes.
+def events(  # noqa: PLR0917 - an option each
+    api: Api,
+    form: str,
+    last: int | None,
+    since: datetime | None,
+    until: datetime | None,
+    lease: str | None,
+    daemon: str | None,
+    gpu: str | None,
+    owner: str | None,
+    kinds: frozenset[str],
+    after: int,
+    *,
+    mine: bool,
+    list_kinds: bool,
+    follow: bool,
+) -> None:
+    """Show what mpsd decided and saw, one event after another, in local time.
 
-    With --follow, a restart of mpsd leaves no gap. With -o json, each line is the JSON that mpsd sent.
+    `!` marks a warning and `!!` an error. -o wide prints each with its number, which --after takes, and all of its
+    facts; with -o json, each line is the JSON that mpsd sent. With --follow, a restart of mpsd leaves no gap.
     """
+    if list_kinds:
+        click.echo("\n".join(sorted(SENTENCES)))
+        return
+    if follow and until is not None:
+        raise click.UsageError("Use --follow or --until, not both: events to come have no end.")
+    selection = Selection(
+        since, until, lease, _known_daemon(api, daemon), gpu_of(api, gpu), chosen_uid(owner, mine=mine), kinds
+    )
     gc.enable()  # it may take days
-    for line, event in _shown(api, after, follow=follow):
-        text = harmless_json(line) if form == "json" else _in_words(event)
-        sys.stdout.write(f"{text}\n")  # click.echo looks at the terminal each time; there may be thousands of lines
+    look = tables.look_of()
+    nothing = True
+    for text, event in _chosen(api, Selector(selection), after, last, follow=follow):
+        said = harmless_json(text) if form == "json" else _in_words(event, form, look)
+        nothing = False
+        sys.stdout.write(f"{said}\n")  # click.echo looks at the terminal each time; there may be thousands of lines
         sys.stdout.flush()
+    if nothing and form != "json":
+        click.echo("no events")
 
 
-def _in_words(event: "answer_types.Event") -> str:
+def _in_words(event: "answer_types.Event", form: str, look: tables.Look) -> str:
     with of_one_version():
-        return render.event(plain(event))
+        return render.event(plain(event)) if form == "wide" else line(plain(event), look)
+
+
+def _known_daemon(api: Api, daemon: str | None) -> str | None:
+    """Return the name of a control daemon, if one is named; a name that is none would choose nothing in silence."""
+    if daemon is None:
+        return None
+    names = [each["name"] for each in api.daemons()["daemons"]]
+    if daemon not in names:
+        raise click.BadParameter(f"there is no control daemon {daemon!r}: choose {', '.join(names)}")
+    return daemon
+
+
+def gpu_of(api: Api, gpu: str | None) -> GpuNames | None:
+    """Return a GPU by all of its names, if one is named. Raises click.BadParameter for a name that none has."""
+    if gpu is None:
+        return None
+    for each in api.gpus()["gpus"]:
+        if gpu in {f"{each['index']}", each["uuid"]}:
+            uuid = each["uuid"]
+            names = [daemon["name"] for daemon in api.daemons()["daemons"] if daemon["gpu"] == uuid]
+            return GpuNames(each["index"], uuid, names[0] if names else None)
+    raise click.BadParameter(f"there is no GPU {gpu!r}: see mpsctl gpus", param_hint="--gpu")
+
+
+def _chosen(
+    api: Api, selector: Selector, after: int, last: int | None, *, follow: bool
+) -> Iterator[tuple[str, "answer_types.Event"]]:
+    """Yield the events that are wanted, and of those that there are already, no more than the latest."""
+    if last is not None:
+        latest: deque[tuple[str, answer_types.Event]] = deque(maxlen=last)
+        for text, event in _shown(api, after, follow=False):
+            with of_one_version():
+                after = _number(event)
+                if selector.takes(event):
+                    latest.append((text, event))
+        yield from latest
+        if not follow:
+            return
+    for text, event in _shown(api, after, follow=follow):
+        with of_one_version():
+            taken = selector.takes(event)
+        if taken:
+            yield text, event
 
 
 def _shown(api: Api, after: int, *, follow: bool) -> Iterator[tuple[str, "answer_types.Event"]]:
@@ -60,10 +186,10 @@ def _shown(api: Api, after: int, *, follow: bool) -> Iterator[tuple[str, "answer
     away = False
     while True:
         try:
-            for line, event in api.events(after, follow=follow, meanwhile=_end_with_the_reader):
+            for text, event in api.events(after, follow=follow, meanwhile=_end_with_the_reader):
                 with of_one_version():
                     after, away = _number(event), False
-                yield line, event
+                yield text, event
         except UnreachableError as error:
             if not follow or not error.retryable:
                 raise

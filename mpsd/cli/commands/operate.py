@@ -35,24 +35,43 @@ def _names(api: Api, daemon: str | None, *, everyone: bool) -> list[str]:
     return [each["name"] for each in api.daemons()["daemons"]] if daemon is None else [daemon]
 
 
-def _at_once(verb: str, text: str) -> click.Command:
+def _at_once(verb: str, text: str, *options: Callable[[Callable[..., None]], Callable[..., None]]) -> click.Command:
     """Make a command that has something done to the daemons named, which is done when mpsd answers."""
 
-    def command(api: Api, daemon: str | None, form: str, *, everyone: bool) -> None:
+    def command(api: Api, daemon: str | None, form: str, *, everyone: bool, **more: object) -> None:
         for name in _names(api, daemon, everyone=everyone):
-            print_answer(form, api.operate(name, verb), views.operation)
+            print_answer(form, api.operate(name, verb, _said(more)), views.operation)
 
+    for option in options:
+        command = option(command)
     return _of_daemons(verb, text, command)
+
+
+def _said(body: dict[str, object]) -> dict[str, object]:
+    """Return a request without what was not said: an older mpsd may not know it."""
+    return {name: value for name, value in body.items() if value is not None}
+
+
+_REASON: Final = click.option(
+    "--reason", metavar="TEXT", help="Why, for callers whose requests it refuses: 200 characters at most."
+)
 
 
 def _in_time(verb: str, text: str) -> click.Command:
     """Make a command that has something done to the daemons named, which takes as long as somebody is there."""
 
     def command(
-        api: Api, daemon: str | None, form: str, timeout: float | None, *, everyone: bool, no_wait: bool
+        api: Api,
+        daemon: str | None,
+        form: str,
+        timeout: float | None,
+        reason: str | None,
+        *,
+        everyone: bool,
+        no_wait: bool,
     ) -> None:
         names = _names(api, daemon, everyone=everyone)
-        begun = [api.operate(name, verb, {"timeout": timeout}) for name in names]
+        begun = [api.operate(name, verb, _said({"timeout": timeout, "reason": reason})) for name in names]
         ended = begun if no_wait else [_follow(api, each) for each in begun]
         for each in ended:
             print_answer(form, each, views.operation)
@@ -66,6 +85,7 @@ def _in_time(verb: str, text: str) -> click.Command:
             metavar="DURATION",
             help=f"{TIMEOUT} Without a timeout, no client is ended.",
         ),
+        _REASON,
         click.option("--no-wait", is_flag=True, help="Start the operation without waiting for its end."),
     ):
         command = option(command)
@@ -111,7 +131,7 @@ def _blockers(operation: "answer_types.Operation") -> str:
     return f"{named}, and {len(others)} more" if others else named
 
 
-hold = _at_once("hold", f"{Intent.HOLD.promise} The hold persists across restarts of mpsd and reboots.")
+hold = _at_once("hold", f"{Intent.HOLD.promise} The hold persists across restarts of mpsd and reboots.", _REASON)
 drain = _in_time("drain", Intent.DRAIN.promise)
 resume = _at_once("resume", "Resume admission, and cancel a drain, or a restart that has not stopped anything yet.")
 restart = _in_time("restart", Intent.RESTART.promise)

@@ -85,7 +85,7 @@ def daemons(api: Api, listing: Listing) -> None:
 @with_api
 def clients(api: Api, listing: Listing, gpu: str | None, owner: str | None, *, mine: bool) -> None:
     """List the processes that are connected to an MPS server."""
-    wanted = _uid(owner, mine=mine)
+    wanted = chosen_uid(owner, mine=mine)
 
     def ask() -> "answer_types.Clients":
         chosen = _gpu_uuid(api, gpu)
@@ -102,7 +102,7 @@ def clients(api: Api, listing: Listing, gpu: str | None, owner: str | None, *, m
 @with_api
 def leases(api: Api, listing: Listing, gpu: str | None, owner: str | None, *, mine: bool, everything: bool) -> None:
     """List the leases: first the granted ones, then the waiting ones in the order of the queue."""
-    wanted = _uid(owner, mine=mine)
+    wanted = chosen_uid(owner, mine=mine)
 
     def ask() -> "answer_types.Leases":
         chosen = _gpu_uuid(api, gpu)
@@ -122,7 +122,7 @@ def leases(api: Api, listing: Listing, gpu: str | None, owner: str | None, *, mi
     )
 
 
-def _uid(owner: str | None, *, mine: bool) -> int | None:
+def chosen_uid(owner: str | None, *, mine: bool) -> int | None:
     """Return whose are listed; None for everybody's."""
     if mine and owner is not None:
         raise click.UsageError("Use --mine or --user, not both.")

@@ -83,6 +83,8 @@ class DesiredState:
     """
     then: Intent = Intent.RUN
     """What is wanted once a restart is over."""
+    then_because: str = ""
+    """Why that is wanted, where it is not to run."""
 
     @property
     def waits(self) -> bool:
@@ -195,10 +197,14 @@ def revise(before: DesiredState, after: DesiredState, *, silent: bool = False) -
             return replace(again, replaced=after.replaced, quitting=False)
         return again
     if before.intent is Intent.RESTART and before.quitting:
-        return replace(before, then=after.intent)
+        return replace(before, then=after.intent, then_because=_why(after))
     if after.intent is Intent.RESTART and before.intent is not Intent.RUN:
-        return replace(after, then=before.intent)
+        return replace(after, then=before.intent, then_because=_why(before))
     return after
+
+
+def _why(desired: DesiredState) -> str:
+    return "" if desired.intent is Intent.RUN else desired.because
 
 
 class Outcome(StrEnum):

@@ -1,7 +1,8 @@
 """The death tally: whether a control daemon that died starts at once, later, or not before an operator says so."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Final
 
@@ -55,6 +56,17 @@ class Decision:
 def recent(deaths: Sequence[Death], policy: RestartPolicy, now: float) -> tuple[Death, ...]:
     """Return the deaths that still count."""
     return tuple(death for death in deaths if now - death.at <= policy.window)
+
+
+def dated(decision: Decision, deaths: Sequence[Death], now: float, wall: datetime) -> Decision:
+    """Return a decision to give up with the times of the deaths that led to it; `now` and `wall` are one moment."""
+    if decision.verdict is not RestartVerdict.GIVE_UP or not deaths:
+        return decision
+    first, last = (
+        (wall - timedelta(seconds=now - each.at)).isoformat(timespec="seconds").replace("+00:00", "Z")
+        for each in (deaths[0], deaths[-1])
+    )
+    return replace(decision, because=f"{decision.because}; it died first at {first}, and last at {last}")
 
 
 def decide(deaths: Sequence[Death], policy: RestartPolicy, now: float, jitter: float) -> Decision:

@@ -160,5 +160,15 @@ def _decoded(endpoint: _Endpoint, message: Message, principal: Principal, names:
                 f"the request body exceeds {MAXIMUM_BODY} bytes", hint="send a smaller body", limit="body"
             )
         body = endpoint.body(message.body)
-    peer, admin = message.connection.peer, principal.role is Role.ADMIN
-    return Request(principal.credentials, principal.user, admin, peer.process, peer.has_left, names, query, body)
+    peer, role = message.connection.peer, principal.role or Role.OBSERVER
+    return Request(
+        principal.credentials,
+        principal.user,
+        role >= Role.ADMIN,
+        role >= Role.OPERATOR,
+        peer.process,
+        peer.has_left,
+        names,
+        query,
+        body,
+    )

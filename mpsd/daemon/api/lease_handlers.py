@@ -5,12 +5,11 @@ from datetime import timedelta
 from functools import lru_cache
 from typing import Annotated, Final
 
-from mpsd.core import model
+from mpsd.core import health, model
 from mpsd.core.admission import quota
-from mpsd.core.admission.admission import WAIT_HINT
 from mpsd.core.admission.rules import QueuePlace
 from mpsd.core.containers import cdi
-from mpsd.core.errors import DaemonNotReadyError, DoesNotFitError, InvalidRequestError, NotPermittedError
+from mpsd.core.errors import CapacityError, DoesNotFitError, InvalidRequestError, NotPermittedError
 from mpsd.core.holders import holders
 from mpsd.core.model import Claim, Lease, LeaseState, Share
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
@@ -152,12 +151,11 @@ class LeaseHandlers:
                     has_left=request.has_left,
                     is_named=body.pid is not None or body.holder is not None,
                 )
-            except DaemonNotReadyError as error:
-                if not request.admin:  # its hint says what an operator does
-                    error.hint = f"use another GPU, or {WAIT_HINT}; for an operator: {error.hint}"
-                raise
-            except DoesNotFitError as error:
-                error.hint += self._holding(request, error)
+            except CapacityError as error:
+                if error.limit in health.LIMITS and not request.operator:
+                    error.hint = health.REFUSED_HINT
+                elif isinstance(error, DoesNotFitError):
+                    error.hint += self._holding(request, error)
                 raise
         return _lease_out(lease)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from mpsd import __version__
-from mpsd.core import model, mps_facts, roles, settings
+from mpsd.core import health, model, mps_facts, roles, settings
 from mpsd.core.admission.admission import NOTHING
 from mpsd.core.enforcement.verification import Verdict
 from mpsd.core.gpus import driver_branch
@@ -42,7 +42,7 @@ class NodeHandlers:
             version=__version__,
             simulated=node.simulated,
             since=node.since,
-            gpus=[self._gpu(view) for view in found.gpus],
+            gpus=[self._gpu(view, found.daemons) for view in found.gpus],
             daemons=[schema.DaemonOut.of(each) for each in found.daemons],
             leases=len(node.leases.ledger.leases),
             waiting=len(node.leases.ledger.waiting),
@@ -66,10 +66,12 @@ class NodeHandlers:
 
     async def gpus(self, _: Request) -> schema.GpusOut:
         """Return the GPUs."""
-        return schema.GpusOut([self._gpu(view) for view in self._node.gpus.views()])
+        daemons = self._node.daemons()
+        return schema.GpusOut([self._gpu(view, daemons) for view in self._node.gpus.views()])
 
-    def _gpu(self, view: GpuView) -> schema.GpuOut:
+    def _gpu(self, view: GpuView, daemons: Iterable[model.Daemon]) -> schema.GpuOut:
         gpu = view.gpu
+        refusals = [health.refusal(view, each) for each in daemons if gpu is not None and each.gpu == gpu.uuid]
         given = self._node.leases.ledger.taken(gpu.uuid) if gpu else NOTHING
         unleased = self._node.unleased.on(gpu.uuid) if gpu else NOTHING
         clients = mps_facts.clients_max(gpu.compute_capability, driver_branch(gpu.driver_version)) if gpu else None
@@ -91,6 +93,7 @@ class NodeHandlers:
             health=view.health,
             because=view.because,
             hint=view.hint,
+            refused=next((each.because for each in refusals if each is not None and each.uids is None), None),
         )
 
     async def daemons(self, _: Request) -> schema.DaemonsOut:

@@ -1,18 +1,19 @@
-"""What an operator's routes do: what is asked of a control daemon is stored, and told until it is over."""
+"""What an operator's routes take and do: what is asked of a control daemon is stored, and told until it is over."""
 
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Final
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
-from mpsd.core.errors import NotFoundError, NotPermittedError
+from mpsd.core.errors import InvalidRequestError, NotFoundError, NotPermittedError
 from mpsd.core.reload import ReloadResult
 from mpsd.core.supervision.drain import Intent, OperatorCommand, Outcome
 from mpsd.core.supervision.wedge import Cause, Suspicion
 from mpsd.daemon.api import schema
-from mpsd.daemon.api.request import Request
+from mpsd.daemon.api.request import Request, RequestBody
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.node.node import Node
 from mpsd.system import clock
@@ -33,6 +34,25 @@ class ReloadOut(msgspec.Struct):
     """Settings that changed, and will hold once mpsd is restarted."""
     unknown: str
     """Which names of users and groups are unknown; empty where none is."""
+
+
+_Reason: TypeAlias = Annotated[str, Meta(max_length=200)]
+
+
+class HoldRequest(RequestBody):
+    """Why admission is stopped."""
+
+    reason: _Reason | None = None
+    """In the operator's words, for whoever is refused because of it; on one line, without control characters."""
+
+
+class DrainRequest(RequestBody):
+    """How long those who are there have, and why."""
+
+    timeout: Annotated[float, Meta(ge=0, le=1e9)] | None = None
+    """Seconds, after which they are ended; null: as long as they like."""
+    reason: _Reason | None = None
+    """In the operator's words, for whoever is refused because of it; on one line, without control characters."""
 
 
 class OperatorHandlers:
@@ -58,8 +78,10 @@ class OperatorHandlers:
 
     async def hold(self, request: Request) -> schema.OperationOut:
         """Let nobody in on a control daemon until it is resumed; stored before it is answered."""
+        assert isinstance(request.body, HoldRequest)  # noqa: S101 - the route table says so
         supervisor = self._node.supervisor(request.names["name"])
-        supervisor.intend(OperatorCommand(Intent.HOLD, f"uid {request.credentials.uid} holds it"))
+        because = f"uid {request.credentials.uid} holds it{_quoted(request.body.reason)}"
+        supervisor.intend(OperatorCommand(Intent.HOLD, because))
         return self._done(request, supervisor, "hold", "holds")
 
     async def resume(self, request: Request) -> schema.OperationOut:
@@ -78,7 +100,7 @@ class OperatorHandlers:
 
     def _begun(self, request: Request, intent: Intent, does: str) -> schema.OperationOut:
         """Begin what takes its time, or join what is begun already, and return it."""
-        assert isinstance(request.body, schema.DrainRequest)  # noqa: S101 - the route table says so
+        assert isinstance(request.body, DrainRequest)  # noqa: S101 - the route table says so
         supervisor, timeout = self._node.supervisor(request.names["name"]), request.body.timeout
         if timeout is not None and not request.admin:
             raise NotPermittedError(
@@ -86,7 +108,7 @@ class OperatorHandlers:
                 hint="drain without a timeout, or ask an administrator",
                 limit="timeout",
             )
-        because = f"uid {request.credentials.uid} {does}"
+        because = f"uid {request.credentials.uid} {does}{_quoted(request.body.reason)}"
         if timeout is not None:
             because += f", and ends the remaining clients after {timeout:g} s"
         operation = supervisor.drainer.operation(
@@ -131,6 +153,16 @@ class OperatorHandlers:
                 " control daemon are kept for good",
             )
         return schema.OperationOut.of(found)
+
+
+def _quoted(reason: str | None) -> str:
+    """Return an operator's reason as sentences have it. Raises InvalidRequestError for one that is not a line."""
+    words = "" if reason is None else reason.strip()
+    if not words.isprintable():
+        raise InvalidRequestError(
+            "reason has characters that cannot be printed", hint="write it as one line of text", limit="reason"
+        )
+    return f" ({words})" if words else ""
 
 
 def _operation_id() -> str:

@@ -30,6 +30,8 @@ class Request(NamedTuple):
     credentials: PeerCredentials
     user: UserIdentity
     admin: bool
+    operator: bool
+    """Whether it may hold, drain and resume control daemons, as an administrator may too."""
     process: Callable[[], Process | None]
     """Watches the process that connected, for as long as its connection is open; None where it is not to be seen."""
     has_left: Callable[[], bool]

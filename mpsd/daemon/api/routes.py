@@ -15,7 +15,7 @@ from mpsd.daemon.api.event_handlers import Event, EventHandlers, EventsQuery
 from mpsd.daemon.api.lease_handlers import CdiQuery, LeaseHandlers, LeasesQuery, ReleaseQuery
 from mpsd.daemon.api.node_handlers import NodeHandlers
 from mpsd.daemon.api.openapi import OpenApiHandlers
-from mpsd.daemon.api.operator_handlers import OperatorHandlers, ReloadOut
+from mpsd.daemon.api.operator_handlers import DrainRequest, HoldRequest, OperatorHandlers, ReloadOut
 from mpsd.daemon.api.request import RequestBody, RequestQuery
 from mpsd.daemon.api.table import A, Handler, Route
 from mpsd.daemon.node.node import Node
@@ -262,14 +262,14 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
         errors=(409, 507),
     ),
     _operation("reset", lambda h: h.operators.reset, summary="Start a failed control daemon again", role=Role.ADMIN),
-    _operation("hold", lambda h: h.operators.hold, 507, summary="Stop admission until it is resumed"),
+    _operation("hold", lambda h: h.operators.hold, 507, summary="Stop admission until it is resumed", body=HoldRequest),
     _operation("resume", lambda h: h.operators.resume, 507, summary="Resume admission"),
     _operation(
         "drain",
         lambda h: h.operators.drain,
         507,
         summary="Stop admission, and wait until all clients have left",
-        body=schema.DrainRequest,
+        body=DrainRequest,
     ),
     _operation(
         "restart",
@@ -277,7 +277,7 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
         507,
         summary="Drain, stop and start a control daemon",
         role=Role.ADMIN,
-        body=schema.DrainRequest,
+        body=DrainRequest,
     ),
     _row(
         "POST",

@@ -18,7 +18,6 @@ from mpsd.core.model import Daemon, Drift, Health, ReadBack, Server, ViolationKi
 from mpsd.core.quantities import Moment
 from mpsd.core.supervision import wedge
 from mpsd.core.supervision.drain import Operation, Outcome
-from mpsd.daemon.api.request import RequestBody
 from mpsd.daemon.canary.watch import Examination
 
 
@@ -127,6 +126,8 @@ class DaemonOut(Struct):
     """The evidence that its server serves nobody, or may not; null where there is none."""
     wedged: bool
     """Whether that proves it: nobody is admitted, and it is replaced when nobody is left."""
+    drained: bool
+    """Whether a drain of it is done: in the state `draining`, it has no leases and no clients left."""
 
     @classmethod
     def of(cls, daemon: Daemon) -> "DaemonOut":
@@ -157,6 +158,7 @@ class DaemonOut(Struct):
             restart_for=list(daemon.restart_for),
             unserved=daemon.unserved,
             wedged=daemon.wedged,
+            drained=daemon.drained,
         )
 
 
@@ -208,6 +210,8 @@ class GpuOut(Struct):
     health: Annotated[str, words(Health)]
     because: str
     hint: str | None
+    refused: str | None
+    """Why requests for it are refused now, whatever is left of it; null where they are not."""
 
 
 class GpusOut(Struct):
@@ -326,13 +330,6 @@ class ConfigOut(Struct):
     """The settings in force."""
 
     config: dict[str, dict[str, str | bool | int | float | list[str] | None]]
-
-
-class DrainRequest(RequestBody):
-    """How long those who are there have."""
-
-    timeout: Annotated[float, Meta(ge=0, le=1e9)] | None = None
-    """Seconds, after which they are ended; null: as long as they like."""
 
 
 class BlockerOut(Struct):

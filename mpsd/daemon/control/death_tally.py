@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from mpsd.core.model import ProcessIdentity, Unknown
 from mpsd.core.settings import ControlDaemon
-from mpsd.core.supervision.restart import Death, Decision, RestartPolicy, RestartVerdict, decide, recent
+from mpsd.core.supervision.restart import Death, Decision, RestartPolicy, RestartVerdict, dated, decide, recent
 from mpsd.core.supervision.suspects import Crash, LetIn, is_suspect
 from mpsd.daemon.record import encoding
 from mpsd.daemon.record.log import EventName, Logger
@@ -134,7 +134,7 @@ class DeathTally:
         how = f"{ended.how}; {let_in} had pipe access" if let_in.anybody else ended.how
         death = Death(now, how, let_in.uids, counts=not let_in.anybody)
         deaths = (*recent(self._deaths, policy, now), death)
-        decision = decide(deaths, policy, now, jitter)
+        decision = dated(decide(deaths, policy, now, jitter), deaths, now, clock.now())
         self._note(deaths, decision)
         if let_in.uids and (shut_out := self._record.crashed(now)):
             deaths = tuple(each for each in deaths if not shut_out & set(each.uids))

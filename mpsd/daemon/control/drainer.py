@@ -149,7 +149,7 @@ class Drainer:
 
     def _finish(self, desired: DesiredState, outcome: Outcome, because: str) -> None:
         then = (
-            DesiredState(desired.then, because, clock.now(), boot=desired.boot)
+            DesiredState(desired.then, desired.then_because or because, clock.now(), boot=desired.boot)
             if desired.intent is Intent.RESTART
             else desired
         )
@@ -192,7 +192,7 @@ class Drainer:
         words = f"{desired.because}, at {desired.since.isoformat(timespec='seconds')}"
         if desired.operation:
             words += f" ({desired.operation})"
-        elif desired.intent is Intent.DRAIN:
+        elif self.is_drained:
             return f"{words}; no leases and no clients were left"
         waits = [_named(each) for each in self._blockers] if desired.waits else []
         if len(waits) > _NAMED:
@@ -200,6 +200,11 @@ class Drainer:
         if waits and desired.quitting and desired.is_late(clock.since_boot()):
             return f"{words}; what is left is ended with its servers (quit -t): {', '.join(waits)}"
         return f"{words}; waiting for {', '.join(waits)}" if waits else words
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether what is wanted is a drain that is done."""
+        return self.desired.intent is Intent.DRAIN and not self.desired.operation
 
     @property
     def hint(self) -> str | None:

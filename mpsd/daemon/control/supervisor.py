@@ -68,7 +68,7 @@ class Supervisor:
         self._log = log.bind(daemon=name)
         self._death_tally = DeathTally(pipe_access.paths.death_tally, pipe_access.let_in, self._log)
         self._launcher = Launcher(gpu, program, pipe_access, self._log)
-        self._reset_hint = f"fix the cause, then: mpsctl reset {name}"
+        self._reset_hint = f"read {pipe_access.paths.control_log}, fix the cause, then: mpsctl reset {name}"
         self._wake = asyncio.Event()
         paths, daemon = pipe_access.paths, settings.current.daemon
         self._control_log = ControlLog(
@@ -133,6 +133,7 @@ class Supervisor:
             unknown_lines=self._control_log.unknown,
             operation=self.drainer.summary if desired.waits and desired.operation else None,
             renewing=self._renewal.is_running,
+            drained=self.drainer.is_drained,
             restart_for=self._instance.outdated(self._settings.current),
             unrestored=self._leases.unrestored(self.gpu.uuid),
         )
@@ -326,6 +327,9 @@ class Supervisor:
         """Let nobody in where an operator wants that, and everybody where he does no more."""
         if self._lifecycle.state in ANSWERED:
             self._move(_EVENTS[self.drainer.desired.intent], self.drainer.summary, self.drainer.hint)
+        if self._lifecycle.state in {State.HELD, State.DRAINING}:
+            self._lifecycle.explain(self.drainer.summary, self.drainer.hint)  # the same again, for another reason
+            self._lifecycle.notify_changed()
 
     # -- arriving: adopt what is there, or start ----------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mpsd.cli.users import name_of
 from tests.cli.answering import Answering, answering, http
 from tests.cli.conftest import end, run_mpsctl, start_mpsctl
 from tests.node import Node
@@ -57,9 +58,9 @@ def test_json(node: Node) -> None:
 
 
 def test_table(node: Node) -> None:
-    """Without, each event is a line that says when, what, and with which facts."""
+    """With `-o wide` each event is a line that says when, what, and with which facts."""
     lease, uid = happen(node)["id"], os.getuid()
-    lines = node.mpsctl("events").stdout.splitlines()
+    lines = node.mpsctl("events", "-o", "wide").stdout.splitlines()
     numbers = [int(number) for number in re.findall(r"^\S+Z  \w+ +seq=(\d+) ", "\n".join(lines), re.MULTILINE)]
     assert numbers == list(range(1, len(lines) + 1))
     granted, ended = (line for line in lines if f" lease={lease} " in line)
@@ -70,7 +71,49 @@ def test_table(node: Node) -> None:
     assert ended.endswith(f' because="uid {uid} released it"')
 
 
-@pytest.mark.parametrize("form", ["table", "json"])
+def test_sentences(node: Node) -> None:
+    """Without, it is a sentence; of each filter's events there are no more than the filter takes."""
+    lease, user = happen(node)["id"], name_of(os.getuid())
+    granted, ended = node.mpsctl("events", "--lease", lease).stdout.splitlines()
+    line = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d    "
+    assert re.fullmatch(rf"{line}{lease}: granted to {user}, pid {os.getpid()}: .* were free on gpu\d", granted)
+    assert re.fullmatch(rf"{line}{lease}: ended: uid {os.getuid()} released it", ended)
+    for filters in (
+        ["-n", "1", "--mine"],
+        ["--lease", lease, "-k", "lease_ended"],
+        ["--user", f"{os.getuid()}", "-n", "1"],
+        ["--since", "1h", "-n1", "--kind", "lease_*"],
+    ):
+        assert node.mpsctl("events", *filters).stdout.splitlines() == [ended], filters
+    about = node.mpsctl("events", "--daemon", "gpu1", "-o", "json").stdout.splitlines()
+    assert {json.loads(each)["daemon"] for each in about} == {"gpu1"}
+    assert lease in node.mpsctl("events", "--gpu", "0").stdout
+    assert lease not in node.mpsctl("events", "--gpu", "1").stdout
+    for nothing in (["--until", "2020-01-01"], ["-n", "0"], ["--user", "4000000"]):
+        assert node.mpsctl("events", *nothing).stdout == "no events\n"
+    assert node.mpsctl("events", "-n", "0", "-o", "json").stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--kind", "daemon_deth"], "did you mean daemon_death"),
+        (["--kind", "frobnicate"], "list them: mpsctl events --kinds"),
+        (["--since", "a while"], "give one such as 2h (so long ago)"),
+        (["--daemon", "gpu7"], "there is no control daemon 'gpu7': choose gpu0, gpu1"),
+        (["--gpu", "7"], "there is no GPU '7': see mpsctl gpus"),
+        (["--user", "nobody-at-all"], "there is no user 'nobody-at-all'"),
+        (["--until", "1h", "--follow"], "Use --follow or --until, not both"),
+    ],
+)
+def test_what_cannot_be_meant(node: Node, arguments: list[str], says: str) -> None:
+    """A filter that would choose nothing, in silence, is refused with what to type."""
+    done = node.mpsctl("events", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr
+
+
+@pytest.mark.parametrize("form", ["table", "wide", "json"])
 def test_escape_sequences(short_tmp: Path, form: str) -> None:
     """Whatever an event holds, it does nothing to the terminal, and is one line."""
     told = event(1, because=HOSTILE, **{HOSTILE: "x"})
@@ -119,7 +162,7 @@ def follower() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
 def test_following(node: Node, follower: Callable[..., "subprocess.Popen[str]"]) -> None:
     """Who follows hears of each event as it happens, and ends by Ctrl-C without a word."""
     last = json.loads(node.get("/v1/events").body.splitlines()[-1])["seq"]
-    process = follower(node.socket, "--after", str(last))
+    process = follower(node.socket, "--after", str(last), "-o", "wide")
     assert process.stdout is not None
     for _ in range(3):
         lease = happen(node)["id"]
@@ -128,6 +171,18 @@ def test_following(node: Node, follower: Callable[..., "subprocess.Popen[str]"])
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=30) == ("", "")
     assert process.returncode == -signal.SIGINT
+
+
+def test_following_the_latest(node: Node, follower: Callable[..., "subprocess.Popen[str]"]) -> None:
+    """Who wants the latest ones hears of these, then of each that comes, once, as far as the filters take it."""
+    first, second = happen(node)["id"], happen(node)["id"]
+    process = follower(node.socket, "-n", "2", "--kind", "lease_ended")
+    assert process.stdout is not None
+    heard = [process.stdout.readline(), process.stdout.readline()]
+    third = happen(node)["id"]
+    heard.append(process.stdout.readline())
+    for lease, line in zip((first, second, third), heard, strict=True):
+        assert f" {lease}: ended: " in line
 
 
 def test_restarts_of_mpsd(make_node: Callable[..., Node], follower: Callable[..., "subprocess.Popen[str]"]) -> None:

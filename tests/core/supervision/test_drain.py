@@ -176,10 +176,13 @@ class TestRevising:
 
     @pytest.mark.parametrize("intent", [Intent.RUN, Intent.HOLD, Intent.DRAIN])
     def test_beyond_recall(self, intent: Intent) -> None:
-        """A restart goes on, and what is wanted then holds when it is over."""
-        assert drain.revise(desired(quitting=True), desired(intent)) == desired(quitting=True, then=intent)
+        """A restart goes on, and what is wanted then, and why, holds when it is over."""
+        why = "" if intent is Intent.RUN else "uid 0 wants it"
+        after = desired(quitting=True, then=intent, then_because=why)
+        assert drain.revise(desired(quitting=True), desired(intent)) == after
 
     @pytest.mark.parametrize("intent", [Intent.RUN, Intent.HOLD, Intent.DRAIN])
     def test_restart(self, intent: Intent) -> None:
-        """After it there holds what held before."""
-        assert drain.revise(desired(intent), desired()) == desired(then=intent)
+        """After it there holds what held before, for the same reason."""
+        why = "" if intent is Intent.RUN else "uid 0 wants it"
+        assert drain.revise(desired(intent), desired()) == desired(then=intent, then_because=why)

@@ -1,12 +1,14 @@
 """The death tally: at once, later, or not again."""
 
+from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Final
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpsd.core.supervision.restart import Death, RestartPolicy, RestartVerdict, decide, recent
+from mpsd.core.supervision.restart import Death, RestartPolicy, RestartVerdict, dated, decide, recent
 
 POLICY: Final = RestartPolicy(deaths=5, window=60.0, first_delay=0.5, longest_delay=15.0)
 
@@ -14,6 +16,19 @@ POLICY: Final = RestartPolicy(deaths=5, window=60.0, first_delay=0.5, longest_de
 def deaths(*times: float) -> list[Death]:
     """Return deaths at these times."""
     return [Death(at, f"death at {at:g}") for at in times]
+
+
+def test_dated() -> None:
+    """A daemon that is given up says when it died first, and last, by the wall clock; other decisions say no times."""
+    wall, died = datetime(2026, 11, 22, 3, 0, 10, tzinfo=UTC), deaths(96, 97, 98, 99, 100)
+    given_up = decide(died, POLICY, 101, 0.5)
+    assert dated(given_up, died, 101, wall) == replace(
+        given_up,
+        because="5 deaths within 60 s, the last one: death at 100; giving up; it died first at 2026-11-22T03:00:05Z,"
+        " and last at 2026-11-22T03:00:09Z",
+    )
+    later = decide(died[:3], POLICY, 101, 0.5)
+    assert dated(later, died[:3], 101, wall) == later
 
 
 @pytest.mark.parametrize(

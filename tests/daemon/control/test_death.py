@@ -1,5 +1,6 @@
 """A control daemon that dies is replaced at once, one that keeps dying is given up, and nobody else notices."""
 
+import re
 import signal
 from datetime import datetime
 from pathlib import Path
@@ -101,7 +102,10 @@ class TestCrashLoop:
         assert "3 deaths within 60 s" in daemon["because"]
         assert "exited with status 3" in daemon["because"]
         assert "no luck today" in daemon["because"]
-        assert "mpsctl reset gpu0" in daemon["hint"]
+        assert daemon["hint"] == f"read {node.control_log('gpu0')}, fix the cause, then: mpsctl reset gpu0"
+        times = re.findall(r"it died first at (\S+), and last at (\S+)", daemon["because"])
+        deaths = [each["at"][:19] + "Z" for each in node.events("daemon_death")]
+        assert times == [(deaths[0], deaths[-1])]
         assert daemon["pid"] is None
         assert starts.read_text().count("started") == 3
         assert [death["verdict"] for death in node.events("daemon_death")] == ["at_once", "later", "give_up"]

@@ -1,12 +1,15 @@
 """An operator holds a control daemon: nobody is let in, nothing is stopped, and that outlives mpsd."""
 
 import os
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from mpsd.core import health
+from tests.daemon.caller import calling, needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import branches, is_running, kill, stopped
 from tests.harness import wait_until
@@ -110,6 +113,86 @@ class TestOutlives:
         path.rmdir()
         operate(node, "hold")
         assert node.daemons()["gpu0"]["state"] == "held"
+
+
+class TestReason:
+    """Why it is held, in the words of whoever holds it."""
+
+    @pytest.mark.slow
+    def test_it_lasts(self, make_node: Start) -> None:
+        """Whoever is refused hears it, also from the next mpsd; a later reason replaces it, and a resume ends it."""
+        node = make_node(simulate=1, control=None).start()
+        for verb, reason in (("hold", "a new fan"), ("drain", "driver 570, until 17:00"), ("drain", "ünïcode")):
+            answer = node.request("POST", f"/v1/daemons/gpu0/{verb}", {"reason": reason})
+            assert answer.status == 202
+            for number in (None, signal.SIGKILL, signal.SIGTERM):
+                if number is not None:
+                    node.end(number)
+                    node.start(ready=False)
+                    node.wait_for_state("gpu0", {"hold": "held", "drain": "draining"}[verb])
+                refused = node.request("POST", "/v1/leases", SMALL).json
+                assert f" ({reason})" in refused["detail"]
+                assert f" ({reason})" in node.daemons()["gpu0"]["because"]
+                (gpu,) = node.get("/v1/gpus").json["gpus"]
+                assert f" ({reason})" in gpu["refused"]
+        node.request("POST", "/v1/daemons/gpu0/resume")
+        node.wait_for_state("gpu0", "ready")
+        assert node.get("/v1/gpus").json["gpus"][0]["refused"] is None
+
+    def test_another_reason(self, make_node: Start) -> None:
+        """The same again, for another reason or for none, is shown as it was said last."""
+        node = make_node(simulate=1, control=None).start()
+        for reason, shown in (
+            ("first", " holds it (first), at "),
+            ("then", " holds it (then), at "),
+            (None, " it, at "),
+        ):
+            node.request("POST", "/v1/daemons/gpu0/hold", {"reason": reason})
+            assert shown in node.daemons()["gpu0"]["because"]
+
+    def test_after_a_restart(self, make_node: Start) -> None:
+        """What was held before a restart is held after it, for the same reason."""
+        node = make_node(simulate=1, control=None).start()
+        node.request("POST", "/v1/daemons/gpu0/hold", {"reason": "a new fan"})
+        assert node.mpsctl("restart", "gpu0").returncode == 0
+        held = node.wait_for_state("gpu0", "held")
+        assert f"uid {os.geteuid()} holds it (a new fan), at " in held["because"]
+
+    @pytest.mark.parametrize("reason", ["a\nb", "\x1b[2J", "\u202e", "x" * 201, 7, "\ud800"])
+    def test_what_is_no_reason(self, make_node: Start, reason: object) -> None:
+        """It is one line that prints, of at most 200 characters; for anything else nothing changes."""
+        node = make_node(simulate=1, control=None).start()
+        for verb in ("hold", "drain", "restart"):
+            refused = node.request("POST", f"/v1/daemons/gpu0/{verb}", {"reason": reason})
+            assert (refused.status, refused.json["code"]) == (422, "invalid_request")
+        assert node.daemons()["gpu0"]["state"] == "ready"
+
+    @needs_root
+    def test_hint_of_who_is_refused(self, make_node: Start) -> None:
+        """An operator reads how to resume; another user reads what it can do itself."""
+        node = make_node(simulate=1, control=None, config='[roles]\noperators = ["1001"]\n').start()
+        operate(node, "hold")
+        for uid, hint in ((1001, "resume admission: mpsctl resume gpu0"), (1002, health.REFUSED_HINT)):
+            with calling(node.socket, uid=uid) as caller:
+                for wait in (0, 0.1):
+                    refused = caller.request("POST", "/v1/leases", {**SMALL, "wait": wait})
+                    assert (refused.status, refused.json["hint"]) == (409, hint)
+
+
+def test_drained(make_node: Start) -> None:
+    """A drain waits, and is then done: that is not the same state to whoever looks."""
+    node = make_node(simulate=1, control=None).start()
+    lease = node.request("POST", "/v1/leases", SMALL).json["id"]
+    operation = node.request("POST", "/v1/daemons/gpu0/drain", {}).json["id"]
+    assert (node.daemons()["gpu0"]["state"], node.daemons()["gpu0"]["drained"]) == ("draining", False)
+    assert re.search(r"^gpu0 +draining ", node.mpsctl("status").stdout, re.MULTILINE)
+    node.request("DELETE", f"/v1/leases/{lease}")
+    wait_until(lambda: node.get(f"/v1/operations/{operation}").json["state"] == "done", what="the drain to be done")
+    found = wait_until(lambda: (each := node.daemons()["gpu0"])["drained"] and each, what="it to be drained")
+    assert found["state"] == "draining"
+    said = node.mpsctl("status").stdout
+    assert re.search(r"^gpu0 +drained ", said, re.MULTILINE)
+    assert "  gpu0 is drained: " in said
 
 
 @pytest.mark.real_daemon(535)

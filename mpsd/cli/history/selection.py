@@ -1,0 +1,119 @@
+"""Which events a reader wants: those of a time, of a lease, a control daemon, a GPU or a user, or of some kinds."""
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping
+from datetime import datetime
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from mpsd.cli.history.sentences import SENTENCES
+from mpsd.core.errors import InvalidRequestError
+from mpsd.core.units import briefly
+
+if TYPE_CHECKING:
+    from mpsd.cli import answer_types
+
+
+def matching_kinds(pattern: str) -> frozenset[str]:
+    """Return the kinds of events that a name, or a pattern such as `lease_*`, means.
+
+    Raises InvalidRequestError where there are none, with the names that are near.
+    """
+    wanted = pattern.replace("-", "_")
+    found = frozenset(each for each in SENTENCES if fnmatchcase(each, wanted))
+    if found:
+        return found
+    near = difflib.get_close_matches(wanted, SENTENCES, n=3) or [each for each in SENTENCES if wanted in each][:3]
+    meant = f"did you mean {' or '.join(near)}?" if near else "list them: mpsctl events --kinds"
+    raise InvalidRequestError(f"there are no events of the kind {briefly(pattern)}", hint=meant)
+
+
+class Selection(NamedTuple):
+    """What a reader wants of the events; None, or nothing, stands for all."""
+
+    since: datetime | None = None
+    until: datetime | None = None
+    lease: str | None = None
+    """A lease's id, or how it begins."""
+    daemon: str | None = None
+    gpu: "GpuNames | None" = None
+    uid: int | None = None
+    kinds: Collection[str] = ()
+
+
+class GpuNames(NamedTuple):
+    """One GPU by all of its names."""
+
+    number: int
+    uuid: str | None
+    daemon: str | None
+
+
+class Selector:
+    """Chooses events that come in their order: what is told of a lease once holds for its later events as well."""
+
+    def __init__(self, selection: Selection) -> None:
+        """Choose these."""
+        self._wanted = selection
+        self._owners: dict[str, int] = {}
+        self._gpus: dict[str, frozenset[str]] = {}
+
+    def takes(self, event: "answer_types.Event") -> bool:
+        """Tell whether an event is among them."""
+        self._learn(event)
+        wanted = self._wanted
+        if wanted.kinds and event["event"] not in wanted.kinds:
+            return False
+        if wanted.since is not None or wanted.until is not None:
+            at = datetime.fromisoformat(str(event["at"]))
+            if (wanted.since and at < wanted.since) or (wanted.until and at > wanted.until):
+                return False
+        return (
+            (wanted.lease is None or any(each.startswith(wanted.lease) for each in leases_of(event)))
+            and (wanted.daemon is None or wanted.daemon in _daemons_of(event))
+            and (wanted.uid is None or wanted.uid in self._users_of(event))
+            and (wanted.gpu is None or self._is_on(event, wanted.gpu))
+        )
+
+    def _learn(self, event: "answer_types.Event") -> None:
+        match event:
+            case {"lease": str(lease), "uid": int(uid), **others}:
+                self._owners[lease] = uid
+                if isinstance(gpus := others.get("gpus"), list):
+                    self._gpus[lease] = frozenset(map(str, gpus))
+
+    def _users_of(self, event: "answer_types.Event") -> set[object]:
+        suspects = event.get("suspects")
+        owners = {self._owners[each] for each in leases_of(event) if each in self._owners}
+        return {event.get("uid"), *owners, *(suspects if isinstance(suspects, list) else ())}
+
+    def _is_on(self, event: "answer_types.Event", gpu: GpuNames) -> bool:
+        gpus = event.get("gpus")
+        named = {event.get("uuid"), event.get("gpu"), *(gpus if isinstance(gpus, list) else ())}
+        named.update(*(self._gpus.get(each, ()) for each in leases_of(event)))
+        return (
+            (gpu.uuid is not None and gpu.uuid in named)
+            or (gpu.daemon is not None and gpu.daemon in _daemons_of(event))
+            or (event["event"] in _BY_INDEX and event.get("index") == gpu.number)
+        )
+
+
+_BY_INDEX: Final = frozenset(
+    {"gpu_found", "gpu_health", *(each for each in SENTENCES if each.startswith("compute_mode_"))}
+)
+
+
+def leases_of(event: Mapping[str, object]) -> Iterable[str]:
+    """Return the leases that an event is about."""
+    match event:
+        case {"lease": str(lease)}:
+            return (lease,)
+        case {"leases": list(leases)}:
+            return tuple(map(str, leases))
+        case _:
+            return ()
+
+
+def _daemons_of(event: Mapping[str, object]) -> Collection[object]:
+    daemons = event.get("daemons")
+    return (event.get("daemon"), *(daemons if isinstance(daemons, (list, dict)) else ()))

@@ -1,0 +1,232 @@
+"""Events as sentences: one for each kind, with the names that mpsctl's tables have, and times of this machine."""
+
+from functools import cache
+from typing import TYPE_CHECKING, Final
+
+from mpsd.cli.render import fact, fold, limit, local_times, percent, size, when
+from mpsd.cli.tables import Look
+from mpsd.cli.users import name_of
+
+if TYPE_CHECKING:
+    from mpsd.cli import answer_types
+
+_BECAUSE: Final = "{because}"
+_OF_DAEMON: Final = "{daemon}: {because}"
+_OF_LEASE: Final = "{lease}: {because}"
+
+SENTENCES: Final = {
+    # the node
+    "node_started": "mpsd started",
+    "node_stopping": "mpsd is stopping{daemons}",
+    "node_stopped": "mpsd stopped",
+    "api_listening": "mpsd listens on {socket}",
+    "node_not_closed": _BECAUSE,
+    "host_requirement_missing": _BECAUSE,
+    "socket_replaced": "the socket {socket} of {user} was replaced",
+    "peer_refused": "{user}, pid {pid}, was refused {asked}: {because}",
+    "api_defect": "mpsd failed to answer {path}",
+    "settings_reloaded": "the configuration was reloaded: {changes}",
+    "settings_refused": "the configuration was not reloaded: {because}",
+    "names_unknown": _BECAUSE,
+    "supervisor_stuck": "mpsd's supervision does not advance: {daemons}",
+    "listener_stuck": "mpsd accepts no connections: {because}",
+    "library_report": "a library of mpsd reports: {because}",
+    # what mpsd stores
+    "store_full": "nothing can be stored: {because}",
+    "store_writable": "leases can be stored again",
+    "store_set_aside": "a damaged store was set aside: {because}",
+    "store_rewritten": "a store was written anew: {because}",
+    "file_damaged": "a file of mpsd's was damaged: {because}",
+    "events_lost": _BECAUSE,
+    "lines_left_out": "{left_out} lines are not shown: {because}",
+    "log_lines_lost": "{lines} lines of mpsd's log were lost: {because}",
+    # GPUs
+    "gpu_found": "GPU {index} is a {name} ({uuid})",
+    "gpu_xid": "{uuid} reported Xid {xid}: {because}",
+    "gpu_health": "GPU {index} is {health}: {because}",
+    "compute_mode_set": "GPU {index}: its compute mode is {mode}",
+    "compute_mode_restored": "GPU {index}: its compute mode is {mode} again: {because}",
+    "compute_mode_left": "GPU {index}: its compute mode was left as it is, {mode}: {because}",
+    "compute_mode_trouble": "GPU {index}: its compute mode is {mode}: {because}",
+    "compute_mode_not_stored": "the compute modes cannot be stored: {because}",
+    # control daemons
+    "daemon_state": "{daemon} is {state}: {because}",
+    "daemon_death": "{daemon} died: {how}; {verdict}",
+    "daemon_forced": "{daemon} is made to end ({step}): {because}",
+    "operation_begun": "{daemon}: {verb} began: {because}",
+    "operation_resumed": "{daemon}: {verb} continues: {because}",
+    "operation_ended": "{daemon}: {verb} {state}: {because}",
+    "limits_verified": "{daemon}: its limits are {limits}, read back",
+    "limits_not_stored": "{daemon}: its limits cannot be stored: {because}",
+    "limits_not_held": "{daemon}: a limit does not hold: {because}",
+    "limits_not_given": "{daemon}: server {server} does not say its limits: {because}",
+    "limit_drift": "{daemon}: {drift}",
+    "limit_drift_ended": _OF_DAEMON,
+    "foreign_command": "{daemon}: somebody beside mpsd gave it the command {command}",
+    "pipe_access_drift": "{daemon}: the access to {path} was changed from outside: {because}",
+    "pipe_access_not_held": "{daemon}: the access to its pipe directory does not hold: {because}",
+    "pipe_access_not_stored": "{daemon}: who had pipe access cannot be stored: {because}",
+    "server_orphaned": "{daemon}: server {server} is an orphan: its control daemon is dead",
+    "server_exited": "{daemon}: server {server} ended with status {status}",
+    "server_failed": "{daemon}: server {server} failed: {words}",
+    "server_faulted": "{daemon}: server {server} handles a fatal GPU fault",
+    "leases_faulted": "{daemon}: the fault reached {leases}: {because}",
+    "server_recovered": "{daemon}: server {server} has recovered from its fault",
+    "server_suspect": "{daemon}: its server may not serve: {because}",
+    "canary_ended": "{daemon}: a canary proves {proof}: {because}",
+    "server_wedged": "{daemon}: its server serves no client: {because}",
+    "server_serves": "{daemon}: its server serves: {because}",
+    "server_record_not_stored": "{daemon}: what is known of its server cannot be stored: {because}",
+    "log_shortened": "{daemon}: its log was shortened by {bytes}",
+    "log_not_shortened": "{daemon}: its log cannot be shortened: {because}",
+    "log_silent": "{daemon}: its log shows nothing: {because}",
+    "log_resumed": _OF_DAEMON,
+    "log_not_watched": "{daemon}: its log cannot be watched: {because}",
+    "log_position_not_stored": "{daemon}: how far its log was read cannot be stored: {because}",
+    "death_tally_not_stored": "{daemon}: its deaths cannot be stored: {because}",
+    "daemon_record_not_stored": "{daemon}: its process cannot be stored: {because}",
+    "uid_quarantined": "{user} is quarantined: {because}",
+    "uid_pardoned": "{user} is no longer quarantined: {because}",
+    "quarantine_not_stored": "a quarantine cannot be stored: {because}",
+    "shared_memory_differs": _BECAUSE,
+    # leases and their clients
+    "lease_granted": "{lease}: granted to {user}, pid {pid}: {because}",
+    "lease_refused": "{user}, pid {pid}, was refused a lease: {because} [{code}]",
+    "lease_waits": "{lease}: {user}, pid {pid}, waits for it: {because}",
+    "lease_renewed": "{lease}: renewed for {ttl} s",
+    "lease_claimed": "{lease}: its claim was taken by pid {pid}",
+    "lease_claim_returned": "{lease}: its claim can be taken again: {because}",
+    "lease_claim_expired": _OF_LEASE,
+    "lease_holder_added": _OF_LEASE,
+    "lease_handed_over": _OF_LEASE,
+    "lease_closing": "{lease}: its clients are being ended: {because}",
+    "lease_borne": "{lease}: {because}",
+    "lease_expiring": "{lease}: it expires: {because}",
+    "lease_expired": "{lease}: it expired: {because}",
+    "leases_restored": "{leases} leases continue after the start of mpsd, and {ended} ended with it",
+    "lease_not_restored": "{lease}: it could not be restored: {because}",
+    "lease_not_restored_ended": _OF_LEASE,
+    "leases_incomplete": "{daemon}: it is held, since its leases may be incomplete: {because}",
+    "leases_complete": "{gpu}: its leases are complete: {because}",
+    "client_attributed": "{lease}: process {client} is its client",
+    "violation": "{daemon}: violation ({kind}): {because}",
+    "violation_ended": "{daemon}: violation ({kind}) of process {pid} has ended",
+    "client_forced": "process {pid} is made to end ({step}): {because}",
+    "client_not_ended": "process {pid} cannot be ended: {because}",
+    "client_let_go": "process {pid} is not ended any more: {because}",
+    "client_end_resumed": "the end of process {pid} continues: {because}",
+    "client_ended": "process {pid} was ended: {because}",
+    "lease_ended": "{lease}: ended: {because}",
+}
+"""The sentence of each kind of event, with its facts, and those that `_facts` makes of them."""
+
+_VERDICTS: Final = {
+    "at_once": "mpsd starts it again at once",
+    "later": "mpsd starts it again in {delay:.1f} s",
+    "give_up": "mpsd does not start it any more, since it died too often",
+}
+_LEFT: Final = {"never": "; the control daemons run on", "drain": ", and drains the control daemons"}
+_MARKS: Final = {"warning": "! ", "error": "!!"}
+_COLOURS: Final = {"warning": "yellow", "error": "red"}
+
+
+@cache
+def _name_of(uid: int) -> str:
+    """Return a user's name, looked up once: there may be thousands of events."""
+    return name_of(uid)
+
+
+class _Facts(dict[str, str]):
+    """The facts of an event as words; one that it does not have shows as that."""
+
+    def __missing__(self, name: str) -> str:
+        return f"(no {name})"
+
+
+def sentence(event: "answer_types.Event") -> str:
+    """Tell an event as a sentence, with what its reader can do about it; a kind that is not known by its facts."""
+    kind = str(event["event"])
+    facts = _facts(event)
+    template = SENTENCES.get(kind)
+    if kind == "lease_refused" and "lease" in event:
+        template = "{lease}: refused: {because} [{code}]"
+    if template is None:
+        said = " ".join(f"{name}={fact(value)}" for name, value in event.items() if name not in _USUAL)
+        return f"{kind.replace('_', ' ')}: {said}".rstrip(": ")
+    if "because" not in facts and template.endswith(": {because}"):
+        template = template.removesuffix(": {because}")
+    hint = f" ({event['hint']})" if event.get("hint") else ""
+    return f"{template.format_map(facts)}{hint}"
+
+
+_USUAL: Final = frozenset({"seq", "at", "level", "event"})
+
+
+def _facts(event: "answer_types.Event") -> _Facts:
+    """Return the facts of an event as words."""
+    facts = _Facts({name: _words(value) for name, value in event.items()})
+    if isinstance(uid := event.get("uid"), int):
+        facts["user"] = _name_of(uid)
+    if isinstance(because := event.get("because"), str):
+        facts["because"] = local_times(because)
+    facts.update(_of_daemons(event))
+    match event["event"], event:
+        case "node_stopping", {"stop_daemons": str(stops)}:
+            facts["daemons"] = _LEFT.get(stops, "")
+        case "settings_reloaded", {"applied": list(applied), "needs_restart": list(waiting)}:
+            later = f"; applied by a restart: {', '.join(map(str, waiting))}" if waiting else ""
+            facts["changes"] = f"{', '.join(map(str, applied)) or 'nothing has changed'}{later}"
+        case "gpu_health", {"health": "ok"} if not event.get("because"):
+            facts["because"] = "it answers"
+    return facts
+
+
+def _of_daemons(event: "answer_types.Event") -> dict[str, str]:
+    """Return the facts of an event about a control daemon that are more than one word of it."""
+    match event["event"], event:
+        case "daemon_death", {"verdict": str(verdict), "delay": int() | float() as delay}:
+            return {"verdict": _VERDICTS.get(verdict, verdict).format(delay=delay)}
+        case "limits_verified", {"active_thread_percentage": threads, "pinned_device_mem_limit": memory}:
+            said = f"{_limit('active_thread_percentage', threads)} of the threads and "
+            return {"limits": said + _limit("pinned_device_mem_limit", memory)}
+        case "limit_drift", {"limit": str(name), "wanted": wanted, "found": found, **others}:
+            said = f"{name} is {_limit(name, found)} instead of {_limit(name, wanted)}"
+            if command := others.get("command"):
+                said += f"; the foreign command '{command}' changed it"
+            return {"drift": said}
+        case "foreign_command", {"command": command}:
+            return {"command": f"'{command}'"}
+        case "log_shortened", {"bytes": int(count)}:
+            return {"bytes": size(count)}
+        case _:
+            return {}
+
+
+def _limit(name: str, value: object) -> str:
+    return limit(name, value) if value is None or isinstance(value, (int, float)) else str(value)
+
+
+def _words(value: object) -> str:
+    match value:
+        case str():
+            return value
+        case list():
+            return ", ".join(map(_words, value)) or "none"
+        case None:
+            return "none"
+        case float():
+            return percent(value).removesuffix("%")
+        case _:
+            return f"{value}"
+
+
+def line(event: "answer_types.Event", look: Look) -> str:
+    """Tell an event in a line: when, how grave, and the sentence, which is folded where the terminal ends."""
+    level = str(event.get("level", ""))
+    start = f"{when(str(event['at']))} {_MARKS.get(level, '  ')} "
+    text = fold(f"{start}{sentence(event)}", look.width, len(start))
+    if look.colour and level in _COLOURS:
+        import click
+
+        return text[: len(start)] + click.style(text[len(start) :], fg=_COLOURS[level])
+    return text

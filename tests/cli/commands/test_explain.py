@@ -1,0 +1,156 @@
+"""`mpsctl explain` finds what is meant, tells it to those who may know, and fits the terminal."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mpsd.cli.commands import explain
+from mpsd.cli.render import when
+from mpsd.cli.tables import PLAIN, Look
+from tests.cli.conftest import ROOT, end, start_mpsctl
+from tests.daemon.caller import NOBODY, needs_root
+from tests.harness import wait_until
+from tests.node import Node
+
+THEN = "2026-11-21T02:57:00.5Z"
+DEATH: Any = {
+    "seq": 7,
+    "at": THEN,
+    "level": "warning",
+    "event": "daemon_death",
+    "daemon": "gpu0",
+    "how": "pid 9 killed by SIGKILL; uid 1001 had pipe access",
+    "verdict": "later",
+    "delay": 0.5,
+}
+STORY: Any = {
+    "about": "gpu0, the control daemon of GPU 0, a H100",
+    "events": [DEATH],
+    "hidden": 2,
+    "log": ["the end of /var/log/mpsd/gpu0/control.log:", "  killed"],
+    "now": [
+        "gpu0 is failed for 3m: 5 deaths within 60 s, the last one: pid 9 killed by SIGKILL; giving up",
+        "GPU 0 is ok",
+    ],
+    "next": ["gpu0 is failed -> read /var/log/mpsd/gpu0/control.log, fix the cause, then: mpsctl reset gpu0"],
+}  # fmt: skip
+AT = when(THEN)
+WHOLE = [
+    "gpu0, the control daemon of GPU 0, a H100",
+    "",
+    "(3 earlier events: --last 4)",
+    f"{AT} !  gpu0 died: pid 9 killed by SIGKILL; uid 1001 had pipe access; mpsd starts it again in 0.5 s",
+    "(2 events of leases of other users)",
+    "",
+    "the end of /var/log/mpsd/gpu0/control.log:",
+    "  killed",
+    "",
+    "now   gpu0 is failed for 3m: 5 deaths within 60 s, the last one: pid 9 killed by SIGKILL; giving up",
+    "      GPU 0 is ok",
+    "",
+    "next  gpu0 is failed -> read /var/log/mpsd/gpu0/control.log, fix the cause, then: mpsctl reset gpu0",
+]
+NARROW = [
+    *WHOLE[:3],
+    f"{AT} !  gpu0 died: pid 9 killed by SIGKILL; uid 1001 had pipe",
+    "                       access; mpsd starts it again in 0.5 s",
+    *WHOLE[4:9],
+    "now   gpu0 is failed for 3m: 5 deaths within 60 s, the last one: pid 9 killed by",
+    "        SIGKILL; giving up",
+    *WHOLE[10:12],
+    "next  gpu0 is failed -> read /var/log/mpsd/gpu0/control.log, fix the cause,",
+    "        then: mpsctl reset gpu0",
+]
+
+
+@pytest.mark.parametrize(("width", "lines"), [(80, NARROW), (120, WHOLE), (200, WHOLE), (None, WHOLE)])
+def test_widths(width: int | None, lines: list[str]) -> None:
+    """A story is folded where the terminal ends, and nothing is cut off it."""
+    text = "\n".join(explain.lines_of(explain.Story(**STORY), 3, Look(width=width) if width else PLAIN))
+    assert text.splitlines() == lines
+    assert max(map(len, text.splitlines())) <= (width or 200)
+
+
+def test_what_is_meant(node: Node) -> None:
+    """A lease is known by its id, its beginning and its name; a GPU by its index, UUID, or its control daemon."""
+    leases = [
+        node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB", "name": name}).json["id"]
+        for name in ("first", "second")
+    ]
+    for subject in (leases[0], leases[0][:-1], "first"):
+        done = node.mpsctl("explain", subject)
+        assert done.stdout.startswith(f"{leases[0]} (first), a lease of ")
+        assert f'next  to use it in this shell: eval "$(mpsctl show {leases[0]} -o env)"' in done.stdout
+    for subject in ("gpu1", "1", "GPU 1", "gpu 1", node.get("/v1/gpus").json["gpus"][1]["uuid"]):
+        assert node.mpsctl("explain", subject).stdout.startswith("gpu1, the control daemon of GPU 1, a ")
+    several = node.mpsctl("explain", "lease-")
+    assert (several.returncode, "'lease-' may be any of lease-" in several.stderr) == (2, True)
+    nothing = node.mpsctl("explain", "lease-nobody-has")
+    assert (nothing.returncode, "there is no lease 'lease-nobody-has'" in nothing.stderr) == (1, True)
+
+
+def test_json(node: Node) -> None:
+    """As JSON it has the events as mpsd told them, and the same sentences about the present."""
+    lease = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"}).json["id"]
+    told = json.loads(node.mpsctl("explain", lease, "-o", "json").stdout)
+    assert [each["event"] for each in told["events"]] == ["lease_granted"]
+    assert told["now"][0].startswith("it is granted for ")
+    assert json.loads(node.mpsctl("explain", lease, "--since", "now", "-o", "json").stdout)["events"] == []
+    assert len(json.loads(node.mpsctl("explain", "gpu0", "-n", "2", "-o", "json").stdout)["events"]) == 2
+
+
+def test_a_lease_that_waits(make_node: Callable[..., Node]) -> None:
+    """It says where it stands, for what it waits, and how to give it up."""
+    node = make_node(simulate=1, control=None).start()
+    assert node.request("POST", "/v1/leases", {"threads": 90, "memory": "1GiB"}).status == 201
+    waiter = start_mpsctl(
+        node.socket, "run", "--threads", "50", "--memory", "1GiB", "--wait", "60", "--name", "patient", "--", "true"
+    )
+    try:
+        wait_until(lambda: node.events("lease_waits"), what="a request to wait")
+        done = node.mpsctl("explain", "patient")
+    finally:
+        end(waiter)
+    assert "waits for it: " in done.stdout
+    assert ", at place 1, for threads: " in done.stdout
+    assert "next  to give it up: mpsctl release lease-" in done.stdout
+
+
+AS_NOBODY = f"""
+import decimal, difflib, locale, os, sys
+import mpsd.cli.main, mpsd.cli.commands.explain, mpsd.cli.commands.status  # which that user may not read
+os.setgroups([])
+os.setresgid({NOBODY}, {NOBODY}, {NOBODY})
+os.setresuid({NOBODY}, {NOBODY}, {NOBODY})
+mpsd.cli.main.main()
+"""
+
+
+def as_nobody(node: Node, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run mpsctl as a user who owns nothing."""
+    command = [sys.executable, "-c", AS_NOBODY, "--socket", str(node.socket), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+
+
+@needs_root
+def test_another_user_s_lease(node: Node) -> None:
+    """Of another user's lease nothing is told but that there are events, and how much such leases have together."""
+    asked = {"threads": 10, "memory": "1GiB", "gpu": "0", "name": "secret"}
+    theirs = node.request("POST", "/v1/leases", asked).json["id"]
+    refused = as_nobody(node, "explain", theirs)
+    assert (refused.returncode, refused.stdout) == (77, ""), refused
+    assert "belongs to another user" in refused.stderr
+    for subject in (theirs[:-1], "secret"):
+        unknown = as_nobody(node, "explain", subject)
+        assert (unknown.returncode, unknown.stdout) == (1, ""), unknown
+    done = as_nobody(node, "explain", "gpu0")
+    assert done.returncode == 0, done.stderr
+    assert theirs not in done.stdout
+    assert re.search(r"^\(\d+ events? of leases of other users\)$", done.stdout, re.MULTILINE)
+    assert "other users have 10% of the threads" in done.stdout
+    assert "control.log, cannot be read here: Permission denied" in done.stdout

@@ -1,0 +1,139 @@
+"""Every event is told as a sentence in local time, folded where a terminal ends, and without a byte that acts on it."""
+
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mpsd.cli.history.sentences import SENTENCES, line, sentence
+from mpsd.cli.render import when
+from mpsd.cli.tables import PLAIN, Look
+from mpsd.daemon.record.log import EventName
+
+THEN = "2026-11-21T02:57:00.5Z"
+UUID = "GPU-00000000-0000-4000-8000-000000000000"
+
+
+@pytest.fixture(autouse=True)
+def _zone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have the machine's clock two hours ahead of UTC."""
+    with monkeypatch.context() as changed:
+        changed.setenv("TZ", "UTC-2")
+        time.tzset()
+        yield
+    time.tzset()
+
+
+def event(kind: str, level: str = "info", /, **facts: object) -> Any:
+    """Return an event as mpsd has it."""
+    return {"seq": 7, "at": THEN, "level": level, "event": kind, **facts}
+
+
+DEATH = event(
+    "daemon_death", "warning", daemon="gpu0", how="pid 9 killed by SIGKILL", verdict="later", delay=0.5, suspects=[]
+)
+
+STORY = {
+    "a grant": (
+        event("lease_granted", lease="lease-1", uid=0, pid=9, gpus=[UUID], because="25 % were free on gpu0"),
+        "lease-1: granted to root, pid 9: 25 % were free on gpu0",
+    ),
+    "a refusal": (
+        event("lease_refused", uid=0, pid=9, code="daemon_not_ready", limit="hold", because="gpu1 is held"),
+        "root, pid 9, was refused a lease: gpu1 is held [daemon_not_ready]",
+    ),
+    "a refusal of one that waited": (
+        event("lease_refused", lease="lease-1", uid=0, pid=9, code="does_not_fit", because="its time is over"),
+        "lease-1: refused: its time is over [does_not_fit]",
+    ),
+    "a death": (DEATH, "gpu0 died: pid 9 killed by SIGKILL; mpsd starts it again in 0.5 s"),
+    "a hold, with its time": (
+        event("daemon_state", daemon="gpu1", state="held", because="uid 0 holds it, at 2026-11-21T02:57:00+00:00"),
+        "gpu1 is held: uid 0 holds it, at 2026-11-21 04:57:00",
+    ),
+    "a stranger's command": (
+        event("foreign_command", "warning", daemon="gpu1", command="set_default_active_thread_percentage 10"),
+        "gpu1: somebody beside mpsd gave it the command 'set_default_active_thread_percentage 10'",
+    ),
+    "what that did": (
+        event(
+            "limit_drift",
+            "warning",
+            daemon="gpu1",
+            limit="pinned_device_mem_limit",
+            wanted=8 << 30,
+            found=None,
+            command="quit",
+        ),
+        "gpu1: pinned_device_mem_limit is no limit instead of 8GiB; the foreign command 'quit' changed it",
+    ),
+    "limits": (
+        event("limits_verified", daemon="gpu0", active_thread_percentage=25.0, pinned_device_mem_limit=1 << 30),
+        "gpu0: its limits are 25% of the threads and 1GiB, read back",
+    ),
+    "a violation, with its remedy": (
+        event(
+            "violation", "warning", kind="memory", daemon="gpu0", because="it holds 2GiB of 1GiB", hint="ask for more"
+        ),
+        "gpu0: violation (memory): it holds 2GiB of 1GiB (ask for more)",
+    ),
+    "a full disk": (event("store_full", "error", because="no space left"), "nothing can be stored: no space left"),
+    "a list": (
+        event("leases_faulted", "error", daemon="gpu0", leases=["lease-1", "lease-2"], because="a fault"),
+        "gpu0: the fault reached lease-1, lease-2: a fault",
+    ),
+    "a kind of a newer mpsd": (event("disk_melted", disk="sda", left=[1]), "disk melted: disk=sda left=1"),
+    "a fact of a newer mpsd": (event("lease_ended", lease="lease-1"), "lease-1: ended"),
+    "a fact that is missing": (
+        event("server_failed", daemon="gpu0", server=9),
+        "gpu0: server 9 failed: (no words)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("told", "says"), STORY.values(), ids=STORY)
+def test_sentences(told: Any, says: str) -> None:
+    """A sentence names what it is about, in units and names that its reader has."""
+    assert sentence(told) == says
+
+
+def test_every_kind_has_a_sentence() -> None:
+    """No event is told by its facts alone, and no sentence is of an event that is no more."""
+    assert {*SENTENCES} == {each.value for each in EventName}
+
+
+def test_times() -> None:
+    """A time is the local clock's, which is what its reader compares it with."""
+    assert when(THEN) == "2026-11-21 04:57:00"
+    assert line(event("node_started"), PLAIN) == "2026-11-21 04:57:00    mpsd started"
+
+
+WHOLE = "2026-11-21 04:57:00 !  gpu0 died: pid 9 killed by SIGKILL; uid 1001 had pipe access; mpsd starts it again in"
+FOLDED = {
+    80: [
+        "2026-11-21 04:57:00 !  gpu0 died: pid 9 killed by SIGKILL; uid 1001 had pipe",
+        "                       access; mpsd starts it again in 0.5 s",
+    ],
+    120: [f"{WHOLE} 0.5 s"],
+    200: [f"{WHOLE} 0.5 s"],
+}
+
+
+@pytest.mark.parametrize(("width", "lines"), FOLDED.items(), ids=FOLDED)
+def test_widths(width: int, lines: list[str]) -> None:
+    """Nothing is cut off a sentence, and none is wider than the terminal: it goes on below its first word."""
+    told = {**DEATH, "how": "pid 9 killed by SIGKILL; uid 1001 had pipe access"}
+    assert line(told, Look(width=width)).splitlines() == lines
+    assert max(map(len, lines)) <= width
+
+
+@pytest.mark.parametrize(("level", "mark"), [("info", "  "), ("warning", "! "), ("error", "!!")])
+def test_marks(level: str, mark: str) -> None:
+    """How grave it is shows without colour; on a terminal there is colour beside."""
+    told = event("node_started", level)
+    assert line(told, PLAIN)[20:22] == mark
+    coloured = line(told, Look(colour=True))
+    assert ("\x1b[" in coloured) is (level != "info")
+    assert re.sub(r"\x1b\[\d*m", "", coloured) == line(told, PLAIN)

@@ -8,6 +8,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
@@ -174,6 +175,46 @@ def _description(group: click.Group, *more: str) -> Iterator[str]:
     return _section("DESCRIPTION", _paragraphs("\n\n".join([inspect.cleandoc(group.help or ""), *more])))
 
 
+@dataclass(frozen=True)
+class Example:
+    """A command of the section EXAMPLES, and what it is for; tests/guides runs each."""
+
+    title: str
+    script: str
+
+
+EXAMPLES: Final = (
+    Example(
+        "Run a program on a quarter of a GPU, and wait for room:",
+        "mpsctl run --fraction 0.25 --wait 10m -- python train.py",
+    ),
+    Example(
+        "Give each of two client processes half of a lease:",
+        "mpsctl run --threads 40 --memory 8GiB --processes 2 -- python train.py",
+    ),
+    Example(
+        "Take out a lease for everything that a shell starts afterwards:",
+        'eval "$(mpsctl admit --fraction 0.25 -o env)"',
+    ),
+    Example(
+        "Renew the lease of the calling program:",
+        "mpsctl run --fraction 0.25 --ttl 1h -- sh -c 'mpsctl renew \"$MPSD_LEASE\" --ttl 2h'",
+    ),
+    Example("Show which GPUs have room, and who holds what:", "mpsctl gpus; mpsctl leases"),
+    Example("Free one GPU for maintenance, and end what is left after an hour:", "mpsctl drain gpu1 --timeout 1h"),
+    Example("Admit clients there again:", "mpsctl resume gpu1"),
+)
+
+
+def _examples(examples: Iterable[Example]) -> Iterator[str]:
+    yield ".SH EXAMPLES"
+    for number, each in enumerate(examples):
+        if number:
+            yield ".PP"
+        yield from _filled(each.title)
+        yield from _shown(each.script.splitlines())
+
+
 def mpsd_page() -> str:
     """Return mpsd(8)."""
     synopsis = (".B mpsd", ".I COMMAND", ".RI [ OPTIONS ]")
@@ -225,6 +266,7 @@ def mpsctl_page() -> str:
         _description(mpsctl),
         _section("OPTIONS", _options(mpsctl, context)),
         _section("COMMANDS", _commands(mpsctl, context)),
+        _examples(EXAMPLES),
         _exit_status(EXIT_STATUS),
         _section("ENVIRONMENT", _terms(_ENVIRONMENT)),
         _section("FILES", _terms(files)),

@@ -14,6 +14,7 @@ from tests.gate.source import ROOT, imports, modules
 
 DOCUMENTS: Final = (
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs/guide").glob("*.md")),
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "tests/README.md",
@@ -115,10 +116,10 @@ def test_named_functions_exist(document: Path) -> None:
 
 
 def test_the_index_is_complete() -> None:
-    """docs/README.md names every document of its folder."""
-    index = (ROOT / "docs/README.md").read_text(encoding="utf-8")
-    named = set(_LINK.findall(index))
-    assert {each.name for each in (ROOT / "docs").glob("*.md")} - {"README.md"} <= named
+    """docs/README.md names every document of its folder, and of the folders in it."""
+    folder = ROOT / "docs"
+    named = set(_LINK.findall((folder / "README.md").read_text(encoding="utf-8")))
+    assert {str(each.relative_to(folder)) for each in folder.rglob("*.md")} - {"README.md"} <= named
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_name)

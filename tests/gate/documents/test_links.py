@@ -1,0 +1,91 @@
+"""Each link of a document leads to a file that is there, and to a heading or an anchor in it."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from mpsd.core.health import Kind
+from tests.gate.source import ROOT
+
+DOCUMENTS: Final = (*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md")), ROOT / "tests/README.md")
+
+OPERATOR: Final = ROOT / "docs/guide/operator.md"
+
+STABLE: Final = {
+    "client-end", "daemon-failed", "drift", "error-46", "gpu", "hangs", "held", "lease-does-not-end",
+    "leases-incomplete", "maintenance", "mps-errors", "node-not-ready", "not-closed", "not-healthy", "orphan",
+    "out-of-memory", "quarantine", "server-fault", "servers-cannot-start", "short", "store", "violations", "waiting",
+    "wedged",
+}  # fmt: skip
+"""Anchors of the operator's guide that alerts and other programs link to. One that is here stays."""
+
+_LINK: Final = re.compile(r"\]\(([^)\s:#]*)(?:#([^)\s]+))?\)")
+_FENCE: Final = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
+_HEADING: Final = re.compile(r"^#{1,6} +(.+?) *$", re.MULTILINE)
+_ANCHOR: Final = re.compile(r'<a id="([^"]+)"></a>')
+
+
+def slug(heading: str) -> str:
+    """Return what GitHub makes of a heading: lower case, without punctuation, and hyphens for blanks."""
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+    return re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+
+
+@cache
+def anchors(document: Path) -> frozenset[str]:
+    """Return the anchors of a document: those that it sets, and those of its headings."""
+    text = _FENCE.sub("", document.read_text(encoding="utf-8"))
+    seen: Counter[str] = Counter()
+    found = set(_ANCHOR.findall(text))
+    for heading in _HEADING.findall(text):
+        name = slug(heading)
+        found.add(f"{name}-{seen[name]}" if seen[name] else name)
+        seen[name] += 1
+    return frozenset(found)
+
+
+def broken(document: Path, text: str) -> Iterator[str]:
+    """Yield each link of a text that leads nowhere within this tree."""
+    for path, anchor in _LINK.findall(_FENCE.sub("", text)):
+        target = (document.parent / path).resolve() if path else document
+        if not target.exists():
+            yield f"{path}: there is no such file"
+        elif anchor and target.suffix == ".md" and anchor not in anchors(target):
+            yield f"{path}#{anchor}: there is no such heading"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document: Path) -> None:
+    """A link within this tree leads to a file, and its anchor to a heading there."""
+    assert list(broken(document, document.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize("link", ["absent.md", "#absent", "user.md#absent", "../README.md#absent"])
+def test_a_broken_link_is_found(link: str) -> None:
+    """A link to a file or a heading that is absent is found."""
+    assert len(list(broken(OPERATOR, f"see [this]({link})"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("heading", "wanted"), [("The `mpsd` of 12:00, or: how?", "the-mpsd-of-1200-or-how"), ("A [b](c.md)", "a-b")]
+)
+def test_slug(heading: str, wanted: str) -> None:
+    """A heading has the anchor that GitHub gives it."""
+    assert slug(heading) == wanted
+
+
+def test_anchors_of_the_operators_guide_stay() -> None:
+    """The anchors that others link to are there, and each section that sets one is in the list of those that stay."""
+    assert set(_ANCHOR.findall(OPERATOR.read_text(encoding="utf-8"))) == STABLE
+
+
+def test_every_reason_of_status_has_a_section() -> None:
+    """Each kind of reason that makes a node unhealthy, and each warning, has a row that leads to a section."""
+    rows = [line for line in OPERATOR.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    linked = {word for row in rows if "](#" in row for word in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert {str(kind) for kind in Kind} <= linked

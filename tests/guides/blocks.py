@@ -1,0 +1,88 @@
+"""The command blocks of the guides: each fenced block of docs/guide, with what its marker says about it.
+
+A marker is a comment on the line before the fence:
+
+- `<!-- status: 75 -->` is the exit status of the block, 0 where it is absent; with
+  `<!-- status: 0 or 1 -->` either will do, for a question whose answer depends on the machine
+- `<!-- file: NAME -->` makes the block a file, which stands in the directory of all later blocks of its page
+- `<!-- needs: NAME -->` excuses the block from being run: NAME is one of NEEDS, and the block calls one of its programs
+"""
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import dedent
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[2]
+PAGES: Final = sorted((ROOT / "docs/guide").glob("*.md"))
+
+NEEDS: Final = {
+    "a GPU": r"\bnvidia-smi\b|\bnvidia-cuda-mps-control\b",
+    "a cluster": r"\bkubectl\b",
+    "containers": r"\bpodman\b|\bdocker\b|^mpsctl container\b",
+    "frameworks": r"^\s*(?:vllm|ray|torchrun|jupyter)\b|^import (?:torch|jax|ray|tensorflow)\b|\bXLA_|\bTF_",
+    "Slurm": r"\bsbatch\b|\bsrun\b|\bSLURM_",
+    "systemd": r"\bsystemctl\b|\bjournalctl\b|^mpsctl service\b|--unit\b",
+}
+"""What the machine of a test lacks, or what a test must not change on it; and a command for which a block needs it."""
+
+_FENCE: Final = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+_SPAN: Final = re.compile(r"`(mpsctl [^`]+)`")
+_MARKER: Final = re.compile(r"<!-- (needs|status|file): (.+?) -->")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    needs: str | None = None
+    status: frozenset[int] = frozenset({0})
+    file: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the test: page and line."""
+        return f"{self.page.name}:{self.line}"
+
+    @property
+    def is_excused(self) -> bool:
+        """Whether the block calls what its marker says that it needs."""
+        return self.needs in NEEDS and re.search(NEEDS[self.needs], self.text, re.MULTILINE) is not None
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """Yield the fenced blocks of a page."""
+    text = page.read_text(encoding="utf-8")
+    for found in _FENCE.finditer(text):
+        before = text[: found.start()].rstrip("\n").rpartition("\n")[2]
+        marks = dict(_MARKER.findall(before))
+        line = text.count("\n", 0, found.start()) + 1
+        status = frozenset(map(int, marks.get("status", "0").split(" or ")))
+        yield Block(page, line, found[2], dedent(found[3]), marks.get("needs"), status, marks.get("file"))
+
+
+def spans(page: Path) -> list[str]:
+    """Return the calls of mpsctl that stand in the sentences and tables of a page."""
+    return _SPAN.findall(_FENCE.sub("", page.read_text(encoding="utf-8")))
+
+
+def every(*languages: str) -> list[Block]:
+    """Return the blocks of all guides that are in one of these languages."""
+    return [block for page in PAGES for block in blocks(page) if block.language in languages]
+
+
+def calls(text: str) -> Iterator[list[str]]:
+    """Yield the arguments of each call of mpsctl in a shell script, with those of the command that it starts."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = list(shlex.shlex(line, posix=True, punctuation_chars="();<>|&"))
+        for place, word in enumerate(words):
+            if word.rpartition("/")[2] == "mpsctl" and (place == 0 or not words[place - 1].startswith("-")):
+                end = next((at for at in range(place, len(words)) if set(words[at]) <= set("();<>|&")), len(words))
+                yield words[place + 1 : end]

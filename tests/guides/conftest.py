@@ -1,0 +1,128 @@
+"""A simulated node as the guides suppose it: mpsctl is a command, and train.py a program that uses a GPU."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from mpsd.simulator.client import program
+from mpsd.simulator.devices import VARIABLE
+from tests.fork_server import ForkServer
+from tests.guides.blocks import ROOT
+from tests.harness import kill, look_at, pids, remove_tree, wait_until
+from tests.node import Node
+
+_PROGRAM: Final = f"""
+import json, subprocess, sys
+done = subprocess.run({program()!r}, input="compute 0.01\\nexit 0\\n", capture_output=True, text=True)
+answers = [json.loads(line) for line in done.stdout.splitlines()]
+print("mps" if answers[0].get("mps") else "outside MPS: " + str(answers[0]))
+sys.exit(0 if answers[0].get("mps") and all(each["ok"] for each in answers) else 1)
+"""
+"""A program of a user: it computes for a moment on a simulated GPU, and fails if it is not a client of MPS."""
+
+_numbers = count(1)
+
+
+@dataclass
+class Workplace:
+    """A shell of a user on a simulated node."""
+
+    node: Node
+    directory: Path
+    environment: dict[str, str]
+
+    def run(self, script: str, **options: str) -> "subprocess.CompletedProcess[str]":
+        """Run a script by bash, which ends at the first command that fails, and everything that it started with it."""
+        command = ["bash", "--norc", "-e", "-c", script]
+        process = subprocess.Popen(
+            command, cwd=self.directory, env={**self.environment, **options}, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            out, err = process.communicate(timeout=50)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            raise
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+@pytest.fixture(scope="module")
+def shared_node(private_root: Path, fork_server: ForkServer) -> Iterator[Node]:
+    """Start a simulated node, which the blocks of all guides share."""
+    root = private_root / f"g{next(_numbers)}"
+    root.mkdir(mode=0o711)
+    node = Node(root=root, fork_server=fork_server)
+    try:
+        yield node.start()
+    finally:
+        node.clean_up()
+        remove_tree(root)
+
+
+@pytest.fixture
+def workplace(shared_node: Node, short_tmp: Path) -> Iterator[Workplace]:
+    """Give a user's shell on the node, without leases; what a block leaves of them is released, and holds end."""
+    short_tmp.chmod(0o711)
+    programs, directory = short_tmp / "bin", short_tmp / "work"
+    for each in (programs, directory):
+        each.mkdir(mode=0o755)
+    _write(programs / "mpsctl", f"#!{sys.executable}\nfrom mpsd.cli.main import main\nmain()\n")
+    _write(programs / "mpsd", f"#!{sys.executable}\nfrom mpsd.__main__ import main\nmain()\n")
+    _write(programs / "python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    for name in ("train.py", "client.py"):
+        _write(directory / name, _PROGRAM)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "MPSD_"))}
+    yield Workplace(
+        shared_node,
+        directory,
+        {
+            **inherited,
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "HOME": str(directory),
+            "MPSD_SOCKET": str(shared_node.socket),
+            VARIABLE: str(shared_node.root / "run" / "simulated"),
+        },
+    )
+    for lease in shared_node.get("/v1/leases").json["leases"]:
+        shared_node.request("DELETE", f"/v1/leases/{lease['id']}")
+    for name in ("gpu0", "gpu1"):
+        shared_node.request("POST", f"/v1/daemons/{name}/resume", {})
+        shared_node.wait_for_state(name, "ready")
+    _end_servers(shared_node)
+
+
+def _end_servers(node: Node) -> None:
+    """End the servers that the clients of a block have had started, whether mpsd has seen them or not."""
+    for found in filter(None, map(look_at, pids())):
+        if found.pipe_directory.startswith(f"{node.root}/") and found.command.endswith(" server"):
+            kill(found)
+    wait_until(
+        lambda: not any(daemon["servers"] for daemon in node.daemons().values()),
+        what="mpsd to see that no server is left",
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def lease(shared_node: Node) -> Callable[[], str]:
+    """Give a maker of a lease that this very process holds."""
+
+    def make() -> str:
+        body = {"threads": 10, "memory": "1GiB", "pid": os.getpid(), "ttl": 600, "name": "a-name"}
+        return str(shared_node.request("POST", "/v1/leases", body).json["id"])
+
+    return make

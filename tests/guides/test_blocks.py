@@ -1,0 +1,162 @@
+"""Every command of the guides, and of the manual pages' examples, does on a simulated node what the page says."""
+
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import click
+import pytest
+
+from mpsd.cli.group import mpsctl
+from mpsd.core.doctor.table import FAMILIES
+from mpsd.core.settings import parse
+from tests.gate import manual
+from tests.guides.blocks import PAGES, Block, blocks, calls, every, spans
+from tests.guides.conftest import Workplace
+from tests.tools import needed
+
+_READ: Final = {"mermaid", "text"}
+"""Languages of blocks that show something, and have nothing to run."""
+
+_RUN: Final = [block for block in every("sh") if block.needs is None and block.file is None]
+_EXCUSED: Final = [block for page in PAGES for block in blocks(page) if block.needs is not None]
+
+
+def _name(block: Block) -> str:
+    return block.name
+
+
+def _with_files(workplace: Workplace, block: Block) -> None:
+    """Write the files that the page shows before this block."""
+    for each in blocks(block.page):
+        if each.file is not None and each.line < block.line:
+            path = workplace.directory / each.file
+            path.write_text(each.text)
+            path.chmod(0o755)
+
+
+def _filled_in(text: str, lease: Callable[[], str]) -> str:
+    """Put values in the place of the words in capitals that a reader replaces."""
+    if re.search(r"\bLEASE\b", text):
+        text = re.sub(r"\bLEASE\b", lease(), text)
+    return re.sub(r"\bPID\b", f"{os.getpid()}", re.sub(r"\bUID\b", "65533", text))
+
+
+def _check(done: "subprocess.CompletedProcess[str]", status: frozenset[int] = frozenset({0})) -> None:
+    assert done.returncode in status, f"{done.returncode}: {done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("block", _RUN, ids=_name)
+def test_block_runs(block: Block, workplace: Workplace, lease: Callable[[], str]) -> None:
+    """A block of commands ends with the status that the page names, and 0 where it names none."""
+    _with_files(workplace, block)
+    _check(workplace.run(_filled_in(block.text, lease)), block.status)
+
+
+@pytest.mark.parametrize("block", _EXCUSED, ids=_name)
+def test_excused_block_needs_what_it_names(block: Block) -> None:
+    """A block that no test runs calls what its marker names, is sound shell, and calls mpsctl as mpsctl is called."""
+    assert block.is_excused, f"{block.name} calls nothing that needs {block.needs}"
+    if block.language == "sh":
+        _check(subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True, check=False))
+    for arguments in calls(block.text) if block.language == "sh" else ():
+        _parse(arguments)
+
+
+def _parse(arguments: list[str]) -> None:
+    """Fail where mpsctl would refuse these arguments before it asks mpsd anything."""
+    command, rest = _found(arguments)
+    command.make_context(command.name, rest, parent=click.Context(mpsctl, info_name="mpsctl"))
+
+
+def _found(words: list[str]) -> tuple[click.Command, list[str]]:
+    """Return the command that these words call, and the words that follow its name."""
+    command: click.Command = mpsctl
+    context = click.Context(mpsctl, info_name="mpsctl")
+    for at, word in enumerate(words):
+        if not isinstance(command, click.Group):
+            return command, words[at:]
+        found = command.get_command(context, word)
+        assert found is not None, f"mpsctl has no command {word}"
+        command = found
+    return command, []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.name))
+def test_sentences_name_what_is_there(page: Path) -> None:
+    """A command of mpsctl that a sentence names is there, with its options, and so is each check of doctor."""
+    for span in spans(page):
+        words = span.split()[1:]
+        if not words[0].isupper():
+            command, rest = _found(words)
+            options = {each for parameter in command.params for each in parameter.opts} | {"--help"}
+            assert [word for word in rest if word.startswith("--") and word != "--" and word not in options] == []
+        checks = [words[at + 1] for at, word in enumerate(words) if word == "--only"]
+        assert set(checks) <= {check.id for family in FAMILIES.values() for check in family}
+
+
+def test_no_block_escapes() -> None:
+    """Each block is of a language that a test of this file knows, and each fence is that of a block."""
+    known = _READ | {"sh", "toml", "ini", "crontab"}
+    found = [block for page in PAGES for block in blocks(page)]
+    assert len(found) > 30
+    assert [block.name for block in found if block.language not in known] == []
+    assert sum(page.read_text(encoding="utf-8").count("```") for page in PAGES) == 2 * len(found)
+
+
+@pytest.mark.parametrize("block", every("toml"), ids=_name)
+def test_configuration_is_valid(block: Block) -> None:
+    """A part of mpsd.toml is read by mpsd."""
+    parse(block.text)
+
+
+@pytest.mark.parametrize("block", every("ini"), ids=_name)
+def test_unit_starts_its_program(block: Block, workplace: Workplace) -> None:
+    """What a unit of systemd starts runs under MPS, with nothing but the environment that systemd gives it."""
+    _with_files(workplace, block)
+    unit = dict(re.findall(r"^(\w+)=(.+)$", block.text, re.MULTILINE))
+    assert unit["User"] != "root"
+    _check(workplace.run(_here(unit["ExecStart"], workplace)))
+
+
+@pytest.mark.parametrize("block", every("crontab"), ids=_name)
+def test_crontab_runs(block: Block, workplace: Workplace) -> None:
+    """A line of a crontab runs with the environment that cron gives it, and the variables that stand above it."""
+    lines = [line for line in block.text.splitlines() if line and not line.startswith("#")]
+    variables = [line for line in lines if re.match(r"[A-Z]+=", line)]
+    for line in lines:
+        if line not in variables:
+            assert "%" not in line, "cron makes a new line of it"
+            _check(workplace.run("; ".join([*variables, "set -e", _here(line.split(maxsplit=5)[5], workplace)])))
+
+
+def _here(command: str, workplace: Workplace) -> str:
+    """Put the programs of the workplace in the place of installed ones, and its directory in that of the example's."""
+    command = re.sub(r"/usr/bin/(mpsctl|python3)\b", lambda found: found[1].rstrip("3"), command)
+    return command.replace("/srv/trainer/", f"{shlex.quote(str(workplace.directory))}/")
+
+
+@pytest.mark.root("become another user")
+def test_entrypoint_changes_its_user(workplace: Workplace) -> None:
+    """The entrypoint of the recipe takes out the lease as the user that the program runs as."""
+    page = next(page for page in PAGES if page.name == "recipes.md")
+    entrypoint = next(block for block in blocks(page) if block.file == "entrypoint.sh")
+    path = workplace.directory / "entrypoint.sh"
+    path.write_text(entrypoint.text)
+    path.chmod(0o755)
+    needed("setpriv", "util-linux")
+    done = workplace.run("./entrypoint.sh sh -c 'id -u; echo $MPSD_LEASE'", APP_UID="65533", APP_GID="65533")
+    _check(done)
+    uid, lease = done.stdout.split()
+    assert uid == "65533"
+    assert workplace.node.get(f"/v1/leases/{lease}").json["owner"]["uid"] == 65533
+
+
+@pytest.mark.parametrize("example", manual.EXAMPLES, ids=lambda example: example.title)
+def test_example_of_a_manual_page(example: manual.Example, workplace: Workplace, lease: Callable[[], str]) -> None:
+    """A command of a manual page's examples succeeds."""
+    _check(workplace.run(_filled_in(example.script, lease)))

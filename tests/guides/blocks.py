@@ -4,6 +4,7 @@ A marker is a comment on the line before the fence:
 
 - `<!-- status: 75 -->` is the exit status of the block, 0 where it is absent; with
   `<!-- status: 0 or 1 -->` either will do, for a question whose answer depends on the machine
+- `<!-- granted: 0.9 -->` is the fraction of each GPU that is granted to somebody else meanwhile
 - `<!-- file: NAME -->` makes the block a file, which stands in the directory of all later blocks of its page
 - `<!-- needs: NAME -->` excuses the block from being run: NAME is one of NEEDS, and the block calls one of its programs
 """
@@ -21,6 +22,7 @@ PAGES: Final = sorted((ROOT / "docs/guide").glob("*.md"))
 
 NEEDS: Final = {
     "a GPU": r"\bnvidia-smi\b|\bnvidia-cuda-mps-control\b",
+    "another user": r"--user NAME\b",
     "a cluster": r"\bkubectl\b",
     "containers": r"\bpodman\b|\bdocker\b|^mpsctl container\b",
     "frameworks": r"^\s*(?:vllm|ray|torchrun|jupyter)\b|^import (?:torch|jax|ray|tensorflow)\b|\bXLA_|\bTF_",
@@ -31,7 +33,7 @@ NEEDS: Final = {
 
 _FENCE: Final = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _SPAN: Final = re.compile(r"`(mpsctl [^`]+)`")
-_MARKER: Final = re.compile(r"<!-- (needs|status|file): (.+?) -->")
+_MARKER: Final = re.compile(r"<!-- (needs|status|file|granted): (.+?) -->")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Block:
     needs: str | None = None
     status: frozenset[int] = frozenset({0})
     file: str | None = None
+    granted: float = 0.0
 
     @property
     def name(self) -> str:
@@ -65,7 +68,8 @@ def blocks(page: Path) -> Iterator[Block]:
         marks = dict(_MARKER.findall(before))
         line = text.count("\n", 0, found.start()) + 1
         status = frozenset(map(int, marks.get("status", "0").split(" or ")))
-        yield Block(page, line, found[2], dedent(found[3]), marks.get("needs"), status, marks.get("file"))
+        granted = float(marks.get("granted", "0"))
+        yield Block(page, line, found[2], dedent(found[3]), marks.get("needs"), status, marks.get("file"), granted)
 
 
 def spans(page: Path) -> list[str]:

@@ -43,7 +43,9 @@ def _filled_in(text: str, lease: Callable[[], str]) -> str:
     """Put values in the place of the words in capitals that a reader replaces."""
     if re.search(r"\bLEASE\b", text):
         text = re.sub(r"\bLEASE\b", lease(), text)
-    return re.sub(r"\bPID\b", f"{os.getpid()}", re.sub(r"\bUID\b", "65533", text))
+    for word, value in {"PID": f"{os.getpid()}", "UID": "65533", "NAME": "nobody"}.items():
+        text = re.sub(rf"\b{word}\b", value, text)
+    return text
 
 
 def _check(done: "subprocess.CompletedProcess[str]", status: frozenset[int] = frozenset({0})) -> None:
@@ -57,13 +59,25 @@ def test_block_runs(block: Block, workplace: Workplace, lease: Callable[[], str]
     _check(workplace.run(_filled_in(block.text, lease)), block.status)
 
 
+@pytest.mark.parametrize("block", every("console"), ids=_name)
+def test_session_is_as_shown(block: Block, workplace: Workplace) -> None:
+    """The commands of a session print what the page shows."""
+    for gpu in (0, 1) if block.granted else ():
+        body = {"fraction": block.granted, "gpu": f"{gpu}", "pid": os.getpid()}
+        assert workplace.node.request("POST", "/v1/leases", body).status == 201
+    commands = [line.removeprefix("$ ") for line in block.text.splitlines() if line.startswith("$ ")]
+    shown = [f"status=$?; echo {shlex.quote(f'$ {each}')}; (exit $status); {each}" for each in commands]
+    done = workplace.run("\n".join(["exec 2>&1; set +e", *shown]))
+    assert done.stdout == block.text
+
+
 @pytest.mark.parametrize("block", _EXCUSED, ids=_name)
 def test_excused_block_needs_what_it_names(block: Block) -> None:
     """A block that no test runs calls what its marker names, is sound shell, and calls mpsctl as mpsctl is called."""
     assert block.is_excused, f"{block.name} calls nothing that needs {block.needs}"
     if block.language == "sh":
         _check(subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True, check=False))
-    for arguments in calls(block.text) if block.language == "sh" else ():
+    for arguments in calls(_filled_in(block.text, lambda: "lease-0000000000")) if block.language == "sh" else ():
         _parse(arguments)
 
 
@@ -101,7 +115,7 @@ def test_sentences_name_what_is_there(page: Path) -> None:
 
 def test_no_block_escapes() -> None:
     """Each block is of a language that a test of this file knows, and each fence is that of a block."""
-    known = _READ | {"sh", "toml", "ini", "crontab"}
+    known = _READ | {"sh", "console", "toml", "ini", "crontab"}
     found = [block for page in PAGES for block in blocks(page)]
     assert len(found) > 30
     assert [block.name for block in found if block.language not in known] == []

@@ -16,7 +16,7 @@ from mpsd.__main__ import cli as mpsd
 from mpsd.cli.group import mpsctl
 from mpsd.core.errors import MpsdError, catalogue
 from mpsd.core.settings import quota_rows, rows
-from tests.gate.source import dotted, modules
+from tests.gate.source import ROOT, dotted, modules
 
 Check = Callable[[str], Iterator[str]]
 """Yields what is wrong with a text."""
@@ -134,6 +134,15 @@ def _errors() -> Iterator[tuple[str, str, Check]]:
     yield from ((error.code, " ".join((error.__doc__ or "").split()), _phrase) for error in catalogue())
 
 
+def _guides() -> Iterator[tuple[str, str, Check]]:
+    """Yield the lines of the guides, without what is literal, each with the next: a phrase may be on both."""
+    for page in sorted((ROOT / "docs/guide").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        plain = re.sub(r"(?s)```.*?```|`[^`]*`", lambda found: "\n" * found[0].count("\n"), text).splitlines()
+        for at, line in enumerate(plain):
+            yield f"{page.name}:{at + 1}", " ".join([line, *plain[at + 1 : at + 2]]), _words
+
+
 _RAISED: Final = {error.__name__ for error in catalogue()} | {MpsdError.__name__}
 
 
@@ -179,7 +188,9 @@ def _text(node: ast.AST) -> str:
 # -- the gate ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("texts", [_settings, _commands, _errors, _code], ids=lambda texts: texts.__name__.strip("_"))
+@pytest.mark.parametrize(
+    "texts", [_settings, _commands, _errors, _code, _guides], ids=lambda texts: texts.__name__.strip("_")
+)
 def test_reads_well(texts: Callable[[], Iterator[tuple[str, str, Check]]]) -> None:
     """Every help, error and sentence begins and ends as it must, and says nothing in words that are not used."""
     all_of_it = list(texts())

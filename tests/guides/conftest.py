@@ -78,8 +78,7 @@ def workplace(shared_node: Node, short_tmp: Path) -> Iterator[Workplace]:
     _write(programs / "mpsctl", f"#!{sys.executable}\nfrom mpsd.cli.main import main\nmain()\n")
     _write(programs / "mpsd", f"#!{sys.executable}\nfrom mpsd.__main__ import main\nmain()\n")
     _write(programs / "python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    for name in ("train.py", "client.py"):
-        _write(directory / name, _PROGRAM)
+    _write(directory / "train.py", _PROGRAM)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "MPSD_"))}
     yield Workplace(
         shared_node,

@@ -13,6 +13,7 @@ import pytest
 
 from mpsd.cli.group import mpsctl
 from mpsd.core.doctor.table import FAMILIES
+from mpsd.core.errors import catalogue
 from mpsd.core.settings import parse
 from tests.gate import manual
 from tests.guides.blocks import PAGES, Block, blocks, calls, every, spans
@@ -114,6 +115,15 @@ def test_sentences_name_what_is_there(page: Path) -> None:
             assert [word for word in rest if word.startswith("--") and word != "--" and word not in options] == []
         checks = [words[at + 1] for at, word in enumerate(words) if word == "--only"]
         assert set(checks) <= {check.id for family in FAMILIES.values() for check in family}
+
+
+def test_refusals_have_the_status_that_they_name() -> None:
+    """The table of refusals in the user's guide has the exit status of each error."""
+    page = next(page for page in PAGES if page.name == "user.md")
+    rows = re.findall(r"^\| (\d+) \| (.+?) \|", page.read_text(encoding="utf-8"), re.MULTILINE)
+    named = {code: int(status) for status, codes in rows for code in re.findall(r"`(\w+)`", codes)}
+    assert len(named) > 8
+    assert named == {error.code: error.exit_code for error in catalogue() if error.code in named}
 
 
 def test_no_block_escapes() -> None:

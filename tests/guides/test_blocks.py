@@ -15,6 +15,7 @@ from mpsd.cli.group import mpsctl
 from mpsd.core.doctor.table import FAMILIES
 from mpsd.core.errors import catalogue
 from mpsd.core.settings import parse
+from mpsd.simulator.devices import VARIABLE
 from tests.gate import manual
 from tests.guides.blocks import PAGES, Block, blocks, calls, every, spans
 from tests.guides.conftest import Workplace
@@ -73,6 +74,13 @@ def test_session_is_as_shown(block: Block, workplace: Workplace) -> None:
     shown = [f"status=$?; echo {shlex.quote(f'$ {each}')}; (exit $status); {each}" for each in commands]
     done = workplace.run("\n".join(["exec 2>&1; set +e", *shown]))
     assert done.stdout == block.text
+
+
+@pytest.mark.parametrize("block", [block for block in every("sh") if block.file is not None], ids=_name)
+def test_script_is_sound(block: Block) -> None:
+    """Shellcheck has nothing to say about a script that a reader copies."""
+    command = [needed("shellcheck", "shellcheck"), "-"]
+    _check(subprocess.run(command, input=block.text, capture_output=True, text=True, check=False))
 
 
 @pytest.mark.parametrize("block", _EXCUSED, ids=_name)
@@ -143,22 +151,30 @@ def test_configuration_is_valid(block: Block) -> None:
 
 @pytest.mark.parametrize("block", every("ini"), ids=_name)
 def test_unit_starts_its_program(block: Block, workplace: Workplace) -> None:
-    """What a unit of systemd starts runs under MPS, with nothing but the environment that systemd gives it."""
+    """What a unit of systemd starts runs under MPS, with an environment in which nothing of a user's shell is set."""
     _with_files(workplace, block)
     unit = dict(re.findall(r"^(\w+)=(.+)$", block.text, re.MULTILINE))
     assert unit["User"] != "root"
-    _check(workplace.run(_here(unit["ExecStart"], workplace)))
+    _check(workplace.run(_bare(_here(unit["ExecStart"], workplace), workplace)))
 
 
 @pytest.mark.parametrize("block", every("crontab"), ids=_name)
 def test_crontab_runs(block: Block, workplace: Workplace) -> None:
-    """A line of a crontab runs with the environment that cron gives it, and the variables that stand above it."""
+    """A line of a crontab runs by sh, with the variables above it, and nothing of a user's shell."""
     lines = [line for line in block.text.splitlines() if line and not line.startswith("#")]
     variables = [line for line in lines if re.match(r"[A-Z]+=", line)]
     for line in lines:
         if line not in variables:
             assert "%" not in line, "cron makes a new line of it"
-            _check(workplace.run("; ".join([*variables, "set -e", _here(line.split(maxsplit=5)[5], workplace)])))
+            command = _here(line.split(maxsplit=5)[5], workplace)
+            _check(workplace.run(_bare(f"{' '.join(variables)} {command}", workplace)))
+
+
+def _bare(command: str, workplace: Workplace) -> str:
+    """Return a command that has of the environment only what leads to the simulated node and its programs."""
+    names = ("HOME", "PATH", "PYTHONPATH", "MPSD_SOCKET", VARIABLE)
+    variables = " ".join(shlex.quote(f"{name}={workplace.environment[name]}") for name in names)
+    return f"env -i {variables} sh -c {shlex.quote(command)}"
 
 
 def _here(command: str, workplace: Workplace) -> str:

@@ -24,7 +24,6 @@ _MODULES: Final = {
     "explain": "explain",
     "gpus": "status",
     "hand-over": "holders",
-    "help": "help",
     "hold": "operate",
     "leases": "status",
     "pardon": "operate",
@@ -44,13 +43,39 @@ _MODULES: Final = {
 }
 """The module of mpsd.cli.commands in which each command is defined, under the command's own name (with `_` for `-`)."""
 
+_HELP: Final = "help"
+_NAMES: Final = sorted((*_MODULES, _HELP))
+
 
 def _no_such_command(name: str) -> str:
     import difflib
 
-    near = difflib.get_close_matches(name, _MODULES, n=3)
+    near = difflib.get_close_matches(name, _NAMES, n=3)
     suggestion = f" Did you mean {' or '.join(near)}?" if near else " See: mpsctl --help"
     return f"No such command {name!r}.{suggestion}"
+
+
+def _commands(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """Offer the commands of mpsctl."""
+    root = context.find_root()
+    assert isinstance(root.command, click.Group)  # noqa: S101 - so it is
+    return [each for each in root.command.list_commands(root) if each.startswith(incomplete)]
+
+
+@click.command(_HELP)
+@click.argument("command", nargs=-1, shell_complete=_commands)
+@click.pass_context
+def help_(context: click.Context, command: tuple[str, ...]) -> None:
+    """Show the help of mpsctl, or of COMMAND."""
+    found = context.find_root()
+    for name in command:
+        group = found.command
+        if not isinstance(group, click.Group):
+            raise click.UsageError(f"{found.command_path} has no commands.")
+        _, child, _ = group.resolve_command(found, [name])
+        assert child is not None  # noqa: S101 - resolve_command raises where there is none
+        found = click.Context(child, found, name)
+    click.echo(found.get_help())
 
 
 class _Commands(click.Group):
@@ -58,18 +83,20 @@ class _Commands(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         """Return their names."""
-        return list(_MODULES)
+        return list(_NAMES)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command; for a name that is none, raise UsageError with the names that are near."""
-        if args[0] not in _MODULES and not args[0].startswith("-") and not ctx.resilient_parsing:
+        if args[0] not in _NAMES and not args[0].startswith("-") and not ctx.resilient_parsing:
             raise click.UsageError(_no_such_command(args[0]), ctx)
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's signature
         """Return one of them."""
+        if cmd_name == _HELP:
+            return help_
         if cmd_name not in _MODULES:
             return None
         module = importlib.import_module(f"mpsd.cli.commands.{_MODULES[cmd_name]}")

@@ -16,7 +16,7 @@ if __name__ == "__main__" or sys.argv[0].endswith("/mpsd"):
     find_own_libraries_first(os.environ.get("PYTHONPATH", ""))
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -273,17 +273,25 @@ def _simulate(root: Path, *, until_eof: bool, announce: "Callable[[], None]") ->
         os.dup2(stderr, 2)
 
 
+_FAREWELL: Final = 1.0
+"""Seconds for the last words on a terminal."""
+
+
 def _say_what_is_left(left: int, of: int) -> None:
     """Say on a terminal what mpsd leaves behind, and how to stop that."""
     import shlex
+    from threading import Thread
 
     if left and sys.stderr.isatty():
         options = [each for each in sys.argv[2:] if each not in {"--stop-daemons", "--stop-daemons-on-exit"}]
-        click.echo(
+        text = (
             f"mpsd: {left} of {of} control daemons keep running, with their clients; the next mpsd adopts them\n"
-            f"  to stop them once they have no clients: {shlex.join(['mpsd', 'stop', *options])}",
-            err=True,
+            f"  to stop them once they have no clients: {shlex.join(['mpsd', 'stop', *options])}\n"
         )
+        # A terminal that is full and that nobody reads would hold mpsd up for ever.
+        writer = Thread(target=os.write, args=(sys.stderr.fileno(), text.encode()), daemon=True)
+        writer.start()
+        writer.join(_FAREWELL)
 
 
 def _serve(plan: "Plan") -> None:

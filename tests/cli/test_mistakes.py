@@ -116,9 +116,7 @@ def test_what_a_user_may_do(node: Node) -> None:
     assert node.mpsctl("hold", "--all").returncode == 0
     try:
         done = mpsctl_as_nobody(node, "run", *SHARE, "--", "true")
-        assert (
-            "hint: use another GPU, or wait for it (--wait); for an operator: resume admission: mpsctl" in done.stderr
-        )
+        assert "hint: request another GPU, or wait until that has changed (--wait): only an operator" in done.stderr
         done = node.mpsctl("admit", *SHARE)
         assert "hint: resume admission: mpsctl resume gpu" in done.stderr
     finally:

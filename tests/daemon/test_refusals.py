@@ -172,7 +172,6 @@ class TestConfiguration:
                 ("limits.pinned_device_mem_limit = '10T'", "ambiguous unit T", "absent"),
             ),
             ("[limits]\nactive_thread", ("not TOML", "Expected '='")),
-            ('[api]\ngroup = "no-such-group"\n', ("no group 'no-such-group'", "api.group")),
         ],
     )
     def test_what_is_wrong_is_named(self, make_node: Start, text: str, words: tuple[str, ...]) -> None:

@@ -211,13 +211,15 @@ def _orphans(seen: Observed) -> Iterator[Finding]:
     yield from _unseen(seen)
     by_pid = {each.pid: each for each in living(seen)}
     answers = seen.service.answers
-    known = {pid for each in answers.value.daemons for pid in each.orphans} if isinstance(answers, Known) else set()
+    daemons = answers.value.daemons if isinstance(answers, Known) else ()
+    known = {pid for each in daemons for pid in each.orphans}
+    parents = {each.pid for each in by_pid.values() if each.part == DAEMON} | {each.pid for each in daemons}
     for pid in known - by_pid.keys():
         because = f"server {pid} is an orphan: its control daemon is dead, and nothing limits it any more"
         yield Finding(Verdict.FAIL, because, {"pid": pid}, f"when its clients have exited: kill {pid}", f"pid {pid}")
     for each in by_pid.values():
-        parent = by_pid.get(each.parent)
-        if each.part == SERVER and (parent is None or parent.part != DAEMON):
+        # A simulated control daemon does not look like NVIDIA's: mpsd's word is that it is one.
+        if each.part == SERVER and each.parent not in parents:
             because = (
                 f"server {each.pid} (uid {each.uid}) is an orphan: its control daemon is dead, and nothing limits it"
             )

@@ -431,6 +431,7 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
 """Check, node, verdict, and what it says of that."""
 
 FINE: Final[tuple[tuple[str, Observed], ...]] = (
+    ("orphans", replace(WELL, processes=Known((MPSD, SERVER)))),  # mpsd says that its parent is a control daemon
     ("foreign-daemon", processes(APART)),
     ("pid-namespace", processes(APART)),
     ("shm-shared", processes(APART, process(101, "mpsd", shared_memory=Known(7)))),

@@ -18,7 +18,7 @@ from mpsd.simulator.control import program
 from mpsd.simulator.cuda import Binds
 from mpsd.simulator.devices import set_binds
 from tests.fork_server import ForkServer
-from tests.harness import kill, look_at, pids, wait_until
+from tests.harness import Running, kill, look_at, pids, wait_until
 
 _ROOT = Path(__file__).parent.parent
 
@@ -212,10 +212,12 @@ class Node:
             self.process.kill()
             self.process.wait(timeout=30)
             self.process = None
-        for pid in pids():
-            found = look_at(pid)
-            if found is not None and found.pipe_directory.startswith(f"{self.root}/"):
-                kill(found)
+        while there := [found for found in map(look_at, pids()) if found is not None and self._is_of(found)]:
+            for each in there:  # one of them may have started another meanwhile
+                kill(each)
+
+    def _is_of(self, process: Running) -> bool:
+        return process.pipe_directory.startswith(f"{self.root}/") and not process.zombie
 
     def request(
         self, method: str, path: str, body: object = None, *, headers: Mapping[str, str] | None = None

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pwd
 import re
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mpsd.cli.users import name_of
 from tests.cli.answering import Answering, answering, http
 from tests.cli.conftest import ROOT, end, run_mpsctl, start_mpsctl
 from tests.harness import wait_until
@@ -24,7 +24,7 @@ MOST = ("--threads", "60", "--memory", "1GiB")
 
 TOLD = "mpsctl: waiting in place {} for threads: 60.0 % of the threads were requested, but only 40 % are left\n"
 
-USER = pwd.getpwuid(os.getuid()).pw_name
+USER = name_of(os.geteuid())
 
 AWAY = (
     "mpsctl: interrupted; mpsd does not answer now: it gives the place up when the caller is gone"

@@ -90,6 +90,18 @@ def read(path: Path) -> Acl:
     return tuple(map(Entry._make, _ENTRY.iter_unpack(raw[_VERSION.size :])))
 
 
+def is_in_force(path: Path, acl: Acl) -> bool:
+    """Tell whether nobody may do more or less than this with a file. Raises OSError.
+
+    Where it lets in nobody but the owner, the mode tells: the bits of the group are the most that any further entry can
+    give (acl(5)). That is half the cost of reading the attribute.
+    """
+    if len(acl) != _IN_THE_MODE or acl[1].permissions or acl[2].permissions:
+        return read(path) == acl
+    mode = os.stat(path).st_mode & 0o777  # noqa: PTH116 - of five files of each daemon, every second
+    return mode == acl[0].permissions << 6
+
+
 def write(path: Path, acl: Acl) -> None:
     """Put an ACL in force at once and whole: there is no moment at which another one is.
 

@@ -168,14 +168,15 @@ class PipeAccess:
         is_unchanged = True
         for path, meant in self._acls(self._held):
             try:
+                if acl.is_in_force(path, meant):
+                    continue
                 found = acl.read(path)
             except FileNotFoundError:
                 is_unchanged = is_unchanged and path not in {self.paths.pipe_directory, self.paths.control_socket}
                 continue
-            if found != meant:
-                is_unchanged = False
-                facts = {"wanted": acl.text(meant), "found": acl.text(found)}
-                self._log.warning(EventName.PIPE_ACCESS_DRIFT, path=str(path), **facts)
+            is_unchanged = False
+            facts = {"wanted": acl.text(meant), "found": acl.text(found)}
+            self._log.warning(EventName.PIPE_ACCESS_DRIFT, path=str(path), **facts)
         return is_unchanged
 
     def _acls(self, uids: frozenset[int] | None) -> tuple[tuple[Path, Acl], ...]:

@@ -13,6 +13,7 @@ from mpsd.core.errors import ConfigurationError, MpsdError
 from mpsd.core.kubernetes import settings
 from mpsd.core.kubernetes.settings import PREFIX, Offer, Report, Settings
 from mpsd.core.sanitize import plain
+from mpsd.system.configuration import read_text
 
 _CONFIG: Final = Path("/etc/mpsd/kubernetes.toml")
 
@@ -22,15 +23,7 @@ _LIBRARIES: Final = {"google", "grpc"}
 
 def _settings(config: Path | None, options: dict[str, str | None]) -> Settings:
     """Return the settings of the file, the environment and the command line. Raises ConfigurationError."""
-    path = config or _CONFIG
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        if config is not None:
-            raise ConfigurationError(f"there is no configuration file {path}", hint="check --config") from None
-        text = ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"cannot read {path}: {error}", hint="check its permissions") from None
+    text = read_text(config, _CONFIG) or ""
     return settings.parse(text, os.environ, options)
 
 

@@ -2,11 +2,38 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from mpsd.core import roles, settings
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.settings import Settings
 from mpsd.system import credentials
+
+_USUAL: Final = Path("/etc/mpsd/mpsd.toml")
+
+
+def read_text(path: Path | None, usual: Path) -> str | None:
+    """Return what a configuration file says; None where none is named and the usual one is absent.
+
+    Raises ConfigurationError for a file that cannot be read or is not text.
+    """
+    where = path or usual
+    try:
+        return where.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        if path is None:
+            return None
+        raise ConfigurationError(f"there is no configuration file {where}", hint="check --config") from None
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            f"{where} is not text in UTF-8: byte {error.start + 1} is {error.object[error.start]:#04x}",
+            hint=f"name a configuration file, such as {usual}, or save it as UTF-8",
+        ) from error
+    except OSError as error:
+        raise ConfigurationError(
+            f"{where} cannot be read: {error.strerror}",
+            hint="let the user who runs the program read it: check the permissions of it and of its directories",
+        ) from error
 
 
 def read_configuration(path: Path | None) -> Settings:
@@ -16,23 +43,11 @@ def read_configuration(path: Path | None) -> Settings:
 
     Raises ConfigurationError for a file that cannot be read or does not parse.
     """
-    where = path or Path("/etc/mpsd/mpsd.toml")
+    text = read_text(path, _USUAL)
+    if text is None:
+        return Settings()
     try:
-        parsed = settings.parse(where.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if path is None:
-            return Settings()
-        raise ConfigurationError(f"there is no configuration file {where}", hint="check --config") from None
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(
-            f"{where} is not text in UTF-8: byte {error.start + 1} is {error.object[error.start]:#04x}",
-            hint="name a configuration file, which mpsd.toml(5) describes, or save it as UTF-8",
-        ) from error
-    except OSError as error:
-        raise ConfigurationError(
-            f"{where} cannot be read: {error.strerror}",
-            hint="let the user who runs mpsd read it: check the permissions of it and of its directories",
-        ) from error
+        parsed = settings.parse(text)
     except ConfigurationError as error:
-        raise ConfigurationError(f"{where}: {error.detail}", hint=error.hint, limit=error.limit) from None
+        raise ConfigurationError(f"{path or _USUAL}: {error.detail}", hint=error.hint, limit=error.limit) from None
     return replace(parsed, names=credentials.look_up(roles.names_in(parsed)))

@@ -188,7 +188,7 @@ SETTINGS = {
     "a program for a configuration": (
         b"\x7fELF\x02\xff\xfe",
         "is not text in UTF-8: byte 6 is 0xff",
-        "name a configuration file, which mpsd.toml(5) describes, or save it as UTF-8",
+        "name a configuration file, such as /etc/mpsd/mpsd.toml, or save it as UTF-8",
     ),
 }
 

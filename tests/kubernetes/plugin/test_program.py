@@ -21,3 +21,13 @@ def test_without_its_extra(library: str) -> None:
     first, second = done.stderr.splitlines()
     assert first.startswith(f"mpsd-kubernetes: the library {library}")
     assert "pip install 'mpsd[kubernetes]'" in second
+
+
+def test_binary_configuration(tmp_path: Path) -> None:
+    """A configuration that is not text is refused, with the byte that is none."""
+    config = tmp_path / "kubernetes.toml"
+    config.write_bytes(b"offer = \xff")
+    command = [sys.executable, "-m", "mpsd.kubernetes", "--config", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (78, "")
+    assert f"{config} is not text in UTF-8: byte 9 is 0xff" in done.stderr

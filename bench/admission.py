@@ -104,9 +104,10 @@ def one_caller(control: str, root: Path) -> Iterator[Result]:
     """
     with _on_one_cpu():
         ours, empty, stored, echo = _one_caller(control, root / "one")
-    # What is durable costs as much as the disk takes; what mpsd adds to that is mpsd's.
+    yield Result("a grant and its release against two empty round trips", ours, empty, at_most=1.6, floor=echo)
+    yield Result("of that, its two commits and nothing else", stored, empty)
+    # A slow disk alone exceeds the first bound; this one is about mpsd's own part.
     yield Result("a grant and its release against a server that only stores as much", ours, stored, at_most=1.4)
-    yield Result("the same against two empty round trips", ours, empty, floor=echo)
     ours, empty, stored, echo = _one_caller(control, root / "any")
     yield Result("the same where every process has the CPU that it likes", ours, empty, floor=echo)
     yield Result("of that, its two commits and nothing else", stored, empty)

@@ -55,6 +55,28 @@ def test_mode_alone(path: Path) -> None:
     assert acl.text(acl.read(path)) == "user::rwx,group::r-x,other::--x"
 
 
+def test_closed_is_in_force(path: Path) -> None:
+    """Of a closed file its mode tells whether anybody but the owner may do something, by the mode or as a named uid."""
+    closed = acl.private(_ALL, (), READ)
+    acl.write(path, closed)
+    assert acl.is_in_force(path, closed)
+    for mode in (0o701, 0o710, 0o500):
+        path.chmod(mode)
+        assert not acl.is_in_force(path, closed)
+    acl.write(path, acl.private(_ALL, {7}, READ))
+    assert not acl.is_in_force(path, closed)
+    path.chmod(0o700)  # which empties the mask, so that the named uid may do nothing
+    assert acl.is_in_force(path, closed)
+
+
+def test_open_is_in_force(path: Path) -> None:
+    """Where others are let in, just these are meant, and no uid more or less."""
+    one, two = acl.private(_ALL, {7}, READ), acl.private(_ALL, {7, 8}, READ)
+    acl.write(path, one)
+    assert (acl.is_in_force(path, one), acl.is_in_force(path, two)) == (True, False)
+    assert not acl.is_in_force(path, acl.public(_ALL, READ))
+
+
 def test_text() -> None:
     """An ACL prints as getfacl prints it."""
     assert acl.text(acl.private(6, {9, 10}, 6)) == "user::rw-,user:9:rw-,user:10:rw-,group::---,mask::rw-,other::---"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mpsd.cli.api import Api
+from mpsd.cli.command import of_one_version
 from mpsd.cli.render import holder_in_short, percent, size
 from mpsd.cli.tables import Column, Figure, Look, bar, fitting, table
 from mpsd.cli.users import name_of
@@ -70,14 +71,18 @@ class Picture(NamedTuple):
 
 
 def take(api: Api) -> Picture:
-    """Ask mpsd, and return what it answers. Raises UnreachableError, and what mpsd answers."""
+    """Ask mpsd, and return what it answers.
+
+    Raises UnreachableError, the errors that mpsd answers, and InternalError for an mpsd of another version.
+    """
     status, clients, leases = plain(api.status()), plain(api.clients()), plain(api.leases())
-    daemons = {each["gpu"]: each for each in status["daemons"]}
-    return Picture(
-        status["headline"],
-        tuple(_gpu(each, daemons) for each in status["gpus"]),
-        tuple(_entries(clients["clients"], leases["leases"])),
-    )
+    with of_one_version():
+        daemons = {each["gpu"]: each for each in status["daemons"]}
+        return Picture(
+            status["headline"],
+            tuple(_gpu(each, daemons) for each in status["gpus"]),
+            tuple(_entries(clients["clients"], leases["leases"])),
+        )
 
 
 def arranged(entries: tuple[Entry, ...], *, sort: str, text: str) -> list[Entry]:

@@ -197,6 +197,19 @@ def test_hostile_text(short_tmp: Path) -> None:
         asyncio.run(steps())
 
 
+def test_another_version(short_tmp: Path) -> None:
+    """An answer that lacks a field is said to be of another version, and ends nothing."""
+    incomplete = (http({"headline": "healthy", "gpus": []}), http({"clients": []}), http({"leases": []}))
+
+    async def steps() -> None:
+        with Api(str(short_tmp / "mpsd.sock")) as api:
+            async with Top(api, 600.0).run_test(size=(110, 30)) as pilot:
+                await until(pilot, lambda: "different versions" in text(pilot, "node"))
+
+    with answering(short_tmp / "mpsd.sock", *incomplete):
+        asyncio.run(steps())
+
+
 def test_terminal(node: Node) -> None:
     """On a terminal of 80x24 it draws itself and ends with q; without a terminal it says what to use instead."""
     own, theirs = pty.openpty()

@@ -95,6 +95,11 @@ def facl(path: Path) -> str:
     return ",".join(f"{tag}:{bits}:{who}" for tag, bits, who in struct.iter_unpack("<HHI", raw[4:]))
 
 
+def is_closed(path: Path) -> bool:
+    """Tell whether a directory is its owner's alone."""
+    return path.stat().st_mode & 0o777 == 0o700
+
+
 @pytest.mark.parametrize("real", branches())
 class TestEveryDriver:
     """On each of NVIDIA's control daemons."""
@@ -338,6 +343,11 @@ class TestOneDriver:
                 lambda: node.events("pipe_access_drift", path=str(directory / "control")), what="that to be told too"
             )
             wait_until(lambda: reaches(node, ANN) and not reaches(node, BOB), what="all to be as before")
+        wait_until(lambda: is_closed(directory), what="the lease's end")
+        directory.chmod(0o755)
+        wait_until(lambda: is_closed(directory), what="the directory to be closed once more")
+        told = node.events("pipe_access_drift", path=str(directory))
+        assert told[-1]["found"] == "user::rwx,group::r-x,other::r-x"
 
     def test_grant_that_cannot_be_opened(self, make_node: Start) -> None:
         """A grant whose way does not open is none: refused with the reason, and nothing is left of it."""

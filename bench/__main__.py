@@ -1,4 +1,4 @@
-"""`python -m bench --control PROGRAM`: the README's figures, measured here and now; exits with 1 when one is missed."""
+"""`python -m bench --control PROGRAM` measures docs/reference/figures.md; it exits with 1 when a bound is missed."""
 
 import argparse
 import os

@@ -1,8 +1,8 @@
 """The catalogue of errors: every way in which mpsd says no, for whom, and with which exit code.
 
 An error is named for the one who can do something about it: the caller, the node's capacity, the operator, MPS, the
-GPU, or mpsd itself. Its class docstring is its documentation (the README's table is made from it), `code` is what a
-program reads, and `hint` is the way out for a person. This module imports nothing, so that `mpsctl` can afford it.
+GPU, or mpsd itself. Its class docstring is its documentation (docs/reference/errors.md is made from it), `code` is what
+a program reads, and `hint` is the way out for a person. This module imports nothing, so that `mpsctl` can afford it.
 """
 
 

@@ -2,7 +2,7 @@
 
 Each field below is a row: its type, default, unit, meaning, and whether a reload applies it.
 
-The file is TOML. Parsing, `mpsd check`, `/v1/config`, the README's table and the reload all come from these rows, so
+The file is TOML. Parsing, `mpsd check`, `/v1/config`, the page of settings and the reload all come from these rows, so
 that none of them can say something else than the others.
 """
 

@@ -1,4 +1,4 @@
-"""What is made from the code: parts of README.md (errors, settings, the life of a control daemon), and whole files.
+"""What is made from the code: parts of docs/reference (errors, settings, life cycle of a control daemon), and files.
 
 `python -m tests.gate.generate` writes them, the parts between their markers, and the tests of this folder fail while
 they differ.
@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -20,7 +21,7 @@ from mpsd.core.settings import render, rows
 from tests.gate import completions, manual, protocol
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-README: Final = ROOT / "README.md"
+REFERENCE: Final = ROOT / "docs/reference"
 DOCTOR: Final = ROOT / "docs/doctor.md"
 KUBERNETES: Final = ROOT / "docs/kubernetes.md"
 
@@ -97,6 +98,13 @@ def kubernetes_page() -> str:
     return f"{text[: found.start()]}{kubernetes_table()}\n{text[found.end() :]}"
 
 
+def _reference_page(page: str, name: str, make: Callable[[], str]) -> str:
+    """Return a page of docs/reference with its generated part as it is to be."""
+    text = (REFERENCE / page).read_text(encoding="utf-8")
+    part = between(name, text)
+    return f"{text[: part.start()]}\n{make()}\n\n{text[part.end() :]}"
+
+
 def doctor_page() -> str:
     """Return every check of doctor, by what it looks at, as docs/doctor.md has them."""
     text = DOCTOR.read_text(encoding="utf-8")
@@ -109,13 +117,6 @@ def doctor_page() -> str:
     return text[: part.start()] + "\n" + "\n\n".join(tables) + "\n\n" + text[part.end() :]
 
 
-PARTS: Final[dict[str, Callable[[], str]]] = {
-    "errors": errors_table,
-    "settings": settings_table,
-    "lifecycle": lifecycle_diagram,
-}
-
-
 FILES: Final[dict[str, Callable[[], str]]] = {
     "docs/man/mpsctl.1": manual.mpsctl_page,
     "docs/man/mpsd.8": manual.mpsd_page,
@@ -123,6 +124,9 @@ FILES: Final[dict[str, Callable[[], str]]] = {
     "docs/mpsd.toml": manual.example,
     "docs/doctor.md": doctor_page,
     "docs/kubernetes.md": kubernetes_page,
+    "docs/reference/errors.md": partial(_reference_page, "errors.md", "errors", errors_table),
+    "docs/reference/life-cycle.md": partial(_reference_page, "life-cycle.md", "lifecycle", lifecycle_diagram),
+    "docs/reference/settings.md": partial(_reference_page, "settings.md", "settings", settings_table),
     **completions.FILES,
 }
 """Every file that is made as a whole, relative to the root of the tree."""
@@ -136,30 +140,8 @@ def between(name: str, text: str) -> re.Match[str]:
     return found[0]
 
 
-def written(text: str) -> str:
-    """Return a README with every generated part as it is to be."""
-    for name in PARTS:
-        part = between(name, text)
-        text = text[: part.start()] + wanted(name) + text[part.end() :]
-    return text
-
-
-def wanted(name: str) -> str:
-    """Return what is to stand between the markers of this name."""
-    return f"\n{PARTS[name]()}\n\n"
-
-
-def assert_written(name: str) -> None:
-    """Fail while README.md has something else between these markers than what the code says."""
-    __tracebackhide__ = True
-    stands = between(name, README.read_text(encoding="utf-8")).group()
-    assert stands == wanted(name), f"README.md says something else about {name}: run python -m tests.gate.generate"
-
-
 def main() -> int:
-    """Write the generated parts into README.md, and the generated files."""
-    before = README.read_text(encoding="utf-8")
-    _write(README, written(before))
+    """Write the generated files."""
     for name, make in FILES.items():
         _write(ROOT / name, make())
     for name, text in protocol.made().items():

@@ -1,4 +1,4 @@
-"""The catalogue of errors is complete, consistent with the contract, and what README.md says it is."""
+"""The catalogue of errors is complete, and consistent with the contract."""
 
 import ast
 import re
@@ -7,7 +7,6 @@ from http import HTTPStatus
 import pytest
 
 from mpsd.core.errors import MpsdError, catalogue
-from tests.gate.generate import assert_written
 from tests.gate.source import modules
 
 EXIT_CODES = {1, 2, 65, 69, 75, 77, 78}
@@ -82,8 +81,3 @@ def test_nobody_returns_a_third_truth() -> None:
         if ast.unparse(node.returns) in {"bool | None", "None | bool", "Optional[bool]"}
     ]
     assert not tri_state, "\n".join(tri_state)
-
-
-def test_the_readme_has_this_table() -> None:
-    """README.md shows every error as the code has it."""
-    assert_written("errors")

@@ -90,9 +90,9 @@ def test_each_file_is_known() -> None:
 
 
 def test_how_it_is_renewed() -> None:
-    """The command that made it is the one that README.md tells, and neither index nor path of any machine is in it."""
+    """docs/reference/lock-file.md has the command that made it; it has no index, and no path of any machine."""
     assert LOCK.splitlines()[1] == f"#    {COMMAND}"
-    assert COMMAND in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert COMMAND in (ROOT / "docs/reference/lock-file.md").read_text(encoding="utf-8")
     assert not re.search(r"://|^ *(?:-i|-f|--(?!hash))|(?<!\w)/\w", LOCK.replace(COMMAND, ""), re.MULTILINE)
 
 

@@ -1,10 +1,9 @@
-"""The state of a control daemon has one writer, and README.md draws the table that decides it."""
+"""The state of a control daemon has one writer."""
 
 import ast
 from collections.abc import Iterator
 from typing import TypeGuard
 
-from tests.gate.generate import assert_written
 from tests.gate.source import Module, dotted, modules
 
 
@@ -53,8 +52,3 @@ class A:
     def g(self): return self._state
 """
     assert len(list(writers(Module("mpsd/daemon/a.py", text, ast.parse(text))))) == 6
-
-
-def test_the_readme_has_this_diagram() -> None:
-    """README.md draws every state and what leads from one to another as the table has it."""
-    assert_written("lifecycle")

@@ -280,7 +280,7 @@ class Enforcement:
     unadmitted: Unadmitted | None = row(
         None,
         setting_parsers.choice(Unadmitted),
-        "What a process without a lease gets: next to nothing (`deny`), the values of [limits]"
+        "Share of a process without a lease: next to nothing (`deny`), the values of [limits]"
         " (`defaults`), or everything (`allow`). Absent: `defaults` if [limits] sets anything, otherwise"
         " `deny`.",
         reload=True,

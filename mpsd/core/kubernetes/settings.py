@@ -161,7 +161,7 @@ class Settings:
     resources: Offer = row(
         Offer.SLICES,
         _choice(Offer),
-        "What the node offers: `slices` (threads and memory in one number), `memory` (with threads in proportion), or"
+        "Resources of the node: `slices` (threads and memory in one number), `memory` (with threads in proportion), or"
         " `threads-and-memory` (two resources; on a node with one GPU only); or `dra` (`--dra`): shares by Dynamic"
         " Resource Allocation.",
     )

@@ -1,4 +1,4 @@
-"""What a user reads is plain English: helps, errors, hints, and every other sentence that the code has.
+"""What a user reads is plain English: helps, errors, hints, every other sentence of the code, and the documents.
 
 A phrase is checked for how it begins and ends, and every text for words that this project no longer uses, since each
 of them hides who does what: "nobody is let in" is "admission is stopped", "it waited in vain" is "it timed out".
@@ -102,6 +102,27 @@ def _detail(text: str) -> Iterator[str]:
     yield from _words(text)
 
 
+_RELATIVE: Final = re.compile(r"(?:Who|Whom|Whose|Whoever|Whatever|What)\b(?!.*\?$)|.*; who(?:ever)? ")
+"""A clause that stands in the place of a noun; a question may begin so."""
+
+_DIALECT: Final = {
+    r"\b(?:he|him|his)\b": "name them: the user, the process",
+    r"\b(?:is|are|was|were) (?:let|let in|let go)\b": "may, is admitted, is released",
+    r"\bnobody's\b|\bsomebody(?:'s)?\b": "name them: a user, a process",
+}
+"""What no document says either."""
+
+
+def _prose(text: str) -> Iterator[str]:
+    """Check a sentence of a document."""
+    if found := _RELATIVE.match(text):
+        yield f"has a relative clause for a noun: {found.group()[-30:]!r}"
+    yield from _words(text)
+    for unwanted, instead in _DIALECT.items():
+        if word := re.search(unwanted, text):
+            yield f"says {word.group()!r}; say instead: {instead}"
+
+
 # -- what there is to read ---------------------------------------------------------------------------------------------
 
 
@@ -134,13 +155,34 @@ def _errors() -> Iterator[tuple[str, str, Check]]:
     yield from ((error.code, " ".join((error.__doc__ or "").split()), _phrase) for error in catalogue())
 
 
-def _guides() -> Iterator[tuple[str, str, Check]]:
-    """Yield the lines of the guides, without what is literal, each with the next: a phrase may be on both."""
-    for page in sorted((ROOT / "docs/guide").glob("*.md")):
-        text = page.read_text(encoding="utf-8")
-        plain = re.sub(r"(?s)```.*?```|`[^`]*`", lambda found: "\n" * found[0].count("\n"), text).splitlines()
-        for at, line in enumerate(plain):
-            yield f"{page.name}:{at + 1}", " ".join([line, *plain[at + 1 : at + 2]]), _words
+DOCUMENTS: Final = ("README.md", "docs/**/*.md")
+"""Documents whose sentences are checked, by their paths from the root of the tree."""
+
+
+def _documents() -> Iterator[tuple[str, str, Check]]:
+    """Yield each sentence of the documents, heading and cell of a table, without what is literal."""
+    for path in sorted(path for pattern in DOCUMENTS for path in ROOT.glob(pattern)):
+        for line, text in _sentences(path.read_text(encoding="utf-8")):
+            yield f"{path.relative_to(ROOT)}:{line}", text, _prose
+
+
+def _sentences(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the sentences of a Markdown text, each with the number of its paragraph's first line."""
+    plain = re.sub(r"(?s)<!--.*?-->|<[^>]+>|```.*?```", lambda found: "\n" * found[0].count("\n"), text)
+    plain = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "X", plain)).replace("*", "")
+    paragraph: list[str] = []
+    begin = 1
+    for number, line in enumerate([*plain.splitlines(), ""], 1):
+        if not line.strip() or re.match(r" *(?:[-+#|]|\d+\.) ?", line):
+            yield from ((begin, each) for each in _END.split(" ".join(paragraph)) if each)
+            paragraph, begin = [], number
+        cells = line.strip().strip("|").split(" | ") if line.startswith("|") else []
+        yield from ((number, each) for cell in cells for each in _END.split(cell.strip()) if each)
+        if line.strip() and not cells:
+            paragraph.append(re.sub(r"^ *(?:[-+#]+|\d+\.) ", "", line).strip())
+
+
+_END: Final = re.compile(r"(?<=[.?!]) +")
 
 
 _RAISED: Final = {error.__name__ for error in catalogue()} | {MpsdError.__name__}
@@ -189,7 +231,7 @@ def _text(node: ast.AST) -> str:
 
 
 @pytest.mark.parametrize(
-    "texts", [_settings, _commands, _errors, _code, _guides], ids=lambda texts: texts.__name__.strip("_")
+    "texts", [_settings, _commands, _errors, _code, _documents], ids=lambda texts: texts.__name__.strip("_")
 )
 def test_reads_well(texts: Callable[[], Iterator[tuple[str, str, Check]]]) -> None:
     """Every help, error and sentence begins and ends as it must, and says nothing in words that are not used."""
@@ -216,6 +258,10 @@ def test_reads_well(texts: Callable[[], Iterator[tuple[str, str, Check]]]) -> No
         (_words, "the control daemons go on"),
         (_words, "60.0 % of the threads were asked for, and 50 % are left"),
         (_words, "it is no FIFO"),
+        (_prose, "Who asks for too much is refused."),
+        (_prose, "What mpsd keeps: leases."),
+        (_prose, "A claim is taken once; who comes later is refused."),
+        (_prose, "The user loses his lease."),
     ],
 )
 def test_what_it_finds(check: Check, text: str) -> None:
@@ -231,6 +277,8 @@ def test_what_it_finds(check: Check, text: str) -> None:
         (_summary, "List the control daemons and the limits that they report."),
         (_detail, "only 50 % are left"),
         (_words, "there is no lease 'lease-1'"),
+        (_prose, "What is wrong, and what do I type?"),
+        (_prose, "A user who holds a lease can command the daemon."),
     ],
 )
 def test_what_it_lets_pass(check: Check, text: str) -> None:

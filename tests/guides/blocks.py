@@ -1,4 +1,4 @@
-"""The command blocks of the guides: each fenced block of docs/guide, with what its marker says about it.
+"""The command blocks of the documents: each fenced block of docs, with what its marker says about it.
 
 A marker is a comment on the line before the fence:
 
@@ -18,13 +18,17 @@ from textwrap import dedent
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
-PAGES: Final = sorted((ROOT / "docs/guide").glob("*.md"))
+PAGES: Final = sorted({*(ROOT / "docs").rglob("*.md")} - {ROOT / "docs/reference/api.md"})
+"""tests/clients runs the examples of the API."""
 
 NEEDS: Final = {
-    "a GPU": r"\bnvidia-smi\b|\bnvidia-cuda-mps-control\b",
+    "a GPU": r"\bnvidia-smi\b|\bnvidia-cuda-mps-control\b|\btests/gpu\b",
+    "a control group": r"--cgroup\b|--unit\b|--group\b",
+    "an index of packages": r"^(?:pip|uv pip) ",
+    "root": r"^(?:sudo|apt) ",
     "another user": r"--user NAME\b",
-    "a cluster": r"\bkubectl\b",
-    "containers": r"\bpodman\b|\bdocker\b|^mpsctl container\b",
+    "a cluster": r"\bkubectl\b|^helm ",
+    "containers": r"^container/build |\bpodman\b|\bdocker\b|^mpsctl container\b",
     "frameworks": r"^\s*(?:vllm|ray|torchrun|jupyter)\b|^import (?:torch|jax|ray|tensorflow)\b|\bXLA_|\bTF_",
     "Slurm": r"\bsbatch\b|\bsrun\b|\bSLURM_",
     "systemd": r"\bsystemctl\b|\bjournalctl\b|^mpsctl service\b|--unit\b",
@@ -52,7 +56,7 @@ class Block:
     @property
     def name(self) -> str:
         """The name of the test: page and line."""
-        return f"{self.page.name}:{self.line}"
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
 
     @property
     def is_excused(self) -> bool:
@@ -78,7 +82,7 @@ def spans(page: Path) -> list[str]:
 
 
 def every(*languages: str) -> list[Block]:
-    """Return the blocks of all guides that are in one of these languages."""
+    """Return the blocks of all documents that are in one of these languages."""
     return [block for page in PAGES for block in blocks(page) if block.language in languages]
 
 

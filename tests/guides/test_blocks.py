@@ -1,4 +1,4 @@
-"""Every command of the guides, and of the manual pages' examples, does on a simulated node what the page says."""
+"""Every command of the documents, and of the manual pages' examples, does on a simulated node what the page says."""
 
 import os
 import re
@@ -18,11 +18,11 @@ from mpsd.core.settings import parse
 from mpsd.daemon.record.log import EventName
 from mpsd.simulator.devices import VARIABLE
 from tests.gate import manual
-from tests.guides.blocks import PAGES, Block, blocks, calls, every, spans
+from tests.guides.blocks import PAGES, ROOT, Block, blocks, calls, every, spans
 from tests.guides.conftest import Workplace
 from tests.tools import needed
 
-_READ: Final = {"mermaid", "text"}
+_READ: Final = {"mermaid", "text", "yaml"}
 """Languages of blocks that show something, and have nothing to run."""
 
 _RUN: Final = [block for block in every("sh") if block.needs is None and block.file is None]
@@ -118,7 +118,7 @@ def _found(words: list[str]) -> tuple[click.Command, list[str]]:
     return command, []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.name))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_sentences_name_what_is_there(page: Path) -> None:
     """A command of mpsctl that a sentence names is there, with its options, checks of doctor, and kinds of events."""
     for span in spans(page):

@@ -286,7 +286,8 @@ def _refuse_homes(path: Path) -> None:
         if any(each.is_relative_to(home) for home in _HOMES):
             raise ConfigurationError(
                 f"{each} is in a home directory, which the service cannot see (ProtectHome)",
-                hint="install mpsd outside home directories: PIPX_HOME=/opt/pipx PIPX_BIN_DIR=/usr/local/bin"
-                " pipx install mpsd, or UV_TOOL_DIR=/opt/uv UV_TOOL_BIN_DIR=/usr/local/bin"
-                " UV_PYTHON_INSTALL_DIR=/opt/uv/python uv tool install mpsd",
+                hint="install mpsd outside home directories, in its checkout:"
+                " PIPX_HOME=/opt/pipx PIPX_BIN_DIR=/usr/local/bin pipx install ., or"
+                " UV_TOOL_DIR=/opt/uv UV_TOOL_BIN_DIR=/usr/local/bin UV_PYTHON_INSTALL_DIR=/opt/uv/python"
+                " uv tool install .",
             )

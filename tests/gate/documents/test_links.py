@@ -25,6 +25,8 @@ STABLE: Final = {
 """Anchors of the operator's guide that alerts and other programs link to. One that is here stays."""
 
 _LINK: Final = re.compile(r"\]\(([^)\s:#]*)(?:#([^)\s]+))?\)")
+_SOURCE: Final = re.compile(r'\b(?:src|srcset|href)="([^":#]+)"')
+"""Pictures and links that a document has as HTML."""
 _FENCE: Final = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 _HEADING: Final = re.compile(r"^#{1,6} +(.+?) *$", re.MULTILINE)
 _ANCHOR: Final = re.compile(r'<a id="([^"]+)"></a>')
@@ -51,7 +53,8 @@ def anchors(document: Path) -> frozenset[str]:
 
 def broken(document: Path, text: str) -> Iterator[str]:
     """Yield each link of a text that leads nowhere within this tree."""
-    for path, anchor in _LINK.findall(_FENCE.sub("", text)):
+    plain = _FENCE.sub("", text)
+    for path, anchor in [*_LINK.findall(plain), *((path, "") for path in _SOURCE.findall(plain))]:
         target = (document.parent / path).resolve() if path else document
         if not target.exists():
             yield f"{path}: there is no such file"
@@ -69,6 +72,11 @@ def test_links_lead_somewhere(document: Path) -> None:
 def test_a_broken_link_is_found(link: str) -> None:
     """A link to a file or a heading that is absent is found."""
     assert len(list(broken(OPERATOR, f"see [this]({link})"))) == 1
+
+
+def test_a_missing_picture_is_found() -> None:
+    """A picture that is absent is found, where a document has it as HTML too."""
+    assert len(list(broken(OPERATOR, '<img src="absent.svg">'))) == 1
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ def test_lines(make: Any) -> None:
     told = [each for each in node.log() if each.get("uid") == MALLORY]
     assert 10 <= len(told) <= 12
     seen = node.request("GET", "/v1/events").body.decode().splitlines()
-    leases = [each for each in seen if '"event":"lease_' in each]  # the control daemon's limits may be verified meanwhile
+    # The control daemon's limits may be verified meanwhile.
+    leases = [each for each in seen if '"event":"lease_' in each]
     assert f'"uid":{ANN}' in leases[-1]
     assert Path(node.stderr).read_text().count(f'"uid":{MALLORY}') == len(told)

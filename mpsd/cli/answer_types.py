@@ -239,6 +239,7 @@ class Client(TypedDict):
     server: int
     lease: str | None
     memory_held: int | None
+    sm_activity: int | None
     verdict: str
     because: str
 

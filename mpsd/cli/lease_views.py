@@ -42,6 +42,7 @@ CLIENTS: Final = (
     Column("SERVER", rank=3),
     Column("LEASE"),
     Column("VERDICT"),
+    Column("SM", wide=True),
     Column("UID", wide=True),
     Column("GPU", wide=True),
     Column("NAME", rank=2),
@@ -58,6 +59,7 @@ def clients(answer: "answer_types.Clients", look: Look) -> str:
             str(client["server"]),
             client["lease"] or "none",
             client["verdict"],
+            sm_activity(client),
             _UNKNOWN if client["uid"] is None else str(client["uid"]),
             client["gpu"],
             client["name"],
@@ -66,6 +68,12 @@ def clients(answer: "answer_types.Clients", look: Look) -> str:
     ]
     lines = [f"{client['verdict']}: {client['because']}" for client in answer["clients"] if client["because"]]
     return "\n".join([table(CLIENTS, rows, look, none="no clients"), *lines])
+
+
+def sm_activity(client: "answer_types.Client") -> Figure:
+    """Print how busy a client kept the SMs; a dash where NVML does not tell."""
+    activity = client["sm_activity"]
+    return Figure("-", -1) if activity is None else Figure(percent(activity), activity)
 
 
 VERIFIED: Final = (

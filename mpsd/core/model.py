@@ -156,6 +156,11 @@ class GpuProcess:
     """Bytes that it holds."""
     mps: bool = False
     """Whether it is a client of MPS. A server is none, nor is a process that runs outside MPS, without any limit."""
+    sm_activity: int | None = field(default=None, compare=False)
+    """Percent of the last moments in which it kept the GPU's SMs busy, as NVML has it; None where NVML does not tell.
+
+    Nothing is decided by it, so a GPU on which only this differs is as it was.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from typing import Any, Final, TypeVar
 
 from mpsd.core.gpus import Condition
 from mpsd.core.model import GpuProcess, Known, Reading, Unknown
+from mpsd.system import clock
 
 T = TypeVar("T")
 
@@ -59,6 +60,7 @@ def processes(lib: Any, handle: object) -> dict[int, GpuProcess]:  # noqa: ANN40
     (github.com/XuehaiPan/nvitop/pull/89).
     """
     held: dict[int, GpuProcess] = {}
+    activity = _sm_activity(lib, handle)
     for kind in ("Compute", "MPSCompute"):
         name = f"nvmlDeviceGet{kind}RunningProcesses"
         try:
@@ -67,13 +69,37 @@ def processes(lib: Any, handle: object) -> dict[int, GpuProcess]:  # noqa: ANN40
             processes = getattr(lib, f"{name}_v3")(handle)
         for process in processes:
             pid = int(process.pid)
-            before = held.get(pid, GpuProcess(Unknown(f"NVML does not report how much memory process {pid} holds")))
+            silent = Unknown(f"NVML does not report how much memory process {pid} holds")
+            before = held.get(pid, GpuProcess(silent))
             memory = before.memory
             if process.usedGpuMemory is not None:
                 known = memory.value if isinstance(memory, Known) else 0
                 memory = Known(max(known, int(process.usedGpuMemory)))
-            held[pid] = GpuProcess(memory, mps=before.mps or kind == "MPSCompute")
+            held[pid] = GpuProcess(memory, before.mps or kind == "MPSCompute", activity.get(pid))
     return held
+
+
+_RECENT: Final = 10
+"""Seconds for which a sample of a process's activity is worth telling; mpsd reads the GPUs as often."""
+
+_WHOLE: Final = 100
+"""Percent. Drivers have been seen to tell of more, for what they do not know (github.com/NVIDIA/DCGM/issues/83)."""
+
+
+def _sm_activity(lib: Any, handle: object) -> dict[int, int]:  # noqa: ANN401 - pynvml has no types
+    """Return how busy each process kept the SMs, in percent and by pid, for those of which NVML tells.
+
+    NVML takes samples, in driver-dependent intervals of up to a second, and has none of a process that used nothing; it
+    answers NOT_FOUND where it has none at all, and has no such function under MIG. Time is that of day, in µs
+    (NVML's documentation of nvmlDeviceGetProcessUtilization). Whether it tells of clients of MPS depends on the driver.
+    """
+    since = (clock.second() - _RECENT) * 1_000_000
+    try:
+        samples = lib.nvmlDeviceGetProcessUtilization(handle, since)
+    except lib.NVMLError:
+        return {}  # The figure is for readers alone: a reading without it is a whole one.
+    latest = sorted(samples, key=lambda each: int(each.timeStamp))
+    return {int(each.pid): int(each.smUtil) for each in latest if each.smUtil <= _WHOLE}
 
 
 def cuda(lib: Any) -> Reading[int]:  # noqa: ANN401 - pynvml has no types

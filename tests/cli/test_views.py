@@ -228,11 +228,13 @@ def test_open_violations() -> None:
 def test_judged_clients_and_leases() -> None:
     """What is wrong with a client, or not known of it, stands in the table, and below it in a sentence."""
     client: Any = {"pid": 9, "name": "x", "uid": 0, "daemon": "gpu0", "gpu": "GPU-1", "server": 8, "lease": "lease-1"}
-    well: Any = {"verdict": "ok", "because": ""}
-    doubt: Any = {"verdict": "unknown", "because": "process 9 may"}
+    well: Any = {"verdict": "ok", "because": "", "sm_activity": 45}
+    doubt: Any = {"verdict": "unknown", "because": "process 9 may", "sm_activity": None}
     lines = lease_views.clients({"clients": [client | well, client | doubt]}, PLAIN).splitlines()
     assert [line.split()[5] for line in lines[:3]] == ["VERDICT", "ok", "unknown"]
     assert lines[3:] == ["unknown: process 9 may"]
+    wide = lease_views.clients({"clients": [client | doubt, client | well]}, Look(wide=True, sort="sm")).splitlines()
+    assert [line.split()[6] for line in wide[:3]] == ["SM", "-", "45%"]
     judged = lease(violations=[violation(because="process 7 has less")], unknown=["process 9 may"])
     assert lease_views.leases({"leases": [judged], "others": NO_OTHERS}, NOW, PLAIN).splitlines()[2:] == [
         f"{judged['id']}: violation: process 7 has less",
@@ -332,7 +334,8 @@ def test_what_is_unknown() -> None:
     (row,) = views.gpus({"gpus": [lost]}, [], PLAIN).splitlines()[1:]
     assert row.count("unknown") == 5
     client: Any = {"pid": 9, "name": "", "uid": None, "daemon": "gpu0", "gpu": "GPU-1", "server": 8, "lease": None}
-    (row,) = lease_views.clients({"clients": [client | {"verdict": "ok", "because": ""}]}, PLAIN).splitlines()[1:]
+    client |= {"verdict": "ok", "because": "", "sm_activity": None}
+    (row,) = lease_views.clients({"clients": [client]}, PLAIN).splitlines()[1:]
     assert row.split() == ["9", "unknown", "gpu0", "8", "none", "ok"]
 
 

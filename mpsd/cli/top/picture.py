@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mpsd.cli.api import Api
 from mpsd.cli.command import of_one_version
+from mpsd.cli.lease_views import sm_activity
 from mpsd.cli.render import holder_in_short, percent, size
 from mpsd.cli.tables import Column, Figure, Look, bar, fitting, table
 from mpsd.cli.users import name_of
@@ -31,10 +32,11 @@ COLUMNS: Final = (
     Column("USER"),
     Column("GPU"),
     Column("THREADS"),
+    Column("SM", rank=3),
     Column("HELD"),
     Column("GRANTED"),
     Column("LEASE", rank=2),
-    Column("HOLDER", rank=3),
+    Column("HOLDER", rank=4),
     Column("VERDICT", rank=1),
     Column("COMMAND"),
 )
@@ -142,7 +144,7 @@ def _entries(clients: "list[answer_types.Client]", leases: "list[answer_types.Le
                 str(client["pid"]),
                 name_of(client["uid"]),
                 client["daemon"].removeprefix("gpu"),
-                *_granted(lease, client["daemon"], _held(client)),
+                *_granted(lease, client["daemon"], sm_activity(client), _held(client)),
                 client["lease"] or "none",
                 _NONE if lease is None else holder_in_short(lease),
                 client["verdict"],
@@ -160,7 +162,7 @@ def _entries(clients: "list[answer_types.Client]", leases: "list[answer_types.Le
                         _NONE,
                         name_of(lease["owner"]["uid"]),
                         share["daemon"].removeprefix("gpu"),
-                        *_granted(lease, share["daemon"], _NOTHING),
+                        *_granted(lease, share["daemon"], _NOTHING, _NOTHING),
                         lease["id"],
                         holder_in_short(lease),
                         "idle",
@@ -169,13 +171,13 @@ def _entries(clients: "list[answer_types.Client]", leases: "list[answer_types.Le
                 )
 
 
-def _granted(lease: "answer_types.Lease | None", daemon: str, held: Figure) -> tuple[Figure, Figure, Figure]:
-    """Return the threads, the memory held, and the memory granted of a lease's share on a GPU."""
+def _granted(lease: "answer_types.Lease | None", daemon: str, activity: Figure, held: Figure) -> tuple[Figure, ...]:
+    """Return the threads of a lease's share on a GPU, the SM activity, the memory held, and that of the share."""
     for share in lease["shares"] if lease is not None else ():
         if share["daemon"] == daemon:
             threads, memory = share["active_thread_percentage"], share["pinned_device_mem_limit"]
-            return Figure(percent(threads), threads), held, Figure(size(memory), memory)
-    return _NOTHING, held, _NOTHING
+            return Figure(percent(threads), threads), activity, held, Figure(size(memory), memory)
+    return _NOTHING, activity, held, _NOTHING
 
 
 def _held(client: "answer_types.Client") -> Figure:

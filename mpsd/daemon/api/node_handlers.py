@@ -116,6 +116,7 @@ class NodeHandlers:
                     server=server.pid,
                     lease=leases.get((daemon.name, pid)),
                     memory_held=self._node.gpus.held(daemon.gpu, pid),
+                    sm_activity=self._node.gpus.sm_activity(daemon.gpu, pid),
                     verdict=judged.get((daemon.name, pid), (Verdict.OK, ""))[0],
                     because=judged.get((daemon.name, pid), (Verdict.OK, ""))[1],
                 )

@@ -249,6 +249,9 @@ class ClientOut(Struct):
     lease: str | None
     memory_held: int | None
     """Bytes of the GPU that it held when NVML was asked last; None where NVML does not tell."""
+    sm_activity: int | None
+    """Percent of the time, shortly before NVML was asked last, in which it kept the SMs busy; None where NVML does not
+    tell, as of a process that used nothing."""
     verdict: Annotated[str, words(Verdict)]
     """`violation` where one of it is open, `unknown` where its limits are not known, and `ok`."""
     because: str

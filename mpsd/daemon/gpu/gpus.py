@@ -8,7 +8,7 @@ from typing import Final
 
 from mpsd.core import gpus
 from mpsd.core.errors import GpuError
-from mpsd.core.model import Gpu, GpuFault, GpuUsage, GpuView, Health, Inventory, Known, Reading, Unknown
+from mpsd.core.model import Gpu, GpuFault, GpuProcess, GpuUsage, GpuView, Health, Inventory, Known, Reading, Unknown
 from mpsd.core.settings import WantedComputeMode
 from mpsd.daemon.gpu.compute_modes import ComputeModes
 from mpsd.daemon.record.log import EventName, Logger
@@ -133,9 +133,17 @@ class Gpus:
 
     def held(self, uuid: str, pid: int) -> int | None:
         """Return how many bytes of a GPU a process held at the last look; None where NVML did not tell."""
-        usage = self.usages.get(uuid)
-        process = usage.value.processes.get(pid) if isinstance(usage, Known) else None
+        process = self._process(uuid, pid)
         return process.memory.value if process is not None and isinstance(process.memory, Known) else None
+
+    def sm_activity(self, uuid: str, pid: int) -> int | None:
+        """Return the percentage for which a process kept a GPU's SMs busy; None where NVML did not tell."""
+        process = self._process(uuid, pid)
+        return None if process is None else process.sm_activity
+
+    def _process(self, uuid: str, pid: int) -> GpuProcess | None:
+        usage = self.usages.get(uuid)
+        return usage.value.processes.get(pid) if isinstance(usage, Known) else None
 
     def views(self) -> Iterator[GpuView]:
         """Yield the GPUs by index, those included that could not be read."""

@@ -123,20 +123,22 @@ def returning(control: str, root: Path) -> Iterator[Result]:
 
 
 def status(control: str, root: Path) -> Iterator[Result]:
-    """Compare `mpsctl status`, and a whole look by `mpsctl doctor`, with the bare interpreter."""
+    """Compare `mpsctl status`, a list, and a whole look by `mpsctl doctor`, with the bare interpreter."""
     mpsctl = Path(sys.executable).with_name("mpsctl")
     # As pip does where it installs; a checkout may be without.
     compileall.compile_dir(Path(mpsd.__file__).parent, quiet=2)
 
     def run(*command: str) -> Callable[[], float]:
-        return lambda: timed(lambda: subprocess.run(command, stdout=subprocess.DEVNULL, check=True))
+        environment = {**os.environ, "MPSD_SOCKET": str(service.socket)}
+        return lambda: timed(lambda: subprocess.run(command, stdout=subprocess.DEVNULL, check=True, env=environment))
 
     with running(control, root, 2) as service:
-        ours = run(str(mpsctl), "--socket", str(service.socket), "status")
+        ours, listed = run(str(mpsctl), "status"), run(str(mpsctl), "daemons")
         # It looks at everything, and tells of one check that is well, so that it ends with 0 on any machine.
-        doctor = run(str(mpsctl), "--socket", str(service.socket), "doctor", "--only", "version")
-        mine, looked, bare = in_turn(ours, doctor, run(sys.executable, "-c", "pass"), rounds=31)
-    yield Result("mpsctl status against python -c pass", mine, bare, at_most=5)
+        doctor = run(str(mpsctl), "doctor", "--only", "version")
+        mine, list_, looked, bare = in_turn(ours, listed, doctor, run(sys.executable, "-c", "pass"), rounds=31)
+    yield Result("mpsctl status against python -c pass", mine, bare, at_most=4)
+    yield Result("mpsctl daemons against python -c pass", list_, bare, at_most=5)
     yield Result("mpsctl doctor against python -c pass", looked, bare, at_most=25)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import click
 
-from mpsd.cli import lease_views, tables
+from mpsd.cli import tables
 from mpsd.cli.api import Api
 from mpsd.cli.parameters import DURATION
 from mpsd.cli.render import as_env_file, as_exports, as_json, as_yaml, plural
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_VARIABLE: Final = re.compile(r"(?!CUDA_INJECTION)(?:CUDA|NVIDIA|MPSD)_[A-Z0-9_]+")
+_VARIABLE: Final = r"(?!CUDA_INJECTION)(?:CUDA|NVIDIA|MPSD)_[A-Z0-9_]+"
 """The names that are taken from a lease's environment. CUDA loads the library that CUDA_INJECTION64_PATH names."""
 
 
@@ -189,6 +189,8 @@ def print_lease(api: Api, form: str, lease: "answer_types.Lease", share: int | N
     elif form == "env-file":
         click.echo(as_env_file(environment(api, lease, share)))
     else:
+        from mpsd.cli import lease_views
+
         print_answer(form, lease, lambda safe: lease_views.lease(safe, now()))
 
 
@@ -228,7 +230,7 @@ def environment(api: Api, lease: "answer_types.Lease", share: int | None = None)
             f"mpsd gave {lease['id']} no environment, and without it no limits apply",
             hint="look at the lease: mpsctl show LEASE -o json",
         )
-    if odd := [name for name in variables if not _VARIABLE.fullmatch(name)]:
+    if odd := [name for name in variables if not re.fullmatch(_VARIABLE, name)]:
         raise InternalError(
             f"the environment of {lease['id']} has {odd[0]!r}, a variable of neither CUDA, NVIDIA nor mpsd",
             hint="nothing was run or printed; find out what listens on the socket, and report this if it is mpsd",

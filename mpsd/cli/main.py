@@ -1,7 +1,7 @@
 """The program `mpsctl`: how it begins, and how it ends.
 
-That is nearly all that it costs, so it imports click, json, socket and os, and nothing heavier; tests/cli holds it to
-that.
+That is nearly all that it costs, so it imports click, json, socket and os, and nothing heavier, and without options
+`mpsctl status` not even click, which takes longer than all the rest; tests/cli holds it to that.
 """
 
 import gc
@@ -9,9 +9,12 @@ import io
 import os
 import signal
 import sys
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from mpsd import find_own_libraries_first
+
+_READ_BY_CLICK: Final = frozenset({"MPSD_TRUST_UID", "_MPSCTL_COMPLETE"})
+"""Variables of the environment with which even a command without options means more than its name."""
 
 
 def main() -> NoReturn:
@@ -41,12 +44,16 @@ def _end_by_signals() -> None:
 
 def _outcome() -> int:
     """Run the command, and return its exit status; an error of mpsd is one sentence, its code, and a hint."""
-    import click
-
-    from mpsd.cli.group import mpsctl
     from mpsd.core.errors import MpsdError
 
     try:
+        if sys.argv[1:] == ["status"] and _READ_BY_CLICK.isdisjoint(os.environ):
+            status = _status()
+            if status is not None:
+                return status
+
+        from mpsd.cli.group import mpsctl
+
         mpsctl(prog_name="mpsctl")
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 0
@@ -56,8 +63,29 @@ def _outcome() -> int:
         say(error)
         return error.exit_code
     except OSError as error:
+        import click
+
         click.echo(f"mpsctl: cannot write the answer: {error.strerror}", err=True)
     return 1
+
+
+def _status() -> int | None:
+    """Do what `mpsctl status` does without options; None for an answer that it cannot show, which that explains."""
+    from datetime import UTC, datetime
+
+    from mpsd.cli import tables, views
+    from mpsd.cli.api import SOCKET, Api
+    from mpsd.core.sanitize import plain
+
+    with Api(os.environ.get("MPSD_SOCKET") or SOCKET) as api:
+        node = plain(api.status())
+    try:
+        text, healthy = views.status(node, datetime.now(UTC), tables.look_of()), node["healthy"]
+    except KeyError:
+        return None
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+    return 0 if healthy else 1
 
 
 if __name__ == "__main__":

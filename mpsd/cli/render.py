@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from mpsd.core.errors import InternalError, InvalidRequestError
 from mpsd.core.sanitize import harmless_json, plain
@@ -122,7 +122,7 @@ def limit(name: str, value: float | None) -> str:
     return percent(value) if name == "active_thread_percentage" else size(int(value))
 
 
-_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|\+00:00)")
+_TIME: Final = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|\+00:00)"
 
 
 def when(at: str) -> str:
@@ -132,7 +132,7 @@ def when(at: str) -> str:
 
 def local_times(text: str) -> str:
     """Return a sentence of mpsd's with its times as this machine's clock shows them."""
-    return _TIME.sub(lambda found: when(found[0]), text)
+    return re.sub(_TIME, lambda found: when(found[0]), text)
 
 
 def fold(text: str, width: int | None, indent: int) -> str:

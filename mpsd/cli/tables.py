@@ -5,8 +5,6 @@ import sys
 from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-import click
-
 _GAP: Final = "  "
 _CUT: Final = "…"
 _SHORTEST_CUT: Final = 8
@@ -14,13 +12,17 @@ _SHORTEST_CUT: Final = 8
 _BAR: Final = 10
 
 _COLOURS: Final = {
-    **dict.fromkeys(("ok", "ready", "granted", "done"), "green"),
-    **dict.fromkeys(("failed", "lost", "orphaned", "none"), "red"),
+    **dict.fromkeys(("ok", "ready", "granted", "done"), "32"),
+    **dict.fromkeys(("failed", "lost", "orphaned", "none"), "31"),
     **dict.fromkeys(
-        ("unknown", "waiting", "held", "draining", "drained", "restarting", "starting", "down", "unsupported"), "yellow"
+        ("unknown", "waiting", "held", "draining", "drained", "restarting", "starting", "down", "unsupported"), "33"
     ),
 }
-"""The colours of the words that say how something is; the word itself always stands there."""
+"""The colours of the words that say how something is, green, red and yellow; the word itself always stands there.
+
+Colours are parameters of SGR, "select graphic rendition" (ECMA-48, 8.3.117)."""
+
+_BOLD: Final = "1"
 
 
 class Column(NamedTuple):
@@ -110,6 +112,8 @@ def _sorted(columns: Sequence[Column], rows: Sequence[Row], by: str | None) -> S
         return rows
     known = [each.heading.lower().replace(" ", "-") for each in columns]
     if by.lower() not in known:
+        import click  # which takes longer to import than all else that a table needs
+
         raise click.BadParameter(f"there is no column {by!r}: choose {', '.join(names(columns))}", param_hint="--sort")
     number = known.index(by.lower())
 
@@ -157,9 +161,13 @@ def _line(cells: Sequence[str], widths: Sequence[int], look: Look, *, heading: b
 
 def _coloured(cell: str, *, heading: bool) -> str:
     if heading:
-        return click.style(cell, bold=True)
+        return _styled(cell, _BOLD)
     colour = _COLOURS.get(cell.strip().split(",")[0].split(" ")[0])
-    return cell if colour is None else click.style(cell, fg=colour)
+    return cell if colour is None else _styled(cell, colour)
+
+
+def _styled(text: str, style: str) -> str:
+    return f"\x1b[{style}m{text}\x1b[0m"
 
 
 def bar(part: float, encoding: str | None = None) -> str:

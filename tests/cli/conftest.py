@@ -21,10 +21,11 @@ ROOT = Path(__file__).parents[2]
 _numbers = count(1)
 
 
-def run_mpsctl(socket: Path | str, *arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
-    """Run mpsctl to its end, against whatever listens there."""
+def run_mpsctl(socket: Path | str | None, *arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
+    """Run mpsctl to its end, against whatever listens there, or where it looks by itself."""
+    where = [] if socket is None else ["--socket", str(socket)]
     return subprocess.run(
-        [sys.executable, "-m", "mpsd.cli.main", "--socket", str(socket), *arguments],
+        [sys.executable, "-m", "mpsd.cli.main", *where, *arguments],
         check=False,
         **{"capture_output": True, "text": True, "timeout": 60, "cwd": ROOT, **options},
     )

@@ -15,7 +15,7 @@ import click
 from mpsd.cli import render, tables
 from mpsd.cli.api import Api
 from mpsd.cli.command import note, of_one_version, with_api, with_form
-from mpsd.cli.commands.status import chosen_uid
+from mpsd.cli.commands.lists import chosen_uid
 from mpsd.cli.completion import daemon_names, gpu_names, lease_names
 from mpsd.cli.history.moments import MOMENT
 from mpsd.cli.history.selection import GpuNames, Selection, Selector, matching_kinds

@@ -1,0 +1,189 @@
+"""The commands that list one thing: gpus, daemons, clients, leases, show and config."""
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import click
+
+from mpsd.cli import lease_views, views
+from mpsd.cli.api import Api
+from mpsd.cli.command import (
+    ForEval,
+    Listing,
+    now,
+    print_answer,
+    print_lease,
+    print_listing,
+    with_api,
+    with_form,
+    with_listing,
+)
+from mpsd.cli.completion import gpu_names, lease_names
+from mpsd.cli.render import as_json
+from mpsd.cli.users import user
+from mpsd.core.sanitize import plain
+
+if TYPE_CHECKING:
+    from mpsd.cli import answer_types
+
+
+def with_filters(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a list the options that choose among its rows."""
+    for option in (
+        click.option("--gpu", metavar="INDEX|UUID", shell_complete=gpu_names, help="Only those on this GPU."),
+        click.option("--user", "owner", metavar="NAME|UID", help="Only those of this user."),
+        click.option("--mine", is_flag=True, help="Only your own."),
+    ):
+        function = option(function)
+    return function
+
+
+@click.command()
+@with_listing("name")
+@with_api
+def gpus(api: Api, listing: Listing) -> None:
+    """List the GPUs, their health, what is granted of each, and which users hold leases on it."""
+    print_listing(
+        listing,
+        api.gpus,
+        lambda safe, look: views.gpus(safe, plain(api.leases()["leases"]), look),
+        lambda answer: (each["uuid"] or f"{each['index']}" for each in answer["gpus"]),
+    )
+
+
+@click.command()
+@with_listing("name")
+@with_api
+def daemons(api: Api, listing: Listing) -> None:
+    """List the control daemons and the limits that they report."""
+    print_listing(
+        listing,
+        api.daemons,
+        lambda safe, look: views.daemons(safe, now(), look),
+        lambda answer: (each["name"] for each in answer["daemons"]),
+    )
+
+
+@click.command()
+@with_filters
+@with_listing("name")
+@with_api
+def clients(api: Api, listing: Listing, gpu: str | None, owner: str | None, *, mine: bool) -> None:
+    """List the processes that are connected to an MPS server."""
+    wanted = chosen_uid(owner, mine=mine)
+
+    def ask() -> "answer_types.Clients":
+        chosen = _gpu_uuid(api, gpu)
+        found = api.clients()["clients"]
+        return {"clients": [each for each in found if wanted in {None, each["uid"]} and chosen in {None, each["gpu"]}]}
+
+    print_listing(listing, ask, lease_views.clients, lambda answer: (f"{each['pid']}" for each in answer["clients"]))
+
+
+@click.command()
+@with_filters
+@click.option("--all", "everything", is_flag=True, help="Leases that ended not long ago, too.")
+@with_listing("name")
+@with_api
+def leases(api: Api, listing: Listing, gpu: str | None, owner: str | None, *, mine: bool, everything: bool) -> None:
+    """List the leases: first the granted ones, then the waiting ones in the order of the queue."""
+    wanted = chosen_uid(owner, mine=mine)
+
+    def ask() -> "answer_types.Leases":
+        chosen = _gpu_uuid(api, gpu)
+        answer = api.leases(ended=everything)
+        found = [
+            each
+            for each in answer["leases"]
+            if wanted in {None, each["owner"]["uid"]} and (chosen is None or chosen in each["gpus"])
+        ]
+        return {**answer, "leases": found}
+
+    print_listing(
+        listing,
+        ask,
+        lambda safe, look: lease_views.leases(safe, now(), look),
+        lambda answer: (each["id"] for each in answer["leases"]),
+    )
+
+
+def chosen_uid(owner: str | None, *, mine: bool) -> int | None:
+    """Return whose are listed; None for everybody's."""
+    if mine and owner is not None:
+        raise click.UsageError("Use --mine or --user, not both.")
+    if mine:
+        return os.getuid()
+    if owner is None:
+        return None
+    found = user(owner)
+    if found is None and not owner.isdecimal():
+        raise click.BadParameter(f"there is no user {owner!r}", param_hint="--user")
+    return int(owner) if found is None else found["uid"]
+
+
+def _gpu_uuid(api: Api, gpu: str | None) -> str | None:
+    """Return the UUID of a GPU, by its index or UUID."""
+    if gpu is None:
+        return None
+    for each in api.gpus()["gpus"]:
+        if gpu in {f"{each['index']}", each["uuid"]}:
+            return each["uuid"]
+    raise click.BadParameter(f"there is no GPU {gpu!r}: see mpsctl gpus", param_hint="--gpu")
+
+
+@click.command(cls=ForEval)
+@click.argument("leases", metavar="[LEASE]...", nargs=-1, shell_complete=lease_names)
+@click.option(
+    "--share",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="With -o env or env-file: number of the lease's GPU, counted from 0.",
+)
+@with_form("env", "env-file")
+@with_api
+def show(api: Api, leases: tuple[str, ...], form: str, share: int | None) -> None:
+    """Show the details of leases, including leases that ended recently.
+
+    LEASE is an id, the beginning of one, or a name. Without it, the lease in MPSD_LEASE is shown.
+
+    \b
+    With a lease on several GPUs, each process uses one of them and takes its environment like this:
+        eval "$(mpsctl show "$MPSD_LEASE" -o env --share "$LOCAL_RANK")"
+
+    \b
+    -o env-file prints the lines KEY=VALUE that --env-file of podman and Docker, EnvironmentFile= of systemd, and dotenv
+    read. A program that `podman exec` starts in the lease's container does not have its environment:
+        podman exec --env-file <(mpsctl show LEASE -o env-file) NAME COMMAND
+    """  # noqa: D301 - click knows by that character what not to wrap
+    if share is not None and form not in {"env", "env-file"}:
+        raise click.UsageError("--share needs -o env or -o env-file.")
+    if form in {"env", "env-file"} and len(leases) > 1:
+        raise click.UsageError(f"-o {form} is for one LEASE: a process has one environment.")
+    from mpsd.cli.leases import find
+
+    found: list[answer_types.Lease] = []
+
+    def show_one(lease: str) -> None:
+        answer = api.lease(lease)
+        if form == "json" and len(leases) > 1:
+            found.append(answer)
+            return
+        if len(leases) > 1 and found:
+            click.echo()
+        found.append(answer)
+        print_lease(api, form, answer, share)
+
+    try:
+        find.for_each(api, leases, show_one)
+    finally:
+        if form == "json" and len(leases) > 1:
+            click.echo(as_json({"leases": found}))
+
+
+@click.command()
+@with_form()
+@with_api
+def config(api: Api, form: str) -> None:
+    """List the settings in force."""
+    print_answer(form, api.config(), views.config)

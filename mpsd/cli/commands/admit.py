@@ -11,7 +11,7 @@ import click
 from mpsd.cli.api import Api
 from mpsd.cli.command import ForEval, note, print_lease, with_api, with_form
 from mpsd.cli.completion import gpu_names, lease_names, program
-from mpsd.cli.leases import end, find, start
+from mpsd.cli.leases import end, find, guard, start
 from mpsd.cli.leases import wait as waiting
 from mpsd.cli.leases.calling_process import calling_program, name, reading_program
 from mpsd.cli.parameters import DURATION, PERCENTAGE, WAIT, Single
@@ -246,14 +246,16 @@ def admit(
             f"-o {form} works for one GPU only: a process can use one GPU, and the environment names it",
             hint="take out the lease with -o json, then in each process: mpsctl show LEASE -o env --share N",
         )
+    request_id = waiting.new_request_id()
     try:
-        lease = take(api, {**request, "pid": pid, "holder": holder}, wait=wait)
+        with guard.released_unless_printed(api, request_id):
+            lease = take(api, {**request, "pid": pid, "holder": holder, "request_id": request_id}, wait=wait)
+            with start.released_on_failure(api, lease):
+                print_lease(api, form, lease)
     except SignalledError as signal:
         if form == "env":
             click.echo(f"(exit {signal.exit_code})")
         signal.end()
-    with start.released_on_failure(api, lease):
-        print_lease(api, form, lease)
     if form == "table" or (form == "env" and holder is None and reader is None):
         note(f"{_ends_with(lease)}; to end it: mpsctl release {lease['id']}")
     if form == "table" and not claim:

@@ -38,6 +38,11 @@ _LOOK: Final = 2.0
 """Seconds for one look, or for giving up: neither may keep the user."""
 
 
+def new_request_id() -> str:
+    """Return what names a request, so that it can be sent again, and its lease be found."""
+    return f"mpsctl-{os.urandom(12).hex()}"
+
+
 def admit(api: Api, request: Mapping[str, object], *, wait: float) -> "answer_types.Lease":
     """Return a lease once it is granted, after `wait` seconds (`inf`: ever so long) at the latest.
 
@@ -46,7 +51,7 @@ def admit(api: Api, request: Mapping[str, object], *, wait: float) -> "answer_ty
     did.
     """
     gc.enable()  # it may take days
-    request_id = f"mpsctl-{os.urandom(12).hex()}"
+    request_id = str(request.get("request_id") or new_request_id())
     start = time.monotonic()
     queue = _Queue(api, request_id)
     with signals.raised():

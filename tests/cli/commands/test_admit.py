@@ -1,5 +1,6 @@
 """Leases are taken out for whoever they are meant for: a shell, a program, or the command that mpsctl becomes."""
 
+import contextlib
 import json
 import os
 import re
@@ -15,9 +16,13 @@ from typing import Any
 import pytest
 
 from tests.cli.answering import answering, http
-from tests.cli.conftest import end, run_mpsctl, start_mpsctl
+from tests.cli.conftest import ROOT, end, run_mpsctl, start_mpsctl
+from tests.daemon.caller import needs_root
 from tests.harness import wait_until
 from tests.node import Node
+
+NOBODY = 61778
+"""Nobody's uid."""
 
 SHARE = ("--threads", "10", "--memory", "1GiB")
 
@@ -204,6 +209,69 @@ def test_a_shell_that_calls_by_another_program(
         finally:
             process.communicate("\n", timeout=30)
     assert str(process.pid) in ended(node, lease["id"])["because"]
+
+
+@pytest.mark.parametrize("form", ["table", "json", "env", "env-file"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_killed_before_it_printed(node: Node, form: str, number: signal.Signals) -> None:
+    """A lease that mpsctl was granted, and is killed before it could say so, ends; its holder, the caller, lives on."""
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb"), os.fdopen(writer, "wb", buffering=0) as full:
+        os.set_blocking(writer, False)
+        while full.write(bytes(65536)):  # until the pipe is full
+            pass
+        os.set_blocking(writer, True)
+        process = start_mpsctl(node.socket, "admit", *SHARE, "-o", form, stdout=writer)
+        try:
+            wait_until(lambda: leases(node), what="a lease")
+            process.send_signal(number)
+            assert process.wait(30) == -number
+            wait_until(lambda: leases(node) == [], what="the lease to end")
+        finally:
+            end(process)
+
+
+def test_killed_at_any_moment(node: Node, short_tmp: Path) -> None:
+    """Whenever mpsctl is killed, there is no lease afterwards whose id it has not printed."""
+    known = set()
+    for moment in range(24):
+        out = short_tmp / f"{moment}"
+        with out.open("w", encoding="utf-8") as file:
+            process = start_mpsctl(
+                node.socket, "admit", "--threads", "1", "--memory", "64MiB", "-o", "json", stdout=file
+            )
+            try:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(0.04 + moment * 0.005)
+            finally:
+                end(process)
+        known |= set(re.findall(r"lease-[0-9a-f]{10}", out.read_text(encoding="utf-8")))
+    wait_until(lambda: {each["id"] for each in leases(node)} <= known, what="every lease to be known, or none")
+
+
+_TWO_PROCESSES = f"""
+import os, resource, sys
+sys.path.insert(0, sys.argv.pop(1))
+from mpsd.cli import group, lease_views, main
+from mpsd.cli.commands import admit
+import mpsd.core.units, pwd, shlex
+resource.setrlimit(resource.RLIMIT_NPROC, (2, 2))
+os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})
+child = os.fork()
+if child == 0:
+    main.main()
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+"""Calls mpsctl as a user that may have no process besides the two that these are."""
+
+
+@needs_root
+def test_without_room_for_a_guard(node: Node) -> None:
+    """Where no second process can be forked, a lease is taken out all the same."""
+    command = [sys.executable, "-c", _TWO_PROCESSES, str(ROOT), "--socket", str(node.socket), "admit", *SHARE]
+    done = subprocess.run([*command, "--output", "json"], capture_output=True, text=True, check=False, cwd="/")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["owner"]["uid"] == NOBODY
 
 
 def test_with_what_a_lease_ends(in_path: dict[str, str], node: Node, short_tmp: Path) -> None:

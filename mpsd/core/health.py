@@ -108,6 +108,17 @@ LIMITS: Final = frozenset(_LIMITS.values())
 REFUSED_HINT: Final = "request another GPU, or wait until that has changed (--wait): only an operator can change it"
 """What whoever is refused for such a reason can do; the reason's own hint is for an operator."""
 
+_ASK_HINT: Final = "only an operator of this node can change it: tell one"
+"""What anybody else can do about all other reasons."""
+
+_USER_HINTS: Final = {
+    Kind.NOT_CLOSED: "start programs by mpsctl run, which do not miss it; only an operator can close it",
+}
+"""The kinds about which a user can do something by itself."""
+
+_HINTS_FOR_ALL: Final = frozenset({Kind.CLIENT_END, Kind.SUSPECT, Kind.NO_GPU})
+"""The kinds whose hint is to wait, or to read what everybody may read."""
+
 
 class Reason(Struct, frozen=True):
     """One thing that is not well: what it is about (`GPU 0`, `gpu0`), a sentence, and what to do."""
@@ -119,10 +130,23 @@ class Reason(Struct, frozen=True):
     uids: frozenset[int] | None = None
     """Whose requests it refuses, where it refuses any; None: everybody's."""
 
+    def hint_for(self, *, operator: bool) -> str:
+        """Return what a reader can do about it: the hint is an operator's, whose commands others may not give."""
+        if operator or self.kind in _HINTS_FOR_ALL:
+            return self.hint
+        return _USER_HINTS.get(self.kind) or (REFUSED_HINT if self.limit else _ASK_HINT)
+
     @property
     def limit(self) -> str:
         """The limit that the refusal of a request names; empty where nobody is refused for this reason."""
         return _LIMITS.get(self.kind, "")
+
+
+def hint_for(hint: str | None, *, refuses: bool, operator: bool) -> str | None:
+    """Return what a reader can do about the state of a GPU or a control daemon, by the hint of an operator."""
+    if hint is None or operator:
+        return hint
+    return REFUSED_HINT if refuses else _ASK_HINT
 
 
 class NodeHealth(Struct, frozen=True):

@@ -350,3 +350,13 @@ UNDONE: Final = NOW + timedelta(seconds=1)
 def test_drift(found: Drift, sentence: str) -> None:
     """It names the limit, its daemon or server, both values with their units, the command, and when it was undone."""
     assert health.drifted("gpu0", found) == sentence
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_hints_for_users(kind: Kind) -> None:
+    """An operator reads a command; anybody else what it can do itself, unless the hint is to wait or to read."""
+    reason = Reason(kind, "gpu0", "gpu0 is not well", "mpsctl restart gpu0")
+    assert reason.hint_for(operator=True) == reason.hint
+    is_for_all = kind in {Kind.CLIENT_END, Kind.SUSPECT, Kind.NO_GPU}
+    assert (reason.hint_for(operator=False) == reason.hint) is is_for_all
+    assert ("(--wait)" in reason.hint_for(operator=False)) is bool(reason.limit)

@@ -7,7 +7,7 @@ from mpsd.core import health, model, mps_facts, roles, settings
 from mpsd.core.admission.admission import NOTHING
 from mpsd.core.enforcement.verification import Verdict
 from mpsd.core.gpus import driver_branch
-from mpsd.core.model import GpuView, Known
+from mpsd.core.model import GpuView, Health, Known
 from mpsd.daemon.api import schema
 from mpsd.daemon.api.request import Request
 from mpsd.daemon.node.node import Node
@@ -29,21 +29,21 @@ class NodeHandlers:
         node = self._node.health()
         return schema.HealthOut(ok=node.healthy, because=node.because)
 
-    async def status(self, _: Request) -> schema.StatusOut:
+    async def status(self, request: Request) -> schema.StatusOut:
         """Return the node in one answer, all of it from one moment."""
-        node, found = self._node, self._node.health()
+        node, found, operator = self._node, self._node.health(), request.operator
         return schema.StatusOut(
             healthy=found.healthy,
             because=found.because,
             headline=found.headline,
-            reasons=[schema.ReasonOut.of(each) for each in found.reasons],
-            warnings=[schema.ReasonOut.of(each) for each in found.warnings],
+            reasons=[schema.ReasonOut.of(each, operator=operator) for each in found.reasons],
+            warnings=[schema.ReasonOut.of(each, operator=operator) for each in found.warnings],
             violations=[schema.ViolationOut.of(each) for each in node.violation_monitor.violations],
             version=__version__,
             simulated=node.simulated,
             since=node.since,
-            gpus=[self._gpu(view, found.daemons) for view in found.gpus],
-            daemons=[schema.DaemonOut.of(each) for each in found.daemons],
+            gpus=[self._gpu(view, found.daemons, operator=operator) for view in found.gpus],
+            daemons=[schema.DaemonOut.of(each, operator=operator) for each in found.daemons],
             leases=len(node.leases.ledger.leases),
             waiting=len(node.leases.ledger.waiting),
             clients=sum(len(server.clients) for daemon in found.daemons for server in daemon.servers),
@@ -64,12 +64,13 @@ class NodeHandlers:
         ]
         return notes
 
-    async def gpus(self, _: Request) -> schema.GpusOut:
+    async def gpus(self, request: Request) -> schema.GpusOut:
         """Return the GPUs."""
         daemons = self._node.daemons()
-        return schema.GpusOut([self._gpu(view, daemons) for view in self._node.gpus.views()])
+        gpus = [self._gpu(view, daemons, operator=request.operator) for view in self._node.gpus.views()]
+        return schema.GpusOut(gpus)
 
-    def _gpu(self, view: GpuView, daemons: Iterable[model.Daemon]) -> schema.GpuOut:
+    def _gpu(self, view: GpuView, daemons: Iterable[model.Daemon], *, operator: bool) -> schema.GpuOut:
         gpu = view.gpu
         refusals = [health.refusal(view, each) for each in daemons if gpu is not None and each.gpu == gpu.uuid]
         given = self._node.leases.ledger.taken(gpu.uuid) if gpu else NOTHING
@@ -92,13 +93,15 @@ class NodeHandlers:
             compute_mode=view.usage.value.compute_mode if isinstance(view.usage, Known) else None,
             health=view.health,
             because=view.because,
-            hint=view.hint,
+            hint=health.hint_for(view.hint, refuses=view.health is not Health.OK, operator=operator),
             refused=next((each.because for each in refusals if each is not None and each.uids is None), None),
         )
 
-    async def daemons(self, _: Request) -> schema.DaemonsOut:
+    async def daemons(self, request: Request) -> schema.DaemonsOut:
         """Return the control daemons."""
-        return schema.DaemonsOut([schema.DaemonOut.of(each) for each in self._node.daemons()])
+        return schema.DaemonsOut(
+            [schema.DaemonOut.of(each, operator=request.operator) for each in self._node.daemons()]
+        )
 
     async def clients(self, _: Request) -> schema.ClientsOut:
         """Return the clients of every server."""

@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.enforcement.verification import Verdict
 from mpsd.core.enforcement.violations import Violation
-from mpsd.core.health import Kind, Reason, drifted
+from mpsd.core.health import Kind, Reason, drifted, hint_for
 from mpsd.core.lifecycle import State
 from mpsd.core.model import Daemon, Drift, Health, ReadBack, Server, ViolationKind
 from mpsd.core.quantities import Moment
@@ -95,6 +95,7 @@ class DaemonOut(Struct):
     state: Annotated[str, words(State)]
     because: str
     hint: str | None
+    """What the reader can do about it: an operator's command is for operators."""
     pid: int | None
     start_time: Moment | None
     pipe_directory: str
@@ -130,15 +131,15 @@ class DaemonOut(Struct):
     """Whether a drain of it is done: in the state `draining`, it has no leases and no clients left."""
 
     @classmethod
-    def of(cls, daemon: Daemon) -> "DaemonOut":
-        """Make it from the value."""
+    def of(cls, daemon: Daemon, *, operator: bool) -> "DaemonOut":
+        """Make it from the value, for a reader who is an operator or not."""
         memory = daemon.wanted.pinned_device_mem_limit
         return cls(
             name=daemon.name,
             gpu=daemon.gpu,
             state=daemon.state,
             because=daemon.because,
-            hint=daemon.hint,
+            hint=hint_for(daemon.hint, refuses=True, operator=operator),
             pid=daemon.process.identity.pid if daemon.process else None,
             start_time=daemon.process.started if daemon.process else None,
             pipe_directory=daemon.pipe_directory,
@@ -210,6 +211,7 @@ class GpuOut(Struct):
     health: Annotated[str, words(Health)]
     because: str
     hint: str | None
+    """What the reader can do about it: an operator's command is for operators."""
     refused: str | None
     """Why requests for it are refused now, whatever is left of it; null where they are not."""
 
@@ -273,9 +275,9 @@ class ReasonOut(Struct):
     hint: str
 
     @classmethod
-    def of(cls, reason: Reason) -> "ReasonOut":
-        """Make it from the value."""
-        return cls(reason.kind, reason.subject, reason.because, reason.hint)
+    def of(cls, reason: Reason, *, operator: bool) -> "ReasonOut":
+        """Make it from the value, for a reader who is an operator or not."""
+        return cls(reason.kind, reason.subject, reason.because, reason.hint_for(operator=operator))
 
 
 class StatusOut(Struct):

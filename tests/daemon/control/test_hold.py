@@ -178,6 +178,25 @@ class TestReason:
                     refused = caller.request("POST", "/v1/leases", {**SMALL, "wait": wait})
                     assert (refused.status, refused.json["hint"]) == (409, hint)
 
+    @needs_root
+    def test_hints_by_role(self, make_node: Start) -> None:
+        """What is not well comes with an operator's commands for operators, and with what is left to do for others."""
+        node = make_node(simulate=1, control=None, config='[roles]\noperators = ["1001"]\n').start()
+        operate(node, "hold")
+        found = {}
+        for uid in (1001, 1002):
+            with calling(node.socket, uid=uid) as caller:
+                status = caller.request("GET", "/v1/status").json
+                (daemon,) = caller.request("GET", "/v1/daemons").json["daemons"]
+                hints = {each["kind"]: each["hint"] for each in status["reasons"] + status["warnings"]}
+                assert status["daemons"][0]["hint"] == daemon["hint"] == hints["hold"]
+                found[uid] = hints
+        assert found[1001]["hold"] == "resume admission: mpsctl resume gpu0"
+        assert "mpsctl reload" in found[1001]["not_closed"]
+        assert found[1002]["hold"] == health.REFUSED_HINT
+        assert "mpsctl run" in found[1002]["not_closed"]
+        assert not any("mpsctl resume" in hint or "mpsctl reload" in hint for hint in found[1002].values())
+
 
 def test_drained(make_node: Start) -> None:
     """A drain waits, and is then done: that is not the same state to whoever looks."""

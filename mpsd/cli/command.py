@@ -14,7 +14,7 @@ import click
 from mpsd.cli import tables
 from mpsd.cli.api import Api
 from mpsd.cli.parameters import DURATION
-from mpsd.cli.render import as_env_file, as_exports, as_json, as_yaml, plural
+from mpsd.cli.render import as_env_file, as_exports, as_here, as_json, as_yaml, plural
 from mpsd.core.errors import (
     ConfigurationError,
     DoesNotFitError,
@@ -137,13 +137,14 @@ def print_listing(
 def say(error: MpsdError) -> None:
     """Say what went wrong: one sentence, its code, and a hint."""
     more = "; mpsctl doctor diagnoses the node, even without mpsd" if isinstance(error, UnreachableError) else ""
-    click.echo(f"mpsctl: {plain(error.detail)} [{error.code}]\n  hint: {plain(error.hint)}{more}", err=True)
+    detail, hint = as_here(plain(error.detail)), as_here(plain(error.hint))
+    click.echo(f"mpsctl: {detail} [{error.code}]\n  hint: {hint}{more}", err=True)
 
 
 def note(text: str) -> None:
     """Tell the user something beside what was asked for; a terminal that is gone is no reason to fail."""
     with contextlib.suppress(OSError):
-        click.echo(f"mpsctl: {plain(text)}", err=True)
+        click.echo(f"mpsctl: {as_here(plain(text))}", err=True)
 
 
 @contextlib.contextmanager

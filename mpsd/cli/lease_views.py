@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from mpsd.cli.render import (
     age,
+    as_here,
     as_reported,
     columns,
     holders,
@@ -66,7 +67,7 @@ def clients(answer: "answer_types.Clients", look: Look) -> str:
         )
         for client in answer["clients"]
     ]
-    lines = [f"{client['verdict']}: {client['because']}" for client in answer["clients"] if client["because"]]
+    lines = [as_here(f"{client['verdict']}: {client['because']}") for client in answer["clients"] if client["because"]]
     return "\n".join([table(CLIENTS, rows, look, none="no clients"), *lines])
 
 
@@ -97,13 +98,14 @@ def verified(answer: "answer_types.Verify", look: Look = PLAIN) -> str:
             _in_force(each, "active_thread_percentage"),
             _in_force(each, "pinned_device_mem_limit"),
             _UNKNOWN if each["memory_held"] is None else size(each["memory_held"]),
-            "ok" if each["ok"] else each["because"],
+            "ok" if each["ok"] else as_here(each["because"]),
         )
         for each in answer["processes"]
     ]
     lines = [f"{_VERDICTS.get(answer['verdict'], answer['verdict'])}: {answer['because']}"]
     lines += [f"  {each}" for each in answer["violations"] if each not in answer["because"]]
     lines += [f"  unknown: {each}" for each in answer["unknown"] if each != answer["because"]]
+    lines = [as_here(each) for each in lines]
     if rows:
         lines += ["", table(VERIFIED, rows, look, none="")]
     return "\n".join(lines)
@@ -193,11 +195,11 @@ def _judged(lease: "answer_types.Lease", now: datetime) -> Iterator[str]:
     """Give the lines about what a lease waits for, its open violations, and what is not known of its processes."""
     if wait := lease["wait"]:
         waited = age(lease["created"], now)
-        yield f"{lease['id']}: waits for {wait['waits_for']} since {waited}: {wait['because']}"
+        yield as_here(f"{lease['id']}: waits for {wait['waits_for']} since {waited}: {wait['because']}")
     if found := keepers(lease):
         yield f"{lease['id']}: its holder is gone; it lives for {found}"
     for each in lease["violations"]:
-        yield from (f"{lease['id']}: violation: {each['because']}", f"  hint: {each['hint']}")
+        yield from (as_here(f"{lease['id']}: violation: {each['because']}"), as_here(f"  hint: {each['hint']}"))
     yield from (f"{lease['id']}: unknown: {each}" for each in lease["unknown"])
 
 
@@ -242,32 +244,31 @@ def lease(answer: "answer_types.Lease", now: datetime) -> str:
     shares = answer["shares"]
     wait, expires, ended = answer["wait"], answer["expires"], answer["ended"]
     exactly = "" if answer["pinned_device_mem_limit"] is None else f" ({answer['pinned_device_mem_limit']} bytes)"
-    return columns(
-        [
-            ("lease", answer["id"]),
-            ("state", f"{answer['state']}: {answer['because']}"),
-            *(
-                [("waits", f"at position {wait['position']} for {wait['waits_for']}: {wait['because']}")]
-                if wait
-                else []
-            ),
-            ("name", answer["name"] or "-"),
-            ("labels", _labels(answer)),
-            ("priority", str(answer["priority"])),
-            *(_one_gpu(answer) if len(shares) < _SEVERAL else []),
-            ("threads", threads),
-            ("memory", memory + exactly if len(shares) < _SEVERAL else memory),
-            ("holder", holders(answer)),
-            ("clients", f"{' '.join(map(str, answer['clients'])) or '-'} (of {most})"),
-            *_what_keeps(answer),
-            ("created", f"{answer['created']} ({age(answer['created'], now)} ago)"),
-            *([("expires", f"{expires} (in {until(expires, now)}, unless renewed)")] if expires else []),
-            *([("ended", f"{ended} ({age(ended, now)} ago)")] if ended else []),
-            *(("violation", f"{each['because']}; {each['hint']}") for each in answer["violations"]),
-            *(("unknown", each) for each in answer["unknown"]),
-            *(_each_gpu(answer) if len(shares) >= _SEVERAL else _environment("env", answer["env"])),
-        ]
-    )
+    rows = [
+        ("lease", answer["id"]),
+        ("state", f"{answer['state']}: {answer['because']}"),
+        *([("waits", f"at position {wait['position']} for {wait['waits_for']}: {wait['because']}")] if wait else []),
+        ("name", answer["name"] or "-"),
+        ("labels", _labels(answer)),
+        ("priority", str(answer["priority"])),
+        *(_one_gpu(answer) if len(shares) < _SEVERAL else []),
+        ("threads", threads),
+        ("memory", memory + exactly if len(shares) < _SEVERAL else memory),
+        ("holder", holders(answer)),
+        ("clients", f"{' '.join(map(str, answer['clients'])) or '-'} (of {most})"),
+        *_what_keeps(answer),
+        ("created", f"{answer['created']} ({age(answer['created'], now)} ago)"),
+        *([("expires", f"{expires} (in {until(expires, now)}, unless renewed)")] if expires else []),
+        *([("ended", f"{ended} ({age(ended, now)} ago)")] if ended else []),
+        *(("violation", f"{each['because']}; {each['hint']}") for each in answer["violations"]),
+        *(("unknown", each) for each in answer["unknown"]),
+        *(_each_gpu(answer) if len(shares) >= _SEVERAL else _environment("env", answer["env"])),
+    ]
+    return columns((label, as_here(text) if label in _SENTENCES else text) for label, text in rows)
+
+
+_SENTENCES: Final = frozenset({"state", "waits", "holder", "created", "expires", "ended", "violation", "unknown"})
+"""What mpsd says of a lease, and not its user."""
 
 
 def _what_keeps(lease: "answer_types.Lease") -> list[tuple[str, str]]:

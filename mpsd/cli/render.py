@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
+from mpsd.cli.users import name_of
 from mpsd.core.errors import InternalError, InvalidRequestError
 from mpsd.core.sanitize import harmless_json, plain
 
@@ -130,9 +131,23 @@ def when(at: str) -> str:
     return datetime.fromisoformat(at).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
-def local_times(text: str) -> str:
-    """Return a sentence of mpsd's with its times as this machine's clock shows them."""
-    return re.sub(_TIME, lambda found: when(found[0]), text)
+_UID: Final = r"(?<![\w-])uid (\d+)(?!\w| of the container)"
+"""A user of this machine, as sentences name one: not an option such as --trust-uid, nor a container's own user."""
+
+
+def as_here(text: str) -> str:
+    """Return a sentence of mpsd's with its times as this machine's clock shows them, and users by their names.
+
+    mpsd itself does not know names: to look one up can take as long as the network does. Where a user's own words stand
+    in a sentence, such as a lease's name, they read likewise; `-o json` has them as they are.
+    """
+    text = re.sub(_TIME, lambda found: when(found[0]), text)
+    return re.sub(_UID, _user, text)
+
+
+def _user(found: re.Match[str]) -> str:
+    name = name_of(int(found[1]))
+    return found[0] if name == found[1] else name
 
 
 def fold(text: str, width: int | None, indent: int) -> str:

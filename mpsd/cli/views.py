@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
-from mpsd.cli.render import age, columns, fold, limit, local_times, percent, pid, plural, size
+from mpsd.cli.render import age, as_here, columns, fold, limit, percent, pid, plural, size
 from mpsd.cli.tables import Column, Figure, Look, bar, table
 from mpsd.cli.users import name_of
 
@@ -29,7 +29,7 @@ def status(node: "answer_types.Status", now: datetime, look: Look) -> str:
     version = f"mpsd {node['version']}, up {age(node['since'], now)}{simulated}"
     first = node["headline"].partition(":")[0] if node["reasons"] else node["headline"]
     parts = [
-        "\n".join([first, *(fold(local_times(each), look.width, 4) for each in _to_know(node, first, now))]),
+        "\n".join([first, *(fold(as_here(each), look.width, 4) for each in _to_know(node, first, now))]),
         "\n".join([_gpu_table(node["gpus"], None, look), *_unleased(node["gpus"])]),
         _daemon_table(node["daemons"], now, look._replace(sort=None), _IN_SHORT),
         "\n".join([f"{counts}; {version}", *(f"note: {note}" for note in node["notes"])]),
@@ -86,7 +86,7 @@ def gpus(answer: "answer_types.Gpus", leases: "list[answer_types.Lease]", look: 
     """List the GPUs, with what was granted of what there is, and whose leases are on them, as far as they are known."""
     troubles = [_trouble(f"GPU {gpu['index']}", gpu) for gpu in answer["gpus"] if gpu["hint"]]
     refused = [
-        fold(f"GPU {gpu['index']} admits no request: {local_times(gpu['refused'] or '')}", look.width, 2)
+        fold(f"GPU {gpu['index']} admits no request: {as_here(gpu['refused'] or '')}", look.width, 2)
         for gpu in answer["gpus"]
         if gpu.get("refused") and not gpu["hint"]
     ]
@@ -146,7 +146,7 @@ def _taken_places(gpu: "answer_types.Gpu") -> str:
 
 
 def _trouble(name: str, part: "answer_types.Gpu | answer_types.Daemon") -> str:
-    return f"{name}: {local_times(part['because'])}\n  hint: {part['hint']}"
+    return f"{name}: {as_here(part['because'])}\n  hint: {part['hint']}"
 
 
 # -- control daemons ---------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def daemons(answer: "answer_types.Daemons", now: datetime, look: Look) -> str:
     """List the control daemons, with their limits as they read back, and what is wrong with each."""
     lines = [_daemon_table(answer["daemons"], now, look)]
     for daemon in answer["daemons"]:
-        lines += [local_times(_drifted(drift, now)) for drift in daemon["drift"] + daemon["undone"]]
+        lines += [as_here(_drifted(drift, now)) for drift in daemon["drift"] + daemon["undone"]]
         if daemon["hint"]:
             lines.append(_trouble(daemon["name"], daemon))
         if daemon["restart_for"]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mpsd.cli.render import as_here
 from tests.daemon.helpers import event, kill, next_ready, undone
 from tests.disks import as_root, fill, mounted
 from tests.harness import wait_until
@@ -88,10 +89,10 @@ def test_a_bad_night(node: Node) -> None:
         rf"{granted['id']}: process {client.pid} is its client",
         rf"^!  gpu0: violation \(processes\): .*{extra.pid}.*{granted['id']}",
         rf"gpu0: violation \(processes\) of process {extra.pid} has ended",
-        rf"gpu0 is held: uid {os.getuid()} holds it \(it died twice\), at ",
+        rf"gpu0 is held: {as_here(f'uid {os.getuid()}')} holds it \(it died twice\), at ",
     )
     refusal = r"was refused a lease: gpu0 is held: .*\(it died twice\).* \[daemon_not_ready\]"
-    ending = f"{granted['id']}: ended: uid {os.getuid()} released it"
+    ending = f"{granted['id']}: ended: {as_here(f'uid {os.getuid()}')} released it"
     in_order(told(node, "events", "--since", "1h"), *deeds, refusal, ending)
     in_order(told(node, "explain", "gpu0"), *deeds, ending, r"^now   GPU 0 is ok", "gpu0 is held for ",
              "^next  gpu0 is held: .*it died twice.* -> resume admission: mpsctl resume gpu0")  # fmt: skip

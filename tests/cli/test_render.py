@@ -12,6 +12,7 @@ from mpsd.cli.render import (
     age,
     as_env_file,
     as_exports,
+    as_here,
     as_json,
     fact,
     percent,
@@ -161,3 +162,18 @@ def test_env_file_of_what_it_cannot_have(value: str) -> None:
     """A value that would be another one, or another variable, for one of the readers is refused, and is named."""
     with pytest.raises(InvalidRequestError, match="the value of ODD is"):
         as_env_file({"A": "1", "ODD": value})
+
+
+@pytest.mark.parametrize(
+    ("said", "read"),
+    [
+        ("uid 0 released it", "root released it"),
+        ("lease-0 (train, uid 0) has 50 %", "lease-0 (train, root) has 50 %"),
+        ("pid 7 of uid 61777 listens: --trust-uid 0, or MPSD_TRUST_UID=0", None),
+        ("uid 0 of the container is not mapped", None),
+        ("setuid 0, uid 0x5, a squid 0", None),
+    ],
+)
+def test_users_by_their_names(said: str, read: str | None) -> None:
+    """A user of this machine is named in a sentence; one without a name, an option and a container's are left alone."""
+    assert as_here(said) == (said if read is None else read)

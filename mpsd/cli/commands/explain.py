@@ -16,7 +16,7 @@ from mpsd.cli.history import story
 from mpsd.cli.history.moments import MOMENT
 from mpsd.cli.history.selection import GpuNames, leases_of
 from mpsd.cli.history.sentences import line
-from mpsd.cli.render import age, as_json, fold, local_times, percent, plural, size, until
+from mpsd.cli.render import age, as_here, as_json, fold, percent, plural, size, until
 from mpsd.cli.users import name_of
 from mpsd.core.errors import NotFoundError
 from mpsd.core.sanitize import plain
@@ -103,7 +103,7 @@ def lines_of(found: Story, earlier: int, look: tables.Look) -> Iterator[str]:
     for heading, sentences in (("now", found.now), ("next", found.next)):
         yield ""
         for number, each in enumerate(sentences):
-            yield fold(f"{'' if number else heading:<6}{local_times(each)}", look.width, 8)
+            yield fold(f"{'' if number else heading:<6}{as_here(each)}", look.width, 8)
 
 
 def _story(api: Api, subject: str) -> Story:

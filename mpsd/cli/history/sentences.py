@@ -3,7 +3,7 @@
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
-from mpsd.cli.render import fact, fold, limit, local_times, percent, size, when
+from mpsd.cli.render import as_here, fact, fold, limit, percent, size, when
 from mpsd.cli.tables import Look
 from mpsd.cli.users import name_of
 
@@ -168,7 +168,7 @@ def _facts(event: "answer_types.Event") -> _Facts:
     if isinstance(uid := event.get("uid"), int):
         facts["user"] = _name_of(uid)
     if isinstance(because := event.get("because"), str):
-        facts["because"] = local_times(because)
+        facts["because"] = as_here(because)
     facts.update(_of_daemons(event))
     match event["event"], event:
         case "node_stopping", {"stop_daemons": str(stops)}:

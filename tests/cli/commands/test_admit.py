@@ -112,7 +112,7 @@ def test_renew(node: Node) -> None:
     assert {**renewed, "expires": None} == {**lease, "expires": None}
     assert lifetime(renewed) >= 5000
     assert re.search(
-        r"^expires +\S+ \(in 1h, unless", node.mpsctl("renew", lease["id"], "--ttl", "5000").stdout, re.MULTILINE
+        r"^expires +\S+ \S+ \(in 1h, unless", node.mpsctl("renew", lease["id"], "--ttl", "5000").stdout, re.MULTILINE
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import pytest
 
+from mpsd.cli.render import as_here
 from mpsd.core.containers import cdi
 from mpsd.system import acl
 from tests.cli.conftest import run_mpsctl
@@ -256,7 +257,7 @@ class TestHook:
         node.request("DELETE", f"/v1/leases/{lease}")
         done = Hook(path, container.pid).call()
         assert done.returncode == 1
-        assert f"{lease} has ended: uid {os.getuid()} released it" in done.stderr
+        assert f"{lease} has ended: {as_here(f'uid {os.getuid()}')} released it" in done.stderr
 
     @pytest.mark.parametrize("value", ["/nobody-here", "", "/tmp"])
     def test_another_pipe_directory(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mpsd.cli.render import as_here
 from mpsd.cli.users import name_of
 from tests.cli.answering import Answering, answering, http
 from tests.cli.conftest import end, run_mpsctl, start_mpsctl
@@ -77,7 +78,7 @@ def test_sentences(node: Node) -> None:
     granted, ended = node.mpsctl("events", "--lease", lease).stdout.splitlines()
     line = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d    "
     assert re.fullmatch(rf"{line}{lease}: granted to {user}, pid {os.getpid()}: .* were free on gpu\d", granted)
-    assert re.fullmatch(rf"{line}{lease}: ended: uid {os.getuid()} released it", ended)
+    assert re.fullmatch(rf"{line}{lease}: ended: {as_here(f'uid {os.getuid()}')} released it", ended)
     for filters in (
         ["-n", "1", "--mine"],
         ["--lease", lease, "-k", "lease_ended"],

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mpsd.cli.render import as_here
 from tests.cli.conftest import run_mpsctl
 from tests.control_groups import control_group, joins
 from tests.daemon.caller import needs_root
@@ -41,7 +42,7 @@ def test_control_group(node: Node) -> None:
         lease = admitted(node, "--cgroup", str(group), "--while", "exists", "--user", "0")
         assert lease["holders"][0]["while"] == "exists"
         shown = node.mpsctl("show", lease["id"]).stdout
-        assert f"control group /{group.name} (unit {group.name}), uid 0" in shown
+        assert f"control group /{group.name} (unit {group.name}), root" in shown
         assert f"{lease['id']}" in node.mpsctl("leases").stdout
         assert node.mpsctl("release", lease["id"]).returncode == 0
 
@@ -51,7 +52,7 @@ def test_hand_over(node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
     lease = admitted(node, "--pid", str(os.getpid()))["id"]
     done = node.mpsctl("hand-over", lease, "--pid", str(sleeper.pid), "--keep")
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"pid {os.getpid()}, pid {sleeper.pid}, uid {os.geteuid()}" in done.stdout
+    assert f"pid {os.getpid()}, pid {sleeper.pid}, {as_here(f'uid {os.geteuid()}')}" in done.stdout
     done = node.mpsctl("hand-over", lease, "--pid", str(sleeper.pid), "-o", "json")
     assert [each["pid"] for each in json.loads(done.stdout)["holders"]] == [sleeper.pid]
     sleeper.kill()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mpsd.cli.render import local_times
+from mpsd.cli.render import as_here
 from mpsd.cli.users import name_of
 from tests.cli.answering import answering, http
 from tests.cli.conftest import run_mpsctl
@@ -211,7 +211,7 @@ def test_drift(make_node: Callable[..., Node]) -> None:
         done = node.mpsctl(command)
         assert done.returncode == 0
         (line,) = (line for line in done.stdout.splitlines() if "put it back" in line)
-        assert re.fullmatch(rf" *{re.escape(local_times(undone['because']))} \(\d+s ago\)", line)
+        assert re.fullmatch(rf" *{re.escape(as_here(undone['because']))} \(\d+s ago\)", line)
 
 
 def test_reset(make_node: Callable[..., Node]) -> None:

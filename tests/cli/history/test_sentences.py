@@ -51,7 +51,7 @@ STORY = {
     "a death": (DEATH, "gpu0 died: pid 9 killed by SIGKILL; mpsd starts it again in 0.5 s"),
     "a hold, with its time": (
         event("daemon_state", daemon="gpu1", state="held", because="uid 0 holds it, at 2026-11-21T02:57:00+00:00"),
-        "gpu1 is held: uid 0 holds it, at 2026-11-21 04:57:00",
+        "gpu1 is held: root holds it, at 2026-11-21 04:57:00",
     ),
     "a stranger's command": (
         event("foreign_command", "warning", daemon="gpu1", command="set_default_active_thread_percentage 10"),

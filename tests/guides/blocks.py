@@ -19,7 +19,10 @@ from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
 PAGES: Final = sorted({*(ROOT / "docs").rglob("*.md")} - {ROOT / "docs/reference/api.md"})
-"""tests/clients runs the examples of the API."""
+"""The documents whose blocks are run; tests/clients runs the examples of the API."""
+
+DOCUMENTS: Final = sorted({*PAGES, *ROOT.glob("*.md"), ROOT / "tests/README.md"} - {ROOT / "CHANGELOG.md"})
+"""Every document that says what to type."""
 
 NEEDS: Final = {
     "a GPU": r"\bnvidia-smi\b|\bnvidia-cuda-mps-control\b|\btests/gpu\b",
@@ -29,11 +32,12 @@ NEEDS: Final = {
     "another user": r"--user NAME\b",
     "a cluster": r"\bkubectl\b|^helm ",
     "containers": r"^container/build |\bpodman\b|\bdocker\b|^mpsctl container\b",
-    "frameworks": r"^\s*(?:vllm|ray|torchrun|jupyter)\b|^import (?:torch|jax|ray|tensorflow)\b|\bXLA_|\bTF_",
-    "Slurm": r"\bsbatch\b|\bsrun\b|\bSLURM_",
     "systemd": r"\bsystemctl\b|\bjournalctl\b|^mpsctl service\b|--unit\b",
 }
-"""What the machine of a test lacks, or what a test must not change on it; and a command for which a block needs it."""
+"""What the machine of a test lacks, or what a test must not change on it; and a command for which a block needs it.
+
+tests/container and tests/systemd run such commands where there are containers, and on a machine of their own.
+"""
 
 _FENCE: Final = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _SPAN: Final = re.compile(r"`(mpsctl [^`]+)`")
@@ -86,11 +90,37 @@ def every(*languages: str) -> list[Block]:
     return [block for page in PAGES for block in blocks(page) if block.language in languages]
 
 
-def calls(text: str) -> Iterator[list[str]]:
-    """Yield the arguments of each call of mpsctl in a shell script, with those of the command that it starts."""
+_ENDS: Final = frozenset("();<>|&")
+"""The characters that end the words of a command."""
+
+
+def commands(block: Block) -> str:
+    """Return what a reader types of a block; of a session, that is what stands behind its prompts."""
+    text = block.text.replace("\\\n", " ")
+    if block.language != "console":
+        return text
+    return "\n".join(line[2:] for line in text.splitlines() if line.startswith("$ "))
+
+
+def calls(text: str, program: str = "mpsctl") -> Iterator[list[str]]:
+    """Yield the arguments of each call of a program in a shell script, with those of the command that it starts."""
+    pending = ""
     for line in text.replace("\\\n", " ").splitlines():
-        words = list(shlex.shlex(line, posix=True, punctuation_chars="();<>|&"))
+        pending += line
+        try:
+            words = list(shlex.shlex(pending, posix=True, punctuation_chars="".join(_ENDS)))
+        except ValueError:  # a quotation that the next line continues
+            pending += "\n"
+            continue
+        pending = ""
         for place, word in enumerate(words):
-            if word.rpartition("/")[2] == "mpsctl" and (place == 0 or not words[place - 1].startswith("-")):
-                end = next((at for at in range(place, len(words)) if set(words[at]) <= set("();<>|&")), len(words))
+            if word.rpartition("/")[2] == program and _is_called(words[:place], program):
+                end = next((at for at in range(place, len(words)) if set(words[at]) <= _ENDS), len(words))
                 yield words[place + 1 : end]
+
+
+def _is_called(before: list[str], program: str) -> bool:
+    """Tell whether a word is called, by the words before it: mpsctl in an argument is called by another program."""
+    if not before or program == "mpsctl":
+        return not before or not before[-1].startswith("-")
+    return set(before[-1]) <= _ENDS or before[-1] == "sudo"

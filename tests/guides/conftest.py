@@ -1,4 +1,7 @@
-"""A simulated node as the guides suppose it: mpsctl is a command, and train.py a program that uses a GPU."""
+"""A simulated node as the guides suppose it: mpsctl is a command, and train.py a program that uses a GPU.
+
+So are frameworks that a guide starts, and Slurm's srun starts what it is given: programs that stand in for them.
+"""
 
 import os
 import signal
@@ -79,6 +82,9 @@ def workplace(shared_node: Node, short_tmp: Path) -> Iterator[Workplace]:
     _write(programs / "mpsd", f"#!{sys.executable}\nfrom mpsd.__main__ import main\nmain()\n")
     _write(programs / "python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     _write(directory / "train.py", _PROGRAM)
+    for framework in ("jupyter", "vllm"):
+        _write(programs / framework, f"#!{sys.executable}\n{_PROGRAM}")
+    _write(programs / "srun", '#!/bin/sh\nSLURM_JOB_ID=1 exec "$@"\n')
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "MPSD_"))}
     yield Workplace(
         shared_node,

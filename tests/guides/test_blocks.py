@@ -11,15 +11,17 @@ from typing import Final
 import click
 import pytest
 
+from mpsd.__main__ import cli as mpsd
 from mpsd.cli.group import mpsctl
 from mpsd.cli.render import as_here
 from mpsd.core.doctor.table import FAMILIES
 from mpsd.core.errors import catalogue
 from mpsd.core.settings import parse
 from mpsd.daemon.record.log import EventName
+from mpsd.kubernetes.__main__ import cli as mpsd_kubernetes
 from mpsd.simulator.devices import VARIABLE
 from tests.gate import manual
-from tests.guides.blocks import PAGES, ROOT, Block, blocks, calls, every, spans
+from tests.guides.blocks import DOCUMENTS, PAGES, ROOT, Block, blocks, calls, commands, every, spans
 from tests.guides.conftest import Workplace
 from tests.tools import needed
 
@@ -47,6 +49,7 @@ def _filled_in(text: str, lease: Callable[[], str]) -> str:
     """Put values in the place of the words in capitals that a reader replaces."""
     if re.search(r"\bLEASE\b", text):
         text = re.sub(r"\bLEASE\b", lease(), text)
+    text = text.replace("$PID", "PID")
     for word, value in {"PID": f"{os.getpid()}", "UID": "65533", "NAME": "nobody"}.items():
         text = re.sub(rf"\b{word}\b", value, text)
     return text
@@ -97,30 +100,59 @@ def test_excused_block_needs_what_it_names(block: Block) -> None:
     assert block.is_excused, f"{block.name} calls nothing that needs {block.needs}"
     if block.language == "sh":
         _check(subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True, check=False))
-    for arguments in calls(_filled_in(block.text, lambda: "lease-0000000000")) if block.language == "sh" else ():
-        _parse(arguments)
 
 
-def _parse(arguments: list[str]) -> None:
-    """Fail where mpsctl would refuse these arguments before it asks mpsd anything."""
-    command, rest = _found(arguments)
-    command.make_context(command.name, rest, parent=click.Context(mpsctl, info_name="mpsctl"))
+_TYPED: Final = [
+    block for page in DOCUMENTS for block in blocks(page) if block.language in {"sh", "console"} and block.file is None
+]
+"""The blocks of all documents that a reader types."""
 
 
-def _found(words: list[str]) -> tuple[click.Command, list[str]]:
+@pytest.mark.parametrize("block", _TYPED, ids=_name)
+def test_calls_are_as_the_programs_take_them(block: Block) -> None:
+    """Each call of mpsctl, mpsd and mpsd-kubernetes has a command, options and arguments that the program takes.
+
+    The commands around them are sound shell.
+    """
+    text = _filled_in(commands(block), lambda: "lease-0000000000")
+    _check(subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False))
+    for name, program in PROGRAMS.items():
+        for arguments in calls(text, name):
+            _parse(arguments, program)
+
+
+PROGRAMS: Final = {"mpsctl": mpsctl, "mpsd": mpsd, "mpsd-kubernetes": mpsd_kubernetes}
+
+
+def test_a_call_that_no_program_takes_is_seen() -> None:
+    """An option that mpsctl lacks, a command that mpsd lacks, and a word too many fail the test above."""
+    for script in ("true; mpsctl run --treads 25 -- true", "sudo .venv/bin/mpsd stat", "mpsd-kubernetes now"):
+        name = next(each for each in ("mpsctl", "mpsd-kubernetes", "mpsd") if f"{each} " in script)
+        (arguments,) = calls(script, name)
+        with pytest.raises((click.UsageError, AssertionError)):
+            _parse(arguments, PROGRAMS[name])
+
+
+def _parse(arguments: list[str], program: click.Command = mpsctl) -> None:
+    """Fail where a program would refuse these arguments before it does anything."""
+    command, rest = _found(arguments, program)
+    command.make_context(command.name, rest, parent=click.Context(program, info_name=program.name))
+
+
+def _found(words: list[str], program: click.Command = mpsctl) -> tuple[click.Command, list[str]]:
     """Return the command that these words call, and the words that follow its name."""
-    command: click.Command = mpsctl
-    context = click.Context(mpsctl, info_name="mpsctl")
+    command = program
+    context = click.Context(program, info_name=program.name)
     for at, word in enumerate(words):
         if not isinstance(command, click.Group):
             return command, words[at:]
         found = command.get_command(context, word)
-        assert found is not None, f"mpsctl has no command {word}"
+        assert found is not None, f"{program.name} has no command {word}"
         command = found
     return command, []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_sentences_name_what_is_there(page: Path) -> None:
     """A command of mpsctl that a sentence names is there, with its options, checks of doctor, and kinds of events."""
     for span in spans(page):
@@ -206,6 +238,19 @@ def test_entrypoint_changes_its_user(workplace: Workplace) -> None:
     uid, lease = done.stdout.split()
     assert uid == "65533"
     assert workplace.node.get(f"/v1/leases/{lease}").json["owner"]["uid"] == 65533
+
+
+@pytest.mark.root("become another user")
+@pytest.mark.parametrize(
+    "block", [each for each in _EXCUSED if each.needs == "another user" and "mpsctl run" in each.text], ids=_name
+)
+def test_program_of_another_user(block: Block, workplace: Workplace) -> None:
+    """Root's call for another user runs a program as that user; the page's own is in nobody's reach here."""
+    script, program = _filled_in(block.text, lambda: ""), "python train.py"
+    assert program in script
+    done = workplace.run(script.replace(program, "id -un"))
+    _check(done)
+    assert done.stdout == "nobody\n"
 
 
 @pytest.mark.parametrize("example", manual.EXAMPLES, ids=lambda example: example.title)

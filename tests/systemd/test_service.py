@@ -9,6 +9,7 @@ from typing import Final
 
 import pytest
 
+from mpsd.core.errors import AlreadyRunningError
 from tests import systemd
 from tests.cli.conftest import ROOT, run_mpsctl
 from tests.harness import wait_until
@@ -55,6 +56,19 @@ class TestOnAMachine:
         """Return every file below /usr/local."""
         return set(machine.run("find", "/usr/local", "!", "-type", "d").stdout.splitlines())
 
+    def refuses_mpsd_stop(self, machine: Machine) -> None:
+        """`mpsd stop` leaves a service to systemd, names the command for it, and ends nothing."""
+
+        def running() -> tuple[str, str]:
+            return machine.show("mpsd.service", "MainPID"), machine.run("pidof", "nvidia-cuda-mps-control").stdout
+
+        before = running()
+        refused = machine.run(f"/{HOME}/bin/mpsd", "stop", check=False)
+        assert refused.returncode == AlreadyRunningError.exit_code
+        assert f"mpsd runs as a service of systemd (pid {before[0]})" in refused.stderr
+        assert "systemctl start mpsd-stop-daemons.service" in refused.stderr
+        assert running() == before
+
     def test_life(self, machine: Machine, wheel: Path, tmp_path: Path) -> None:
         """Installed, started, installed again, uninstalled while somebody computes; each says what it does."""
         install(machine, wheel, tmp_path)
@@ -78,6 +92,8 @@ class TestOnAMachine:
         machine.enable("mpsd.socket", "mpsd.service")
         wait_until(lambda: machine.run(MPSCTL, "status", check=False).returncode == 0, what="mpsd to be healthy")
         control_daemons = machine.run("pidof", "nvidia-cuda-mps-control").stdout
+
+        self.refuses_mpsd_stop(machine)
 
         # A second time nothing is written; what an operator changed stays, and is told.
         assert "write /" not in machine.run(MPSCTL, "service", "install").stdout.replace(

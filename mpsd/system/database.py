@@ -107,7 +107,7 @@ class Database:
             self._migrate(connection, version)
             on_failure.pop_all()
         file.begin()
-        self._file = file
+        self._file, self._cursor = file, connection.cursor()
         return connection
 
     def _check(self, connection: sqlite3.Connection) -> int:
@@ -185,7 +185,7 @@ class Database:
         bit by bit. What is not needed is refused until the ballast is whole again.
         """
         try:
-            if not (self._ballast.whole or needed or self._ballast.restore()):
+            if not (self._ballast.is_whole or needed or self._ballast.restore()):
                 raise sqlite3.OperationalError("its file system is full")
             while True:
                 try:
@@ -199,19 +199,19 @@ class Database:
             raise self._failed(error) from error
 
     def _attempt(self, statements: Sequence[tuple[str, Sequence[object]]]) -> None:
-        connection = self._connection
+        cursor = self._cursor
         self._commits += 1
         if len(statements) == 1:
-            connection.execute(*statements[0])  # it is a transaction of its own
+            cursor.execute(*statements[0])  # it is a transaction of its own
             return
-        connection.execute("BEGIN IMMEDIATE")
+        cursor.execute("BEGIN IMMEDIATE")
         try:
             for statement, values in statements:
-                connection.execute(statement, values)
-            connection.execute("COMMIT")
+                cursor.execute(statement, values)
+            cursor.execute("COMMIT")
         except sqlite3.Error:
             with suppress(sqlite3.Error):
-                connection.execute("ROLLBACK")
+                cursor.execute("ROLLBACK")
             raise
 
     def _failed(self, error: Exception) -> StorageError:
@@ -237,12 +237,12 @@ class _Ballast:
     def __init__(self, path: Path, size: int) -> None:
         self._path = path
         self._size = size
-        self._held = min(path.stat().st_size, size) if path.exists() else 0
+        self._hold(min(path.stat().st_size, size) if path.exists() else 0)
 
-    @property
-    def whole(self) -> bool:
+    def _hold(self, size: int) -> None:
+        self._held = size
+        self.is_whole = size >= self._size
         """Whether nothing of it is given up at the moment."""
-        return self._held >= self._size
 
     def restore(self) -> bool:
         """Reserve what was given up; tell whether that is there again."""
@@ -270,7 +270,7 @@ class _Ballast:
         except OSError:
             self._cut(self._held)  # what it got of it goes back at once: others need it more
             return False
-        self._held = size
+        self._hold(size)
         return True
 
     def _cut(self, size: int) -> bool:
@@ -278,7 +278,7 @@ class _Ballast:
             os.truncate(self._path, size)
         except OSError:
             return False
-        self._held = size
+        self._hold(size)
         return True
 
 

@@ -182,7 +182,7 @@ def test_an_end_needs_no_room(short_tmp: Path) -> None:
             assert (len(refused.refused), "full" in refused.because) == (100, True)
             for lease in random.Random(1).sample(leases, 400):
                 keep(keeping, ended(lease))
-            assert not keeping.is_late()
+            assert not keeping.late
         with opened(short_tmp) as keeping:
             found = keeping.read(published=400)
             assert (len(found.leases), len(found.unpublished)) == (0, 400)

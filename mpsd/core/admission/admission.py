@@ -123,11 +123,6 @@ class Shortage:
 # -- what a request comes to -------------------------------------------------------------------------------------------
 
 
-def amount(share: Share, clients: int) -> Amount:
-    """Return what a share takes of its GPU."""
-    return Amount(share.threads.tenths, share.memory.bytes, clients)
-
-
 def places(lease: Lease) -> int:
     """Return how many clients a lease takes of those that MPS admits on each of its GPUs.
 
@@ -137,6 +132,7 @@ def places(lease: Lease) -> int:
     return max(len(lease.clients), 1) if processes is None else processes
 
 
+@lru_cache(maxsize=1024)
 def part(need: Amount) -> Amount:
     """Return what each client process gets of this, rounded down to what MPS knows."""
     return Amount(need.threads // need.clients, need.memory // MIB // need.clients * MIB, 1)
@@ -205,7 +201,6 @@ def _part(fraction: float) -> tuple[int, int, int]:
     return int(part * 1000), *part.as_integer_ratio()
 
 
-@lru_cache(maxsize=1024)
 def share(offer: Offer, need: Amount, client_priority: int | None = None) -> Share:
     """Return the place on this GPU, with the environment that holds each client process to its part.
 
@@ -230,10 +225,12 @@ def share(offer: Offer, need: Amount, client_priority: int | None = None) -> Sha
     return Share(offer.gpu, offer.daemon, threads, memory, env)
 
 
-@lru_cache(maxsize=256)
-def granted_because(threads: ActiveThreadPercentage, memory: PinnedDeviceMemLimit, on: str) -> str:
-    """Say why a lease was granted this."""
-    return f"{threads} % of the threads and {memory} were free on {on}"
+@lru_cache(maxsize=1024)
+def granted(chosen: tuple[Candidate, ...], client_priority: int | None) -> tuple[tuple[Share, ...], str]:
+    """Return the shares of a lease that is granted these places, and why it is granted them."""
+    shares = tuple(share(offer, need, client_priority) for offer, need in chosen)
+    on = ", ".join(each.daemon for each in shares)
+    return shares, f"{shares[0].threads} % of the threads and {shares[0].memory} were free on {on}"
 
 
 # -- whether it fits ---------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ class Deadlines:
         elif ends is not None and lease.expires is not None:
             ends = min(ends, lease.expires)
         if ends is None:
-            self.forget(lease.id)
+            self._ends.pop(lease.id, None)
         else:
             self._ends[lease.id] = ends
 

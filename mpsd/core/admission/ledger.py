@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from msgspec import structs
 
 from mpsd.core.admission import admission
-from mpsd.core.admission.admission import NOTHING, Amount, Candidate, Offer, Shortage
+from mpsd.core.admission.admission import Amount, Candidate, Offer, Shortage
 from mpsd.core.admission.deadlines import Deadlines
 from mpsd.core.admission.offers import Offers
 from mpsd.core.admission.queue import Queue, keep
@@ -162,7 +162,7 @@ class Ledger:
         TooManyLeasesError.
         """
         admission.check(lease.request)
-        candidates = self._candidates(lease)
+        candidates = self._offers.candidates(lease.request)
         if len(candidates) < lease.request.gpus:
             raise self._offers.why_never(lease.request).raised()
         if len(self.leases) + len(self._queue.leases) >= self.rules.leases:
@@ -330,12 +330,11 @@ class Ledger:
     # -- entering and leaving: the only places where the sums move ----------------------------------------------------
 
     def _grant(self, lease: Lease, chosen: list[Candidate], now: Now, arrival: int) -> Lease:
-        shares = tuple([admission.share(offer, need, lease.request.client_priority) for offer, need in chosen])
-        first, on = shares[0], ", ".join([share.daemon for share in shares])
+        shares, because = admission.granted(tuple(chosen), lease.request.client_priority)
         granted = structs.replace(
             lease,
             state=LeaseState.GRANTED,
-            because=admission.granted_because(first.threads, first.memory, on),
+            because=because,
             arrival=arrival,
             shares=shares,
             granted=now.time,
@@ -349,11 +348,12 @@ class Ledger:
         return granted
 
     def _enter(self, lease: Lease, now: float) -> None:
-        uid, has = lease.owner.uid, self.user(lease.owner.uid)
+        uid = lease.owner.uid
+        has = self._users.get(uid, NEWCOMER)
         holds = has.holds + self._room.enter_lease(lease)
         self.leases[lease.id] = lease
         self._users[uid] = UserTotals(has.leases + 1, holds, has.awaits)
-        self.usage.hold(uid, self._offers.part(holds + has.unleased), now)
+        self._weigh((uid,), now)
         if claim_of(lease) is not None:
             self._claimed.add(lease.id)
         self._deadlines.follow(lease)
@@ -364,7 +364,7 @@ class Ledger:
         del self.leases[lease.id]
         if has.leases > 1:
             self._users[uid] = UserTotals(has.leases - 1, holds, has.awaits)
-        self.usage.hold(uid, self._offers.part(holds + self._unleased.get(uid, NOTHING)), now)
+        self._weigh((uid,), now)
         self._deadlines.forget(lease.id)
         self._claimed.discard(lease.id)
 
@@ -396,5 +396,5 @@ class Ledger:
     def _weigh(self, uids: Iterable[int], now: float) -> None:
         """Weigh what users have by what the node has to give now."""
         for uid in uids:
-            has = self.user(uid)
-            self.usage.hold(uid, self._offers.part(has.holds + has.unleased), now)
+            holds, unleased = self._users.get(uid, NEWCOMER).holds, self._unleased.get(uid)
+            self.usage.hold(uid, self._offers.part(holds if unleased is None else holds + unleased), now)

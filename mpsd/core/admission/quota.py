@@ -22,6 +22,11 @@ def quota_of(user: UserIdentity, settings: Settings) -> Quota:
     return quotas[min(theirs, key=lambda name: (name == "*", name.startswith("%")))]
 
 
+def is_free(quota: Quota, request: LeaseRequest) -> bool:
+    """Tell whether no quota can refuse a request: its user has none, and it asks for no priority above 0."""
+    return quota is _FREE and request.priority <= 0
+
+
 def weighs(quota: Quota) -> bool:
     """Tell whether a quota bounds how much a user may have, and not only how many leases."""
     return quota.threads is not None or quota.memory is not None or quota.clients is not None

@@ -36,14 +36,15 @@ class RequestIds:
 
     def note(self, lease: Lease) -> None:
         """Note what a request was given, if it has a request_id."""
-        key = _key(lease)
-        if key is not None:
-            self._leases[key] = lease.id
+        if lease.request.request_id is not None:
+            self._leases[_key(lease, lease.request.request_id)] = lease.id
 
     def forget(self, lease: Lease) -> None:
         """Forget a lease that has ended: the next request with its request_id is a new one."""
-        key = _key(lease)
-        if key is not None and self._leases.get(key) == lease.id:
+        if lease.request.request_id is None:
+            return
+        key = _key(lease, lease.request.request_id)
+        if self._leases.get(key) == lease.id:
             del self._leases[key]
 
     def earlier(self, request: LeaseRequest, uid: int, named: Holder | None) -> Lease | None:
@@ -68,11 +69,9 @@ class RequestIds:
         return lease
 
 
-def _key(lease: Lease) -> tuple[int, str] | None:
+def _key(lease: Lease, request_id: str) -> tuple[int, str]:
     """Return under what a lease is found again: that stays as it is when its claim is taken by another uid."""
-    if lease.request.request_id is None:
-        return None
-    return (lease.owner.uid if lease.claimed_for is None else lease.claimed_for), lease.request.request_id
+    return (lease.owner.uid if lease.claimed_for is None else lease.claimed_for), request_id
 
 
 def _other_holder(lease: Lease, named: Holder | None) -> Iterator[str]:

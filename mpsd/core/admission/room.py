@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import partial
 from typing import Final
 
 from msgspec import Struct
@@ -15,13 +15,11 @@ from mpsd.core.admission.admission import (
     Candidate,
     Offer,
     Shortage,
-    amount,
     part,
     places,
 )
 from mpsd.core.errors import DaemonNotReadyError, DoesNotFitError
 from mpsd.core.model import Lease
-from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import Placement
 from mpsd.core.units import format_size
 
@@ -68,7 +66,8 @@ class Room:
         """Count a lease in, of which `each` client process gets so much."""
         held = self._held[gpu]
         held.amount += amount
-        held.uids[uid] = held.uids.get(uid, NOTHING) + amount
+        has = held.uids.get(uid)
+        held.uids[uid] = amount if has is None else has + amount
         held.parts[each] = held.parts.get(each, 0) + 1
 
     def leave(self, gpu: str, uid: int, amount: Amount, each: Amount) -> None:
@@ -78,9 +77,10 @@ class Room:
         held.parts[each] -= 1
         if not held.parts[each]:
             del held.parts[each]
-        held.uids[uid] -= amount
-        if held.uids[uid] == NOTHING:  # each lease has at least one client, so it was the last one
+        if held.uids[uid] == amount:  # each lease has at least one client, so it was the last one
             del held.uids[uid]
+        else:
+            held.uids[uid] -= amount
 
     def enter_lease(self, lease: Lease) -> Amount:
         """Count the shares of a lease in, and return what they come to together."""
@@ -124,8 +124,7 @@ class Room:
         if len(fitting) < count:
             return []
         if len(fitting) > 1:
-            fitting.sort(key=self._is_mixed)  # first, since what follows keeps the order of those that are alike
-            fitting.sort(key=self._left, reverse=placement is Placement.SPREAD)
+            fitting.sort(key=partial(self._rank, placement))
         return fitting[:count]
 
     def closest(
@@ -157,16 +156,17 @@ class Room:
         limit = _obstacle(offer, held, need, uid, NOTHING_RESERVED)
         return 0.0 if limit is None else _distance(limit, offer, held, need, uid)[1]
 
-    def _is_mixed(self, candidate: Candidate) -> bool:
-        """Tell whether any lease on a GPU gives its processes another part than this request would."""
-        parts = self._held[candidate[0].gpu].parts
-        return len(parts) > (part(candidate[1]) in parts)
+    def _rank(self, placement: Placement, candidate: Candidate) -> tuple[int, int, bool]:
+        """Return by what the places for a request are compared, the best first, as `find` says.
 
-    def _left(self, candidate: Candidate) -> tuple[int, int]:
-        """Return the memory and the threads that are left where a request could be granted."""
-        offer, taken = candidate[0], self._held[candidate[0].gpu].amount
-        beside = offer.unleased
-        return offer.memory - beside.memory - taken.memory, offer.threads - beside.threads - taken.threads
+        That is the memory and the threads that are left, and whether a lease there gives its processes another part.
+        """
+        offer, need = candidate
+        held, beside = self._held[offer.gpu], offer.unleased
+        memory = offer.memory - beside.memory - held.amount.memory
+        threads = offer.threads - beside.threads - held.amount.threads
+        is_mixed = len(held.parts) > (part(need) in held.parts)
+        return (-memory, -threads, is_mixed) if placement is Placement.SPREAD else (memory, threads, is_mixed)
 
     def lacks(self, candidates: Sequence[Candidate], uid: int, count: int) -> Shortage:
         """Say what a request lacks that was not granted, on the GPU that comes closest to granting it."""
@@ -216,12 +216,12 @@ def _obstacle(offer: Offer, held: _Held, need: Amount, uid: int, reserved: Reser
 
     This is the one rule of what fits. It is `turn` when only what is kept for somebody who comes first is in the way.
     """
-    if (refusal := offer.refuses(uid)) is not None:
-        return refusal.limit
-    if not offer.many_users and held.is_others(uid):
+    if offer.refusal is not None and offer.refuses(uid) is not None:
+        return offer.refusal.limit
+    if held.uids and not offer.many_users and held.is_others(uid):
         return "user"
     limit = _lacking(offer, held.amount, need)
-    if limit is not None:
+    if limit is not None or reserved is NOTHING_RESERVED:
         return limit
     first, own = reserved.from_all.get(offer.gpu), reserved.from_own.get((offer.gpu, uid))
     # On a daemon that serves one uid at a time, whoever gets in before the other uid keeps it out for longer.
@@ -295,15 +295,12 @@ def _shortage(limit: str, offer: Offer, held: _Held, need: Amount, uid: int) -> 
 
 def _count(lease: Lease, move: Callable[[str, int, Amount, Amount], None]) -> Amount:
     """Count the shares of a lease in, or out, on their GPUs, and return what they come to together."""
-    whole, clients = NOTHING, places(lease)
+    threads = memory = 0
+    clients, processes = places(lease), lease.request.processes or 1
     for share in lease.shares:
-        here = amount(share, clients)
-        move(share.gpu, lease.owner.uid, here, _each(share.threads, share.memory, lease.request.processes or 1))
-        whole += here
-    return whole
-
-
-@lru_cache(maxsize=1024)
-def _each(threads: ActiveThreadPercentage, memory: PinnedDeviceMemLimit, processes: int) -> Amount:
-    """Return what each client process of a share gets."""
-    return part(Amount(threads.tenths, memory.bytes, processes))
+        here = Amount(share.threads.tenths, share.memory.bytes, clients)
+        each = here if clients == processes else Amount(here.threads, here.memory, processes)
+        move(share.gpu, lease.owner.uid, here, part(each))
+        threads += here.threads
+        memory += here.memory
+    return Amount(threads, memory, clients * len(lease.shares))

@@ -89,7 +89,7 @@ class DesiredState:
     @property
     def waits(self) -> bool:
         """Whether there is something to wait for, and no more than a state to be in."""
-        return self.intent in {Intent.DRAIN, Intent.RESTART}
+        return self.intent is Intent.DRAIN or self.intent is Intent.RESTART
 
     def is_late(self, now: float) -> bool:
         """Tell whether nobody is waited for any more; `now` is in seconds since boot."""

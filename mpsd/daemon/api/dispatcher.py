@@ -12,7 +12,6 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 from mpsd.core.errors import BodyTooLargeError, InternalError, InvalidRequestError, MpsdError, NotPermittedError
 from mpsd.core.reload import LiveSettings
 from mpsd.core.roles import Role, require
-from mpsd.core.settings import Settings
 from mpsd.daemon.api.answers import Encoder, Stream
 from mpsd.daemon.api.decoding import body_decoder, query_decoder
 from mpsd.daemon.api.request import Request, RequestBody, RequestQuery
@@ -38,6 +37,8 @@ class _Endpoint(NamedTuple):
 
     role: Role
     query: Callable[[str], RequestQuery | None]
+    without_query: RequestQuery | None
+    """What that is where a request brings none."""
     body: Callable[[bytes | bytearray], RequestBody] | None
     handle: Callable[[Request], Awaitable[Any]]
     encode: Encoder[Any]
@@ -48,6 +49,7 @@ class _Endpoint(NamedTuple):
         return cls(
             role=route.role,
             query=query_decoder(route.query),
+            without_query=None if route.query is None else route.query(),
             body=None if route.body is None else body_decoder(route.body),
             handle=route.handler(handlers),
             encode=route.answer.encode,
@@ -75,13 +77,19 @@ class Dispatcher(Generic[H]):
             methods, names = self._table.find(message.path)
             endpoint = None if message.trouble else methods.get(message.method)
             settings = self._settings.current
-            principal = _authorise(message, endpoint, settings)
+            principal = connection.peer.principal(settings)
+            # What matches no route needs a role too: a stranger learns nothing, not even what exists.
+            needed = Role.OBSERVER if endpoint is None else endpoint.role
+            require(principal.role, needed, contained=principal.contained)
             self._in_flight.begin(uid, settings.api.requests_per_uid)
             counted = True
             if endpoint is None:
                 answer: Answer | Stream = unroutable(message, methods)
+            elif endpoint.body is None or message.complete or await self._arrival(message):
+                request = _decoded(endpoint, message, principal, names)
+                answer = endpoint.encode(await endpoint.handle(request))
             else:
-                answer = await self._answer(endpoint, message, principal, names)
+                answer = unreadable(message)
             if isinstance(answer, Answer):
                 await connection.send(message, answer)
             else:
@@ -101,19 +109,11 @@ class Dispatcher(Generic[H]):
             if counted:
                 self._in_flight.end(uid)
 
-    async def _answer(
-        self, endpoint: _Endpoint, message: Message, principal: Principal, names: Mapping[str, str]
-    ) -> Answer | Stream:
-        """Read a request's body, decode what the request brings, have it handled, and encode the answer."""
-        if endpoint.body is not None and not message.complete:  # most bodies came with their request
-            await self._arrival(message)
-            if message.trouble:
-                return unreadable(message)
-        request = _decoded(endpoint, message, principal, names)
-        return endpoint.encode(await endpoint.handle(request))
+    async def _arrival(self, message: Message) -> bool:
+        """Wait for the rest of a request's body, and tell whether it can be read: most bodies came with their request.
 
-    async def _arrival(self, message: Message) -> None:
-        """Wait for the rest of a request's body. Raises InvalidRequestError when the body does not come in time."""
+        Raises InvalidRequestError when the body does not come in time.
+        """
         seconds = self._settings.current.api.header_deadline
         try:
             async with asyncio.timeout(seconds):
@@ -124,6 +124,7 @@ class Dispatcher(Generic[H]):
                 hint="send the whole body at once",
                 limit="api.header_deadline",
             ) from None
+        return not message.trouble
 
     def _note_refusal(self, error: MpsdError, message: Message) -> None:
         """Log who asked for what it may not have."""
@@ -139,20 +140,9 @@ class Dispatcher(Generic[H]):
         )
 
 
-def _authorise(message: Message, endpoint: _Endpoint | None, settings: Settings) -> Principal:
-    """Return who calls. Raises NotPermittedError unless the caller's role is sufficient.
-
-    What matches no route needs a role too: a stranger learns nothing, not even what exists.
-    """
-    principal = message.connection.peer.principal(settings)
-    needed = Role.OBSERVER if endpoint is None else endpoint.role
-    require(principal.role, needed, contained=principal.contained)
-    return principal
-
-
 def _decoded(endpoint: _Endpoint, message: Message, principal: Principal, names: Mapping[str, str]) -> Request:
     """Return a request as its handler gets it. Raises InvalidRequestError, and BodyTooLargeError."""
-    query = endpoint.query(message.query)
+    query = endpoint.query(message.query) if message.query else endpoint.without_query
     body = None
     if endpoint.body is not None:
         if len(message.body) > MAXIMUM_BODY:
@@ -160,12 +150,12 @@ def _decoded(endpoint: _Endpoint, message: Message, principal: Principal, names:
                 f"the request body exceeds {MAXIMUM_BODY} bytes", hint="send a smaller body", limit="body"
             )
         body = endpoint.body(message.body)
-    peer, role = message.connection.peer, principal.role or Role.OBSERVER
+    peer = message.connection.peer
     return Request(
         principal.credentials,
         principal.user,
-        role >= Role.ADMIN,
-        role >= Role.OPERATOR,
+        principal.admin,
+        principal.operator,
         peer.process,
         peer.has_left,
         names,

@@ -1,6 +1,6 @@
 """What the routes of the leases do: who may see and change which lease, and who holds a new one."""
 
-from collections.abc import Collection
+from collections.abc import Awaitable, Collection
 from datetime import timedelta
 from functools import lru_cache
 from typing import Annotated, Final
@@ -134,30 +134,35 @@ class LeaseHandlers:
             raise NotPermittedError(
                 "only an administrator can take out a lease for another user", hint="omit owner, or ask root to do it"
             )
-        ttl = quota.time_to_live(quota.quota_of(request.user, self._node.settings.current), body.ttl)
-        with naming.of_request(request, body, self._node.settings.current, is_bounded=ttl is not None) as (
-            owner,
-            user,
-            named,
-        ):
-            try:
-                lease = await self._node.admit(
-                    _lease_request(body),
-                    owner,
-                    named,
-                    user,
-                    wait=body.wait,
-                    ttl=body.ttl,
-                    has_left=request.has_left,
-                    is_named=body.pid is not None or body.holder is not None,
-                )
-            except CapacityError as error:
-                if error.limit in health.LIMITS and not request.operator:
-                    error.hint = health.REFUSED_HINT
-                elif isinstance(error, DoesNotFitError):
-                    error.hint += self._holding(request, error)
-                raise
+        try:
+            if body.pid is None and body.holder is None and body.owner is None:
+                lease = await self._admit(request, body, naming.of_peer(request), is_named=False)
+            else:
+                is_named = body.pid is not None or body.holder is not None
+                with naming.of_request(request, body, self._node.settings.current) as named:
+                    lease = await self._admit(request, body, named, is_named=is_named)
+        except CapacityError as error:
+            if error.limit in health.LIMITS and not request.operator:
+                error.hint = health.REFUSED_HINT
+            elif isinstance(error, DoesNotFitError):
+                error.hint += self._holding(request, error)
+            raise
         return _lease_out(lease)
+
+    def _admit(
+        self, request: Request, body: lease_schema.LeaseRequest, named: naming.Named, *, is_named: bool
+    ) -> Awaitable[Lease]:
+        owner, user, holder = named
+        return self._node.admit(
+            _lease_request(body),
+            owner,
+            holder,
+            user,
+            wait=body.wait,
+            ttl=body.ttl,
+            has_left=request.has_left,
+            is_named=is_named,
+        )
 
     def _holding(self, request: Request, error: DoesNotFitError) -> str:
         """Say which leases hold most of what a request lacks: each that its caller may see, and the others' sum."""
@@ -312,6 +317,8 @@ def _lease_out(lease: Lease, place: QueuePlace | None = None, *, secret: bool = 
 _threads: Final = lru_cache(64)(ActiveThreadPercentage.parse)
 _memory: Final = lru_cache(64)(PinnedDeviceMemLimit.parse)
 
+_STOPS: Final = {each.value: each for each in model.Stop}
+
 
 def _lease_request(body: lease_schema.LeaseRequest) -> model.LeaseRequest:
     """Turn what came over the wire into the value that is decided upon. Raises InvalidRequestError."""
@@ -327,6 +334,6 @@ def _lease_request(body: lease_schema.LeaseRequest) -> model.LeaseRequest:
         labels=body.labels,
         request_id=body.request_id,
         client_priority=body.client_priority,
-        stop=model.Stop(body.stop),
+        stop=_STOPS[body.stop],
         ttl=body.ttl,
     )

@@ -5,7 +5,8 @@ These types are the API's document too, as those of `schema` are.
 
 from collections.abc import Mapping
 from datetime import datetime, timedelta
-from typing import Annotated, ClassVar
+from operator import attrgetter
+from typing import Annotated, ClassVar, Final
 
 from msgspec import Meta, Struct, field
 
@@ -21,7 +22,6 @@ from mpsd.core.model import (
     HoldingProcess,
     Lease,
     LeaseState,
-    Owner,
     Share,
     Stop,
 )
@@ -194,11 +194,6 @@ class OwnerOut(Struct):
     pid: int
     start_time: Moment | None
 
-    @classmethod
-    def of(cls, owner: Owner) -> "OwnerOut":
-        """Make it from the value."""
-        return cls(owner.uid, owner.gid, owner.pid, owner.started)
-
 
 class ShareOut(Struct):
     """What a lease has on one GPU, and what each of its client processes there must have in its environment."""
@@ -212,8 +207,7 @@ class ShareOut(Struct):
     @classmethod
     def of(cls, share: Share, own: Mapping[str, str]) -> "ShareOut":
         """Make it from the value; `own` are the variables of its lease."""
-        env = {**share.env, **own}
-        return cls(share.gpu, share.daemon, float(share.threads), share.memory.bytes, env)
+        return cls(share.gpu, share.daemon, share.threads.tenths / 10, share.memory.bytes, {**share.env, **own})
 
 
 class KeeperOut(Struct):
@@ -231,6 +225,10 @@ class WaitOut(Struct):
     position: int
     waits_for: str
     because: str
+
+
+_GPU_OF: Final = attrgetter("gpu")
+_PID_OF: Final = attrgetter("pid")
 
 
 class LeaseOut(Struct):
@@ -280,22 +278,23 @@ class LeaseOut(Struct):
     def of(cls, lease: Lease, *, expires: datetime | None, place: QueuePlace | None, secret: bool) -> "LeaseOut":
         """Make it from the value. `secret`: whether it is for somebody who may have the lease's token."""
         own = {LEASE: lease.id, TOKEN: lease.token} if secret and lease.token else {LEASE: lease.id}
-        request, shares = lease.request, [ShareOut.of(share, own) for share in lease.shares]
+        request, owner, shares = lease.request, lease.owner, [ShareOut.of(share, own) for share in lease.shares]
         first = shares[0] if shares else None
+        is_closing = lease.closing and lease.state is not LeaseState.ENDED
         return cls(
             id=lease.id,
             state=lease.state,
-            because=f"its clients are being ended: {lease.closing}" if _is_closing(lease) else lease.because,
-            gpus=[share.gpu for share in shares],
+            because=f"its clients are being ended: {lease.closing}" if is_closing else lease.because,
+            gpus=[*map(_GPU_OF, shares)],
             daemon=first.daemon if first else None,
-            owner=OwnerOut.of(lease.owner),
+            owner=OwnerOut(owner.uid, owner.gid, owner.pid, owner.started),
             holders=[HolderOut.of(each) for each in lease.holders],
             active_thread_percentage=first.active_thread_percentage if first else _percent(request.threads),
             pinned_device_mem_limit=first.pinned_device_mem_limit if first else _bytes(request.memory),
             env=first.env if first else {},
             shares=shares,
-            clients=[client.pid for client in lease.clients],
-            bearers=[bearer.pid for bearer in lease.bearers],
+            clients=[*map(_PID_OF, lease.clients)],
+            bearers=[*map(_PID_OF, lease.bearers)],
             processes=request.processes or 0,
             priority=request.priority,
             client_priority=request.client_priority,
@@ -309,10 +308,6 @@ class LeaseOut(Struct):
             request_id=request.request_id,
             wait=WaitOut(place.position, place.waits_for.limit, place.waits_for.because) if place else None,
         )
-
-
-def _is_closing(lease: Lease) -> bool:
-    return bool(lease.closing) and lease.state is not LeaseState.ENDED
 
 
 def _percent(threads: ActiveThreadPercentage | None) -> float | None:

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, TypeAlias
 
+from mpsd.core.admission import quota
 from mpsd.core.errors import InvalidRequestError, NotPermittedError, PeerUnknownError
 from mpsd.core.holders import holders
 from mpsd.core.holders.holders import claim_of
-from mpsd.core.model import Claim, GroupLife, Lease, Owner
+from mpsd.core.model import Claim, GroupLife, HoldingProcess, Lease, Owner
 from mpsd.core.roles import UserIdentity
 from mpsd.core.settings import Settings
 from mpsd.daemon.api.lease_schema import HolderRequest, LeaseRequest, RequestedClaim, RequestedOwner
@@ -24,11 +25,22 @@ Named: TypeAlias = tuple[Owner, UserIdentity, NamedHolder]
 _ONE: Final = "name one holder"
 
 
-@contextmanager
-def of_request(request: Request, body: LeaseRequest, settings: Settings, *, is_bounded: bool) -> Iterator[Named]:
-    """Give what a request for a lease names; `is_bounded` tells whether the lease will have a time to live.
+def of_peer(request: Request) -> Named:
+    """Return who holds a lease, and whose it is, where a request names nothing: the process that connected.
 
-    Raises InvalidRequestError, NotPermittedError and PeerUnknownError.
+    Its connection has that open, and closes it. Raises PeerUnknownError.
+    """
+    living, credentials = _connected(request), request.credentials
+    started = living.started
+    owner = Owner(credentials.uid, credentials.gid, living.identity.pid, started)
+    return owner, request.user, NamedHolder(HoldingProcess(living.identity, started), living)
+
+
+@contextmanager
+def of_request(request: Request, body: LeaseRequest, settings: Settings) -> Iterator[Named]:
+    """Give what a request for a lease names.
+
+    Raises InvalidRequestError, NotPermittedError, PeerUnknownError and QuotaError.
     """
     holder = body.holder
     if holder is None:
@@ -43,7 +55,8 @@ def of_request(request: Request, body: LeaseRequest, settings: Settings, *, is_b
         return
     group = _group(request, holder.cgroup, holder.unit)
     try:
-        _check_group(request, group, is_bounded=is_bounded)
+        ttl = quota.time_to_live(quota.quota_of(request.user, settings), body.ttl)
+        _check_group(request, group, is_bounded=ttl is not None)
         uid, gid = _user_of_group(request, group, body.owner)
         yield *_owner(request, body.owner, uid, gid, None), NamedHolder.group(group, GroupLife(holder.life))
     finally:

@@ -1,7 +1,7 @@
 """What a handler gets of a request, and the base classes of the two values that a request may bring."""
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from msgspec import Struct
 
@@ -21,7 +21,7 @@ class RequestQuery(Struct, frozen=True):
     """The base of each type that a route takes as its query parameters; `decoding.parameter` describes a field."""
 
 
-class Request(NamedTuple):
+class Request(Struct, frozen=True):
     """A request as a handler gets it: who calls, what the path names, and the typed query and body.
 
     `query` and `body` have the types that the route's row names, and are None where it names none.

@@ -100,7 +100,7 @@ class PipeAccess:
         let_in = self.let_in.let_in
         if self._many_users is not False or let_in.everybody:
             return False
-        return let_in.others or any(each != uid for each in let_in.uids)
+        return let_in.others or let_in.uids not in {(), (uid,)}
 
     def are_last_users(self, uids: Collection[int | None]) -> bool:
         """Tell whether all of these are uids that a control daemon let in which serves one user at a time."""

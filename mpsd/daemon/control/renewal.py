@@ -50,16 +50,14 @@ class Renewal:
         """Whether anybody is a client, those included that mpsd cannot see: their pid is 0."""
         return bool(self._observer.present) or any(0 in server.clients for server in self._observer.servers)
 
-    def want(self, uid: int, ask: Callable[[], Callable[[], bool]]) -> bool:
-        """Replace the daemon where its user was another until now, and nobody is left of that; tell whether it is so.
+    def want(self, uid: int, ask: Callable[[], Callable[[], bool]]) -> None:
+        """Replace the daemon, whose user was another until now, for this uid, where nobody is left of the other.
 
         `ask` has the daemon asked who is there, and returns what tells whether that was done.
         """
-        is_left = self._lifecycle.state is State.READY and self._pipe_access.was_anothers(uid)
-        if is_left and not self._is_used and self._next_user is None:
+        if self._lifecycle.state is State.READY and not self._is_used and self._next_user is None:
             # Its last user cannot connect any more: whoever is a client is named by the answer to this question.
             self._next_user = uid, ask()
-        return self.is_running or self.is_due
 
     def begin(self) -> int | None:
         """Begin once the daemon has named no client, and return its next user; None when it is not replaced now."""

@@ -206,9 +206,9 @@ class Supervisor:
 
         Whatever such a one still has open, the log's FIFO or a connection, is nothing to the daemon of the next user.
         """
-        if self.drainer.desired.waits:
-            return self._renewal.is_running or self._renewal.is_due
-        return self._renewal.want(uid, self.ask)
+        if self._pipe_access.was_anothers(uid) and not self.drainer.desired.waits:
+            self._renewal.want(uid, self.ask)
+        return self._renewal.is_running or self._renewal.is_due
 
     def distrust(self, because: str | None) -> None:
         """Have the daemon replaced as soon as nobody is left, since its server may serve nobody; None: no more."""

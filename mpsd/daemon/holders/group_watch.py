@@ -85,7 +85,7 @@ class GroupWatch:
 
     def unwatch(self, lease_id: str) -> None:
         """Cut every tie of a lease."""
-        for holder in self.of(lease_id):
+        for holder in self._of.get(lease_id, ()):
             self.cut(lease_id, holder)
 
     def cut(self, lease_id: str, holder: HoldingGroup) -> None:

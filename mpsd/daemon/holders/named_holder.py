@@ -1,14 +1,13 @@
 """A holder that somebody has named, held fast until leases are tied to it: no pid or path can be reused meanwhile."""
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from mpsd.core.model import Claim, GroupLife, Holder, HoldingGroup, HoldingProcess
 from mpsd.system.control_groups import OpenGroup
 from mpsd.system.process import Process
 
 
-@dataclass(frozen=True, slots=True)
-class NamedHolder:
+class NamedHolder(Struct, frozen=True):
     """A process, by its pidfd, a control group, by its descriptor, or a claim, which nobody holds."""
 
     holder: Holder

@@ -41,6 +41,8 @@ _SLOW: Final = 5.0
 
 _VERSIONS: Final = {"1.0", "1.1"}
 
+_NO_CONTENT: Final = int(http.HTTPStatus.NO_CONTENT)
+
 
 class Connection(asyncio.BufferedProtocol):
     """One connection, and who is at the other end."""
@@ -109,7 +111,8 @@ class Connection(asyncio.BufferedProtocol):
         self._next.clear()
         if self.task is not None:
             self.task.cancel()
-        self._note_spoken()
+        if not self.spoken.done():
+            self.spoken.set_result(None)
         self._inside.discard(self)
         self.peer.close()
 
@@ -141,27 +144,36 @@ class Connection(asyncio.BufferedProtocol):
         return self._parser is not None and not self._next and (not self.is_answering or self._coming is not None)
 
     def _read(self, data: memoryview | bytearray) -> None:
-        assert self._parser is not None  # noqa: S101 - it listens
+        parser = self._parser
+        assert parser is not None  # noqa: S101 - it listens
         self._size += len(data)
         try:
-            self._feed(self._parser, data)
+            try:
+                parser.feed_data(data)
+            except httptools.HttpParserUpgrade as offer:
+                self._decline(parser, data[int(offer.args[0]) :])
         except httptools.HttpParserError as error:
             self._cannot_read(str(error))
         else:
             if self._size > (_LONGEST_HEAD if self._coming is None else _LARGEST):
                 self._cannot_read("it is too long")
 
-    def _feed(self, parser: httptools.HttpRequestParser, data: memoryview | bytearray) -> None:
-        """Have it read; a request that offers another protocol again, without the offer: see `on_headers_complete`."""
-        while data:
+    def _decline(self, parser: httptools.HttpRequestParser, data: memoryview | bytearray) -> None:
+        """Have a request that offers another protocol read without the offer, and what comes behind its head.
+
+        See `on_headers_complete`.
+        """
+        while True:
+            head, self._head = self._head, b""
+            if not head:
+                self._parser = None  # CONNECT: what follows is for somebody else
+                return
+            parser.feed_data(head)
+            if not data:
+                return
             try:
                 parser.feed_data(data)
             except httptools.HttpParserUpgrade as offer:
-                head, self._head = self._head, b""
-                if not head:
-                    self._parser = None  # CONNECT: what follows is for somebody else
-                    return
-                parser.feed_data(head)
                 data = data[int(offer.args[0]) :]
             else:
                 return
@@ -232,7 +244,8 @@ class Connection(asyncio.BufferedProtocol):
         message, self._coming, self._size = self._coming, None, 0
         if message is not None:
             message.complete = True
-            message.wake()
+            if self.is_answering:  # or nobody waits for its body yet
+                message.wake()
 
     # -- what is answered ----------------------------------------------------------------------------------------------
 
@@ -241,7 +254,8 @@ class Connection(asyncio.BufferedProtocol):
         while self._transport is not None:
             if not self.is_answering and self._next and not self._last:
                 self.is_answering, self.deadline = True, inf
-                self._note_spoken()
+                if not self.spoken.done():
+                    self.spoken.set_result(None)
                 self._in_hand.set_result(self._next.popleft())
             elif self._later and not self._last and self._listens():
                 self._read_later(self._transport)
@@ -275,10 +289,6 @@ class Connection(asyncio.BufferedProtocol):
             if self._in_hand.done():
                 await asyncio.sleep(0)  # the next one came with it; all others are asked first
 
-    def _note_spoken(self) -> None:
-        if not self.spoken.done():
-            self.spoken.set_result(None)
-
     def leave(self) -> None:
         """Answer what is in hand, if anything is, and close."""
         self._last = True
@@ -295,13 +305,14 @@ class Connection(asyncio.BufferedProtocol):
 
     async def send(self, message: Message, answer: Answer) -> None:
         """Send an answer, and return when the kernel has it. Raises ConnectionResetError."""
-        more = self._end(message)
-        if answer.status != http.HTTPStatus.NO_CONTENT:
-            more += b"Content-Length: %d\r\n" % len(answer.body)
+        head = _head(answer.status, answer.kind, clock.second(), message.close or self.parting or self._last)
         if answer.allow:
-            more += b"Allow: %b\r\n" % answer.allow.encode()
-        body = b"" if message.method == "HEAD" else answer.body
-        self._put(b"%b%b\r\n%b" % (_head(answer.status, answer.kind, clock.second()), more, body))
+            head += b"Allow: %b\r\n" % answer.allow.encode()
+        if answer.status == _NO_CONTENT:
+            self._put(head + b"\r\n")
+        else:
+            body = b"" if message.method == "HEAD" else answer.body
+            self._put(b"%bContent-Length: %d\r\n\r\n%b" % (head, len(answer.body), body))
         if self._taken is not None:  # hardly ever
             await self._drain()
 
@@ -310,7 +321,8 @@ class Connection(asyncio.BufferedProtocol):
         framing = b"" if message.old else b"Transfer-Encoding: chunked\r\n"
         with ExitStack() as on_failure:
             on_failure.callback(self.abort)  # half of an answer is on its way, which nothing else can follow
-            await self._write(b"%b%b%b\r\n" % (_head(200, kind, clock.second()), framing, self._end(message)))
+            head = _head(200, kind, clock.second(), message.close or self.parting or self._last)
+            await self._write(b"%b%b\r\n" % (head, framing))
             if message.method != "HEAD":
                 await self._write_all(message, pieces)
             on_failure.pop_all()
@@ -324,10 +336,6 @@ class Connection(asyncio.BufferedProtocol):
     async def bid_continue(self) -> None:
         """Have a caller send the body that it holds back. Raises ConnectionResetError."""
         await self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
-
-    def _end(self, message: Message) -> bytes:
-        """Return what tells a caller that nothing comes behind this answer, if so."""
-        return b"Connection: close\r\n" if message.close or self.parting or self._last else b""
 
     async def _write(self, data: bytes) -> None:
         self._put(data)
@@ -360,8 +368,9 @@ class Connection(asyncio.BufferedProtocol):
 
 
 @lru_cache(64)
-def _head(status: int, kind: str, second: int) -> bytes:
-    """Return how an answer in this second begins."""
+def _head(status: int, kind: str, second: int, last: bool) -> bytes:  # noqa: FBT001 - a cache takes no names for free
+    """Return how an answer in this second begins; `last` tells whether nothing comes behind it."""
     date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(second))
-    media = "" if status == http.HTTPStatus.NO_CONTENT else f"Content-Type: {kind}\r\n"
-    return f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\nDate: {date}\r\n{media}".encode()
+    media = "" if status == _NO_CONTENT else f"Content-Type: {kind}\r\n"
+    close = "Connection: close\r\n" if last else ""
+    return f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\nDate: {date}\r\n{media}{close}".encode()

@@ -2,8 +2,10 @@
 
 import asyncio
 import re
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote
+
+from msgspec import Struct
 
 if TYPE_CHECKING:
     from mpsd.daemon.http.connection import Connection
@@ -14,7 +16,7 @@ MAXIMUM_BODY: Final = 64 * 1024
 _ORIGIN: Final = re.compile(r"https?://[^/]*", re.IGNORECASE)
 
 
-class Answer(NamedTuple):
+class Answer(Struct, frozen=True):
     """What is answered: a status, a body and its media type, and for a wrong method those that are right."""
 
     status: int
@@ -32,7 +34,11 @@ class Message:
     def __init__(self, connection: "Connection", method: str, target: bytes) -> None:
         self.connection = connection
         self.method = method
-        self.path, self.query = _path(target)
+        path, _, self.query = target.decode(errors="replace").partition("?")
+        if not path.startswith("/"):
+            path = _ORIGIN.sub("", path)  # as one sends it to a proxy: with scheme and host
+        self.path = unquote(path) if "%" in path else path
+        """What it is for, decoded; and, in `query`, what is asked about that."""
         self.body = bytearray()
         """As much as has come of it; of one that is too large, not much more than shows that it is."""
         self.expects = False
@@ -66,11 +72,3 @@ class Message:
         if not (self.complete or self.trouble or len(self.body) > MAXIMUM_BODY):
             self._arrived = asyncio.get_running_loop().create_future()
             await self._arrived
-
-
-def _path(target: bytes) -> tuple[str, str]:
-    """Return the path of what a request is for, decoded, and what is asked about it."""
-    path, _, query = target.decode(errors="replace").partition("?")
-    if not path.startswith("/"):
-        path = _ORIGIN.sub("", path)  # as one sends it to a proxy: with scheme and host
-    return unquote(path) if "%" in path else path, query

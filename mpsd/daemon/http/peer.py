@@ -30,6 +30,9 @@ class Principal:
     role: Role | None
     contained: bool = False
     """Whether it would be an administrator, were it not in a container."""
+    admin: bool = False
+    operator: bool = False
+    """Whether it may hold, drain and resume control daemons, as an administrator may too."""
 
 
 class Peer:
@@ -37,6 +40,8 @@ class Peer:
 
     def __init__(self, connection: socket.socket) -> None:
         self.credentials = peer_credentials(connection)
+        self.uid = self.credentials.uid
+        """The uid that connected."""
         self._connection = connection
         self._accepted = clock.since_boot()
         self._process: Process | None = None
@@ -44,11 +49,6 @@ class Peer:
         self._settings: Settings | None = None
         self._hang_up = select.poll()
         self._hang_up.register(connection, 0)  # which leaves that it was hung up, and nothing else
-
-    @property
-    def uid(self) -> int:
-        """The uid that connected."""
-        return self.credentials.uid
 
     def principal(self, settings: Settings) -> Principal:
         """Return who it is, and which role that is, by uid and groups; other settings may give it another.
@@ -61,7 +61,10 @@ class Peer:
             may = may_administer(user, settings, own_uid=process_table.own_uid())
             contained = may and self._is_contained()
             role = role_of(user, settings, administers=may and not contained)
-            self._principal, self._settings = Principal(self.credentials, user, role, contained), settings
+            rank = role or Role.OBSERVER
+            admin, operator = rank >= Role.ADMIN, rank >= Role.OPERATOR
+            self._principal = Principal(self.credentials, user, role, contained, admin, operator)
+            self._settings = settings
         return self._principal
 
     def _is_contained(self) -> bool:

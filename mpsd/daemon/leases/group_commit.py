@@ -56,6 +56,7 @@ class GroupCommit:
         self._finish = finish
         self._find = find
         self._refuse = refuse
+        self._loop = asyncio.get_running_loop()  # to ask for it at each change takes a system call
         self._due = False
         """Whether something has to be stored."""
         self._awaited = False
@@ -85,12 +86,13 @@ class GroupCommit:
         if lease.state is LeaseState.WAITING:
             self.change(lease, EventName.LEASE_WAITS, because=lease.because)
             return
+        first = lease.shares[0]
         self.change(
             lease,
             EventName.LEASE_GRANTED,
             gpus=[share.gpu for share in lease.shares],
-            active_thread_percentage=float(lease.shares[0].threads),
-            pinned_device_mem_limit=lease.shares[0].memory.bytes,
+            active_thread_percentage=first.threads.tenths / 10,
+            pinned_device_mem_limit=first.memory.bytes,
             processes=lease.request.processes or 0,
             **group_names.facts_of(lease.holders[0]),
             because=lease.because,
@@ -106,7 +108,7 @@ class GroupCommit:
         self._due = True
         if not self._awaited:
             self._awaited = True
-            asyncio.get_running_loop().call_soon(self._pass)
+            self._loop.call_soon(self._pass)
 
     def _pass(self) -> None:
         """End this turn of the loop, and store what was not stored at once."""
@@ -127,10 +129,10 @@ class GroupCommit:
 
     async def stored(self, lease_id: str) -> None:
         """Wait until a lease is stored as it is. Raises StorageError when that failed; it is tried again and again."""
-        if self._store.is_late(lease_id):
+        if lease_id in self._store.late:
             self._schedule()
         await self.over()
-        if self._store.is_late(lease_id):
+        if lease_id in self._store.late:
             raise StorageError(f"the state of lease {lease_id} could not be stored: {self.trouble}", hint=_MAKE_ROOM)
 
     def look_for_room(self) -> None:
@@ -147,7 +149,7 @@ class GroupCommit:
             return
         if because:
             self._log.error(EventName.STORE_REWRITTEN, because=because)
-        if self._store.is_late():
+        if self._store.late:
             self._schedule()
         if not self.trouble or not self._store.has_room():
             return
@@ -164,9 +166,10 @@ class GroupCommit:
         if result.because:
             events = self._without(result, events)
         if events:
-            self._add(events)
+            self._unpublished.append((clock.now(), events))
+            self._reached = self._store.batch
             if self._publishing is None:
-                self._publishing = asyncio.get_running_loop().call_later(_DELAY, self._publish)
+                self._publishing = self._loop.call_later(_DELAY, self._publish)
 
     def close(self) -> None:
         """Store and tell what is left."""
@@ -182,22 +185,19 @@ class GroupCommit:
             because = f"it was not granted because it could not be stored: {result.because}"
             self._refuse(lease.id, because, StorageError(because, hint=_MAKE_ROOM))
         refused = {lease.id for lease in result.refused}
-        self._events += [each for each in events if self._store.is_late(each.lease)]
-        return [each for each in events if each.lease not in refused and not self._store.is_late(each.lease)]
+        self._events += [each for each in events if each.lease in self._store.late]
+        return [each for each in events if each.lease not in refused and each.lease not in self._store.late]
 
     def publish_again(self, events: Sequence[LeaseEvent]) -> None:
         """Tell what an earlier mpsd has stored, and had not told when it died."""
-        self._add(events)
+        self._unpublished.append((clock.now(), events))
+        self._reached = self._store.batch
         self._publish()
 
     def catch_up(self) -> None:
         """Tell what waits for that, if anything does: something else is about to be told."""
         if self._unpublished:
             self._publish()
-
-    def _add(self, events: Sequence[LeaseEvent]) -> None:
-        self._unpublished.append((clock.now(), events))
-        self._reached = self._store.batch
 
     def _publish(self) -> None:
         """Log what is stored, and note what of that is in the history, and need not be told again."""

@@ -142,7 +142,8 @@ class LeaseStore:
         self._free: list[int] = []
         self._new = itertools.count(1)
         """The numbers of the rows that there are not yet."""
-        self._late: dict[str, Lease] = {}
+        self.late: dict[str, Lease] = {}
+        """The leases that are not on disk as they are, by id."""
         self._unwritten = ""
         """Why the file is new and has nothing of this in it yet, if so: what is not beside all else is not stored."""
         self._incomplete: dict[str, str] | None = None
@@ -151,10 +152,6 @@ class LeaseStore:
         """The number of the latest turn of the loop that had news."""
         self._published = 0
         """The number of the latest of which the news are in the history."""
-
-    def is_late(self, lease_id: str | None = None) -> bool:
-        """Tell whether a lease, or any, is not on disk as it is."""
-        return bool(self._late) if lease_id is None else lease_id in self._late
 
     def has_room(self) -> bool:
         """Tell whether there is room for more leases."""
@@ -257,9 +254,9 @@ class LeaseStore:
         What there is to tell about them is stored with them, so that it is told even if mpsd dies before it has told
         it. Where there is no room, the ends are stored all the same, as long as there is ballast for them.
         """
-        if self._late:
-            changed = {**self._late, **changed}
-            self._late = {}
+        if self.late:
+            changed = {**self.late, **changed}
+            self.late = {}
         if not changed:
             return _ALL_STORED
         try:
@@ -274,10 +271,10 @@ class LeaseStore:
         try:
             self._commit(ended.values(), [each for each in events if each.lease in ended])
         except StorageError as error:
-            self._late.update(ended)
+            self.late.update(ended)
             because = error.detail
         refused = tuple(lease for lease in alive if not self._is_promised(lease))
-        self._late.update({lease.id: lease for lease in alive if lease not in refused})
+        self.late.update({lease.id: lease for lease in alive if lease not in refused})
         return CommitResult(because, refused)
 
     def _is_promised(self, lease: Lease) -> bool:

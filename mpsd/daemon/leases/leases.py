@@ -6,6 +6,7 @@ commit; only then is it told, as an event and to the callers.
 
 import asyncio
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Final
@@ -89,7 +90,7 @@ class Leases:
         """Called with a lease that has ended while it had clients."""
         self._pending: dict[str, PendingRequest] = {}
         """By lease whose outcome nobody has heard yet."""
-        self._ended: dict[str, Lease] = {}
+        self._ended = OrderedDict[str, Lease]()
         self._unsettled = False
         """Whether something ended in this turn, so that others may be granted what it had."""
         self._offered: Iterable[Offer] | None = None
@@ -377,9 +378,9 @@ class Leases:
         self._unsettled = True
         self._limit_gates.follow(ended)
         self._ended[lease_id] = ended
-        while len(self._ended) > _MOST_ENDED:
-            del self._ended[next(iter(self._ended))]
-        if not {*ended.clients}.isdisjoint(self._holder_watch.processes.of(lease_id)):
+        if len(self._ended) > _MOST_ENDED:
+            self._ended.popitem(last=False)
+        if ended.clients and not {*ended.clients}.isdisjoint(self._holder_watch.processes.of(lease_id)):
             self.left_behind(ended)
         self._holder_watch.unwatch(lease_id)
         self.request_ids.forget(ended)

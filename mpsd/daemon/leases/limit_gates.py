@@ -179,21 +179,26 @@ class LimitGates:
         self._changed.set()
 
     def _await(self, lease: Lease, *, anew: bool) -> None:
-        how_long = self._awaited(lease)
-        now = clock.monotonic()
+        how_long, now = self._awaited(lease), clock.monotonic()
         for share in lease.shares:
             gate = self._gates.get(share.daemon)
             if gate is None:  # the GPU of a lease of an earlier mpsd may be gone
                 continue
-            limits = ceiling.each_process(lease, share)
-            is_other = gate.expected.expect(lease.id, limits, how_long, now=now, anew=anew)
+            limits = None if how_long is Awaited.NOBODY else ceiling.each_process(lease, share)
+            if limits is None:
+                is_other = gate.expected.forget(lease.id)
+            else:
+                is_other = gate.expected.expect(lease.id, limits, how_long, now=now, anew=anew)
             if not anew:
                 continue  # whoever says so settles all of them
-            is_wider = is_other and how_long is not Awaited.NOBODY
-            if is_wider or how_long is Awaited.WINDOW or self._rules.attach is Attach.STRICT:
+            if how_long is Awaited.WINDOW or self._rules.attach is Attach.STRICT:
                 self._settle(gate)
-            elif is_other:  # whoever asks next may well need what this one leaves
+            elif is_other and limits is None:  # whoever asks next may well need what this one leaves
                 gate.lower_at = min(gate.lower_at, now + _LINGER)
+            elif is_other and limits == gate.limits:  # as left by one before: they hold, and all others need no more
+                gate.lower_at = NEVER
+            elif is_other:
+                self._settle(gate)
             self._wake_if_needed(gate)
         if anew and lease.clients and how_long is Awaited.ALWAYS and self._rules.attach is not Attach.ANYTIME:
             self._pause = 2 * _FIRST_READING
@@ -251,14 +256,22 @@ class LimitGates:
         if self._waiting or gate.lower_at < self._wakes or gate.until < self._wakes:
             self._changed.set()
 
-    def _is_open(self, lease: Lease) -> bool:
-        """Tell whether a lease's clients can attach as it is: no turns, no window that may have begun, no trouble."""
-        if self._rules.attach is not Attach.ANYTIME and (self._rules.attach is Attach.STRICT or lease.clients):
+    def _open_at_once(self, lease: Lease) -> bool:
+        """Let a lease's uid in, and tell whether its clients can attach as it is, as they mostly can.
+
+        They can where there are no turns, no window that may have begun, and no trouble. Raises PipeAccessError.
+        """
+        attach = self._rules.attach
+        is_open, renews = attach is Attach.ANYTIME or (attach is Attach.SHARED and not lease.clients), False
+        for share in lease.shares:
+            gate = self._gates.get(share.daemon)
+            if gate is not None:
+                renews = gate.supervisor.renew_for(lease.owner.uid) or renews
+                is_open = is_open and not gate.supervisor.trouble
+        if renews:
             return False
-        for share in lease.shares:  # at every grant: a generator would take twice as long
-            if share.daemon in self._gates and self._gates[share.daemon].supervisor.trouble:
-                return False
-        return True
+        self._pipe_access.open(lease)
+        return is_open
 
     async def open(self, lease: Lease) -> None:
         """Return when a lease's clients can attach: the way is open, and so are its limits, which were read back.
@@ -266,14 +279,9 @@ class LimitGates:
         One that is claimed only has none yet, so that it returns at once. Raises PipeAccessError, and
         DaemonNotReadyError when a control daemon does not get that far.
         """
-        if claim_of(lease) is not None:
+        if claim_of(lease) is not None or self._open_at_once(lease):
             return
         gates = [self._gates[share.daemon] for share in lease.shares if share.daemon in self._gates]
-        renewing = [gate.supervisor.renew_for(lease.owner.uid) for gate in gates]
-        if not any(renewing):
-            self._pipe_access.open(lease)
-            if self._is_open(lease):
-                return  # as mostly
         gates.sort(key=lambda gate: gate.supervisor.name)
         for gate in gates:
             gate.expected.ask(lease.id)

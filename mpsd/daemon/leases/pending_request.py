@@ -2,15 +2,15 @@
 
 import asyncio
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Self
+
+from msgspec import Struct
 
 from mpsd.core.errors import DoesNotFitError, MpsdError, StoppingError
 from mpsd.core.model import Lease
 
 
-@dataclass(slots=True)
-class PendingRequest:
+class PendingRequest(Struct):
     """Who listens for the outcome of a request, and what it is."""
 
     uid: int

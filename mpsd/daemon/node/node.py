@@ -10,7 +10,7 @@ from msgspec import structs
 
 from mpsd.core import gpus, health
 from mpsd.core.admission import quota
-from mpsd.core.admission.admission import Amount, Offer
+from mpsd.core.admission.admission import NOTHING, Offer
 from mpsd.core.enforcement import violations
 from mpsd.core.errors import DaemonNotReadyError, MpsdError, NotFoundError, RequestIdReusedError, StorageError
 from mpsd.core.health import NodeHealth
@@ -153,7 +153,7 @@ class Node:
             await self._changed.wait()
             self._changed.clear()
             if self._offers is not self.offers():  # what was offered before, and what is now
-                self.leases.offer(self._offers, self.unleased.charged())
+                self.leases.offer(self._offers, self.unleased.charged)
                 self._inspect(read=False)
 
     def _inspect(self, *, read: bool) -> None:
@@ -170,7 +170,7 @@ class Node:
         self.unleased.left_behind(lease)
         self.unleased.look(self.violation_monitor.attached(), self.daemons(), self.gpus.usages, read=False)
         self._is_offered = False
-        self.leases.ledger.offer(self.offers(), clock.monotonic(), self.unleased.charged())
+        self.leases.ledger.offer(self.offers(), clock.monotonic(), self.unleased.charged)
         self.gpus.read_soon()
 
     async def refresh(self, lease: Lease) -> list[str]:
@@ -333,15 +333,16 @@ class Node:
             return await self.leases.answer(earlier, has_left)
         try:
             offers = self.offers()
-            self.leases.offer(offers, self.unleased.charged())
+            self.leases.offer(offers, self.unleased.charged)
             limits_of = quota.quota_of(user, self.settings.current)
             if request.gpu != "any" or limits_of.gpus is not None:
                 request = structs.replace(request, gpu=self._named(request.gpu), among=limits_of.gpus)
-            ttl = quota.time_to_live(limits_of, ttl)
             self.quarantine.check(owner.uid)
-            ledger = self.leases.ledger
-            worth = ledger.worth(request) if quota.weighs(limits_of) else Amount()
-            quota.check(limits_of, ledger.user(owner.uid), request, worth)
+            if not quota.is_free(limits_of, request):
+                ttl = quota.time_to_live(limits_of, ttl)
+                ledger = self.leases.ledger
+                worth = ledger.worth(request) if quota.weighs(limits_of) else NOTHING
+                quota.check(limits_of, ledger.user(owner.uid), request, worth)
             holder_check.check(owner.uid, self._run_dir.daemons)
             if isinstance(named.watched, Process):
                 request = mount_visibility.narrowed(request, named.watched, offers, self._log)

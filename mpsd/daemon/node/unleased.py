@@ -18,7 +18,8 @@ class UnleasedClients:
 
     def __init__(self) -> None:
         self._sums: Sums = {}
-        self._charged: Mapping[int, Amount] = {}
+        self.charged: Mapping[int, Amount] = {}
+        """What each user is charged with."""
         self._parts: dict[tuple[str, ProcessIdentity], int] = {}
         """By GPU and client of a lease that has ended since NVML was asked, what it might hold by then."""
 
@@ -52,16 +53,12 @@ class UnleasedClients:
         for daemon in daemons:
             for _ in range(sum(server.clients.count(0) for server in daemon.servers)):
                 sums[daemon.gpu, None] = sums.get((daemon.gpu, None), NOTHING) + unleased.LEAST
-        before, self._sums, self._charged = self._sums, sums, _by_user(sums)
+        before, self._sums, self.charged = self._sums, sums, _by_user(sums)
         return before != sums
 
     def on(self, gpu: str) -> Amount:
         """Return what clients use of a GPU that no lease has."""
         return sum((amount for (where, _), amount in self._sums.items() if where == gpu), NOTHING)
-
-    def charged(self) -> Mapping[int, Amount]:
-        """Return what each user is charged with."""
-        return self._charged
 
 
 def _by_user(sums: Sums) -> dict[int, Amount]:

@@ -41,7 +41,14 @@ class LineShares:
 
     def take(self, uid: int) -> bool:
         """Take a line of a uid's share; False when there is none left, so that it is to be left out."""
-        share = self._of(uid)
+        now, per_minute = clock.monotonic(), self._per_minute()
+        whole = per_minute * self._minutes
+        share = self._shares.get(uid)
+        if share is None:
+            self._make_room(now)
+            share = self._shares[uid] = _Share(whole, now)
+        share.left = min(share.left + (now - share.at) / _MINUTE * per_minute, whole)
+        share.at = now
         if share.left >= 1:
             share.left -= 1
             return True
@@ -50,21 +57,13 @@ class LineShares:
             asyncio.get_running_loop().call_later(_MINUTE, self._report, uid)
         return False
 
-    def _of(self, uid: int) -> _Share:
-        """Return a uid's share as it is now."""
-        now, per_minute = clock.monotonic(), self._per_minute()
-        whole = per_minute * self._minutes
-        share = self._shares.get(uid)
-        if share is None:
-            if len(self._shares) >= _MOST_UIDS:
-                used = _MINUTE * self._minutes
-                self._shares = {
-                    each: share for each, share in self._shares.items() if share.left_out or now - share.at < used
-                }
-            share = self._shares[uid] = _Share(whole, now)
-        share.left = min(share.left + (now - share.at) / _MINUTE * per_minute, whole)
-        share.at = now
-        return share
+    def _make_room(self, now: float) -> None:
+        """Forget the uids whose shares are whole, where there are too many."""
+        if len(self._shares) >= _MOST_UIDS:
+            used = _MINUTE * self._minutes
+            self._shares = {
+                each: share for each, share in self._shares.items() if share.left_out or now - share.at < used
+            }
 
     def _report(self, uid: int) -> None:
         """Tell how many lines of a uid were left out within a minute."""

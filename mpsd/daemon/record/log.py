@@ -251,11 +251,6 @@ def _entry(level: str, facts: Mapping[str, object], trace: str) -> dict[str, str
     }
 
 
-def _harmless(line: bytes) -> bytes:
-    """Return a line of JSON with nothing in it that acts on a terminal: most have nothing, and are looked at only."""
-    return line if line.isascii() and b"\x7f" not in line else harmless_json(line.decode()).encode()
-
-
 def _one_by_one(write: Callable[[LogRecord], None], lines: Sequence[LogRecord]) -> None:
     for line in lines:
         write(line)
@@ -280,10 +275,12 @@ def configure(
     def rendered(line: LogRecord) -> bytes:
         # What a reader looks for first stands first: when, how bad, and what.
         at, level, event, facts = line
-        text = _harmless(to_json({"at": at, "level": level, "event": event, **facts}))
+        text = to_json({"at": at, "level": level, "event": event, **facts})
+        if not text.isascii() or b"\x7f" in text:  # most lines have nothing that could act on a terminal
+            text = harmless_json(text.decode()).encode()
         if record is not None and "exception" not in facts:
             record(at.timestamp(), text)
-        return text
+        return text + b"\n"
 
     def parts(line: LogRecord) -> tuple[dict[str, object], dict[str, str]]:
         known = msgspec.json.decode(rendered(line))
@@ -291,9 +288,6 @@ def configure(
         return plain(known), trace
 
     # The stream may be a file on a full disk, or a pipe that nobody reads any more: a line is lost, and mpsd lives on.
-
-    def as_line(line: LogRecord) -> bytes:
-        return rendered(line) + b"\n"
 
     def as_text(console: Callable[[object, str, dict[str, object]], str], line: LogRecord) -> bytes:
         known, trace = parts(line)
@@ -307,7 +301,7 @@ def configure(
     if form is LogFormat.AUTO and journal is not None:
         journal.gap = lambda lines: as_entry(_gap(lines))
         return Logger(partial(_one_by_one, lambda line: journal.send(as_entry(line))), [], journal)
-    render = as_line
+    render = rendered
     if form is LogFormat.TEXT or (form is LogFormat.AUTO and stream.isatty()):
         from structlog.dev import ConsoleRenderer  # noqa: PLC0415 - a third of all imports, and no service needs it
 

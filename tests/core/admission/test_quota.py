@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpsd.core.admission.admission import Amount
-from mpsd.core.admission.quota import check, notice, quota_of, time_to_live
+from mpsd.core.admission.quota import check, is_free, notice, quota_of, time_to_live
 from mpsd.core.admission.usage import UserTotals
 from mpsd.core.errors import QuotaError
 from mpsd.core.model import LeaseRequest
@@ -135,6 +135,26 @@ def test_refused(quota: Quota, has: UserTotals, priority: int, limit: str, words
 def test_within(quota: Quota, has: UserTotals, priority: int) -> None:
     """A quota may be used up to its last bit, and where nothing is said there is no limit but that of priority."""
     check(quota, has, LeaseRequest(priority=priority), QUARTER)
+
+
+@pytest.mark.parametrize(
+    ("quotas", "priority", "free"),
+    [
+        ({}, 0, True),
+        ({}, -1, True),
+        ({}, 1, False),
+        ({"bob": Quota(leases=0)}, 0, True),
+        ({"ann": Quota(leases=0)}, 0, False),
+        ({"ann": Quota(ttl=60)}, 0, False),
+    ],
+)
+def test_is_free(quotas: dict[str, Quota], priority: int, *, free: bool) -> None:
+    """A request is free of quotas where its user has none and it asks for no priority: nothing can refuse it then."""
+    quota, request = quota_of(ANN, Settings(quota=quotas, names=NAMES)), LeaseRequest(priority=priority)
+    assert is_free(quota, request) is free
+    if free:
+        check(quota, UserTotals(10_000, Amount(10**9, 2**60, 10**6)), request, QUARTER)
+        assert time_to_live(quota, 1e9) == 1e9
 
 
 def test_any_number_of_processes() -> None:

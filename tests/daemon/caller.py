@@ -1,4 +1,4 @@
-"""Other processes that call mpsd: with a uid, groups and a life of their own."""
+"""Other processes that call mpsd, with their own uid, groups and lifetime."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ import pytest
 from tests.node import Answer
 
 NOBODY: Final = 65534
-"""A uid, and a gid, with no rights at all."""
+"""A uid and a gid without any rights."""
 
 needs_root = pytest.mark.root("call as another user")
 
@@ -42,7 +42,7 @@ for line in sys.stdin:
 
 
 class Caller:
-    """A process that calls mpsd when it is told to, and does nothing else until it is ended."""
+    """A process that calls mpsd on command, and otherwise waits until it is ended."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class Caller:
         cwd: Path | None = None,
         before: str = "",
     ) -> None:
-        """Start it, by default as the user of the tests. A relative socket path is taken from `cwd`.
+        """Start it, by default as the user of the tests. A relative socket path is resolved from `cwd`.
 
-        `before` is what it does first of all, in Python.
+        `before` is Python code that the process runs first.
         """
         self._process = subprocess.Popen(
             [
@@ -80,7 +80,7 @@ class Caller:
         return self._process.pid
 
     def request(self, method: str, path: str, body: object = None) -> Answer:
-        """Send one request over a connection of its own. Raises OSError when it could not."""
+        """Send one request over a connection of its own. Raises OSError when that fails."""
         assert self._process.stdin is not None
         print(json.dumps([method, path, body]), file=self._process.stdin, flush=True)
         answer: str = json.loads(self._line())
@@ -92,7 +92,7 @@ class Caller:
         return Answer(int(status.split()[1]), named, text.encode())
 
     def admit(self, **asked: Any) -> Answer:
-        """Ask for a lease."""
+        """Request a lease."""
         return self.request("POST", "/v1/leases", asked)
 
     def _line(self) -> str:
@@ -107,13 +107,13 @@ class Caller:
         self.end()
 
     def end(self) -> None:
-        """End it by itself, as a program ends that has done its work."""
+        """Have it exit by itself, like a program that has finished its work."""
         self._process.communicate(timeout=10)
 
 
 @contextlib.contextmanager
 def calling(socket: Path | str, **options: Any) -> Iterator[Caller]:
-    """Start a caller, hand it over, and end it."""
+    """Start a caller, yield it, and end it."""
     caller = Caller(socket, **options)
     try:
         yield caller

@@ -1,4 +1,4 @@
-"""Nodes for the tests of the daemon: each a real mpsd with real control daemons, under a directory of its own."""
+"""Nodes for the tests of the daemon: each is a real mpsd with real control daemons, in its own directory."""
 
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -15,23 +15,23 @@ from tests.node import Node
 from tests.system.conftest import nvml, nvml_library  # noqa: F401 - fixtures
 
 Start = Callable[..., Node]
-"""Makes a node, not started yet; takes what `Node` takes."""
+"""Makes a node that is not started yet; takes the arguments of `Node`."""
 
 _numbers = count(1)
 
 
 @pytest.fixture(scope="session")
 def control() -> Path:
-    """Return the control program of driver 535: the subject where a test does not say otherwise."""
+    """Return the control program of driver 535, the default subject of tests."""
     return real.real_daemons()[535]
 
 
 @pytest.fixture
 def make_node(short_tmp: Path, fork_server: ForkServer, request: pytest.FixtureRequest) -> Iterator[Start]:
-    """Give a maker of nodes, which are ended, with all that they started, when the test is over.
+    """Return a maker of nodes. After the test the nodes and all that they started are ended.
 
-    The control program is driver 535's unless the test names another. A test that has the fixture `binds` has nodes
-    whose simulated drivers bind limits in that moment.
+    The control program is driver 535's unless the test names another. In a test with the fixture `binds`, the simulated
+    drivers bind limits at that moment.
     """
     made: list[Node] = []
     binds = request.getfixturevalue("binds") if "binds" in request.fixturenames else None
@@ -60,9 +60,9 @@ def make_node(short_tmp: Path, fork_server: ForkServer, request: pytest.FixtureR
 
 @pytest.fixture(params=Binds)
 def binds(request: pytest.FixtureRequest) -> Binds:
-    """Run a test for each moment in which the limits of a server may bind a client: nobody knows which is NVIDIA's.
+    """Run a test for each moment in which a server's limits may bind a client: NVIDIA's moment is not documented.
 
-    A module whose clients are simulated has it by `pytestmark = pytest.mark.usefixtures("binds")`.
+    A module with simulated clients uses it by `pytestmark = pytest.mark.usefixtures("binds")`.
     """
     moment: Binds = request.param
     return moment
@@ -70,7 +70,7 @@ def binds(request: pytest.FixtureRequest) -> Binds:
 
 @pytest.fixture(scope="module")
 def node_for_all(private_root: Path, fork_server: ForkServer) -> Iterator[Start]:
-    """As `make_node`, for nodes that all tests of a module share, and none of them disturbs."""
+    """Like `make_node`, for nodes that all tests of a module share and none of them disturbs."""
     made: list[Node] = []
 
     def make(**options: Any) -> Node:

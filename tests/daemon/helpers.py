@@ -1,4 +1,4 @@
-"""What several tests of the daemon do by hand: end processes, ask for a daemon's limits, stand in for a program."""
+"""Actions that several tests of the daemon need: they end processes, read limits, and replace programs by stand-ins."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from _pytest.mark import ParameterSet
 
 SOON = 2.0
-"""Seconds within which a stranger's change is to be undone and named."""
+"""Seconds within which a stranger's change must be undone and reported."""
 
 MIB = 1024**2
 GIB = 1024**3
@@ -40,18 +40,18 @@ BRISK = """
 answer_deadline = 0.7
 probe_interval = 0.5
 """
-"""For tests that wait for a control daemon that does not answer, and for one that answers again."""
+"""For tests that wait until a control daemon is unresponsive, or answers again."""
 
 
 def branches(*wanted: int) -> list["ParameterSet"]:
-    """Give these driver branches as parameters; all of them when none is named."""
+    """Return these driver branches as parameters; all of them when none is named."""
     return [
         param for param in real_daemon_params() if not wanted or cast("RealDaemon", param.values[0]).branch in wanted
     ]
 
 
 def limits_for(real: RealDaemon) -> str:
-    """Return the configuration of the limits that this driver has: 470 has none for memory."""
+    """Return a configuration with the limits that this driver has: 470 has none for memory."""
     return LIMITS if real.branch >= 535 else PERCENTAGE
 
 
@@ -61,20 +61,20 @@ def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Tell whether a process runs, a stopped one included."""
+    """Return whether a process is running; a stopped process counts as running."""
     found = look_at(pid)
     return found is not None and not found.zombie
 
 
 def by_hand(node: Node, name: str, real: RealDaemon | None = None) -> tuple[list[str], list[str]]:
-    """Return both limits as a front-end reports them; for memory no line where there is no limit."""
+    """Return both limits as a front-end reports them; no line for memory where there is no limit."""
     percentage = node.ask(name, "get_default_active_thread_percentage")
     has_memory = real is None or real.branch >= 535
     return percentage, node.ask(name, "get_default_device_pinned_mem_limit 0") if has_memory else []
 
 
 def next_ready(node: Node, name: str, before: int) -> Any:
-    """Wait until a control daemon is ready whose pid is not this one, and return it."""
+    """Wait until a control daemon is ready with a pid other than this one, and return it."""
     return wait_until(
         lambda: (found := node.daemons()[name])["state"] == "ready" and found["pid"] != before and found,
         what=f"another {name} than pid {before} to be ready; the log is {node.stderr}",
@@ -82,7 +82,7 @@ def next_ready(node: Node, name: str, before: int) -> Any:
 
 
 def undone(node: Node, name: str, limit: str, **facts: object) -> dict[str, Any]:
-    """Wait until a change of this limit by others, with these facts, is reported as put back, and return the report."""
+    """Wait for the report that a foreign change of this limit, with these facts, was undone; return the report."""
 
     def look() -> dict[str, Any] | None:
         found: list[dict[str, Any]] = node.daemons()[name]["undone"]
@@ -97,12 +97,12 @@ def event(node: Node, name: str, **facts: object) -> dict[str, Any]:
 
 
 def untouched(daemon: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what stays the same about a control daemon to which nothing happened."""
+    """Return the facts about a control daemon that stay the same as long as nothing happens to it."""
     return tuple(daemon[key] for key in ("pid", "start_time", "state", "since", "ready_since", "limits"))
 
 
 def states(node: Node, name: str) -> list[str]:
-    """Return the states that a control daemon had so far, in their order."""
+    """Return the states that a control daemon has had, in order."""
     return [line["state"] for line in node.events("daemon_state", daemon=name)]
 
 
@@ -115,7 +115,7 @@ def program(path: Path, text: str) -> Path:
 
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """Stop a process by SIGSTOP, and let it go on at the end."""
+    """Stop a process by SIGSTOP, and continue it at the end."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -129,7 +129,7 @@ needs_last_pid = pytest.mark.root("say which pid a process gets")
 
 
 def with_pid(pid: int, *command: str, env: Mapping[str, str] | None = None) -> "subprocess.Popen[bytes]":
-    """Start a process that has this pid, which nobody has now; it becomes a command once it is sent a line."""
+    """Start a process with this pid, which must be free; it becomes a command once it is sent a line."""
     if not os.access(_LAST_PID, os.W_OK):
         lacking(f"{_LAST_PID} cannot be written here")
     for _ in range(100):
@@ -145,10 +145,10 @@ def with_pid(pid: int, *command: str, env: Mapping[str, str] | None = None) -> "
 
 @contextlib.contextmanager
 def holding(node: Node, name: str, command: str = "anybody-there", last: str = "") -> Iterator[int]:
-    """Hold a front-end open on a control daemon, after a first command, and give its pid; say the last, and close it.
+    """Hold a front-end open on a control daemon after a first command; yield its pid. At the end give the last command.
 
-    Its answer proves that it was let in, since one that comes while mpsd talks is turned away; answers come at once
-    on a terminal only.
+    The answer to the first command proves that the daemon serves this front-end: one that comes while mpsd talks is
+    turned away. Answers come at once only on a terminal.
     """
     terminal, its_terminal = os.openpty()
     try:
@@ -165,7 +165,7 @@ def holding(node: Node, name: str, command: str = "anybody-there", last: str = "
 
 
 def _held(node: Node, name: str, command: str, terminal: int, its_terminal: int) -> "subprocess.Popen[str] | None":
-    """Start a front-end, and return it once it has answered, or None when it was turned away."""
+    """Start a front-end; return it once it has answered, or None when it was turned away."""
     front_end = subprocess.Popen(
         node.front_end_program, stdin=subprocess.PIPE, stdout=its_terminal, env=node.by_hand(name), text=True
     )

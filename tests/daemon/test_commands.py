@@ -1,4 +1,4 @@
-"""`mpsd demo` and `mpsd check`, as a newcomer and an operator call them."""
+"""`mpsd demo` and `mpsd check`, as new users and operators call them."""
 
 import json
 import os
@@ -28,11 +28,14 @@ def check(path: Path | None, **options: Any) -> "subprocess.CompletedProcess[str
 
 
 class TestDemo:
-    """A node that anybody can try, and that leaves nothing behind."""
+    """A node that every user can try, and that leaves nothing behind."""
 
     @staticmethod
     def read_until(output: IO[str], last: str) -> str:
-        """Read lines until one begins so; the test's own time limit ends the wait for one that never comes."""
+        """Read lines until one begins with `last`.
+
+        The test's own time limit ends a wait for a line that never comes.
+        """
         lines: list[str] = []
         while not lines or not lines[-1].startswith(last):
             line = output.readline()
@@ -42,7 +45,7 @@ class TestDemo:
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_demo(self, short_tmp: Path, number: signal.Signals) -> None:
-        """It says what to try, its node is healthy, and at Ctrl-C it ends with 0 and takes everything with it."""
+        """The demo prints what to try, its node is healthy, and at Ctrl-C it exits with 0 and removes everything."""
         with (short_tmp / "log").open("w") as log:
             demo = subprocess.Popen(
                 [*_MPSD, "demo"],
@@ -67,7 +70,7 @@ class TestDemo:
                 ("ready", True),
                 ("ready", True),
             ]
-            # What it says to try is there to be tried.
+            # The suggested commands work.
             environment = dict(os.environ)
             for name, value in re.findall(r"(MPSD_SOCKET|PATH)=(\S+)", said):
                 environment[name] = value.replace("$PATH", os.environ["PATH"])
@@ -81,7 +84,7 @@ class TestDemo:
                     )  # fmt: skip
                     statuses.append(done.returncode)
             assert statuses == [0] * 6, tried
-            # And doctor does not take it for a service: it has paths of its own, and is private, which is no failure.
+            # Doctor does not take it for a service: the node has its own paths and is private, which is no failure.
             checks = ("--only", "reload", "--only", "traverse")
             examined = subprocess.run(
                 [sys.executable, "-m", "mpsd.cli.main", "--socket", socket, "doctor", "-o", "json", *checks],
@@ -105,7 +108,7 @@ class TestDemo:
 
     @staticmethod
     def environment(short_tmp: Path, shell: str) -> dict[str, str]:
-        """Return an environment with a home of the test's own, in which a user has this shell."""
+        """Return an environment with a home directory of the test, in which a user has this shell."""
         (short_tmp / "home").mkdir()
         (short_tmp / "home" / ".zshrc").touch()
         home = str(short_tmp / "home")
@@ -114,7 +117,7 @@ class TestDemo:
 
     @pytest.mark.slow
     def test_a_shell(self, short_tmp: Path) -> None:
-        """On a terminal it opens a shell, in which each step does what it says; the end of the shell is the node's."""
+        """On a terminal the demo opens a shell, in which each suggested step works; the node ends with the shell."""
         environment = self.environment(short_tmp, "bash")
         (short_tmp / "home" / ".bashrc").write_text("PATH=/usr/bin:/bin PS1='mine> '")
         with Terminal.running([*_MPSD, "demo"], environment, cwd=_ROOT) as terminal:
@@ -155,7 +158,7 @@ class TestDemo:
     @pytest.mark.slow
     @pytest.mark.parametrize("shell", ["dash", "zsh"])
     def test_other_shells(self, short_tmp: Path, shell: str) -> None:
-        """Whatever shell a user has, it finds the node, and shows that it is the demonstration's."""
+        """In every supported shell, mpsctl finds the node, and the prompt shows the demonstration."""
         with Terminal.running([*_MPSD, "demo"], self.environment(short_tmp, shell), cwd=_ROOT) as terminal:
             start = terminal.wait_for(r"\(mpsd demo\)").end()
             terminal.type("mpsctl leases\n")
@@ -175,7 +178,7 @@ class TestDemo:
     @pytest.mark.slow
     @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL], ids=lambda number: number.name)
     def test_a_terminal_that_goes(self, short_tmp: Path, number: signal.Signals) -> None:
-        """When its terminal is gone, or the demonstration was killed, the node ends too, with its control daemons."""
+        """When its terminal closes, or the demo is killed, the node ends too, with its control daemons."""
         with Terminal.running([*_MPSD, "demo"], self.environment(short_tmp, "bash"), cwd=_ROOT) as terminal:
             terminal.wait_for(r"\(mpsd demo\)")
             (socket,) = short_tmp.glob("mpsd-demo-*/run/mpsd.sock")
@@ -194,11 +197,11 @@ class TestDemo:
 
 
 class TestStop:
-    """What Ctrl-C on `mpsd run` leaves behind, and what ends that."""
+    """The state that Ctrl-C leaves behind on `mpsd run`, and the command that removes it."""
 
     @pytest.mark.slow
     def test_what_is_left(self, short_tmp: Path) -> None:
-        """It is said on a terminal, with the command that stops it, which does."""
+        """On a terminal mpsd names what it leaves running and the command that stops it; that command works."""
         root = short_tmp / "n"
         command = [*_MPSD, "run", "--root", f"{root}", "--simulate", "1"]
         node = Node(root=root, simulate=None)
@@ -219,7 +222,7 @@ class TestStop:
 
     @pytest.mark.slow
     def test_one_that_runs(self, short_tmp: Path) -> None:
-        """An mpsd that runs is ended first, and nothing of it is left; where there is none, that is fine."""
+        """A running mpsd is ended first, with all its processes; without one, the command succeeds too."""
         root = short_tmp / "n"
         options = ["--root", f"{root}", "--simulate", "1"]
         node = Node(root=root, simulate=None)
@@ -240,10 +243,10 @@ class TestStop:
 
 
 class TestCheck:
-    """What an operator runs before a reload."""
+    """The check that an operator runs before a reload."""
 
     def test_unknown_names(self, tmp_path: Path) -> None:
-        """A user or group that this machine does not have fails the check, which names it."""
+        """A user or group that does not exist on this machine fails the check, which names it."""
         path = tmp_path / "mpsd.toml"
         for text, names in (
             ('[roles]\nadmins = ["nobody-by-this-name"]\n', "nobody-by-this-name"),
@@ -259,7 +262,7 @@ class TestCheck:
         assert check(path).returncode == 0
 
     def test_it_prints_the_effective_settings(self, tmp_path: Path) -> None:
-        """It exits with 0 and prints a configuration that asks for just what is in force, with its meaning."""
+        """It exits with 0 and prints a configuration that is equal to the settings in force, with their meaning."""
         path, again = tmp_path / "mpsd.toml", tmp_path / "again.toml"
         path.write_text(
             '[limits]\nactive_thread_percentage = 12.5\npinned_device_mem_limit = "1.5GiB"\n'
@@ -274,7 +277,7 @@ class TestCheck:
         assert check(again).stdout == done.stdout
 
     def test_defaults(self, tmp_path: Path) -> None:
-        """An empty file asks for the defaults."""
+        """An empty file results in the defaults."""
         path = tmp_path / "mpsd.toml"
         path.write_text("")
         done = check(path)
@@ -282,7 +285,7 @@ class TestCheck:
         assert tomllib.loads(done.stdout)["paths"]["runtime_dir"] == "/run/mpsd"
 
     def test_what_is_wrong(self, tmp_path: Path) -> None:
-        """A file that cannot be meant, or is not there, ends it with 78, a sentence and a hint, and no output."""
+        """An invalid or missing file ends the check with 78, a sentence and a hint, and no output."""
         path = tmp_path / "mpsd.toml"
         path.write_text("[limits]\nactive_thread_percentage = 150\n")
         for each in (path, tmp_path / "absent.toml", tmp_path):

@@ -1,4 +1,4 @@
-"""mpsd's own log where nobody reads it: mpsd goes on, ends when it is told to, and says how many lines were lost."""
+"""mpsd's own log without a reader: mpsd keeps running, stops on SIGTERM, and reports how many lines were lost."""
 
 import fcntl
 import json
@@ -24,23 +24,23 @@ pytestmark = pytest.mark.real_daemon(535)
 _ROOT: Final = Path(__file__).resolve().parents[2]
 
 TOO_MUCH: Final = {"threads": 10, "memory": "1GiB", "gpu": "0", "gpus": 2}
-"""What is refused, with a line in the log."""
+"""A request that is refused, with a line in the log."""
 
 
 def pipe() -> tuple[int, int]:
-    """Give a pipe."""
+    """Return a pipe."""
     return os.pipe()
 
 
 def terminal() -> tuple[int, int]:
-    """Give a terminal that hands on what it gets as it is."""
+    """Return a terminal that passes its input through unchanged."""
     mine, its = os.openpty()
     tty.setraw(its)
     return mine, its
 
 
 def sockets() -> tuple[int, int]:
-    """Give a pair of sockets."""
+    """Return a pair of sockets."""
     mine, its = socket.socketpair()
     return mine.detach(), its.detach()
 
@@ -50,7 +50,7 @@ Unread = tuple[Node, int, int]
 
 @pytest.fixture(params=[pipe, terminal, sockets], ids=lambda make: make.__name__)
 def unread(make_node: Start, request: pytest.FixtureRequest) -> Iterator[Unread]:
-    """Start an mpsd whose log goes into something that nobody reads; give the node and both ends of that."""
+    """Start an mpsd whose log has no reader; yield the node and both ends of the log."""
     make: Callable[[], tuple[int, int]] = request.param
     mine, its = make()
     node = make_node(simulate=1, config='[log]\nformat = "json"\n[api]\nlines_per_uid = 1000000\n')
@@ -72,7 +72,7 @@ def unread(make_node: Start, request: pytest.FixtureRequest) -> Iterator[Unread]
 
 
 def lost(node: Node) -> int:
-    """Return how many lines mpsd says that were lost."""
+    """Return the number of lost lines by mpsd's own report."""
     for note in node.get("/v1/status").json["notes"]:
         if "lines of mpsd's log were lost" in note:
             return int(note.split()[0])
@@ -91,7 +91,7 @@ def fill(node: Node) -> None:
 
 
 def read(descriptor: int) -> bytes:
-    """Return what there is to read now."""
+    """Return the bytes that can be read now."""
     os.set_blocking(descriptor, False)
     pieces = []
     try:
@@ -103,7 +103,7 @@ def read(descriptor: int) -> bytes:
 
 
 def test_mpsd_goes_on(unread: Unread) -> None:
-    """It answers, counts what it loses, supervises, and keeps every event; who reads again is told of the gap."""
+    """mpsd answers, counts lost lines, supervises, and keeps every event; a later reader gets a report of the gap."""
     node, mine, its = unread
     flags = fcntl.fcntl(its, fcntl.F_GETFL)
     fill(node)
@@ -118,7 +118,7 @@ def test_mpsd_goes_on(unread: Unread) -> None:
         lines = [json.loads(line) for line in bytes(text).split(b"\n")[:-1]]
         gaps = [line for line in lines if line["event"] == "log_lines_lost"]
         if not gaps and lines:
-            node.request("POST", "/v1/leases", TOO_MUCH)  # there is room now, and something to tell
+            node.request("POST", "/v1/leases", TOO_MUCH)  # there is room now, and a line to write
         return gaps
 
     gaps = wait_until(told, what="the gap to be told")
@@ -130,14 +130,14 @@ def test_mpsd_goes_on(unread: Unread) -> None:
 
 
 def test_mpsd_ends(unread: Unread) -> None:
-    """SIGTERM ends it as ever, with nobody to read what it says."""
+    """SIGTERM ends it as usual, though its log has no reader."""
     node, _, _ = unread
     fill(node)
     assert node.end(signal.SIGTERM) == 0
 
 
 def test_reader_is_gone(make_node: Start) -> None:
-    """Lines into a pipe whose reader has gone are lost, and nothing else; mpsd counts them."""
+    """When the reader of a pipe is gone, only the lines are lost; mpsd counts them."""
     node = make_node(simulate=1, config='[log]\nformat = "json"\n[api]\nlines_per_uid = 1000000\n')
     with subprocess.Popen(
         node.command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=_ROOT
@@ -151,7 +151,7 @@ def test_reader_is_gone(make_node: Start) -> None:
 
 
 def test_refused_start_does_not_wait(make_node: Start) -> None:
-    """An mpsd that cannot start ends, though the pipe that it says so in is full."""
+    """An mpsd that cannot start exits, though the pipe for its log is full."""
     node = make_node(simulate=1, config="[nonsense]\n")
     mine, its = os.pipe()
     os.set_blocking(its, False)

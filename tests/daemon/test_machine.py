@@ -1,4 +1,4 @@
-"""What the machine does to mpsd: no process can be started, the clock jumps, signals rain, a disk is full."""
+"""Faults of the machine: processes cannot start, the clock jumps, signals arrive in storms, a disk is full."""
 
 import contextlib
 import os
@@ -34,34 +34,35 @@ def leases(node: Node) -> dict[str, Any]:
 # -- no process can be started -----------------------------------------------------------------------------------------
 
 USER: Final = 61777
-"""Nobody's uid."""
+"""A uid that no user has."""
 
 AS_USER: Final = ("setpriv", "--reuid", str(USER), "--regid", str(USER), "--clear-groups")
 
 
 @dataclass
 class AsUser(Node):
-    """An mpsd that is not root, whom no limit on processes would hold."""
+    """An mpsd that is not root, since limits on processes do not apply to root."""
 
     @property
     def command(self) -> list[str]:
-        """How it is called."""
+        """Return the command that starts it."""
         return [*AS_USER, *super().command]
 
     def most_processes(self, most: int) -> None:
-        """Let its user have so many processes, as mpsd sees it."""
+        """Limit the number of processes of mpsd's user."""
         subprocess.run([*AS_USER, "prlimit", "--pid", str(self.pid), f"--nproc={most}:"], check=True)
 
 
 @pytest.mark.root("be another user")
 def test_no_process_can_be_started(short_tmp: Path, control: Path) -> None:
-    """Without memory or room for a fork mpsd says so, admits nobody, gives no daemon up for it, and goes on later."""
+    """When mpsd cannot fork, it reports that, stops admission, gives no daemon up, and recovers later."""
     root = short_tmp / "n"
     root.mkdir()
     short_tmp.chmod(0o711)
     os.chown(root, USER, USER)
-    mine = Path(shutil.copy(control, short_tmp))  # where anybody may go
-    # One death is followed at once; if that start were taken for a second death, it would be given up.
+    mine = Path(shutil.copy(control, short_tmp))  # where every user has access
+    # One death is followed by a start at once; if that failed start counted as a second death, the daemon would be
+    # failed.
     node = AsUser(root=root, control=mine, config="[daemon]\nprobe_interval = 0.2\ndeaths = 2\n")
     try:
         before = node.start().daemons()
@@ -90,10 +91,10 @@ DAY: Final = 86400
 
 
 class Clock:
-    """The time of day, as one mpsd has it (set_clock.c)."""
+    """The time of day as one mpsd sees it (set_clock.c)."""
 
     def __init__(self, directory: Path) -> None:
-        """Build it; it begins as it is."""
+        """Build the library; the clock begins with the real time."""
         self._library, self._offset = directory / "set_clock.so", directory / "offset"
         source = Path(__file__).parent / "set_clock.c"
         subprocess.run([compiler(), "-O1", "-shared", "-fPIC", "-o", self._library, source, "-ldl"], check=True)
@@ -101,14 +102,14 @@ class Clock:
         self.variables = {"LD_PRELOAD": str(self._library), "SET_CLOCK": str(self._offset)}
 
     def set(self, seconds: int) -> None:
-        """Set it to so many seconds from what it is for everybody else."""
+        """Set the clock to so many seconds from the real time."""
         with self._offset.open("r+b") as file:
             file.write(struct.pack("=q", seconds))
 
 
 @pytest.mark.slow
 def test_clock(make_node: Start, short_tmp: Path) -> None:
-    """Whoever sets the clock back and forth by a year moves dates in the log, and no deadline, lease or limit."""
+    """A clock that jumps back and forth by a year changes dates in the log, and no deadline, lease or limit."""
     clock = Clock(short_tmp)
     node = make_node(simulate=1, config="[daemon]\ndeath_window = 0.1\n", env=clock.variables).start()
     year = int(node.log()[-1]["at"][:4])
@@ -116,13 +117,13 @@ def test_clock(make_node: Start, short_tmp: Path) -> None:
     limits = by_hand(node, "gpu0")
     for years in (1, -2):
         clock.set(years * 366 * DAY)
-        # What ends by itself ends when it is to, and nothing else does.
+        # Only leases whose time to live has passed end.
         short = node.request("POST", "/v1/leases", {**SMALL, "ttl": 0.5}).json["id"]
         over = event(node, "lease_ended", lease=short)
         assert int(over["at"][:4]) - year in {years - 1, years, years + 1}
         refused = node.request("POST", "/v1/leases", {**SMALL, "threads": 90, "wait": 0.3})
         assert refused.json["code"] == "does_not_fit", refused.json
-        # The control daemon is watched, and its limits are, as ever.
+        # The control daemon is still watched, and its limits are still enforced.
         pid = node.daemons()["gpu0"]["pid"]
         kill(pid)
         next_ready(node, "gpu0", pid)
@@ -137,7 +138,7 @@ def test_clock(make_node: Start, short_tmp: Path) -> None:
 
 
 def test_storm_of_reloads(make_node: Start) -> None:
-    """However often and fast SIGHUP comes, the last file is what holds, mpsd answers, and no daemon notices."""
+    """However often SIGHUP comes, the last file applies, mpsd answers, and no daemon is affected."""
     node = make_node(simulate=1, config=CEILING.format(50)).start()
     before, used = node.daemons()["gpu0"], len([*Path(f"/proc/{node.pid}/fd").iterdir()])
     for number in range(2000):
@@ -155,7 +156,7 @@ def test_storm_of_reloads(make_node: Start) -> None:
 
 @pytest.mark.root("mount a file system")
 def test_full_log_directory(make_node: Start) -> None:
-    """Where no log takes a line any more, mpsd's own neither, limits are held, and leases given, as ever."""
+    """When no log can be written, mpsd's own included, limits are still enforced and leases granted."""
     node = make_node(simulate=1, config=CEILING.format(50) + "[daemon]\nprobe_interval = 0.3\n")
     logs = node.root / "log"
     logs.mkdir(mode=0o755)
@@ -174,20 +175,21 @@ def test_full_log_directory(make_node: Start) -> None:
         next_ready(node, "gpu0", before)
         assert node.request("POST", "/v1/leases", SMALL).status == 201
     finally:
-        # Lazily: mpsd and its control daemons are ended only after this.
+        # Lazily, since mpsd and its control daemons end only after this.
         subprocess.run(["umount", "--lazy", logs], check=True)
 
 
 @pytest.mark.slow
 def test_gpu_that_hangs_or_is_lost(make_node: Start, nvml: FakeNvml) -> None:
-    """While NVML hangs, or has lost a GPU, mpsd says so and lets nobody in there; who was there keeps its lease."""
+    """While NVML hangs, or has lost a GPU, mpsd reports that and grants no lease there; existing leases stay."""
     nvml.show(*TWO_GPUS)
     node = make_node(simulate=None, env=nvml.variables).start()
     pids = {name: each["pid"] for name, each in node.daemons().items()}
     kept, other = (node.request("POST", "/v1/leases", {**SMALL, "gpu": gpu}).json["id"] for gpu in "01")
 
     def health() -> str:
-        node.get(f"/v1/leases/{other}/verify")  # it has mpsd read its GPUs, which it does by itself every ten seconds
+        # This request makes mpsd read its GPUs, which it does by itself every ten seconds.
+        node.get(f"/v1/leases/{other}/verify")
         found: str = node.get("/v1/gpus").json["gpus"][0]["health"]
         return found
 

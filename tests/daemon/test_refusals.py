@@ -1,4 +1,4 @@
-"""What cannot work is refused before anything is started, with the limit that was hit and the way out."""
+"""A configuration that cannot work is refused before anything starts; the refusal names the limit and the remedy."""
 
 import http.client
 import os
@@ -28,7 +28,7 @@ log_dir = "{root}/log"
 
 
 def refusal(node: Node, code: str = "configuration", status: int = CONFIGURATION) -> str:
-    """Start an mpsd that is refused with this code and exit status, having started nothing, and return its words."""
+    """Start an mpsd that must be refused with this code and exit status, and starts nothing; return its output."""
     found, said = node.refuse()
     assert found == status, said
     lines = [line for line in said.splitlines() if not line.startswith("{")]
@@ -41,10 +41,13 @@ def refusal(node: Node, code: str = "configuration", status: int = CONFIGURATION
 
 
 class TestPlace:
-    """Where mpsd writes."""
+    """The paths that mpsd writes to."""
 
     def test_path_is_too_long(self, make_node: Start, short_tmp: Path) -> None:
-        """A directory whose sockets nobody could name is refused with what is too long, and by how much."""
+        """A directory too long for the paths of sockets is refused.
+
+        The refusal states which path is too long, and by how much.
+        """
         root = short_tmp / ("x" * 90)
         root.mkdir()
         said = refusal(make_node(root=root))
@@ -53,8 +56,9 @@ class TestPlace:
         assert not (root / "run").exists()
 
     def test_longest_path_that_works(self, make_node: Start, short_tmp: Path) -> None:
-        """The longest directory that is not refused works: the limit is where the control daemon's own is."""
-        # The longest name below the root is run/mps/gpu0/control_privileged; it may have a byte less than others.
+        """The longest accepted directory works: the limit is exactly that of the control daemon."""
+        # The longest path below the root is run/mps/gpu0/control_privileged; its limit is one byte less than the
+        # others'.
         room = 106 - len(os.fsencode(short_tmp)) - len("//run/mps/gpu0/control_privileged")
         root = short_tmp / ("x" * room)
         root.mkdir()
@@ -66,7 +70,7 @@ class TestPlace:
         refusal(make_node(root=longer, simulate=1))
 
     def test_longest_path_of_mpsd_s_own_socket(self, make_node: Start, short_tmp: Path) -> None:
-        """The API's socket may have a path as long as the kernel takes, and not a byte more."""
+        """The path of the API's socket may be as long as the kernel allows, and not a byte longer."""
         socket = short_tmp / ("s" * (107 - len(os.fsencode(short_tmp)) - 1))
         node = make_node(simulate=1, rooted=False)
         node.config = _PATHS.format(root=node.root) + f'[api]\nsocket = "{socket}"\n'
@@ -80,7 +84,7 @@ class TestPlace:
 
     @pytest.mark.parametrize("root", ["/proc/mpsd", "/dev/null/mpsd"])
     def test_directory_that_cannot_be_made(self, make_node: Start, short_tmp: Path, root: str) -> None:
-        """A directory that cannot be made is named, with the reason."""
+        """A directory that cannot be created is named, with the reason."""
         node = make_node(rooted=False, arguments=["--root", root])
         said = refusal(node)
         assert f"cannot create {root}" in said
@@ -96,7 +100,7 @@ class TestPlace:
         ],
     )
     def test_directory_that_is_not_mpsd_s(self, make_node: Start, short_tmp: Path, kind: str) -> None:
-        """A directory that somebody else could put things into is not used."""
+        """A directory to which another user could write is not used."""
         node = make_node()
         run = node.root / "run"
         match kind:
@@ -115,7 +119,7 @@ class TestPlace:
 
     @needs_root
     def test_directory_closed_to_other_users(self, make_node: Start) -> None:
-        """Without --root the node is for every user, so a directory that lets none of them through is refused."""
+        """Without --root the node serves all users, so a directory that they cannot traverse is refused."""
         node = make_node(rooted=False)
         node.config = _PATHS.format(root=node.root)
         node.root.chmod(0o700)
@@ -123,7 +127,7 @@ class TestPlace:
         assert f"other uids may not traverse {node.root}" in said
         assert f"chmod o+x {node.root}" in said
 
-        # What the hint says is what helps.
+        # The remedy in the hint works.
         node.root.chmod(0o711)
         node.start()
         assert node.get("/readyz").status == 200
@@ -134,7 +138,7 @@ class TestProgram:
 
     @pytest.mark.parametrize("kind", ["missing", "a directory", "not executable"])
     def test_no_such_program(self, make_node: Start, short_tmp: Path, kind: str) -> None:
-        """A control program that cannot be executed is refused by name, with three ways out."""
+        """A control program that cannot be executed is refused by name, with three remedies."""
         program = short_tmp / "control"
         if kind == "a directory":
             program.mkdir()
@@ -147,7 +151,7 @@ class TestProgram:
 
     @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is an NVIDIA driver on this machine")
     def test_no_driver(self, make_node: Start) -> None:
-        """Without NVIDIA's driver nothing works but a simulation, and the hint names it."""
+        """Without NVIDIA's driver only a simulation works, and the hint names that."""
         said = refusal(make_node(simulate=None), "no_driver")
         assert "--simulate" in said
 
@@ -175,38 +179,38 @@ class TestConfiguration:
         ],
     )
     def test_what_is_wrong_is_named(self, make_node: Start, text: str, words: tuple[str, ...]) -> None:
-        """A configuration that cannot be meant is refused with the setting, the value, and what would do."""
+        """An invalid configuration is refused with the setting, the value, and valid values."""
         said = refusal(make_node(config=text))
         assert all(word in said for word in words), said
 
     def test_no_such_file(self, make_node: Start, short_tmp: Path) -> None:
-        """A file that was named and is not there is no reason to run with other settings."""
+        """When the named file is missing, mpsd does not start with other settings."""
         said = refusal(make_node(arguments=["--config", str(short_tmp / "absent.toml")]))
         assert str(short_tmp / "absent.toml") in said
 
 
 @dataclass
 class Apart(Node):
-    """An mpsd that has a file system of its own under its directory, as in a container with the host's pids."""
+    """An mpsd with its own file system below its directory, as in a container that shares the host's pids."""
 
     @property
     def socket(self) -> Path:
-        """The API socket, as this process gets there."""
+        """The path by which this process reaches the API socket."""
         return Path(f"/proc/{self.pid}/root{super().socket}")
 
     @property
     def command(self) -> list[str]:
-        """How mpsd is called there."""
+        """Return the command that starts mpsd there."""
         script = f'mount -t tmpfs -o mode=755 none {self.root}; exec "$@"'
         return ["unshare", "--mount", "--propagation", "private", "sh", "-ec", script, "sh", *super().command]
 
 
 class TestAnother:
-    """Somebody else is there already."""
+    """Another mpsd, or a foreign control daemon, that is already running."""
 
     @needs_root
     def test_same_path_elsewhere(self, make_node: Start) -> None:
-        """Two on the same path, each in its own container: neither takes the other's control daemons for its own."""
+        """Two instances on the same path, each in its own container, do not adopt each other's control daemons."""
         node = make_node()
         apart = Apart(root=node.root, control=node.control)
         try:
@@ -218,11 +222,11 @@ class TestAnother:
             assert {each["pid"] for each in apart.daemons().values()} == theirs
         finally:
             if node.process is not None:
-                node.end()  # first, or it would replace what is killed now
+                node.end()  # first, otherwise it would replace the daemons that are killed now
             apart.clean_up()
 
     def test_second_mpsd(self, make_node: Start) -> None:
-        """A second mpsd on the same directory is refused, and the first one and its control daemons never notice."""
+        """A second mpsd on the same directory is refused, without any effect on the first and its control daemons."""
         first = make_node().start()
         before = first.daemons()
         second = make_node(root=first.root)
@@ -237,7 +241,7 @@ class TestAnother:
         assert first.get("/readyz").status == 200
 
     def test_two_at_once(self, make_node: Start) -> None:
-        """Of two that are started at the same moment exactly one runs, with one control daemon for each GPU."""
+        """Of two instances that start at the same moment exactly one runs, with one control daemon for each GPU."""
         one = make_node()
         two = make_node(root=one.root)
         one.launch()
@@ -265,7 +269,10 @@ class TestAnother:
 
     @pytest.mark.parametrize("how", ["-d", "-f"])
     def test_foreign_control_daemon(self, make_node: Start, how: str, control: Path) -> None:
-        """A control daemon that mpsd did not start is left alone, with the way to end it; the other GPU is fine."""
+        """A control daemon that mpsd did not start is left alone, with the commands that end it.
+
+        The other GPU works.
+        """
         node = make_node()
         pipes = node.pipe_directory("gpu0")
         pipes.mkdir(parents=True)
@@ -291,7 +298,7 @@ class TestAnother:
         granted = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
         assert granted.json["daemon"] == "gpu1"
 
-        # The hint is a command and then another one, and they help.
+        # The hint contains two commands, and they work.
         quitting, _, resetting = daemon["hint"].removeprefix("when its clients have exited: ").partition("; ")
         assert resetting == "mpsctl reset gpu0"
         subprocess.run(["sh", "-c", quitting], check=True, stdout=subprocess.DEVNULL, timeout=10)

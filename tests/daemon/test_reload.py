@@ -1,4 +1,4 @@
-"""SIGHUP: new settings for the control daemons that run, and no restart of anything; or the old ones, and why."""
+"""SIGHUP applies new settings to the running control daemons without a restart, or keeps the old ones and says why."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ _OTHER = '[limits]\nactive_thread_percentage = 12.5\npinned_device_mem_limit = "
 
 
 def wait_for_limits(node: Node, name: str, percentage: float, memory: int | None) -> None:
-    """Wait until a control daemon reports these limits, and holds them."""
+    """Wait until a control daemon reports these limits, and mpsd holds them."""
     wanted = {"active_thread_percentage": percentage, "pinned_device_mem_limit": memory}
     wait_until(
         lambda: (
@@ -30,7 +30,7 @@ def wait_for_limits(node: Node, name: str, percentage: float, memory: int | None
 
 @pytest.mark.parametrize("real", branches(470, 535))
 def test_limits_are_applied(make_node: Start, real: RealDaemon) -> None:
-    """Limits that were changed are set on every daemon that runs, and read back: the same processes, never unready."""
+    """Changed limits are set on every running daemon and read back: the same processes, which stay ready."""
     node = make_node(control=real.control, config="").start()
     before = node.daemons()
     has_memory = real.branch >= 535
@@ -49,7 +49,7 @@ def test_limits_are_applied(make_node: Start, real: RealDaemon) -> None:
             before[name]["pid"],
             before[name]["since"],
         )
-    # mpsd's own commands are nobody's foreign hand, and what it changed itself is no drift.
+    # mpsd's own commands are not reported as foreign, and its own changes are no drift.
     assert node.events("foreign_command") == []
     node.reload("")
     for name in before:
@@ -68,7 +68,7 @@ def shared(node_for_all: Start) -> Node:
 
 @pytest.fixture
 def node(shared: Node) -> Node:
-    """Give the shared node, with the limits that it began with."""
+    """Return the shared node, with its original limits."""
     shared.reload(LIMITS)
     wait_for_limits(shared, "gpu0", 50.0, 8 * GIB)
     return shared
@@ -76,10 +76,10 @@ def node(shared: Node) -> Node:
 
 @pytest.mark.real_daemon(535)
 class TestReload:
-    """What a reload does beside the limits."""
+    """Effects of a reload other than limits."""
 
     def test_what_cannot_be_reloaded(self, node: Node) -> None:
-        """A setting that needs a restart is named, and stays as it was until then; the others are applied."""
+        """A setting that needs a restart is named and keeps its value until then; the others are applied."""
         answer = node.reload(f'{_OTHER}[api]\nmode = "0600"\n[daemon]\ndeaths = 2\n')
         assert answer["needs_restart"] == ["api.mode"]
         assert sorted(answer["applied"]) == [
@@ -94,7 +94,7 @@ class TestReload:
 
     @pytest.mark.parametrize("broken", ["[limits", "[limits]\nactive_thread_percentage = 0\n", "[limit]\n", "\x00"])
     def test_broken_file(self, node: Node, broken: str) -> None:
-        """A file that cannot be meant changes nothing, and is told about with what is wrong and what would do."""
+        """An invalid file changes nothing; the report states the error and valid values."""
         before, config = node.unharmed(), node.get("/v1/config").json
         answer = node.reload(broken)
         assert answer["event"] == "settings_refused"
@@ -102,12 +102,12 @@ class TestReload:
         assert answer["hint"]
         assert node.get("/v1/config").json == config
         assert node.unharmed() == before
-        # The next file that can be meant is applied.
+        # The next valid file is applied.
         node.reload(_OTHER)
         wait_for_limits(node, "gpu0", 12.5, 2 * GIB)
 
     def test_file_that_is_gone(self, node: Node) -> None:
-        """So does a file that is not there any more."""
+        """A missing file changes nothing either, and is reported."""
         config = node.get("/v1/config").json
         node.configuration.unlink()
         before = len(node.reloads())
@@ -117,14 +117,14 @@ class TestReload:
         assert node.get("/v1/config").json == config
 
     def test_same_file(self, node: Node) -> None:
-        """A reload of what is in force changes nothing, and does not even ask the control daemons."""
+        """A reload without changes does nothing, and does not even query the control daemons."""
         asked = node.control_log("gpu0").stat().st_size
         answer = node.reload(LIMITS)
         assert (answer["applied"], answer["needs_restart"]) == ([], [])
         assert node.control_log("gpu0").stat().st_size == asked
 
     def test_limits_of_a_daemon_that_does_not_answer(self, make_node: Start) -> None:
-        """Limits that were changed while a daemon did not answer are set once it does."""
+        """Limits that changed while a daemon did not answer are set once it does."""
         node = make_node(simulate=1, config=LIMITS + BRISK).start()
         socket = node.pipe_directory("gpu0") / "control"
         away = socket.with_name("away")
@@ -138,9 +138,9 @@ class TestReload:
 @pytest.mark.parametrize("real", branches(470))
 @pytest.mark.slow
 def test_limit_that_the_driver_does_not_know(make_node: Start, real: RealDaemon) -> None:
-    """A limit that cannot hold opens no door: a driver without memory limits is not healthy where one is wanted.
+    """A driver without memory limits is not healthy while such a limit is configured, and grants nothing.
 
-    That is so from the start, and after a reload, until the limit is taken back.
+    This holds from the start, and after a reload, until the limit is removed.
     """
     memory = '[limits]\npinned_device_mem_limit = "2GiB"\n'
     node = make_node(simulate=1, control=real.control, config=memory).start(ready=False)
@@ -175,16 +175,16 @@ class Slow:
 
 sys.meta_path.insert(0, Slow)
 """
-"""Has the first library that mpsd imports wait until it is told to go on; Python imports it by itself."""
+"""Makes the first library that mpsd imports wait for a signal to continue; Python imports this module by itself."""
 
 SCRIPT: Final = "from mpsd.__main__ import main\nmain()\n"
-"""What an installer makes of mpsd's entry point."""
+"""The script that an installer makes of mpsd's entry point."""
 
 
 @pytest.mark.real_daemon(535)
 @pytest.mark.parametrize("how", ["module", "script"])
 def test_while_it_is_imported(make_node: Start, short_tmp: Path, how: str) -> None:
-    """A SIGHUP that comes when mpsd has hardly begun does not end it: the reload follows when mpsd runs."""
+    """A SIGHUP that arrives while mpsd is still importing does not end it: the reload follows when mpsd runs."""
     node = make_node(config="")
     (short_tmp / "lib").mkdir()
     (short_tmp / "lib" / "sitecustomize.py").write_text(SLOW)
@@ -216,7 +216,7 @@ def test_while_it_is_imported(make_node: Start, short_tmp: Path, how: str) -> No
 
 @pytest.mark.real_daemon(535)
 def test_by_mpsctl(make_node: Start) -> None:
-    """`mpsctl reload` does what SIGHUP does, and says what came of it; an invalid file changes nothing."""
+    """`mpsctl reload` has the same effect as SIGHUP, and prints the result; an invalid file changes nothing."""
     node = make_node(config="").start()
     done = node.mpsctl("reload")
     assert (done.returncode, done.stdout) == (0, "the configuration is read, and nothing changed\n")
@@ -237,7 +237,7 @@ def test_by_mpsctl(make_node: Start) -> None:
 
 
 def test_an_unknown_group(make_node: Start) -> None:
-    """A group of api.group that is unknown is said at the start, which it does not prevent, and gives nobody access."""
+    """An unknown group in api.group is reported at the start, does not prevent it, and gives no user access."""
     node = make_node(config='[api]\nmode = "0660"\ngroup = "nogroup-by-this-name"\n').start()
     (warning,) = node.events("names_unknown")
     assert "%nogroup-by-this-name" in warning["because"]

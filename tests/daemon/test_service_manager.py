@@ -1,4 +1,4 @@
-"""Under a service manager: what mpsd tells it, and when; and a listening socket that it is handed, and leaves."""
+"""mpsd under a service manager: its notifications and when they are sent, and a listening socket that it inherits."""
 
 import os
 import select
@@ -42,7 +42,7 @@ async def stuck(self):
 Supervisor._one_round = stuck
 main()
 """
-"""An mpsd with a defect: once its daemon is ready, one of its supervisors waits for what never comes."""
+"""An mpsd with a defect: once its daemon is ready, one of its supervisors waits forever."""
 
 BLOCKED: Final = """
 import asyncio, signal
@@ -56,10 +56,10 @@ ServiceNotifier.run = blocked
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
 main()
 """
-"""An mpsd with a defect: from SIGUSR1 to SIGUSR2 its event loop waits for something, and does nothing else."""
+"""An mpsd with a defect: from SIGUSR1 to SIGUSR2 its event loop is blocked."""
 
 QUICK: Final = "[daemon]\nstart_deadline = 2.0\nanswer_deadline = 0.1\n"
-"""What makes a supervisor late soon."""
+"""Settings with which a supervisor is soon late."""
 
 
 @dataclass
@@ -70,13 +70,13 @@ class Ears:
     said: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Listen, on an abstract socket where the name begins with @."""
+        """Listen, on an abstract socket if the name begins with @."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(f"\0{self.name[1:]}" if self.name[0] == "@" else self.name)
         self._socket.setblocking(False)
 
     def listen(self) -> list[str]:
-        """Return every assignment that was sent by now."""
+        """Return all assignments received so far."""
         while True:
             try:
                 self.said += self._socket.recv(4096).decode().split("\n")
@@ -84,7 +84,7 @@ class Ears:
                 return self.said
 
     def wait_for(self, assignment: str, after: int = 0) -> int:
-        """Wait for an assignment, or the beginning of one, and return its place among all."""
+        """Wait for an assignment, or for one with this beginning, and return its index."""
 
         def look() -> list[int]:
             return [at for at, said in enumerate(self.listen()) if at >= after and said.startswith(assignment)]
@@ -92,7 +92,7 @@ class Ears:
         return wait_until(look, what=f"{assignment}; said was {self.said}", deadline=30)[0]
 
     def wait_for_silence(self, seconds: float) -> None:
-        """Wait, as a manager does that watches, until nothing was said for so long."""
+        """Wait, like a manager with a watchdog, until no notification has arrived for so long."""
 
         def look() -> bool:
             silent = not select.select([self._socket], [], [], seconds)[0]
@@ -102,23 +102,26 @@ class Ears:
         wait_until(look, what=f"silence; said was {self.said}", deadline=30)
 
     def close(self) -> None:
-        """Hear no more."""
+        """Stop listening."""
         self._socket.close()
 
 
 @pytest.fixture(params=["path", "abstract"])
 def ears(request: pytest.FixtureRequest, short_tmp: Path) -> Iterator[Ears]:
-    """Give a notification socket of each kind."""
+    """Yield a notification socket of each kind."""
     ears = Ears(f"{short_tmp}/notify" if request.param == "path" else f"@{short_tmp}/notify")
     yield ears
     ears.close()
 
 
 class TestNotifications:
-    """What the manager hears."""
+    """The notifications that the manager gets."""
 
     def test_life(self, ears: Ears, short_tmp: Path) -> None:
-        """Ready, once the API answers; how the node is, when that changes; that it ends; and signs of life between."""
+        """mpsd notifies that it is ready once the API answers, of changes in health and of its stop.
+
+        Signs of life come in between.
+        """
         usec = {"NOTIFY_SOCKET": ears.name, "WATCHDOG_USEC": "300000"}
         node = Node(root=short_tmp, config="", env=usec)
         try:
@@ -141,7 +144,7 @@ class TestNotifications:
             node.clean_up()
 
     def test_reload(self, ears: Ears, short_tmp: Path) -> None:
-        """A reload begins and ends, and a refused one says why for as long as no other follows."""
+        """A reload sends its beginning and its end; the status has the reason of a refused one until another reload."""
         node = Node(root=short_tmp, config="", env={"NOTIFY_SOCKET": ears.name})
         try:
             node.start()
@@ -157,7 +160,7 @@ class TestNotifications:
             node.clean_up()
 
     def test_what_is_not_well(self, ears: Ears, short_tmp: Path) -> None:
-        """The status has every reason why the node is not healthy, in the words of the API, until it is over."""
+        """The status has every reason why the node is not healthy, in the words of the API, until it has passed."""
         closed = '[daemon]\ncompute_mode = "exclusive-process"\n'
         node = Node(root=short_tmp, config=closed, env={"NOTIFY_SOCKET": ears.name})
         try:
@@ -168,7 +171,7 @@ class TestNotifications:
             node.request("POST", "/v1/daemons/gpu1/resume")
             at = ears.wait_for("STATUS=2 of 2 control daemons ready", at)
             assert ears.said[at] == "STATUS=2 of 2 control daemons ready, 0 leases, 0 waiting"
-            # Open violations stand there, and so does that a program which misses MPS gets a GPU.
+            # It lists open violations, and the risk that a program which misses MPS gets a GPU.
             node.reload("")
             ears.wait_for(
                 "STATUS=2 of 2 control daemons ready, 0 leases, 0 waiting; a program that misses MPS gets all of"
@@ -183,7 +186,7 @@ class TestNotifications:
             node.clean_up()
 
     def test_long_stop(self, ears: Ears, short_tmp: Path) -> None:
-        """While mpsd waits for people to leave, it asks for the time that this takes, and says for whom it waits."""
+        """While mpsd waits for clients to leave, it requests more time and states for which clients it waits."""
         node = Node(root=short_tmp, env={"NOTIFY_SOCKET": ears.name}, arguments=["--stop-daemons-on-exit"])
         try:
             node.start()
@@ -199,7 +202,7 @@ class TestNotifications:
             node.clean_up()
 
     def test_refused_start(self, short_tmp: Path) -> None:
-        """In the journal, why mpsd did not start is an error; and the unit's status says it."""
+        """In the journal the reason for a refused start is an error, and the unit's status contains it."""
         ears = Ears(f"{short_tmp}/notify")
         node = Node(root=short_tmp, config="nonsense")
         node.stderr.touch()
@@ -212,7 +215,7 @@ class TestNotifications:
         assert [line[:7] for line in said.splitlines()] == ["<3>mpsd", "<3>  hi"]
 
     def test_watchdog_of_another(self, ears: Ears, short_tmp: Path) -> None:
-        """A variable that was meant for another process is none for mpsd."""
+        """mpsd ignores a variable that is meant for another process."""
         env = {
             "NOTIFY_SOCKET": ears.name,
             "WATCHDOG_USEC": "1",
@@ -229,7 +232,7 @@ class TestNotifications:
 
     @pytest.mark.parametrize("name", ["gone", "deaf"])
     def test_nobody_listens(self, short_tmp: Path, name: str) -> None:
-        """A manager that is gone, and one that hears nothing for long, cost mpsd nothing."""
+        """A manager that is gone, or does not read for long, has no effect on mpsd."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as deaf:
             deaf.bind(f"{short_tmp}/deaf")
             node = Node(root=short_tmp, env={"NOTIFY_SOCKET": f"{short_tmp}/{name}", "WATCHDOG_USEC": "3000"})
@@ -243,18 +246,18 @@ class TestNotifications:
 
 @dataclass
 class Defective(Node):
-    """An mpsd with a defect, by default a supervisor that is stuck."""
+    """An mpsd with a defect, by default a stuck supervisor."""
 
     defect: str = STUCK
 
     @property
     def command(self) -> list[str]:
-        """How mpsd is called."""
+        """Return the command that starts mpsd."""
         return [sys.executable, "-c", self.defect, *super().command[3:]]
 
 
 def test_no_sign_of_life_of_a_stuck_supervisor(short_tmp: Path) -> None:
-    """A supervisor that does not come round is told, and while it does not, the manager hears no sign of life."""
+    """A stuck supervisor is reported, and as long as it is stuck the manager gets no sign of life."""
     ears = Ears(f"{short_tmp}/notify")
     node = Defective(root=short_tmp, config=QUICK, env={"NOTIFY_SOCKET": ears.name, "WATCHDOG_USEC": "300000"})
     try:
@@ -268,18 +271,18 @@ def test_no_sign_of_life_of_a_stuck_supervisor(short_tmp: Path) -> None:
         assert told["daemons"] == ["gpu1"]
         signs = ears.said.count("WATCHDOG=1")
         assert signs > 10
-        # The loop runs, and tells other news.
+        # The loop runs, and sends other notifications.
         for leases in range(1, 6):
             node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
             ears.wait_for(f"STATUS=2 of 2 control daemons ready, {leases} lease")
-        assert ears.said.count("WATCHDOG=1") <= signs + 1  # one may have been on its way
+        assert ears.said.count("WATCHDOG=1") <= signs + 1  # one may have been in flight
     finally:
         node.clean_up()
         ears.close()
 
 
 def test_no_sign_of_life_of_a_blocked_loop(short_tmp: Path) -> None:
-    """While the event loop itself is blocked the manager hears nothing, and again once it goes on."""
+    """While the event loop is blocked the manager gets no sign of life; it gets them again afterwards."""
     ears = Ears(f"{short_tmp}/notify")
     env = {"NOTIFY_SOCKET": ears.name, "WATCHDOG_USEC": "1000000"}
     node = Defective(root=short_tmp, config="", env=env, defect=BLOCKED)
@@ -299,12 +302,12 @@ def test_no_sign_of_life_of_a_blocked_loop(short_tmp: Path) -> None:
 
 @dataclass
 class Handed(Node):
-    """An mpsd that is handed a listening socket."""
+    """An mpsd that inherits a listening socket."""
 
     listener: socket.socket | None = None
 
     def launch(self) -> None:
-        """Start it as a service manager does."""
+        """Start it in the same way as a service manager."""
         assert self.listener is not None
         number = self.listener.fileno()
         with self.stderr.open("ab") as log:
@@ -321,7 +324,7 @@ class Handed(Node):
 
 @pytest.fixture
 def hand(short_tmp: Path) -> Iterator[Callable[..., Handed]]:
-    """Give a maker of an mpsd with a socket that is there before it, at its usual place or another."""
+    """Return a maker of an mpsd with a socket that exists before it, at its usual path or another."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     nodes: list[Handed] = []
 
@@ -341,15 +344,18 @@ def hand(short_tmp: Path) -> Iterator[Callable[..., Handed]]:
 
 
 def waiting(node: Node) -> int:
-    """Count those who wait at a socket that nobody accepts at; itself, it is listed, too."""
+    """Count the callers that wait at a socket without a process that accepts.
+
+    The listing includes the socket itself.
+    """
     return Path("/proc/net/unix").read_text().count(f" {node.socket}\n") - 1
 
 
 class TestSocket:
-    """A socket that is there before mpsd and after it."""
+    """A socket that exists before mpsd and after it."""
 
     def test_it_stays(self, hand: Callable[..., Handed]) -> None:
-        """Whoever calls while there is no mpsd waits, and is answered by the next; the socket is the same one."""
+        """A caller that connects while mpsd is down waits, and the next mpsd answers it over the same socket."""
         node = hand()
         before = node.socket.stat()
         node.start()
@@ -365,11 +371,11 @@ class TestSocket:
         assert (before.st_ino, before.st_mode) == (after.st_ino, after.st_mode)
 
     def test_who_stays_connected_is_told_to_come_again(self, hand: Callable[..., Handed]) -> None:
-        """Whoever goes on asking over its connection while mpsd leaves is told that the answer is the last there."""
+        """When mpsd stops, the answer to a caller that keeps its connection says that it is the last one there."""
         node = hand()
         node.start()
         assert node.process is not None
-        with Talk(node.socket) as silent, Talk(node.socket) as talk:  # the silent one is waited for, for a moment
+        with Talk(node.socket) as silent, Talk(node.socket) as talk:  # mpsd waits a moment for the silent one
             assert talk.ask("GET", "/healthz").status == 200
             node.process.send_signal(signal.SIGTERM)
             answers: list[Answer] = []
@@ -380,7 +386,7 @@ class TestSocket:
         assert node.ended() == 0
 
     def test_nobody_sees_a_restart(self, hand: Callable[..., Handed]) -> None:
-        """Leases are taken and given back all the time, and every answer is right."""
+        """During restarts, leases are requested and released all the time, and every answer is right."""
         node = hand().start()
         wrong: list[str] = []
         over = threading.Event()
@@ -413,7 +419,10 @@ class TestSocket:
 
     @needs_root
     def test_refused_start(self, hand: Callable[..., Handed]) -> None:
-        """Who waits for an mpsd that is refused hears so at once, and root why; nobody is left who has it started."""
+        """A caller of an mpsd that is refused gets that answer at once, root with the reason.
+
+        No caller triggers a new start.
+        """
         node = hand(config="nonsense")
         node.root.chmod(0o711)
         with ThreadPoolExecutor(2) as pool, calling(node.socket, uid=NOBODY) as nobody:
@@ -432,7 +441,7 @@ class TestSocket:
         assert not select.select([node.listener], [], [], 0)[0]
 
     def test_mended_start(self, hand: Callable[..., Handed]) -> None:
-        """What is mended while callers are still being told is tried at once, by the same mpsd."""
+        """A cause that is removed while callers are still being answered is noticed at once, by the same mpsd."""
         node = hand(config="nonsense")
         with ThreadPoolExecutor(1) as pool:
             told = pool.submit(node.get, "/readyz")
@@ -440,12 +449,12 @@ class TestSocket:
             node.launch()
             assert told.result().status == 503
             node.configuration.write_text("")
-            os.kill(node.pid, signal.SIGHUP)  # as `systemctl reload` does
+            os.kill(node.pid, signal.SIGHUP)  # like `systemctl reload`
             wait_until(lambda: node.get("/readyz").status == 200, what="the same mpsd to be ready")
         assert node.exited() is None
 
     def test_another_path(self, hand: Callable[..., Handed]) -> None:
-        """One that is not at the configured place is refused, with both named."""
+        """A socket at another path than the configured one is refused, with both paths."""
         node = hand("other.sock")
         status, said = node.refuse()
         assert status == 78
@@ -454,7 +463,7 @@ class TestSocket:
 
     @pytest.mark.parametrize(("mode", "config"), [(0o600, ""), (0o666, '[api]\nmode = "0660"\n')])
     def test_another_mode(self, hand: Callable[..., Handed], mode: int, config: str) -> None:
-        """One with another mode than api.mode is refused, and left as it is."""
+        """A socket with another mode than api.mode is refused, and left unchanged."""
         node = hand(mode=mode, config=config)
         status, said = node.refuse()
         assert status == 78

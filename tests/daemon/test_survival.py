@@ -1,6 +1,6 @@
-"""Whatever is killed, stopped, or cut off: nobody is harmed, nothing is lost or doubled, and it all comes back.
+"""No client is harmed, and nothing is lost or doubled, whatever is killed, stopped or cut off; everything recovers.
 
-What is in docs/reliability.md and nowhere else is here.
+The file tests the promises of docs/reliability.md that no other file tests.
 """
 
 import os
@@ -42,18 +42,18 @@ SETS: Final = "set_default_active_thread_percentage 33"
 
 
 def leases(node: Node) -> dict[str, Any]:
-    """Return the leases by their names for people."""
+    """Return the leases by their names."""
     return {each["id"]: each for each in node.get("/v1/leases").json["leases"]}
 
 
 def descriptors(node: Node) -> int:
-    """Count mpsd's open descriptors, but for that of whoever asks."""
+    """Count mpsd's open descriptors, without the one of the request."""
     return len([*Path(f"/proc/{node.pid}/fd").iterdir()])
 
 
 @pytest.mark.parametrize("real", branches(470, 555))
 def test_mpsd_is_stopped(make_node: Start, real: RealDaemon) -> None:
-    """What happened while mpsd was stopped is seen when it goes on: a death, a holder's end, a stranger's hand."""
+    """A stopped mpsd notices when it continues what happened meanwhile: a death, a holder's end, a foreign command."""
     config = "[limits]\nactive_thread_percentage = 50.0\n"
     node = make_node(simulate=2, control=real.control, config=config).start()
     before = node.daemons()
@@ -81,7 +81,7 @@ exec {control} "$@"
 @pytest.mark.real_daemon(535)
 @pytest.mark.parametrize("then", ["kill -KILL $$", "kill -STOP $$", "head -c 100000 /dev/urandom; exit 0"])
 def test_front_end(make_node: Start, short_tmp: Path, control: Path, then: str) -> None:
-    """A front-end of mpsd's own that is killed, stopped, or talks nonsense proves nothing, and harms nobody."""
+    """A front-end of mpsd's own that is killed, stopped, or answers nonsense proves nothing, and harms no client."""
     flag = short_tmp / "flag"
     broken = program(short_tmp / "nvidia-cuda-mps-control", _FRONT_END.format(flag=flag, then=then, control=control))
     node = make_node(simulate=1, control=broken, config=BRISK).start()
@@ -92,7 +92,7 @@ def test_front_end(make_node: Start, short_tmp: Path, control: Path, then: str) 
     flag.unlink()
     assert node.wait_for_state("gpu0", "ready")["pid"] == pid
     assert node.request("POST", "/v1/leases", SMALL).status == 201
-    # Whoever was stopped is not left about.
+    # The stopped front-end has been ended.
     wait_until(
         lambda: (
             [each for each in map(look_at, pids()) if each is not None and each.parent == node.pid and each.zombie]
@@ -105,7 +105,7 @@ def test_front_end(make_node: Start, short_tmp: Path, control: Path, then: str) 
 @pytest.mark.real_daemon(535)
 @pytest.mark.parametrize("which", [("mpsd", "gpu0"), ("gpu0", "gpu1"), ("mpsd", "gpu0", "gpu1")], ids="+".join)
 def test_several_at_once(make_node: Start, which: tuple[str, ...]) -> None:
-    """mpsd and control daemons that are killed together are all there again, with each lease, and each limit once."""
+    """After mpsd and control daemons are killed together, all run again, with each lease and each limit once."""
     node = make_node(simulate=2, config=LIMITS).start()
     before, limits = node.daemons(), by_hand(node, "gpu0")
     granted = {node.request("POST", "/v1/leases", {**SMALL, "gpu": gpu}).json["id"] for gpu in "01"}
@@ -134,7 +134,7 @@ def test_several_at_once(make_node: Start, which: tuple[str, ...]) -> None:
     ],
 )
 def test_clients(make_node: Start, which: tuple[str, ...], number: signal.Signals) -> None:
-    """A client computes on, whatever is killed beside it but its server, and whatever is stopped, once that goes on."""
+    """A client keeps computing when any process but its server is killed, and when any is stopped and continued."""
     node = make_node(simulate=2, control=None, config=BRISK).start()
     arguments = ("--threads", "10", "--memory", "1GiB", "--gpu")
     with leased(node, *arguments, "0") as near, leased(node, *arguments, "1") as far:
@@ -166,7 +166,7 @@ def test_clients(make_node: Start, which: tuple[str, ...], number: signal.Signal
 @pytest.mark.real_daemon(535)
 @needs_last_pid
 def test_pid_of_a_control_daemon(make_node: Start) -> None:
-    """Who has the pid of a control daemon that is gone is neither adopted nor signalled by the next mpsd."""
+    """The next mpsd neither adopts nor signals a process that reuses the pid of an ended control daemon."""
     node = make_node(simulate=1).start()
     pid = node.daemons()["gpu0"]["pid"]
     node.end(signal.SIGKILL)
@@ -182,7 +182,7 @@ def test_pid_of_a_control_daemon(make_node: Start) -> None:
 
 @pytest.mark.parametrize("real", branches(535, 555))
 def test_impostor(make_node: Start, real: RealDaemon) -> None:
-    """Where somebody else listens in a control daemon's place nobody is let in; and the daemon is left alone."""
+    """While another process listens in a control daemon's place, no lease is granted; the daemon is left alone."""
     node = make_node(simulate=1, control=real.control, config=BRISK).start()
     pid = node.daemons()["gpu0"]["pid"]
     its = node.pipe_directory("gpu0") / "control"
@@ -199,7 +199,7 @@ def test_impostor(make_node: Start, real: RealDaemon) -> None:
         assert node.request("POST", "/v1/leases", SMALL).json["code"] == "daemon_not_ready"
     away.rename(its)
     assert node.wait_for_state("gpu0", "ready")["pid"] == pid
-    # A new one makes a socket of its own.
+    # A new one makes its own socket.
     with socket.socket(socket.AF_UNIX) as impostor:
         its.unlink()
         impostor.bind(str(its))
@@ -210,7 +210,7 @@ def test_impostor(make_node: Start, real: RealDaemon) -> None:
 
 @pytest.mark.parametrize("real", branches())
 def test_log_that_is_blocked(make_node: Start, real: RealDaemon) -> None:
-    """A control daemon whose FIFO others have filled goes on, and limits are held whatever is in its log."""
+    """A control daemon whose FIFO others have filled keeps running, and its limits hold whatever its log contains."""
     node = make_node(simulate=1, control=real.control, config=PERCENTAGE + BRISK).start()
     pid = node.daemons()["gpu0"]["pid"]
     noise = random.Random(real.branch).randbytes(4096)
@@ -229,7 +229,7 @@ def test_log_that_is_blocked(make_node: Start, real: RealDaemon) -> None:
 
 @pytest.mark.real_daemon(535)
 def test_it_all_comes_back(make_node: Start) -> None:
-    """After many deaths, hang-ups and stops mpsd has the descriptors, and its children the number, that they had."""
+    """After many deaths, disconnects and stops mpsd has as many descriptors and children as before."""
     node = make_node(simulate=2, config="[daemon]\ndeath_window = 0.001\nanswer_deadline = 0.3\n").start()
 
     def children() -> int:

@@ -1,4 +1,4 @@
-"""The API as its callers see it: who may do what, what is answered, and in which form."""
+"""The API as its callers see it: permissions, answers, and their form."""
 
 import grp
 import json
@@ -26,19 +26,22 @@ from tests.node import Answer, Node
 pytestmark = pytest.mark.real_daemon(535)
 
 GROUP: Final = next(group for group in grp.getgrall() if group.gr_gid not in {0, os.getegid(), NOBODY})
-"""Some group of this machine that nobody in these tests is in, but for those who are told to be."""
+"""A group of this machine without members in these tests, except for those that join it on purpose."""
 
 EVERY_PATH: Final = [(route.method, re.sub(r"\{\w+\}", "x", route.path), route.role) for route in ROUTES]
 
 
 @pytest.fixture(scope="module")
 def node(node_for_all: Start) -> Node:
-    """Start the node that the tests of this module share: one group uses it, another uid looks on, and that is all."""
+    """Start the node that the tests share: one group may use it, one other uid may observe it.
+
+    Other uids have no role.
+    """
     return node_for_all(config=f'[roles]\nusers = ["%{GROUP.gr_name}"]\nobservers = ["12345"]\n').start()
 
 
 def problem(answer: Answer, status: int, code: str) -> Any:
-    """Return a problem document that has this status and code, and all that every one of them has."""
+    """Check that an answer is a problem document with this status and code, and all required members; return it."""
     assert answer.status == status, answer.body
     assert answer.headers["Content-Type"] == "application/problem+json"
     found = answer.json
@@ -52,32 +55,32 @@ def problem(answer: Answer, status: int, code: str) -> Any:
 
 @pytest.fixture(scope="module")
 def stranger(node: Node) -> Iterator[Caller]:
-    """Give a process of a uid that has no role."""
+    """Yield a process of a uid without a role."""
     with calling(node.socket, uid=NOBODY) as caller:
         yield caller
 
 
 @pytest.fixture(scope="module")
 def member(node: Node) -> Iterator[Caller]:
-    """Give a process of the same uid that is in the group."""
+    """Yield a process of the same uid that is in the group."""
     with calling(node.socket, uid=NOBODY, groups=(GROUP.gr_gid,)) as caller:
         yield caller
 
 
 @pytest.fixture(scope="module")
 def observer(node: Node) -> Iterator[Caller]:
-    """Give a process of a uid that may look."""
+    """Yield a process of a uid that may observe."""
     with calling(node.socket, uid=12345) as caller:
         yield caller
 
 
 @needs_root
 class TestRoles:
-    """Who may do what, by the uid and the groups that the kernel names."""
+    """Permissions, by the uid and the groups that the kernel reports."""
 
     @pytest.mark.parametrize(("method", "path"), [(method, path) for method, path, _ in EVERY_PATH])
     def test_stranger(self, stranger: Caller, method: str, path: str) -> None:
-        """Every route there is answers 403 to a stranger."""
+        """Every route answers 403 to a caller without a role."""
         found = problem(stranger.request(method, path), 403, "not_permitted")
         assert "no role" in found["detail"]
         assert "[roles]" in found["hint"]
@@ -86,11 +89,11 @@ class TestRoles:
         ("method", "path"), [("GET", "/nowhere"), ("PUT", "/v1/leases"), ("GET", "/"), ("OPTIONS", "*")]
     )
     def test_stranger_learns_nothing(self, stranger: Caller, method: str, path: str) -> None:
-        """Nor does a stranger learn what is not there."""
+        """A caller without a role cannot find out which paths do not exist."""
         problem(stranger.request(method, path), 403, "not_permitted")
 
     def test_every_route_by_role(self, member: Caller, observer: Caller) -> None:
-        """Each route is open to the role that the table names and to those above it, and to no other."""
+        """Each route is open to the role in the table and to higher ones, and to no other."""
         for method, path, role in EVERY_PATH:
             for caller, has in ((observer, Role.OBSERVER), (member, Role.USER)):
                 answer = caller.request(method, path)
@@ -101,14 +104,14 @@ class TestRoles:
                     assert f"needs the role {role.name.lower()}" in found["detail"]
 
     def test_member_holds_a_lease(self, member: Caller) -> None:
-        """A member of the group gets what it asks for, as the uid that it is."""
+        """A member of the group gets the lease that it requests, as its own uid."""
         lease = member.admit(threads=10, memory="1GiB")
         assert lease.status == 201
         assert lease.json["owner"]["uid"] == NOBODY
         assert member.request("DELETE", f"/v1/leases/{lease.json['id']}").status == 204
 
     def test_others_leases(self, node: Node, member: Caller, observer: Caller) -> None:
-        """Whoever is no administrator sees the sums of others' leases, and not the leases."""
+        """A caller that is no administrator sees the sums of other users' leases, and not the leases."""
         lease = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"}).json
         try:
             for caller in (member, observer):
@@ -121,7 +124,7 @@ class TestRoles:
 
 
 class TestAnswers:
-    """What is answered, and in which form."""
+    """The contents and the form of answers."""
 
     @pytest.mark.parametrize(
         ("asked", "status", "code"),
@@ -140,21 +143,21 @@ class TestAnswers:
         ],
     )
     def test_refusals(self, node: Node, asked: tuple[str, str, bytes | None], status: int, code: str) -> None:
-        """Whatever is refused is a problem document with a code for programs and a hint for people."""
+        """Every refusal is a problem document with a code for programs and a hint for readers."""
         problem(node.request(*asked), status, code)
 
     def test_allowed_methods(self, node: Node) -> None:
-        """A wrong method is answered with those that are right, in the header and in the hint."""
+        """A wrong method is answered with the allowed ones, in the header and in the hint."""
         answer = node.request("PUT", "/v1/leases", b"{}")
         assert answer.headers["Allow"].split(",") == ["GET", "HEAD", "POST"]
         assert problem(answer, 405, "method_not_allowed")["hint"] == "use GET, HEAD, POST"
 
     def test_unknown_daemon(self, node: Node) -> None:
-        """A daemon that is not there is refused with those that are."""
+        """An unknown daemon is refused with the names of the daemons."""
         assert "gpu0, gpu1" in problem(node.request("POST", "/v1/daemons/gpu9/reset"), 404, "not_found")["hint"]
 
     def test_reset_of_a_daemon_that_runs(self, node: Node) -> None:
-        """A reset does not touch a control daemon that runs."""
+        """A reset does not touch a running control daemon."""
         before = node.unharmed()["gpu0"]
         answer = node.request("POST", "/v1/daemons/gpu0/reset")
         assert (answer.status, answer.json["state"], answer.json["daemon"]) == (202, "done", "gpu0")
@@ -169,7 +172,7 @@ class TestAnswers:
         ],
     )
     def test_every_answer_is_what_the_document_says(self, node: Node, route: Any) -> None:
-        """Every answer decodes as the type that the route table names, and has just its fields."""
+        """Every answer decodes as the type in the route table, and has exactly its fields."""
         answer = node.get(route.path)
         assert answer.status == 200
         assert answer.headers["Content-Type"] == "application/json"
@@ -178,15 +181,15 @@ class TestAnswers:
         assert answer.json.keys() == fields
 
     def test_health(self, node: Node) -> None:
-        """`/healthz` and `/readyz` say yes with a reason."""
+        """`/healthz` and `/readyz` answer yes with a reason."""
         assert node.get("/healthz").json == {"ok": True, "because": "mpsd answers"}
         assert node.get("/readyz").json == {"ok": True, "because": WELL}
 
     def test_status_carries_the_tables(self, node: Node) -> None:
-        """The status has the GPUs and the control daemons as their own routes answer them, and the verdict on them."""
+        """The status contains the GPUs and the control daemons as their own routes answer them, and their health."""
 
         def look() -> Any:
-            # The limits of the lease before may be closing: then one answer is older than the others.
+            # The limits of the lease before may be closing: then one of the two answers is older.
             status = node.get("/v1/status").json
             tables = node.get("/v1/gpus").json["gpus"], node.get("/v1/daemons").json["daemons"]
             return status if (status["gpus"], status["daemons"]) == tables else None
@@ -197,7 +200,7 @@ class TestAnswers:
         assert (status["headline"].split(":")[0], status["violations"]) == ("healthy, not closed", [])
 
     def test_config(self, node: Node) -> None:
-        """`/v1/config` tells the settings in force, sections by name, in the words of the file."""
+        """`/v1/config` returns the settings in force by section, in the words of the file."""
         config = node.get("/v1/config").json["config"]
         assert config["api"]["socket"] == str(node.socket)
         assert config["api"]["mode"] == "0666"
@@ -275,10 +278,10 @@ def document(node: Node) -> Any:
 
 
 class TestDocument:
-    """`/v1/openapi.json`."""
+    """The document at `/v1/openapi.json`."""
 
     def test_it_names_every_route(self, document: Any) -> None:
-        """Every route of the table is in it, by method and path, with each status that it can answer."""
+        """It has every route of the table, by method and path, with each status that the route can answer."""
         assert document["openapi"].startswith("3.1.")
         assert document["info"]["title"] == "mpsd"
         named = {(method.upper(), path) for path, operations in document["paths"].items() for method in operations}
@@ -291,7 +294,7 @@ class TestDocument:
             assert [each["name"] for each in operation.get("parameters", []) if each["in"] == "path"] == names
 
     def test_it_holds_together(self, document: Any) -> None:
-        """Every reference leads somewhere, every operation has an id of its own, every answer a description."""
+        """Every reference resolves, every operation has a unique id, and every answer has a description."""
         text = json.dumps(document)
         for reference in set(re.findall(r'"\$ref": "#/([^"]+)"', text)):
             found = document
@@ -312,8 +315,9 @@ class TestSocket:
     """The socket in the file system."""
 
     def test_it_appears_with_its_final_mode(self, make_node: Start) -> None:
-        """From the first moment at which it can be seen, the socket has the mode and the group that were configured."""
-        mine = next((each for each in grp.getgrall() if each.gr_gid == os.getegid()), None)  # it may have no name
+        """As soon as it is visible, the socket has the configured mode and group."""
+        # The group may have no name.
+        mine = next((each for each in grp.getgrall() if each.gr_gid == os.getegid()), None)
         group = GROUP if os.geteuid() == 0 else mine
         config = '[api]\nmode = "0640"\n' + (f'group = "{group.gr_name}"\n' if group else "")
         node = make_node(simulate=1, config=config)
@@ -339,7 +343,7 @@ class TestSocket:
         assert [path.name for path in node.socket.parent.iterdir() if path.is_socket()] == ["mpsd.sock"]
 
     def test_stale_socket(self, make_node: Start) -> None:
-        """What an mpsd that was killed left behind is replaced."""
+        """The socket that a killed mpsd left behind is replaced."""
         node = make_node(simulate=1)
         node.socket.parent.mkdir()
         with socket.socket(socket.AF_UNIX) as stale:
@@ -351,14 +355,14 @@ class TestSocket:
 
     @needs_root
     def test_mode_keeps_others_out(self, make_node: Start) -> None:
-        """A mode without rights for others keeps them from even connecting."""
+        """A mode without rights for others prevents them even from connecting."""
         node = make_node(simulate=1, config='[api]\nmode = "0600"\n').start(ready=False)
         with calling(node.socket, uid=NOBODY) as stranger, pytest.raises(OSError, match="Permission denied"):
             stranger.request("GET", "/healthz")
 
 
 def test_socket_of_a_directory(make_node: Start, short_tmp: Path) -> None:
-    """Where a directory stands in the socket's place, mpsd says so and does not start."""
+    """When a directory is in the socket's place, mpsd says so and does not start."""
     node = make_node()
     node.socket.mkdir(parents=True)
     status, said = node.refuse()

@@ -1,7 +1,7 @@
-"""The API's own document, taken from a running mpsd: what it allows is answered as it says, what it forbids is refused.
+"""The API's document, as a running mpsd serves it: allowed requests are answered by it, forbidden ones are refused.
 
 schemathesis makes the requests, and requests sends them over the unix socket, so that callers are real ones here too.
-MPSD_API_EXAMPLES says how many there are of each kind.
+MPSD_API_EXAMPLES is the number of requests of each kind.
 """
 
 import json
@@ -35,7 +35,7 @@ USER: Final = 2401
 ROWS: Final = {f"{route.method} {route.path}": route for route in ROUTES}
 OPERATIONS: Final = list(ROWS)
 TAKING: Final = [label for label, route in ROWS.items() if route.body is not None or route.query is not None]
-"""Operations that take something that can be wrong."""
+"""Operations with parameters or a body, which can be wrong."""
 
 CONFORMANCE: Final = [
     "not_a_server_error",
@@ -57,7 +57,7 @@ class _Connection(urllib3.connection.HTTPConnection):
         self._uid = uid
 
     def connect(self) -> None:
-        """Connect as the user that this is for."""
+        """Connect as the user of this connection."""
         self.sock = connect(self._path, uid=self._uid)
 
 
@@ -74,7 +74,7 @@ class _Pool(urllib3.connectionpool.HTTPConnectionPool):
 
 
 class _Adapter(HTTPAdapter):
-    """Leads requests for http://mpsd to the socket, whatever the rest of the URL is."""
+    """Sends requests for http://mpsd to the socket, whatever the rest of the URL is."""
 
     def __init__(self, path: Path, uid: int | None) -> None:
         super().__init__()
@@ -98,13 +98,13 @@ def node(node_for_all: Start) -> Node:
 
 @pytest.fixture(scope="module")
 def running(node: Node) -> Any:
-    """Return the document that the running mpsd gives."""
+    """Return the document of the running mpsd."""
     return node.get("/v1/openapi.json").json
 
 
 @pytest.fixture(scope="module")
 def operations(running: Any) -> dict[str, Any]:
-    """Return the operations of that document, as schemathesis has them, by method and path."""
+    """Return the operations of that document as objects of schemathesis, by method and path."""
     schema = schemathesis.openapi.from_dict(running)
     found: list[Any] = [each.ok() for each in schema.get_all_operations() if hasattr(each, "ok")]
     return {operation.label: operation for operation in found}
@@ -112,7 +112,7 @@ def operations(running: Any) -> dict[str, Any]:
 
 @pytest.fixture(params=[None, pytest.param(USER, marks=needs_root)], ids=["root", "user"])
 def session(node: Node, request: pytest.FixtureRequest) -> Iterator[requests.Session]:
-    """Give a session of some user over the socket; mpsd is well afterwards."""
+    """Yield a session of some user over the socket; afterwards mpsd must be healthy."""
     with requests.Session() as session:
         session.mount("http://mpsd", _Adapter(node.socket, request.param))
         yield session
@@ -121,9 +121,9 @@ def session(node: Node, request: pytest.FixtureRequest) -> Iterator[requests.Ses
 
 
 def tame(case: Any) -> Any:
-    """Return a case that is as allowed, or as forbidden, as it was, and whose answer does not hang on the time.
+    """Return a case that stays allowed or forbidden, and whose answer does not depend on time.
 
-    Nobody waits, nobody follows, and no lease ends before its caller is told of it.
+    Such a case does not wait or follow, and its lease does not end before its caller has the answer.
     """
     if isinstance(case.query, dict) and case.query.get("follow") == "true":
         case.query["follow"] = "false"
@@ -138,7 +138,7 @@ def tame(case: Any) -> Any:
 
 
 def conform(node: Node, session: requests.Session, case: Any, *, more: str = "not_a_server_error") -> int:
-    """Send a case, hold the answer against the document, and return its status; `more` is a check of schemathesis's."""
+    """Send a case, check the answer against the document, and return its status; `more` is a check of schemathesis."""
     response = case.call(base_url="http://mpsd", session=session, timeout=20)
     case.validate_response(response, checks=CHECKS.get_by_names([*CONFORMANCE, more]))
     if response.status_code == 201:
@@ -148,12 +148,12 @@ def conform(node: Node, session: requests.Session, case: Any, *, more: str = "no
 
 
 MANY: Final = settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
-"""So many cases, over a node that is started once."""
+"""The number of cases, over a node that is started once."""
 
 
 @pytest.mark.parametrize("label", OPERATIONS)
 def test_what_is_allowed(node: Node, session: requests.Session, operations: dict[str, Any], label: str) -> None:
-    """Whatever the document allows is answered by a status that it names, in the form that it says."""
+    """Every request that the document allows is answered with a documented status, in the documented form."""
 
     @MANY
     @given(case=operations[label].as_strategy(generation_mode=GenerationMode.POSITIVE))
@@ -165,19 +165,19 @@ def test_what_is_allowed(node: Node, session: requests.Session, operations: dict
 
 @pytest.mark.parametrize("label", TAKING)
 def test_what_is_forbidden(node: Node, session: requests.Session, operations: dict[str, Any], label: str) -> None:
-    """Whatever the document forbids is refused, by a status that it names, in the form that it says."""
+    """Every request that the document forbids is refused with a documented status, in the documented form."""
 
     @MANY
     @given(case=operations[label].as_strategy(generation_mode=GenerationMode.NEGATIVE))
     def check(case: Any) -> None:
-        assume(case.body is not None)  # null counts as no body, also where the document does not say so
+        assume(case.body is not None)  # null counts as no body, though the document does not say so
         conform(node, session, tame(case), more="negative_data_rejection")
 
     check()
 
 
 def test_what_makes_sense(node: Node, session: requests.Session, operations: dict[str, Any]) -> None:
-    """A request for what there is, with anything else in it that the document allows, is granted."""
+    """A request for existing resources, with any other allowed values, is granted."""
 
     @MANY
     @given(
@@ -194,13 +194,13 @@ def test_what_makes_sense(node: Node, session: requests.Session, operations: dic
 
 
 def test_it_is_whole(running: Any, operations: dict[str, Any]) -> None:
-    """The running mpsd gives the document that is made from its route table, with every route and no other."""
+    """The running mpsd serves the document that is made from its route table, with exactly its routes."""
     assert running == json.loads(json.dumps(document(ROUTES)))
     assert sorted(operations) == sorted(OPERATIONS)
 
 
 def test_patterns_mean_the_same_everywhere(running: Any) -> None:
-    """No pattern uses what only Python's regular expressions have."""
+    """No pattern uses features that only Python's regular expressions have."""
     patterns = re.findall(r'"pattern": "((?:[^"\\]|\\.)*)"', json.dumps(running))
     assert patterns
     assert not [each for each in patterns if re.search(r"\\\\[AZzGQE]|\(\?[PiLmsux#<]", each)]
@@ -208,7 +208,7 @@ def test_patterns_mean_the_same_everywhere(running: Any) -> None:
 
 @pytest.mark.parametrize("label", OPERATIONS)
 def test_what_anybody_can_be_told_is_documented(running: Any, label: str) -> None:
-    """Every operation names the refusals that any request can meet, and those that follow from what it takes."""
+    """Every operation documents the refusals that any request can get, and those that its own input can cause."""
     route = ROWS[label]
     operation = running["paths"][route.path][route.method.lower()]
     expected = {"400", "403", "422", "429", "500"}
@@ -223,7 +223,7 @@ def test_what_anybody_can_be_told_is_documented(running: Any, label: str) -> Non
 
 
 def test_what_is_no_http(node: Node) -> None:
-    """What cannot even be read is answered as everything else is, by a problem document, and the connection ends."""
+    """Bytes that are no HTTP are answered by a problem document too, and the connection ends."""
     for raw in (
         b"nonsense\r\n\r\n",
         b"BREW /pot HTTP/1.1\r\n\r\n",

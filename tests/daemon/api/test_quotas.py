@@ -1,4 +1,4 @@
-"""What one user may have: its own quota, its group's, or everybody's, and what a reload changes of that."""
+"""The quotas of a user: its own, its group's, or the general one, and how a reload changes them."""
 
 from typing import Any, Final
 
@@ -19,25 +19,25 @@ SMALL: Final[dict[str, Any]] = {"threads": 1, "memory": "1GiB"}
 
 @pytest.fixture(scope="module")
 def node(node_for_all: Start) -> Node:
-    """Start the node that the tests of this module share; each gives it the quotas that it is about."""
+    """Start the node that the tests of this module share; each test sets its own quotas."""
     return node_for_all(config="").start()
 
 
 @pytest.fixture
 def line(node: Node, make_line: MakeLine) -> Line:
-    """Stand in front of it."""
+    """Return a line in front of it."""
     return make_line(node)
 
 
 def set_quotas(line: Line, **quotas: str) -> None:
-    """Have the node take these quotas, by SIGHUP; `everybody` stands for *."""
+    """Set these quotas on the node, by SIGHUP; `everybody` stands for *."""
     names = {"everybody": "*", "ann": str(ANN), "bob": str(BOB), "group": f"%{GROUP}"}
     text = "".join(f'[quota."{names[name]}"]\n{quota}\n' for name, quota in quotas.items())
     assert line.node.reload(text)["event"] == "settings_reloaded"
 
 
 def over(answer: Answer, limit: str) -> str:
-    """Return the detail of a refusal for a quota."""
+    """Check that a request is refused because of a quota; return the detail."""
     problem = answer.json
     assert (answer.status, problem["code"], problem["limit"]) == (403, "quota", f"quota.{limit}"), problem
     assert problem["hint"]
@@ -47,7 +47,10 @@ def over(answer: Answer, limit: str) -> str:
 
 @needs_root
 def test_leases(line: Line) -> None:
-    """As many leases as the quota says, waiting ones included; one that ends makes room; others are not concerned."""
+    """A user may have as many leases as its quota, waiting ones included.
+
+    Each end frees a place; others are unaffected.
+    """
     set_quotas(line, everybody="leases = 3")
     line.granted(uid=ANN, threads=99, memory="1GiB", gpu="0")
     second = line.granted(uid=ANN, **SMALL, gpu="0")
@@ -102,7 +105,7 @@ def test_amounts(  # noqa: PLR0917 - one example after the other
     limit: str,
     words: str,
 ) -> None:
-    """Threads and memory are summed over a user's leases and over their GPUs, and what is left is told."""
+    """Threads and memory are summed over a user's leases and their GPUs, and a refusal states what is left."""
     set_quotas(line, ann=quota)
     base = {} if "fraction" in first else SMALL
     line.granted(uid=ANN, **{**base, **first})
@@ -112,7 +115,7 @@ def test_amounts(  # noqa: PLR0917 - one example after the other
 
 
 def test_waiting_counts(line: Line) -> None:
-    """What a user waits for counts as what it holds: nobody fills the queue in advance."""
+    """Waiting requests count like leases, so that no user can fill the queue in advance."""
     set_quotas(line, ann="threads = 100")
     line.granted(uid=ANN, threads=60, memory="1GiB", gpu="0")
     line.waits(uid=ANN, threads=40, memory="79GiB", gpu="0")
@@ -120,7 +123,7 @@ def test_waiting_counts(line: Line) -> None:
 
 
 def test_coming_back(line: Line) -> None:
-    """Who comes back for its lease, or for its place in the queue, takes nothing more, and is no matter of quotas."""
+    """A caller that returns for its lease, or for its place in the queue, uses no more of its quota."""
     set_quotas(line, ann="leases = 2\nthreads = 50")
     lease = line.granted(uid=ANN, threads=40, memory="79GiB", gpu="0", request_id="held")
     assert line.granted(uid=ANN, threads=40, memory="79GiB", gpu="0", request_id="held") == lease
@@ -139,7 +142,7 @@ def test_coming_back(line: Line) -> None:
 
 @needs_root
 def test_priority(line: Line) -> None:
-    """Above 0 only with a quota, and not above that."""
+    """A priority above 0 needs a quota, and cannot exceed it."""
     set_quotas(line, ann="priority = 5", bob="priority = -1")
     assert line.granted(uid=ANN, **SMALL, priority=5, gpu="0")["priority"] == 5
     assert "your quota allows 5 at most" in over(line.ask(uid=ANN, **SMALL, priority=6), "priority")
@@ -150,7 +153,7 @@ def test_priority(line: Line) -> None:
 
 @needs_root
 def test_time_to_live(line: Line) -> None:
-    """The longest that may be asked for, also when it is renewed, and the one that a lease gets which asks for none."""
+    """A quota sets the longest time to live, for renewals too, and the default of a lease without one."""
     set_quotas(line, ann="ttl = 100")
     assert "your quota allows 100 s at most" in over(line.ask(uid=ANN, **SMALL, ttl=101), "ttl")
     lease = line.granted(uid=ANN, **SMALL)
@@ -162,7 +165,7 @@ def test_time_to_live(line: Line) -> None:
 
 
 def test_gpus(line: Line) -> None:
-    """A user may be kept to some GPUs: it is placed there alone, and waits there alone."""
+    """A quota may restrict a user to some GPUs: its requests are placed there, and wait for those alone."""
     set_quotas(line, ann=f'gpus = ["{FIRST}"]')
     line.granted(uid=ANN, threads=90, memory="1GiB")
     assert line.ask(uid=ANN, threads=20, memory="1GiB").json["limit"] == "threads"
@@ -173,7 +176,7 @@ def test_gpus(line: Line) -> None:
 
 @needs_root
 def test_whose_quota(line: Line) -> None:
-    """One's own comes before one's groups', and those before everybody's; nothing is added up."""
+    """A user's own quota precedes those of its groups, and these precede the general one; they are not added."""
     set_quotas(line, everybody="threads = 10", group="threads = 20", ann="threads = 30")
     for uid, groups, most in ((ANN, (GROUP,), 30), (BOB, (GROUP,), 20), (BOB, (7,), 10), (GROUP, (), 20)):
         with calling(line.node.socket, uid=uid, groups=groups) as caller:
@@ -184,7 +187,7 @@ def test_whose_quota(line: Line) -> None:
 
 
 def test_reload(line: Line) -> None:
-    """SIGHUP changes what may be asked for, and takes nothing away; a file that cannot be meant changes nothing."""
+    """SIGHUP changes what may be requested, and ends no lease; an invalid file changes nothing."""
     set_quotas(line, ann="threads = 50")
     held = line.granted(uid=ANN, threads=50, memory="1GiB", gpu="0")
     set_quotas(line, ann="threads = 20")
@@ -198,6 +201,6 @@ def test_reload(line: Line) -> None:
 
 
 def test_administrator_too(line: Line) -> None:
-    """A quota is no matter of roles: root has one where everybody has."""
+    """A quota is independent of roles: the general quota applies to root too."""
     set_quotas(line, everybody="threads = 50")
     over(line.ask(threads=51, memory="1GiB"), "threads")

@@ -1,4 +1,4 @@
-"""Who may do what: by uid and groups, as the kernel says, on every route that there is."""
+"""Permissions on every route, by the uid and groups that the kernel reports."""
 
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ users = ["{USER}", "{OTHER}", "%{GROUPS[Role.USER]}"]
 operators = ["{OPERATOR}", "%{GROUPS[Role.OPERATOR]}"]
 admins = ["{ADMIN}", "%{GROUPS[Role.ADMIN]}"]
 """
-"""Users and groups may be named by their numbers."""
+"""Users and groups may be configured by their numbers."""
 
 ALL_ROUTES: Final = [(route.method, route.path, route.role) for route in ROUTES]
 
@@ -41,7 +41,7 @@ NO_ROUTES: Final = [
     ("TRACE", "/healthz"),
     ("BREW", "/healthz"),
 ]
-"""What the table has not: also from there nobody learns anything."""
+"""Requests that match no route: their answers reveal nothing either."""
 
 
 @pytest.fixture(scope="module")
@@ -52,25 +52,25 @@ def node(node_for_all: Start) -> Node:
 
 @pytest.fixture
 def line(node: Node, make_line: MakeLine) -> Line:
-    """Stand in front of it."""
+    """Return a line in front of it."""
     return make_line(node)
 
 
 @pytest.fixture
 def lease(line: Line) -> Any:
-    """Give a lease of the plain user's."""
+    """Yield a lease of the plain user."""
     return line.granted(uid=USER, threads=10, memory="1GiB")
 
 
 @pytest.fixture
 def targets(node: Node, lease: Any) -> dict[str, str]:
-    """Give, for each path of the table, one that names something that there is."""
+    """Return for each path of the table a path that names existing resources."""
     operation = node.request("POST", "/v1/daemons/gpu0/reset").json["id"]
     named = {
         "/leases/{id}": f"/leases/{lease['id']}",
         "/operations/{id}": f"/operations/{operation}",
         "{name}": "gpu0",
-        "{uid}": str(OTHER),  # of whom there is no quarantine
+        "{uid}": str(OTHER),  # this uid has no quarantine
     }
     found = {}
     for _, path, _ in ALL_ROUTES:
@@ -82,14 +82,14 @@ def targets(node: Node, lease: Any) -> dict[str, str]:
 
 
 def body_of(method: str, path: str) -> object:
-    """Return a body that this route would take."""
+    """Return a body that this route would accept."""
     if (method, path) == ("POST", "/v1/leases"):
         return {"threads": 1, "memory": "1MiB"}
     return {"ttl": 60} if path.endswith("/renew") else None
 
 
 def not_permitted(answer: Answer) -> str:
-    """Return the detail of a refusal for want of a role or a right."""
+    """Check that a request is refused for lack of a role or a right; return the detail."""
     assert answer.status == 403, answer
     assert answer.headers["Content-Type"] == "application/problem+json"
     problem = answer.json
@@ -100,11 +100,11 @@ def not_permitted(answer: Answer) -> str:
 
 
 class TestStranger:
-    """Whoever has no role gets 403 from everywhere, and learns nothing."""
+    """A caller without a role gets 403 from all paths, and learns nothing."""
 
     @pytest.mark.parametrize(("method", "path"), [(method, path) for method, path, _ in ALL_ROUTES])
     def test_every_route(self, line: Line, lease: Any, targets: dict[str, str], method: str, path: str) -> None:
-        """Every route of the table, with a request that would be good from somebody else, and nothing comes of it."""
+        """A valid request to any route of the table gets 403, and has no effect."""
         before = line.leases(), line.node.get("/v1/status").json
         answer = line.call(method, targets[path], body_of(method, path), uid=STRANGER).answer()
         assert "has no role" in not_permitted(answer)
@@ -113,7 +113,7 @@ class TestStranger:
 
     @pytest.mark.parametrize(("method", "path"), NO_ROUTES)
     def test_what_is_no_route(self, line: Line, method: str, path: str) -> None:
-        """It is told 403 also where anybody else is told that there is nothing, or no such method."""
+        """A request that matches no route also gets 403, where other callers get 404 or 405."""
         answers = [line.call(method, path, uid=uid).answer() for uid in (STRANGER, None)]
         assert answers[0].status == 403
         assert answers[1].status in {400, 404, 405}
@@ -122,29 +122,29 @@ class TestStranger:
 
     @pytest.mark.parametrize("expect", ["100-continue", "a miracle"])
     def test_expectations(self, node: Node, expect: str) -> None:
-        """It is not even told to go on."""
+        """Not even `100 Continue` is sent."""
         with Talk(node.socket, uid=STRANGER) as talk:
             not_permitted(talk.ask("POST", "/v1/leases", body_of("POST", "/v1/leases"), f"Expect: {expect}"))
 
     def test_body_is_not_read(self, node: Node) -> None:
-        """It is refused before it has sent what it announced."""
+        """The request is refused before its announced body has arrived."""
         with Talk(node.socket, uid=STRANGER) as talk:
             talk.send(b"POST /v1/leases HTTP/1.1\r\nHost: mpsd\r\nContent-Length: 50000\r\n\r\n")
             not_permitted(talk.answer())
 
     def test_nothing_by_the_process(self, node: Node) -> None:
-        """What counts are uid and groups when it connected: a process that drops its rights first has none."""
+        """The uid and groups at the time of the connection count: a process that drops its rights first has none."""
         with calling(node.socket, uid=STRANGER) as stranger:
             not_permitted(stranger.admit(threads=1, memory="1MiB"))
 
 
 class TestRole:
-    """Each role may do what it may, and nothing above it."""
+    """Each role has its own rights, and none of a higher role."""
 
     @pytest.mark.parametrize("role", Role)
     @pytest.mark.parametrize("route", ALL_ROUTES, ids=str)
     def test_every_route(self, line: Line, targets: dict[str, str], role: Role, route: tuple[str, str, Role]) -> None:
-        """Every route of the table is refused to every role below the one that it needs, and to no other."""
+        """Every route of the table is refused to every role below the required one, and to no other."""
         method, path, needed = route
         answer = line.call(method, targets[path], body_of(method, path), uid=UIDS[role]).answer()
         if role < needed:
@@ -160,23 +160,23 @@ class TestRole:
     @pytest.mark.parametrize("role", Role)
     @pytest.mark.parametrize("how", ["its own group", "another of its groups"])
     def test_by_group(self, node: Node, role: Role, how: str) -> None:
-        """A role is given to a group as well: the one that a process runs in, and any other that it is in."""
+        """A group can have a role: a process's own group, and any other group that it is in."""
         group = GROUPS[role]
         options: dict[str, Any] = {"uid": group} if how == "its own group" else {"uid": STRANGER, "groups": (group, 7)}
         with calling(node.socket, **options) as caller:
             assert role_of(caller) is role
 
     def test_highest_counts(self, node: Node) -> None:
-        """Of several roles the highest counts."""
+        """Of several roles the highest applies."""
         with calling(node.socket, uid=OBSERVER, groups=tuple(GROUPS.values())) as caller:
             assert role_of(caller) is Role.ADMIN
 
     def test_root(self, node: Node) -> None:
-        """Root is named nowhere, and may do everything."""
+        """Root needs no configuration, and may do everything."""
         assert node.request("POST", "/v1/daemons/gpu0/reset").status == 202
 
     def test_everybody_and_names(self, make_node: Start) -> None:
-        """By default everybody is a user; `*` is everybody, and a name is looked up in the user database."""
+        """By default every uid is a user; `*` means every uid, and names are looked up in the user database."""
         node = make_node(simulate=1, config="").start()
         with calling(node.socket, uid=NOBODY) as caller:
             assert role_of(caller) is Role.USER
@@ -196,14 +196,14 @@ class TestRole:
         assert told["hint"]
 
     def test_many_groups(self, node: Node) -> None:
-        """The last of a thousand groups counts as the first one does."""
+        """The last of a thousand groups counts like the first."""
         for role in (Role.USER, Role.ADMIN):
             groups = (*range(100000, 100999), GROUPS[role])
             with calling(node.socket, uid=STRANGER, groups=groups) as caller:
                 assert role_of(caller) is role
 
     def test_operator_ends_nobody_s_lease(self, line: Line, lease: Any) -> None:
-        """An operator drains and waits: a drain that ends clients after a while is an administrator's."""
+        """An operator drains and waits; a drain that ends clients after a timeout is reserved to administrators."""
         path = "/v1/daemons/gpu0/drain"
         assert "needs the role admin" in not_permitted(line.call("POST", path, {"timeout": 1}, uid=OPERATOR).answer())
         not_permitted(line.call("DELETE", f"/v1/leases/{lease['id']}", uid=OPERATOR).answer())
@@ -214,7 +214,7 @@ class TestRole:
 
 
 def role_of(caller: Caller) -> Role | None:
-    """Find out by asking which role a caller has."""
+    """Return the role of a caller, found by requests."""
     if caller.request("GET", "/healthz").status == 403:
         return None
     if caller.request("POST", "/v1/leases", {}).status == 403:
@@ -225,14 +225,17 @@ def role_of(caller: Caller) -> Role | None:
 
 
 class TestAnothersLease:
-    """Nobody can act for another uid but an administrator."""
+    """Only an administrator can act for another uid."""
 
     @pytest.mark.parametrize("waiting", [False, True])
     @pytest.mark.parametrize(
         ("method", "path"), [(route.method, route.path) for route in ROUTES if route.path.startswith("/v1/leases/{id}")]
     )
     def test_every_route_of_a_lease(self, line: Line, method: str, path: str, waiting: bool) -> None:  # noqa: FBT001
-        """Whatever names a lease is refused to who is not its owner, and nothing comes of it; an administrator may."""
+        """Every route that names a lease is refused to a user that is not its owner, without effect.
+
+        An administrator may use it.
+        """
         lease = line.granted(uid=USER, threads=100, memory="1GiB", gpu="0")
         if waiting:
             _, lease = line.waits(uid=USER, threads=100, memory="1GiB", gpu="0")
@@ -244,11 +247,11 @@ class TestAnothersLease:
             200,
             202,
             204,
-            404 if waiting else 409 if path.endswith("/cdi") else 200,  # which is for leases that nobody holds yet
+            404 if waiting else 409 if path.endswith("/cdi") else 200,  # this route is for leases without a holder
         }
 
     def test_another_s_process(self, node: Node, line: Line) -> None:
-        """No lease can be tied to another's process, be it a user's or root's; one can to one's own."""
+        """No lease can be bound to another user's or root's process; one can be bound to a process of one's own."""
         with calling(node.socket, uid=OTHER) as other, calling(node.socket, uid=USER) as mine:
             for pid in (other.pid, node.pid, 1):
                 answer = mine.admit(threads=1, memory="1GiB", pid=pid)
@@ -257,18 +260,18 @@ class TestAnothersLease:
             assert line.leases()[0]["owner"]["uid"] == USER
 
     def test_administrator_for_another(self, node: Node, line: Line) -> None:
-        """An administrator can ask for another's process; the lease is that user's, who can renew and release it."""
+        """An administrator can request a lease for another user's process; that user can renew and release it."""
         with calling(node.socket, uid=USER) as user:
             lease = line.granted(uid=ADMIN, threads=1, memory="1GiB", pid=user.pid)
             assert (lease["owner"]["uid"], lease["owner"]["gid"], lease["owner"]["pid"]) == (USER, USER, user.pid)
             path = f"/v1/leases/{lease['id']}"
             assert user.request("POST", f"{path}/renew", {"ttl": 60}).status == 200
-            # The GPU's control daemon sees that process's uid, and serves one at a time.
+            # The GPU's control daemon sees that process's uid, and serves one uid at a time.
             assert line.ask(uid=ADMIN, threads=1, memory="1GiB", gpu=lease["gpus"][0]).json["limit"] == "user"
             assert user.request("DELETE", path).status == 204
 
     def test_request_id_is_one_s_own(self, line: Line) -> None:
-        """A request_id that another uses too finds one's own lease, and not the other's."""
+        """A request_id that two users have in common finds each user's own lease."""
         theirs = line.granted(uid=USER, threads=1, memory="1GiB", request_id="guessed")
         mine = line.granted(uid=OTHER, threads=1, memory="1GiB", request_id="guessed")
         assert mine["id"] != theirs["id"]
@@ -276,10 +279,13 @@ class TestAnothersLease:
 
 
 class TestSeeing:
-    """What a user sees of others."""
+    """The information that a user gets about other users."""
 
     def test_closed(self, line: Line) -> None:
-        """By default: its own leases with their environment, and the sums of the rest; an administrator sees all."""
+        """By default a user sees its own leases with their environment, and the sums of the rest.
+
+        An administrator sees all.
+        """
         mine = line.granted(uid=USER, threads=10, memory="1GiB", gpu="0")
         theirs = line.granted(uid=OTHER, threads=30, memory="2GiB", gpu="1")
         seen = line.call("GET", "/v1/leases", uid=USER).answer().json
@@ -292,7 +298,7 @@ class TestSeeing:
         assert line.call("GET", "/v1/leases", uid=OBSERVER).answer().json["leases"] == []
 
     def test_token(self, make_node: Start, make_line: MakeLine) -> None:
-        """A lease's token is its owner's and the administrators', where a lease is all that was asked for."""
+        """A lease's token is visible to its owner and to administrators, and only where a single lease is requested."""
         line = make_line(make_node(simulate=1, config=f"{CONFIG}[api]\nopen = true\n").start())
         lease = line.granted(uid=USER, threads=10, memory="1GiB", ttl=1000)
         path, token = f"/v1/leases/{lease['id']}", lease["env"][TOKEN]
@@ -314,7 +320,7 @@ class TestSeeing:
         assert token not in line.node.stderr.read_text()
 
     def test_open(self, make_node: Start, make_line: MakeLine) -> None:
-        """With `api.open`, which a reload applies, everybody sees all, and still touches nothing of others."""
+        """With `api.open`, which a reload applies, every user sees all leases, but still changes only its own."""
         line = make_line(make_node(simulate=1, config="").start())
         lease = line.granted(uid=USER, threads=10, memory="1GiB")
         path = f"/v1/leases/{lease['id']}"

@@ -1,6 +1,6 @@
-"""A route is a row of a table: every kind of answer and of parameter is served and documented from the row alone.
+"""A route is a row of a table: every kind of answer and parameter is served and documented from the row alone.
 
-The tables here are made for the tests. The dispatcher and the connection are mpsd's own, over a real socket.
+The tables are made for the tests. The dispatcher and the connection are mpsd's own, over a real socket.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class Which(RequestQuery, frozen=True):
 
 
 class Words:
-    """Handlers of every kind; they note what they were asked for."""
+    """Handlers of every kind, which record their requests."""
 
     def __init__(self) -> None:
         self.asked: list[Request] = []
@@ -85,17 +85,17 @@ class Words:
             yield json.dumps({"seq": number, "loud": which.loud}).encode() + b"\n"
 
     async def paint(self, request: Request) -> Colour:
-        """Answer with a struct, whose status hangs on it."""
+        """Answer with a struct that decides the status."""
         self.asked.append(request)
         assert isinstance(request.body, Paint)
         return Colour(request.body.colour, known=request.body.colour == "green")
 
     async def wash(self, request: Request) -> None:
-        """Answer with nothing."""
+        """Answer without a body."""
         self.asked.append(request)
 
     async def spill(self, request: Request) -> str:
-        """Have a defect."""
+        """Raise an unexpected error."""
         raise ZeroDivisionError(request.names["name"])
 
 
@@ -137,12 +137,12 @@ def ask(
     log: TextIO | None = None,
     times: int = 1,
 ) -> Answer:
-    """Ask a dispatcher with this table, as this user or as mpsd's own, and return the last answer."""
+    """Send a request to a dispatcher with this table, as this user or as mpsd's own, and return the last answer."""
     logger = configure(LogFormat.JSON, stream=log or sys.stderr)
     dispatcher = Dispatcher(table, words or Words(), LiveSettings(settings), logger)
 
     async def talk() -> bytes:
-        os.seteuid(os.getuid() if uid is None else uid)  # the kernel notes who makes a socket
+        os.seteuid(os.getuid() if uid is None else uid)  # the kernel records the uid that makes a socket
         try:
             ours, theirs = socket.socketpair()
         finally:
@@ -153,7 +153,7 @@ def ask(
             lambda: Connection(peer, dispatcher.receive, inside, 60), theirs
         )
         reader, writer = await asyncio.open_connection(sock=ours)
-        # HTTP/1.0, so that a stream comes without chunks and everything ends with the connection.
+        # HTTP/1.0, so that a stream comes without chunks and ends with the connection.
         writer.write(
             b"%b %b HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (method.encode(), target.encode(), len(body), body)
         )
@@ -170,7 +170,7 @@ def ask(
 
 
 def operation(method: str, path: str) -> Any:
-    """Return what the document of the table says of a row."""
+    """Return the operation of a row in the document of the table."""
     return document(TABLE)["paths"][path][method]
 
 
@@ -178,7 +178,7 @@ class TestKinds:
     """Each kind of answer."""
 
     def test_text(self) -> None:
-        """Text is sent in UTF-8 with the media type of its row, to the letter: this is what `/metrics` needs."""
+        """Text is sent in UTF-8, with exactly the media type of its row, as `/metrics` needs."""
         answer = ask("GET", "/metrics")
         assert (answer.status, answer.headers["Content-Type"]) == (200, METRICS)
         assert answer.body.decode() == '# HELP mpsd_up Whether it is.\nmpsd_up{name="ä"} 1\n'
@@ -194,7 +194,7 @@ class TestKinds:
         assert list(operation("get", "/picture")["responses"]["200"]["content"]) == ["image/png"]
 
     def test_lines(self) -> None:
-        """Lines are sent as they come, and as many as the typed query says."""
+        """Lines are sent as they come, in the number that the typed query has."""
         answer = ask("GET", "/lines?size=2&loud=true")
         assert (answer.status, answer.headers["Content-Type"]) == (200, "application/x-ndjson")
         assert [json.loads(line) for line in answer.body.splitlines()] == [{"seq": n, "loud": True} for n in range(2)]
@@ -202,7 +202,7 @@ class TestKinds:
 
     @pytest.mark.parametrize(("colour", "status"), [("green", 201), ("mauve", 202)])
     def test_status_by_value(self, colour: str, status: int) -> None:
-        """A field of the answer decides its status, and the document has every status that there can be."""
+        """A field of the answer decides its status, and the document lists every possible status."""
         answer = ask("POST", "/paint", json.dumps({"colour": colour}).encode())
         assert (answer.status, answer.headers["Content-Type"]) == (status, "application/json")
         assert answer.json == {"name": colour, "known": colour == "green"}
@@ -221,10 +221,10 @@ class TestKinds:
 
 
 class TestRequests:
-    """What a handler gets, and what does not get to it."""
+    """The values that a handler gets, and the requests that do not reach it."""
 
     def test_typed_values(self) -> None:
-        """A handler gets names, body and query as the row has them, and None for what the row does not have."""
+        """A handler gets names, body and query with the row's types, and None for parts that the row does not have."""
         words = Words()
         ask("DELETE", "/paint/sea%20green", words=words)
         ask("POST", "/paint", b'{"colour": "red"}', words=words)
@@ -236,7 +236,7 @@ class TestRequests:
 
     @pytest.mark.parametrize("query", ["size=0", "size=10", "size=-1", "size=1.0", "size=", "loud=yes", "loud=True"])
     def test_wrong_parameters(self, query: str) -> None:
-        """What a parameter cannot be is refused with its row's words, before the handler runs."""
+        """An invalid parameter is refused in the words of its row, before the handler runs."""
         words, (name, _, text) = Words(), query.partition("=")
         answer = ask("GET", f"/lines?{query}", words=words)
         assert (answer.status, answer.json["code"]) == (422, "invalid_request")
@@ -255,7 +255,10 @@ class TestRequests:
         ],
     )
     def test_parameters_that_are_not_taken(self, method: str, target: str, detail: str, hint: str) -> None:
-        """A parameter that the row does not have is refused, with the one that may have been meant, as is a second."""
+        """A parameter that the row does not have is refused with the nearest known one.
+
+        A repeated parameter is refused too.
+        """
         words = Words()
         answer = ask(method, target, words=words)
         assert (answer.status, answer.json["code"], answer.json["detail"]) == (422, "invalid_request", detail)
@@ -276,7 +279,7 @@ class TestRequests:
         "body", [b"", b"{}", b"null", b"nul", b"[]", b"\xff", b'{"colour": 1}', b'{"colour": "red", "size": 1}']
     )
     def test_wrong_bodies(self, body: bytes) -> None:
-        """A body that is not the row's is refused before the handler runs."""
+        """A body that does not match the row is refused before the handler runs."""
         words = Words()
         answer = ask("POST", "/paint", body, words=words)
         assert answer.status == 422
@@ -284,7 +287,7 @@ class TestRequests:
         assert not words.asked
 
     def test_defects(self) -> None:
-        """A handler with a defect answers one request with 500, which tells nothing, and the log has it."""
+        """A defect in a handler answers one request with 500, which reveals nothing, and is logged."""
         with TemporaryFile("w+", encoding="utf-8") as log:
             answer = ask("GET", "/spill/milk", log=log)
             log.seek(0)
@@ -294,7 +297,7 @@ class TestRequests:
         assert "ZeroDivisionError" in said
 
     def test_defects_are_no_flood(self) -> None:
-        """However often a request meets one, 16 of them are logged in a minute, and each request is answered."""
+        """However often a defect occurs, 16 are logged in a minute, and each request is answered."""
         with TemporaryFile("w+", encoding="utf-8") as log:
             answer = ask("GET", f"/spill/milk{'k' * 1000}", log=log, times=20)
             log.seek(0)
@@ -306,11 +309,11 @@ class TestRequests:
 
 @needs_root
 class TestAuthorisation:
-    """The dispatcher checks the role before anything of a request is looked at."""
+    """The dispatcher checks the role before it looks at the rest of a request."""
 
     @pytest.mark.parametrize("route", TABLE, ids=lambda route: route.path)
     def test_stranger(self, route: Route[Words, Any]) -> None:
-        """A stranger gets 403 from every row, and no handler runs."""
+        """A caller without a role gets 403 from every row, and no handler runs."""
         words = Words()
         answer = ask(route.method, route.path, b"nonsense", words=words, settings=Settings(roles=Roles(users=())),
                      uid=STRANGER)  # fmt: skip
@@ -331,15 +334,15 @@ class TestAuthorisation:
 
 
 class TestNothingElse:
-    """The dispatcher serves its table and nothing else."""
+    """The dispatcher serves its table only."""
 
     @pytest.mark.parametrize("path", sorted({route.path for route in ROUTES}))
     def test_no_path_is_added_by_hand(self, path: str) -> None:
-        """No path of mpsd's is there unless a row has it."""
+        """No path exists without a row."""
         assert ask("GET", path).status == 404
 
     def test_no_method_is_added_by_hand(self) -> None:
-        """A path takes the methods of its rows, and names them."""
+        """A path accepts the methods of its rows, and lists them."""
         for method in ("OPTIONS", "PUT"):
             answer = ask(method, "/metrics")
             assert (answer.status, answer.headers["Allow"]) == (405, "GET,HEAD")
@@ -360,7 +363,7 @@ EVENTS: Final = query_decoder(EventsQuery)
     ],
 )
 def test_query_of_events(query: str, found: EventsQuery) -> None:
-    """What a query of `/v1/events` may be, and what it means."""
+    """The valid queries of `/v1/events`, and their meaning."""
     assert EVENTS(query) == found
 
 
@@ -385,7 +388,7 @@ def test_query_of_events(query: str, found: EventsQuery) -> None:
     ],
 )
 def test_wrong_query_of_events(query: str, detail: str) -> None:
-    """What a query of `/v1/events` may not be is refused in these words."""
+    """An invalid query of `/v1/events` is refused in these words."""
     with pytest.raises(InvalidRequestError) as refused:
         EVENTS(query)
     assert refused.value.detail == detail
@@ -398,7 +401,7 @@ class Fractional(RequestQuery, frozen=True):
 
 
 class Boundless(RequestQuery, frozen=True):
-    """A text that can be anything."""
+    """A text without restrictions."""
 
     name: Annotated[str, parameter("A name.", refusal="is no name", hint="name one")] = ""
 
@@ -416,14 +419,14 @@ class Unbounded(RequestQuery, frozen=True):
 
 
 class Undocumented(RequestQuery, frozen=True):
-    """A parameter that says nothing of itself."""
+    """A parameter without a description."""
 
     size: Annotated[int, Meta(ge=0, le=9)] = 0
 
 
 @pytest.mark.parametrize("kind", [Fractional, Boundless, Required, Unbounded, Undocumented])
 def test_unusable_parameters(kind: Callable[..., RequestQuery]) -> None:
-    """A row whose parameters cannot be decoded, or have no sentence, is found when mpsd starts."""
+    """A row whose parameters cannot be decoded, or have no description, is found when mpsd starts."""
     assert isinstance(kind, type)
     with pytest.raises(TypeError, match="parameter"):
         query_decoder(kind)

@@ -1,4 +1,4 @@
-"""How a canary is waited for that its user stops, and has go on a moment before its time is over."""
+"""The wait for a canary that its user stops, and continues just before the deadline."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ from mpsd.system import process
 
 @pytest.mark.parametrize("disturbed", [False, True])
 def test_stopped_meanwhile(*, disturbed: bool) -> None:
-    """One that was stopped meanwhile proves nothing, though it runs when its time is over."""
+    """A canary that was stopped meanwhile proves nothing, though it runs at the deadline."""
 
     async def scenario() -> tuple[bool, bool]:
         sleeper = process.spawn([sys.executable, "-c", "import signal; signal.pause()"], env={})

@@ -1,4 +1,4 @@
-"""A server that serves nobody and says that it is well is noticed, nobody is admitted to it, and it is replaced."""
+"""A server that serves no client but reports that it is well is detected, closed to admission, and replaced."""
 
 import json
 import os
@@ -19,12 +19,12 @@ BRISK: Final = "[daemon]\ncanary_deadline = 2.0\nprobe_interval = 1.0\n"
 
 @pytest.fixture
 def node(make_node: Start) -> Node:
-    """Start a node whose canaries have little time."""
+    """Start a node whose canaries have a short deadline."""
     return make_node(simulate=1, control=None, config=BRISK).start()
 
 
 def hold(node: Node, **asked: Any) -> str:
-    """Take out a lease for this very process, which is no client; return its id."""
+    """Request a lease for this process, which is no client; return its id."""
     answer = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB", "gpu": "0", **asked})
     assert answer.status == 201, answer.body
     return str(answer.json["id"])
@@ -44,17 +44,17 @@ def wedge(node: Node) -> SimulatedClient:
 
 
 def record(node: Node) -> Path:
-    """Return the file that has what speaks against a server."""
+    """Return the file with the evidence against a server."""
     return node.root / "run" / "gpu0.unserved.json"
 
 
 def canary(node: Node) -> Any:
-    """Return what canaries prove."""
+    """Return the evidence of canaries."""
     return node.request("POST", "/v1/daemons/gpu0/canary", {}).json
 
 
 def test_alone(node: Node) -> None:
-    """Where nobody is left, a control daemon whose server still lists a dead client is replaced without a canary."""
+    """Without living clients, a control daemon whose server still lists a dead client is replaced without a canary."""
     before = node.daemons()["gpu0"]["pid"]
     with wedge(node) as client:
         told = event(node, "server_suspect", cause="client_still_listed")
@@ -66,12 +66,12 @@ def test_alone(node: Node) -> None:
 
 
 def test_beside_a_lease(node: Node) -> None:
-    """While a lease is there the daemon stays: canaries prove the wedge, nobody is admitted, and the end clears it."""
+    """While a lease exists the daemon stays: canaries prove the wedge, and admission stops until the lease's end."""
     before, mine = node.daemons()["gpu0"]["pid"], hold(node)
     with wedge(node) as client:
         told = event(node, "server_wedged")
     assert told["because"].count("did not initialise CUDA within 2 s") == 3
-    # Canaries are nobody's clients, although mpsd descends from the holder of a lease here.
+    # Canaries are not attributed to a lease, although mpsd descends from the holder of a lease here.
     assert {each["client"] for each in node.events("client_attributed")} <= {client.pid}
     found = node.daemons()["gpu0"]
     assert (found["state"], found["pid"], found["wedged"]) == ("ready", before, True)
@@ -92,7 +92,7 @@ def test_beside_a_lease(node: Node) -> None:
 
 
 def test_verdict_outlives_mpsd(node: Node) -> None:
-    """The next mpsd admits nobody to a wedged server either, by the evidence of the last, and replaces it."""
+    """The next mpsd grants nothing on a wedged server either, by the last one's evidence, and replaces it."""
     before, mine = node.daemons()["gpu0"]["pid"], hold(node)
     with wedge(node):
         told = event(node, "server_wedged")
@@ -113,7 +113,7 @@ def test_verdict_outlives_mpsd(node: Node) -> None:
 
 @pytest.mark.parametrize("gone", ["server", "daemon", "boot"])
 def test_verdict_on_a_server_that_is_gone(node: Node, gone: str) -> None:
-    """What was noted of a server that is no more says nothing about the next one."""
+    """Evidence about a server that has ended does not apply to the next one."""
     mine = hold(node)
     with wedge(node) as client:
         event(node, "server_wedged")
@@ -135,7 +135,7 @@ def test_verdict_on_a_server_that_is_gone(node: Node, gone: str) -> None:
 
 
 def test_damaged_verdict(node: Node) -> None:
-    """A damaged record keeps mpsd from nothing: it is logged, and counts as none."""
+    """A damaged record does not hinder mpsd: it is logged and ignored."""
     node.end(signal.SIGKILL)
     record(node).write_text("{")
     node.start()
@@ -144,7 +144,7 @@ def test_damaged_verdict(node: Node) -> None:
 
 
 def test_verify(node: Node) -> None:
-    """`mpsctl verify --canary` says whether MPS serves at all, also before there is a server, with the evidence."""
+    """`mpsctl verify --canary` says whether MPS serves clients, also before there is a server, with the evidence."""
     mine = hold(node)
     said = node.mpsctl("verify", "--canary", "gpu0")
     assert (said.returncode, said.stderr) == (0, "")
@@ -157,7 +157,10 @@ def test_verify(node: Node) -> None:
 
 
 def test_lost_client(node: Node) -> None:
-    """A client that is killed while it idles makes its server suspect; one canary clears it, and nothing is closed."""
+    """A client that is killed while idle makes its server suspect.
+
+    One canary clears the server, and nothing is closed.
+    """
     before, mine = node.daemons()["gpu0"]["pid"], hold(node)
     with leased(node, "--threads", "25", "--memory", "2GiB") as client:
         assert client.hello["ok"]
@@ -170,7 +173,7 @@ def test_lost_client(node: Node) -> None:
 
 
 def test_operators_restart(node: Node) -> None:
-    """An operator's restart of a wedged daemon waits for leases and living clients, and for nothing that is dead."""
+    """An operator's restart of a wedged daemon waits for leases and living clients, not for dead ones."""
     before, mine = node.daemons()["gpu0"]["pid"], hold(node)
     with wedge(node):
         event(node, "server_wedged")
@@ -182,7 +185,7 @@ def test_operators_restart(node: Node) -> None:
 
 
 def test_stopped_server(node: Node) -> None:
-    """A server that is stopped answers nobody either, but that is no wedge."""
+    """A stopped server answers no client either, but that is no wedge."""
     with leased(node, "--threads", "25", "--memory", "2GiB") as client:
         server = client.hello["server"]
         wait_until(
@@ -196,7 +199,7 @@ def test_stopped_server(node: Node) -> None:
 
 
 def test_hanging_clients_are_left_alone(node: Node) -> None:
-    """Clients that hang in a wedge keep their daemon: they are ended by whoever started them, or an operator's word."""
+    """Hanging clients keep their wedged daemon alive: only their users, or an operator's command, end them."""
     before, mine = node.daemons()["gpu0"]["pid"], hold(node, processes=2)
     with wedge(node):
         pass
@@ -211,7 +214,7 @@ def test_hanging_clients_are_left_alone(node: Node) -> None:
 
 
 def test_end_that_does_not_come_about(make_node: Start) -> None:
-    """A server that does not come back from `terminate_client` is suspect; nobody is left in it, so it is replaced."""
+    """A server that does not answer `terminate_client` is suspect; without other clients, it is replaced."""
     config = f'{BRISK}[enforcement]\nterminate_deadline = 0.7\ngrace = 0.3\non_violation = "terminate"\n'
     node = make_node(simulate=1, control=None, config=config).start()
     before = node.daemons()["gpu0"]["pid"]

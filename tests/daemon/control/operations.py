@@ -1,4 +1,4 @@
-"""What an operator has done to a control daemon, in tests."""
+"""Operations of an operator on a control daemon, for tests."""
 
 from typing import Any
 
@@ -7,21 +7,21 @@ from tests.node import Node
 
 
 def begin(node: Node, verb: str, name: str = "gpu0", **body: Any) -> Any:
-    """Begin something, and return the operation."""
+    """Begin an operation, and return it."""
     answer = node.request("POST", f"/v1/daemons/{name}/{verb}", body)
     assert answer.status == 202, answer.body
     return answer.json
 
 
 def look(node: Node, operation: Any) -> Any:
-    """Return an operation as it stands."""
+    """Return the current state of an operation."""
     answer = node.get(f"/v1/operations/{operation['id']}")
     assert answer.status == 200, answer.body
     return answer.json
 
 
 def ended(node: Node, operation: Any, state: str = "done") -> Any:
-    """Wait until an operation is over, and return it."""
+    """Wait until an operation has ended, and return it."""
 
     def over() -> Any:
         found = look(node, operation)
@@ -35,5 +35,5 @@ def ended(node: Node, operation: Any, state: str = "done") -> Any:
 
 
 def waiting(node: Node, operation: Any) -> Any:
-    """Wait until an operation waits for somebody, and return whom."""
+    """Wait until an operation waits for clients, and return them."""
     return wait_until(lambda: look(node, operation)["waits_for"], what="the operation to wait for somebody")

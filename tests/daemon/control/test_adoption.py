@@ -1,4 +1,4 @@
-"""mpsd goes and comes back, and no control daemon notices: the next mpsd finds them by evidence and goes on."""
+"""mpsd stops and starts again without any effect on control daemons: the next mpsd adopts them by evidence."""
 
 import signal
 
@@ -14,7 +14,7 @@ _KEPT = ("pid", "limits", "drift", "state")
 
 @pytest.mark.real_daemon(535)
 class TestAway:
-    """What happens while there is no mpsd."""
+    """Changes that happen while mpsd is down."""
 
     @pytest.fixture
     def node(self, make_node: Start) -> Node:
@@ -22,7 +22,7 @@ class TestAway:
         return make_node(config=LIMITS).start()
 
     def test_what_is_kept_and_what_is_proven_again(self, node: Node) -> None:
-        """The next mpsd says of each daemon that it was adopted, verifies every limit, and says no more than that."""
+        """The next mpsd reports each daemon as adopted, verifies every limit, and reports nothing more."""
         before = node.daemons()
         node.end(signal.SIGKILL)
         seen = len(node.log())
@@ -36,7 +36,7 @@ class TestAway:
             assert "adopted" in mine[0]["because"]
 
     def test_sigterm(self, node: Node) -> None:
-        """SIGTERM ends mpsd with status 0, its socket goes with it, and the control daemons are what they were."""
+        """SIGTERM ends mpsd with status 0 and removes its socket; the control daemons are unchanged."""
         before = node.daemons()
         assert node.end(signal.SIGTERM) == 0
         assert not node.socket.exists()
@@ -48,7 +48,7 @@ class TestAway:
         assert node.events("daemon_death") == []
 
     def test_unwritable_record(self, node: Node) -> None:
-        """A control daemon whose record can neither be read nor written is adopted by what the kernel says of it."""
+        """A control daemon whose record can be neither read nor written is adopted by the kernel's evidence."""
         before = node.daemons()
         node.end(signal.SIGKILL)
         record = node.root / "run" / "gpu0.process.json"
@@ -62,7 +62,7 @@ class TestAway:
             record.rmdir()
 
     def test_drift(self, node: Node) -> None:
-        """What a stranger changed meanwhile is set back on adoption, and told about."""
+        """A limit that a stranger changed meanwhile is restored on adoption, and the change is reported."""
         node.end(signal.SIGKILL)
         node.ask("gpu1", "set_default_active_thread_percentage 10")
         node.ask("gpu1", "set_default_device_pinned_mem_limit 0 1G")
@@ -90,7 +90,7 @@ class TestAway:
         assert after["gpu1"]["pid"] == before["gpu1"]["pid"]
 
     def test_other_limits(self, node: Node) -> None:
-        """Limits that were configured meanwhile are set on the daemons that run, also when there are fewer of them."""
+        """Limits that were configured meanwhile are set on the running daemons, also if fewer are configured."""
         pids = [each["pid"] for each in node.daemons().values()]
         node.end()
         node.config = '[limits]\nactive_thread_percentage = 12.5\npinned_device_mem_limit = "512MiB"\n'
@@ -107,7 +107,7 @@ class TestAway:
         )
 
     def test_death_of_an_adopted_daemon(self, node: Node) -> None:
-        """An adopted daemon is no child of mpsd, and its death is seen all the same."""
+        """An adopted daemon is no child of mpsd, yet mpsd detects its death."""
         node.end(signal.SIGKILL)
         node.start()
         before = node.daemons()

@@ -1,6 +1,6 @@
-"""The main job from beginning to end, on every driver branch whose control daemon is at hand.
+"""The main job from beginning to end, on every driver branch whose control daemon is available.
 
-What stands here is what users rely on most; the other files go into each part of it, on one branch.
+The file covers what users rely on most; the other files test each part in depth, on one branch.
 """
 
 import signal
@@ -14,7 +14,7 @@ from tests.real import RealDaemon
 
 
 def see_limits(node: Node, real: RealDaemon) -> None:
-    """See that each control daemon reports the configured limits, to mpsd and to a front-end asked by hand."""
+    """Check that each control daemon reports the configured limits, to mpsd and to a front-end that the test runs."""
     memory = 8 * GIB if real.branch >= 535 else None
     for name, daemon in node.daemons().items():
         assert daemon["state"] == "ready"
@@ -25,17 +25,17 @@ def see_limits(node: Node, real: RealDaemon) -> None:
 
 @pytest.mark.parametrize("real", branches())
 def test_main_job(make_node: Start, real: RealDaemon) -> None:
-    """Daemons start with their limits, drift is seen, a killed one is replaced, and a killed mpsd's are adopted."""
+    """Daemons start with their limits, drift is detected, dead daemons are replaced, a killed mpsd's are adopted."""
     node = make_node(control=real.control, config=limits_for(real)).start()
     before = node.daemons()
     assert list(before) == ["gpu0", "gpu1"]
     see_limits(node, real)
     status = node.get("/v1/status").json
     assert status["healthy"] is True
-    # 470 cannot limit memory, which is said, and is no reason not to be healthy as long as nobody wants it to.
+    # 470 cannot limit memory. The status notes that, and stays healthy as long as no such limit is configured.
     assert any("no pinned device memory limit" in note for note in status["notes"]) == (real.branch < 535)
 
-    # A stranger changes a limit, and mpsd puts it back.
+    # A stranger changes a limit, and mpsd restores it.
     node.ask("gpu0", "set_default_active_thread_percentage 10")
     seen = undone(node, "gpu0", "active_thread_percentage")
     assert (seen["found"], seen["command"]) == (10.0, "set_default_active_thread_percentage 10")
@@ -48,14 +48,14 @@ def test_main_job(make_node: Start, real: RealDaemon) -> None:
     see_limits(node, real)
     assert untouched(node.daemons()["gpu1"]) == untouched(before["gpu1"])
 
-    # mpsd is killed, and comes back to the same control daemons.
+    # mpsd is killed, and returns to the same control daemons.
     node.end(signal.SIGKILL)
     node.start()
     after = node.daemons()
     assert [each["pid"] for each in after.values()] == [replaced["pid"], before["gpu1"]["pid"]]
     see_limits(node, real)
 
-    # mpsd is told to stop, and its control daemons stay.
+    # mpsd is stopped, and its control daemons stay.
     assert node.end(signal.SIGTERM) == 0
     assert all(is_running(each["pid"]) for each in after.values())
     assert by_hand(node, "gpu1", real)[0] == ["50.0"]

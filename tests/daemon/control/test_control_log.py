@@ -1,4 +1,4 @@
-"""NVIDIA's control.log: kept within its size, without a line lost that mpsd had not read, whatever is done to it."""
+"""NVIDIA's control.log stays within its size, and mpsd reads every line first, whatever is done to the file."""
 
 import contextlib
 import json
@@ -22,10 +22,10 @@ from tests.node import Node
 pytestmark = pytest.mark.real_daemon(535)
 
 _LINES = int(os.environ.get("MPSD_TEST_LOG_LINES", "100000"))
-"""How many lines a storm has."""
+"""The number of lines in a storm."""
 
 _READING = 256 * 1024 // len("[2026-11-21 02:59:14.618 Control 10975] 10.0")
-"""Lines of one reading, at most."""
+"""The most lines that mpsd reads at once."""
 
 _SIZE = 64 * 1024
 _SMALL = f'{LIMITS}[daemon]\nlog_size = "64KiB"\nprobe_interval = 0.5\n'
@@ -33,7 +33,7 @@ _SMALL = f'{LIMITS}[daemon]\nlog_size = "64KiB"\nprobe_interval = 0.5\n'
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """Give a directory on a file system in memory, which can punch holes and not collapse; there may be none."""
+    """Return a directory on a file system in memory, which can punch holes but not collapse; None if there is none."""
     if not os.access("/dev/shm", os.W_OK | os.X_OK):
         pytest.skip("no file system in memory on this machine")
     path = Path(tempfile.mkdtemp(prefix="mt-", dir="/dev/shm"))
@@ -43,14 +43,15 @@ def memory() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def node(node_for_all: Start) -> Node:
-    """Start a node that keeps little of the log; each test has a GPU of its own there."""
+    """Start a node that keeps little of the log; each test uses its own GPU on it."""
     return node_for_all(simulate=3, config=_SMALL).start()
 
 
 def told(node: Node, name: str) -> int:
-    """Count the commands of strangers that mpsd has told of, and see that none is missing, and none told twice.
+    """Count the foreign commands that mpsd has reported, and check that it reported each exactly once.
 
-    Each has its number. Of many at once, the first are told one by one, and then the last, with how many were left out.
+    Each command has a number. Of many at once, mpsd reports the first ones singly, and then the last one, with how many
+    were left out.
     """
     count = 0
     for event in node.events("foreign_command", daemon=name):
@@ -61,7 +62,7 @@ def told(node: Node, name: str) -> int:
 
 
 def numbered(number: int) -> str:
-    """Return a command that changes a limit, and has a number by which it is known."""
+    """Return a command that changes a limit and carries a number."""
     return f"set_default_active_thread_percentage 10 {number:06d}"
 
 
@@ -71,7 +72,7 @@ def taken(path: Path) -> int:
 
 
 def chatter(node: Node, name: str, batches: int) -> list[str]:
-    """Have a stranger say much, among it a changing command in each batch, and return those commands."""
+    """Have a stranger give many commands, with one that changes a limit in each batch, and return those."""
     commands = [f"set_default_active_thread_percentage {10 + number / 10}" for number in range(batches)]
     for command in commands:
         node.ask(name, "\n".join([*["get_server_list"] * 500, command, *["get_server_list"] * 500]))
@@ -79,7 +80,7 @@ def chatter(node: Node, name: str, batches: int) -> list[str]:
 
 
 def check_chatter(node: Node, name: str) -> None:
-    """See that a log under much chatter stays small, and that mpsd reads every line of it."""
+    """Check that a log with many commands stays small, and that mpsd reads every line of it."""
     commands = chatter(node, name, 10)
     wait_until(
         lambda: [line["command"] for line in node.events("foreign_command", daemon=name)] == commands,
@@ -89,7 +90,7 @@ def check_chatter(node: Node, name: str) -> None:
     wait_until(lambda: taken(log) <= _SIZE + 4096, what="the log to be shortened")
     wait_until(lambda: node.events("log_shortened", daemon=name), what="that to be told")
     assert node.events("log_not_shortened") == []
-    # And it goes on: what is said later is seen as well.
+    # Later commands are seen as well.
     node.ask(name, "set_default_active_thread_percentage 50")
     wait_until(
         lambda: node.events("foreign_command", daemon=name, command="set_default_active_thread_percentage 50"),
@@ -99,12 +100,12 @@ def check_chatter(node: Node, name: str) -> None:
 
 
 def test_chatter(node: Node) -> None:
-    """However much a stranger says, the log takes no more disk than was configured, and nothing is missed."""
+    """However many commands a stranger gives, the log stays within its size on disk, and mpsd misses no line."""
     check_chatter(node, "gpu0")
 
 
 def test_chatter_on_a_file_system_in_memory(make_node: Start, memory: Path) -> None:
-    """So it is where the file system has another way to give up the beginning of a file."""
+    """The same holds on a file system that frees the beginning of a file in another way."""
     node = make_node(root=memory / "n", simulate=1, config=_SMALL)
     node.root.mkdir()
     try:
@@ -115,7 +116,7 @@ def test_chatter_on_a_file_system_in_memory(make_node: Start, memory: Path) -> N
 
 
 def let_in(node: Node, script: Path, answers: Path) -> "subprocess.Popen[bytes] | None":
-    """Start a front-end with what it is to say, and return it when it is answered; None when it was turned away."""
+    """Start a front-end with its commands, and return it once it is answered; None when the daemon turned it away."""
     with script.open() as said, answers.open("w") as heard:
         stranger = subprocess.Popen([str(node.control)], stdin=said, stdout=heard, env=node.by_hand("gpu0"))
     wait_until(lambda: stranger.poll() is not None or answers.stat().st_size, what="an answer, or a refusal")
@@ -124,7 +125,7 @@ def let_in(node: Node, script: Path, answers: Path) -> "subprocess.Popen[bytes] 
 
 @contextlib.contextmanager
 def storm(node: Node, commands: int) -> Iterator["subprocess.Popen[bytes]"]:
-    """Have a stranger give so many commands in one conversation, and see at the end that each was answered."""
+    """Have a stranger give so many commands in one conversation, and check at the end that each was answered."""
     script, answers = node.root / "script", node.root / "answers"
     script.write_text("".join(f"{numbered(number)}\n" for number in range(commands)))
     stranger = wait_until(lambda: let_in(node, script, answers), what="the stranger to be let in")
@@ -140,7 +141,7 @@ def storm(node: Node, commands: int) -> Iterator["subprocess.Popen[bytes]"]:
 @pytest.mark.parametrize("place", ["disk", "memory"])
 @pytest.mark.slow
 def test_storm(make_node: Start, request: pytest.FixtureRequest, short_tmp: Path, place: str) -> None:
-    """Of 100,000 lines in one conversation mpsd misses none, and all the while the log takes little more than 1 MiB."""
+    """mpsd misses none of 100,000 lines in one conversation, and the log takes little more than 1 MiB all the while."""
     root = short_tmp / "storm" if place == "disk" else request.getfixturevalue("memory") / "n"
     root.mkdir()
     node = make_node(root=root, simulate=1, config=f'{LIMITS}[daemon]\nlog_size = "1MiB"\n')
@@ -157,9 +158,9 @@ def test_storm(make_node: Start, request: pytest.FixtureRequest, short_tmp: Path
         wait_until(lambda: told(node, "gpu0") == commands, what="the last of them to be told")
         wait_until(lambda: taken(log) <= 1024 * 1024 + 4096, what="the log to be within its size again")
         assert sum(event["bytes"] for event in node.events("log_shortened")) > 60 * _LINES - 2 * 1024 * 1024
-        # What comes between two looks, on a machine that has more to do.
+        # On a busy machine, more lines can arrive between two readings.
         assert max(sizes) < 4 * 1024 * 1024
-        # The last of which it had read when it put the limit back: all of them set it to the same.
+        # The command is the last that mpsd had read when it restored the limit: all commands set it to the same value.
         culprit = undone(node, "gpu0", "active_thread_percentage")["command"]
         assert culprit == numbered(int(culprit.split()[-1]))
     finally:
@@ -168,10 +169,10 @@ def test_storm(make_node: Start, request: pytest.FixtureRequest, short_tmp: Path
 
 @pytest.mark.slow
 def test_killed_in_a_storm(make_node: Start) -> None:
-    """An mpsd that is killed again and again while a stranger talks misses nothing of what a person could read.
+    """An mpsd that is killed repeatedly while a stranger gives commands misses no line that a reader could see.
 
-    What it told and had no time to note, the next one tells again: no more than one reading for each time. What it
-    counted, since it was too much to tell one by one, and had no time to say, is all that is lost with it.
+    The next mpsd repeats reports that the killed one had no time to record: at most one reading for each kill. Only the
+    count of left-out lines that it had not yet reported is lost.
     """
     node = make_node(simulate=1, config=f'{LIMITS}[daemon]\nlog_size = "64KiB"\n').start()
     commands, kills = _LINES // 2, 0
@@ -185,7 +186,7 @@ def test_killed_in_a_storm(make_node: Start) -> None:
             node.end(signal.SIGKILL)
             node.start(ready=False)
             kills += 1
-    # What the last of the killed had only counted may be the end of the storm: what comes after it is told.
+    # The end of the storm may be among the lines that the last killed mpsd had only counted; later lines are reported.
     node.ask("gpu0", numbered(commands))
     wait_until(
         lambda: node.events("foreign_command", command=numbered(commands)),
@@ -201,12 +202,12 @@ def test_killed_in_a_storm(make_node: Start) -> None:
         following = number + 1
     assert following == commands + 1
     assert lost <= kills
-    assert kills  # a slow machine has time for one
+    assert kills  # a slow machine has time for one only
     assert again < kills * _READING
 
 
 def test_truncated_by_hand(node: Node) -> None:
-    """Somebody who truncates the log does not keep mpsd from seeing what comes after."""
+    """mpsd sees new lines also after another process has truncated the log."""
     chatter(node, "gpu1", 2)
     wait_until(lambda: len(node.events("foreign_command", daemon="gpu1")) == 2, what="the commands to be seen")
     os.truncate(node.control_log("gpu1"), 0)
@@ -218,7 +219,7 @@ def test_truncated_by_hand(node: Node) -> None:
 
 
 def test_removed_by_hand(node: Node) -> None:
-    """Somebody who removes the log takes the names of commands with it, and not the sight of what they did."""
+    """Removing the log removes the commands' names, but mpsd still detects their effects."""
     node.control_log("gpu2").unlink()
     node.ask("gpu2", "set_default_active_thread_percentage 20")
     assert undone(node, "gpu2", "active_thread_percentage")["found"] == 20.0
@@ -226,7 +227,7 @@ def test_removed_by_hand(node: Node) -> None:
 
 
 def read_up_to_the_end(node: Node, name: str) -> bool:
-    """Tell whether mpsd has noted that it read the whole log."""
+    """Return whether mpsd has recorded that it read the whole log."""
     noted = node.root / "run" / f"{name}.reading.json"
     if not noted.exists():
         return False
@@ -236,7 +237,7 @@ def read_up_to_the_end(node: Node, name: str) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_mpsd_comes_back(make_node: Start, number: signal.Signals) -> None:
-    """What strangers said while there was no mpsd is told by the next one, once, and what they changed is put back."""
+    """Foreign commands given while mpsd was down are reported once by the next mpsd, and their changes are undone."""
     node = make_node(simulate=1, config=_SMALL).start()
     pid = node.daemons()["gpu0"]["pid"]
     for life in range(3):
@@ -244,7 +245,7 @@ def test_mpsd_comes_back(make_node: Start, number: signal.Signals) -> None:
             node.ask("gpu0", command)
         wait_until(lambda: told(node, "gpu0") % 7 == 5 and read_up_to_the_end(node, "gpu0"), what="all to be noted")
         node.end(number)
-        # More than the log may keep, so that it is cut as soon as it is read.
+        # More lines than the log may keep, so that it is cut as soon as it is read.
         script = [numbered(7 * life + 5), *["get_server_list"] * 1000, numbered(7 * life + 6)]
         node.ask("gpu0", "\n".join(script))
         node.start()
@@ -256,11 +257,11 @@ def test_mpsd_comes_back(make_node: Start, number: signal.Signals) -> None:
 
 
 def test_mpsd_knows_its_own_hand_again(make_node: Start) -> None:
-    """What mpsd set right before it was killed, and had not read in the log yet, is not taken for a stranger's."""
+    """Limits that mpsd set just before it was killed, and had not read in the log, are not attributed to a stranger."""
     node = make_node(simulate=1, config=LIMITS).start()
     wait_until(lambda: read_up_to_the_end(node, "gpu0"), what="the first conversation to be read")
     noted = node.root / "run" / "gpu0.reading.json"
-    assert stat.filemode(noted.stat().st_mode) == "-rw-------"  # who knows the key can pass for mpsd
+    assert stat.filemode(noted.stat().st_mode) == "-rw-------"  # a process that knows the key can pass for mpsd
     node.end(signal.SIGKILL)
     key = json.loads(noted.read_text())["key"]
     said = node.front_end("gpu0", f"mpsd-{key}01234567-0\nset_default_active_thread_percentage 20\n").stdout
@@ -272,7 +273,7 @@ def test_mpsd_knows_its_own_hand_again(make_node: Start) -> None:
 
 
 def test_servers_log(make_node: Start, short_tmp: Path) -> None:
-    """What servers log is followed as well: what mpsd knows of it is told, and of the rest the latest is kept."""
+    """mpsd also follows the logs of servers: it reports the lines that it knows, and keeps the latest of the others."""
     stamp = "[2026-11-21 02:59:14.618 Server 77]"
     said = [
         f"{stamp} Server has started",
@@ -294,12 +295,12 @@ def test_servers_log(make_node: Start, short_tmp: Path) -> None:
     assert (fault["daemon"], fault["server"]) == ("gpu0", 77)
     (failure,) = node.events("server_failed")
     assert (failure["server"], failure["words"]) == (78, "Failed to start : invalid argument")
-    # A command in a server's log is nobody's.
+    # A line in a server's log is not attributed as a command.
     assert [event["command"] for event in node.events("foreign_command")] == [f"start_server -uid {os.geteuid()}"]
 
 
 def test_server_that_exits(make_node: Start, short_tmp: Path) -> None:
-    """A server that ends with a status other than 0 is told, with that."""
+    """A server that exits with a status other than 0 is reported with that status."""
     server = program(short_tmp / "nvidia-cuda-mps-server", "exit 3")
     node = make_node(simulate=1, config=LIMITS, env={"PATH": f"{server.parent}:{os.environ['PATH']}"}).start()
     node.ask("gpu0", f"start_server -uid {os.geteuid()}")
@@ -308,7 +309,7 @@ def test_server_that_exits(make_node: Start, short_tmp: Path) -> None:
 
 
 def test_log_directory_removed(make_node: Start) -> None:
-    """Whoever removes the directory with the log in it does not end mpsd, and the next daemon's log is read."""
+    """Removing the directory of the log does not end mpsd, and mpsd reads the next daemon's log."""
     node = make_node(simulate=1, config=LIMITS).start()
     shutil.rmtree(node.control_log("gpu0").parent)
     wait_until(lambda: node.events("log_not_watched", daemon="gpu0"), what="that to be told")
@@ -321,11 +322,11 @@ def test_log_directory_removed(make_node: Start) -> None:
 
 
 def test_log_of_a_daemon_that_was_replaced(make_node: Start) -> None:
-    """The log of a daemon that died is kept for whoever wants to know why; the next one appends to it."""
+    """The log of a daemon that died is kept for diagnosis; the next daemon appends to it."""
     node = make_node(simulate=1).start()
     before = node.daemons()["gpu0"]["pid"]
     kill(before)
     after = next_ready(node, "gpu0", before)["pid"]
-    # Its lines come a little later than its answers, on a busy machine.
+    # On a busy machine its lines appear a little later than its answers.
     wait_until(lambda: f" {after}]" in node.control_log("gpu0").read_text(), what="the next daemon's lines")
     assert f" {before}]" in node.control_log("gpu0").read_text()

@@ -1,4 +1,4 @@
-"""A control daemon that dies is replaced at once, one that keeps dying is given up, and nobody else notices."""
+"""A control daemon that dies is replaced at once, one that keeps dying becomes failed; other daemons are unaffected."""
 
 import re
 import signal
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.real_daemon(535)
 
 
 def test_killed_daemon_is_replaced(make_node: Start) -> None:
-    """After SIGKILL a new control daemon is ready with the same limits, and the other GPU's never noticed."""
+    """After SIGKILL a new control daemon is ready with the same limits, and the other GPU's daemon is unaffected."""
     node = make_node(config=LIMITS).start()
     before = node.daemons()
     limits = by_hand(node, "gpu0")
@@ -27,7 +27,7 @@ def test_killed_daemon_is_replaced(make_node: Start) -> None:
     assert by_hand(node, "gpu0") == limits
     assert untouched(node.daemons()["gpu1"]) == untouched(before["gpu1"])
     assert node.get("/v1/status").json["healthy"] is True
-    # The log says how it died and what was done about it, once.
+    # The log says once how it died and what mpsd did about it.
     (death,) = node.events("daemon_death")
     assert death["daemon"] == "gpu0"
     assert "killed by SIGKILL" in death["how"]
@@ -46,7 +46,7 @@ exec {control} "$@"
 
 
 def test_daemon_that_takes_its_time(make_node: Start, short_tmp: Path, control: Path) -> None:
-    """A new daemon that has removed the old one's socket, and not bound its own yet, is waited for."""
+    """mpsd waits for a new daemon that has removed the old socket and not bound its own yet."""
     slow = program(short_tmp / "nvidia-cuda-mps-control", _SLOW.format(control=control))
     node = make_node(simulate=1, control=slow).start()
     before = node.daemons()["gpu0"]["pid"]
@@ -62,7 +62,7 @@ exec {control} "$@"
 
 
 def test_daemon_that_never_listens(make_node: Start, short_tmp: Path, control: Path) -> None:
-    """One that was started and does not come to listen can have no clients: it is ended, and the next one is."""
+    """A daemon that never listens cannot have clients, so mpsd ends it and starts the next one."""
     deaf = program(short_tmp / "nvidia-cuda-mps-control", _DEAF.format(heard=short_tmp / "heard", control=control))
     node = make_node(simulate=1, control=deaf, config="[daemon]\nstart_deadline = 0.5\n").start(ready=False)
     first = node.wait_for_state("gpu0", "starting")["pid"]
@@ -81,23 +81,26 @@ exit 3
 
 
 class TestCrashLoop:
-    """A control program that dies as soon as it is started."""
+    """A control program that dies immediately after each start."""
 
     @pytest.fixture
     def starts(self, short_tmp: Path) -> Path:
-        """Return the file in which the control program notes each start."""
+        """Return the file in which the control program records each start."""
         return short_tmp / "starts"
 
     @pytest.fixture
     def node(self, make_node: Start, short_tmp: Path, starts: Path) -> Node:
-        """Start a node with such a program, and wait until it is given up."""
+        """Start a node with such a program, and wait until its control daemon is failed."""
         control = program(short_tmp / "control", _DIES.format(starts=starts))
         node = make_node(simulate=1, control=control, config="[daemon]\ndeaths = 3\n").start(ready=False)
         node.wait_for_state("gpu0", "failed")
         return node
 
     def test_it_is_given_up(self, node: Node, starts: Path) -> None:
-        """It cools down between two starts, then is failed, and says how often it died and what it said last."""
+        """The daemon cools down between starts, then is failed.
+
+        The reason has the number of deaths and its last output.
+        """
         daemon = node.daemons()["gpu0"]
         assert "3 deaths within 60 s" in daemon["because"]
         assert "exited with status 3" in daemon["because"]
@@ -119,7 +122,7 @@ class TestCrashLoop:
         assert "mpsctl reset gpu0" in refused.json["hint"]
 
     def test_only_an_operator_leaves_it(self, node: Node, starts: Path, control: Path) -> None:
-        """Neither a restart nor the death of mpsd forgives it; a reset does, and what was mended then runs."""
+        """Neither a restart nor mpsd's death clears the failure; a reset does, and a repaired program then runs."""
         because = node.daemons()["gpu0"]["because"]
         for number in (signal.SIGTERM, signal.SIGKILL):
             node.end(number)
@@ -127,7 +130,7 @@ class TestCrashLoop:
             assert node.wait_for_state("gpu0", "failed")["because"] == because
         assert starts.read_text().count("started") == 3
 
-        # The cause is still there: the tally begins anew, and ends the same way.
+        # The cause still exists: the tally starts from zero, and ends the same way.
         assert node.request("POST", "/v1/daemons/gpu0/reset").status == 202
         wait_until(lambda: starts.read_text().count("started") == 6, what="three more starts")
         node.wait_for_state("gpu0", "failed")
@@ -143,12 +146,12 @@ class TestCrashLoop:
 
 
 def next_death(node: Node, known: int) -> None:
-    """Wait until mpsd has told of one death more."""
+    """Wait until mpsd has reported one more death."""
     wait_until(lambda: len(node.events("daemon_death")) > known, what="its death to be seen")
 
 
 def test_it_cools_down_whatever_is_asked(make_node: Start) -> None:
-    """Who asks for something meanwhile, as a lease that ends or a reload does, brings it back no sooner."""
+    """Requests during the cool-down, such as the end of a lease or a reload, do not shorten it."""
     node = make_node(simulate=1, config="[daemon]\ndeaths = 100\n").start()
     while not [each for each in node.events("daemon_death") if each["delay"] > 1]:
         before = node.wait_for_state("gpu0", "ready")["pid"]
@@ -160,11 +163,11 @@ def test_it_cools_down_whatever_is_asked(make_node: Start) -> None:
     (*_, death) = node.events("daemon_death")
     (*_, start) = node.events("daemon_state", state="starting")
     waited = datetime.fromisoformat(start["at"]) - datetime.fromisoformat(death["at"])
-    assert waited.total_seconds() >= death["delay"] - 0.1  # the two are told by the wall clock
+    assert waited.total_seconds() >= death["delay"] - 0.1  # both times are from the wall clock
 
 
 def test_program_that_cannot_be_executed(make_node: Start, short_tmp: Path, control: Path) -> None:
-    """A control program that goes away, as in an upgrade of the driver, ends neither mpsd nor the daemons that run."""
+    """A control program that disappears, as in an upgrade of the driver, ends neither mpsd nor the running daemons."""
     link = short_tmp / "control"
     link.symlink_to(control)
     node = make_node(control=link, config="[daemon]\ndeaths = 3\nprobe_interval = 0.2\n").start()

@@ -1,4 +1,4 @@
-"""Any local user can change a control daemon's limits: that is seen, put back, and told with its command."""
+"""Any local user can change a control daemon's limits: mpsd detects that, restores them, and reports the command."""
 
 import json
 import signal
@@ -22,38 +22,38 @@ from tests.real import RealDaemon, real_daemons
 pytestmark = pytest.mark.real_daemon(535)
 
 _FORGED = "[2026-11-21 02:59:14.618 Control 1]"
-"""How a line of the log begins."""
+"""The beginning of a line of the log."""
 
 _GPUS = 10
 
 
 @pytest.fixture(scope="module")
 def numbers() -> Iterator[int]:
-    """Count the GPUs that were used."""
+    """Count the GPUs that the tests have used."""
     return count()
 
 
 @pytest.fixture(scope="module")
 def node(node_for_all: Start) -> Node:
-    """Start the node that the tests of this module share: each has a GPU of its own there."""
+    """Start the node that the tests of this module share; each test uses its own GPU on it."""
     return node_for_all(simulate=_GPUS, config=LIMITS).start()
 
 
 @pytest.fixture
 def name(numbers: Iterator[int]) -> str:
-    """Name a control daemon that no other test has touched."""
+    """Return the name of a control daemon that no other test has used."""
     number = next(numbers)
     assert number < _GPUS, "a test more than there are GPUs"
     return f"gpu{number}"
 
 
 def _is_let_in(node: Node, name: str, script: str) -> bool:
-    """Tell whether a stranger's front-end was served: one that comes while mpsd talks is turned away."""
+    """Return whether the daemon served a stranger's front-end: while mpsd talks, the daemon turns others away."""
     return "10.0" in str(node.front_end(name, script).stdout)
 
 
 def test_percentage(node: Node, name: str) -> None:
-    """A stranger's percentage is put back within 2 s, and told with its command; nothing else is touched."""
+    """A stranger's percentage is undone within 2 s and reported with its command; nothing else changes."""
     before, other = node.daemons()[name], node.daemons()["gpu9"]
     command = "set_default_active_thread_percentage 10"
     node.ask(name, command)
@@ -78,7 +78,7 @@ def test_percentage(node: Node, name: str) -> None:
 
 
 def test_memory_lower_higher_and_gone(node: Node, name: str) -> None:
-    """A memory limit that is lower, higher or gone is put back, each time, and told with its own command."""
+    """A memory limit that is lower, higher or gone is restored each time, and reported with its own command."""
     for value, found in (("1G", 1 << 30), ("64G", 64 << 30), ("0", None)):
         command = f"set_default_device_pinned_mem_limit 0 {value}"
         node.ask(name, command)
@@ -88,7 +88,7 @@ def test_memory_lower_higher_and_gone(node: Node, name: str) -> None:
 
 
 def test_both(node: Node, name: str) -> None:
-    """Each of two limits changed in one front-end is put back, and told with its own command."""
+    """Two limits that one front-end changed are both restored, and each is reported with its own command."""
     commands = ["set_default_active_thread_percentage 20", "set_default_device_pinned_mem_limit 0 2G"]
     node.ask(name, "\n".join(commands))
     undone(node, name, "pinned_device_mem_limit")
@@ -98,7 +98,7 @@ def test_both(node: Node, name: str) -> None:
 
 @pytest.mark.parametrize("real", branches(535, 550, 555))
 def test_client_priority(make_node: Start, real: RealDaemon) -> None:
-    """A default priority that a stranger lowered for everybody is put back, and told with its command."""
+    """A default priority that a stranger lowered is restored, and reported with its command."""
     node = make_node(simulate=1, control=real.control, config=LIMITS).start()
     command = "set_default_client_priority 1"
     node.ask("gpu0", command)
@@ -111,7 +111,10 @@ def test_client_priority(make_node: Start, real: RealDaemon) -> None:
 
 
 def test_client_priority_while_away(make_node: Start) -> None:
-    """One that was lowered while there was no mpsd is put back by the next; the simulator's daemon is like NVIDIA's."""
+    """The next mpsd restores a priority that was lowered while mpsd was down.
+
+    The simulator's daemon is like NVIDIA's.
+    """
     for control in (real_daemons()[535], None):
         node = make_node(simulate=1, control=control).start()
         node.end(signal.SIGKILL)
@@ -132,7 +135,7 @@ def test_no_client_priority(make_node: Start, real: RealDaemon) -> None:
 
 @pytest.mark.parametrize("real", branches())
 def test_flapping(make_node: Start, real: RealDaemon) -> None:
-    """A limit that somebody changes in a loop is put back each time, and fills no log: the rest is counted."""
+    """A limit that is changed in a loop is restored each time without filling the log: further changes are counted."""
     node = make_node(simulate=1, control=real.control, config=PERCENTAGE).start()
 
     def left_out() -> bool:
@@ -148,7 +151,7 @@ def test_flapping(make_node: Start, real: RealDaemon) -> None:
 
 
 def test_what_was_left_out_is_counted() -> None:
-    """Of one kind 32 are told in a minute, each kind by itself; then a line now and then has how many were left out."""
+    """Of each kind, 32 are reported in a minute; after that an occasional line has the number that were left out."""
     with TemporaryFile("w+", encoding="utf-8") as stream:
         bounded = BoundedLog(configure(LogFormat.JSON, stream=stream))
         for number in range(40):
@@ -171,7 +174,7 @@ def test_what_was_left_out_is_counted() -> None:
 
 
 def test_limit_where_none_is_wanted(make_node: Start) -> None:
-    """A memory limit that nobody configured is taken away."""
+    """A memory limit that is not configured is removed."""
     node = make_node(simulate=1, config=PERCENTAGE).start()
     node.ask("gpu0", "set_default_device_pinned_mem_limit 0 1G")
     seen = undone(node, "gpu0", "pinned_device_mem_limit")
@@ -180,7 +183,7 @@ def test_limit_where_none_is_wanted(make_node: Start) -> None:
 
 
 def test_command_of_one_who_stays(make_node: Start) -> None:
-    """The command of a stranger who changes a limit and stays is not forgotten until mpsd can put it back."""
+    """The command of a stranger that stays connected is remembered until mpsd can restore the limit."""
     node = make_node(simulate=1, config=LIMITS + BRISK).start()
     command = "set_default_active_thread_percentage 10"
     with holding(node, "gpu0", command):
@@ -197,7 +200,10 @@ exec {control}
 
 
 def test_what_cannot_be_put_back(make_node: Start, short_tmp: Path, control: Path) -> None:
-    """While a limit does not take, nobody is admitted there, and status says what is wrong, since when, by whom."""
+    """While a limit does not take effect, no lease is granted there.
+
+    The status says what is wrong, since when, by whom.
+    """
     spell = short_tmp / "spell"
     stubborn = program(short_tmp / "nvidia-cuda-mps-control", _STUBBORN.format(control=control, spell=spell))
     node = make_node(simulate=1, control=stubborn, config=LIMITS + BRISK).start()
@@ -225,7 +231,7 @@ def test_what_cannot_be_put_back(make_node: Start, short_tmp: Path, control: Pat
 
 
 def test_what_changes_nothing(node: Node, name: str) -> None:
-    """A stranger's questions, and commands that the daemon does not carry out, are no drift."""
+    """A stranger's queries, and commands that the daemon does not execute, are no drift."""
     node.ask(name, "get_server_list\nset_default_active_thread_percentage 150\nbogus 10")
     wait_until(lambda: node.events("foreign_command", daemon=name), what="the command to be seen", deadline=SOON)
     daemon = node.daemons()[name]
@@ -235,7 +241,7 @@ def test_what_changes_nothing(node: Node, name: str) -> None:
 
 
 def test_strangers_in_disguise(node: Node, numbers: Iterator[int]) -> None:
-    """A stranger who talks as mpsd does, or writes what looks like its lines, is seen no later and is named."""
+    """A stranger that imitates mpsd's conversations or its log lines is detected as soon as others, and is named."""
     disguises = [
         "mpsd-",
         "mpsd-00000000-0",
@@ -250,7 +256,7 @@ def test_strangers_in_disguise(node: Node, numbers: Iterator[int]) -> None:
 
 
 def test_stranger_who_never_stops(node: Node, name: str) -> None:
-    """A stranger who changes a limit a thousand times does not fill mpsd's own log with it; that it did is told."""
+    """A stranger that changes a limit a thousand times is reported, and does not fill mpsd's own log."""
     node.ask(name, "\n".join(["set_default_active_thread_percentage 10"] * 1000))
 
     def counted() -> int:
@@ -264,7 +270,10 @@ def test_stranger_who_never_stops(node: Node, name: str) -> None:
 
 @pytest.mark.parametrize("real", branches())
 def test_a_hundred_in_a_row(make_node: Start, real: RealDaemon) -> None:
-    """However often somebody changes a limit, it is right again moments after the last time; 32 a minute are told."""
+    """However often a limit is changed, it is restored moments after the last change.
+
+    32 changes a minute are reported.
+    """
     node = make_node(simulate=1, control=real.control, config=PERCENTAGE).start()
     for number in range(100):
         node.ask("gpu0", f"set_default_active_thread_percentage {10 + number % 5}")

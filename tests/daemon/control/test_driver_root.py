@@ -1,4 +1,4 @@
-"""A driver in a root of its own, as a driver container has one, is used whole, and nothing else of that root."""
+"""A driver in its own root, as in a driver container, is used completely, and nothing else of that root is used."""
 
 import shutil
 from pathlib import Path
@@ -16,7 +16,10 @@ pytestmark = pytest.mark.real_daemon(535)
 
 
 def test_driver_root(make_node: Start, nvml: FakeNvml, short_tmp: Path) -> None:
-    """NVML and the control program are the root's, and the control daemon gets the driver's libraries, not its libc."""
+    """NVML and the control program are those of the root.
+
+    The control daemon gets the driver's libraries, not its libc.
+    """
     root, control = short_tmp / "driver", real.real_daemons()[535]
     for folder in ("usr/bin", "usr/lib64"):
         (root / folder).mkdir(parents=True)

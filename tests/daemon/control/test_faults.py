@@ -1,4 +1,4 @@
-"""Fatal faults, errors that a GPU reports, and servers that do not start: told, and nobody is let in meanwhile."""
+"""Fatal faults, errors that a GPU reports, and servers that do not start: they are reported, and admission stops."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ def node(make_node: Start) -> Node:
 
 
 def test_fatal_fault(node: Node) -> None:
-    """Who was hit is told, nobody is let in until all of them are gone, and then the limits hold and it goes on."""
+    """The report names the affected clients, admission stops until all have ended, and then the limits hold again."""
     with (
         leased(node, "--threads", "25", "--memory", "2GiB") as one,
         leased(node, "--threads", "50", "--memory", "2GiB") as other,
@@ -41,18 +41,18 @@ def test_fatal_fault(node: Node) -> None:
         assert (refused.status, refused.json["code"], refused.json["limit"]) == (409, "daemon_not_ready", "health")
         assert "fatal GPU fault" in refused.json["detail"]
         one.kill()
-        # One of them is still there.
+        # One of the affected clients still runs.
         assert node.request("POST", "/v1/leases", SMALL).status == 409
         other.kill()
         event(node, "server_recovered")
     wait_until(lambda: node.get("/readyz").status == 200, what="the node to be ready")
     assert node.request("POST", "/v1/leases", SMALL).status == 201
-    # What those needed that have gone may stay for a moment.
+    # The limits that the ended clients needed may stay for a moment.
     wait_until(lambda: node.ask("gpu0", "get_default_active_thread_percentage") == ["10.0"], what="its own alone")
 
 
 def test_fault_of_a_silent_daemon(node: Node) -> None:
-    """What a server's log says counts as soon as it is read: nobody is let in before the daemon can be asked."""
+    """A fault in a server's log counts as soon as it is read: admission stops before the daemon can be asked."""
     with leased(node, "--threads", "25", "--memory", "2GiB") as client:
         event(node, "client_attributed", client=client.hello["pid"])
         assert node.request("POST", "/v1/leases", SMALL).status == 201
@@ -69,7 +69,7 @@ def test_fault_of_a_silent_daemon(node: Node) -> None:
 
 @pytest.mark.slow
 def test_clients_that_linger(node: Node) -> None:
-    """Those who do not go keep everybody out: that is a violation, and their end where policy says so."""
+    """Affected clients that do not end block admission: that is a violation, and policy may end them."""
     with leased(node, "--threads", "25", "--memory", "2GiB") as client:
         event(node, "client_attributed", client=client.hello["pid"])
         client.fault()
@@ -84,7 +84,10 @@ def test_clients_that_linger(node: Node) -> None:
 
 
 def test_xids(node: Node) -> None:
-    """What a program brings about is told; what the GPU itself does takes it out of service until it is reset."""
+    """An Xid that a program causes is reported.
+
+    One of the GPU itself takes the GPU out of service until it is reset.
+    """
     (gpu,) = gpus(node)
     gpu.report(31)
     assert "page fault" in event(node, "gpu_xid", xid=31)["because"]
@@ -107,7 +110,7 @@ def test_xids(node: Node) -> None:
 
 @pytest.mark.real_daemon(535)
 def test_servers_that_do_not_start(make_node: Start) -> None:
-    """Servers that die one after the other are a reason not to let anybody in, with what may help."""
+    """Repeated deaths of servers stop admission, with a hint that may help."""
     node = make_node(simulate=1, config="").start()  # NVIDIA's own, whose servers cannot start without a GPU
 
     def died(servers: int) -> bool:
@@ -122,7 +125,7 @@ def test_servers_that_do_not_start(make_node: Start) -> None:
     assert "servers in a row failed to start" in refused.json["detail"]
     assert "nvidia-smi" in refused.json["hint"]
     assert "failed to start" in node.get("/v1/status").json["because"]
-    # It is as true for the next mpsd, which does not read of it again.
+    # It holds for the next mpsd too, which does not read about it again.
     node.end(signal.SIGKILL)
     node.start(ready=False)
     node.wait_for_state("gpu0", "ready")

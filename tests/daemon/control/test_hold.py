@@ -1,4 +1,4 @@
-"""An operator holds a control daemon: nobody is let in, nothing is stopped, and that outlives mpsd."""
+"""An operator holds a control daemon: no lease is granted, nothing stops, and the hold outlives mpsd."""
 
 import os
 import re
@@ -20,7 +20,7 @@ SMALL = {"threads": 10, "memory": "1GiB", "gpu": "0"}
 
 
 def operate(node: Node, verb: str) -> Any:
-    """Have an operation done, and return it."""
+    """Carry out an operation, and return it."""
     answer = node.request("POST", f"/v1/daemons/gpu0/{verb}")
     assert answer.status == 202, answer.body
     assert node.get(f"/v1/operations/{answer.json['id']}").json == answer.json
@@ -29,7 +29,7 @@ def operate(node: Node, verb: str) -> Any:
 
 @pytest.mark.parametrize("real", branches())
 def test_hold_and_resume(make_node: Start, real: RealDaemon) -> None:
-    """While it is held nobody is let in, and whoever is there stays; afterwards those who wait are let in at once."""
+    """While it is held no lease is granted and clients stay; afterwards the waiting requests are granted at once."""
     node = make_node(simulate=2, control=real.control, config="").start()
     before = node.daemons()
     lease = node.request("POST", "/v1/leases", SMALL).json["id"]
@@ -58,10 +58,10 @@ def test_hold_and_resume(make_node: Start, real: RealDaemon) -> None:
 
 @pytest.mark.real_daemon(535)
 class TestOutlives:
-    """What does not undo it."""
+    """Events that do not undo a hold."""
 
     def test_any_death(self, make_node: Start) -> None:
-        """Neither mpsd's death nor the control daemon's; and an operator's word does."""
+        """A hold outlives mpsd and the control daemon; only an operator's command ends it."""
         node = make_node(simulate=1).start()
         operate(node, "hold")
         node.end(signal.SIGKILL)
@@ -79,7 +79,7 @@ class TestOutlives:
         assert node.wait_for_state("gpu0", "ready")
 
     def test_before_it_answers(self, make_node: Start) -> None:
-        """A daemon that does not answer is held once it does."""
+        """A daemon that does not answer yet is held once it does."""
         node = make_node(simulate=1, config="[daemon]\nanswer_deadline = 0.7\nprobe_interval = 0.5\n").start()
         pid = node.daemons()["gpu0"]["pid"]
         with stopped(pid):
@@ -91,7 +91,7 @@ class TestOutlives:
 
     @pytest.mark.parametrize("damaged", [b"hol", b"\xff\xff\xff\xff"])
     def test_file_that_is_damaged(self, make_node: Start, damaged: bytes) -> None:
-        """A file that cannot be understood may have said hold: it holds, and says so, until somebody resumes it."""
+        """A damaged file may have contained a hold: the daemon is held, and says so, until an operator resumes it."""
         node = make_node(simulate=1).start()
         operate(node, "hold")
         node.end()
@@ -103,7 +103,7 @@ class TestOutlives:
         node.wait_for_state("gpu0", "ready")
 
     def test_nowhere_to_keep_it(self, make_node: Start) -> None:
-        """Where it cannot be stored it is refused, and nothing has changed."""
+        """A hold that cannot be stored is refused, and changes nothing."""
         node = make_node(simulate=1).start()
         path = node.root / "state" / "gpu0.intention.json"
         path.mkdir()
@@ -116,11 +116,14 @@ class TestOutlives:
 
 
 class TestReason:
-    """Why it is held, in the words of whoever holds it."""
+    """The operator's reason for a hold."""
 
     @pytest.mark.slow
     def test_it_lasts(self, make_node: Start) -> None:
-        """Whoever is refused hears it, also from the next mpsd; a later reason replaces it, and a resume ends it."""
+        """Every refusal states the reason, also from the next mpsd.
+
+        A later reason replaces it, and a resume removes it.
+        """
         node = make_node(simulate=1, control=None).start()
         for verb, reason in (("hold", "a new fan"), ("drain", "driver 570, until 17:00"), ("drain", "ünïcode")):
             answer = node.request("POST", f"/v1/daemons/gpu0/{verb}", {"reason": reason})
@@ -140,7 +143,7 @@ class TestReason:
         assert node.get("/v1/gpus").json["gpus"][0]["refused"] is None
 
     def test_another_reason(self, make_node: Start) -> None:
-        """The same again, for another reason or for none, is shown as it was said last."""
+        """A repeated hold shows the latest reason, or none."""
         node = make_node(simulate=1, control=None).start()
         for reason, shown in (
             ("first", " holds it (first), at "),
@@ -151,7 +154,7 @@ class TestReason:
             assert shown in node.daemons()["gpu0"]["because"]
 
     def test_after_a_restart(self, make_node: Start) -> None:
-        """What was held before a restart is held after it, for the same reason."""
+        """A daemon that was held before a restart is held after it, for the same reason."""
         node = make_node(simulate=1, control=None).start()
         node.request("POST", "/v1/daemons/gpu0/hold", {"reason": "a new fan"})
         assert node.mpsctl("restart", "gpu0").returncode == 0
@@ -160,7 +163,7 @@ class TestReason:
 
     @pytest.mark.parametrize("reason", ["a\nb", "\x1b[2J", "\u202e", "x" * 201, 7, "\ud800"])
     def test_what_is_no_reason(self, make_node: Start, reason: object) -> None:
-        """It is one line that prints, of at most 200 characters; for anything else nothing changes."""
+        """A reason is one printable line of at most 200 characters; anything else is refused and changes nothing."""
         node = make_node(simulate=1, control=None).start()
         for verb in ("hold", "drain", "restart"):
             refused = node.request("POST", f"/v1/daemons/gpu0/{verb}", {"reason": reason})
@@ -169,7 +172,7 @@ class TestReason:
 
     @needs_root
     def test_hint_of_who_is_refused(self, make_node: Start) -> None:
-        """An operator reads how to resume; another user reads what it can do itself."""
+        """The hint tells an operator how to resume, and another user what it can do itself."""
         node = make_node(simulate=1, control=None, config='[roles]\noperators = ["1001"]\n').start()
         operate(node, "hold")
         for uid, hint in ((1001, "resume admission: mpsctl resume gpu0"), (1002, health.REFUSED_HINT)):
@@ -199,7 +202,7 @@ class TestReason:
 
 
 def test_drained(make_node: Start) -> None:
-    """A drain waits, and is then done: that is not the same state to whoever looks."""
+    """A daemon that drains and one that has been drained are shown as different states."""
     node = make_node(simulate=1, control=None).start()
     lease = node.request("POST", "/v1/leases", SMALL).json["id"]
     operation = node.request("POST", "/v1/daemons/gpu0/drain", {}).json["id"]
@@ -216,7 +219,7 @@ def test_drained(make_node: Start) -> None:
 
 @pytest.mark.real_daemon(535)
 def test_by_mpsctl(make_node: Start) -> None:
-    """The same by hand: one daemon, or all of them."""
+    """mpsctl holds one daemon, or all of them."""
     node = make_node(simulate=2).start()
     done = node.mpsctl("hold", "--all")
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Who can reach a control daemon: root, and the uids that hold a lease on it, from the grant to the end of the last.
+"""Pipe access to a control daemon: root, and the uids with a lease on it, from the grant to the end of the last lease.
 
 The subjects are NVIDIA's own control daemons, and NVIDIA's own front-end as the uid in question.
 """
@@ -29,11 +29,11 @@ from tests.tools import lacking
 pytestmark = needs_root
 
 ANN, BOB = 61001, 61002
-"""Two uids that have no rights and no name."""
+"""Two uids without rights and without a name."""
 
 SMALL = {"threads": 10, "memory": "1GiB", "gpu": "0"}
 REFUSED = (1, "Cannot find MPS control daemon process")
-"""What each front-end says to whoever may not go there: the same as where there is no control daemon at all."""
+"""The answer of every front-end without access to the directory: the same as without a control daemon."""
 
 DENY = '[enforcement]\nunadmitted = "deny"\n'
 DEFAULTS = '[enforcement]\nunadmitted = "defaults"\n'
@@ -41,18 +41,18 @@ ALLOW = '[enforcement]\nunadmitted = "allow"\n'
 
 
 def as_user(uid: int) -> dict[str, Any]:
-    """Return what makes subprocess start a child as another uid, of no group but its own."""
+    """Return the arguments with which subprocess starts a child as another uid, in no other group."""
     return {"user": uid, "group": uid, "extra_groups": []}
 
 
 def front_end(node: Node, uid: int, name: str = "gpu0") -> tuple[int, str]:
-    """Run NVIDIA's front-end as a uid, and return its status and what it said on either stream."""
+    """Run NVIDIA's front-end as a uid; return its status and its output on both streams."""
     done = node.front_end(name, "get_default_active_thread_percentage\n", cwd="/", **as_user(uid))
     return done.returncode, (done.stdout + done.stderr).strip()
 
 
 def reaches(node: Node, uid: int, name: str = "gpu0") -> bool:
-    """Tell whether a uid reaches a control daemon; a front-end that mpsd's own is in the way of is sent again."""
+    """Return whether a uid has access to a control daemon; a front-end that collides with mpsd's own is sent again."""
 
     def tried() -> tuple[int, str] | None:
         answer = front_end(node, uid, name)
@@ -62,12 +62,12 @@ def reaches(node: Node, uid: int, name: str = "gpu0") -> bool:
 
 
 def is_shut(node: Node, uid: int) -> None:
-    """Wait until a uid does not reach the control daemon any more."""
+    """Wait until a uid has no access to the control daemon."""
     wait_until(lambda: not reaches(node, uid), what=f"uid {uid} to be shut out; the log is {node.stderr}")
 
 
 def granted(caller: Caller, **asked: Any) -> str:
-    """Ask for a lease, and return its id."""
+    """Request a lease, and return its id."""
     answer = caller.admit(**{**SMALL, **asked})
     assert answer.status == 201, answer.body
     lease: str = answer.json["id"]
@@ -87,7 +87,7 @@ def two_callers(node: Node) -> Iterator[tuple[Caller, Caller]]:
 
 
 def facl(path: Path) -> str:
-    """Return an ACL in the words of getfacl, as the tests write it themselves; empty where there is none."""
+    """Return an ACL in the syntax of getfacl, formatted by the tests; empty where there is none."""
     try:
         raw = os.getxattr(path, "system.posix_acl_access")
     except OSError:
@@ -96,16 +96,19 @@ def facl(path: Path) -> str:
 
 
 def is_closed(path: Path) -> bool:
-    """Tell whether a directory is its owner's alone."""
+    """Return whether only its owner has access to a directory."""
     return path.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("real", branches())
 class TestEveryDriver:
-    """On each of NVIDIA's control daemons."""
+    """Access to each of NVIDIA's control daemons."""
 
     def test_from_the_grant_to_the_end(self, make_node: Start, real: RealDaemon) -> None:
-        """A uid reaches the daemon for as long as it has a lease there, by whatever end; another's opens nothing."""
+        """A uid has access as long as it has a lease there, however the lease ends.
+
+        Another uid's lease gives it none.
+        """
         node = make_node(simulate=2, control=real.control, config="").start()
         assert front_end(node, ANN) == front_end(node, BOB) == REFUSED
         assert reaches(node, 0)
@@ -115,25 +118,25 @@ class TestEveryDriver:
             assert not reaches(node, BOB)
             assert not reaches(node, ANN, "gpu1")
 
-            # Until the last of its leases has ended: released here.
+            # Access lasts until the last of its leases has ended: by a release here.
             end(ann, first)
             assert reaches(node, ANN)
             end(ann, second)
             assert not reaches(node, ANN)
 
-            # Then it is the other's turn, which an administrator ends.
+            # The next lease is the other user's, and an administrator ends it.
             lease = granted(bob)
             assert reaches(node, BOB)
             assert not reaches(node, ANN)
             assert node.request("DELETE", f"/v1/leases/{lease}").status == 204
             assert not reaches(node, BOB)
 
-            # Its time is over.
+            # Its time to live has passed.
             granted(bob, ttl=1)
             assert reaches(node, BOB)
             is_shut(node, BOB)
 
-            # Its holder is gone.
+            # Its holder has ended.
             granted(ann)
             assert reaches(node, ANN)
             ann.kill()
@@ -142,7 +145,7 @@ class TestEveryDriver:
         assert node.events("pipe_access_drift") == []
 
     def test_new_daemon(self, make_node: Start, real: RealDaemon) -> None:
-        """A control daemon that takes a dead one's place makes a socket for everybody; the leases still decide."""
+        """A control daemon that replaces a dead one makes a socket with access for all; the leases still decide."""
         node = make_node(simulate=1, control=real.control).start()
         with two_callers(node) as (ann, _):
             granted(ann)
@@ -157,7 +160,7 @@ class TestEveryDriver:
     def test_before_its_limits_hold(
         self, make_node: Start, real: RealDaemon, short_tmp: Path, *, mpsd_dies: bool
     ) -> None:
-        """A control daemon that starts gives everything at first: nobody reaches it before its limits are set."""
+        """A control daemon starts with everything open: no uid has access to it before its limits are set."""
         gate = short_tmp / "gate"
         slow = program(
             short_tmp / "slow-control",
@@ -190,7 +193,7 @@ class TestEveryDriver:
             assert reaches(theirs, ANN)
 
     def test_mpsd_s_death(self, make_node: Start, real: RealDaemon) -> None:
-        """After SIGKILL of mpsd the next one lets in whom the leases say, also where one ended meanwhile."""
+        """After SIGKILL of mpsd the next one gives access by the leases, also where one ended meanwhile."""
         node = make_node(simulate=2, control=real.control).start()
         with two_callers(node) as (ann, bob):
             granted(ann)
@@ -198,7 +201,7 @@ class TestEveryDriver:
             node.end(signal.SIGKILL)
             assert reaches(node, ANN)
             bob.kill()
-            # What mpsd left is not what it comes back to, either.
+            # The access that mpsd left is not the access that it finds, either.
             os.removexattr(node.pipe_directory("gpu0"), "system.posix_acl_access")
             assert not reaches(node, ANN)
             assert reaches(node, BOB, "gpu1")
@@ -208,7 +211,7 @@ class TestEveryDriver:
             assert not reaches(node, BOB, "gpu1")
 
     def test_reload(self, make_node: Start, real: RealDaemon) -> None:
-        """Other settings apply at once, there and back, on daemons that run; a lease is not lost by it."""
+        """A reload changes access at once, in both directions, on running daemons; no lease is lost."""
         node = make_node(simulate=1, control=real.control, config=ALLOW).start()
         with two_callers(node) as (ann, _):
             assert reaches(node, BOB)
@@ -228,7 +231,7 @@ class TestEveryDriver:
 
 @pytest.mark.parametrize("real", branches(555))
 def test_many_users(make_node: Start, real: RealDaemon) -> None:
-    """On a daemon that serves many uids each comes and goes by its own leases."""
+    """On a daemon that serves many uids, the access of each follows its own leases."""
     node = make_node(simulate=1, control=real.control, config='[daemon]\nusers = "many"\n').start()
     with two_callers(node) as (ann, bob):
         anns, bobs = granted(ann), granted(bob)
@@ -262,7 +265,7 @@ for line in sys.stdin:
 
 @pytest.mark.parametrize("real", branches())
 def test_what_was_kept_from_a_lease(make_node: Start, real: RealDaemon) -> None:
-    """Whoever kept the directory, or the socket itself, from its lease cannot connect when that has ended."""
+    """A uid that kept the directory or the socket open from its lease cannot connect when the lease has ended."""
     node = make_node(simulate=1, control=real.control).start()
     with two_callers(node) as (ann, _):
         lease = granted(ann)
@@ -291,7 +294,7 @@ def test_what_was_kept_from_a_lease(make_node: Start, real: RealDaemon) -> None:
 
 @pytest.mark.parametrize("real", branches())
 def test_conversation_that_outlasts_its_lease(make_node: Start, real: RealDaemon) -> None:
-    """A front-end that was let in and does not go locks mpsd out as any stranger's does, and is named."""
+    """A front-end that outlives its lease locks mpsd out as any stranger's does, and is named."""
     node = make_node(simulate=1, control=real.control, config=BRISK).start()
     with two_callers(node) as (ann, bob):
         lease = granted(ann)
@@ -315,10 +318,10 @@ def test_conversation_that_outlasts_its_lease(make_node: Start, real: RealDaemon
 
 @pytest.mark.real_daemon(535)
 class TestOneDriver:
-    """What does not depend on the driver, with that of 535."""
+    """Behaviour that does not depend on the driver, on driver 535."""
 
     def test_user_namespace(self, make_node: Start) -> None:
-        """A uid is the one that the node knows, and not what a process is in a user namespace of its own."""
+        """Access goes by the uid on the node, not by the uid in a process's own user namespace."""
         node = make_node(simulate=1).start()
         with two_callers(node) as (ann, _):
             granted(ann)
@@ -328,7 +331,7 @@ class TestOneDriver:
             assert in_user_namespace(node, inside=0, outside=BOB) == REFUSED
 
     def test_changed_by_hand(self, make_node: Start) -> None:
-        """What somebody else changes is put back at the next look, and told with what was found."""
+        """Access that another process changed is restored at the next check, and reported as it was found."""
         node = make_node(simulate=1).start()
         directory = node.pipe_directory("gpu0")
         with two_callers(node) as (ann, _):
@@ -350,7 +353,7 @@ class TestOneDriver:
         assert told[-1]["found"] == "user::rwx,group::r-x,other::r-x"
 
     def test_grant_that_cannot_be_opened(self, make_node: Start) -> None:
-        """A grant whose way does not open is none: refused with the reason, and nothing is left of it."""
+        """A grant whose access cannot be opened fails: it is refused with the reason, and nothing remains."""
         node = make_node(simulate=1).start()
         directory = node.pipe_directory("gpu0")
         with two_callers(node) as (ann, _), unchangeable(directory):
@@ -366,7 +369,7 @@ class TestOneDriver:
         assert not reaches(node, ANN)
 
     def test_grant_to_one_that_waits_that_cannot_be_opened(self, make_node: Start) -> None:
-        """Nor is it one for a request that waited for it."""
+        """The same holds for a request that waited."""
         node = make_node(simulate=1).start()
         first = node.request("POST", "/v1/leases", SMALL).json["id"]
         with two_callers(node) as (ann, _), unchangeable(node.pipe_directory("gpu0")), ThreadPoolExecutor(1) as pool:
@@ -380,7 +383,7 @@ class TestOneDriver:
         assert [line["because"] for line in ended] == [answer.json["detail"]]
 
     def test_way_that_cannot_be_closed(self, make_node: Start) -> None:
-        """A way that does not close is no readiness: the node says so, admits nobody there, and tries again."""
+        """While access cannot be closed, the node is not ready: it says so, grants no lease there, and retries."""
         node = make_node(simulate=1, config=BRISK).start()
         with two_callers(node) as (ann, _):
             lease = granted(ann)
@@ -395,7 +398,7 @@ class TestOneDriver:
             assert not reaches(node, ANN)
 
     def test_file_system_without_acls(self, make_node: Start, short_tmp: Path) -> None:
-        """Where the file system keeps no ACLs mpsd says so before it starts, and what helps; so does `mpsd check`."""
+        """On a file system without ACLs mpsd says so before it starts, with what helps; so does `mpsd check`."""
         paths = short_tmp / "plain"
         paths.mkdir()
         node = make_node(simulate=1, rooted=False)
@@ -411,7 +414,7 @@ class TestOneDriver:
             for words in (said, checked.stderr):
                 assert "does not support POSIX ACLs" in words
                 assert 'enforcement.unadmitted = "defaults"' in words
-            # What the hint says is what helps; and no reload takes that back.
+            # The remedy in the hint works; and no reload may undo it.
             node.config += DEFAULTS
             node.launch()
             api = paths / "run" / "mpsd.sock"
@@ -427,7 +430,7 @@ class TestOneDriver:
 
 
 def gone(pid: int) -> bool:
-    """Tell whether a process has ended."""
+    """Return whether a process has ended."""
     return not is_running(pid)
 
 
@@ -444,7 +447,7 @@ _CLONE_NEWUSER = 0x10000000
 
 
 def in_user_namespace(node: Node, *, inside: int, outside: int) -> tuple[int, str]:
-    """Run NVIDIA's front-end as a uid of a user namespace that is another one outside."""
+    """Run NVIDIA's front-end as a uid of a user namespace that is another uid outside."""
     ready, go = os.pipe()
     go_on, went = os.pipe()
     script = (
@@ -472,7 +475,7 @@ def in_user_namespace(node: Node, *, inside: int, outside: int) -> tuple[int, st
 
 @contextlib.contextmanager
 def unchangeable(path: Path) -> Iterator[None]:
-    """Make a file immutable, also for root."""
+    """Make a file immutable, even for root."""
     if subprocess.run(["chattr", "+i", str(path)], capture_output=True, timeout=10, check=False).returncode != 0:
         pytest.skip("no file can be made immutable here")
     try:

@@ -1,4 +1,4 @@
-"""A control daemon is drained and replaced: nobody is harmed, and whatever dies meanwhile, it is done once."""
+"""A control daemon is drained and replaced once, without harm to clients, whatever dies meanwhile."""
 
 import json
 import os
@@ -26,10 +26,10 @@ FREE = '[enforcement]\nunadmitted = "allow"\ngrace = 0.3\n'
 
 @pytest.mark.parametrize("real", branches())
 class TestReal:
-    """With each of NVIDIA's own control daemons."""
+    """Restarts of each of NVIDIA's own control daemons."""
 
     def test_restart(self, make_node: Start, real: RealDaemon) -> None:
-        """A new one is there with the same limits, what the old one left is gone, and the other is not touched."""
+        """A new daemon has the same limits, the old one's files are gone, and the other daemon is untouched."""
         node = make_node(simulate=2, control=real.control, config=limits_for(real)).start()
         before = node.daemons()
         left = node.pipe_directory("gpu0") / "control_lock"
@@ -49,7 +49,10 @@ class TestReal:
         assert stopping["pid"] == before["gpu0"]["pid"]
 
     def test_waits_for_leases(self, make_node: Start, real: RealDaemon) -> None:
-        """Whoever has a lease keeps it; whoever may wait is let in afterwards; others are told what goes on."""
+        """A restart waits for leases.
+
+        Requests that may wait are granted afterwards, and others are refused with the reason.
+        """
         node = make_node(simulate=1, control=real.control).start()
         before = node.daemons()["gpu0"]["pid"]
         lease = node.request("POST", "/v1/leases", SMALL).json["id"]
@@ -74,15 +77,15 @@ class TestReal:
 
 @pytest.fixture
 def node(make_node: Start) -> Node:
-    """Start a simulated node on which everybody may be a client."""
+    """Start a simulated node on which every process may be a client."""
     return make_node(simulate=1, control=None, config=FREE).start()
 
 
 class TestClients:
-    """With simulated clients."""
+    """Restarts with simulated clients."""
 
     def test_it_waits(self, node: Node) -> None:
-        """A client goes on with its work, and the new control daemon comes when it has left."""
+        """A client keeps working, and the new control daemon starts when it has left."""
         before = node.daemons()["gpu0"]["pid"]
         with SimulatedClient(variables(node)) as client:
             assert client.hello["mps"]
@@ -97,7 +100,7 @@ class TestClients:
             assert client.hello["mps"]
 
     def test_resumed(self, node: Node) -> None:
-        """A restart that still waits is given up by `resume`, and nobody has noticed anything."""
+        """`resume` cancels a restart that still waits, without any effect on clients."""
         before = node.daemons()["gpu0"]["pid"]
         with SimulatedClient(variables(node)) as client:
             assert client.hello["mps"]
@@ -109,7 +112,7 @@ class TestClients:
             assert client.compute(0.01)["ok"]
 
     def test_timeout(self, node: Node) -> None:
-        """After it a client is ended with its lease; each step is logged."""
+        """After the timeout a client is ended with its lease; each step is logged."""
         with leased(node, "--threads", "10", "--memory", "1GiB") as client:
             assert client.hello["mps"]
             lease = node.get("/v1/leases").json["leases"][0]["id"]
@@ -128,7 +131,7 @@ class TestClients:
         assert node.request("POST", "/v1/leases", SMALL).status == 201
 
     def test_one_that_ignores_sigterm(self, node: Node) -> None:
-        """It is killed when its time is over, long after its server has ended its contexts."""
+        """A client that ignores SIGTERM is killed when its time is up, long after its server has ended its contexts."""
         stubborn = ("sh", "-c", 'trap "" TERM; exec "$@"', "sh")
         with SimulatedClient(variables(node), before=stubborn) as client:
             assert client.hello["mps"]
@@ -139,7 +142,7 @@ class TestClients:
         assert forced == ["terminate_client", "SIGTERM", "SIGKILL"]
 
     def test_asked_for_long_after(self, node: Node) -> None:
-        """Whoever began something can ask what came of it, whatever else was wanted since, and of whichever mpsd."""
+        """The result of an operation can be read later, after other operations, and from a later mpsd."""
         with SimulatedClient(variables(node)) as client:
             assert client.hello["mps"]
             given_up = begin(node, "drain")
@@ -152,7 +155,7 @@ class TestClients:
 
     @pytest.mark.parametrize("answers", [True, False])
     def test_asked_for_before_it_was_found(self, node: Node, answers: bool) -> None:  # noqa: FBT001 - a parameter
-        """What is asked of an mpsd that has just started, and does not know yet what runs, is of what runs."""
+        """An operation that reaches mpsd just after its start, before it knows which daemons run, applies to those."""
         before = node.daemons()["gpu0"]["pid"]
         lease = node.request("POST", "/v1/leases", SMALL).json["id"]
         operation = begin(node, "restart", timeout=None if answers else 60)
@@ -160,7 +163,7 @@ class TestClients:
         kept = node.root / "state" / "gpu0.intention.json"
         intention = json.loads(kept.read_bytes())
         assert intention["wish"]["replaced"]["pid"] == before
-        intention["wish"]["replaced"] = None  # as it is while mpsd still looks for it
+        intention["wish"]["replaced"] = None  # as it is while mpsd still looks for the daemon
         if not answers:
             intention["wish"]["deadline"] = intention["wish"]["at"]
             (node.pipe_directory("gpu0") / "control").unlink()
@@ -176,30 +179,30 @@ class TestClients:
         assert not is_running(before)
 
     def test_held_before(self, node: Node) -> None:
-        """A daemon that was held is held afterwards too."""
+        """A daemon that was held before a restart is held after it."""
         begin(node, "hold")
         ended(node, begin(node, "restart"))
         assert node.wait_for_state("gpu0", "held")
 
     def test_drained(self, node: Node) -> None:
-        """A drain is over when nobody is left, and asked for again it is begun anew."""
+        """A drain ends when no client is left; another drain then starts anew."""
         first = ended(node, begin(node, "drain"))
         second = ended(node, begin(node, "drain"))
         assert first["id"] != second["id"]
         assert "gpu0 has no leases and no clients left" in second["because"]
 
     def test_whoever_comes_later(self, node: Node) -> None:
-        """The timeout of a drain is for those who are there then: when it is over, nobody is ended by it any more."""
+        """The timeout of a drain applies to the clients of that moment only: later clients are not ended."""
         ended(node, begin(node, "drain", timeout=0))
         with SimulatedClient(variables(node)) as client:
             assert client.hello["mps"]
             wait_until(lambda: node.get("/v1/clients").json["clients"], what="it to be seen")
-            node.get("/healthz")  # what comes of that is begun by now
+            node.get("/healthz")  # its consequences have begun by now
             assert node.events("client_forced") == []
             assert client.compute(0.01)["ok"]
 
     def test_waits_for_an_orphan(self, node: Node) -> None:
-        """Who uses a server that outlived its control daemon cannot be asked: nothing is stopped while there is one."""
+        """The clients of an orphaned server cannot be listed, so nothing is stopped while there is one."""
         with SimulatedClient(variables(node)) as client:
             server = client.hello["server"]
             before = node.daemons()["gpu0"]["pid"]
@@ -216,7 +219,7 @@ class TestClients:
         assert node.daemons()["gpu0"]["pid"] != after
 
     def test_events(self, node: Node) -> None:
-        """What was begun, by whom, and how it ended, are events."""
+        """The start of an operation, its author and its end are events."""
         operation = ended(node, begin(node, "restart"))
         (begun,) = node.events("operation_begun", operation=operation["id"])
         (over,) = node.events("operation_ended", operation=operation["id"])
@@ -229,7 +232,7 @@ class TestStopped:
 
     @pytest.mark.real_daemon(535)
     def test_it_is_waited_for(self, make_node: Start) -> None:
-        """Nobody knows who is there, so nothing is done; when it goes on, so does the restart."""
+        """Its clients are unknown, so the restart waits; it proceeds when the daemon answers again."""
         node = make_node(simulate=1, config=BRISK).start()
         pid = node.daemons()["gpu0"]["pid"]
         with stopped(pid):
@@ -242,7 +245,7 @@ class TestStopped:
 
     @pytest.mark.real_daemon(535)
     def test_by_force(self, make_node: Start) -> None:
-        """With a timeout it is ended, loudly."""
+        """With a timeout the daemon is ended, and the log says so."""
         node = make_node(simulate=1, config=BRISK).start()
         pid = node.daemons()["gpu0"]["pid"]
         kill(pid, signal.SIGSTOP)
@@ -254,7 +257,7 @@ class TestStopped:
 
 @pytest.mark.real_daemon(535)
 def test_failed(make_node: Start) -> None:
-    """A drain of a daemon that died too often ends in vain; a restart brings it back, to be as was wanted before."""
+    """A drain of a failed daemon fails; a restart brings the daemon back in its former desired state."""
     node = make_node(simulate=1).start()
 
     def next_one(before: int | None) -> bool:
@@ -275,7 +278,7 @@ def test_failed(make_node: Start) -> None:
 @pytest.mark.timeout(60 + 30 * RUNS)
 @pytest.mark.parametrize("real", branches())
 def test_killed_at_any_step(make_node: Start, real: RealDaemon) -> None:
-    """However often mpsd is killed meanwhile, there is one new control daemon, and no more than one."""
+    """However often mpsd is killed during a restart, there is exactly one new control daemon."""
     node = make_node(simulate=1, control=real.control, config=limits_for(real)).start()
     dice = random.Random(real.branch)
     for _ in range(RUNS):
@@ -283,7 +286,7 @@ def test_killed_at_any_step(make_node: Start, real: RealDaemon) -> None:
         started = len(node.events("daemon_state", daemon="gpu0", state="starting"))
         operation = begin(node, "restart")
         for _ in range(2):
-            for _ in range(dice.randrange(40)):  # each takes a millisecond or three
+            for _ in range(dice.randrange(40)):  # each takes one to three milliseconds
                 node.get("/healthz")
             node.end(signal.SIGKILL)
             node.start(ready=False)
@@ -297,11 +300,11 @@ def test_killed_at_any_step(make_node: Start, real: RealDaemon) -> None:
 
 
 class TestLeaving:
-    """`mpsd run --stop-daemons-on-exit`."""
+    """The option `mpsd run --stop-daemons-on-exit`."""
 
     @pytest.mark.parametrize("real", branches())
     def test_nobody_there(self, make_node: Start, real: RealDaemon) -> None:
-        """SIGTERM stops the control daemons too, and nothing is left that looks like one."""
+        """SIGTERM also stops the control daemons, and no process of theirs is left."""
         node = make_node(simulate=2, control=real.control, arguments=("--stop-daemons-on-exit",)).start()
         pids = [each["pid"] for each in node.daemons().values()]
         assert node.end() == 0
@@ -309,7 +312,7 @@ class TestLeaving:
         assert not [*node.pipe_directory("gpu0").iterdir(), *node.pipe_directory("gpu1").iterdir()]
 
     def test_clients_are_waited_for(self, make_node: Start) -> None:
-        """Nobody is let in, and the API says what it waits for; it ends with the last client."""
+        """No lease is granted, and the API names the clients that it waits for; mpsd exits after the last one."""
         node = make_node(simulate=1, control=None, config=FREE, arguments=("--stop-daemons-on-exit",)).start()
         pid = node.daemons()["gpu0"]["pid"]
         with SimulatedClient(variables(node)) as client:
@@ -327,7 +330,7 @@ class TestLeaving:
         assert not is_running(pid)
 
     def test_a_second_signal(self, make_node: Start) -> None:
-        """It ends mpsd at once, and leaves the control daemon and its client alone."""
+        """A second signal ends mpsd at once, and leaves the control daemon and its client alone."""
         node = make_node(simulate=1, control=None, config=FREE, arguments=("--stop-daemons-on-exit",)).start()
         pid = node.daemons()["gpu0"]["pid"]
         with SimulatedClient(variables(node)) as client:

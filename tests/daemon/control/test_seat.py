@@ -1,4 +1,7 @@
-"""Who keeps a control daemon's only seat is named, whatever program that is: the kernel knows who is connected."""
+"""The process that occupies a control daemon's only connection is named, whatever its program.
+
+The kernel has its pid.
+"""
 
 import subprocess
 import sys
@@ -26,12 +29,12 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as seat:
     print(flush=True)
     sys.stdin.read()
 """
-"""Connects as a user, and says nothing: no program of NVIDIA's, and none that has its name."""
+"""Connects as a user, and sends nothing. It is no program of NVIDIA's, and has no such name."""
 
 
 @pytest.mark.parametrize("real", branches())
 def test_a_socket_of_its_own(make_node: Start, real: RealDaemon) -> None:
-    """A lease holder that only connects is named with pid and uid; when it goes, the daemon is ready as it was."""
+    """A lease holder that only connects is named with pid and uid; when it leaves, the daemon is ready again."""
     node = make_node(simulate=1, control=real.control, config=BRISK).start()
     before = node.daemons()["gpu0"]
     with calling(node.socket, uid=ANN) as caller:

@@ -23,7 +23,7 @@ exec -a nvidia-cuda-mps-server sleep 600
 
 @pytest.fixture
 def start(make_node: Start, short_tmp: Path) -> Start:
-    """Give a maker of nodes whose control daemons start a stand-in for NVIDIA's server, which never becomes ready."""
+    """Return a maker of nodes whose control daemons start a stand-in for NVIDIA's server, which never becomes ready."""
     directory = short_tmp / "bin"
     directory.mkdir()
     server = directory / "nvidia-cuda-mps-server"
@@ -43,7 +43,7 @@ def start_server(node: Node) -> int:
 
 
 def wait_for_servers(node: Node, *wanted: tuple[int, bool]) -> list[dict[str, Any]]:
-    """Wait until just these servers are listed, each with whether it is an orphan, and return them."""
+    """Wait until exactly these servers are listed, each with whether it is an orphan, and return them."""
 
     def listed() -> list[dict[str, Any]]:
         servers: list[dict[str, Any]] = node.daemons()["gpu0"]["servers"]
@@ -58,13 +58,13 @@ def wait_for_servers(node: Node, *wanted: tuple[int, bool]) -> list[dict[str, An
 
 @pytest.mark.parametrize("real", branches(470, 555))
 def test_server_and_orphan(start: Start, real: RealDaemon) -> None:
-    """A server is listed; when its control daemon dies it lives on, and is why the node is not healthy."""
+    """A server is listed; when its control daemon dies it becomes an orphan, and the node is not healthy."""
     node = start(control=real.control)
     before = node.daemons()["gpu0"]["pid"]
     server = start_server(node)
     (listed,) = wait_for_servers(node, (server, False))
     assert listed["clients"] == []
-    # A server that is not ready, and so answers no question about itself, is no reason not to be.
+    # A server that is not ready, and so answers no query about itself, does not make the node unhealthy.
     assert node.get("/v1/status").json["healthy"] is True
 
     kill(before)
@@ -76,7 +76,7 @@ def test_server_and_orphan(start: Start, real: RealDaemon) -> None:
     assert f"gpu0: server {server} is an orphan" in status["because"]
     assert [line["server"] for line in node.events("server_orphaned")] == [server]
 
-    # The next mpsd does not know it from before, and finds it by evidence.
+    # The next mpsd has no record of the server, and finds it by evidence.
     node.end()
     node.start(ready=False)
     node.wait_for_state("gpu0", "ready")
@@ -89,10 +89,10 @@ def test_server_and_orphan(start: Start, real: RealDaemon) -> None:
 
 @pytest.mark.real_daemon(535)
 class TestServers:
-    """What else there is about servers."""
+    """Ends, orphans, hangs and shared memory of servers."""
 
     def test_server_that_ends(self, start: Start) -> None:
-        """A server that ended is listed no more."""
+        """A server that has ended is no longer listed."""
         node = start()
         server = start_server(node)
         wait_for_servers(node, (server, False))
@@ -101,7 +101,7 @@ class TestServers:
         assert node.events("server_orphaned") == []
 
     def test_orphan_that_was_never_seen(self, start: Start) -> None:
-        """A server is an orphan also when its control daemon died before mpsd had heard of it."""
+        """A server is an orphan also when its control daemon died before mpsd had seen the server."""
         node = start()
         before = node.daemons()["gpu0"]["pid"]
         server = start_server(node)
@@ -110,7 +110,7 @@ class TestServers:
         wait_for_servers(node, (server, True))
 
     def test_orphan_of_a_failed_daemon(self, start: Start) -> None:
-        """An orphan is listed until it is gone, also where no new control daemon starts."""
+        """An orphan is listed until it has ended, also where no new control daemon starts."""
         node = start(config="[daemon]\ndeaths = 1\n")
         server = start_server(node)
         wait_for_servers(node, (server, False))
@@ -121,7 +121,7 @@ class TestServers:
         wait_for_servers(node)
 
     def test_own_server_and_orphan(self, start: Start) -> None:
-        """An orphan and a server of the new control daemon are told apart."""
+        """An orphan and a server of the new control daemon are listed as different."""
         node = start()
         before = node.daemons()["gpu0"]["pid"]
         orphan = start_server(node)
@@ -137,7 +137,7 @@ class TestServers:
 
 @pytest.mark.parametrize("real", branches())
 def test_a_server_that_hangs(start: Start, real: RealDaemon) -> None:
-    """Whoever restarts its control daemon waits for it as long as he likes, and then not at all: it is gone."""
+    """A restart waits for a hung server as long as the operator allows, and then ends it."""
     node = start(control=real.control, config=BRISK)
     before, server = node.daemons()["gpu0"]["pid"], start_server(node)
     operation = begin(node, "restart")
@@ -155,7 +155,7 @@ def test_a_server_that_hangs(start: Start, real: RealDaemon) -> None:
 
 @pytest.mark.real_daemon(535)
 def test_shared_memory(start: Start, short_tmp: Path) -> None:
-    """What a server that was killed left in /dev/shm, as its log names it, goes with a restart; another's does not."""
+    """A restart removes the files in /dev/shm that a killed server left, by its log; other servers' files stay."""
     says = 'echo "[2026-01-01 00:00:00.000 Server $$] Created named shared memory region /'
     script = f"""#!/bin/bash
 mine=cuda.shm.$(id -u).$(printf %x $$).1 another=cuda.shm.$(id -u).1.1-test

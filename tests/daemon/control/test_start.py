@@ -1,4 +1,4 @@
-"""mpsd starts a control daemon for each GPU, as a process with nothing but what it needs, and proves it."""
+"""mpsd starts a control daemon for each GPU, as a process with only what it needs, and verifies it."""
 
 import os
 from pathlib import Path
@@ -19,7 +19,7 @@ MPS = {"CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "CUDA_VISIBLE_DEVICE
 
 @pytest.fixture(scope="module")
 def node(node_for_all: Start) -> Node:
-    """Start an mpsd whose own environment is full of traps."""
+    """Start an mpsd whose own environment is full of harmful variables."""
     traps = {
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "10",
         "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=1G",
@@ -33,10 +33,10 @@ def node(node_for_all: Start) -> Node:
 
 
 class TestProcess:
-    """What a control daemon is as a process."""
+    """The properties of a control daemon as a process."""
 
     def test_process(self, node: Node) -> None:
-        """Its environment is an allow-list, its GPU a UUID, its session its own, its log appended to."""
+        """Its environment is an allow-list, its GPU a UUID, its session its own; its log is appended to."""
         daemons = node.daemons()
         assert len({daemon["gpu"] for daemon in daemons.values()}) == 2
         for name, daemon in daemons.items():
@@ -47,7 +47,7 @@ class TestProcess:
             assert variables["CUDA_MPS_PIPE_DIRECTORY"] == daemon["pipe_directory"] == str(node.pipe_directory(name))
             assert variables["CUDA_VISIBLE_DEVICES"] == daemon["gpu"]
             assert daemon["gpu"].startswith("GPU-")
-            # As long as nobody holds a lease, next to nothing.
+            # As long as there is no lease, the limits are next to nothing.
             assert daemon["limits"] == {"active_thread_percentage": 0.1, "pinned_device_mem_limit": MIB}
             assert "-f" in (proc / "cmdline").read_text().split("\0")
             assert os.getsid(pid) == pid
@@ -64,9 +64,9 @@ class TestProcess:
             assert inherited == []
 
     def test_directories(self, node: Node) -> None:
-        """Every uid may pass to the pipe directories, mpsd alone may write there, and the lock is its own.
+        """Every uid may reach the pipe directories, only mpsd may write there, and the lock file is private to mpsd.
 
-        Who may go through a pipe directory is for test_reach.py.
+        test_pipe_access.py tests which uids may traverse a pipe directory.
         """
         for path in (node.root / "run", node.root / "run" / "mps", node.root / "log" / "gpu0"):
             assert path.stat().st_mode & 0o777 == 0o755, path

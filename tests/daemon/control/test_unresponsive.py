@@ -1,4 +1,4 @@
-"""A control daemon that runs and does not answer is told about and left alone: its clients may be fine."""
+"""A control daemon that runs and does not answer is reported and left alone: its clients may be fine."""
 
 import shutil
 
@@ -14,12 +14,12 @@ pytestmark = pytest.mark.real_daemon(535)
 
 @pytest.fixture(scope="module")
 def node(node_for_all: Start) -> Node:
-    """Start the node that tests of this module share; it looks often, and each test has a GPU of its own there."""
+    """Start the node that the tests share, with frequent checks; each test uses its own GPU on it."""
     return node_for_all(simulate=3, config=LIMITS + BRISK).start()
 
 
 def test_stopped_daemon(node: Node) -> None:
-    """A stopped daemon is unresponsive and not killed, nobody is admitted there, and it is ready once it goes on."""
+    """A stopped daemon is unresponsive, not killed; it admits no lease, and is ready once it continues."""
     before = node.daemons()
     pid = before["gpu0"]["pid"]
     asked = {"threads": 10, "memory": "1GiB"}
@@ -35,7 +35,7 @@ def test_stopped_daemon(node: Node) -> None:
         refused = node.request("POST", "/v1/leases", {**asked, "gpu": "0"})
         assert (refused.status, refused.json["code"], refused.json["limit"]) == (409, "daemon_not_ready", "health")
         assert "kill -CONT" in refused.json["hint"]
-        # The other GPUs are there for whoever does not care which it is.
+        # A request for any GPU is granted on another GPU.
         elsewhere = node.request("POST", "/v1/leases", asked)
         assert elsewhere.status == 201
         assert elsewhere.json["daemon"] != "gpu0"
@@ -58,7 +58,7 @@ def test_stopped_daemon(node: Node) -> None:
 
 
 def test_socket_is_gone(node: Node) -> None:
-    """A daemon whose socket somebody removed is unresponsive, and says so; it is not killed for it.
+    """A daemon whose socket was removed is reported as unresponsive, with that reason, and not killed.
 
     No client can reach it, though root's front-ends still can, by the other socket.
     """
@@ -70,17 +70,17 @@ def test_socket_is_gone(node: Node) -> None:
     assert f"its socket {socket} is gone" in daemon["because"]
     assert f"kill {pid}" in daemon["hint"]
     assert is_running(pid)
-    # One who took it away may bring it back.
+    # The process that moved the socket away can move it back.
     socket.with_name("away").rename(socket)
     assert node.wait_for_state("gpu1", "ready")["pid"] == pid
 
 
 def test_stranger_keeps_it_busy(node: Node) -> None:
-    """A front-end that somebody leaves open locks mpsd out: it is named by pid, and when it goes, all is well."""
+    """A front-end that stays connected locks mpsd out: mpsd names its pid, and is ready again when it leaves."""
     pid = node.daemons()["gpu2"]["pid"]
     with holding(node, "gpu2") as holder:
         node.wait_for_state("gpu2", "unresponsive")
-        because = wait_until(  # on a busy machine mpsd may run out of time first, and is turned away when it asks again
+        because = wait_until(  # on a busy machine mpsd may time out first, and be turned away at its next query
             lambda: "other front-ends occupied" in (said := node.daemons()["gpu2"]["because"]) and said,
             what="mpsd to be turned away",
         )
@@ -92,9 +92,9 @@ def test_stranger_keeps_it_busy(node: Node) -> None:
 
 
 def test_directory_is_gone(make_node: Start) -> None:
-    """A daemon whose pipe directory was removed, as by a cleaner of /tmp, is left alone; the next one makes it again.
+    """A daemon whose pipe directory was removed, by a cleaner of /tmp say, is left alone; the next one makes it again.
 
-    It makes one that only mpsd may write to; NVIDIA's control daemon itself makes one that everybody may.
+    Only mpsd may write to the directory that mpsd makes; one made by NVIDIA's control daemon is writable for all.
     """
     node = make_node(simulate=1, config=BRISK).start()
     pid, pipes = node.daemons()["gpu0"]["pid"], node.pipe_directory("gpu0")
@@ -109,7 +109,7 @@ def test_directory_is_gone(make_node: Start) -> None:
 
 
 def test_adopted_while_it_is_stopped(make_node: Start) -> None:
-    """An mpsd that comes back to a stopped daemon adopts it as it is, and waits for it."""
+    """An mpsd that returns to a stopped daemon adopts it as it is, and waits for it."""
     node = make_node(simulate=1, config=BRISK).start()
     pid = node.daemons()["gpu0"]["pid"]
     node.end()

@@ -1,4 +1,4 @@
-"""What the tests of ends share: clients that compute, and what became of one that was ended."""
+"""Helpers for the tests of ends: clients that compute, and the outcome of an end."""
 
 import json
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from tests.node import Node
 from tests.simulated_clients import SimulatedClient, leased
 
 BUSY: Final = 0.05
-"""Seconds of the whole GPU's work in a kernel: a tenth of the GPU takes ten times as long."""
+"""Seconds of the whole GPU's work in a kernel; a tenth of the GPU takes ten times as long."""
 
 
 def target(node: Node, *options: str) -> SimulatedClient:
-    """Start a client that has a lease, and that is attributed to it."""
+    """Start a client with a lease that is attributed to it."""
     client = leased(node, "--threads", "10", "--memory", "1GiB", *options)
     event(node, "client_attributed", client=client.hello["pid"])
     return client
@@ -29,7 +29,7 @@ def lease_of(node: Node, client: SimulatedClient) -> str:
 
 @contextmanager
 def neighbour(node: Node) -> Iterator[SimulatedClient]:
-    """Give a client that computes all the time, and prove at the end that nobody has harmed it."""
+    """Yield a client that computes all the time, and check at the end that it was not harmed."""
     with target(node) as client:
         client.loop(BUSY / 10)
         yield client
@@ -38,7 +38,7 @@ def neighbour(node: Node) -> Iterator[SimulatedClient]:
 
 
 def unharmed(client: SimulatedClient) -> None:
-    """Prove that a client that computes has met no error, and let it compute on."""
+    """Check that a computing client has met no error, and let it continue."""
     _is_well(client)
     client.loop(BUSY / 10)
 
@@ -50,18 +50,18 @@ def _is_well(client: SimulatedClient) -> None:
 
 
 def steps(node: Node, pid: int) -> list[str]:
-    """Return how a client was ended so far."""
+    """Return the steps that were taken to end a client."""
     return [line["step"] for line in node.events("client_forced", pid=pid)]
 
 
 def asked(node: Node, pid: int) -> int:
-    """Return how often the control daemon was asked to end the contexts of a client."""
+    """Return how often the control daemon was commanded to end the contexts of a client."""
     lines = node.control_log("gpu0").read_text().splitlines()
     return sum("Cmd:terminate_client" in line and line.endswith(f" {pid}") for line in lines)
 
 
 def ends(node: Node) -> list[dict[str, Any]]:
-    """Return the ends that are on disk."""
+    """Return the ends that are stored on disk."""
     files = (node.root / "run" / "ends").glob("*.json")
     return [json.loads(text) for file in files if (text := _read(file))]
 

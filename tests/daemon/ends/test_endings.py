@@ -1,4 +1,4 @@
-"""Ends of processes, as mpsd keeps them."""
+"""Ends of processes, as mpsd stores them."""
 
 import asyncio
 import contextlib
@@ -16,16 +16,16 @@ from mpsd.system import process
 
 
 def pidfds() -> int:
-    """Return how many pidfds this process has."""
+    """Return the number of this process's pidfds."""
     count = 0
     for each in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # that of the directory itself
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the directory itself
             count += str(each.readlink()) == "anon_inode:[pidfd]"
     return count
 
 
 def test_let_go_at_once(tmp_path: Path) -> None:
-    """An end that is taken back before its first step leaves no descriptor behind."""
+    """An end that is cancelled before its first step leaves no descriptor behind."""
 
     async def scenario() -> tuple[int, int]:
         target = process.spawn([sys.executable, "-c", "import signal; signal.pause()"], env={})

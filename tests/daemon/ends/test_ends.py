@@ -1,4 +1,4 @@
-"""Clients are ended beside computing neighbours, whatever for: none of these is harmed, and nobody is ended twice.
+"""Clients are ended for any reason beside computing neighbours: no neighbour is harmed, and no client is ended twice.
 
 The nodes are of simulated parts: a simulated client that dies in mid-kernel harms those that share its server.
 """
@@ -26,7 +26,7 @@ from tests.simulated_clients import SimulatedClient, leased, variables
 
 GRACE: Final = "[enforcement]\ngrace = 0.3\n"
 ANN: Final = 61421
-"""A uid that has no rights and no name."""
+"""A uid without rights and without a name."""
 
 SMALL: Final = {"threads": 10, "memory": "1GiB", "gpu": "0"}
 
@@ -41,25 +41,25 @@ def node(make_node: Start) -> Node:
 
 
 def by_release(node: Node, client: SimulatedClient) -> None:
-    """End it with its lease, at its owner's word."""
+    """End the client by a release of its lease."""
     assert node.request("POST", f"/v1/leases/{lease_of(node, client)}/end").status == 202
 
 
 def by_expiry(node: Node, client: SimulatedClient) -> None:
-    """Have the time of its lease be over."""
+    """End the client by the expiry of its lease."""
     node.reload(GRACE + 'on_expiry = "terminate"\n')
     assert node.request("POST", f"/v1/leases/{lease_of(node, client)}/renew", {"ttl": 0.1}).status == 200
 
 
 def by_violation(node: Node, client: SimulatedClient) -> None:
-    """End it since it has no lease any more."""
+    """End the client by a violation, since its lease has ended."""
     node.reload(GRACE + '[violations]\nno_lease = "terminate"\n')
     assert node.request("DELETE", f"/v1/leases/{lease_of(node, client)}").status == 204
 
 
 @pytest.mark.parametrize("way", [by_release, by_expiry, by_violation])
 def test_each_way(node: Node, way: Callable[[Node, SimulatedClient], None]) -> None:
-    """A client in mid-kernel is ended when its kernel has, and then gets its signal; its neighbour computes on."""
+    """A client in mid-kernel is ended after its kernel, and then gets its signal; its neighbour keeps computing."""
     with neighbour(node), target(node) as client:
         lease = lease_of(node, client)
         client.launch(BUSY)
@@ -73,21 +73,21 @@ def test_each_way(node: Node, way: Callable[[Node, SimulatedClient], None]) -> N
 
 
 def test_drain(node: Node) -> None:
-    """All are ended, one after the other, and none of them meets an error of another's."""
+    """All clients are ended, one after the other, and none meets an error of another."""
     with target(node) as one, target(node) as other:
         for each in (one, other):
             each.launch(BUSY)
         ended(node, begin(node, "drain", timeout=0))
         for each in (one, other):
             assert each.process.wait(20) == -signal.SIGTERM
-            assert each.answer()["ok"]  # its kernel has come to its end
+            assert each.answer()["ok"]  # its kernel has finished
             assert steps(node, each.pid) == ["terminate_client", "SIGTERM"]
             assert asked(node, each.pid) == 1
     assert node.events("daemon_forced") == []
 
 
 def test_whoever_asks(node: Node) -> None:
-    """A client that is ended for three reasons at once is ended once."""
+    """A client that must end for three reasons at once is ended once."""
     with neighbour(node), target(node) as client:
         lease = lease_of(node, client)
         client.launch(4 * BUSY)
@@ -105,7 +105,7 @@ def test_whoever_asks(node: Node) -> None:
 
 
 def test_program_that_stops_gracefully(node: Node) -> None:
-    """SIGTERM comes first where the lease asks for it, and is enough for a program that finishes its work."""
+    """SIGTERM comes first where the lease requests it, and is enough for a program that finishes its work."""
     node.reload("[enforcement]\ngrace = 20.0\n")
     with neighbour(node), target(node, "--stop", "sigterm") as client:
         assert client.do("obey TERM")["ok"]
@@ -118,7 +118,7 @@ def test_program_that_stops_gracefully(node: Node) -> None:
 
 
 def test_program_that_does_not(node: Node) -> None:
-    """Where it does not stop all the same, its server ends its contexts, and no second SIGTERM comes."""
+    """If the program does not stop, its server ends its contexts, and no second SIGTERM comes."""
     with neighbour(node), target(node, "--stop", "sigterm") as client:
         client.do("ignore TERM")
         by_release(node, client)
@@ -127,7 +127,7 @@ def test_program_that_does_not(node: Node) -> None:
 
 
 def test_catching_a_signal_proves_nothing(node: Node) -> None:
-    """A program that catches SIGTERM, and would exit in mid-kernel, gets none before its contexts are ended."""
+    """A program that catches SIGTERM, but would exit in mid-kernel, gets none before its contexts are ended."""
     with neighbour(node), target(node) as client:
         assert client.do("catch TERM")["ok"]
         client.launch(BUSY)
@@ -140,7 +140,7 @@ def test_catching_a_signal_proves_nothing(node: Node) -> None:
 
 
 def test_while_a_server_is_ending_contexts(make_node: Start) -> None:
-    """The daemon says what it waits for, and is no less healthy for it; grants wait, and come when it is over."""
+    """The daemon states what it waits for and stays healthy; grants wait, and come afterwards."""
     node = make_node(simulate=1, control=None, config=GRACE + BRISK).start()
     with neighbour(node), target(node) as client:
         client.launch(6 * BUSY)
@@ -155,7 +155,7 @@ def test_while_a_server_is_ending_contexts(make_node: Start) -> None:
         (warning,) = (each for each in status["warnings"] if each["kind"] == "client_end")
         assert "grants on gpu0 wait" in warning["because"]
         assert node.get("/readyz").status == 200
-        granted = node.request("POST", "/v1/leases", SMALL)  # it waits meanwhile
+        granted = node.request("POST", "/v1/leases", SMALL)  # this request waits meanwhile
         assert granted.status == 201
         assert client.answer()["ok"]
         (released,) = node.events("client_forced", pid=client.pid, step="terminate_client")
@@ -166,7 +166,7 @@ def test_while_a_server_is_ending_contexts(make_node: Start) -> None:
 
 
 def test_deadline(make_node: Start) -> None:
-    """A server that does not come back in time leaves the client alone beside others, and that is reported.
+    """When a server exceeds the deadline, a client beside others is left alone, and that is reported.
 
     Once the client is alone on its server, signals end it.
     """
@@ -190,7 +190,7 @@ def test_deadline(make_node: Start) -> None:
 
 
 def test_capacity_is_kept(node: Node) -> None:
-    """What a lease has is granted to nobody while its clients are being ended, and then it is."""
+    """The share of an ending lease is granted again only after its clients have ended."""
     with neighbour(node), leased(node, "--threads", "60", "--memory", "1GiB") as client:
         event(node, "client_attributed", client=client.hello["pid"])
         lease = lease_of(node, client)
@@ -208,7 +208,7 @@ def test_capacity_is_kept(node: Node) -> None:
 
 
 def test_release_by_command(node: Node) -> None:
-    """`mpsctl release --end-clients` returns when both are gone; without clients it is as any release."""
+    """`mpsctl release --end-clients` returns when lease and clients are gone; without clients it is a plain release."""
     with neighbour(node), target(node) as client:
         lease = lease_of(node, client)
         client.launch(BUSY)
@@ -225,7 +225,7 @@ def test_release_by_command(node: Node) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_mpsd_ends_while_a_server_is_asked(make_node: Start, number: signal.Signals) -> None:
-    """The front-end that waits goes on, and the next mpsd hears its answer: nothing is asked twice."""
+    """The waiting front-end keeps running, and the next mpsd reads its answer: no command is given twice."""
     node = make_node(simulate=1, control=None, config=GRACE + BRISK).start()
     with neighbour(node), target(node) as client:
         client.launch(6 * BUSY)
@@ -246,7 +246,7 @@ def test_mpsd_ends_while_a_server_is_asked(make_node: Start, number: signal.Sign
 
 
 def test_own_limits_are_no_drift(make_node: Start) -> None:
-    """What mpsd had set when it was killed is no stranger's change, although the next mpsd wants less by then."""
+    """Limits that mpsd had set before it was killed are no drift, although the next mpsd wants lower ones."""
     node = make_node(simulate=1, control=None, config=GRACE + BRISK).start()
     with neighbour(node), target(node) as client:
         wider = node.request("POST", "/v1/leases", {"threads": 50, "memory": "2GiB"}).json["id"]
@@ -254,7 +254,7 @@ def test_own_limits_are_no_drift(make_node: Start) -> None:
         client.launch(10 * BUSY)
         by_release(node, client)
         wait_until(lambda: any(each["pending"] for each in ends(node)), what="its server to be asked")
-        # The control daemon's one seat is taken, so that the ceiling stays what it is.
+        # The control daemon's only connection is taken, so that the ceiling stays unchanged.
         assert node.request("DELETE", f"/v1/leases/{wider}").status == 204
         node.end(signal.SIGKILL)
         node.start(ready=False)
@@ -265,13 +265,13 @@ def test_own_limits_are_no_drift(make_node: Start) -> None:
 
 
 def in_force(node: Node) -> float:
-    """Return the ceiling of threads, read back."""
+    """Return the ceiling of threads, as read back."""
     daemon = node.daemons()["gpu0"]
     return float(daemon["limits"]["active_thread_percentage"]) if daemon["verified"] else 0.0
 
 
 def test_mpsd_is_killed_before_a_server_is_asked(make_node: Start) -> None:
-    """The next mpsd does not know yet whose client a process is: until it does, there is no signal."""
+    """The next mpsd does not know yet to which lease a process belongs; until then it sends no signal."""
     node = make_node(simulate=1, control=None, config=GRACE + BRISK).start()
     with neighbour(node), target(node) as client:
         client.launch(BUSY)
@@ -286,7 +286,7 @@ def test_mpsd_is_killed_before_a_server_is_asked(make_node: Start) -> None:
 
 
 def test_mpsd_is_killed_between_signals(node: Node) -> None:
-    """One that has had its SIGTERM has its time, and then SIGKILL: the next mpsd sends no second SIGTERM."""
+    """A client that has had its SIGTERM keeps its grace period, and then gets SIGKILL: there is no second SIGTERM."""
     node.reload("[enforcement]\ngrace = 1.0\n")
     with neighbour(node), target(node) as client:
         client.do("ignore TERM")
@@ -300,7 +300,7 @@ def test_mpsd_is_killed_between_signals(node: Node) -> None:
 
 
 def test_damaged_record(node: Node) -> None:
-    """A record that makes no sense is reported, and keeps mpsd from nothing."""
+    """A damaged record is reported, and does not hinder mpsd."""
     node.end()
     (node.root / "run" / "ends" / "1-1.json").write_text("{")
     node.start()
@@ -317,11 +317,11 @@ exec {command} "$@"
 
 
 class TestUnidentified:
-    """A client that lives where mpsd sees no processes has the pid 0 in its server's list."""
+    """A client outside the processes that mpsd sees has the pid 0 in its server's list."""
 
     @pytest.fixture
     def node(self, make_node: Start, short_tmp: Path) -> Node:
-        """Start a node whose front-ends say 0 for the pid that stands in a file."""
+        """Start a node whose front-ends print 0 for the pid in a file."""
         node = make_node(simulate=1, config='[enforcement]\nunadmitted = "allow"\ngrace = 0.3\n')
         self.hidden = short_tmp / "hidden"
         self.hidden.write_text("none")
@@ -346,7 +346,7 @@ class TestUnidentified:
         ended(node, operation)
 
     def test_timeout(self, node: Node) -> None:
-        """With a timeout it ends with its server, which is reported; nobody is admitted afterwards either."""
+        """With a timeout the client ends with its server, which is reported; admission stays stopped afterwards."""
         before = node.daemons()["gpu0"]["pid"]
         with SimulatedClient(variables(node)) as hidden, SimulatedClient(variables(node)) as seen:
             self._hidden(hidden)
@@ -363,7 +363,7 @@ class TestUnidentified:
 
 @needs_root
 def test_who_becomes_another_user(make_node: Start, short_tmp: Path) -> None:
-    """Nobody has mpsd signal a process of another user: a client that executes a setuid program is left alone."""
+    """mpsd signals no process of another user: a client that executes a setuid program is left alone."""
     copy = short_tmp / "becomes-root"
     shutil.copy(Path(sys.executable).resolve(), copy)
     copy.chmod(0o4755)

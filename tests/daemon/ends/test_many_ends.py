@@ -1,6 +1,6 @@
-"""Many ends by every way, beside neighbours that compute, under an mpsd that is killed at any time: none is harmed.
+"""Many ends by all ways beside computing neighbours, while mpsd is killed at random times: no neighbour is harmed.
 
-`MPSD_ENDS=500` for as many ends as that; `MPSD_SEED` for another order of events.
+`MPSD_ENDS=500` sets the number of ends; `MPSD_SEED` another order of events.
 """
 
 import os
@@ -35,7 +35,7 @@ no_lease = "terminate"
 
 
 class Target:
-    """A client that is to be ended, and how."""
+    """A client that will be ended, and in which way."""
 
     def __init__(self, node: Node, dice: random.Random, stack: ExitStack) -> None:
         self.node = node
@@ -45,7 +45,7 @@ class Target:
         options = ["--stop", "sigterm"] if self.polite else []
         self.client = stack.enter_context(target(node, *options))
         self.lease = lease_of(node, self.client)
-        # Of a process that had this pid before, in a long run.
+        # In a long run an earlier process may have had this pid.
         self.earlier = len(steps(node, self.client.pid)), asked(node, self.client.pid)
         if self.stubborn:
             self.client.do("ignore TERM")
@@ -53,12 +53,12 @@ class Target:
             self.client.do("obey TERM")
         else:
             self.client.do("catch TERM")
-        # A program that was said to stop gracefully and does not may be in mid-kernel when its time is over.
+        # A program that declared a graceful stop and does not stop may be in mid-kernel when its grace period ends.
         if dice.random() < 0.7:
             self.client.launch(BUSY * dice.random())
 
     def end(self) -> None:
-        """Have it ended."""
+        """Have the client ended."""
         path = f"/v1/leases/{self.lease}"
         if self.way in {"release", "released twice"}:
             assert self.node.request("POST", f"{path}/end").status == 202
@@ -70,13 +70,13 @@ class Target:
             assert self.node.request("POST", f"{path}/renew", {"ttl": 0.05}).status == 200
 
     def check(self) -> None:
-        """Prove that it was ended once, and in this order."""
+        """Check that it was ended once, and in this order."""
         pid = self.client.pid
         self.client.process.wait(30)
         wait_until(lambda: pid not in [each["process"]["pid"] for each in ends(self.node)], what="its end to be over")
         taken = steps(self.node, pid)[self.earlier[0] :]
         assert taken, self.way
-        # What a lease that has ended said of its clients holds no more.
+        # The wishes of an ended lease for its clients no longer apply.
         polite = self.polite and self.way != "violation"
         assert taken[0] == ("SIGTERM" if polite else "terminate_client"), (self.way, taken)
         assert len(set(taken)) == len(taken), taken
@@ -85,7 +85,7 @@ class Target:
 
 @contextmanager
 def client_without_lease(node: Node) -> Iterator[SimulatedClient]:
-    """Give a client that nobody let in."""
+    """Yield a client without a lease."""
     with SimulatedClient(variables(node)) as stray:
         assert stray.hello["pid"]
         yield stray
@@ -94,7 +94,7 @@ def client_without_lease(node: Node) -> Iterator[SimulatedClient]:
 @pytest.mark.slow
 @pytest.mark.timeout(120 + 5 * ENDS)
 def test_many_ends(make_node: Start) -> None:
-    """Whatever ends whom, and whenever mpsd is killed: neighbours compute on, and each is ended once."""
+    """Neighbours keep computing however clients are ended and whenever mpsd is killed, and each end happens once."""
     node = make_node(simulate=1, control=None, config=CONFIG).start()
     dice = random.Random(SEED)
     with neighbour(node) as one, neighbour(node) as another:
@@ -104,7 +104,7 @@ def test_many_ends(make_node: Start) -> None:
                 for each in targets:
                     each.end()
                 if dice.random() < 0.6:
-                    for _ in range(dice.randrange(60)):  # each takes a millisecond or three
+                    for _ in range(dice.randrange(60)):  # each takes one to three milliseconds
                         node.get("/healthz")
                     node.end(dice.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
                     node.start()
@@ -116,7 +116,7 @@ def test_many_ends(make_node: Start) -> None:
 
 @pytest.mark.slow
 def test_many_that_nobody_let_in(make_node: Start) -> None:
-    """Clients without a lease are ended one after the other, and none of them, nor a neighbour, is harmed."""
+    """Clients without a lease are ended one after the other, without harm to each other or to a neighbour."""
     node = make_node(simulate=1, control=None, config=CONFIG).start()
     with neighbour(node), ExitStack() as stack:
         strays = [stack.enter_context(client_without_lease(node)) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""The compute mode: written down before it is changed, and given back after every death, at the next chance."""
+"""The compute mode is recorded before it is changed, and restored after every death, at the next opportunity."""
 
 import json
 import random
@@ -44,29 +44,32 @@ SMALL: Final = {"threads": 10, "memory": "1GiB"}
 
 @pytest.fixture
 def node(make_node: Start, nvml: FakeNvml) -> Node:
-    """Give a node, not started yet, whose one GPU is what the fake NVML shows of it."""
+    """Return a node, not started yet, whose only GPU is the one of the fake NVML."""
     nvml.show(*ONE_GPU)
     return make_node(simulate=None, config=WANTED, env=nvml.variables)
 
 
 def written(node: Node) -> dict[str, str]:
-    """Return what mpsd has written down, by UUID."""
+    """Return the modes that mpsd has recorded, by UUID."""
     try:
         text = (node.root / "state" / "compute-modes.json").read_text()
-    except FileNotFoundError:  # it is removed with the last of them
+    except FileNotFoundError:  # the file is removed with its last entry
         return {}
     found: dict[str, str] = json.loads(text)["found"]
     return found
 
 
 def gpu(node: Node, index: int = 0) -> dict[str, Any]:
-    """Return what the API says of a GPU."""
+    """Return a GPU as the API has it."""
     found: dict[str, Any] = node.get("/v1/gpus").json["gpus"][index]
     return found
 
 
 def look(node: Node) -> Callable[[], dict[str, Any]]:
-    """Return what has mpsd read its GPUs now, which it does by itself every ten seconds, and returns the first."""
+    """Return a function that makes mpsd read its GPUs now and returns the first.
+
+    By itself mpsd reads them every ten seconds.
+    """
     node.wait_for_state("gpu1", "ready")
     lease = node.request("POST", "/v1/leases", {**SMALL, "gpu": "1"}).json["id"]
 
@@ -82,11 +85,11 @@ def look(node: Node) -> Callable[[], dict[str, Any]]:
 
 @pytest.mark.real_daemon(535)
 class TestWanted:
-    """Where the settings ask for exclusive-process."""
+    """The settings request exclusive-process."""
 
     @pytest.mark.parametrize(("found", "name"), [(DEFAULT, "default"), (THREAD, "exclusive-thread")])
     def test_set_and_given_back(self, node: Node, nvml: FakeNvml, found: int, name: str) -> None:
-        """It is set before anybody is let in, survives mpsd, and is given back when the settings leave it."""
+        """The mode is set before any lease is granted, survives mpsd, and is restored when the settings drop it."""
         nvml.set_compute_mode(FIRST, found)
         node.start()
         assert (nvml.compute_mode(FIRST), written(node)) == (EXCLUSIVE, {FIRST: name})
@@ -110,7 +113,7 @@ class TestWanted:
         assert gpu(node)["compute_mode"] == name
 
     def test_driver_that_was_loaded_anew(self, node: Node, nvml: FakeNvml) -> None:
-        """It is set again, and what was found first is what is given back."""
+        """After a reload of the driver it is set again, and the mode that was found first is the one restored."""
         nvml.set_compute_mode(FIRST, THREAD)
         node.start()
         node.end()
@@ -119,7 +122,7 @@ class TestWanted:
         assert (nvml.compute_mode(FIRST), written(node)) == (EXCLUSIVE, {FIRST: "exclusive-thread"})
 
     def test_given_back_when_the_daemons_are_stopped(self, node: Node, nvml: FakeNvml) -> None:
-        """An mpsd that stops its control daemons for good lets go of the GPU, in an orderly way: daemons first."""
+        """An mpsd that stops its control daemons restores the mode in order: after the daemons."""
         node.config, node.arguments = WANTED, ("--stop-daemons-on-exit",)
         node.start()
         assert (nvml.compute_mode(FIRST), written(node)) == (EXCLUSIVE, {FIRST: "default"})
@@ -131,7 +134,7 @@ class TestWanted:
         assert down["at"] < given_back["at"]
 
     def test_by_a_reload(self, node: Node, nvml: FakeNvml) -> None:
-        """A reload sets it, and the next one gives it back, as often as one likes."""
+        """A reload sets the mode, and the next one restores it, any number of times."""
         node.config = LEAVE
         node.start()
         for _ in range(2):
@@ -143,7 +146,7 @@ class TestWanted:
         assert (nvml.compute_mode(FIRST), written(node)) == (DEFAULT, {})
 
     def test_what_is_there_already_is_not_ours(self, node: Node, nvml: FakeNvml) -> None:
-        """A GPU that somebody else put into the mode that is wanted stays in it."""
+        """A GPU that already was in the requested mode stays in it."""
         nvml.set_compute_mode(FIRST, EXCLUSIVE)
         node.start()
         assert written(node) == {}
@@ -163,7 +166,7 @@ class TestWanted:
         assert gpu(node, 1)["health"] == "unsupported"
 
     def test_record_of_another_boot(self, node: Node, nvml: FakeNvml) -> None:
-        """A reboot resets the mode, so what was written down before it counts for nothing."""
+        """A reboot resets the mode, so an older record is ignored."""
         (node.root / "state").mkdir()
         path = node.root / "state" / "compute-modes.json"
         path.write_text(json.dumps({"boot_id": "another", "found": {FIRST: "prohibited"}}))
@@ -175,7 +178,7 @@ class TestWanted:
 
     @pytest.mark.parametrize("text", ["", "{", "[]", '{"boot_id": "x", "found": {}, "more": 1}'])
     def test_record_that_is_damaged(self, node: Node, nvml: FakeNvml, text: str) -> None:
-        """It is set aside for a person to look at, and told; mpsd does not guess what a GPU's mode was."""
+        """A damaged record is set aside for inspection and reported; mpsd does not guess the mode of a GPU."""
         (node.root / "state").mkdir()
         path = node.root / "state" / "compute-modes.json"
         path.write_text(text)
@@ -188,7 +191,7 @@ class TestWanted:
         assert path.with_suffix(".damaged").read_text() == text
 
     def test_nowhere_to_write_it_down(self, node: Node, nvml: FakeNvml) -> None:
-        """What cannot be written down is not changed, and nobody is let in before it is mended."""
+        """A mode that cannot be recorded is not changed, and no lease is granted until the cause is removed."""
         path = node.root / "state" / "compute-modes.json"
         path.mkdir(parents=True)
         (path / "x").touch()
@@ -213,16 +216,16 @@ CALLS: Final = (
     "nvmlDeviceSetComputeMode",
     "nvmlShutdown",
 )
-"""Some of those that mpsd makes; the last one not before it ends."""
+"""Some of the calls that mpsd makes; the last one only before it ends."""
 
 
 def hangs_or_answers(node: Node, nvml: FakeNvml, function: str, calls: int) -> bool:
-    """Tell whether mpsd has come to a function since there were so many calls, or does without."""
+    """Return whether mpsd has called a function since there were so many calls, or works without it."""
     return function in nvml.functions()[calls:] or node.get("/healthz").status == 200
 
 
 def kill_at(node: Node, nvml: FakeNvml, *, after: bool) -> None:
-    """Start mpsd, and end it at the instant before it changes the mode, or the one after."""
+    """Start mpsd, and kill it at the instant before it changes the mode, or the one after."""
     calls = len(nvml.functions())
     nvml.show(*ONE_GPU, SET.format(HANG))
     node.launch()
@@ -237,11 +240,11 @@ def kill_at(node: Node, nvml: FakeNvml, *, after: bool) -> None:
 
 @pytest.mark.real_daemon(535)
 class TestDeath:
-    """SIGKILL of mpsd, between writing down and changing, and between changing back and striking out."""
+    """SIGKILL of mpsd between the record and the change, and between the restoration and the removal of the record."""
 
     @pytest.mark.parametrize("after", [False, True])
     def test_while_it_is_set(self, node: Node, nvml: FakeNvml, after: bool) -> None:  # noqa: FBT001 - a parameter
-        """The next mpsd gives it back where nobody wants it any more."""
+        """The next mpsd restores the mode if the settings no longer request another."""
         kill_at(node, nvml, after=after)
         assert (nvml.compute_mode(FIRST), written(node)) == (EXCLUSIVE if after else DEFAULT, {FIRST: "default"})
         node.config = LEAVE
@@ -251,7 +254,7 @@ class TestDeath:
 
     @pytest.mark.parametrize("after", [False, True])
     def test_while_it_is_set_and_still_wanted(self, node: Node, nvml: FakeNvml, after: bool) -> None:  # noqa: FBT001
-        """The next mpsd goes on, and does not take what the first one did for what was found."""
+        """The next mpsd continues, and does not take the first one's change for the original mode."""
         kill_at(node, nvml, after=after)
         node.start()
         assert (nvml.compute_mode(FIRST), written(node)) == (EXCLUSIVE, {FIRST: "default"})
@@ -261,7 +264,7 @@ class TestDeath:
 
     @pytest.mark.parametrize("after", [False, True])
     def test_while_it_is_given_back(self, node: Node, nvml: FakeNvml, after: bool) -> None:  # noqa: FBT001 - a parameter
-        """The next mpsd does the rest of it."""
+        """The next mpsd completes the restoration."""
         node.start()
         node.end()
         node.config = LEAVE
@@ -271,7 +274,7 @@ class TestDeath:
         assert (nvml.compute_mode(FIRST), written(node)) == (DEFAULT, {})
 
     def test_at_any_moment(self, node: Node, nvml: FakeNvml) -> None:
-        """At whichever call it is killed, whatever it was told, what it changed is written down with what was found."""
+        """At whichever call mpsd is killed, every changed mode is recorded with the original one."""
         dice = random.Random(1)
         seen = set()
         for _ in range(9):
@@ -299,10 +302,10 @@ class TestDeath:
 
 @pytest.mark.real_daemon(535)
 class TestTrouble:
-    """What the driver refuses, and what somebody else does."""
+    """Refusals of the driver, and changes by other processes."""
 
     def test_without_permission(self, node: Node, nvml: FakeNvml) -> None:
-        """An mpsd that is not root lets nobody in, says who can mend it and how, and undoes nothing of others."""
+        """An mpsd that is not root grants no lease, says who can change the mode and how, and undoes no change."""
         nvml.show(*TWO_GPUS, f"fault nvmlDeviceSetComputeMode 0 {NO_PERMISSION}")
         node.start(ready=False)
         node.wait_for_state("gpu0", "ready")
@@ -331,7 +334,7 @@ class TestTrouble:
         assert (nvml.compute_mode(FIRST), nvml.compute_mode(SECOND)) == (EXCLUSIVE, DEFAULT)
 
     def test_somebody_changes_it(self, node: Node, nvml: FakeNvml) -> None:
-        """That is told, and not fought: nobody is let in until an operator says what is wanted."""
+        """A foreign change is reported, and not undone: no lease is granted until an operator decides."""
         nvml.show(*TWO_GPUS)
         node.start()
         read = look(node)
@@ -355,7 +358,7 @@ class TestTrouble:
         assert (left["mode"], left["found"]) == ("prohibited", "default")
 
     def test_gpu_that_was_lost(self, node: Node, nvml: FakeNvml) -> None:
-        """A GPU that is back after a reset has its mode set again, without anybody's word."""
+        """A GPU that is back after a reset has its mode set again, without any command."""
         nvml.show(*TWO_GPUS)
         node.start()
         read = look(node)
@@ -368,7 +371,7 @@ class TestTrouble:
         assert not node.events("compute_mode_trouble")
 
     def test_gpu_that_is_gone(self, node: Node, nvml: FakeNvml) -> None:
-        """What is written down of a GPU that is not there waits until it is, and is told."""
+        """The record of a missing GPU is kept until the GPU returns, and this is reported."""
         nvml.show(*TWO_GPUS)
         node.start()
         node.end()
@@ -383,7 +386,7 @@ class TestTrouble:
         assert (nvml.compute_mode(SECOND), written(node)) == (DEFAULT, {})
 
     def test_giving_back_is_refused(self, node: Node, nvml: FakeNvml) -> None:
-        """A GPU that cannot be given its mode back works on, says so, and gets it back at an operator's word."""
+        """A GPU whose mode cannot be restored keeps working, says so, and is restored on an operator's command."""
         node.start()
         nvml.show(*ONE_GPU, SET.format(NO_PERMISSION))
         node.reload(LEAVE)
@@ -403,7 +406,7 @@ class TestTrouble:
 
 @pytest.mark.parametrize("config", [LEAVE, WANTED])
 def test_prohibited(make_node: Start, config: str) -> None:
-    """A GPU that nobody can use is given to nobody, and left as it is."""
+    """A GPU in prohibited mode is granted to no request, and left unchanged."""
     node = make_node(simulate=2, control=None, config=LEAVE).start()
     node.end()
     gpus(node)[0].set_compute_mode(ComputeMode.PROHIBITED)
@@ -419,7 +422,10 @@ def test_prohibited(make_node: Start, config: str) -> None:
 
 
 def test_who_misses_mps_is_kept_out(make_node: Start) -> None:
-    """Left as it is, MPS fails open, and status says so first; in exclusive-process who misses MPS gets an error."""
+    """In the default mode, MPS fails open, and the status says so.
+
+    In exclusive-process a program that misses MPS gets an error.
+    """
     node = make_node(simulate=1, control=None, config=LEAVE).start()
     said = node.mpsctl("status")
     first, second, *_ = said.stdout.splitlines()

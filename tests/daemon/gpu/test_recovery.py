@@ -1,4 +1,4 @@
-"""What a GPU itself says that it needs decides whether it is given out, where its driver tells that (570 and newer)."""
+"""The recovery action that a GPU reports decides whether it is granted, on drivers that report it (570 and newer)."""
 
 from typing import Any, Final
 
@@ -19,13 +19,13 @@ SMALL: Final = {"threads": 10, "memory": "1GiB"}
 
 @pytest.fixture
 def node(make_node: Start, nvml: FakeNvml) -> Node:
-    """Start a node whose one GPU is what the fake NVML shows of it."""
+    """Start a node whose only GPU is the one of the fake NVML."""
     nvml.show(*DRIVER, "recovery 0 0")
     return make_node(simulate=None, config="", env=nvml.variables).start()
 
 
 def is_now(node: Node, health: str, because: str = "") -> dict[str, Any]:
-    """Wait until the GPU has this health for a reason that begins so, and return it."""
+    """Wait until the GPU has this health for a reason with this beginning, and return the GPU."""
 
     def gpu() -> dict[str, Any] | None:
         found: dict[str, Any] = node.get("/v1/gpus").json["gpus"][0]
@@ -37,7 +37,7 @@ def is_now(node: Node, health: str, because: str = "") -> dict[str, Any]:
 
 
 def test_recovery(node: Node, nvml: FakeNvml) -> None:
-    """An Xid takes no GPU out of service that says that it needs nothing; one that needs a reset is given to nobody."""
+    """An Xid does not take a GPU out of service that needs no recovery; one that needs a reset is not granted."""
     nvml.show(*DRIVER, "recovery 0 0", "xid 0 79")
     event(node, "gpu_xid", xid=79)
     assert "Xid 79" in is_now(node, "ok")["because"]
@@ -48,7 +48,7 @@ def test_recovery(node: Node, nvml: FakeNvml) -> None:
     assert "mpsctl drain gpu0" in gpu["hint"]
     refused = node.request("POST", "/v1/leases", SMALL)
     assert (refused.json["code"], refused.json["limit"]) == ("daemon_not_ready", "health")
-    # Once it was reset it says so, and nobody has to tell mpsd.
+    # After a reset the GPU reports that it needs nothing, and mpsd needs no command.
     nvml.show(*DRIVER, "recovery 0 0", "xid 0 79", "xid 0 154", "xid 0 154")
     is_now(node, "ok")
     assert node.request("POST", "/v1/leases", SMALL).status == 201

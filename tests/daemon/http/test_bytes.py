@@ -1,4 +1,4 @@
-"""Whatever bytes come in over the socket: mpsd stays up, as large as it was, and keeps its log to what was decided.
+"""Any bytes may arrive over the socket: mpsd keeps running, does not grow, and logs only its decisions.
 
 MPSD_API_EXAMPLES makes more of them than a usual run does.
 """
@@ -26,7 +26,7 @@ STRANGER, USER, ROOT = 2700, 2701, None
 EXAMPLES: Final = int(os.environ.get("MPSD_API_EXAMPLES", "25")) * 10
 
 ANSWERS: Final = {200, 201, 202, 204, 400, 403, 404, 405, 409, 413, 422, 429}
-"""What mpsd may answer to anything at all; 100 may come before."""
+"""The statuses that mpsd may answer with; 100 may come before."""
 
 LEASE: Final = {"threads": 1, "memory": "1GiB"}
 
@@ -51,12 +51,12 @@ PIECES: Final = [
     b"Cookie: a=b; c\r\n", b"Range: bytes=0-\r\n", b"If-None-Match: *\r\n", b"\xf0\x9f\x92\xa9", b"{", b"[[[[",
     b'"\\ud800"', b"1e999", b"-" * 20, b"9" * 5000, b"A" * 9000, b"X: " + b"y" * 9000 + b"\r\n",
 ]  # fmt: skip
-"""What a parser may stumble over."""
+"""Pieces that are difficult for a parser."""
 
 
 @st.composite
 def mutated(draw: st.DrawFn) -> bytes:
-    """Return some sound requests in which pieces were replaced, removed, put in or doubled."""
+    """Return some valid requests in which pieces were replaced, removed, inserted or doubled."""
     raw = b"".join(draw(st.lists(st.sampled_from(SOUND), min_size=1, max_size=4)))
     for _ in range(draw(st.integers(0, 4))):
         start = draw(st.integers(0, len(raw)))
@@ -77,10 +77,10 @@ DECISIONS: Final = {"lease_granted", "lease_waits", "lease_refused", "lease_ende
 
 
 def decided(event: dict[str, Any]) -> bool:
-    """Whether this event says what was decided on a request.
+    """Return whether this event states the decision on a request.
 
-    A lease of USER is held by this process, which is root's again once it has connected: a look at the holders, on a
-    machine that is slow enough for one, finds and says that.
+    This process holds the leases of USER, and is root again once it has connected. On a slow machine mpsd may check the
+    holders in time to report that as a violation.
     """
     other_user = event["event"] == "violation" and (event["kind"], event["pid"]) == ("user", os.getpid())
     return event["event"] in DECISIONS or other_user
@@ -88,7 +88,7 @@ def decided(event: dict[str, Any]) -> bool:
 
 @pytest.fixture(autouse=True)
 def unharmed(node: Node) -> Iterator[None]:
-    """See that mpsd is what it was, and that neither its memory nor its log has grown by what it was sent."""
+    """Check that mpsd is the same, and that neither its memory nor its log has grown from the input."""
     daemons, size, before = node.unharmed(), memory(node), len(node.stderr.read_bytes())
     yield
     assert node.exited() is None
@@ -101,12 +101,12 @@ def unharmed(node: Node) -> Iterator[None]:
 
 
 def answers(node: Node, raw: bytes, uid: int | None) -> bytes:
-    """Send these bytes, give mpsd the time to do what they ask for, end the request, and return all that came back."""
+    """Send these bytes, give mpsd the time to process them, end the request, and return everything that came back."""
     with Talk(node.socket, uid=uid) as talk, Talk(node.socket) as other:
         try:
             talk.send(raw)
             for _ in range(3):
-                # mpsd is one loop: by now it has read what came before, and has begun to answer it.
+                # mpsd is one loop: by now it has read the earlier bytes, and has begun to answer them.
                 assert other.ask("GET", "/healthz").status == 200
             talk.connection.shutdown(1)
             return talk.rest()
@@ -115,7 +115,7 @@ def answers(node: Node, raw: bytes, uid: int | None) -> bytes:
 
 
 def statuses(said: bytes) -> list[int]:
-    """Return the statuses of the answers that came back; each is HTTP, and each error a problem document."""
+    """Check that all answers are HTTP, and all errors problem documents; return their statuses."""
     found: list[int] = []
     while said:
         head, _, rest = said.partition(b"\r\n\r\n")
@@ -127,10 +127,10 @@ def statuses(said: bytes) -> list[int]:
         if headers.get(b"transfer-encoding") == b"chunked":
             rest = rest.partition(b"0\r\n\r\n")[2]
         elif status == 200 and b"content-length" not in headers:
-            rest = b""  # to HTTP/1.0, which knows no chunks, it goes on until the connection ends
+            rest = b""  # HTTP/1.0 has no chunks, so the answer lasts until the connection ends
         else:
             size = int(headers.get(b"content-length", b"0"))
-            # The answer to HEAD has the length of what it leaves out.
+            # The answer to HEAD states the length of the body that it leaves out.
             rest = rest if rest.startswith(b"HTTP/") else rest[size:]
         said = rest
         found.append(status)
@@ -138,7 +138,7 @@ def statuses(said: bytes) -> list[int]:
 
 
 MANY: Final = settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
-"""So many examples, over a node that is started once."""
+"""The number of examples, over a node that is started once."""
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ MANY: Final = settings(max_examples=EXAMPLES, suppress_health_check=list(HealthC
     ids=["root", "user", "stranger"],
 )
 def test_almost_requests(node: Node, uid: int | None) -> None:
-    """Requests with something wrong in them get answers that a client understands, if any, and never a 500."""
+    """Slightly wrong requests get answers that a client can read, or none, and never a 500."""
 
     @MANY
     @given(raw=mutated())
@@ -160,7 +160,7 @@ def test_almost_requests(node: Node, uid: int | None) -> None:
 
 @needs_root
 def test_any_bytes(node: Node) -> None:
-    """Bytes that are nothing at all are answered by 400, or not at all."""
+    """Bytes that are no request are answered by 400, or not at all."""
 
     @MANY
     @given(raw=st.binary(min_size=1, max_size=200))
@@ -183,7 +183,7 @@ def test_any_bytes(node: Node) -> None:
     ],
 )
 def test_paths_that_are_no_text(node: Node, path: bytes) -> None:
-    """A path that is no text in UTF-8 is not found, or no request, and its problem document can be read."""
+    """A path that is not UTF-8 is not found, or no request; its problem document can be read."""
     for method in (b"GET", b"DELETE", b"PUT"):
         with Talk(node.socket) as talk:
             talk.send(b"%b %b HTTP/1.1\r\nHost: mpsd\r\n\r\n" % (method, path))

@@ -1,4 +1,4 @@
-"""Whatever comes in over the socket, mpsd answers the others, keeps its log to itself, and stays what it was."""
+"""mpsd answers other callers, keeps its log clean, and stays unchanged, whatever arrives over the socket."""
 
 import contextlib
 import os
@@ -65,13 +65,13 @@ _BYTES: Final = st.binary(max_size=300) | st.lists(st.sampled_from(_PIECES) | st
 
 @pytest.fixture(scope="module")
 def node(node_for_all: Start) -> Node:
-    """Start the node that the tests of this module share; whoever connects has a second to say something."""
+    """Start the node that the tests of this module share; a caller has one second to send something."""
     return node_for_all(config="[api]\nheader_deadline = 1.0\n").start()
 
 
 @pytest.fixture(autouse=True)
 def unharmed(node: Node) -> Iterator[None]:
-    """See that after each test mpsd and its control daemons are what they were, and that none of it is a defect."""
+    """Check after each test that mpsd and its control daemons are unchanged, and that no defect was logged."""
     pid, before = node.pid, node.unharmed()
     yield
     assert node.exited() is None
@@ -94,14 +94,14 @@ def connected(node: Node) -> Iterator[socket.socket]:
 
 
 def descriptors(node: Node) -> int:
-    """Count what mpsd has open."""
+    """Count mpsd's open descriptors."""
     return len(list(Path(f"/proc/{node.pid}/fd").iterdir()))
 
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(raw=_BYTES)
 def test_any_bytes(node: Node, raw: bytes) -> None:
-    """Any bytes get an answer that is HTTP, or none, and a closed connection; the log says nothing about them."""
+    """Any bytes get an answer in HTTP, or none, and a closed connection; the log does not mention them."""
     lines = len(node.log())
     with connected(node) as connection, contextlib.suppress(BrokenPipeError, ConnectionResetError):
         connection.sendall(raw)
@@ -111,7 +111,7 @@ def test_any_bytes(node: Node, raw: bytes) -> None:
             answer += piece
         assert answer == b"" or answer.startswith(b"HTTP/1.")
         assert b"Traceback" not in answer
-    # Its own routes log what they decide, and nothing else is logged.
+    # Its own routes log their decisions, and nothing else is logged.
     assert {line["event"] for line in node.log()[lines:]} <= {
         "lease_granted",
         "lease_refused",
@@ -121,7 +121,7 @@ def test_any_bytes(node: Node, raw: bytes) -> None:
 
 
 def test_callers_that_hang_up(node: Node) -> None:
-    """Callers that ask and hang up at once, at any moment, leave neither a defect nor a descriptor."""
+    """Callers that send a request and disconnect at any moment cause neither a defect nor an open descriptor."""
     before = descriptors(node)
 
     def hang_up(number: int) -> None:
@@ -137,11 +137,11 @@ def test_callers_that_hang_up(node: Node) -> None:
 
 
 def test_slow_callers_cost_nobody_else(node: Node) -> None:
-    """A hundred callers that never finish their request keep nobody from being answered, and are shown out."""
+    """A hundred callers that never finish their request delay no other caller, and are disconnected."""
     with contextlib.ExitStack() as stack:
         slow = [stack.enter_context(connected(node)) for _ in range(100)]
         for number, connection in enumerate(slow):
-            # Some say nothing, some stop in the head, some in the body.
+            # Some send nothing, some stop in the head, some in the body.
             connection.sendall(_POST[: (0, 10, len(_POST) - 5)[number % 3]])
         assert node.get("/v1/status").status == 200
         granted = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
@@ -153,7 +153,7 @@ def test_slow_callers_cost_nobody_else(node: Node) -> None:
 
 
 def test_caller_that_does_not_read(node: Node) -> None:
-    """Nor does one that sends many requests and never reads an answer."""
+    """A caller that sends many requests and never reads an answer delays no other caller either."""
     with connected(node) as deaf:
         deaf.setblocking(False)
         with contextlib.suppress(BlockingIOError):
@@ -164,7 +164,7 @@ def test_caller_that_does_not_read(node: Node) -> None:
 
 
 def test_one_connection_for_many_requests(node: Node) -> None:
-    """A connection may be kept: two requests one after the other over the same one are both answered."""
+    """A connection may be kept: two requests one after the other over the same connection are both answered."""
     with connected(node) as connection:
         for _ in range(2):
             connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: mpsd\r\n\r\n")
@@ -172,7 +172,7 @@ def test_one_connection_for_many_requests(node: Node) -> None:
 
 
 def test_too_many_connections(make_node: Start) -> None:
-    """One uid has a bounded number of connections; the next is told so, and room is made by closing one."""
+    """A uid has a bounded number of connections; the next one gets a refusal, and each close frees one."""
     node = make_node(simulate=1, config="[api]\nconnections_per_uid = 5\n").start()
     with contextlib.ExitStack() as stack:
         kept = [stack.enter_context(connected(node)) for _ in range(5)]
@@ -191,14 +191,14 @@ def test_too_many_connections(make_node: Start) -> None:
 
 
 def test_out_of_descriptors(make_node: Start) -> None:
-    """An mpsd that has no descriptor left waits for better times: it ends neither itself nor a control daemon."""
+    """An mpsd without free descriptors waits until it has some: it ends neither itself nor a control daemon."""
     node = make_node(simulate=1, config="[daemon]\nprobe_interval = 0.1\n").start()
     pid = node.daemons()["gpu0"]["pid"]
     soft, hard = resource.prlimit(node.pid, resource.RLIMIT_NOFILE)
     least = soft
 
     def in_trouble() -> bool:
-        # A front-end takes more than two. While one is there, or an answer, more are counted than mpsd has at rest.
+        # A front-end takes more than two. While there is one, or an answer, the count is above mpsd's count at rest.
         nonlocal least
         least = min(least, descriptors(node) + 1)
         resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (least, hard))

@@ -1,4 +1,4 @@
-"""HTTP/1.1 as mpsd speaks it, on one connection: pieces, order, ends, and what it has no use for."""
+"""HTTP/1.1 as mpsd implements it on one connection: fragments, order, ends, and features that it does not support."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ from tests.node import Node
 pytestmark = pytest.mark.real_daemon(535)
 
 LEASE: Final = message("POST", "/v1/leases", {"threads": 1000, "memory": "1GiB"})
-"""A request that is read whole, and refused for what it asks for."""
+"""A request that is read completely, and refused for its amount."""
 
 LONG: Final = message("POST", "/v1/leases", b" " * 50_000)
 STATUS: Final = message("GET", "/v1/status")
@@ -41,7 +41,7 @@ def node(node_for_all: Start) -> Node:
 
 @pytest.fixture
 def talk(node: Node) -> Iterator[Talk]:
-    """Connect to it; after each test it found no defect in itself."""
+    """Connect to it; after each test mpsd must have logged no defect."""
     with Talk(node.socket) as talk:
         yield talk
     assert node.exited() is None
@@ -49,7 +49,7 @@ def talk(node: Node) -> Iterator[Talk]:
 
 
 def over(talk: Talk) -> bool:
-    """Tell whether nothing more comes; where mpsd left something unread, the kernel says so."""
+    """Return whether the connection has ended; where mpsd left bytes unread, the kernel resets it."""
     try:
         return talk.rest() == b""
     except ConnectionResetError:
@@ -57,7 +57,7 @@ def over(talk: Talk) -> bool:
 
 
 def unread(talk: Talk) -> str:
-    """Return why mpsd cannot read what it was sent, with which it closes the connection."""
+    """Return why mpsd cannot parse its input, for which it closes the connection."""
     answer = talk.answer()
     assert (answer.status, answer.headers["Connection"], answer.json["code"]) == (400, "close", "invalid_request")
     assert over(talk)
@@ -66,7 +66,10 @@ def unread(talk: Talk) -> str:
 
 @contextlib.contextmanager
 def threaded(send: Callable[[bytes], None], data: bytes, connected: socket.socket) -> Iterator[None]:
-    """Send this on a thread, and say that it is all; answers are read meanwhile, or neither side could go on."""
+    """Send this on a thread, then end the sending side.
+
+    Answers are read meanwhile, otherwise neither side could continue.
+    """
 
     def run() -> None:
         send(data)
@@ -81,11 +84,11 @@ def threaded(send: Callable[[bytes], None], data: bytes, connected: socket.socke
 
 
 class TestReading:
-    """What comes in."""
+    """Incoming requests."""
 
     @pytest.mark.parametrize("size", [1, 7, 4096, 8192, 10_000])
     def test_in_pieces(self, talk: Talk, size: int) -> None:
-        """However the bytes of several requests are cut, each is answered, in its order."""
+        """However the bytes of several requests are cut, each request is answered, in order."""
         requests = STATUS + LEASE + (LONG if size > 7 else b"") + message("DELETE", "/v1/leases/none") + STATUS
         for start in range(0, len(requests), size):
             talk.send(requests[start : start + size])
@@ -93,13 +96,13 @@ class TestReading:
         assert [talk.answer().status for _ in expected] == expected
 
     def test_a_body_behind_others(self, talk: Talk) -> None:
-        """A body that comes when others are to be answered before it is read in its turn."""
+        """A body that comes while other requests are answered is read in its turn."""
         for _ in range(3):
             talk.send((STATUS * 5 + LONG) * 3)
             assert [talk.answer().status for _ in range(18)] == ([200] * 5 + [422]) * 3
 
     def test_a_body_that_nobody_wants(self, talk: Talk) -> None:
-        """What comes as the body of a request that takes none is no request itself."""
+        """The body of a request that takes none is not parsed as another request."""
         talk.send(message("GET", "/v1/status", STATUS * 100) + message("GET", "/nowhere", STATUS))
         assert [talk.answer().status for _ in range(2)] == [200, 404]
         assert talk.ask("GET", "/healthz").status == 200
@@ -119,12 +122,12 @@ class TestReading:
         ],
     )
     def test_target(self, talk: Talk, target: str, status: int) -> None:
-        """A path counts as it is meant: decoded, without what stands behind it, also as one tells it to a proxy."""
+        """A path is decoded, and matched without its query, also in the absolute form that a proxy gets."""
         assert talk.ask("OPTIONS" if target == "*" else "GET", target).status == status
 
     @pytest.mark.parametrize("end", [b"0\r\n\r\n", b"0\r\nX-Trailer: y\r\n\r\n"])
     def test_chunks(self, talk: Talk, end: bytes) -> None:
-        """A body may come in chunks, with something behind them."""
+        """A body may come in chunks, with a trailer behind them."""
         body = b'{"threads": 1000, "memory": "1GiB"}'
         chunks = b"".join(b"1;x=y\r\n%c\r\n" % each for each in body)
         talk.send(b"POST /v1/leases HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks + end + STATUS)
@@ -134,7 +137,7 @@ class TestReading:
         assert refusal.json == talk.answer().json
 
     def test_an_expectation(self, talk: Talk) -> None:
-        """A caller that waits for a word before it sends its body gets it, and then its answer."""
+        """A caller that waits for `100 Continue` before it sends its body gets that, and then its answer."""
         head, _, body = LEASE.partition(b"\r\n\r\n")
         talk.send(head + b"\r\nExpect: 100-Continue\r\n\r\n")
         assert talk.answer().status == 100
@@ -142,14 +145,14 @@ class TestReading:
         assert talk.answer().status == 422
 
     def test_an_expectation_of_http_1_0(self, talk: Talk) -> None:
-        """HTTP/1.0 has no such word: a caller that speaks it would take that for its answer."""
+        """HTTP/1.0 has no such interim answer: its callers would take it for the final one."""
         head, _, body = LEASE.replace(b"HTTP/1.1", b"HTTP/1.0").partition(b"\r\n\r\n")
         talk.send(head + b"\r\nExpect: 100-continue\r\n\r\n" + body[:1])
         talk.send(body[1:])
         assert talk.answer().status == 422
 
     def test_an_expectation_too_late(self, talk: Talk) -> None:
-        """What stands behind the chunks of a body is not about the next request."""
+        """A trailer behind the chunks of a body does not concern the next request."""
         trailer = b"0\r\nExpect: 100-continue\r\n\r\n"
         talk.send(b"POST /v1/leases HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + trailer + LEASE[:-1])
         assert talk.answer().status == 422
@@ -158,7 +161,7 @@ class TestReading:
 
     @pytest.mark.parametrize("offer", ["h2c", "websocket", "TLS/1.0"])
     def test_an_offer(self, talk: Talk, offer: str) -> None:
-        """Who would also speak another protocol, as Java's client and curl --http2 offer, is answered in this one."""
+        """A caller that also offers another protocol, as Java's client and curl --http2 do, is answered in HTTP/1.1."""
         headers = (
             f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {offer}\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n".encode()
         )
@@ -172,13 +175,13 @@ class TestReading:
         assert [talk.answer().status for _ in range(6)] == [422, 200] * 3
 
     def test_a_tunnel(self, talk: Talk) -> None:
-        """Nobody gets a tunnel (CONNECT), and what would go through it is not read."""
+        """No caller gets a tunnel (CONNECT), and mpsd does not read the bytes for it."""
         talk.send(b"CONNECT mpsd:80 HTTP/1.1\r\nHost: mpsd\r\n\r\n" + STATUS)
         assert "CONNECT" in unread(talk)
 
 
 class TestTooMuch:
-    """What does not end is not kept."""
+    """Endless input is not stored."""
 
     @pytest.mark.parametrize(
         "begin",
@@ -191,21 +194,21 @@ class TestTooMuch:
         ids=["target", "header", "extension", "trailer"],
     )
     def test_endless(self, talk: Talk, begin: bytes) -> None:
-        """A target, a header, or what stands around chunks without an end is cut off."""
+        """An endless target, header, chunk extension or trailer is cut off."""
         with contextlib.suppress(BrokenPipeError):
             talk.send(begin + b"x" * 10_000_000)
         assert "it is too long" in unread(talk)
 
     @pytest.mark.parametrize("size", [200_000, 900_000])
     def test_a_large_body(self, talk: Talk, size: int) -> None:
-        """Who sends too large a body can send all of it, reads why it is refused, and may ask on."""
+        """A caller with too large a body can send all of it, read the refusal, and send further requests."""
         talk.send(message("POST", "/v1/leases", b" " * size))
         assert talk.answer().status == 413
         talk.send(message("GET", "/healthz"))
         assert talk.answer().status == 200
 
     def test_an_endless_body(self, node: Node, talk: Talk) -> None:
-        """A body that is too large is refused while it comes, and what goes on coming is cut off."""
+        """A body that is too large is refused while it arrives, and an endless one is cut off."""
         with contextlib.suppress(BrokenPipeError):
             talk.send(message("POST", "/v1/leases", b" " * 10_000_000))
         assert talk.answer().status == 413
@@ -213,30 +216,30 @@ class TestTooMuch:
         assert node.get("/healthz").status == 200
 
     def test_empty_lines(self, talk: Talk) -> None:
-        """So is nothing but empty lines."""
+        """Endless empty lines are cut off too."""
         with contextlib.suppress(BrokenPipeError):
             talk.send(b"\r\n" * 10_000_000)
         assert "it is too long" in unread(talk)
 
 
 class TestEnds:
-    """What ends a connection, and what does not."""
+    """Events that end a connection, and events that do not."""
 
     def test_after_garbage(self, talk: Talk) -> None:
-        """What came before garbage is answered, then the garbage, and nothing behind it."""
+        """Requests before garbage are answered, then the garbage, and nothing after it."""
         talk.send(STATUS + LEASE + b"\x16\x03\x01\r\n\r\n" + STATUS * 10)
         assert [talk.answer().status for _ in range(2)] == [200, 422]
         assert "is not valid HTTP/1.1" in unread(talk)
 
     def test_garbage_within_a_body(self, talk: Talk) -> None:
-        """A request of which the rest cannot be read is not answered as if it were whole."""
+        """A request whose rest cannot be parsed is not answered as if it were complete."""
         talk.send(b"POST /v1/leases HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n")
         talk.send(b"zz\r\n")
         assert "is not valid HTTP/1.1" in unread(talk)
 
     @pytest.mark.parametrize("version", ["0.9", "2.0"])
     def test_other_versions(self, talk: Talk, version: str) -> None:
-        """Other versions of HTTP are not spoken."""
+        """Other versions of HTTP are not supported."""
         talk.send(STATUS.replace(b"HTTP/1.1", f"HTTP/{version}".encode()))
         assert f"it is HTTP/{version}" in unread(talk)
 
@@ -247,7 +250,7 @@ class TestEnds:
     )
     @pytest.mark.parametrize("behind", [b"", STATUS, b"garbage\r\n\r\n"])
     def test_the_last_request(self, talk: Talk, last: bytes, behind: bytes) -> None:
-        """Behind a request that is to be the last, nothing is answered."""
+        """Nothing is answered after a request that is declared the last."""
         with contextlib.suppress(BrokenPipeError):
             talk.send(STATUS + last + behind)
         first, second = talk.answer(), talk.answer()
@@ -257,7 +260,7 @@ class TestEnds:
 
     @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
     def test_a_stream(self, talk: Talk, version: bytes) -> None:
-        """Events come in chunks, or to HTTP/1.0, which knows none, until the connection ends."""
+        """Events come in chunks, or, to HTTP/1.0, which has none, until the connection ends."""
         talk.send(b"GET /v1/events HTTP/%b\r\n\r\n" % version + message("GET", "/healthz", None, "Connection: close"))
         head, _, rest = talk.rest().partition(b"\r\n\r\n")
         assert b"\r\nContent-Type: application/x-ndjson" in head
@@ -273,7 +276,7 @@ class TestEnds:
         assert [json.loads(each)["event"] for each in seen][:2] == ["gpu_found", "gpu_found"]
 
     def test_nothing_behind_the_first(self, node: Node) -> None:
-        """Who says at once that its first request is its last (`nc -N`) is answered, also when mpsd is late."""
+        """A caller that ends its sending side after its first request (`nc -N`) is answered, also when mpsd is late."""
         for stopped in [False] * 20 + [True] * 5:
             with contextlib.ExitStack() as going_on, Talk(node.socket) as talk:
                 if stopped:
@@ -286,7 +289,7 @@ class TestEnds:
 
     @pytest.mark.parametrize("number", [3, 500])
     def test_nothing_behind_many(self, node: Node, number: int) -> None:
-        """Who sends requests, and says at once that there are no more of them, gets every answer, however many."""
+        """A caller that sends requests and ends its sending side gets every answer, however many."""
         requests = [STATUS, LEASE, message("GET", "/healthz")] * (number // 3)
         with Talk(node.socket) as talk, threaded(talk.send, b"".join(requests), talk.connection):
             statuses = [talk.answer().status for _ in requests]
@@ -294,7 +297,7 @@ class TestEnds:
         assert statuses == [200, 422, 200] * (number // 3)
 
     def test_nothing_behind_half(self, node: Node) -> None:
-        """What ends in the middle of a body is no request; in the middle of a head, it is none that can be answered."""
+        """A request that ends in its body is no request; one that ends in its head cannot be answered."""
         with Talk(node.socket) as talk:
             talk.send(STATUS + LEASE[:-1])
             talk.connection.shutdown(socket.SHUT_WR)
@@ -307,7 +310,7 @@ class TestEnds:
             assert over(talk)
 
     def test_waiting_behind_nothing(self, node: Node) -> None:
-        """Who waits for a lease and says nothing more keeps its place, until it hangs up."""
+        """A caller that waits for a lease and sends no more keeps its place until it disconnects."""
         threads = {"threads": 100, "memory": "1GiB"}
         taken = [node.request("POST", "/v1/leases", threads).json["id"] for _ in range(3 - 1)]
         for leaves in (False, True):
@@ -326,7 +329,7 @@ class TestEnds:
             assert node.request("DELETE", f"/v1/leases/{lease}").status == 204
 
     def test_hanging_up(self, node: Node) -> None:
-        """Whoever hangs up in the middle of anything, its connection is closed, and what it asked for is left."""
+        """When a caller disconnects at any point, its connection is closed and its request abandoned."""
         request = message("POST", "/v1/leases", {"threads": 100, "memory": "1GiB", "wait": None})
         for number in range(0, len(request), 5):
             with Talk(node.socket) as talk:
@@ -342,7 +345,7 @@ class TestEnds:
 
     @pytest.mark.parametrize("more", [{}, {"request_id": "once"}], ids=["for good", "for a while"])
     def test_hanging_up_at_once(self, node: Node, more: dict[str, str]) -> None:
-        """Whoever has asked, and hangs up before mpsd looks, keeps nothing of which it never heard."""
+        """A caller that disconnects before mpsd looks keeps no lease that it has not seen."""
         os.kill(node.pid, signal.SIGSTOP)
         try:
             for _ in range(10):
@@ -353,7 +356,7 @@ class TestEnds:
         wait_until(lambda: node.get("/v1/leases").json["leases"] == [], what="the leases to be given back")
 
     def test_hanging_up_unread(self, node: Node) -> None:
-        """Nor does it help to have sent more, behind a request that waits, than is read before that is answered."""
+        """This holds even if it has sent more, behind a waiting request, than mpsd reads before that is answered."""
         threads = {"threads": 100, "memory": "1GiB"}
         taken = [node.request("POST", "/v1/leases", threads).json["id"] for _ in range(2)]
         with Talk(node.socket) as talk:
@@ -365,7 +368,7 @@ class TestEnds:
 
 
 class TestAnswers:
-    """What goes out."""
+    """Outgoing answers."""
 
     @pytest.mark.parametrize("path", ["/healthz", "/v1/status", "/v1/leases/none", "/v1/events?x=1"])
     def test_head(self, talk: Talk, path: str) -> None:
@@ -377,19 +380,19 @@ class TestAnswers:
 
     @pytest.mark.parametrize("query", ["", "?follow=true"])
     def test_head_of_a_stream(self, talk: Talk, query: str) -> None:
-        """Nor does HEAD begin a stream."""
+        """HEAD does not begin a stream."""
         head = talk.ask("HEAD", f"/v1/events{query}")
         assert (head.status, head.body, head.headers["Content-Type"]) == (200, b"", "application/x-ndjson")
         assert talk.ask("GET", "/healthz").status == 200
 
     def test_head_of_what_does(self, talk: Talk) -> None:
-        """A path that only does something takes no HEAD."""
+        """A path with effects takes no HEAD."""
         answer = talk.ask("HEAD", "/v1/daemons/gpu0/hold")
         assert (answer.status, answer.headers["Allow"], answer.body) == (405, "POST", b"")
         assert talk.ask("GET", "/healthz").status == 200
 
     def test_date(self, talk: Talk) -> None:
-        """Every answer has the date, as RFC 9110 asks of a server that has a clock."""
+        """Every answer has the date, as RFC 9110 requires of a server with a clock."""
         before = datetime.now(UTC).replace(microsecond=0)
         dates = [talk.ask(*each).headers["Date"] for each in (("GET", "/healthz"), ("GET", "/x"), ("DELETE", "/x"))]
         assert all(before <= email.utils.parsedate_to_datetime(date) <= datetime.now(UTC) for date in dates)
@@ -402,7 +405,10 @@ class TestAnswers:
 
 
 async def _asked() -> list[str]:
-    """Return by whom requests were taken in hand, one who sent three at once and one who sent one."""
+    """Return the senders of requests in the order in which the requests begin.
+
+    One caller sends three requests at once, the other sends one.
+    """
     loop, asked = asyncio.get_running_loop(), list[str]()
 
     def serve_to(name: str) -> Callable[[Message], Awaitable[None]]:
@@ -431,5 +437,5 @@ async def _asked() -> list[str]:
 
 
 def test_requests_that_came_together() -> None:
-    """Whoever sends many at once has one answered, and then it is somebody else's turn."""
+    """A caller that sends many requests at once has one answered, and then the next caller has its turn."""
     assert asyncio.run(_asked()) == ["many", "one", "many", "many"]

@@ -1,4 +1,4 @@
-"""Limits: whoever asks too much is told which limit it is, and nobody else notices."""
+"""Limits: a caller that exceeds one gets a refusal that names it, and other callers are unaffected."""
 
 import contextlib
 import gzip
@@ -27,7 +27,7 @@ ANN, BOB = OWN_UID or 2501, 2502
 SMALL: Final[dict[str, Any]] = {"threads": 1, "memory": "1GiB"}
 MIB: Final = 1024 * 1024
 LABELS: Final = {f"k{number}" + "x" * 60: "v" * 128 for number in range(32)}
-"""As many and as long as they may be."""
+"""Labels of the greatest number and length."""
 
 KNOCK: Final = """
 import os, socket, sys
@@ -41,7 +41,7 @@ while True:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
 """
-"""Connects as a user, again and again, and says what it is told first."""
+"""Connects as a user, prints the status of the answer, and then connects again and again."""
 
 CONFIG: Final = """
 [api]
@@ -54,18 +54,18 @@ unadmitted = "allow"
 """With "deny", a control daemon would be replaced for each other user, in the middle of a test."""
 
 Connect: TypeAlias = Callable[..., Talk]
-"""Connects to a node as some user; the connection stays until the test is over."""
+"""Connects to a node as some user; the connection stays until the test ends."""
 
 
 @pytest.fixture(scope="module")
 def node(node_for_all: Start) -> Node:
-    """Start the node that the tests of this module share: it is impatient, and it remembers little."""
+    """Start the node that the tests of this module share, with short deadlines and a short history."""
     return node_for_all(config=CONFIG).start()
 
 
 @pytest.fixture
 def line(node: Node, make_line: MakeLine) -> Iterator[Line]:
-    """Stand in front of it; after each test it runs, it is well, and it found no defect in itself."""
+    """Return a line in front of it; after each test mpsd must run, be healthy, and have logged no defect."""
     before = node.unharmed()
     yield make_line(node)
     assert node.exited() is None
@@ -75,13 +75,13 @@ def line(node: Node, make_line: MakeLine) -> Iterator[Line]:
 
 @pytest.fixture
 def connect() -> Iterator[Connect]:
-    """Give what connects to a node."""
+    """Return a function that connects to a node."""
     with contextlib.ExitStack() as stack:
         yield lambda node, uid=None: stack.enter_context(Talk(node.socket, uid=uid))
 
 
 def too_many(answer: Answer, limit: str) -> None:
-    """See that this is the refusal for asking too much at a time."""
+    """Check that this is the refusal of too many requests at a time."""
     assert answer.headers["Content-Type"] == "application/problem+json"
     problem = answer.json
     assert (answer.status, problem["code"], problem["limit"]) == (429, "too_many_requests", limit), problem
@@ -89,24 +89,24 @@ def too_many(answer: Answer, limit: str) -> None:
 
 
 def served(line: Line, uid: int) -> bool:
-    """Tell whether a user is answered."""
+    """Return whether a user is answered."""
     return line.call("GET", "/healthz", uid=uid).answer().status == 200
 
 
 def closed(talk: Talk) -> bool:
-    """Tell whether the other side has closed a connection, without reading from it."""
+    """Return whether the other side has closed a connection, without reading from it."""
     poll = select.poll()
     poll.register(talk, select.POLLRDHUP)
     return bool(poll.poll(0))
 
 
 def readable(talk: Talk, seconds: float = 0) -> bool:
-    """Tell whether there is something to read on a connection, after waiting for that for so long."""
+    """Wait for so long; return whether there are bytes to read on a connection."""
     return bool(select.select([talk], [], [], seconds)[0])
 
 
 def patient(node: Node) -> bool:
-    """Tell whether a newcomer is answered that waits for its turn at the door, as mpsctl does."""
+    """Return whether a new caller is answered that waits to be accepted, as mpsctl does."""
     with socket.socket(socket.AF_UNIX) as newcomer:
         newcomer.connect(str(node.socket))
         newcomer.sendall(message("GET", "/healthz"))
@@ -114,13 +114,13 @@ def patient(node: Node) -> bool:
 
 
 def memory(node: Node) -> int:
-    """Return the bytes of memory that mpsd has."""
+    """Return mpsd's memory in bytes."""
     status = Path(f"/proc/{node.pid}/status").read_text()
     return int(next(each.split()[1] for each in status.splitlines() if each.startswith("VmRSS:"))) * 1024
 
 
 def descriptors(node: Node) -> int:
-    """Count what mpsd has open."""
+    """Count mpsd's open descriptors."""
     return len(list(Path(f"/proc/{node.pid}/fd").iterdir()))
 
 
@@ -129,7 +129,7 @@ class TestConnections:
 
     @needs_root
     def test_the_257th(self, line: Line, connect: Connect) -> None:
-        """A user has 256 connections; with the next it is told so before it says anything, and others are served."""
+        """A user has 256 connections; the next one is refused before it sends anything, and other users are served."""
         kept = []
         for _ in range(256):
             kept.append(connect(line.node, ANN))
@@ -138,12 +138,12 @@ class TestConnections:
         assert line.call("GET", "/v1/status", uid=BOB).answer().status == 200
         assert line.node.get("/v1/status").status == 200
         kept.pop().close()
-        # Until mpsd has seen that, who comes is turned away, perhaps before it has said anything.
+        # Until mpsd has noticed, new connections are turned away, perhaps before they have sent anything.
         wait_until(lambda: served(line, ANN), what="room for another one", not_yet=(OSError, EOFError))
 
     @needs_root
     def test_at_the_door(self, line: Line, connect: Connect) -> None:
-        """However fast processes connect whose user has too many connections, those who are in are answered."""
+        """However fast processes connect whose user has too many connections, open connections are answered."""
         inside, kept = connect(line.node, BOB), [connect(line.node, ANN) for _ in range(256)]
         assert [each.ask("GET", "/healthz").status for each in kept] == [200] * 256
         with contextlib.ExitStack() as stack:
@@ -154,12 +154,12 @@ class TestConnections:
                 assert knocking.stdout is not None
                 assert knocking.stdout.readline() == b"429\n"
             assert [inside.ask("GET", "/healthz").status for _ in range(10)] == [200] * 10
-        # What they left at the door has to be turned away first: until then the kernel lets nobody wait there.
+        # mpsd first has to turn the backlog away: until then the kernel accepts no more waiting connections.
         wait_until(lambda: served(line, BOB), what="room at the door", not_yet=(OSError, EOFError))
 
     @needs_root
     def test_silence(self, line: Line, connect: Connect) -> None:
-        """Whoever says nothing, or does not end its first request's head, is shown out when its time is over."""
+        """A caller that sends nothing, or does not end its first request's head, is disconnected at its deadline."""
         silent = [connect(line.node, uid) for uid in (ANN, BOB) for _ in range(50)]
         head = message("POST", "/v1/leases", SMALL)
         for number, talk in enumerate(silent):
@@ -169,7 +169,7 @@ class TestConnections:
         assert {each.rest() for each in silent} == {b""}
 
     def test_one_byte_at_a_time(self, line: Line, connect: Connect) -> None:
-        """Nor does it help to say a little now and then."""
+        """Sending a byte now and then does not extend the deadline."""
         slow = connect(line.node, ANN)
         head = iter(b"GET /healthz HTTP/1.1\r\n" + b"X: y\r\n" * 1000)
 
@@ -179,11 +179,11 @@ class TestConnections:
             return closed(slow)
 
         wait_until(drip, what="the slow one to be shown out")
-        with contextlib.suppress(ConnectionResetError):  # a byte that mpsd has not read goes with the connection
+        with contextlib.suppress(ConnectionResetError):  # a byte that mpsd has not read resets the connection
             assert slow.rest() == b""
 
     def test_a_connection_that_was_used(self, line: Line, connect: Connect) -> None:
-        """One that has said something may keep its connection: that deadline is for the first request."""
+        """A connection that has sent a request may stay idle: the deadline is for the first request."""
         kept, silent = connect(line.node), connect(line.node)
         assert kept.ask("GET", "/healthz").status == 200
         wait_until(lambda: closed(silent), what="the silent one to be shown out")
@@ -191,7 +191,7 @@ class TestConnections:
 
     @needs_root
     def test_newcomers(self, line: Line, connect: Connect) -> None:
-        """However fast processes connect whose user has too many connections, others come in, and are answered."""
+        """However fast processes connect whose user has too many connections, other users connect and are answered."""
         for _ in range(256):
             assert connect(line.node, ANN).ask("GET", "/healthz").status == 200
         with contextlib.ExitStack() as stack:
@@ -208,22 +208,22 @@ class TestConnections:
 
     @needs_root
     def test_coming_and_going(self, line: Line) -> None:
-        """Thousands that connect and go, at any moment of their request, leave no descriptor open."""
+        """Thousands of callers that connect and leave at any moment of their request leave no descriptor open."""
         before, request = descriptors(line.node), message("GET", "/healthz")
         for number in range(2000):
             with Talk(line.node.socket, uid=ANN) as talk, contextlib.suppress(BrokenPipeError):
                 talk.send(request[: number % (len(request) + 1)])
             if number % 100 == 0:
-                assert served(line, BOB)  # no more than the kernel lets wait at the door
+                assert served(line, BOB)  # no more than the kernel's backlog holds
         wait_until(lambda: descriptors(line.node) <= before + 1, what="mpsd to close what its callers closed")
 
 
 class TestRequests:
-    """Requests in flight of one user, and their bodies."""
+    """Concurrent requests of one user, and their bodies."""
 
     @needs_root
     def test_the_ninth(self, line: Line, connect: Connect) -> None:
-        """As many as it may: those that wait and those that follow count; others are served, and so is it, later."""
+        """A user has a limit of concurrent requests, waiting and following ones included; other users are served."""
         line.granted(threads=100, memory="1GiB", gpu="0")
         waiting = [line.waits(uid=ANN, **SMALL, gpu="0")[0] for _ in range(4)]
         followers = [connect(line.node, ANN) for _ in range(4)]
@@ -239,7 +239,7 @@ class TestRequests:
         wait_until(lambda: len(line.queue()) == 3, what="the queue to be shorter")
 
     def test_on_one_connection(self, line: Line, connect: Connect) -> None:
-        """Requests that come one behind the other over one connection are one in flight, however many."""
+        """Requests that follow each other over one connection count as one concurrent request, however many."""
         talk = connect(line.node, ANN)
         talk.send(message("GET", "/healthz") * 200)
         assert [talk.answer().status for _ in range(200)] == [200] * 200
@@ -261,7 +261,7 @@ class TestRequests:
         assert (answer.status, answer.json["limit"]) == (status, "body" if status == 413 else None)
 
     def test_compressed_body(self, line: Line, connect: Connect) -> None:
-        """What was compressed is not blown up: it is taken as it is, which is no JSON."""
+        """A compressed body is not expanded: mpsd reads it as it is, which is no JSON."""
         bomb = gzip.compress(b" " * 50_000_000)
         assert len(bomb) < 64 * 1024
         before = memory(line.node)
@@ -269,7 +269,7 @@ class TestRequests:
         assert memory(line.node) - before < 4 * MIB
 
     def test_body_that_does_not_come(self, line: Line, connect: Connect) -> None:
-        """A body that is announced and does not come, or comes a byte at a time, is waited for as long as a head is."""
+        """An announced body that does not come, or comes a byte at a time, has the same deadline as a head."""
         slow = [connect(line.node, ANN) for _ in range(8)]
         for each in slow:
             each.send(b"POST /v1/leases HTTP/1.1\r\nHost: mpsd\r\nContent-Length: 60000\r\n\r\n{")
@@ -285,17 +285,17 @@ class TestRequests:
         assert served(line, ANN)
 
     def test_labels(self, line: Line) -> None:
-        """A lease has 32 labels at most: it is kept for long, and told to everybody who asks."""
+        """A lease has 32 labels at most, since they are stored for long and part of every answer."""
         assert line.ask(**SMALL, labels={f"k{number}": "v" for number in range(33)}).status == 422
         assert line.granted(**SMALL, labels=LABELS)["labels"] == LABELS
 
 
 class TestReaders:
-    """Callers that ask and do not read the answer."""
+    """Callers that send requests and do not read the answers."""
 
     @needs_root
     def test_pipelining(self, line: Line, connect: Connect) -> None:
-        """One that sends without end and reads nothing is made to wait; it costs a connection, and no memory."""
+        """A caller that sends without end and reads nothing has to wait; it takes a connection, and no memory."""
         before, many = memory(line.node), message("GET", "/v1/openapi.json") * 50
         for _ in range(20):
             deaf = connect(line.node, ANN)
@@ -309,7 +309,7 @@ class TestReaders:
 
     @pytest.mark.parametrize("behind", [b"x" * 65536, message("GET", "/healthz") * 1000], ids=["noise", "requests"])
     def test_behind_one_that_waits(self, line: Line, connect: Connect, behind: bytes) -> None:
-        """One that sends on and on while it waits for its lease is not listened to meanwhile."""
+        """Bytes that a caller sends while it waits for its lease are not read meanwhile."""
         line.granted(threads=100, memory="1GiB", gpu="0")
         deaf, sent, before = connect(line.node, ANN), 0, memory(line.node)
         deaf.send(message("POST", "/v1/leases", {**SMALL, "gpu": "0", "wait": None}))
@@ -323,7 +323,7 @@ class TestReaders:
 
     @pytest.mark.parametrize("upgrade", ["websocket", "h2c"])
     def test_upgrade(self, line: Line, connect: Connect, upgrade: str) -> None:
-        """One that offers another protocol is answered in this one, as is what it sends behind that."""
+        """A caller that offers another protocol gets its answers, also to later requests, in HTTP/1.1."""
         talk = connect(line.node, ANN)
         request = message("POST", "/v1/leases", SMALL, f"Upgrade: {upgrade}", "Connection: Upgrade")
         talk.send(message("GET", "/healthz") + request + message("GET", "/healthz") * 10)
@@ -336,7 +336,7 @@ class TestReaders:
 
     @pytest.mark.slow
     def test_large_answers(self, make_node: Start, make_line: MakeLine, connect: Connect) -> None:
-        """One that does not read a large answer is hung up on; mpsd does not hold it for as long as that likes."""
+        """A caller that does not read a large answer is disconnected; mpsd does not keep the answer without limit."""
         line = make_line(make_node(simulate=1, config="[api]\nrequests_per_uid = 50\n").start())
         for _ in range(40):
             line.granted(uid=ANN, **SMALL, labels=LABELS)
@@ -354,12 +354,12 @@ class TestReaders:
 
 
 class TestDescriptors:
-    """mpsd without a descriptor to spare."""
+    """mpsd without free descriptors."""
 
     @needs_root
     @pytest.mark.parametrize("most", [64, 100])
     def test_out_of_descriptors(self, make_node: Start, make_line: MakeLine, connect: Connect, most: int) -> None:
-        """Many users with many connections use up what there is for connections, and nothing else; then all is well."""
+        """Many users with many connections use up the descriptors for connections, and no others; then all recovers."""
         config = "[api]\nconnections_per_uid = 1000\n[daemon]\nprobe_interval = 0.2\n"
         line = make_line(make_node(simulate=1, config=config).start())
         lease, before, pid = line.granted(uid=ANN, **SMALL), descriptors(line.node), line.node.daemons()["gpu0"]["pid"]
@@ -369,7 +369,7 @@ class TestDescriptors:
         too_many(crowd[-1].answer(), "descriptors")
         inside = [each for each in crowd if not readable(each)]
         assert most // 4 < len(inside) < most - before
-        # There is enough left for what a lease needs, also for its control daemon to be asked meanwhile.
+        # Enough are left for a lease, and for mpsd to query its control daemon meanwhile.
         assert inside[0] is crowd[0]
         assert inside[0].ask("POST", "/v1/leases", SMALL).status == 201
         assert descriptors(line.node) < most
@@ -384,7 +384,7 @@ class TestDescriptors:
 
 
 class TestMemory:
-    """What many requests leave behind: nothing."""
+    """The memory that many requests leave behind: none."""
 
     def test_flat(self, line: Line) -> None:
         """After 20,000 requests, ordinary and hostile ones, mpsd has the memory that it had after the first 4,000."""

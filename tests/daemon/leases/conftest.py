@@ -1,4 +1,4 @@
-"""Nodes for the tests of admission, and a line of callers in front of each."""
+"""Nodes for the tests of admission, and a line of callers in front of each node."""
 
 import os
 import subprocess
@@ -16,31 +16,31 @@ from tests.node import Node
 __all__ = ["MANY", "MakeLine", "make_line", "make_node", "many", "node", "node_for_all", "one", "sleeper"]
 
 MakeLine = Callable[[Node], Line]
-"""Makes the line of callers in front of a node."""
+"""Makes a line of callers in front of a node."""
 
 PRIORITY = '[quota."*"]\npriority = 10\n'
-"""A node where everybody may ask for a priority."""
+"""A node on which every user may request a priority."""
 
 MANY = f'[daemon]\nusers = "many"\n{PRIORITY}'
-"""And whose control daemons serve many users at a time, as only those of root do."""
+"""The same, with control daemons that serve many users at a time; only root can start such daemons."""
 
 
 @pytest.fixture(scope="module")
 def many(node_for_all: Start) -> Node:
-    """Start the node, of daemons that serve many users where root starts them, that the tests of a module share."""
+    """Start a node that the tests of a module share; its daemons serve many users if root starts them."""
     config = MANY if os.geteuid() == 0 else PRIORITY
     return node_for_all(control=real.real_daemons()[555], config=config).start()
 
 
 @pytest.fixture(scope="module")
 def one(node_for_all: Start) -> Node:
-    """Start the node, of daemons that serve one user at a time, that the tests of a module share."""
+    """Start a node that the tests of a module share; its daemons serve one user at a time."""
     return node_for_all(control=real.real_daemons()[535]).start()
 
 
 @pytest.fixture
 def make_line() -> Iterator[MakeLine]:
-    """Give a maker of lines, in front of any node; all hang up and give back what they hold when the test is over."""
+    """Return a maker of lines in front of any node. After the test every line disconnects and releases its leases."""
     lines: list[Line] = []
 
     def make(node: Node, **options: Any) -> Line:
@@ -60,7 +60,7 @@ def node(make_node: Start) -> Node:
 
 @pytest.fixture
 def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
-    """Give a process that holds whatever it is told to."""
+    """Return a process that sleeps and can hold leases."""
     with subprocess.Popen(["sleep", "600"]) as process:
         yield process
         process.kill()

@@ -1,10 +1,10 @@
-"""The fighters: a program of many light processes, of several users, that ask one node for leases as fast as they can.
+"""The fighters: a program of many light processes, of several users, that request leases from one node at full speed.
 
-It is started by tests.daemon.leases.test_fight with one argument, a `Plan` as JSON, and knows nothing of mpsd but its
-socket. Each fighter is a process with a uid of its own. It asks, waits, holds what it was granted for a moment, and
-gives it back; or it leaves that to a child, which dies while it waits or with the lease in its hands. When its standard
-input ends it stops. What was granted is written to the file of receipts, a line each: the moment when the grant was
-heard, and the moment before it was given back, so that the lease was held for that long at least.
+tests.daemon.leases.test_fight starts it with one argument, a `Plan` as JSON. It knows nothing of mpsd but its socket.
+Each fighter is a process with its own uid. It requests a lease, waits, holds the grant for a moment and releases it; or
+it leaves that to a child, which dies while it waits or while it holds the lease. A fighter stops when its standard
+input ends. Each grant is one line in the file of receipts: the moment when the grant was received, and the moment
+before the release. The lease was held at least between these two moments.
 """
 
 import json
@@ -19,26 +19,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Plan:
-    """What is fought for, by whom, and with what."""
+    """The resources that are fought for, the fighters, and where they write."""
 
     socket: str
     receipts: str
     """The file for the receipts."""
     fighters: dict[int, int]
-    """By uid, how many processes it has."""
+    """The number of processes, by uid."""
     memory_heavy: bool
-    """Whether memory is what everybody lacks; otherwise it is threads."""
+    """Whether memory is the scarce resource; otherwise threads are."""
     seed: int
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """A lease that somebody was told of, from when until when it was held at least, on the clock that does not jump."""
+    """A granted lease and the shortest time for which it was held, on the monotonic clock."""
 
     lease: str
     uid: int
     number: int
-    """Which of that user's fighters it was."""
+    """The number of the fighter among those of its user."""
     gpus: list[str]
     threads: float
     memory: int
@@ -80,7 +80,7 @@ class _Fighter:
         self._chance = random.Random(f"{plan.seed}-{uid}-{number}")
 
     def fight(self) -> None:
-        """Ask for leases until it is told to stop."""
+        """Request leases until standard input ends."""
         while not self._over(0):
             if self._chance.random() < 0.1:
                 child = os.fork()
@@ -88,12 +88,12 @@ class _Fighter:
                     self._round(mortal=True)
                     os._exit(0)
                 os.waitpid(child, 0)
-                self._chance.random()  # or the next round would be the same as the one that the child has had
+                self._chance.random()  # otherwise the next round would repeat the child's random numbers
             else:
                 self._round(mortal=False)
 
     def _over(self, seconds: float) -> bool:
-        """Tell whether it is time to stop, after waiting for that for so long."""
+        """Wait for so long; return whether it is time to stop."""
         return bool(select.select([0], [], [], seconds)[0])
 
     def _request(self) -> dict[str, object]:
@@ -108,11 +108,11 @@ class _Fighter:
         return asked
 
     def _round(self, *, mortal: bool) -> None:
-        """Ask for one lease, and hold it for a moment; the mortal do not give it back, or do not even wait for it."""
+        """Request one lease and hold it for a moment; a mortal child dies while it waits for the lease or holds it."""
         with self._send("POST", "/v1/leases", self._request()) as connection:
             patience = 0.05 if mortal and self._chance.random() < 0.5 else 3600.0
             if connection.fileno() not in select.select([connection.fileno(), 0], [], [], patience)[0]:
-                return  # it is time to stop, or out of patience
+                return  # it is time to stop, or the wait timed out
             status, answer = _receive(connection)
         if status != 201:
             raise SystemExit(f"uid {self._uid} was refused: {answer!r}")
@@ -137,11 +137,12 @@ class _Fighter:
         return connection
 
     def _write(self, receipt: Receipt) -> None:
-        os.write(self._receipts, json.dumps(vars(receipt)).encode() + b"\n")  # whole, since the file is appended to
+        # One write, since the file is open for appending.
+        os.write(self._receipts, json.dumps(vars(receipt)).encode() + b"\n")
 
 
 def _receive(connection: socket.socket) -> tuple[int, bytes]:
-    """Return the status and the body of an answer after which the connection ends."""
+    """Return the status and the body of an answer after which the server closes the connection."""
     whole = b""
     while piece := connection.recv(65536):
         whole += piece

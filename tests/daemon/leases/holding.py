@@ -1,4 +1,4 @@
-"""What the tests of holders share: leases, asked for and looked at, and processes that hold them."""
+"""Helpers that the tests of holders share: they request and read leases, and start processes that hold them."""
 
 import json
 import sqlite3
@@ -18,12 +18,12 @@ ROOT: Final = {"uid": 0, "gid": 0}
 
 
 def asleep(group: Path | None = None) -> "subprocess.Popen[bytes]":
-    """Start a process, in a control group."""
+    """Start a sleeping process in a control group."""
     return subprocess.Popen([*(joins(group) if group else ()), "sleep", "600"])
 
 
 def admitted(node: Node, holder: object = None, **more: Any) -> dict[str, Any]:
-    """Take out a lease, and return it."""
+    """Request a lease, and return it."""
     answer = node.request("POST", "/v1/leases", {**SMALL, "holder": holder, **more})
     assert answer.status == 201, answer.body
     found: dict[str, Any] = answer.json
@@ -31,20 +31,20 @@ def admitted(node: Node, holder: object = None, **more: Any) -> dict[str, Any]:
 
 
 def refusal(node: Node, holder: object, **more: Any) -> tuple[int, str, str | None]:
-    """Ask for a lease that is refused, and return how: status, code and limit."""
+    """Request a lease that mpsd must refuse; return the status, the code and the limit."""
     answer = node.request("POST", "/v1/leases", {**SMALL, "holder": holder, **more})
     assert node.get("/v1/leases").json["leases"] == []
     return answer.status, answer.json["code"], answer.json.get("limit")
 
 
 def shown(node: Node, lease: dict[str, Any]) -> dict[str, Any]:
-    """Return a lease as it is now."""
+    """Return the current state of a lease."""
     found: dict[str, Any] = node.get(f"/v1/leases/{lease['id']}").json
     return found
 
 
 def ended(node: Node, lease: dict[str, Any]) -> str:
-    """Wait until a lease has ended, once, and return why."""
+    """Wait until a lease has ended, check that it ended once, and return why."""
     wait_until(lambda: shown(node, lease)["state"] == "ended", what="the lease to end")
     assert len(node.events("lease_ended", lease=lease["id"])) == 1
     because: str = shown(node, lease)["because"]
@@ -52,17 +52,17 @@ def ended(node: Node, lease: dict[str, Any]) -> str:
 
 
 def add(node: Node, lease: dict[str, Any], **asked: Any) -> Any:
-    """Ask for another holder of a lease."""
+    """Request another holder for a lease."""
     return node.request("POST", f"/v1/leases/{lease['id']}/holders", asked)
 
 
 def path_in(group: Path) -> str:
-    """Return what /proc/PID/cgroup calls a control group that a test has made."""
+    """Return the path that /proc/PID/cgroup has for a control group of a test."""
     return f"/{group.name}"
 
 
 def stored(node: Node, lease: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the holders of a lease as they are on disk."""
+    """Return the holders of a lease as the disk has them."""
     uri = f"file:{node.root / 'run' / 'leases.db'}?mode=ro&immutable=1"
     connection = sqlite3.connect(uri, uri=True)
     try:

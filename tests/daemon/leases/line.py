@@ -1,7 +1,7 @@
-"""Callers that ask and do not wait for the answer: each request on a connection of its own, as any user.
+"""Callers that send requests without waiting for the answers: each request on its own connection, as any user.
 
-The kernel notes who connects at the moment of `connect`, so one process can call as many users, and nothing about that
-is pretended: the credentials are those that mpsd gets. The process behind all of these calls is that of the tests.
+The kernel records the credentials of a peer at `connect`, so one process can call as many users. Nothing about that is
+simulated: mpsd gets exactly these credentials. The process behind all calls is that of the tests.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ from tests.node import Answer, Node
 _numbers: Final = count(1)
 
 OWN_UID: Final = os.geteuid()
-"""Who anybody but root is to a node: the only user that he can call as."""
+"""The uid of a caller without root; it can call as this user only."""
 
 
 @contextlib.contextmanager
 def as_user(uid: int | None) -> Iterator[None]:
-    """Be this user, and the group of the same number, to whatever is connected to meanwhile; None: stay who one is.
+    """Become this user, and the group of the same number, for all connections made meanwhile; None changes nothing.
 
-    It concerns every thread of the process, so it is not for tests that call from several.
+    The change affects every thread of the process, so tests that call from several threads cannot use it.
     """
     if uid in {None, OWN_UID}:
         yield
@@ -42,7 +42,7 @@ def as_user(uid: int | None) -> Iterator[None]:
 
 
 def connect(path: Path, *, uid: int | None = None) -> socket.socket:
-    """Return a connection to a unix socket, made as this user. Raises OSError when nobody takes it."""
+    """Return a connection to a unix socket, made as this user. Raises OSError when no process accepts it."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(30)
@@ -55,21 +55,21 @@ def connect(path: Path, *, uid: int | None = None) -> socket.socket:
 
 
 def message(method: str, target: str, body: object = None, *headers: str) -> bytes:
-    """Return a request as it goes over the wire; the body is JSON unless it is bytes already."""
+    """Return a request as bytes for the wire; a body that is not bytes becomes JSON."""
     raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     lines = [f"{method} {target} HTTP/1.1", "Host: mpsd", f"Content-Length: {len(raw)}", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + raw
 
 
 class Talk:
-    """A connection that is kept, with what was received on it and not read yet: answers come one behind the other."""
+    """A connection that stays open, with the bytes that were received and not read yet: answers follow each other."""
 
     def __init__(self, path: Path, *, uid: int | None = None) -> None:
         self.connection = connect(path, uid=uid)
         self._stream = self.connection.makefile("rb")
 
     def __enter__(self) -> Self:
-        """Close it at the end."""
+        """Return the connection, which closes at the end."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -110,20 +110,20 @@ class Talk:
 
 
 class Call:
-    """A request that was sent; its answer is read when somebody wants it."""
+    """A request that was sent; its answer is read on demand."""
 
     def __init__(self, path: Path, method: str, target: str, body: object = None, *, uid: int | None = None) -> None:
         self._method = method
         self._talk = Talk(path, uid=uid)
         try:
             self._talk.send(message(method, target, body))
-        except OSError:  # it was turned away before it said anything
+        except OSError:  # mpsd closed the connection before the request was sent
             self._talk.close()
             raise
 
     @property
     def answered(self) -> bool:
-        """Whether there is something to read."""
+        """Whether there are bytes to read."""
         return bool(select.select([self._talk], [], [], 0)[0])
 
     def answer(self) -> Answer:
@@ -139,29 +139,29 @@ class Call:
 
 
 class Line:
-    """Those who ask a node for leases, and stand in its queue."""
+    """The callers that request leases from a node and wait in its queue."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
         self._calls: list[Call] = []
 
     def call(self, method: str, target: str, body: object = None, *, uid: int | None = None) -> Call:
-        """Send a request, and do not wait for its answer."""
+        """Send a request without waiting for its answer."""
         self._calls.append(Call(self.node.socket, method, target, body, uid=uid))
         return self._calls[-1]
 
     def ask(self, *, uid: int | None = None, **asked: Any) -> Answer:
-        """Ask for a lease, and wait for the answer."""
+        """Request a lease, and wait for the answer."""
         return self.call("POST", "/v1/leases", asked, uid=uid).answer()
 
     def granted(self, *, uid: int | None = None, **asked: Any) -> Any:
-        """Ask for a lease, and return it; it has to be granted."""
+        """Request a lease that mpsd must grant, and return it."""
         answer = self.ask(uid=uid, **asked)
         assert answer.status == 201, answer.json
         return answer.json
 
     def waits(self, *, uid: int | None = None, **asked: Any) -> tuple[Call, Any]:
-        """Ask for a lease, for ever by default, and return the call and the lease once that stands in the queue."""
+        """Request a lease, with an unlimited wait by default; return the call and the lease once it is in the queue."""
         name = f"waiter-{next(_numbers)}"
         call = self.call("POST", "/v1/leases", {"wait": None, "name": name, **asked}, uid=uid)
         lease = wait_until(
@@ -182,7 +182,7 @@ class Line:
         return sorted(waiting, key=lambda each: int(each["wait"]["position"]))
 
     def lease(self, lease: Any) -> Any:
-        """Return a lease as it is now."""
+        """Return the current state of a lease."""
         return self.node.get(f"/v1/leases/{lease['id']}").json
 
     def release(self, lease: Any) -> None:
@@ -201,7 +201,7 @@ class Line:
         return self.node.get("/v1/gpus").json["gpus"][index]
 
     def leave(self) -> None:
-        """Hang up, and give back everything: the node is then as it was."""
+        """Disconnect and release everything, so that the node is as it was before."""
         for call in self._calls:
             call.hang_up()
         if self.node.process is None:

@@ -1,4 +1,4 @@
-"""Who gets in: capacity, placement, and leases that are bound to a process by what the kernel says about it."""
+"""Admission: capacity, placement, and leases that are bound to a process by the kernel's evidence."""
 
 import os
 import socket
@@ -20,7 +20,7 @@ from tests.real import RealDaemon
 pytestmark = pytest.mark.real_daemon(535)
 
 CAPACITY = 80 * GIB - 512 * MIB
-"""What a simulated GPU has to give: its memory less the reserve."""
+"""The memory that a simulated GPU can grant: its total less the reserve."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def shared(node_for_all: Start) -> Node:
 
 @pytest.fixture
 def node(shared: Node) -> Iterator[Node]:
-    """Give the shared node, and take back what was granted."""
+    """Return the shared node, and release the leases of the test afterwards."""
     yield shared
     for lease in shared.get("/v1/leases").json["leases"]:
         assert shared.request("DELETE", f"/v1/leases/{lease['id']}").status == 204
@@ -39,7 +39,7 @@ def node(shared: Node) -> Iterator[Node]:
 
 
 def admit(node: Node, **asked: Any) -> Answer:
-    """Ask for a lease as the process of the tests."""
+    """Request a lease as the process of the tests."""
     return node.request("POST", "/v1/leases", asked)
 
 
@@ -50,7 +50,7 @@ def granted(answer: Answer) -> Any:
 
 
 def refused(answer: Answer, status: int, code: str, limit: str | None = None) -> str:
-    """Return the detail of a refusal that has this status, code and limit, and a way out."""
+    """Check a refusal's status, code and limit, and that it has a hint; return its detail."""
     assert answer.status == status, answer.json
     assert answer.headers["Content-Type"] == "application/problem+json"
     problem = answer.json
@@ -67,10 +67,10 @@ def gpu(node: Node, index: int) -> Any:
 
 
 class TestLease:
-    """What a lease is."""
+    """The contents of a lease."""
 
     def test_lease(self, node: Node) -> None:
-        """It says what was granted, to whom, where, and gives the environment that holds a client to it."""
+        """A lease says what was granted, to whom and where, and its environment limits the client to that share."""
         lease = granted(admit(node, threads=25, memory="2GiB", name="mine", labels={"team": "a"}))
         daemon = node.daemons()[lease["daemon"]]
         assert (lease["state"], lease["clients"], lease["ended"]) == ("granted", [], None)
@@ -106,7 +106,7 @@ class TestLease:
     def test_memory_is_granted_in_whole_mebibytes(
         self, node: Node, memory: str | int, bytes_: int, grammar: str
     ) -> None:
-        """Every unit is taken, and rounded up to what MPS can hold."""
+        """Every unit is accepted; the amount is rounded up to whole mebibytes, which MPS can hold."""
         lease = granted(admit(node, threads=1, memory=memory))
         assert lease["pinned_device_mem_limit"] == bytes_
         assert lease["env"]["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == f"0={grammar}"
@@ -115,31 +115,31 @@ class TestLease:
         ("fraction", "percentage"), [(0.25, 25.0), (1, 100.0), (0.29, 29.0), (0.57, 57.0), (0.001, 0.1)]
     )
     def test_fraction(self, node: Node, fraction: float, percentage: float) -> None:
-        """A fraction is that part of a GPU's threads and of what it has of memory to give."""
+        """A fraction is a part of a GPU's threads and of its grantable memory."""
         lease = granted(admit(node, fraction=fraction))
         assert lease["active_thread_percentage"] == percentage
         share = CAPACITY * percentage / 100
         assert share - MIB < lease["pinned_device_mem_limit"] <= share
 
     def test_four_quarters_are_a_whole(self, node: Node) -> None:
-        """Nothing is lost in the arithmetic: as many fractions fit as make a GPU, and not one more."""
+        """Rounding loses nothing: the fractions that fit add up to exactly one GPU."""
         for _ in range(4):
             granted(admit(node, fraction=0.25, gpu="0"))
         refused(admit(node, fraction=0.01, gpu="0"), 409, "does_not_fit", "threads")
 
 
 class TestCapacity:
-    """What does not fit is refused with the number that limits."""
+    """A request that does not fit is refused, and the refusal states the limiting number."""
 
     def test_threads(self, node: Node) -> None:
-        """Threads are summed by GPU, and what is left is told."""
+        """Threads are summed for each GPU, and a refusal states how many are left."""
         granted(admit(node, threads=60.5, memory="1GiB", gpu="0"))
         detail = refused(admit(node, threads=39.6, memory="1GiB", gpu="0"), 409, "does_not_fit", "threads")
         assert "39.6 % of the threads were requested, but only 39.5 % are left" in detail
         granted(admit(node, threads=39.5, memory="1GiB", gpu="0"))
 
     def test_memory(self, node: Node) -> None:
-        """So is memory, of which a reserve is kept."""
+        """Memory is summed too, and the reserve stays free."""
         granted(admit(node, threads=10, memory="70GiB", gpu="0"))
         detail = refused(admit(node, threads=10, memory="10GiB", gpu="0"), 409, "does_not_fit", "memory")
         assert "10GiB of memory were requested, but only 9.5GiB are left" in detail
@@ -155,18 +155,18 @@ class TestCapacity:
         assert (gpu(node, 0)["clients"], gpu(node, 0)["clients_max"]) == (47, 48)
 
     def test_more_than_there_is(self, node: Node) -> None:
-        """What no GPU has at all is told apart from what none has left: asking again does not help."""
+        """The refusal of an amount that no GPU has at all differs from one that is taken: a retry does not help."""
         detail = refused(admit(node, threads=10, memory="80GiB"), 422, "never_fits", "memory")
         assert "80GiB of memory were requested, but the GPU can grant only 79.5GiB" in detail
 
     def test_the_closest_refusal_is_told(self, node: Node) -> None:
-        """When no GPU has it left, the refusal is that of a GPU that could have had it."""
+        """When no GPU has enough left, the refusal describes the GPU that came closest."""
         granted(admit(node, threads=90, memory="1GiB", gpu="0"))
         granted(admit(node, threads=95, memory="1GiB", gpu="1"))
         refused(admit(node, threads=20, memory="1GiB"), 409, "does_not_fit", "threads")
 
     def test_64_callers_at_once(self, node: Node) -> None:
-        """However many ask at the same moment, what is granted is what there is, and everybody gets an answer."""
+        """Concurrent requests are granted exactly the capacity of the node, and every request gets an answer."""
         with ThreadPoolExecutor(64) as pool:
             answers = list(pool.map(lambda _: admit(node, threads=10, memory="1GiB"), range(64)))
         assert sorted(answer.status for answer in answers) == [201] * 20 + [409] * 44
@@ -176,7 +176,7 @@ class TestCapacity:
 
 
 class TestPlacement:
-    """Which GPU a request goes to."""
+    """The choice of the GPU for a request."""
 
     def test_named_gpu(self, node: Node) -> None:
         """A GPU is named by index, by UUID, or by the start of its UUID."""
@@ -189,13 +189,13 @@ class TestPlacement:
 
     @pytest.mark.parametrize("name", ["2", "-1", "GPU-", "GPU-ffffffff", "", "all"])
     def test_gpu_that_is_not_there(self, node: Node, name: str) -> None:
-        """A name that is no GPU's is refused, and those that there are are named."""
+        """A name that no GPU has is refused, and the refusal lists the GPUs of the node."""
         answer = admit(node, threads=1, memory="1MiB", gpu=name)
         refused(answer, 422, "invalid_request")
         assert all(each["uuid"] in answer.json["hint"] for each in node.get("/v1/gpus").json["gpus"])
 
     def test_best_fit(self, node: Node) -> None:
-        """By default the fullest GPU that still fits is filled first: the other stays free for a large request."""
+        """By default the fullest GPU that still fits is filled first; the other stays free for a large request."""
         granted(admit(node, threads=10, memory="30GiB", gpu="1"))
         assert [granted(admit(node, threads=10, memory="20GiB"))["daemon"] for _ in range(4)] == [
             "gpu1",
@@ -217,10 +217,13 @@ class TestPlacement:
 
 
 class TestDaemonLimits:
-    """A control daemon's own limits bound what anybody can be granted."""
+    """The limits of a control daemon bound every grant."""
 
     def test_more_than_the_daemon_gives(self, make_node: Start) -> None:
-        """What exceeds a configured default limit is refused by policy, with the setting that a reload can raise."""
+        """A request above a configured default limit is refused by policy.
+
+        The refusal names the setting to raise by a reload.
+        """
         config = '[limits]\nactive_thread_percentage = 50\npinned_device_mem_limit = "4GiB"\n'
         node = make_node(simulate=1, config=config).start()
         limit = "limits.pinned_device_mem_limit"
@@ -235,10 +238,10 @@ class TestDaemonLimits:
 
 
 class TestRequestId:
-    """A request that is sent again."""
+    """A request that is sent again with its request_id."""
 
     def test_same_request(self, node: Node) -> None:
-        """The same request_id returns the same lease, and takes nothing twice."""
+        """The same request_id returns the same lease, and takes no resources twice."""
         first = granted(admit(node, threads=60, memory="1GiB", request_id="once", gpu="0"))
         again = granted(admit(node, threads=60, memory="1GiB", request_id="once", gpu="0"))
         assert first == again
@@ -248,7 +251,7 @@ class TestRequestId:
 
     @needs_root
     def test_another_request(self, node: Node) -> None:
-        """A request_id that is used for another request is refused, with what differs; how long it waits may."""
+        """A request_id that was used for another request is refused, naming the difference. The wait may differ."""
         asked = {"threads": 60, "memory": "1GiB", "request_id": "once", "gpu": "0"}
         first = granted(admit(node, **asked))
         assert granted(admit(node, **asked, wait=5))["id"] == first["id"]
@@ -279,7 +282,7 @@ class TestRequestId:
 
     @needs_root
     def test_of_another_user(self, node: Node) -> None:
-        """A request_id is its user's own: nobody gets another's lease by guessing it."""
+        """A request_id belongs to its user: no other user gets the lease by guessing it."""
         mine = granted(admit(node, threads=10, memory="1GiB", request_id="once"))
         with calling(node.socket, uid=NOBODY) as stranger:
             theirs = granted(stranger.admit(threads=10, memory="1GiB", request_id="once"))
@@ -287,7 +290,7 @@ class TestRequestId:
             assert theirs["owner"]["uid"] == NOBODY
 
     def test_at_once(self, node: Node) -> None:
-        """Also when the same request arrives sixteen times at once."""
+        """This holds also when the same request arrives sixteen times at once."""
         with ThreadPoolExecutor(16) as pool:
             answers = list(pool.map(lambda _: admit(node, threads=10, memory="1GiB", request_id="race"), range(16)))
         assert len({granted(answer)["id"] for answer in answers}) == 1
@@ -295,7 +298,7 @@ class TestRequestId:
 
 @pytest.mark.parametrize("real", branches())
 def test_client_priority(make_node: Start, real: RealDaemon) -> None:
-    """It stands in the environment of its clients; a driver that has none says so, and what to do."""
+    """The priority is in the environment of the lease's clients. On a driver without priorities the refusal says so."""
     node = make_node(simulate=1, control=real.control).start()
     answer = admit(node, threads=10, memory="1GiB", client_priority=1)
     if real.branch < 535:
@@ -312,11 +315,11 @@ def test_client_priority(make_node: Start, real: RealDaemon) -> None:
 
 
 class TestEnd:
-    """How a lease ends."""
+    """The ends of a lease."""
 
     @pytest.mark.parametrize("end", [Caller.end, Caller.kill])
     def test_holder_is_gone(self, node: Node, end: Any) -> None:
-        """A lease ends when the process that asked for it ends, however it does, and its share is free again."""
+        """A lease ends when the process that requested it ends in any manner, and its share is free again."""
         with calling(node.socket) as holder:
             lease = granted(holder.admit(threads=100, memory="1GiB", gpu="0"))
             assert lease["owner"]["pid"] == holder.pid
@@ -332,13 +335,13 @@ class TestEnd:
         granted(admit(node, threads=100, memory="1GiB", gpu="0"))
 
     def test_connection_is_gone(self, node: Node) -> None:
-        """It does not end with the connection that it was asked for over."""
+        """A lease outlives the connection that requested it."""
         with calling(node.socket) as holder:
             lease = granted(holder.admit(threads=10, memory="1GiB"))
             assert holder.request("GET", f"/v1/leases/{lease['id']}").json["state"] == "granted"
 
     def test_release(self, node: Node) -> None:
-        """Its owner releases it, once or twice; what never was is not found."""
+        """Its owner can release it, once or twice; a lease that never existed is not found."""
         lease = granted(admit(node, threads=100, memory="1GiB", gpu="0"))
         path = f"/v1/leases/{lease['id']}"
         answer = node.request("DELETE", path)
@@ -352,7 +355,7 @@ class TestEnd:
         granted(admit(node, threads=100, memory="1GiB", gpu="0"))
 
     def test_process_that_connected_is_gone(self, node: Node) -> None:
-        """A caller whose process ended, and left its connection to another, gets no lease: nothing to bind it to."""
+        """A caller whose process has ended gets no lease, though another process holds its connection."""
         with socket.socket(socket.AF_UNIX) as connection:
             program = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).connect(sys.argv[2])"
             number = connection.fileno()
@@ -373,10 +376,10 @@ class TestEnd:
 
 
 class TestHolder:
-    """Whose life a lease is bound to."""
+    """The process whose life a lease is bound to."""
 
     def test_another_process_of_mine(self, node: Node) -> None:
-        """A lease can be bound to another process of the same user, and ends with that one."""
+        """A lease can be bound to another process of the same user, and ends with that process."""
         with calling(node.socket) as worker:
             lease = granted(admit(node, threads=10, memory="1GiB", pid=worker.pid))
             assert lease["owner"]["pid"] == worker.pid
@@ -395,7 +398,7 @@ class TestHolder:
 
     @needs_root
     def test_another_user_s(self, node: Node) -> None:
-        """A user can neither bind a lease to another's process nor end another's lease; root can do both."""
+        """A user can neither bind a lease to another user's process nor end another user's lease; root can do both."""
         mine = granted(admit(node, threads=10, memory="1GiB"))
         with calling(node.socket, uid=NOBODY) as stranger:
             detail = refused(stranger.admit(threads=10, memory="1GiB", pid=os.getpid()), 403, "not_permitted")
@@ -416,20 +419,23 @@ class TestHolder:
 
     @needs_root
     def test_user_who_cannot_reach_the_daemon(self, make_node: Start) -> None:
-        """Whoever cannot pass to the pipe directory would run without MPS, so is refused, with what opens the way."""
+        """A user without access to the pipe directory would run without MPS, so it is refused.
+
+        The hint opens access.
+        """
         node = make_node(simulate=1)
         node.start()
         node.root.chmod(0o700)
-        # It gets as far as mpsd's socket, by a directory that it already stands in.
+        # The process reaches mpsd's socket because its working directory already is there.
         with calling("mpsd.sock", uid=NOBODY, cwd=node.root / "run") as stranger:
             answer = stranger.admit(threads=10, memory="1GiB")
             detail = refused(answer, 403, "not_permitted")
             assert f"uid {NOBODY} cannot reach the control daemons: it may not traverse {node.root}" in detail
             assert f"chmod o+x {node.root}" in answer.json["hint"]
             assert node.get("/v1/leases").json["leases"] == []
-            mine = granted(admit(node, threads=10, memory="1GiB"))  # root passes everywhere
+            mine = granted(admit(node, threads=10, memory="1GiB"))  # root may traverse every directory
             node.root.chmod(0o711)
-            # A control daemon serves one uid at a time, so it is not yet the other's turn.
+            # A control daemon serves one uid at a time, so the other uid has to wait.
             assert "uid 0 holds leases on the GPU" in refused(
                 stranger.admit(threads=10, memory="1GiB"), 409, "does_not_fit", "user"
             )
@@ -478,7 +484,7 @@ BAD_BODIES = [
 
 @pytest.mark.parametrize(("body", "words", "limit"), BAD_BODIES)
 def test_bad_body(node: Node, body: object, words: str, limit: str | None) -> None:
-    """A request that cannot be meant is refused with what is wrong and where, and nothing is granted."""
+    """An invalid request is refused with the error and its place, and nothing is granted."""
     detail = refused(node.request("POST", "/v1/leases", body), 422, "invalid_request", limit)
     assert words in detail
     assert node.get("/v1/leases").json["leases"] == []

@@ -1,6 +1,6 @@
-"""Whose client a process is: by its family, by its control group, and never by a number that somebody else has now.
+"""Attribution of clients to leases: by family and by control group, never by a pid that another process has now.
 
-The processes and control groups are real, and so are the clients and servers of the simulated node.
+The processes and control groups are real, like the clients and servers of the simulated node.
 """
 
 import json
@@ -28,10 +28,10 @@ MANY: Final = '[daemon]\nusers = "many"\n'
 
 SHORT: Final = '[enforcement]\nattach = "strict"\nattach_window = 0.2\n'
 LONG: Final = '[enforcement]\nattach = "strict"\nattach_window = 60.0\n'
-"""In `shared`, every process that a test starts would open the ceiling: this process holds the leases."""
+"""In `shared`, every process that a test starts would open the ceiling, since this process holds the leases."""
 
 _SHELL: Final = ("sh", "-c", '"$@"; exit', "sh")
-"""Starts what follows as its child, and waits for it."""
+"""Starts the command that follows as its child, and waits for it."""
 
 
 @pytest.fixture
@@ -47,14 +47,14 @@ def lease(node: Node, lease_id: str) -> dict[str, Any]:
 
 
 def clients(node: Node, lease_id: str) -> list[int]:
-    """Have the control daemon asked anew, and return the clients of a lease."""
+    """Have mpsd ask the control daemon again, and return the clients of a lease."""
     assert node.get(f"/v1/leases/{lease_id}/verify").status == 200
     found: list[int] = lease(node, lease_id)["clients"]
     return found
 
 
 def has(client: SimulatedClient) -> tuple[float, int]:
-    """Return what a client has."""
+    """Return the limits that are in force for a client."""
     return client.hello["active_thread_percentage"], client.hello["pinned_device_mem_limit"]
 
 
@@ -62,7 +62,10 @@ def has(client: SimulatedClient) -> tuple[float, int]:
 
 
 def test_parents_that_are_gone(node: Node) -> None:
-    """A client stays its lease's when all who started it are gone, to the next mpsd too; with it the lease ends."""
+    """A client keeps its lease when all its ancestors are gone, also in the next mpsd.
+
+    The lease ends with the client.
+    """
     with leased(node, "--threads", "25", "--memory", "2GiB", within=_SHELL * 2) as holder:
         pid = holder.hello["pid"]
         lease_id = event(node, "client_attributed", client=pid)["lease"]
@@ -86,7 +89,7 @@ def test_parents_that_are_gone(node: Node) -> None:
 
 
 def test_child_of_a_client(node: Node, short_tmp: Path) -> None:
-    """What a client starts is its lease's client too, also when the holder, from which both descend, is gone."""
+    """A child of a lease's client is a client of that lease too, also when the common ancestor, the holder, is gone."""
     fifo = short_tmp / "go"
     os.mkfifo(fifo)
     told = os.open(fifo, os.O_RDWR)
@@ -113,7 +116,7 @@ def test_child_of_a_client(node: Node, short_tmp: Path) -> None:
 
 
 def granted(caller: Caller, group: Path, **asked: Any) -> str:
-    """Have a process of a control group take out a lease, and return its id."""
+    """Have a process of a control group request a lease, and return the lease's id."""
     (group / "cgroup.procs").write_text(f"{caller.pid}", encoding="ascii")
     answer = caller.admit(**{"threads": 25, "memory": 2 * GIB, "gpu": "0", **asked})
     assert answer.status == 201, answer.body
@@ -123,7 +126,7 @@ def granted(caller: Caller, group: Path, **asked: Any) -> str:
 
 @pytest.mark.parametrize("hierarchy", ["name=systemd", "cgroup2"])
 def test_no_relative(node: Node, hierarchy: str) -> None:
-    """Who has no family with a lease is that lease's which alone is in its control group, as far as that has room."""
+    """A process without a family belongs to the only lease in its control group, as far as that has room."""
     with (
         control_group(hierarchy, "job") as job,
         control_group(hierarchy, "other") as other,
@@ -140,7 +143,7 @@ def test_no_relative(node: Node, hierarchy: str) -> None:
             with SimulatedClient(variables(node), before=joins(job)) as too_many:
                 told = event(node, "violation", pid=too_many.hello["pid"])
                 assert (told["kind"], told["lease"]) == ("processes", lease_id)
-        # With a second lease in the group nobody can know whose it would be.
+        # With a second lease in the group, the lease of the client is ambiguous.
         granted(another, job)
         with SimulatedClient(variables(node), before=joins(job)) as whose:
             told = event(node, "violation", pid=whose.hello["pid"])
@@ -153,7 +156,7 @@ def of_lease(node: Node, lease_id: str) -> dict[str, str]:
 
 
 def as_user(uid: int) -> tuple[str, ...]:
-    """Return what becomes a process of this user, and then what follows."""
+    """Return a command prefix that becomes this user."""
     return "setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"
 
 
@@ -169,7 +172,7 @@ on_violation = "terminate"
 @needs_root
 @pytest.mark.parametrize("terminate", [False, True])
 def test_another_user_in_the_control_group(make_node: Start, *, terminate: bool) -> None:
-    """Another user's client takes no place in a lease, and the lease of another takes none of its clients away."""
+    """Another user's client takes no place in a lease, and another user's lease takes none of its clients."""
     node = make_node(simulate=1, control=None, config=TERMINATE if terminate else MANY).start()
     with control_group("name=systemd", "shared") as job, calling(node.socket, uid=ANN) as ann:
         lease_id = granted(ann, job)
@@ -191,12 +194,12 @@ def test_another_user_in_the_control_group(make_node: Start, *, terminate: bool)
 
 @needs_root
 def test_another_user_in_the_family(make_node: Start) -> None:
-    """What a holder's child runs as another user, by su say, is not the holder's client, and takes no place."""
+    """A holder's child that runs as another user, by su for example, is no client of the lease and takes no place."""
     node = make_node(simulate=1, control=None, config=MANY).start()
     asked = {"threads": 25, "memory": 2 * GIB, "gpu": "0"}
-    mine = node.request("POST", "/v1/leases", asked).json  # held by this process, from which both clients descend
+    mine = node.request("POST", "/v1/leases", asked).json  # this process holds it, and both clients descend from it
     with calling(node.socket, uid=BOB) as bob:
-        assert bob.admit(**{**asked, "threads": 10}).status == 201  # else the control daemon is closed to it
+        assert bob.admit(**{**asked, "threads": 10}).status == 201  # otherwise the control daemon is closed to bob
         with SimulatedClient(variables(node), before=as_user(BOB)) as other:
             told = event(node, "violation", pid=other.hello["pid"])
             assert (told["kind"], told["lease"]) == ("no_lease", None)
@@ -210,7 +213,7 @@ def test_another_user_in_the_family(make_node: Start) -> None:
 
 
 def test_login_session(node: Node) -> None:
-    """The control group of a login session is no job: not all that its user starts there is one lease's."""
+    """The control group of a login session is no job: not all processes in it belong to one lease."""
     with control_group("cgroup2", "session") as group, calling(node.socket) as caller:
         granted(caller, group)
         with SimulatedClient(variables(node), before=joins(group)) as client:
@@ -221,7 +224,7 @@ def test_login_session(node: Node) -> None:
 
 
 def test_late(make_node: Start) -> None:
-    """Who comes when the window is over has next to nothing, unless it was asked for: by the API, or by mpsctl."""
+    """A client that connects after the window gets next to nothing, unless the API or mpsctl opened a new window."""
     node = make_node(simulate=1, control=None, config=SHORT).start()
     asked = {"threads": 50, "memory": 4 * GIB, "gpu": "0", "processes": 2}
     found = node.request("POST", "/v1/leases", asked).json
@@ -234,14 +237,14 @@ def test_late(make_node: Start) -> None:
 
     with SimulatedClient(own) as first:
         assert has(first) == PART
-        assert first.alloc("1MiB")["ok"]  # behind one without memory it stays open
+        assert first.alloc("1MiB")["ok"]  # the window stays open behind a client without memory
         wait_until(is_closed, what="the window to be over")
         with SimulatedClient(own) as late:
             assert has(late) == CLOSED
             assert {*clients(node, lease_id)} == {first.pid, late.pid}
         for by in ("api", "mpsctl"):
             wait_until(lambda: clients(node, lease_id) == [first.pid] and is_closed(), what="room for another one")
-            node.reload(LONG)  # from here on nothing closes by itself
+            node.reload(LONG)  # from here on no window closes by itself
             if by == "api":
                 assert node.request("POST", route).status == 200
             else:
@@ -250,7 +253,7 @@ def test_late(make_node: Start) -> None:
                 assert has(second) == PART
                 assert second.alloc("1MiB")["ok"]
                 wait_until(lambda: len(clients(node, lease_id)) == 2 and is_closed(), what="it to be closed behind it")
-                # There is no third to be waited for.
+                # There is no third client to wait for.
                 refused = node.request("POST", route)
                 assert (refused.status, refused.json["code"]) == (409, "does_not_fit")
                 assert is_closed()
@@ -266,7 +269,7 @@ def test_late(make_node: Start) -> None:
 @needs_last_pid
 @pytest.mark.parametrize("meanwhile", [None, signal.SIGKILL])
 def test_pid_of_somebody_else(node: Node, meanwhile: signal.Signals | None) -> None:
-    """Who has the pid of a client that is gone is not its lease's client, also where mpsd was gone in between."""
+    """A process that reuses the pid of an ended client is no client of the lease, also if mpsd was down meanwhile."""
     with SimulatedClient(variables(node), before=WAITS) as client, calling(node.socket) as caller:
         answer = caller.admit(threads=25, memory=2 * GIB, gpu="0", pid=client.pid)
         lease_id = answer.json["id"]

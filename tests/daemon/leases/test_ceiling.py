@@ -1,4 +1,4 @@
-"""The limits of a control daemon are open for the leases whose clients are to come, and closed otherwise.
+"""A control daemon's limits are open for leases whose clients are still to come, and closed otherwise.
 
 The subjects are NVIDIA's own control daemons, read with NVIDIA's own front-end.
 """
@@ -21,7 +21,7 @@ STRICT: Final = '[enforcement]\nattach = "strict"\nattach_window = 1.0\n'
 
 
 def lease(node: Node, threads: float = 25, memory: int = 2 * GIB, **more: Any) -> str:
-    """Ask for a lease, and return its id."""
+    """Request a lease, and return its id."""
     answer = node.request("POST", "/v1/leases", {"threads": threads, "memory": memory, "gpu": "0", **more})
     assert answer.status == 201, answer.body
     found: str = answer.json["id"]
@@ -34,27 +34,27 @@ def release(node: Node, lease_id: str) -> None:
 
 
 def read(node: Node, name: str = "gpu0") -> tuple[str, str | None]:
-    """Return the limits that NVIDIA's front-end reads; no memory limit where the driver has none."""
+    """Return the limits that NVIDIA's front-end reads; the memory limit is None where the driver has none."""
     (percentage,), memory = by_hand(node, name)
     return percentage, memory[0] if memory and memory[0][0].isdigit() else None
 
 
 def limits(real: RealDaemon, percentage: str, memory: str) -> tuple[str, str | None]:
-    """Return what is to be read on a driver: those before 495 have no memory limit."""
+    """Return the limits that a driver is expected to answer: drivers before 495 have no memory limit."""
     return percentage, memory if real.branch >= 495 else None
 
 
 def closes(node: Node, closed: tuple[str, str | None]) -> None:
-    """Wait until nobody who comes now gets more than that."""
+    """Wait until a client that connects now gets at most these limits."""
     wait_until(lambda: read(node) == closed, what=f"{closed}; the log is {node.stderr}")
 
 
 @pytest.mark.parametrize("real", branches())
 class TestEveryDriver:
-    """On each of NVIDIA's control daemons."""
+    """The ceiling on each of NVIDIA's control daemons."""
 
     def test_open_and_closed(self, make_node: Start, real: RealDaemon) -> None:
-        """It opens before the grant is answered, as far as the largest lease needs, and closes behind it."""
+        """The ceiling opens before the grant is answered, as far as the largest lease needs, and closes afterwards."""
         node = make_node(simulate=2, control=real.control, config="").start()
         closed = limits(real, "0.1", "1M")
         assert read(node) == closed
@@ -67,17 +67,17 @@ class TestEveryDriver:
         closes(node, limits(real, "12.5", "4G"))
         release(node, small)
         closes(node, closed)
-        # That was all mpsd's own hand.
+        # mpsd itself made all these changes.
         assert node.events("limit_drift") == node.events("foreign_command") == []
 
     def test_part_of_each_process(self, make_node: Start, real: RealDaemon) -> None:
-        """A lease of several processes is opened as far as each of them needs, and no more."""
+        """A lease of several processes opens the ceiling as far as each process needs, and no more."""
         node = make_node(simulate=1, control=real.control, config="").start()
         lease(node, threads=50, memory=3 * GIB, processes=4)
         assert read(node) == limits(real, "12.5", "768M")
 
     def test_strict(self, make_node: Start, real: RealDaemon) -> None:
-        """In strict mode a grant is answered when it is its turn, and what is open then is its own, also if smaller."""
+        """In strict mode a grant is answered when its turn comes. The ceiling is that lease's own, even if smaller."""
         node = make_node(simulate=1, control=real.control, config=STRICT).start()
         lease(node, threads=50, memory=4 * GIB)
         assert read(node) == limits(real, "50.0", "4G")
@@ -96,10 +96,10 @@ exec {control}
 
 @pytest.mark.real_daemon(535)
 class TestOneDriver:
-    """What does not depend on the driver, with that of 535."""
+    """Behaviour that does not depend on the driver, on driver 535."""
 
     def test_unadmitted(self, make_node: Start) -> None:
-        """Who holds no lease gets nothing, or what [limits] says where it does, or what an operator says."""
+        """A client without a lease gets nothing, or what [limits] allows, or what an operator has set."""
         node = make_node(simulate=1, config="").start()
         assert read(node) == ("0.1", "1M")
         some = '[limits]\nactive_thread_percentage = 30.0\npinned_device_mem_limit = "3GiB"\n'
@@ -113,7 +113,10 @@ class TestOneDriver:
             closes(node, closed)
 
     def test_turns(self, make_node: Start) -> None:
-        """In strict mode several wait for their turns, each told in its own; who does not come has another turn."""
+        """In strict mode each lease is answered in its own turn.
+
+        A lease whose client does not come gets another turn.
+        """
         node = make_node(simulate=1, config=STRICT).start()
         asked = {
             (threads, memory): {"threads": threads, "memory": memory * GIB}
@@ -126,7 +129,7 @@ class TestOneDriver:
             (line["active_thread_percentage"], line["pinned_device_mem_limit"])
             for line in node.events("limits_verified", daemon="gpu0")
         ]
-        # Never anything between them, such as the threads of the one and the memory of the other.
+        # No mixture is ever in force, such as the threads of one lease and the memory of another.
         assert set(opened) <= {(0.1, MIB), *((threads, memory * GIB) for threads, memory in asked)}
         first = opened[1]
         wait_until(
@@ -140,7 +143,7 @@ class TestOneDriver:
         )
 
     def test_turn_is_handed_on(self, make_node: Start) -> None:
-        """Who waits for its turn has it as soon as the lease before it ends, also where it needs no other limits."""
+        """The next lease gets its turn as soon as the one before it ends, also if it needs the same limits."""
         node = make_node(simulate=1, config='[enforcement]\nattach = "strict"\nattach_window = 600.0\n').start()
         current = lease(node, threads=10)
         with ThreadPoolExecutor(4) as pool:
@@ -153,7 +156,7 @@ class TestOneDriver:
                 current = next_one.result()
 
     def test_turns_on_two_gpus(self, make_node: Start) -> None:
-        """A lease of two GPUs is told when it is its turn on both, whoever else has turns on either."""
+        """A lease of two GPUs is answered when it has its turn on both, whichever leases have turns on either."""
         node = make_node(simulate=2, config=STRICT).start()
         asked = [
             {"threads": threads, "memory": GIB, **where}
@@ -183,7 +186,7 @@ class TestOneDriver:
             assert calls[3].result(timeout=30) == ("20.0", "20.0")
 
     def test_limits_that_do_not_open(self, make_node: Start, short_tmp: Path, control: Path) -> None:
-        """A grant whose limits do not open is none: its caller is told why, and it holds nothing."""
+        """When the limits cannot be opened, the grant fails: the caller gets the reason, and nothing stays held."""
         spell = short_tmp / "spell"
         stubborn = program(short_tmp / "nvidia-cuda-mps-control", _STUBBORN.format(control=control, spell=spell))
         node = make_node(simulate=1, control=stubborn, config=BRISK).start()
@@ -198,7 +201,7 @@ class TestOneDriver:
         assert read(node) == ("25.0", "2G")
 
     def test_follows_each_other(self, make_node: Start) -> None:
-        """Grants and releases that follow each other at once cost one conversation, not one each."""
+        """Grants and releases that follow each other at once cost one conversation together, not one each."""
         node = make_node(simulate=1, config="").start()
         for _ in range(50):
             release(node, lease(node))

@@ -1,4 +1,4 @@
-"""Claims that are taken, put back, released and repeated while other things happen to them."""
+"""Claims that are taken, put back, released and repeated while other requests change them."""
 
 import os
 import signal
@@ -24,17 +24,17 @@ SMALL: Final[dict[str, Any]] = {"threads": 25, "memory": 2 * GIB, "gpu": "0"}
 
 @pytest.fixture
 def node(make_node: Start) -> Node:
-    """Start a node that soon notices when its control daemon does not answer."""
+    """Start a node that detects an unresponsive control daemon soon."""
     return make_node(simulate=1, control=None, config=BRISK + ('users = "many"\n' if os.geteuid() == 0 else "")).start()
 
 
 def ask(node: Node, **more: Any) -> Any:
-    """Ask for a lease."""
+    """Request a lease."""
     return node.request("POST", "/v1/leases", {**SMALL, **more})
 
 
 def claimed(node: Node, **more: Any) -> dict[str, Any]:
-    """Claim a lease, and return it."""
+    """Request a lease by a claim, and return it."""
     answer = ask(node, **{"holder": {"claim": {}}, **more})
     assert answer.status == 201, answer.body
     found: dict[str, Any] = answer.json
@@ -42,7 +42,7 @@ def claimed(node: Node, **more: Any) -> dict[str, Any]:
 
 
 def add(node: Node, lease: dict[str, Any], **asked: Any) -> Any:
-    """Ask for another holder of a lease."""
+    """Request another holder for a lease."""
     return node.request("POST", f"/v1/leases/{lease['id']}/holders", asked)
 
 
@@ -52,7 +52,7 @@ def take(node: Node, lease: dict[str, Any], pid: int) -> Any:
 
 
 def shown(node: Node, lease: dict[str, Any]) -> dict[str, Any]:
-    """Return a lease as it is now."""
+    """Return the current state of a lease."""
     found: dict[str, Any] = node.get(f"/v1/leases/{lease['id']}").json
     return found
 
@@ -63,13 +63,13 @@ def kinds(node: Node, lease: dict[str, Any]) -> list[str]:
 
 
 def code(answer: Any) -> tuple[int, str]:
-    """Return how a request was refused."""
+    """Return the status and the code of a refusal."""
     return answer.status, answer.json["code"]
 
 
 @contextmanager
 def unresponsive(node: Node) -> Iterator[None]:
-    """Have the control daemon not answer, so that nothing can be opened."""
+    """Make the control daemon unresponsive, so that mpsd can open nothing."""
     daemon = node.daemons()["gpu0"]["pid"]
     os.kill(daemon, signal.SIGSTOP)
     try:
@@ -80,10 +80,10 @@ def unresponsive(node: Node) -> Iterator[None]:
 
 
 class TestTaking:
-    """A claim that takes its time to be opened to whoever took it."""
+    """A claim while the control daemon is being opened to its taker."""
 
     def test_asked_again_meanwhile(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
-        """Who asks again has the outcome of the first: a claim that is put back is nobody's, and is told to be so."""
+        """A repeated request has the outcome of the first: a claim that was put back is answered as unheld."""
         lease = claimed(node)
         with ThreadPoolExecutor() as pool:
             with unresponsive(node):
@@ -97,7 +97,7 @@ class TestTaking:
         assert kinds(node, lease) == ["process"]
 
     def test_renewed_meanwhile(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
-        """What is put back keeps the time to live that it was given meanwhile."""
+        """A claim that is put back keeps the time to live that it was given meanwhile."""
         lease = claimed(node, ttl=100)
         with unresponsive(node), ThreadPoolExecutor() as pool:
             first = pool.submit(take, node, lease, sleeper.pid)
@@ -110,7 +110,7 @@ class TestTaking:
             assert ends[1] - ends[0] > timedelta(hours=1)
 
     def test_handed_over_meanwhile(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
-        """What others hold by then is theirs, and is not put back."""
+        """A claim that was handed over meanwhile belongs to its new holders, and is not put back."""
         lease = claimed(node)
         with unresponsive(node), ThreadPoolExecutor() as pool:
             first = pool.submit(take, node, lease, sleeper.pid)
@@ -122,7 +122,7 @@ class TestTaking:
         assert code(take(node, lease, sleeper.pid)) == (409, "already_claimed")
 
     def test_released_meanwhile(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
-        """One that has ended is nobody's, and is told to have ended."""
+        """A claim that was released meanwhile has no holder, and the answer says that it has ended."""
         lease = claimed(node)
         with unresponsive(node), ThreadPoolExecutor() as pool:
             first = pool.submit(take, node, lease, sleeper.pid)
@@ -134,10 +134,10 @@ class TestTaking:
 
 
 class TestRepeated:
-    """A request for a claim that is made again with its request_id."""
+    """A request for a claim that is repeated with its request_id."""
 
     def test_after_it_was_taken(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
-        """It is answered with the same lease until that has ended, also by the next mpsd."""
+        """It is answered with the same lease until that lease has ended, also by the next mpsd."""
         asked: dict[str, Any] = {"holder": {"claim": {}}, "request_id": "job-7"}
         lease = claimed(node, **asked)
         assert claimed(node, **asked)["id"] == lease["id"]
@@ -154,7 +154,7 @@ class TestRepeated:
 
     @needs_root
     def test_taken_by_another_user(self, node: Node) -> None:
-        """It stays the request of whoever made it: the user who took it has request_ids of its own."""
+        """The request_id belongs to the user that made the request; the user that took the claim has its own."""
         asked: dict[str, Any] = {"holder": {"claim": {}}, "request_id": "job-7"}
         lease = claimed(node, **asked)
         with calling(node.socket, uid=ANN) as ann:
@@ -167,10 +167,10 @@ class TestRepeated:
 
 
 class TestEnds:
-    """What is said of a claim that ends, and of one that was not granted yet."""
+    """The reasons given for a claim that ends, and for one that was not granted yet."""
 
     def test_time_to_live(self, node: Node) -> None:
-        """Where its time to live is over first, that is the reason."""
+        """A claim whose time to live ends first gives that as the reason."""
         lease = claimed(node, ttl=1)
         wait_until(lambda: shown(node, lease)["state"] == "ended", what="the lease to end")
         because = "its time to live of 1 s has expired before its claim was taken"
@@ -178,7 +178,7 @@ class TestEnds:
         assert event(node, "lease_claim_expired", lease=lease["id"])["because"] == because
 
     def test_waits(self, node: Node) -> None:
-        """One that waits in the queue gets no holder, and says that it waits."""
+        """A claim that waits in the queue gets no holder, and the answer says that it waits."""
         first = claimed(node, threads=100)
         with ThreadPoolExecutor() as pool:
             waiting = pool.submit(ask, node, threads=100, holder={"claim": {}}, wait=60)
@@ -195,10 +195,10 @@ class TestEnds:
 
 
 class TestReleasedUnlessTaken:
-    """A lease that is released only if nobody has taken it."""
+    """A lease that is released only if no process has taken it."""
 
     def test_untaken(self, node: Node) -> None:
-        """A claim ends, also one that waits in the queue; once more is fine."""
+        """The release ends a claim, also one that waits in the queue; a second release succeeds too."""
         lease = claimed(node, threads=100)
         with ThreadPoolExecutor() as pool:
             waiting = pool.submit(ask, node, threads=100, holder={"claim": {}}, wait=60)
@@ -213,7 +213,7 @@ class TestReleasedUnlessTaken:
             assert waiting.result().status == 409
 
     def test_taken(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
-        """One that was taken is refused and stays, also while it is being opened to its holder."""
+        """A claim that was taken is not released, also while the control daemon is being opened to its holder."""
         lease = claimed(node)
         with ThreadPoolExecutor() as pool:
             with unresponsive(node):
@@ -232,10 +232,10 @@ class TestReleasedUnlessTaken:
 
 
 class TestClaimedAgain:
-    """A lease that is to be held by a claim until its next holder comes."""
+    """A lease that becomes a claim again until its next holder takes it."""
 
     def test_under_a_client_that_has_just_attached(self, make_node: Start) -> None:
-        """A client keeps its lease as it is, also one that mpsd has not heard of yet."""
+        """A client keeps its lease unchanged, also when mpsd has not seen the client yet."""
         node = make_node(simulate=1, control=None, config="[daemon]\nprobe_interval = 3600.0\n").start()
         lease = ask(node, pid=os.getpid()).json
         own = {**variables(node), **{name: str(each) for name, each in lease["env"].items()}}
@@ -245,7 +245,7 @@ class TestClaimedAgain:
             assert kinds(node, lease) == ["process"]
 
     def test_one_for_anybody(self, node: Node) -> None:
-        """A claim for anybody stays one; its deadline is the new one."""
+        """A claim for any user stays a claim for any user; the new deadline applies."""
         lease = claimed(node)
         before = shown(node, lease)["holders"][0]
         again = add(node, lease, claim={"deadline": 3000}, replace=True)

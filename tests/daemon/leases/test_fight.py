@@ -1,6 +1,6 @@
-"""Many processes of many users fight for two GPUs, and are watched from outside.
+"""Many processes of many users compete for two GPUs, while the test observes the node from outside.
 
-The fights last MPSD_FIGHT_SECONDS at least, 10 by default; the project's own measure is a minute.
+The fights last at least MPSD_FIGHT_SECONDS, 10 by default; the project's own measure is a minute.
 """
 
 import json
@@ -32,32 +32,33 @@ from tests.harness import wait_until
 SECONDS: Final = float(os.environ.get("MPSD_FIGHT_SECONDS", "10"))
 
 CAPACITY: Final = 80 * GIB - 512 * MIB
-"""What a simulated GPU has of memory to give."""
+"""The memory that a simulated GPU can grant."""
 
 CLIENTS: Final = 48
 
 EVENTS: Final = "[api]\nevents = 100000\n"
-"""Everything that happens in a fight is kept, and so can be counted afterwards."""
+"""All events of a fight are stored, so that the test can count them afterwards."""
 
 ENOUGH: Final = 700
-"""Leases after which equal users have come out equal to a tenth: one more or less is then next to nothing, however long
-a busy machine takes to end it. A quarter of them do for the half."""
+"""The number of leases after which equal users have equal shares to within a tenth: one lease more or less then hardly
+matters, however long a busy machine takes to end it. A quarter of them suffices for one half.
+"""
 
 LOOK: Final = 0.05
-"""Seconds between two looks from outside."""
+"""Seconds between two observations from outside."""
 
 pytestmark = [needs_root, pytest.mark.slow, pytest.mark.timeout(SECONDS + 60)]
 
 FIGHTERS: Final = {2101: 4, 2102: 4, 2103: 6, 2104: 6, 2105: 8, 2106: 8, 2107: 12, 2108: 16}
-"""64 processes of 8 users: what a user gets is to be its share, and not that of its processes."""
+"""64 processes of 8 users: a user's share must not depend on how many processes it has."""
 
 FEWER: Final = {uid: count // 2 for uid, count in FIGHTERS.items()}
-"""Where one user follows the other, and each of its processes is waited for."""
+"""For daemons that serve one user after the other; the fight waits for each process."""
 
 
 @contextmanager
 def fighting(line: Line, receipts: Path, processes: dict[int, int], **options: Any) -> Iterator[int]:
-    """Let them fight, and hand over a pidfd of the program that started them; in the end all have ended well."""
+    """Start the fighters and yield a pidfd of the program that started them; in the end check that all ended well."""
     plan = Plan(socket=str(line.node.socket), receipts=str(receipts), fighters=processes, seed=7, **options)
     program = [sys.executable, "-I", "-S", fighters.__file__, json.dumps(asdict(plan))]
     with subprocess.Popen(program, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -71,7 +72,7 @@ def fighting(line: Line, receipts: Path, processes: dict[int, int], **options: A
 
 
 def look(line: Line, *, users: int) -> int:
-    """Look at the node: no GPU gives more than it has, nor to more users than it may; return how many leases it has."""
+    """Observe the node: no GPU grants more than it has, or serves too many users; return the number of leases."""
     taken: defaultdict[str, Counter[str]] = defaultdict(Counter)
     owners: defaultdict[str, set[int]] = defaultdict(set)
     leases = line.leases()
@@ -91,7 +92,7 @@ def look(line: Line, *, users: int) -> int:
 
 
 def over_committed(receipts: list[Receipt], *, users: int) -> list[str]:
-    """Say where the receipts of the callers alone prove that a GPU had given more than it has, or to too many users."""
+    """Return where the callers' receipts alone prove that a GPU had too much granted, or served too many users."""
     changes: defaultdict[str, list[tuple[float, int, Receipt]]] = defaultdict(list)
     for receipt in receipts:
         for gpu in receipt.gpus:
@@ -111,9 +112,9 @@ def over_committed(receipts: list[Receipt], *, users: int) -> list[str]:
 def fight(
     line: Line, receipts: Path, processes: dict[int, int], *, users: int, seconds: float, leases: int, **options: Any
 ) -> datetime:
-    """Let them fight for so long, and until each was served and there were so many leases; return when it was over.
+    """Run the fight for so long, and until each fighter was served and there were so many leases; return its end.
 
-    The node is looked at meanwhile.
+    The node is observed meanwhile.
     """
     looks = 0
     with fighting(line, receipts, processes, **options) as running:
@@ -132,17 +133,17 @@ def fight(
 
 
 def read(receipts: Path) -> list[Receipt]:
-    """Return the receipts that there are so far."""
+    """Return the receipts so far."""
     return [Receipt(**json.loads(each)) for each in receipts.read_text().splitlines()]
 
 
 def starving(receipts: Path, processes: dict[int, int]) -> int:
-    """Return how many of the fighters were granted nothing yet."""
+    """Return how many of the fighters have not been granted a lease yet."""
     return sum(processes.values()) - len({(receipt.uid, receipt.number) for receipt in read(receipts)})
 
 
 def shares(line: Line, over: datetime) -> dict[int, float]:
-    """Return the thread-seconds that each user had until it was over, by the node's events, as a part of their mean."""
+    """Return the thread-seconds of each user until the end of the fight, by the node's events, relative to the mean."""
     held: dict[str, tuple[datetime, float]] = {}
     had: defaultdict[int, float] = defaultdict(float)
     for event in map(json.loads, line.node.get("/v1/events").body.splitlines()):
@@ -159,7 +160,7 @@ def shares(line: Line, over: datetime) -> dict[int, float]:
 
 @pytest.mark.real_daemon(555)
 def test_many_users(make_node: Start, make_line: MakeLine, tmp_path: Path) -> None:
-    """What is granted never exceeds what a GPU has, and equal users come out equal, however many processes each has."""
+    """Grants never exceed a GPU, and equal users get equal shares, however many processes each user has."""
     line = make_line(make_node(control=real.real_daemons()[555], config=MANY + EVENTS).start())
     over = fight(
         line, tmp_path / "receipts", FIGHTERS, users=len(FIGHTERS), seconds=SECONDS, leases=ENOUGH, memory_heavy=False
@@ -170,7 +171,7 @@ def test_many_users(make_node: Start, make_line: MakeLine, tmp_path: Path) -> No
 
 @pytest.mark.real_daemon(535)
 def test_one_user_at_a_time(make_node: Start, make_line: MakeLine, tmp_path: Path) -> None:
-    """On daemons that serve one user at a time no GPU ever has two, and nobody starves, no process of anybody's."""
+    """On daemons that serve one user at a time, no GPU ever has two users, and no process of any user starves."""
     line = make_line(make_node(config=EVENTS).start())
     over = fight(
         line, tmp_path / "receipts", FEWER, users=1, seconds=SECONDS / 2, leases=ENOUGH // 4, memory_heavy=True

@@ -1,4 +1,4 @@
-"""Leases that processes hold: each is added, handed over, and ends the lease once."""
+"""Leases that processes hold: each process is added or handed over, and the lease ends once."""
 
 import contextlib
 import http.client
@@ -24,7 +24,7 @@ class TestProcesses:
     """A lease that processes hold."""
 
     def test_lives_with_any(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
-        """It lives while any of them does, also across mpsd's death, and ends once with the last."""
+        """The lease lives while any holder lives, also when mpsd dies, and ends once with the last holder."""
         with asleep() as first:
             lease = admitted(node, pid=first.pid)
             assert [each["pid"] for each in lease["holders"]] == [first.pid]
@@ -42,7 +42,7 @@ class TestProcesses:
         assert ended(node, lease) == f"its holder, pid {sleeper.pid}, has exited"
 
     def test_handed_over(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
-        """Whoever had it holds it no more: its end does not end the lease."""
+        """After a handover the former holder holds nothing: its end does not end the lease."""
         with asleep() as first:
             lease = admitted(node, pid=first.pid)
             answer = add(node, lease, pid=sleeper.pid, replace=True)
@@ -57,7 +57,7 @@ class TestProcesses:
         ended(node, lease)
 
     def test_twice(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
-        """Who holds it already holds it once."""
+        """A process that is added twice holds the lease once."""
         lease = admitted(node, pid=sleeper.pid)
         assert len(add(node, lease, pid=sleeper.pid).json["holders"]) == 1
 
@@ -69,7 +69,7 @@ class TestProcesses:
 
     @pytest.mark.parametrize("named", ["pid", "cgroup", "unit"])
     def test_no_descriptor_left(self, node: Node, sleeper: "subprocess.Popen[bytes]", named: str) -> None:
-        """Where mpsd cannot open what is named, it says so, that it is no fault of the caller's, and to ask again."""
+        """When mpsd cannot open the named holder, the answer says that mpsd is the cause and that a retry helps."""
         asked = (
             {"pid": sleeper.pid} if named == "pid" else {"holder": {named: "x" if named == "unit" else "/x"}, "ttl": 60}
         )
@@ -91,7 +91,7 @@ class TestProcesses:
         assert "try again" in told["hint"]
 
     def test_descriptors_for_others(self, node: Node) -> None:
-        """Holders beside others take half of mpsd's descriptors; leases, and whoever releases one, have the rest."""
+        """Additional holders may use half of mpsd's descriptors; leases and releases have the rest."""
         with contextlib.ExitStack() as stack:
             sleepers = [stack.enter_context(asleep()) for _ in range(60)]
             for each in sleepers:
@@ -107,14 +107,14 @@ class TestProcesses:
             assert len(held) == 1 + len(answers) - len(refused) > 1
             assert held[-1]["pid"] != sleepers[-1].pid
             other = admitted(node, pid=sleepers[-1].pid)
-            assert add(node, other, pid=sleepers[0].pid).status == 200  # it is watched already
+            assert add(node, other, pid=sleepers[0].pid).status == 200  # the process is already watched
             assert len(add(node, other, pid=sleepers[-2].pid, replace=True).json["holders"]) == 1
             assert node.request("DELETE", f"/v1/leases/{lease['id']}").status == 204
             wait_until(lambda: add(node, other, pid=sleepers[1].pid).status == 200, what="room for another")
 
     @needs_root
     def test_descriptors_for_groups(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
-        """A control group beside another holder is refused as a process is."""
+        """A control group beside another holder is refused in the same case as a process."""
         lease = admitted(node, pid=sleeper.pid)
         soft, hard = resource.prlimit(node.pid, resource.RLIMIT_NOFILE)
         there = len([*Path(f"/proc/{node.pid}/fd").iterdir()])
@@ -127,7 +127,7 @@ class TestProcesses:
 
     @needs_root
     def test_another_user(self, node: Node) -> None:
-        """Nobody adds a holder to another's lease, nor another's process to one's own; and nothing changes."""
+        """No user adds a holder to another user's lease, or another user's process to its own; nothing changes."""
         with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
             lease = ann.admit(**SMALL).json
             path = f"/v1/leases/{lease['id']}/holders"

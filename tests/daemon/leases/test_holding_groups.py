@@ -1,4 +1,4 @@
-"""Leases that control groups hold, while there are processes in them or while they exist."""
+"""Leases that control groups hold: while processes are in the group, or while the group exists."""
 
 import contextlib
 import os
@@ -40,7 +40,7 @@ class TestControlGroups:
 
     @pytest.mark.parametrize("hierarchy", HIERARCHIES)
     def test_lives_with_its_processes(self, node: Node, hierarchy: str) -> None:
-        """Empty, it holds the lease until processes came; then until they are gone, those of groups below it too."""
+        """An empty group holds the lease until processes have come and gone, those of groups below it included."""
         with control_group(hierarchy, "holds") as group, control_group(hierarchy, f"{group.name}/below") as below:
             lease = admitted(node, {"cgroup": str(group)}, owner=ROOT)
             assert lease["holders"] == [
@@ -65,7 +65,10 @@ class TestControlGroups:
     @pytest.mark.parametrize("hierarchy", ["cgroup2", "cpuacct"])
     @pytest.mark.parametrize("away", [False, True])
     def test_came_and_went(self, node: Node, hierarchy: str, *, away: bool) -> None:
-        """Processes that came and went between two looks, or while mpsd was away, were its first; earlier ones not."""
+        """Processes that came and went between two checks, or while mpsd was down, were its first.
+
+        Earlier ones do not count.
+        """
         with control_group(hierarchy, "brief") as group, control_group(hierarchy, f"{group.name}/below") as below:
             subprocess.run([*joins(group), "true"], check=True)
             lease = admitted(node, {"cgroup": str(group)}, owner=ROOT)
@@ -82,12 +85,12 @@ class TestControlGroups:
             assert shown(node, again)["state"] == "granted"
 
     def test_earlier_processes(self, node: Node) -> None:
-        """Processes that had left a group before it was named are not its first."""
+        """Processes that had left a group before a request named it do not count as its first."""
         with control_group("cgroup2", "earlier") as group, control_group("cgroup2", "later") as later:
             subprocess.run([*joins(group), "true"], check=True)
             lease, other = (admitted(node, {"cgroup": str(each)}, owner=ROOT) for each in (group, later))
             subprocess.run([*joins(later), "true"], check=True)
-            ended(node, other)  # by the look that would have ended the first one, too
+            ended(node, other)  # by the check that would have ended the first one, too
             assert shown(node, lease)["state"] == "granted"
             subprocess.run([*joins(group), "true"], check=True)
             ended(node, lease)
@@ -95,7 +98,7 @@ class TestControlGroups:
     @pytest.mark.parametrize("hierarchy", HIERARCHIES)
     @pytest.mark.parametrize("away", [False, True])
     def test_another_of_its_name(self, node: Node, hierarchy: str, *, away: bool) -> None:
-        """A group that was removed and made again is another: the lease has ended, whoever is in there now."""
+        """A group that was removed and made again is another group: the lease has ended, even with processes in it."""
         with control_group(hierarchy, "again") as group:
             lease = admitted(node, {"cgroup": str(group), "while": "exists"}, owner=ROOT)
             if away:
@@ -111,7 +114,7 @@ class TestControlGroups:
                 other.kill()
 
     def test_while_it_exists(self, node: Node) -> None:
-        """A group that is to hold it while it exists does so when its processes have left."""
+        """A group can hold a lease while it exists: the lease then outlives the group's processes."""
         with control_group("name=systemd", "exists") as group:
             lease = admitted(node, {"cgroup": path_in(group), "while": "exists"}, owner=ROOT)
             with asleep(group) as process:
@@ -126,11 +129,14 @@ class TestControlGroups:
                         lambda: any(each["populated"] for each in stored(node, other)), what="it to be seen there"
                     )
                     process.kill()
-                ended(node, other)  # by the same look that would have ended the other one
+                ended(node, other)  # by the same check that would have ended the other one
             assert shown(node, lease)["state"] == "granted"
 
     def test_handed_to_a_group(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
-        """From the process that asked for it to a container's group, named by a process of it."""
+        """A lease can be handed from a process to a container's group.
+
+        The request names the group by one of its processes.
+        """
         with control_group("name=systemd", "handed") as group, asleep(group) as inside:
             lease = admitted(node, pid=sleeper.pid)
             wait_until((group / "cgroup.procs").read_text, what="the process to be there")
@@ -145,7 +151,7 @@ class TestControlGroups:
             ended(node, lease)
 
     def test_whose(self, node: Node) -> None:
-        """It is the user's of the group's first process, or the one that an administrator names."""
+        """The lease belongs to the user of the group's first process, or to the user that an administrator names."""
         with control_group("name=systemd", "whose") as group:
             assert refusal(node, {"cgroup": path_in(group)}) == (422, "invalid_request", "owner")
             ann = subprocess.Popen([*joins(group), "setpriv", f"--reuid={ANN}", "--clear-groups", "sleep", "600"])
@@ -159,18 +165,21 @@ class TestControlGroups:
         ["/", "/sys/fs/cgroup", "/nothing-of-this-name", "relative", "/a/../b", "/etc", "/x\n", "/" + "x" * 5000],
     )
     def test_no_group(self, node: Node, path: str) -> None:
-        """What is none, or is everything, is refused."""
+        """A path that is no control group, or the root of all groups, is refused."""
         assert refusal(node, {"cgroup": path}, owner=ROOT)[0] == 422
 
     def test_not_both(self, node: Node) -> None:
-        """A request names one holder."""
+        """A request names one holder: a process or a control group."""
         assert refusal(node, {"claim": {}}, pid=os.getpid())[0] == 422
         assert refusal(node, {"cgroup": "/a", "unit": "b"})[0] == 422
         assert refusal(node, {})[0] == 422
 
     @pytest.mark.parametrize("hierarchy", HIERARCHIES)
     def test_users(self, node: Node, hierarchy: str) -> None:
-        """A user names a group that was delegated to it, for a time; nobody's else, and not for ever."""
+        """A user can name a group that was delegated to it, for a limited time.
+
+        No other group, and not without an end.
+        """
         with control_group(hierarchy, "theirs") as group, calling(node.socket, uid=ANN) as ann:
             asked = {**SMALL, "holder": {"cgroup": str(group)}, "ttl": 600}
             for owned in ([], [group], [group / "cgroup.procs"]):
@@ -186,7 +195,7 @@ class TestControlGroups:
             assert answer.json["expires"] is not None
 
     def test_not_out_of_a_group(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
-        """What an administrator has a group hold, as a container, its owner does not move; its own group's it may."""
+        """An owner cannot move a lease out of a group that an administrator chose; out of its own group it can."""
         anns = ("setpriv", f"--reuid={ANN}", "--clear-groups", "sleep", "600")
         with (
             control_group("name=systemd", "container") as group,
@@ -215,7 +224,10 @@ class TestControlGroups:
             assert ann.request("POST", path, {"pid": ann.pid}).status == 200
 
     def test_other_namespaces(self, node: Node) -> None:
-        """A client in pid, user and mount namespaces of its own is its group's, and nobody's who is not in there."""
+        """A client in its own pid, user and mount namespaces belongs to its group's lease.
+
+        A process outside does not.
+        """
         apart = ("unshare", "--pid", "--fork", "--kill-child", "--mount", "--user", "--map-root-user")
         with control_group("name=systemd", "apart") as group:
             lease = admitted(node, {"cgroup": str(group)}, owner=ROOT)
@@ -230,10 +242,10 @@ class TestControlGroups:
         assert node.events("violation") == []
 
     def test_another_user_inside(self, node: Node) -> None:
-        """Another user's client in the group takes no place in the lease, and has no part in it."""
+        """Another user's client in the group takes no place in the lease and gets no share of it."""
         other = ("setpriv", f"--reuid={BOB}", f"--regid={BOB}", "--clear-groups")
         with control_group("name=systemd", "mixed") as group, calling(node.socket, uid=BOB) as bob:
-            bobs = bob.admit(**SMALL, pid=bob.pid).json  # else the control daemon is closed to it
+            bobs = bob.admit(**SMALL, pid=bob.pid).json  # otherwise the control daemon is closed to this user
             lease = admitted(node, {"cgroup": str(group)}, owner={"uid": ANN, "gid": ANN})
             own = {**variables(node), **{name: str(each) for name, each in lease["env"].items()}}
             with SimulatedClient(variables(node), before=(*joins(group), *other)) as stranger:
@@ -246,8 +258,11 @@ class TestControlGroups:
             assert bob.request("DELETE", f"/v1/leases/{bobs['id']}").status == 204
 
     def test_a_lease_within(self, node: Node) -> None:
-        """What takes out a lease inside a group has it for itself, and who started the group has no part in that."""
-        mine = admitted(node, threads=10)  # this process's, from which all others descend
+        """A process in a group holds the lease that it requests alone.
+
+        The process that started the group has no part in it.
+        """
+        mine = admitted(node, threads=10)  # this process holds the lease, and all others descend from it
         mpsctl = (sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket))
         runs = (*mpsctl, "run", "--threads", "5", "--memory", "1GiB", "--")
         with control_group("name=systemd", "within") as group:

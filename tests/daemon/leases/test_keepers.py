@@ -1,4 +1,4 @@
-"""Who holds what: holders that are gone, what keeps a lease then, and who has most of what somebody else asked for."""
+"""Holders that are gone, what keeps a lease alive then, and which leases have most of a scarce resource."""
 
 import os
 import signal
@@ -17,11 +17,11 @@ ANN, BOB = 2721, 2722
 CONFIG = f'[roles]\nusers = ["{ANN}", "{BOB}"]\n'
 
 STARTS = ("sh", "-c", 'exec 3<&0; "$@" <&3 & wait', "sh")
-"""Holds a lease, and starts what uses it."""
+"""Holds a lease, and starts a process that uses it."""
 
 
 def test_a_dead_holder(make_node: Start) -> None:
-    """A lease that outlives its holder says so, and names the client for which it lives; lists say it in words."""
+    """A lease that outlives its holder says so and names the client that keeps it alive; lists say so in words."""
     node = make_node(simulate=1, control=None).start()
     with leased(node, "--threads", "25", "--memory", "2GiB", within=STARTS) as holder:
         client = holder.hello["pid"]
@@ -56,7 +56,7 @@ def test_a_dead_holder(make_node: Start) -> None:
 
 
 def hint(node: Node, **asked: object) -> str:
-    """Ask for a lease that does not fit, as mpsd's own user, and return the hint."""
+    """Request a lease that does not fit, as mpsd's own user, and return the hint."""
     answer = node.request("POST", "/v1/leases", asked)
     assert (answer.status, answer.json["code"]) == (409, "does_not_fit")
     said: str = answer.json["hint"]
@@ -64,7 +64,7 @@ def hint(node: Node, **asked: object) -> str:
 
 
 def test_the_largest_holders(make_node: Start) -> None:
-    """A refusal names the three leases that have most of what is lacking, on the GPU that comes closest."""
+    """A refusal names the three leases that have most of the scarce resource, on the GPU that comes closest."""
     node = make_node(simulate=2, control=None).start()
     asked = [("trainer", 40, "1GiB"), ("", 30, "4GiB"), ("small", 20, "2GiB"), ("last", 5, "3GiB")]
     ids = [
@@ -89,7 +89,7 @@ def test_the_largest_holders(make_node: Start) -> None:
 @needs_root
 @pytest.mark.parametrize("is_open", [False, True])
 def test_who_may_know(make_node: Start, *, is_open: bool) -> None:
-    """A user learns of the leases of others what they have in all, and their names where whoever asks may list them."""
+    """A user sees other users' leases as totals, and their names only where it may list them."""
     config = f'{CONFIG}[daemon]\nusers = "many"\n[api]\nopen = {str(is_open).lower()}\n'
     node = make_node(simulate=1, control=None, config=config).start()
     with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:

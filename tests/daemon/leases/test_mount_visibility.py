@@ -1,4 +1,4 @@
-"""A holder in a file system of its own gets a lease only where it finds what the lease will tell it."""
+"""A holder in its own mount namespace gets a lease only if it sees the directories that the lease names."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -36,13 +36,13 @@ def node(node_for_all: Start) -> Node:
 
 @pytest.fixture
 def container(node: Node) -> Iterator[Container]:
-    """Give a maker of callers that mount something before they call."""
+    """Return a maker of callers that mount something before they call."""
     with ExitStack() as callers:
         yield lambda script: callers.enter_context(calling(node.socket, before=CONTAINER + script))
 
 
 def hide(node: Node, *, but: Path | None = None) -> str:
-    """Return what mounts an empty directory over all pipe directories, and puts one of them back."""
+    """Return a command that mounts an empty directory over all pipe directories, and puts one of them back."""
     mps = node.root / "run" / "mps"
     script = f"mount('none', '{mps}', b'tmpfs', 0)\n"
     if but is not None:
@@ -51,7 +51,7 @@ def hide(node: Node, *, but: Path | None = None) -> str:
 
 
 def test_nothing_there(node: Node, container: Container) -> None:
-    """Who finds no pipe directory is refused, with what to mount: it would run outside MPS, without limits."""
+    """A caller that sees no pipe directory is refused, with the mount that it lacks: it would run without limits."""
     caller = container(hide(node))
     answer = caller.admit(**SMALL)
     assert (answer.status, answer.json["code"], answer.json["limit"]) == (403, "not_permitted", "pipe_directory")
@@ -61,7 +61,7 @@ def test_nothing_there(node: Node, container: Container) -> None:
 
 
 def test_one_there(node: Node, container: Container) -> None:
-    """Who finds one of them is let in on that GPU, and on no other."""
+    """A caller that sees one pipe directory is granted a lease on that GPU, and on no other."""
     caller = container(hide(node, but=node.pipe_directory("gpu1")))
     assert [share["daemon"] for share in caller.admit(**SMALL).json["shares"]] == ["gpu1"]
     assert caller.admit(**SMALL, gpu="1").status == 201
@@ -71,7 +71,7 @@ def test_one_there(node: Node, container: Container) -> None:
 
 
 def test_other_shared_memory(node: Node, container: Container) -> None:
-    """Who has a /dev/shm of its own is let in, and told of in the log: CUDA may need one that is shared."""
+    """A caller with its own /dev/shm is granted a lease, and the log warns: CUDA may need a shared one."""
     caller = container("mount('none', '/dev/shm', b'tmpfs', 0)")
     assert caller.admit(**SMALL).status == 201
     (told,) = node.events("shared_memory_differs", pid=caller.pid)

@@ -1,6 +1,6 @@
-"""Clients that make up their environment never have more than was open to them: real processes on a simulated node.
+"""Clients with an invented environment never get more than was open to them: real processes on a simulated node.
 
-MPSD_RUNS says how many clients of leases there are to be in each mode; a dozen when it is not set.
+MPSD_RUNS says how many clients of leases each mode has; a dozen when it is not set.
 """
 
 import os
@@ -38,19 +38,19 @@ from mpsd.simulator import client
 os.setgroups([]); os.setresgid(61003, 61003, 61003); os.setresuid(61003, 61003, 61003)
 sys.exit(client.main())
 """
-"""Becomes a client of another uid, which need not be able to read the program."""
+"""Becomes a client of another uid, which may be unable to read the program."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a client has: in tenths of a percent, as a limit in bytes, and in bytes that it could allocate."""
+    """The tenths of a percent of the threads, the memory limit, and the bytes that a client could allocate."""
 
     threads: int
     limit: int | None
     allocated: int
 
     def within(self, threads: int, memory: int) -> bool:
-        """Tell whether that is no more than this."""
+        """Return whether the client has at most this."""
         return self.threads <= threads and self.limit is not None and self.limit <= memory and self.allocated <= memory
 
 
@@ -67,7 +67,7 @@ def look_at(client: SimulatedClient) -> Seen:
 
 
 def granted_client(node: Node, dice: random.Random) -> tuple[Limits, Seen]:
-    """Have a process take out a lease, become a client in an environment of its own, and go; return both."""
+    """Have a process request a lease, become a client in an environment of its own, and exit; return both."""
     limits = Limits(
         ActiveThreadPercentage(dice.randint(1, 999 // TOGETHER)), PinnedDeviceMemLimit(dice.randint(1, 16 * 1024))
     )
@@ -84,7 +84,7 @@ def granted_client(node: Node, dice: random.Random) -> tuple[Limits, Seen]:
 
 
 def late_client(node: Node, dice: random.Random) -> None:
-    """Have the second process of a lease come after `attach`, and see what it has."""
+    """Have the second process of a lease connect after the window of `attach`, and return what it has."""
     threads, memory = dice.randint(1, 100), dice.randint(1, 1024)
     asked = {"threads": threads / 5, "memory": 2 * memory * MIB, "gpu": "0", "processes": 2}
     lease = node.request("POST", "/v1/leases", asked).json["id"]
@@ -100,7 +100,7 @@ def late_client(node: Node, dice: random.Random) -> None:
 
 
 def stray(node: Node, dice: random.Random) -> None:
-    """Have a process without a lease come when nobody is waited for, and see what it has."""
+    """Have a process without a lease connect when no client is awaited, and return what it has."""
 
     def is_closed() -> bool:
         daemon: dict[str, Any] = node.daemons()["gpu0"]
@@ -116,19 +116,19 @@ def stray(node: Node, dice: random.Random) -> None:
 
 
 def foreigner(node: Node) -> dict[str, Any]:
-    """Have a process of another uid come, and return what it says."""
+    """Have a process of another uid connect, and return what it says."""
     root, _, _ = program()[3].rpartition("/mpsd/")
     with SimulatedClient(variables(node), before=(sys.executable, "-I", "-S", "-c", _AS_ANOTHER, root)) as client:
         return client.hello
 
 
 def living(node: Node) -> list[str]:
-    """Return the leases that there are."""
+    """Return the leases that have not ended."""
     return [lease["id"] for lease in node.get("/v1/leases").json["leases"]]
 
 
 def clients(node: Node) -> list[int]:
-    """Return the clients that there are, with a lease or without: what they use is given to nobody else."""
+    """Return the clients with and without a lease: the resources that they use are granted to no other process."""
     return [client["pid"] for client in node.get("/v1/clients").json["clients"]]
 
 
@@ -136,14 +136,17 @@ def clients(node: Node) -> list[int]:
 @pytest.mark.timeout(60 + 2 * RUNS)
 @pytest.mark.parametrize("mode", Attach)
 def test_never_more(make_node: Start, mode: Attach) -> None:
-    """No client has more than its part in strict mode, or than the largest in the others; nobody else has anything."""
+    """No client has more than its share in strict mode, or than the largest share otherwise.
+
+    Other processes get nothing.
+    """
     dice = random.Random(mode)
     node = make_node(simulate=1, control=None, config=f'[enforcement]\nattach = "{mode}"\n').start()
     gpus(node)[0].set_compute_mode(ComputeMode.EXCLUSIVE_PROCESS)
     runs = 0
     with SimulatedClient(variables(node)) as keeper, ThreadPoolExecutor(TOGETHER + 1) as pool:
-        assert keeper.hello["mps"]  # so that a server is there, and the GPU is taken
-        assert keeper.alloc("1MiB")["ok"]  # so that nobody awaits its context
+        assert keeper.hello["mps"]  # so that a server runs, and the GPU is taken
+        assert keeper.alloc("1MiB")["ok"]  # so that mpsd no longer waits for its context
         own = node.request("POST", "/v1/leases", {"threads": 0.1, "memory": MIB, "gpu": "0", "pid": keeper.pid}).json[
             "id"
         ]

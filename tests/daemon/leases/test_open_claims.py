@@ -1,4 +1,4 @@
-"""Leases that are claimed before anybody holds them: for whom, for how long, and what they open."""
+"""Leases that are claimed before they have a holder: for which user, for how long, and what they open."""
 
 import os
 import signal
@@ -16,10 +16,10 @@ from tests.simulated_clients import SimulatedClient, variables
 
 
 class TestClaims:
-    """A lease that is claimed before anybody holds it."""
+    """A lease that is claimed before it has a holder."""
 
     def test_expires(self, node: Node) -> None:
-        """One that nobody takes holds its part until its time is over, which is told; and nothing is left of it."""
+        """A claim that no process takes holds its share until it expires; the expiry is logged, and nothing remains."""
         lease = admitted(node, {"claim": {"deadline": 0.6}}, threads=100, memory=2 * GIB)
         assert [each["kind"] for each in lease["holders"]] == ["claim"]
         assert lease["holders"][0]["deadline"]
@@ -31,7 +31,7 @@ class TestClaims:
         admitted(node, pid=os.getpid())
 
     def test_expires_while_mpsd_is_away(self, node: Node) -> None:
-        """Its time passes whether mpsd lives or not."""
+        """A claim expires also while mpsd is down."""
         lease = admitted(node, {"claim": {"deadline": 0.5}})
         node.end(signal.SIGKILL)
         node.start()
@@ -39,7 +39,7 @@ class TestClaims:
         event(node, "lease_claim_expired", lease=lease["id"])
 
     def test_taken_once(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
-        """The first takes it, and may ask again; a second one is refused."""
+        """The first process takes the claim, and may repeat its request; a second process is refused."""
         lease = admitted(node, {"claim": {}})
         token = lease["env"]["MPSD_LEASE_TOKEN"]
         for _ in range(2):
@@ -58,7 +58,7 @@ class TestClaims:
 
     @needs_root
     def test_by_its_token(self, node: Node) -> None:
-        """Whoever has the token takes it, and has the lease for itself: it is let in, and is that lease's client."""
+        """A process with the token takes the claim and holds the lease: it is admitted as a client of that lease."""
         lease = admitted(node, {"claim": {}})
         path, token = f"/v1/leases/{lease['id']}/holders", lease["env"]["MPSD_LEASE_TOKEN"]
         with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
@@ -74,7 +74,7 @@ class TestClaims:
                 assert it.hello["active_thread_percentage"] == 25
 
     def test_device(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
-        """Its CDI document is there while nobody has taken it."""
+        """The lease's CDI document exists while the claim is open."""
         lease = admitted(node, {"claim": {}})
         found = node.get(f"/v1/leases/{lease['id']}/cdi?shared_memory=true").json
         (device,) = found["devices"]
@@ -89,7 +89,7 @@ class TestClaims:
 
     @needs_root
     def test_for_one_user(self, node: Node) -> None:
-        """One for a uid is nobody else's, token or not, and stays open for that one."""
+        """A claim for a uid is refused to all others, with or without the token, and stays open for that uid."""
         lease = admitted(node, {"claim": {"uid": ANN, "gid": ANN}})
         assert lease["holders"][0]["uid"] == ANN
         path, token = f"/v1/leases/{lease['id']}/holders", lease["env"]["MPSD_LEASE_TOKEN"]
@@ -100,7 +100,7 @@ class TestClaims:
             assert ann.request("POST", path, {"token": token}).json["owner"]["uid"] == ANN
 
     def test_claimed_again(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
-        """A lease outlives its holder by a claim for its own user, over mpsd's death too, for the next holder."""
+        """A lease outlives its holder by a claim for its own user and its next holder, also when mpsd dies."""
         lease = admitted(node, pid=sleeper.pid)
         left = add(node, lease, claim={"deadline": 60}, replace=True)
         assert (left.status, [each["kind"] for each in left.json["holders"]]) == (200, ["claim"]), left.body
@@ -114,7 +114,7 @@ class TestClaims:
         assert again.json["env"] == lease["env"]
 
     def test_claimed_again_for_a_time(self, node: Node) -> None:
-        """A claim that nobody takes again ends the lease, and what is no such claim is refused and changes nothing."""
+        """A claim that is not taken again ends the lease. An invalid claim is refused and changes nothing."""
         lease = admitted(node, pid=os.getpid())
         wrongs: list[dict[str, Any]] = [
             {"claim": {}},
@@ -128,7 +128,7 @@ class TestClaims:
 
     @needs_root
     def test_claimed_again_for_another_user(self, node: Node) -> None:
-        """An administrator has a lease claimed for another uid, whose processes alone can take it then."""
+        """An administrator can have a lease claimed for another uid; then only that uid's processes can take it."""
         lease = admitted(node, pid=os.getpid())
         left = add(node, lease, claim={"deadline": 60, "uid": ANN}, replace=True)
         assert [each["uid"] for each in left.json["holders"]] == [ANN]
@@ -142,7 +142,7 @@ class TestClaims:
             assert answer.json["env"] == lease["env"]
 
     def test_not_claimed_again_under_a_client(self, node: Node) -> None:
-        """A client that lives keeps its lease as it is."""
+        """A living client keeps its lease unchanged."""
         lease = admitted(node, pid=os.getpid())
         own = {**variables(node), **{name: str(each) for name, each in lease["env"].items()}}
         with SimulatedClient(own) as client:
@@ -153,7 +153,7 @@ class TestClaims:
 
     @needs_root
     def test_only_by_administrators(self, node: Node) -> None:
-        """No user claims a lease for others."""
+        """Only administrators claim leases for others."""
         with calling(node.socket, uid=ANN) as ann:
             answer = ann.admit(**SMALL, holder={"claim": {}})
             assert (answer.status, answer.json["code"]) == (403, "not_permitted")
@@ -163,10 +163,10 @@ class TestClaims:
 
     @needs_root
     def test_opens_nothing(self, node: Node) -> None:
-        """Nobody is let in by a claim before it is taken, nor after its time is over."""
+        """A claim opens no pipe directory before it is taken, or after it has expired."""
         before = text(read(node.pipe_directory("gpu0")))
         lease = admitted(node, {"claim": {"uid": ANN, "gid": ANN, "deadline": 1.0}})
-        node.reload(f"{MANY}[admission]\nclaim_deadline = 5.0\n")  # which has everybody let in who is to be
+        node.reload(f"{MANY}[admission]\nclaim_deadline = 5.0\n")  # after it, every pipe directory has its final access
         assert text(read(node.pipe_directory("gpu0"))) == before
         ended(node, lease)
         assert text(read(node.pipe_directory("gpu0"))) == before
@@ -182,7 +182,10 @@ class TestClaims:
 
     @needs_root
     def test_quota(self, make_node: Start) -> None:
-        """Its taker has a quota as for a request; a refusal leaves it open for another."""
+        """The quota of the user that takes the claim applies, as for a request.
+
+        A refusal leaves the claim open for others.
+        """
         config = f'{MANY}[quota."{ANN}"]\nthreads = 10.0\n[quota."{BOB}"]\nttl = 500.0\n'
         node = make_node(simulate=1, control=None, config=config).start()
         lease = admitted(node, {"claim": {}})
@@ -197,7 +200,7 @@ class TestClaims:
 
     @needs_root
     def test_one_user_at_a_time(self, make_node: Start) -> None:
-        """Where a control daemon serves one, a claim keeps others out, and is its taker's when nobody else is there."""
+        """Where a daemon serves one user, a claim keeps other users out, and is taken when no other user is left."""
         node = make_node(simulate=1, control=None, config='[daemon]\nusers = "one"\n').start()
         lease = admitted(node, {"claim": {}})
         path, token = f"/v1/leases/{lease['id']}/holders", lease["env"]["MPSD_LEASE_TOKEN"]
@@ -213,7 +216,7 @@ class TestClaims:
             assert bob.admit(**SMALL).json["limit"] == "user"
 
     def test_renewed_while_it_is_open(self, node: Node) -> None:
-        """More time to live is no more time for the claim."""
+        """A longer time to live does not extend the deadline of the claim."""
         lease = admitted(node, {"claim": {"deadline": 0.8}}, ttl=100)
         assert node.request("POST", f"/v1/leases/{lease['id']}/renew", {"ttl": 1000}).status == 200
         assert ended(node, lease) == "its claim was not taken within 0.8 s"
@@ -225,7 +228,7 @@ class TestClaims:
         assert node.get(f"/v1/leases/{lease['id']}/verify").json["verdict"] == "nothing"
 
     def test_returned(self, make_node: Start, sleeper: "subprocess.Popen[bytes]") -> None:
-        """One that could not be opened to whoever took it is open again, to the next mpsd too."""
+        """A claim whose daemon could not be opened to its taker is open again, also in the next mpsd."""
         node = make_node(simulate=1, control=None, config=BRISK).start()
         lease = admitted(node, {"claim": {}})
         token = lease["env"]["MPSD_LEASE_TOKEN"]
@@ -248,7 +251,7 @@ class TestClaims:
         ended(node, lease)
 
     def test_its_taker_dies(self, node: Node) -> None:
-        """The claim ends with whoever took it, also when that died at once."""
+        """The claim ends with the process that took it, also when that process died at once."""
         lease = admitted(node, {"claim": {}})
         with asleep() as taker:
             os.kill(taker.pid, signal.SIGSTOP)

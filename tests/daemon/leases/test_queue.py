@@ -1,4 +1,4 @@
-"""The queue, as callers see it: who waits, for what, in which order, and how waiting ends."""
+"""The queue as callers see it: which requests wait, for which limit, in which order, and how a wait ends."""
 
 import os
 import signal
@@ -18,19 +18,19 @@ from tests.node import Answer, Node
 pytestmark = pytest.mark.real_daemon(555)
 
 ANN, BOB, CAT = 2001, 2002, 2003
-"""Users without any rights."""
+"""Users without privileges."""
 
 SMALL: Final[dict[str, Any]] = {"threads": 1, "memory": "1GiB", "gpu": "0"}
 
 
 @pytest.fixture
 def line(many: Node, make_line: MakeLine) -> Line:
-    """Stand in front of a node whose daemons serve many users, where there can be many."""
+    """Return a line in front of a node whose daemons serve many users, where that is possible."""
     return make_line(many)
 
 
 def refused(answer: Answer, status: int, code: str, limit: str | None) -> str:
-    """Return the detail of a refusal with this status, code and limit."""
+    """Check a refusal's status, code and limit; return its detail."""
     problem = answer.json
     assert (answer.status, problem["code"], problem["limit"]) == (status, code, limit), problem
     assert problem["hint"]
@@ -39,7 +39,7 @@ def refused(answer: Answer, status: int, code: str, limit: str | None) -> str:
 
 
 def fill(line: Line, **most: Any) -> Any:
-    """Take a lot of the first GPU, as root."""
+    """Take most of the first GPU, as root."""
     return line.granted(**{"threads": 100, "memory": "1GiB", "gpu": "0", **most})
 
 
@@ -49,11 +49,11 @@ def ids(leases: list[Any]) -> list[str]:
 
 
 class TestWaiting:
-    """What waiting is, and how it ends."""
+    """A wait and its end."""
 
     @pytest.mark.parametrize("wait", [3600, 0.5e9, None])
     def test_granted_when_there_is_room(self, line: Line, wait: float | None) -> None:
-        """Whoever waits is answered when what it waits for is free, by the lease that stood in the queue."""
+        """A waiting request is answered when its share is free, with the lease that waited in the queue."""
         first = fill(line)
         call, lease = line.waits(threads=50, memory="1GiB", gpu="0", wait=wait)
         assert (lease["shares"], lease["env"], lease["granted"], lease["gpus"]) == ([], {}, None, [])
@@ -68,7 +68,7 @@ class TestWaiting:
 
     @pytest.mark.parametrize("free", ["what fits", "more than that"])
     def test_granted_as_soon_as_it_fits(self, line: Line, free: str) -> None:
-        """It waits for as much as it asked for, and not for an empty GPU."""
+        """A request waits until its own share fits, not for an empty GPU."""
         stays, goes = (
             line.granted(threads=40, memory="1GiB", gpu="0"),
             fill(line, threads=60 if free == "what fits" else 50),
@@ -104,7 +104,7 @@ class TestWaiting:
     def test_refused_in_the_end(
         self, line: Line, taken: dict[str, Any], asked: dict[str, Any], limit: str, words: str
     ) -> None:
-        """Whoever waited in vain is told which limit it waited for, and leaves the queue."""
+        """A wait that times out is answered with the limit that it waited for, and leaves the queue."""
         fill(line, **taken)
         answer = line.ask(**{**SMALL, **asked, "wait": 0.01})
         detail = refused(answer, 409, "does_not_fit", limit)
@@ -113,14 +113,14 @@ class TestWaiting:
         assert line.queue() == []
 
     def test_no_waiting(self, line: Line) -> None:
-        """Without `wait` nobody is put into the queue."""
+        """A request without `wait` never enters the queue."""
         fill(line)
         refused(line.ask(**SMALL), 409, "does_not_fit", "threads")
         refused(line.ask(**SMALL, wait=0), 409, "does_not_fit", "threads")
         assert line.queue() == []
 
     def test_becomes_impossible(self, make_node: Start, make_line: MakeLine) -> None:
-        """When a reload leaves no GPU that could ever grant it, it is refused at once, and the next in line is not."""
+        """When a reload leaves no GPU that could ever grant a waiting request, only that request is refused at once."""
         line = make_line(make_node(simulate=1, config="[admission]\n").start())
         first = fill(line, threads=1, memory="79GiB")
         large, _ = line.waits(threads=1, memory="78GiB", wait=None)
@@ -131,7 +131,7 @@ class TestWaiting:
         assert small.answer().status == 201
 
     def test_mpsd_stops(self, make_node: Start, make_line: MakeLine) -> None:
-        """When mpsd is told to end, those who wait are told so, and not left with a dead connection."""
+        """When mpsd stops, every waiting caller gets an answer that says so, instead of a dead connection."""
         line = make_line(make_node(simulate=1).start())
         fill(line)
         calls = [line.waits(**SMALL)[0], line.waits(**SMALL, request_id="mine")[0]]
@@ -141,10 +141,10 @@ class TestWaiting:
 
 
 class TestWhatItWaitsFor:
-    """A waiting lease says its position and the limit that it waits for."""
+    """A waiting lease states its position and the limit that it waits for."""
 
     def test_threads_memory_and_clients(self, line: Line) -> None:
-        """The limit is the one that would refuse it."""
+        """The limit is the one that would refuse the request."""
         fill(line, threads=90, memory="70GiB", processes=40)
         line.waits(threads=20, memory="1GiB", gpu="0")
         line.waits(threads=1, memory="20GiB", gpu="0")
@@ -156,22 +156,22 @@ class TestWhatItWaitsFor:
     @pytest.mark.real_daemon(535)
     @needs_root
     def test_user(self, one: Node, make_line: MakeLine) -> None:
-        """On a daemon that serves one uid at a time, another uid waits until the GPU is free of it, room or no room."""
+        """On a daemon that serves one uid at a time, another uid waits until the first has left, room or not."""
         line = make_line(one)
         first = line.granted(uid=ANN, **SMALL)
         call, lease = line.waits(uid=BOB, **SMALL)
         assert lease["wait"]["waits_for"] == "user"
         assert f"uid {ANN} holds leases on the GPU" in lease["wait"]["because"]
         refused(line.ask(uid=BOB, **SMALL), 409, "does_not_fit", "user")
-        # Whoever has it may not stretch its turn over the head of the one who waits.
+        # The user that has the GPU may not prolong its turn while another user waits.
         refused(line.ask(uid=ANN, **SMALL), 409, "does_not_fit", "turn")
-        # Nobody is in the way on the other GPU.
+        # No other user is on the other GPU.
         line.granted(uid=BOB, threads=1, memory="1GiB")
         line.release(first)
         assert call.answer().json["id"] == lease["id"]
 
     def test_health(self, make_node: Start, make_line: MakeLine) -> None:
-        """While a control daemon hangs it takes nobody, and those who wait for it are let in when it answers again."""
+        """A hung control daemon admits no client; the requests that wait for it are granted when it answers again."""
         line = make_line(make_node(simulate=1, config=BRISK).start())
         with stopped(line.node.daemons()["gpu0"]["pid"]):
             line.node.wait_for_state("gpu0", "unresponsive")
@@ -184,7 +184,7 @@ class TestWhatItWaitsFor:
 
     @needs_root
     def test_own_place_only(self, line: Line) -> None:
-        """A user sees where it stands itself, and how many others wait."""
+        """A user sees its own position, and how many others wait."""
         fill(line)
         line.waits(uid=ANN, **SMALL)
         _, lease = line.waits(uid=BOB, **SMALL)
@@ -195,10 +195,13 @@ class TestWhatItWaitsFor:
 
 
 class TestOrder:
-    """Who goes first: priority, then the share that the user had lately, then who came first."""
+    """The order of grants: by priority, then by the user's recent share, then by arrival."""
 
     def served(self, line: Line, calls: list[Call]) -> list[int]:
-        """Let those who wait in one by one, each for the whole GPU, and return which of them it was each time."""
+        """Serve the waiting calls one by one, each with the whole GPU.
+
+        Return the index of the call served each time.
+        """
         left, order = dict(enumerate(calls)), []
         while left:
             first = wait_until(lambda: [n for n, call in left.items() if call.answered], what="the next to be served")
@@ -208,14 +211,14 @@ class TestOrder:
         return order
 
     def test_arrival(self, line: Line) -> None:
-        """Between equals, who came first goes first."""
+        """Equal requests are served in the order of their arrival."""
         first = fill(line)
         calls = [line.waits(threads=100, memory="1GiB", gpu="0")[0] for _ in range(5)]
         line.release(first)
         assert self.served(line, calls) == [0, 1, 2, 3, 4]
 
     def test_priority(self, line: Line) -> None:
-        """A higher priority goes before whoever came earlier."""
+        """A higher priority is served before an earlier arrival."""
         first = fill(line)
         calls = [line.waits(threads=100, memory="1GiB", gpu="0", priority=each)[0] for each in (0, -5, 10, 0, 10)]
         assert [each["priority"] for each in line.queue()] == [10, 10, 0, 0, -5]
@@ -224,7 +227,7 @@ class TestOrder:
 
     @needs_root
     def test_priority_needs_a_quota(self, line: Line, one: Node, make_line: MakeLine) -> None:
-        """A priority above one's quota, which is 0 where nothing is said, is refused; one below 0 is anybody's."""
+        """A priority above the user's quota, by default 0, is refused; every user may request one below 0."""
         refused(line.ask(uid=ANN, **SMALL, priority=11), 403, "quota", "quota.priority")
         plain = make_line(one)
         refused(plain.ask(uid=ANN, **SMALL, priority=1), 403, "quota", "quota.priority")
@@ -232,7 +235,7 @@ class TestOrder:
 
     @needs_root
     def test_fairness(self, make_node: Start, make_line: MakeLine, many: Node) -> None:
-        """Between equals in priority, the user who had less lately goes first, however late and seldom it asks."""
+        """At equal priority, the user with the smaller recent share is served first, however late or seldom it asks."""
         line = make_line(make_node(simulate=1, control=many.control, config=many.config).start())
         begun = time.monotonic()
         line.release(fill(line, uid=BOB))
@@ -245,11 +248,11 @@ class TestOrder:
         urgent = line.waits(uid=ANN, **whole, priority=1)[0]
         assert [each["owner"]["uid"] for each in line.queue()] == [ANN, CAT, BOB, ANN, ANN]
         line.release(first)
-        # Cat had nothing yet, Bob had a moment, and Ann has it all this while.
+        # Cat had nothing yet, Bob had a moment, and Ann holds the GPU all this time.
         assert self.served(line, [*anns, bobs, cats, urgent])[:3] == [4, 3, 2]
 
     def test_back_fill_on_another_gpu(self, line: Line) -> None:
-        """What the first in the queue cannot use goes to whoever can; what it waits for is not taken from under it."""
+        """Later requests get resources that the queue's head cannot use, and never those that it waits for."""
         fill(line, threads=60)
         _, head = line.waits(threads=80, memory="1GiB", gpu="0")
         late, _ = line.waits(threads=20, memory="1GiB", gpu="0")
@@ -257,12 +260,12 @@ class TestOrder:
         assert line.granted(threads=10, memory="1GiB")["daemon"] == "gpu1"
         assert [each["wait"]["waits_for"] for each in line.queue()] == ["threads", "turn"]
         refused(line.ask(threads=20, memory="1GiB", gpu="0"), 409, "does_not_fit", "turn")
-        # The head gives up, and the next is no longer held back.
+        # The head times out, and the next request is no longer held back.
         line.release(head)
         assert late.answer().status == 201
 
     def test_head_is_never_starved(self, line: Line) -> None:
-        """However many small ones come and go, the large request at the head has its room when it is there."""
+        """However many small requests come and go, the large request at the head is granted when its share is free."""
         holding = [line.granted(threads=25, memory="1GiB", gpu="0") for _ in range(4)]
         call, head = line.waits(threads=100, memory="1GiB", gpu="0")
         for each in holding:
@@ -272,7 +275,7 @@ class TestOrder:
 
 
 class TestNever:
-    """What can never fit is refused at once, however long one would wait."""
+    """A request that can never fit is refused at once, whatever its wait."""
 
     @pytest.mark.parametrize(
         ("asked", "refusal"),
@@ -289,7 +292,7 @@ class TestNever:
     )
     @pytest.mark.parametrize("wait", [60, None])
     def test_never(self, line: Line, asked: dict[str, Any], refusal: tuple[int, str, str], wait: float | None) -> None:
-        """It is refused with the limit, also on a node that is full, and the queue has nothing of it."""
+        """It is refused with the limit, also on a full node, and does not enter the queue."""
         fill(line)
         refused(line.ask(**asked, wait=wait), *refusal)
         assert line.queue() == []
@@ -299,7 +302,7 @@ class TestSeveralGpus:
     """`gpus` is all or nothing."""
 
     def test_both_or_none(self, line: Line) -> None:
-        """It holds nothing anywhere until it can have all, and then has as much on each."""
+        """The lease holds nothing until it can have all GPUs, and then has the same share on each."""
         first = fill(line, threads=60, gpu="1")
         call, lease = line.waits(threads=50, memory="3GiB", gpus=2)
         assert (line.gpu(0)["threads_granted"], line.gpu(0)["memory_granted"]) == (0, 0)
@@ -317,7 +320,7 @@ class TestSeveralGpus:
         assert [line.gpu(index)["threads_granted"] for index in (0, 1)] == [0, 0]
 
     def test_head_keeps_both_gpus(self, line: Line) -> None:
-        """While such a request is first in the queue, nobody who came later takes what it needs on either GPU."""
+        """While such a request is first in the queue, later requests get nothing that it needs on either GPU."""
         fill(line, threads=60, gpu="1")
         line.waits(threads=50, memory="3GiB", gpus=2)
         refused(line.ask(threads=60, memory="1GiB", gpu="0"), 409, "does_not_fit", "turn")
@@ -325,7 +328,7 @@ class TestSeveralGpus:
 
 
 def test_processes(line: Line) -> None:
-    """A lease of several processes is counted as their sum, and its environment gives each its part."""
+    """A lease of several processes is counted as their sum, and its environment gives each process its part."""
     lease = line.granted(threads=40, memory="8GiB", gpu="0", processes=4)
     assert (lease["processes"], lease["active_thread_percentage"], lease["pinned_device_mem_limit"]) == (
         4,
@@ -339,10 +342,10 @@ def test_processes(line: Line) -> None:
 
 
 class TestTimeToLive:
-    """A lease that is not renewed ends by itself."""
+    """A lease that is not renewed ends when its time to live has passed."""
 
     def test_expiry_and_renewal(self, line: Line) -> None:
-        """A lease that was renewed outlives one that was to end later, whose room goes to whoever waits for it."""
+        """A renewed lease outlives one that would have ended later; the share of that one goes to a waiting request."""
         renewed = line.granted(threads=40, memory="1GiB", gpu="0", ttl=0.5)
         expires = line.granted(threads=60, memory="1GiB", gpu="0", ttl=0.6)
         answer = line.call("POST", f"/v1/leases/{renewed['id']}/renew", {"ttl": 3600}).answer()
@@ -353,7 +356,7 @@ class TestTimeToLive:
         assert call.answer().json["id"] == lease["id"]
         ended = line.lease(expires)
         assert (ended["state"], ended["because"]) == ("ended", "its time to live of 0.6 s has expired")
-        # Its holder has learned of it before, and learns when it is over; who renewed in time learns of nothing.
+        # The holder gets a warning and a notice of the expiry; a holder that renewed in time gets neither.
         told = {each["event"]: each for each in line.node.log() if each["event"].startswith("lease_expir")}
         assert [each["lease"] for each in told.values()] == [expires["id"]] * 2
         assert told["lease_expiring"]["hint"] == f"renew it: mpsctl renew {expires['id']} --ttl 0.6"
@@ -370,7 +373,7 @@ class TestTimeToLive:
 
     @pytest.mark.parametrize("state", ["waiting", "ended"])
     def test_nothing_to_renew(self, line: Line, state: str) -> None:
-        """What holds nothing cannot be renewed."""
+        """A lease that holds nothing cannot be renewed."""
         lease = fill(line)
         if state == "ended":
             line.release(lease)
@@ -381,11 +384,11 @@ class TestTimeToLive:
 
 
 class TestEnd:
-    """How a place in the queue is lost, and how not."""
+    """The cases in which a place in the queue is lost, or survives."""
 
     @needs_root
     def test_revoked(self, line: Line) -> None:
-        """An administrator ends anybody's lease, granted or waiting, and whoever waited for it is told."""
+        """An administrator can end every lease, granted or waiting, and a waiting caller gets an answer."""
         granted = fill(line, uid=ANN)
         call, lease = line.waits(uid=BOB, **SMALL)
         line.release(lease)
@@ -395,14 +398,14 @@ class TestEnd:
 
     @needs_root
     def test_released_by_its_owner(self, line: Line) -> None:
-        """Who waits can give its place up from elsewhere."""
+        """The owner of a waiting lease can release it over another connection."""
         fill(line)
         call, lease = line.waits(uid=BOB, **SMALL)
         assert line.call("DELETE", f"/v1/leases/{lease['id']}", uid=BOB).answer().status == 204
         assert f"uid {BOB} released it" in refused(call.answer(), 409, "does_not_fit", None)
 
     def test_caller_hangs_up(self, line: Line) -> None:
-        """A caller that hangs up gives its place away, and those behind it move up."""
+        """A caller that disconnects loses its place, and those behind it move up."""
         fill(line)
         call, lease = line.waits(**SMALL)
         _, behind = line.waits(**SMALL)
@@ -412,14 +415,14 @@ class TestEnd:
         assert line.queue()[0]["wait"]["position"] == 1
 
     def test_caller_hangs_up_and_comes_back(self, line: Line) -> None:
-        """With a request_id its place is kept, and it comes back to it: same lease, same position."""
+        """A place with a request_id survives a disconnect: the caller gets the same lease at the same position."""
         first = fill(line)
         call, lease = line.waits(**SMALL, request_id="mine")
         assert lease["request_id"] == "mine"
         line.waits(**SMALL)
         call.hang_up()
         again = line.call("POST", "/v1/leases", {**SMALL, "wait": None, "request_id": "mine", "name": lease["name"]})
-        # The answer to a later question on the queue proves that mpsd has noticed the hanging up.
+        # The answer to a later question about the queue proves that mpsd has noticed the disconnect.
         _, last = line.waits(**SMALL)
         assert ids(line.queue())[0] == lease["id"]
         assert ids(line.queue())[2] == last["id"]
@@ -427,7 +430,7 @@ class TestEnd:
         assert again.answer().json["id"] == lease["id"]
 
     def test_granted_while_away(self, line: Line) -> None:
-        """What is granted to a caller that hung up is there when it comes back with its request_id."""
+        """A lease that is granted while its caller is disconnected is there when the caller repeats its request_id."""
         first = fill(line)
         call, lease = line.waits(**SMALL, request_id="mine")
         call.hang_up()
@@ -436,7 +439,7 @@ class TestEnd:
         assert line.granted(**SMALL, request_id="mine", name=lease["name"])["id"] == lease["id"]
 
     def test_same_request_twice_at_once(self, line: Line) -> None:
-        """Two who wait with the same request_id wait for the same lease; one that hangs up leaves it to the other."""
+        """Two callers with the same request_id wait for the same lease; when one disconnects, the other keeps it."""
         first = fill(line)
         one, lease = line.waits(**SMALL, request_id="mine")
         two = line.call("POST", "/v1/leases", {**SMALL, "wait": None, "request_id": "mine", "name": lease["name"]})
@@ -449,7 +452,7 @@ class TestEnd:
 
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
     def test_holder_dies_waiting(self, line: Line, number: signal.Signals) -> None:
-        """A place that was asked for another process ends with that process, and whoever asked is told."""
+        """A place that was requested for another process ends with that process, and the caller gets an answer."""
         fill(line)
         with calling(line.node.socket) as holder:
             call, lease = line.waits(**SMALL, pid=holder.pid)
@@ -460,15 +463,18 @@ class TestEnd:
 
 
 class TestHowMany:
-    """The queue has an end, and so has the number of leases."""
+    """The number of waiting requests and the number of leases are bounded."""
 
     @pytest.fixture
     def line(self, make_node: Start, make_line: MakeLine) -> Line:
-        """Stand in front of a node with a short queue."""
+        """Return a line in front of a node with a short queue."""
         return make_line(make_node(simulate=1, config="[admission]\nqueue_length = 20\nleases = 23\n").start())
 
     def test_queue_length(self, line: Line) -> None:
-        """As many wait as the queue is long; the next is refused with that limit, until somebody has left."""
+        """The queue takes its configured number of requests.
+
+        The next is refused with that limit until a place is free.
+        """
         first = fill(line)
         waiting = [line.waits(**SMALL) for _ in range(20)]
         refused(line.ask(**SMALL, wait=None), 409, "queue_full", "queue")
@@ -481,7 +487,7 @@ class TestHowMany:
         assert [call.answer().status for call, _ in waiting] == [201] * 20
 
     def test_leases_in_all(self, line: Line) -> None:
-        """As many leases are held, or waited for, as the node keeps; the next is refused with that limit."""
+        """The node has its configured number of leases, waiting ones included; the next is refused with that limit."""
         held = [line.granted(**SMALL) for _ in range(21)]
         fill(line, threads=79)
         line.waits(**SMALL)

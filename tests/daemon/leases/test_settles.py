@@ -1,10 +1,10 @@
-"""Whatever dies while leases come and go: once it has settled, the limits in force are what the living leases say.
+"""Processes die while leases come and go: once the node has settled, its limits are those that the living leases need.
 
-They are read with the front-end of the control daemon and not through mpsd: NVIDIA's own on its own control daemons,
-whose servers do not start without a GPU, so that their defaults are what there is; and the simulator's on a simulated
-node, where servers have limits of their own, and clients that come and go under them.
+The test reads the limits with the control daemon's front-end, not through mpsd. It uses NVIDIA's front-end on NVIDIA's
+control daemons, whose servers do not start without a GPU, so that there are only defaults; and the simulator's on a
+simulated node, whose servers have their own limits and clients.
 
-MPSD_RUNS says how many things are to happen on each; MPSD_SEED repeats the run of a seed that was printed.
+MPSD_RUNS says how many steps each run takes; MPSD_SEED repeats the run of a seed that was printed.
 """
 
 import contextlib
@@ -27,22 +27,22 @@ from tests.simulated_clients import WAITS, SimulatedClient, variables
 
 STEPS: Final = int(os.environ.get("MPSD_RUNS", "16"))
 BETWEEN: Final = 4
-"""Things that happen at most before it may settle."""
+"""The most steps before the node may settle."""
 MOST: Final = 5
-"""Leases at a time: as many as always fit."""
+"""The most leases at a time; so many always fit."""
 
 CONFIG: Final = """
 [daemon]
 death_window = 0.1
 """
-"""No death counts for long, so that the next start waits for nothing."""
+"""No death counts for long, so that the next start is not delayed."""
 
 Limits = tuple[str, ...]
-"""An active thread percentage, and a memory limit where the driver has one, as a front-end prints them."""
+"""An active thread percentage, and a memory limit if the driver has one, as a front-end prints them."""
 
 
 class Holder(SimulatedClient):
-    """A process that holds a lease, and goes for the GPU when it is told to."""
+    """A process that holds a lease, and becomes a client on command."""
 
     def __init__(self, node: Node, threads: int, memory: int) -> None:
         """Start it in the environment that it will have as a client: percent of the threads, and GiB."""
@@ -51,14 +51,14 @@ class Holder(SimulatedClient):
         self.went = False
 
     def go(self) -> None:
-        """Have it go for the GPU, and do not wait until it has it."""
+        """Tell it to connect to the GPU, without waiting until it has."""
         self._stdin.write(b"\n")
         self.went = True
 
 
 @dataclass(frozen=True)
 class Held:
-    """A lease: how much each of its processes gets, in percent and GiB, and its holder where that can be a client."""
+    """A lease: the percent and GiB of each of its processes, and its holder if that can be a client."""
 
     threads: int
     memory: int
@@ -67,7 +67,7 @@ class Held:
 
 @dataclass
 class Scene:
-    """A node on which things happen, and the leases that there are to be."""
+    """A node on which the steps happen, and the leases that should exist."""
 
     node: Node
     dice: random.Random
@@ -76,21 +76,21 @@ class Scene:
     memory: bool = True
     """Whether the driver limits memory."""
     daemon: int = 0
-    """The pid of the control daemon that there was last."""
+    """The pid of the last control daemon."""
     held: dict[str, Held] = field(default_factory=dict)
     others: list[Holder] = field(default_factory=list)
-    """Those whose lease was released, and who run on."""
+    """Holders whose lease was released and which still run."""
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
     def happens(self) -> None:
-        """Have something happen."""
+        """Carry out one random step."""
         (step,) = self.dice.choices(*zip(*self._possible().items(), strict=True))
         sys.stdout.write(f"{step.__name__} ")
         step()
 
     def _possible(self) -> dict[Callable[[], None], int]:
-        """Return what can happen, and how often it is to."""
+        """Return the possible steps, each with its weight."""
         possible = {self.kill_daemon: 2, self.restart: 2}
         if len(self.held) < MOST:
             possible |= {self.grant: 5}
@@ -102,7 +102,7 @@ class Scene:
         return possible | ({self.attach: 5} if self._waiting() else {})
 
     def grant(self) -> None:
-        """Grant a lease, to a process that is to become its client where there can be any."""
+        """Grant a lease, to a process that can become its client where clients are possible."""
         threads, memory, processes = self.dice.randint(1, 9), self.dice.randint(1, 3), self.dice.choice([1, 1, 2])
         asked = {"threads": threads * processes, "memory": memory * processes * GIB, "processes": processes, "gpu": "0"}
         holder = Holder(self.node, threads, memory) if self.clients else None
@@ -116,7 +116,7 @@ class Scene:
             end(holder, signal.SIGKILL)
 
     def release(self) -> None:
-        """End a lease; its holder runs on."""
+        """End a lease; its holder keeps running."""
         lease = self.dice.choice([*self.held])
         assert self.node.request("DELETE", f"/v1/leases/{lease}").status == 204
         holder = self.held.pop(lease).holder
@@ -133,22 +133,22 @@ class Scene:
         end(holder, self.dice.choice([signal.SIGKILL, signal.SIGTERM]))
 
     def start_server(self) -> None:
-        """Have a server start, which is in vain without a GPU."""
+        """Have a server start, which fails without a GPU."""
         self.node.ask("gpu0", f"start_server -uid {self.dice.choice([os.geteuid(), 61001])}")
 
     def kill_servers(self) -> None:
-        """Kill every server, that of a dead control daemon too."""
+        """Kill every server, also the servers of a dead control daemon."""
         for server in self.node.daemons()["gpu0"]["servers"]:
             kill_if_there(server["pid"])
 
     def kill_daemon(self) -> None:
-        """Kill the control daemon, or the one that mpsd had when it was ended."""
+        """Kill the control daemon, or, while mpsd is down, the one that it had."""
         if self.node.process is not None:
             self.daemon = self.node.daemons()["gpu0"]["pid"] or self.daemon
         kill_if_there(self.daemon)
 
     def restart(self) -> None:
-        """End mpsd, and start it again; something else may happen in between."""
+        """Stop mpsd and start it again; another step may happen in between."""
         self.daemon = self.node.daemons()["gpu0"]["pid"] or self.daemon
         self.node.end(self.dice.choice([signal.SIGKILL, signal.SIGTERM]))
         without_mpsd = self._possible().keys() & {self.kill_daemon, self.attach, self.leave}
@@ -159,11 +159,11 @@ class Scene:
         self.node.start(ready=False)
 
     def _waiting(self) -> list[Holder]:
-        """Return the holders that are no clients yet."""
+        """Return the holders that have not become clients yet."""
         return [each.holder for each in self.held.values() if each.holder is not None and not each.holder.went]
 
     def close(self) -> None:
-        """End everybody."""
+        """End all processes."""
         for each in (*(each.holder for each in self.held.values()), *self.others):
             if each is not None:
                 end(each, signal.SIGKILL)
@@ -171,10 +171,11 @@ class Scene:
     # -- what is so then -----------------------------------------------------------------------------------------------
 
     def settles(self) -> None:
-        """Wait until nothing is pending, and compare what is in force with what the leases say."""
+        """Wait until nothing is pending, and compare the limits in force with those that the leases need."""
         for lease, each in tuple(self.held.items()):
             if each.holder is not None and each.holder.went and not each.holder.hello["ok"]:
-                # Its server was killed while it connected, or its control daemon; it has ended, and so has its lease.
+                # Its server, or its control daemon, was killed while it connected; the process has ended, and so has
+                # its lease.
                 end(each.holder, signal.SIGKILL)
                 del self.held[lease]
         wanted, found = wait_until(self._settled, what=f"it to settle; the log is {self.node.stderr}", deadline=30)
@@ -182,7 +183,7 @@ class Scene:
         assert found == {wanted}, f"{self.held}; the log is {self.node.stderr}"
 
     def _settled(self) -> tuple[Limits, set[Limits]] | None:
-        """Return what the leases say, and what a front-end reads; None while anything is pending."""
+        """Return the limits that the leases need and those that a front-end reads; None while anything is pending."""
         before = self._said()
         if before is None:
             return None
@@ -192,9 +193,9 @@ class Scene:
         return (wanted, found) if is_known and self._said() == before else None
 
     def _said(self) -> tuple[Limits, set[int], int] | None:
-        """Return what a client gets by the leases, their clients, and the pid of the control daemon that is to know.
+        """Return the limits by the leases, their clients, and the pid of the control daemon that should have them.
 
-        None while mpsd is not there yet.
+        None while mpsd is not ready.
         """
         leases = {each["id"]: each for each in self.node.get("/v1/leases").json["leases"]}
         daemon = self.node.daemons()["gpu0"]
@@ -210,7 +211,7 @@ class Scene:
         return limits[: 1 + self.memory], clients, daemon["pid"]
 
     def _read(self) -> tuple[set[Limits], set[int]]:
-        """Read the defaults and the limits of each server, and who its clients are."""
+        """Read the defaults and the limits of each server, and the pids of its clients."""
         limits = {self._limits("get_default_active_thread_percentage", "get_default_device_pinned_mem_limit 0")}
         clients: set[int] = set()
         for server in self.node.ask("gpu0", "get_server_list"):
@@ -231,13 +232,13 @@ def end(holder: Holder, number: signal.Signals) -> None:
 
 
 def kill_if_there(pid: int) -> None:
-    """Kill what may be gone already."""
+    """Kill a process that may have ended already."""
     with contextlib.suppress(ProcessLookupError):
         kill(pid)
 
 
 def run(scene: Scene) -> None:
-    """Have as many things happen as there are to be, some at a time, and see that it settles each time."""
+    """Carry out all steps, a few at a time, and check that the node settles each time."""
     left = STEPS
     scene.settles()
     while left:
@@ -253,7 +254,7 @@ def run(scene: Scene) -> None:
 
 @pytest.fixture
 def dice() -> random.Random:
-    """Throw the dice of MPSD_SEED, or others each time; a run that fails is printed with its seed."""
+    """Return random numbers of MPSD_SEED, or of a new seed; pytest prints the seed of a run that fails."""
     seed = int(os.environ.get("MPSD_SEED") or random.getrandbits(32))
     sys.stdout.write(f"MPSD_SEED={seed}\n")
     return random.Random(seed)
@@ -262,14 +263,14 @@ def dice() -> random.Random:
 @pytest.mark.timeout(60 + 2 * STEPS)
 @pytest.mark.parametrize("real", branches())
 def test_defaults(make_node: Start, dice: random.Random, real: RealDaemon) -> None:
-    """On NVIDIA's control daemons."""
+    """The defaults settle on NVIDIA's control daemons."""
     node = make_node(simulate=1, control=real.control, config=CONFIG).start()
     run(Scene(node, dice, clients=False, memory=real.branch >= 495))
 
 
 @pytest.mark.timeout(60 + 2 * STEPS)
 def test_servers(make_node: Start, dice: random.Random) -> None:
-    """On a simulated node, whose servers have limits of their own, and clients."""
+    """The limits of servers settle on a simulated node with clients."""
     scene = Scene(make_node(simulate=1, control=None, config=CONFIG).start(), dice, clients=True)
     try:
         run(scene)

@@ -1,6 +1,6 @@
-"""Programs of one lease that come one after another, and beside each other: each gets the lease's part, on a real node.
+"""Programs of one lease that run one after another and beside each other: each gets the lease's share, on a real node.
 
-MPSD_RUNS says how many programs there are to be in the random run.
+MPSD_RUNS says how many programs the random run has.
 """
 
 import json
@@ -55,7 +55,7 @@ def attach(mode: str, more: str = "") -> str:
 
 
 def one_after_another(node: Node, programs: int, pause: float) -> list[dict[str, Any]]:
-    """Run short programs under one lease of a quarter, with so many seconds between them, and return what each says."""
+    """Run short programs under one lease of a quarter, so many seconds apart, and return what each reports."""
     root = str(Path(__file__).parents[3])
     bare = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
     mpsctl = [sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket), "run", "--threads", "25"]
@@ -72,13 +72,13 @@ def one_after_another(node: Node, programs: int, pause: float) -> list[dict[str,
 
 
 def has_quarter(said: dict[str, Any]) -> bool:
-    """Tell whether a client has the quarter of its lease, under MPS."""
+    """Return whether a client has the quarter of its lease, under MPS."""
     return (said["mps"], said["active_thread_percentage"], said["pinned_device_mem_limit"]) == (True, 25.0, 2 * GIB)
 
 
 @pytest.mark.parametrize(("mode", "pause"), [("anytime", 0.0), ("shared", 0.05)])
 def test_instant_successors(make_node: Start, mode: str, pause: float) -> None:
-    """Of 30 short programs, each right after the one before, none goes without: at once, or in `shared` 50 ms after."""
+    """Of 30 short programs in a row each gets its share: at once, or in `shared` after a pause of 50 ms."""
     node = make_node(simulate=1, control=None, config=attach(mode)).start()
     found = one_after_another(node, 30, pause)
     assert len(found) == 30
@@ -116,21 +116,21 @@ for line in sys.stdin:
     else:
         processes[-1].stdin.write(line.encode())
 """
-"""Holds a lease, starts a client, and another process when it is told to, and tells the latest what else it is told.
+"""Holds a lease, starts a client, and starts another process on command; it passes all later lines to the latest one.
 
-A further process becomes a client when it is told anything.
+The other process becomes a client at its first line.
 """
 
 
 @pytest.mark.parametrize("mode", ["shared", "strict"])
 def test_closes_behind_a_context(make_node: Start, mode: str) -> None:
-    """It closes behind a client once NVML shows memory of it, and opens as soon as that client is gone."""
+    """The ceiling closes behind a client once NVML shows memory of it, and opens as soon as that client is gone."""
     node = make_node(simulate=1, control=None, config=attach(mode)).start()
     with leased(node, "--threads", "25", "--memory", "2GiB", within=(sys.executable, "-c", _BESIDE)) as holder:
         assert has_quarter(holder.hello)
         lease = attributed(node, 1)
         if not gpus(node)[0].processes()[holder.hello["pid"]].memory:
-            node.request("GET", f"/v1/leases/{lease}/verify")  # has the GPUs read
+            node.request("GET", f"/v1/leases/{lease}/verify")  # this request reads the GPUs
             assert in_force(node) == OPEN
         assert holder.alloc("1MiB")["ok"]
         node.request("GET", f"/v1/leases/{lease}/verify")
@@ -143,7 +143,7 @@ def test_closes_behind_a_context(make_node: Start, mode: str) -> None:
 
 
 def test_where_nvml_cannot_tell(make_node: Start) -> None:
-    """Where a GPU cannot be read, it closes behind a client at the end of the window."""
+    """Where a GPU cannot be read, the ceiling closes behind a client at the end of the window."""
     node = make_node(simulate=1, control=None, config=attach("shared", "attach_window = 0.5\n")).start()
     with leased(node, "--threads", "25", "--memory", "2GiB") as holder:
         assert has_quarter(holder.hello)
@@ -156,7 +156,7 @@ def test_where_nvml_cannot_tell(make_node: Start) -> None:
 
 
 def test_new_descendant(make_node: Start) -> None:
-    """In `shared` it opens again, when the window is over, for a process that a lease with room has started."""
+    """In `shared` the ceiling opens again, after the window, for a new descendant of a lease with room."""
     config = attach("shared", "attach_window = 3.0\n")
     node = make_node(simulate=1, control=None, config=config).start()
     asked = ("--threads", "50", "--memory", "4GiB", "--processes", "2")
@@ -172,7 +172,7 @@ def test_new_descendant(make_node: Start) -> None:
 
 
 def test_new_process_without_a_family(make_node: Start) -> None:
-    """It opens again for a process that carries the token of a lease with room, whoever started it."""
+    """The ceiling opens again for any process that carries the token of a lease with room."""
     config = attach("shared", "attach_window = 3.0\n")
     node = make_node(simulate=1, control=None, config=config).start()
     asked = ("--threads", "50", "--memory", "4GiB", "--processes", "2")
@@ -193,7 +193,7 @@ def test_new_process_without_a_family(make_node: Start) -> None:
 
 
 def test_any_number_of_processes(make_node: Start) -> None:
-    """Each process of a lease for any number gets all of it, is counted as a client, and what all hold is summed up."""
+    """Each process of a lease for any number gets all of it and counts as a client; their usage is summed."""
     node = make_node(simulate=1, control=None).start()
     asked = ("--threads", "25", "--memory", "2GiB", "--processes", "any")
     with leased(node, *asked, within=(sys.executable, "-c", _BESIDE)) as holder:
@@ -209,7 +209,7 @@ def test_any_number_of_processes(make_node: Start) -> None:
 
 @dataclass
 class Job:
-    """A lease and its holder, and what each of its processes is to have."""
+    """A lease, its holder, and the share that each of its processes must have."""
 
     holder: SimulatedClient
     threads: float
@@ -217,7 +217,7 @@ class Job:
 
     @classmethod
     def granted(cls, node: Node, dice: random.Random) -> "Job":
-        """Take out a lease of any size, for any number of processes, and start the first of them at once."""
+        """Request a lease of any size, for any number of processes, and start the first of them at once."""
         processes = dice.choice([1, 1, 2, 3, None])
         threads, memory = dice.randint(1, 70), dice.randint(1, 4096)
         whole = processes or 1
@@ -227,26 +227,26 @@ class Job:
         return cls(leased(node, *asked, *many, "--gpu", "0", within=beside), threads / 10, memory * MIB)
 
     def check(self, said: dict[str, Any]) -> None:
-        """See that a process has its part, no more and no less."""
+        """Check that a process has exactly its share."""
         assert said["ok"], said
         found = said["mps"], said["active_thread_percentage"], said["pinned_device_mem_limit"]
         assert found == (True, self.threads, self.memory)
 
     def another(self) -> None:
-        """Have one more process come, beside the others or after they have gone."""
+        """Start one more process, beside the others or after them."""
         self.holder.tell("another")
         self.holder.tell("go")
         self.check(self.holder.answer())
 
     def end(self) -> None:
-        """End the holder, and with it all that it started."""
+        """End the holder and all processes that it started."""
         with self.holder:
             self.holder.kill()
 
 
 @pytest.mark.timeout(60 + 2 * RUNS)
 def test_honest_programs(make_node: Start) -> None:
-    """In `anytime` no honest process is below its part, nor above, whatever comes and goes beside it."""
+    """In `anytime` every honest process has exactly its share, whatever processes come and go beside it."""
     dice = random.Random(0)
     node = make_node(simulate=1, control=None, config="").start()
     jobs, checked = list[Job](), 0
@@ -260,7 +260,7 @@ def test_honest_programs(make_node: Start) -> None:
             elif step == "another" and jobs:
                 dice.choice(jobs).another()
                 checked += 1
-            elif step == "leave" and jobs:  # and one comes in the moment after
+            elif step == "leave" and jobs:  # and another starts in the next moment
                 job = dice.choice(jobs)
                 job.holder.tell("exit")
                 job.another()

@@ -1,6 +1,6 @@
-"""Whose a process is that has left its family: the token in its environment tells, and holds, and harms nobody.
+"""Attribution of a process that has left its family: by the token in its environment, which is safe against misuse.
 
-What is tried is what new users try: a program that forks twice and goes on in the background.
+The cases are those that new users try, such as a program that forks twice and runs in the background.
 """
 
 import json
@@ -21,7 +21,7 @@ from tests.simulated_clients import WAITS, SimulatedClient, leased, variables
 ANN, BOB = 2711, 2712
 
 DETACHED: Final = ("sh", "-c", 'exec 3<&0; (setsid "$@" <&3 3<&- & ); exit', "sh")
-"""Starts what follows as daemons start themselves, in nobody's family and a session of its own, and exits."""
+"""Starts the command that follows as daemons start themselves, in its own session without a family, and exits."""
 
 TERMINATE: Final = """
 [daemon]
@@ -45,7 +45,7 @@ def lease(node: Node, lease_id: str) -> dict[str, Any]:
 
 
 def only_lease(node: Node) -> dict[str, Any]:
-    """Wait for the one lease that there is, and return it."""
+    """Wait until there is one lease, and return it."""
     (found,) = wait_until(lambda: node.get("/v1/leases").json["leases"], what="the lease")
     return dict(found)
 
@@ -57,7 +57,7 @@ def ended(node: Node, lease_id: str) -> str:
 
 
 def go(client: SimulatedClient) -> None:
-    """Have a process that waits become a client."""
+    """Have a waiting process become a client."""
     assert client.process.stdin is not None
     client.process.stdin.write(b"go\n")
 
@@ -69,7 +69,7 @@ def of_lease(node: Node, found: Mapping[str, Any]) -> dict[str, str]:
 
 @pytest.mark.parametrize("restarted", [None, signal.SIGKILL, signal.SIGTERM])
 def test_double_fork(node: Node, restarted: signal.Signals | None) -> None:
-    """A program that goes on in the background keeps its lease, as a client or before, also across an mpsd's death."""
+    """A program that moves to the background keeps its lease, as a client or before, also when mpsd restarts."""
     sixty = {"fraction": 0.6}
     with leased(node, "--fraction", "0.6", within=(*WAITS, *DETACHED, *WAITS)) as program:
         wait_until(lambda: (seen := look_at(program.pid)) and seen.command.startswith("sh"), what="mpsctl to become it")
@@ -101,7 +101,7 @@ def test_double_fork(node: Node, restarted: signal.Signals | None) -> None:
 
 
 def test_bearer_that_forks(node: Node) -> None:
-    """What a bearer leaves behind bears the lease when it is gone, and the lease ends when nobody does any more."""
+    """A child of an ended bearer bears the lease, and the lease ends with its last bearer."""
     with leased(node, "--fraction", "0.6", within=(*DETACHED, *WAITS, *DETACHED, *WAITS)) as one:
         assert one.process.wait(30) == 0
         lease_id = only_lease(node)["id"]
@@ -116,7 +116,7 @@ def test_bearer_that_forks(node: Node) -> None:
 
 
 def test_no_token(node: Node) -> None:
-    """What is left behind without the token keeps nothing, as before there were tokens."""
+    """A process without the token does not keep the lease when its family is gone, as before there were tokens."""
     with leased(node, "--fraction", "0.6", within=("env", "-u", TOKEN, *DETACHED, *WAITS)) as program:
         lease_id = event(node, "lease_granted", pid=program.pid)["lease"]
         assert ended(node, lease_id) == f"its holder, pid {program.pid}, has exited"
@@ -126,12 +126,12 @@ def test_no_token(node: Node) -> None:
 @needs_root
 @pytest.mark.parametrize("uid", [BOB, 0])
 def test_token_of_another_user(make_node: Start, uid: int) -> None:
-    """Who has copied another user's token is not its client, keeps it not, and takes no place in it; nor is root."""
+    """A process with a copy of another user's token is no client, keeps no lease and takes no place; nor does root."""
     node = make_node(simulate=1, control=None, config='[daemon]\nusers = "many"\n').start()
     asked = {"threads": 25, "memory": 2 * GIB}
     with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
         stolen = ann.admit(**asked).json
-        assert bob.admit(**asked).status == 201  # else the control daemon is closed to it
+        assert bob.admit(**asked).status == 201  # otherwise the control daemon is closed to this user
         as_thief = ("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups")
         with SimulatedClient(of_lease(node, stolen), before=as_thief) as thief:
             told = event(node, "violation", pid=thief.hello["pid"])
@@ -143,7 +143,7 @@ def test_token_of_another_user(make_node: Start, uid: int) -> None:
 
 
 def test_family_comes_first(node: Node) -> None:
-    """A process that has a family with a lease is that lease's, whatever token it was given."""
+    """A process whose family has a lease belongs to that lease, whichever token it carries."""
     with calling(node.socket) as other:
         others = other.admit(threads=25, memory=2 * GIB).json
         mine = node.request("POST", "/v1/leases", {"threads": 25, "memory": 2 * GIB}).json
@@ -155,7 +155,7 @@ def test_family_comes_first(node: Node) -> None:
 
 @pytest.mark.parametrize("wrong", ["token", "lease"])
 def test_guessed(node: Node, wrong: str) -> None:
-    """A lease's name without its token, or its token without its name, gives nothing."""
+    """A lease's id without its token, or its token without its id, gives no access."""
     with calling(node.socket) as holder:
         found = holder.admit(threads=25, memory=2 * GIB).json
         environment = of_lease(node, found)
@@ -165,9 +165,9 @@ def test_guessed(node: Node, wrong: str) -> None:
 
 
 def test_it_ends_nobody(make_node: Start) -> None:
-    """A client by its token takes a place; the holder that comes after it is told of, and not ended, nor is the client.
+    """A client by token takes a place. A holder that is one too many is reported; neither of the two is ended.
 
-    Not even where policy ends whoever is one too many, and whoever can use more than its part.
+    This holds even where policy ends a surplus client, and a client that can use more than its share.
     """
     node = make_node(simulate=1, control=None, config=TERMINATE).start()
     with SimulatedClient(variables(node), before=WAITS) as holder, calling(node.socket) as caller:

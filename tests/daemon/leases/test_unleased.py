@@ -1,4 +1,4 @@
-"""Clients that no lease has count against what is granted, and for their users: nobody takes a GPU by being unknown."""
+"""Unleased clients count against what is granted, and against their users' quotas: no process takes a GPU unnoticed."""
 
 from typing import Any
 
@@ -17,25 +17,25 @@ BOB = 2721
 
 
 def gpu(node: Node) -> tuple[float, int, int]:
-    """Return what counts as used without a lease: threads, GiB of memory, and clients."""
+    """Return what counts as unleased: threads, GiB of memory, and clients."""
     found = node.get("/v1/status").json["gpus"][0]
     return found["threads_unleased"], found["memory_unleased"] // GIB, found["clients_unleased"]
 
 
 def refused(node: Node, limit: str, **asked: Any) -> str:
-    """Ask for what is refused for want of this, and return the reason."""
+    """Request a lease that must be refused for want of this, and return the reason."""
     answer = node.request("POST", "/v1/leases", asked)
     assert (answer.status, answer.json["limit"]) == (409 if "." not in limit else 403, limit), answer.body
     return str(answer.json["detail"])
 
 
 def sees(node: Node, threads: float, memory: int, clients: int) -> None:
-    """Wait until that is what counts as used without a lease."""
+    """Wait until exactly this counts as unleased."""
     wait_until(lambda: gpu(node) == (threads, memory, clients), what="it to be counted", deadline=20)
 
 
 def test_counted(make_node: Start) -> None:
-    """A client without a lease counts as what its environment names and what it holds, until it goes."""
+    """Until it ends, an unleased client counts with the share that its environment names and its memory."""
     node = make_node(simulate=1, control=None, config=ALLOW).start()
     with SimulatedClient({**variables(node), THREADS: "60"}) as client:
         client.alloc("40GiB")
@@ -59,7 +59,7 @@ def test_counted(make_node: Start) -> None:
 
 
 def test_waited_for(make_node: Start) -> None:
-    """What a client without a lease uses can be waited for, since it may go: it is never called out of reach."""
+    """A request can wait for what an unleased client uses, since that may end: it is never refused as impossible."""
     node = make_node(simulate=1, control=None, config=ALLOW).start()
     with SimulatedClient({**variables(node), THREADS: "60"}) as client:
         sees(node, 60.0, 0, 1)
@@ -72,7 +72,7 @@ def test_waited_for(make_node: Start) -> None:
 
 @pytest.mark.parametrize("ends", ["released", "expired"])
 def test_left_behind(make_node: Start, ends: str) -> None:
-    """What the clients of a lease hold that has ended is not granted again before they have gone, at no moment."""
+    """The share of an ended lease's clients is not granted again at any moment before they are gone."""
     node = make_node(simulate=1, control=None, config="").start()
     asked = {"threads": 60, "memory": 60 * GIB}
     with calling(node.socket) as caller:
@@ -80,7 +80,7 @@ def test_left_behind(make_node: Start, ends: str) -> None:
         with SimulatedClient({**variables(node), **lease["env"]}) as client:
             assert client.hello["ok"]
             event(node, "client_attributed", client=client.hello["pid"])
-            client.alloc("50GiB")  # which NVML was not asked about yet
+            client.alloc("50GiB")  # NVML has not been read since this allocation
             if ends == "released":
                 assert node.request("DELETE", f"/v1/leases/{lease['id']}").status == 204
             else:
@@ -96,7 +96,7 @@ def test_left_behind(make_node: Start, ends: str) -> None:
 
 @needs_root
 def test_charged(make_node: Start) -> None:
-    """What a user's clients use without a lease counts in its quota."""
+    """The resources that a user's unleased clients use count in its quota."""
     quota = f'[daemon]\nusers = "many"\n[quota.{BOB}]\nthreads = 70\n'
     node = make_node(simulate=1, control=None, config=ALLOW + quota).start()
     as_bob = ("setpriv", f"--reuid={BOB}", f"--regid={BOB}", "--clear-groups")

@@ -1,4 +1,4 @@
-"""Leases of one user and programs of another: named with their cause and cure, and how root does it right."""
+"""Leases of one user and programs of another: mpsd names the cause and the cure, and root has a correct way."""
 
 import json
 import os
@@ -31,7 +31,7 @@ ROOT = str(Path(__file__).parents[3])
 
 @pytest.fixture(scope="module")
 def python() -> str:
-    """Return an interpreter that other users can run: that of the tests may be in a home directory."""
+    """Return an interpreter that other users can run, since that of the tests may be in a home directory."""
     for each in (sys.executable, "/usr/bin/python3"):
         if subprocess.run([*AS_NOBODY, "sh", "-c", f"{each} -c ''"], capture_output=True, check=False).returncode == 0:
             return each
@@ -39,24 +39,24 @@ def python() -> str:
 
 
 def instead(python: str) -> tuple[str, ...]:
-    """Return what becomes the program that follows, under another interpreter."""
+    """Return a command prefix that runs the program that follows under another interpreter."""
     return ("sh", "-c", f'shift; exec {python} "$@"', "sh")
 
 
 def go(program: SimulatedClient) -> None:
-    """Have a program that waits become a client."""
+    """Have a waiting program become a client."""
     assert program.process.stdin is not None
     program.process.stdin.write(b"go\n")
 
 
 @pytest.fixture
 def node(make_node: Start) -> Node:
-    """Start a node of many users."""
+    """Start a node for many users."""
     return make_node(simulate=1, control=None, config=QUOTA).start()
 
 
 def verified(node: Node, lease: str) -> Any:
-    """Have everything read anew, and return how a lease is."""
+    """Have mpsd read everything again, and return the verification of a lease."""
     return node.get(f"/v1/leases/{lease}/verify").json
 
 
@@ -64,7 +64,7 @@ def verified(node: Node, lease: str) -> Any:
 
 
 def test_holder_that_changed(node: Node, python: str) -> None:
-    """A holder that became another user is named, with what to type, before it is on the GPU or after."""
+    """A holder that changed its user is named, with the command that helps, before it is on the GPU and after."""
     with leased(node, "--fraction", "0.25", within=(*AS_NOBODY, *WAITS, *instead(python))) as program:
         lease = event(node, "lease_granted", pid=program.pid)["lease"]
         expected = (
@@ -86,7 +86,7 @@ def test_holder_that_changed(node: Node, python: str) -> None:
 
 
 def test_relative_that_changed(make_node: Start, python: str) -> None:
-    """What a holder starts as another user, by su say, is named where it runs on the GPU, and is not ended."""
+    """A child of the holder that runs as another user on the GPU, by su for example, is named, and not ended."""
     config = f'{MANY}[enforcement]\non_violation = "terminate"\ngrace = 0.2\n'
     node = make_node(simulate=1, control=None, config=config).start()
     within = ("sh", "-c", 'exec 3<&0; "$@" <&3 & wait', "sh", *AS_NOBODY, *instead(python))
@@ -108,7 +108,7 @@ def test_relative_that_changed(make_node: Start, python: str) -> None:
 
 
 def test_run_as(node: Node, python: str) -> None:
-    """Root runs another user's program under a lease of that user's: under MPS, within its limits and its quota."""
+    """Root runs another user's program under a lease of that user: under MPS, within its limits and its quota."""
     with leased(node, "--fraction", "0.25", "--user", NAME, within=(*WAITS, *instead(python))) as program:
         lease = event(node, "lease_granted", pid=program.pid)["lease"]
         assert verified(node, lease)["violations"] == []
@@ -124,7 +124,7 @@ def test_run_as(node: Node, python: str) -> None:
 
 
 def test_what_it_becomes(node: Node, python: str) -> None:
-    """The program has the user's uid, gid and groups, and the variables that su sets; its lease is its own to renew."""
+    """The program has the user's uid, gid and groups, and the variables that su sets; the user can renew the lease."""
     script = (
         f'id; echo "$HOME $SHELL $USER $LOGNAME $PWD"; {python} -m mpsd.cli.main renew "$MPSD_LEASE" --ttl 5000 -o json'
     )
@@ -142,7 +142,7 @@ def test_what_it_becomes(node: Node, python: str) -> None:
 
 
 def test_what_cannot_be(node: Node) -> None:
-    """Nobody but an administrator takes out a lease for another, and what nobody is cannot be named."""
+    """Only an administrator requests leases for other users, and a user that does not exist cannot be named."""
     owner = {"uid": BOB, "gid": BOB}
     with calling(node.socket, uid=ANN) as ann:
         answer = ann.admit(threads=10, memory=GIB, owner=owner)
@@ -160,7 +160,7 @@ def test_what_cannot_be(node: Node) -> None:
 
 
 def test_admit_for(node: Node) -> None:
-    """Root takes out a lease for a process of another user's, which stays its holder; the other may end it."""
+    """Root requests a lease for another user's process, which stays its holder; that user can end the lease."""
     with calling(node.socket, uid=BOB) as bob, calling(node.socket, uid=ANN) as ann:
         answer = node.request(
             "POST", "/v1/leases", {"fraction": 0.1, "pid": bob.pid, "owner": {"uid": BOB, "gid": BOB, "groups": [77]}}
@@ -173,5 +173,5 @@ def test_admit_for(node: Node) -> None:
     done = node.mpsctl("admit", "--fraction", "0.1", "--user", NAME, "-o", "env", "--pid", str(os.getpid()))
     (lease,) = re.findall(r"^export MPSD_LEASE=(\S+)$", done.stdout, re.MULTILINE)
     assert node.get(f"/v1/leases/{lease}").json["owner"]["uid"] == NOBODY
-    # This process, of root's, holds it for the other, as an administrator said.
+    # This process, of root, holds the lease for the other user, as an administrator requested.
     assert verified(node, lease)["violations"] == []

@@ -1,6 +1,6 @@
-"""Verifying a lease tells the truth, and tells it in the API's answer, in what `mpsctl` prints, and by its exit status.
+"""Verification of a lease is truthful in the API's answer, in the output of `mpsctl verify` and in its exit status.
 
-The node is of simulated parts alone, so that there are servers, and clients that MPS gives or refuses something.
+The node has only simulated parts, so that there are servers, and clients that get memory or are refused it.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ def node(make_node: Start) -> Node:
 
 
 def granted(node: Node, **asked: Any) -> dict[str, Any]:
-    """Take out a lease that this very process holds."""
+    """Request a lease that this process holds."""
     answer = node.request("POST", "/v1/leases", {"threads": 25, "memory": 2 * GIB, "gpu": "0", **asked})
     assert answer.status == 201, answer.body
     lease: dict[str, Any] = answer.json
@@ -48,7 +48,7 @@ def environment(lease: dict[str, Any]) -> dict[str, str]:
 
 
 def verified(node: Node, lease_id: str) -> dict[str, Any]:
-    """Verify a lease through the API, and through mpsctl, which has to say the same; return what the API answered."""
+    """Verify a lease through the API and through mpsctl, which must agree; return the API's answer."""
     answer: dict[str, Any] = node.get(f"/v1/leases/{lease_id}/verify").json
     said = node.mpsctl("verify", lease_id)
     assert said.returncode == (0 if answer["ok"] else 1), said.stdout + said.stderr
@@ -62,7 +62,7 @@ def verified(node: Node, lease_id: str) -> dict[str, Any]:
 
 
 def only(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return the one process that an answer is about."""
+    """Return the one process in an answer."""
     (process,) = answer["processes"]
     found: dict[str, Any] = process
     return found
@@ -72,7 +72,7 @@ def only(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_attached(node: Node) -> None:
-    """A client within its limits is well, with its server, what it has and what it holds; all of it of this moment."""
+    """A client within its limits is well; the answer has its server, its limits and its memory, all of this moment."""
     with leased(node, "--threads", "25", "--memory", "2GiB") as client:
         lease_id = event(node, "client_attributed", client=client.hello["pid"])["lease"]
         for held in (GIB, 2 * GIB):
@@ -84,7 +84,7 @@ def test_attached(node: Node) -> None:
             assert (process["pid"], process["server"], process["mps"]) == (client.pid, client.hello["server"], True)
             assert process["limits_granted"] == process["limits_in_force"] == PART
             assert answer["memory_held"] == process["memory_held"] == held
-        # Who runs beside it without a lease, or outside MPS, is not its affair.
+        # A process beside it without a lease, or outside MPS, does not concern the lease.
         with SimulatedClient(variables(node)) as stray, SimulatedClient(outside(node)) as beside:
             assert stray.hello["mps"]
             assert not beside.hello["mps"]
@@ -92,7 +92,7 @@ def test_attached(node: Node) -> None:
 
 
 def test_at_once(node: Node) -> None:
-    """It is read for this answer: a client is seen the moment it has connected, and gone the moment it has ended."""
+    """The state is read for this answer: it has a client that has just connected, and lacks one that has just ended."""
     lease = granted(node)
     for _ in range(5):
         with SimulatedClient(environment(lease)) as client:
@@ -103,7 +103,7 @@ def test_at_once(node: Node) -> None:
 
 
 def test_question_before(make_node: Start, short_tmp: Path) -> None:
-    """What was asked before a client connected is not the answer, however late it comes."""
+    """An observation that began before a client connected is not used for the answer, however late it completes."""
     gate, held = short_tmp / "gate", short_tmp / "held"
     simulator = shlex.join((*simulator_program(), "--gpus"))
     node = make_node(simulate=1, config="[daemon]\nprobe_interval = 0.2\n")
@@ -121,7 +121,7 @@ while [ -e {gate} ]; do touch {held}; sleep 0.01; done""",
     with SimulatedClient(environment(lease)) as client, Talk(node.socket) as talk:
         assert client.hello["mps"]
         talk.send(message("GET", f"/v1/leases/{lease['id']}/verify"))
-        assert node.get("/healthz").status == 200  # it came later, and is answered: mpsd has heard the question
+        assert node.get("/healthz").status == 200  # a later request was answered, so mpsd has read the question
         gate.unlink()
         assert talk.answer().json["ok"]
 
@@ -130,7 +130,7 @@ while [ -e {gate} ]; do touch {held}; sleep 0.01; done""",
 
 
 def test_not_attached(node: Node) -> None:
-    """A lease that nobody uses is not well: its holder is named, which has nothing and was not seen on the GPU."""
+    """A lease without clients is not well: the answer names its holder, which has nothing and is not on the GPU."""
     lease = granted(node)
     answer = verified(node, lease["id"])
     assert answer["because"] == f"no process of lease {lease['id']} is a client of MPS yet"
@@ -141,7 +141,7 @@ def test_not_attached(node: Node) -> None:
 
 
 def test_ended_and_waiting(node: Node) -> None:
-    """One that has ended is not well, whoever runs on; nor is one that waits."""
+    """An ended lease is not well, whichever processes still run; nor is a waiting lease."""
     lease = granted(node, threads=100)
     with SimulatedClient(environment(lease)) as client, calling(node.socket) as other, ThreadPoolExecutor(1) as pool:
         assert client.hello["mps"]
@@ -154,13 +154,13 @@ def test_ended_and_waiting(node: Node) -> None:
         answer = verified(node, lease["id"])
         assert (answer["ok"], answer["processes"]) == (False, [])
         assert answer["because"] == f"lease {lease['id']} has ended: uid {os.geteuid()} released it"
-        assert not asked.done()  # whoever runs on is counted, without a lease too
+        assert not asked.done()  # a process that still runs is counted, also without a lease
         client.end()
         assert asked.result(timeout=30).json["id"] == waiting
 
 
 def test_environment_of_its_own(node: Node) -> None:
-    """Whether a client that has no environment, while more is open for somebody else, uses that is not known."""
+    """A client without an environment may use what is open for another lease; whether it does is unknown."""
     lease = granted(node)
     with calling(node.socket) as other:
         assert other.admit(threads=50, memory=4 * GIB, gpu="0").status == 201
@@ -173,7 +173,7 @@ def test_environment_of_its_own(node: Node) -> None:
 
 
 def verified_more(node: Node, lease: dict[str, Any], client: SimulatedClient) -> dict[str, Any]:
-    """Verify a lease whose one client may use more than its part, and return the answer."""
+    """Verify a lease whose one client may use more than its share, and return the answer."""
     assert client.hello["mps"]
     answer = verified(node, lease["id"])
     process = only(answer)
@@ -193,9 +193,9 @@ def named(node: Node, name: str) -> str | None:
 
 @pytest.mark.parametrize("between", [0, 100])
 def test_foreign_hand_on_the_server(node: Node, between: int) -> None:
-    """What a stranger opened on a server counts for who connected meanwhile, also when it is closed before mpsd looks.
+    """A limit that a stranger opened counts for clients that connected meanwhile, even if closed before mpsd looks.
 
-    A front-end that stays keeps mpsd's own out for as long; and no crowd of other commands makes mpsd forget this one.
+    It counts also while a front-end keeps mpsd's own out, and however many other commands follow.
     """
     lease = granted(node)
     with leased(node, "--threads", "10", "--memory", "1GiB", "--gpu", "0") as keeper:
@@ -213,7 +213,7 @@ def test_foreign_hand_on_the_server(node: Node, between: int) -> None:
                 found = only(verified_more(node, lease, client))["limits_in_force"]
                 assert found == {"active_thread_percentage": 80.0, "pinned_device_mem_limit": 40 * GIB}
                 return
-            # Of so many that mpsd does not remember them all it may have been anything, for which nobody is to blame.
+            # Among more commands than mpsd remembers any could be the one, and no process is to blame.
             answer = verified(node, lease["id"])
             assert (answer["ok"], answer["violations"], only(answer)["limits_in_force"]) == (False, [], None)
             assert "before this mpsd could see what was open to it" in answer["because"]
@@ -223,7 +223,7 @@ def test_foreign_hand_on_the_server(node: Node, between: int) -> None:
 
 
 def test_outside(node: Node) -> None:
-    """A process that did not find its control daemon is told at the first look, with what it holds."""
+    """A process that did not find its control daemon is reported at the first check, with the memory that it holds."""
     lease = granted(node)
     with SimulatedClient({**environment(lease), **outside(node)}) as client:
         assert not client.hello["mps"]
@@ -233,9 +233,9 @@ def test_outside(node: Node) -> None:
         assert (answer["ok"], process["pid"], process["mps"]) == (False, client.pid, False)
         assert (process["limits_in_force"], process["memory_held"]) == (None, GIB)
         assert answer["because"] == f"process {client.pid} runs on the GPU of gpu0 outside MPS, where no limits apply"
-        # The second time it is a violation, too.
+        # At the second check it is a violation, too.
         assert len(verified(node, lease["id"])["violations"]) == 1
-        # It is no comfort that another one of the lease is well.
+        # Another client of the lease that is well changes nothing.
         with SimulatedClient(environment(lease)) as well:
             assert well.hello["mps"]
             event(node, "client_attributed", client=well.pid)
@@ -245,7 +245,7 @@ def test_outside(node: Node) -> None:
 
 
 def test_silent_daemon(make_node: Start) -> None:
-    """What cannot be asked now is not said to be well, whatever was known before."""
+    """A lease whose daemon cannot answer now is not called well, whatever was known before."""
     node = make_node(simulate=1, control=None, config=BRISK).start()
     with leased(node, "--threads", "25", "--memory", "2GiB") as client:
         lease_id = event(node, "client_attributed", client=client.hello["pid"])["lease"]
@@ -258,7 +258,7 @@ def test_silent_daemon(make_node: Start) -> None:
 
 
 def test_unreadable_gpu(node: Node) -> None:
-    """Where it cannot be read who is on a GPU, nobody is said to be there under MPS only."""
+    """Where the processes of a GPU cannot be read, the answer does not claim that all of them run under MPS."""
     with leased(node, "--threads", "25", "--memory", "2GiB") as client:
         lease_id = event(node, "client_attributed", client=client.hello["pid"])["lease"]
         (gpu,) = gpus(node)
@@ -281,12 +281,12 @@ def says(node: Node, *arguments: str, **options: Any) -> tuple[int, str]:
 
 
 def test_by_pid(node: Node) -> None:
-    """A pid names the lease of its process, or of the nearest of its ancestors that has one."""
+    """A pid names the lease of its process, or of the nearest ancestor that has one."""
     well = 0, "ok: 1 of 1 processes attached, each under MPS and within its limits"
     with leased(node, "--threads", "25", "--memory", "2GiB") as client:
         assert client.hello["mps"]
         assert says(node, "--pid", f"{client.pid}") == well
-        # This process has none, nor has any of its ancestors.
+        # Neither this process nor any of its ancestors has a lease.
         status, first = says(node, "--pid", f"{os.getpid()}")
         assert (status, first) == (
             1,
@@ -295,7 +295,8 @@ def test_by_pid(node: Node) -> None:
         with SimulatedClient(variables(node)) as stray:
             event(node, "violation", pid=stray.hello["pid"])
             assert "has no lease of yours, and is a client of gpu0" in says(node, "--pid", f"{stray.pid}")[1]
-            # Once it has one, so has its child, which came before, when as much was open; and the other keeps its own.
+            # Once it has one, so has its older child, which connected when as much was open; the other child keeps its
+            # own.
             own = granted(node)
             assert says(node, "--pid", f"{stray.pid}") == well
         assert says(node, "--pid", f"{client.pid}") == well
@@ -304,7 +305,7 @@ def test_by_pid(node: Node) -> None:
 
 
 def test_of_the_caller(node: Node) -> None:
-    """Without a word it is the lease of the shell that called, or of the command that `mpsctl run` became."""
+    """Without an argument it verifies the lease of the calling shell, or of the command that `mpsctl run` became."""
     assert says(node)[0] == 1
     lease = granted(node)
     with SimulatedClient(environment(lease)) as client:

@@ -1,6 +1,6 @@
-"""Each kind of violation is told with its evidence, and policy alone decides whether anybody is ended, and how.
+"""Each kind of violation is reported with its evidence; policy alone decides whether and how a process is ended.
 
-The node is of simulated parts alone: its clients are real processes, and so are its servers and control daemons.
+The node has only simulated parts: its clients, servers and control daemons are real processes.
 """
 
 import signal
@@ -32,7 +32,7 @@ def node(make_node: Start) -> Node:
 
 
 def lease(node: Node, threads: float = 25, memory: int = GIB, **more: Any) -> dict[str, Any]:
-    """Take out a lease whose holder is this very process, so that its clients are those that the test starts."""
+    """Request a lease whose holder is this process, so that its clients are those that the test starts."""
     answer = node.request("POST", "/v1/leases", {"threads": threads, "memory": memory, "gpu": "0", **more})
     assert answer.status == 201, answer.body
     found: dict[str, Any] = answer.json
@@ -45,23 +45,23 @@ def environment(granted: dict[str, Any]) -> dict[str, str]:
 
 
 def look(node: Node, granted: dict[str, Any], times: int = 2) -> None:
-    """Have mpsd look at the GPUs, which it does by itself every ten seconds; what NVML says has to be said twice."""
+    """Have mpsd read the GPUs, which it does by itself every ten seconds; NVML must report a finding twice."""
     for _ in range(times):
         assert node.get(f"/v1/leases/{granted['id']}/verify").status == 200
 
 
 def steps(node: Node, pid: int) -> list[str]:
-    """Return how a client was ended so far."""
+    """Return the steps that were taken to end a client."""
     return [line["step"] for line in node.events("client_forced", pid=pid)]
 
 
 def over(node: Node, **facts: object) -> None:
-    """Wait until a violation is over."""
+    """Wait until a violation has ended."""
     event(node, "violation_ended", **facts)
 
 
 def stands_in(path: Path, node: Node, branch: int, before: str = "") -> Path:
-    """Write a control program that is the simulator's of a driver branch, on a node's GPUs; `before` is shell."""
+    """Write a control program that is the simulator's of a driver branch, on a node's GPUs; `before` is shell code."""
     path.mkdir()
     command = " ".join(simulator(branch, str(node.root / "run" / "simulated")))
     return program(path / "nvidia-cuda-mps-control", f'{before}\nexec {command} "$@"')
@@ -71,7 +71,7 @@ def stands_in(path: Path, node: Node, branch: int, before: str = "") -> Path:
 
 
 def test_no_lease(node: Node) -> None:
-    """A client that no lease let in has next to nothing, is told, and is left alone; it is over when it is gone."""
+    """A client without a lease has next to nothing and is reported, not ended; the violation ends with the client."""
     with SimulatedClient(variables(node)) as stray:
         assert (stray.hello["active_thread_percentage"], stray.hello["pinned_device_mem_limit"]) == (0.1, 1 << 20)
         told = event(node, "violation", pid=stray.pid)
@@ -84,7 +84,10 @@ def test_no_lease(node: Node) -> None:
 
 
 def test_no_lease_where_it_is_allowed(make_node: Start) -> None:
-    """Where the defaults are for everybody, a client without a lease breaks nothing; denied anew, it does."""
+    """Where unadmitted clients get the defaults, a client without a lease is no violation.
+
+    After a reload to deny, it is.
+    """
     node = make_node(simulate=1, control=None, config='[enforcement]\nunadmitted = "defaults"\n').start()
     with SimulatedClient(variables(node)) as stray:
         wait_until(lambda: stray.pid in [each["pid"] for each in clients(node)], what="it to be seen")
@@ -101,7 +104,7 @@ def clients(node: Node) -> list[dict[str, Any]]:
 
 
 def test_processes(node: Node) -> None:
-    """One client more than a lease may have is told; it is over when there is room for it."""
+    """One client more than a lease may have is reported; the violation ends when there is room for it."""
     granted = lease(node)
     with SimulatedClient(environment(granted)) as first:
         event(node, "client_attributed", client=first.hello["pid"])
@@ -121,18 +124,18 @@ os.environ.update(pair.split("=", 1) for pair in sys.argv[2:] if "=" in pair)
 from mpsd.simulator import client
 sys.exit(client.main())
 """
-"""A program that sets its own environment before it uses CUDA, as every library in a notebook does."""
+"""A program that sets its own environment before it uses CUDA, as a library in a notebook does."""
 
 
 def sets_itself(node: Node, own: dict[str, str]) -> SimulatedClient:
-    """Start a client whose environment is set by itself, so that nobody else can see it."""
+    """Start a client that sets its own environment, so that no other process can see it."""
     root, _, _ = client_program()[3].rpartition("/mpsd/")
     pairs = [f"{name}={value}" for name, value in own.items()]
     return SimulatedClient(variables(node), before=(sys.executable, "-I", "-S", "-c", IN_PROCESS, root, *pairs))
 
 
 def test_own_environment_beside_a_larger_lease(node: Node) -> None:
-    """A program that set its own environment is held by it, though nobody sees that: it is unknown, and lives on."""
+    """A program that set its own environment obeys it, unseen by mpsd: its share is unknown, and it keeps running."""
     node.reload(TERMINATE + '[violations]\nlimits = "terminate"\n')
     granted = lease(node, threads=25, memory=GIB)
     with calling(node.socket) as other:
@@ -140,7 +143,7 @@ def test_own_environment_beside_a_larger_lease(node: Node) -> None:
         with sets_itself(node, environment(granted)) as held:
             assert held.hello["active_thread_percentage"] == 25.0
             event(node, "client_attributed", client=held.pid)
-            # A second one is one too many, which is proven: mpsd has judged both by the time that it ends.
+            # A second client is one too many, which is proven: mpsd has judged both by the time that it ends.
             with SimulatedClient(variables(node)) as stray:
                 assert stray.process.wait(20) != 0
             said = node.mpsctl("verify", granted["id"])
@@ -161,7 +164,10 @@ def test_own_environment_beside_a_larger_lease(node: Node) -> None:
 
 @pytest.mark.parametrize("figure", ["9" * 5000 + "G", "0G", "\u0663G", "1_0M"])
 def test_figures_that_are_none(node: Node, figure: str) -> None:
-    """What MPS ignores in a client's environment, or is no limit to it, lowers nothing; and mpsd lives on."""
+    """Values that MPS ignores in a client's environment, or that are no limit, lower nothing.
+
+    And mpsd keeps running.
+    """
     granted = lease(node, threads=25, memory=GIB)
     own = variables(node) | {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={figure}"}
     with calling(node.socket) as other:
@@ -174,7 +180,7 @@ def test_figures_that_are_none(node: Node, figure: str) -> None:
 
 
 def test_variable_trap(node: Node) -> None:
-    """A limit for a GPU that a client does not see takes all of its memory limits away: told, and ending nobody."""
+    """A limit for a GPU that a client does not see removes all its memory limits. mpsd reports it and ends nothing."""
     node.reload(TERMINATE + '[violations]\nlimits = "terminate"\n')
     granted = lease(node, threads=25, memory=GIB)
     own = environment(granted) | {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=1G,1=1G"}
@@ -201,7 +207,7 @@ def test_variable_trap(node: Node) -> None:
 
 
 def test_short(node: Node) -> None:
-    """A client that came while its daemon was closed has less than its lease: that is loud, and it lives on."""
+    """A client that connected while its daemon was closed has less than its lease. mpsd reports it and ends nothing."""
     with SimulatedClient(variables(node)) as early, calling(node.socket) as caller:
         assert early.hello["active_thread_percentage"] == 0.1
         event(node, "violation", kind="no_lease", pid=early.pid)
@@ -224,7 +230,7 @@ def test_short(node: Node) -> None:
 
 
 def test_memory(make_node: Start, short_tmp: Path) -> None:
-    """Where the driver limits no memory (470), what the processes of a lease hold together is counted."""
+    """Where the driver does not limit memory (470), the memory of a lease's processes is summed."""
     node = make_node(simulate=1, config=GRACE)
     node.control = stands_in(short_tmp / "470", node, 470)
     node.start()
@@ -242,12 +248,12 @@ def test_memory(make_node: Start, short_tmp: Path) -> None:
         more.free("1GiB")
         look(node, granted, times=1)
         over(node, kind="memory", pid=more.pid)
-        # Told once, and nothing else is wrong with them.
+        # It is reported once, and there is no other violation.
         assert len(node.events("violation")) == 1
 
 
 def test_outside(node: Node) -> None:
-    """A process of a lease that did not find its control daemon runs without limits: that is told."""
+    """A process of a lease that did not find its control daemon runs without limits; mpsd reports that."""
     granted = lease(node)
     with SimulatedClient({**environment(granted), **outside(node)}) as client:
         assert not client.hello["mps"]
@@ -265,7 +271,7 @@ def test_outside(node: Node) -> None:
 
 
 def test_report_and_terminate(node: Node) -> None:
-    """To report touches nobody; the day policy says terminate, it ends the process, and nobody else notices."""
+    """`report` ends no process; once policy says `terminate`, the process ends, and no other process is affected."""
     with leased(node, "--threads", "25", "--memory", "2GiB") as good, calling(node.socket) as another:
         event(node, "client_attributed", client=good.hello["pid"])
         another.admit(threads=10, memory=GIB, gpu="0", processes=1)
@@ -274,7 +280,7 @@ def test_report_and_terminate(node: Node) -> None:
             event(node, "violation", pid=stray.pid, policy="report")
             assert stray.sync()["ok"]
             assert node.events("client_forced") == []
-            # Policy for one kind is of that kind alone.
+            # The policy for one kind applies to that kind alone.
             node.reload(GRACE + '[violations]\nlimits = "terminate"\n')
             assert stray.sync()["ok"]
             node.reload(GRACE + '[violations]\nno_lease = "terminate"\n')
@@ -287,7 +293,10 @@ def test_report_and_terminate(node: Node) -> None:
 
 
 def test_steps(node: Node) -> None:
-    """A process gets no signal before its server has said that its contexts are ended; others compute on."""
+    """A process gets no signal before its server has said that its contexts are ended.
+
+    Other processes keep computing.
+    """
     with leased(node, "--threads", "25", "--memory", "2GiB") as good, calling(node.socket) as another:
         event(node, "client_attributed", client=good.hello["pid"])
         another.admit(threads=10, memory=GIB, gpu="0")
@@ -308,7 +317,7 @@ def test_steps(node: Node) -> None:
 
 
 def test_steps_outside(node: Node) -> None:
-    """A process outside MPS has no server that could be asked: it gets SIGTERM, and then SIGKILL."""
+    """A process outside MPS has no server to ask: it gets SIGTERM, and then SIGKILL."""
     granted = lease(node)
     node.reload(TERMINATE)
     with SimulatedClient({**environment(granted), **outside(node)}) as client:
@@ -325,9 +334,9 @@ _SAYS: Final = """
 
 @pytest.mark.parametrize(("branch", "instead"), [(470, None), (555, "get_server_list")])
 def test_no_zero(make_node: Start, short_tmp: Path, branch: int, instead: str | None) -> None:
-    """Where `terminate_client` does not answer 0 (470 has none), nobody who shares a server gets any signal.
+    """Where `terminate_client` does not answer 0 (470 never does), no client that shares a server gets a signal.
 
-    Whoever is alone on its server in the end can be ended: there is nobody left to be harmed.
+    A client that is alone on its server in the end can be ended: no other client can be harmed.
     """
     node = make_node(simulate=1, config=GRACE)
     command = " ".join(simulator(branch, str(node.root / "run" / "simulated")))
@@ -350,7 +359,7 @@ def test_no_zero(make_node: Start, short_tmp: Path, branch: int, instead: str | 
 
 
 def test_grace(node: Node) -> None:
-    """Who goes within enforcement.grace is not asked a second time."""
+    """A process that ends within enforcement.grace is asked once only."""
     node.reload('[enforcement]\ngrace = 30.0\non_violation = "terminate"\n')
     with SimulatedClient(variables(node)) as stray:
         assert stray.process.wait(20) == -signal.SIGTERM
@@ -359,11 +368,11 @@ def test_grace(node: Node) -> None:
 
 
 def test_let_go(make_node: Start) -> None:
-    """A process to which nothing was done yet is let go when it is no longer to be ended."""
+    """A process that was not touched yet is spared when the reason to end it disappears."""
     node = make_node(simulate=1, control=None, config=BRISK).start()
     with SimulatedClient(variables(node)) as stray:
         event(node, "violation", pid=stray.hello["pid"])
-        with holding(node, "gpu0"):  # nobody can be asked whose client it is
+        with holding(node, "gpu0"):  # mpsd cannot ask for the clients' servers meanwhile
             node.reload(BRISK + TERMINATE)
             assert "gpu0 does not answer" in event(node, "client_not_ended", pid=stray.pid)["stays_because"]
             node.reload(BRISK)
@@ -375,11 +384,11 @@ def test_let_go(make_node: Start) -> None:
 
 @needs_last_pid
 def test_pid_that_was_reused(make_node: Start) -> None:
-    """Who has the pid of a client that is gone is nobody that policy is about, also while mpsd has it listed yet."""
+    """Policy does not apply to a process that reuses the pid of an ended client, even while mpsd lists the client."""
     node = make_node(simulate=1, control=None, config=BRISK).start()
     with SimulatedClient(variables(node)) as stray:
         event(node, "violation", pid=stray.hello["pid"])
-        # A server that is stopped does not notice its client's end, and nobody else says that it is gone.
+        # A stopped server does not notice that its client has ended, and no other source reports it.
         with stopped(stray.hello["server"]):
             node.wait_for_state("gpu0", "unresponsive")
             stray.kill()

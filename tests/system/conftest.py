@@ -1,4 +1,4 @@
-"""What the tests of `mpsd.system` share: a driver without a GPU."""
+"""Fixtures for the tests of `mpsd.system`: a driver without a GPU."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.system.fake_nvml import Child, FakeNvml, build, child
 
 @pytest.fixture(scope="session")
 def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the fake libnvidia-ml.so.1 once, and return the directory that it is in."""
+    """Build the fake libnvidia-ml.so.1 once, and return its directory."""
     directory = tmp_path_factory.mktemp("nvml")
     build(directory)
     return directory
@@ -18,12 +18,12 @@ def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def nvml(nvml_library: Path, tmp_path: Path) -> FakeNvml:
-    """Give a node of this test's own; the test shows what NVML says of it."""
+    """Return a node for this test; the test sets what NVML reports about it."""
     return FakeNvml(nvml_library, tmp_path)
 
 
 @pytest.fixture
 def gpus(nvml: FakeNvml) -> Iterator[Child]:
-    """Give a process that looks at that node through the real pynvml."""
+    """Yield a process that reads that node through the real pynvml."""
     with child(nvml.variables) as process:
         yield process

@@ -1,7 +1,7 @@
 """A driver without a GPU: a libnvidia-ml.so.1 built from fake_nvml.c, and a process that reads it through pynvml.
 
-pynvml keeps the library that it has loaded, so every test has a process of its own; what the library answers changes
-while that process runs.
+pynvml keeps the library that it has loaded, so every test has its own process; the library's answers can change while
+that process runs.
 """
 
 import base64
@@ -31,20 +31,23 @@ _ERRORS: Final = {error.code: error for error in catalogue()}
 
 
 def build(directory: Path) -> None:
-    """Build the library into `directory`; without a compiler the test skips, or fails where nothing may be skipped."""
+    """Build the library into `directory`.
+
+    Without a compiler the test skips, or fails where tests must not be skipped.
+    """
     options = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{LIBRARY}"]
     subprocess.run([compiler(), *options, "-o", directory / LIBRARY, _HERE / "fake_nvml.c"], check=True)
 
 
 @dataclass(frozen=True, slots=True)
 class FakeNvml:
-    """What the library answers: lines as fake_nvml.c explains them, shown anew as often as a test likes."""
+    """The library's answers: lines in the format of fake_nvml.c, which a test can replace at any time."""
 
     library: Path
     directory: Path
 
     def show(self, *lines: str) -> None:
-        """Make this the state of the node, at once and as a whole."""
+        """Replace the node's state by this, atomically."""
         new = self.directory / "state.new"
         new.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         new.rename(self.directory / "state")
@@ -67,19 +70,19 @@ class FakeNvml:
         return int(path.read_text(encoding="ascii")) if path.exists() else 0
 
     def set_compute_mode(self, uuid: str, mode: int) -> None:
-        """Set a GPU's nvmlComputeMode_t, as somebody else would."""
+        """Set a GPU's nvmlComputeMode_t, as another process would."""
         new = self.directory / f"compute_mode-{uuid}.mine"
         new.write_text(f"{mode}\n", encoding="ascii")
         new.rename(self.directory / f"compute_mode-{uuid}")
 
     @property
     def variables(self) -> dict[str, str]:
-        """Return the environment in which a process finds this library and no other."""
+        """Return an environment in which a process finds only this library."""
         return {"LD_LIBRARY_PATH": str(self.library), "FAKE_NVML": str(self.directory)}
 
 
 class Child:
-    """A process that holds one NvmlGpus and does with it what it is told (see nvml_child.py)."""
+    """A process that holds one NvmlGpus and executes requests on it (see nvml_child.py)."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", requests: IO[bytes], answers: IO[bytes]) -> None:
         self.process = process
@@ -88,13 +91,13 @@ class Child:
         self._asked = 0
 
     def ask(self, name: str, *arguments: object) -> int:
-        """Tell it to do something, and return the number that its answer will have."""
+        """Send a request, and return the number that its answer will have."""
         self._asked += 1
         self._requests.write(base64.b64encode(pickle.dumps((self._asked, name, arguments))) + b"\n")
         return self._asked
 
     def answer(self) -> tuple[int, object]:
-        """Return the next answer that comes, and its number; raise the error of mpsd that it is."""
+        """Return the next answer and its number; raise the answer if it is an error of mpsd."""
         if not select.select([self._answers], [], [], _DEADLINE)[0]:
             pytest.fail(f"no answer within {_DEADLINE:g} s")
         line = self._answers.readline()
@@ -107,39 +110,39 @@ class Child:
         return int(number), said
 
     def do(self, name: str, *arguments: object) -> object:
-        """Tell it to do something, and return its answer, which must be the next one."""
+        """Send a request, and return its answer, which must be the next one."""
         number = self.ask(name, *arguments)
         answered, value = self.answer()
         assert answered == number
         return value
 
     def inventory(self) -> Inventory:
-        """Return what `NvmlGpus.inventory` returns there."""
+        """Return the result of `NvmlGpus.inventory` there."""
         inventory = self.do("inventory")
         assert isinstance(inventory, Inventory)
         return inventory
 
     def usage(self, gpu: Gpu) -> Reading[GpuUsage]:
-        """Return what `NvmlGpus.usage` returns there."""
+        """Return the result of `NvmlGpus.usage` there."""
         reading = self.do("usage", gpu)
         assert isinstance(reading, Known | Unknown)
         return reading
 
     def set_compute_mode(self, gpu: Gpu, mode: ComputeMode) -> Reading[ComputeMode | None]:
-        """Return what `NvmlGpus.set_compute_mode` returns there."""
+        """Return the result of `NvmlGpus.set_compute_mode` there."""
         reading = self.do("set_compute_mode", gpu, mode)
         assert isinstance(reading, Known | Unknown)
         return reading
 
     def leave(self) -> int:
-        """Let it end when it has answered everything, and return its status."""
+        """End its input, wait until it has answered everything, and return its exit status."""
         self._requests.close()
         return self.process.wait(_DEADLINE)
 
 
 @contextlib.contextmanager
 def child(variables: Mapping[str, str]) -> Iterator[Child]:
-    """Start the process with this in its environment, and end it whatever happens."""
+    """Start the process with these variables in its environment, and end it in any case."""
     environment = {**os.environ, "PYTHONPATH": str(_HERE.parents[1]), **variables}
     process = subprocess.Popen(
         [sys.executable, _HERE / "nvml_child.py"],

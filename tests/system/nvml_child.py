@@ -1,7 +1,7 @@
-"""Holds one NvmlGpus in a process of its own, and does with it what its parent says; a program for `fake_nvml.Child`.
+"""Holds one NvmlGpus in its own process, and executes requests of its parent on it; a program for `fake_nvml.Child`.
 
-Each line of its input is (number, what to do, arguments), each line of its output (number, an error's code or None,
-what there is to say), pickled and in base64. Requests are done at the same time, and answered as they are done.
+Each line of its input is (number, request, arguments), each line of its output (number, an error's code or None,
+result), pickled and in base64. Requests run concurrently, and are answered when they complete.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ async def _answer(source: NvmlGpus, line: bytes) -> None:
 
 
 async def main() -> None:
-    """Serve until the input ends, and until everything is answered."""
+    """Serve until the input ends, and all requests are answered."""
     lines = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     source = NvmlGpus()

@@ -1,4 +1,4 @@
-"""Small files are whole or not there, whatever happens while they are written."""
+"""A small file is complete or missing, whatever happens during a write."""
 
 import os
 import resource
@@ -12,7 +12,7 @@ from mpsd.system import atomic_file
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    """A file has what was written last, is readable for its owner only, and nothing lies beside it."""
+    """A file has the latest content, is readable by its owner only, and no temporary file is left."""
     path = tmp_path / "file.json"
     assert atomic_file.read(path) is None
     for data in (b"first", b"", b"\x00" * 100_000):
@@ -23,7 +23,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written(tmp_path: Path) -> None:
-    """Where a file cannot be written, what was there stays, and nothing lies beside it."""
+    """A failed write leaves the old content, and no temporary file."""
     path = tmp_path / "file.json"
     atomic_file.write(path, b"before")
     program = (
@@ -42,7 +42,7 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_place_that_is_not_there(tmp_path: Path) -> None:
-    """A directory that is not there is an error of the one who writes, and no file anywhere."""
+    """A missing directory is an error for the writer, and no file is created."""
     with pytest.raises(FileNotFoundError):
         atomic_file.write(tmp_path / "absent" / "file.json", b"data")
     with pytest.raises(NotADirectoryError):
@@ -56,7 +56,7 @@ def _file(directory: Path) -> Path:
 
 
 def test_link_in_the_way(tmp_path: Path) -> None:
-    """A symbolic link is not followed: neither under the name itself, nor under the hidden one beside it."""
+    """A symbolic link is not followed, either under the name itself or under the hidden temporary name."""
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
     path = tmp_path / "file.json"

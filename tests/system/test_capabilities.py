@@ -1,4 +1,4 @@
-"""What a program that mpsd starts has of root's capabilities: those that it is given, and no way to others."""
+"""The capabilities of a program that mpsd starts: those that it is given, without a way to gain others."""
 
 import subprocess
 import sys
@@ -22,13 +22,13 @@ after = open("/proc/self/status").read()
 assert [l for l in before.splitlines() if l[:3] == "Cap"] == [l for l in after.splitlines() if l[:3] == "Cap"]
 print(*sets, sep="\\n")
 """
-"""Starts a program with the capabilities of a control daemon, and prints which it has."""
+"""Starts a program with the capabilities of a control daemon, and prints the program's sets."""
 
 LISTED: Final = sum(1 << each for each in DAEMON)
 
 
 def started_by(*setpriv: str) -> dict[str, int]:
-    """Return the sets of a program that an mpsd starts which was started so."""
+    """Return the sets of a program that mpsd starts, when mpsd itself is started by this command."""
     done = subprocess.run(
         [*setpriv, sys.executable, "-c", START], capture_output=True, text=True, check=True, timeout=30
     )
@@ -37,28 +37,28 @@ def started_by(*setpriv: str) -> dict[str, int]:
 
 @needs_root
 def test_root() -> None:
-    """It has the listed ones, can never have another, and mpsd's own stay as they were."""
+    """The program has the listed ones, can never gain another, and mpsd's own are unchanged."""
     wanted = {"CapInh": 0, "CapPrm": LISTED, "CapEff": LISTED, "CapBnd": LISTED, "CapAmb": 0}
     assert started_by() == wanted
-    # Nor by what mpsd inherited, which no bounding set holds.
+    # It cannot gain those that mpsd inherited either, which no bounding set limits.
     assert started_by("setpriv", "--inh-caps=+sys_ptrace,+net_raw", "--ambient-caps=+sys_ptrace") == wanted
 
 
 @needs_root
 def test_fewer() -> None:
-    """An mpsd that lacks one of them cannot give it."""
+    """An mpsd that lacks a capability cannot pass it on."""
     assert started_by("setpriv", "--bounding-set=-chown")["CapPrm"] == LISTED & ~(1 << Capability.CHOWN)
 
 
 @needs_root
 def test_mpsd_that_may_take_none_away() -> None:
-    """One without SETPCAP starts it with all that it has, which `host_environment` tells."""
+    """Without SETPCAP mpsd starts it with all its own capabilities, which `host_environment` reports."""
     found = started_by("setpriv", "--bounding-set=-setpcap", "--inh-caps=-all")
     assert found["CapPrm"] & 1 << Capability.SYS_ADMIN
 
 
 def test_names() -> None:
-    """A capability has its name with and without the prefix; one that there is not is refused by name."""
+    """A capability's name is accepted with and without the prefix; an unknown one is refused by name."""
     assert parse(["SYS_PTRACE", "CAP_SYS_NICE"]) == {Capability.SYS_PTRACE, Capability.SYS_NICE}
     with pytest.raises(ValueError, match="'sys_ptrace' is not a capability"):
         parse(["sys_ptrace"])

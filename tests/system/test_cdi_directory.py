@@ -1,4 +1,4 @@
-"""The directory of CDI devices: what is written there, for whom, and what is never touched."""
+"""The directory of CDI devices: which files are written there, for which user, and which are never touched."""
 
 import os
 import stat
@@ -27,12 +27,12 @@ CONTENT: Final = cdi.encode(
 
 @pytest.fixture
 def directory(short_tmp: Path) -> Path:
-    """Give a place for a directory that is not there yet."""
+    """Return the path of a directory that does not exist yet."""
     return short_tmp / "cdi"
 
 
 def read_as(uid: int, path: Path) -> str:
-    """Read a file as another user, and return what it holds or why it cannot be read."""
+    """Read a file as another user; return its content, or why it cannot be read."""
     command = ["sh", "-c", 'cat "$0" 2>&1', str(path)]
     return subprocess.run(
         command, user=uid, group=uid, extra_groups=[], capture_output=True, text=True, check=False
@@ -40,10 +40,10 @@ def read_as(uid: int, path: Path) -> str:
 
 
 class TestWrite:
-    """How a device is written."""
+    """The write of a device."""
 
     def test_private(self, directory: Path) -> None:
-        """Its file is for its writer alone, whatever the umask, and nothing else is left in the directory."""
+        """The file is private to its writer, whatever the umask, and no other file is left in the directory."""
         before = os.umask(0)
         try:
             path = cdi_directory.write(directory, DEVICE, CONTENT)
@@ -57,7 +57,7 @@ class TestWrite:
 
     @pytest.mark.parametrize("mode", [0o777, 0o1777])
     def test_open_directory(self, directory: Path, mode: int) -> None:
-        """Where others can write, nothing is written, and nothing is believed that lies there."""
+        """Where others can write, nothing is written, and files found there are ignored."""
         cdi_directory.write(directory, DEVICE, CONTENT).unlink()
         directory.chmod(mode)
         with pytest.raises(ConfigurationError):
@@ -67,7 +67,7 @@ class TestWrite:
             list(cdi_directory.devices(directory))
 
     def test_link_for_a_directory(self, directory: Path) -> None:
-        """A symbolic link in the place of the directory is not followed."""
+        """A symbolic link in place of the directory is not followed."""
         elsewhere = directory.with_name("elsewhere")
         elsewhere.mkdir()
         directory.symlink_to(elsewhere)
@@ -76,7 +76,7 @@ class TestWrite:
         assert list(elsewhere.iterdir()) == []
 
     def test_link_for_a_file(self, directory: Path) -> None:
-        """A symbolic link in the place of the file is replaced, and what it leads to stays as it is."""
+        """A symbolic link in place of the file is replaced, and its target is unchanged."""
         directory.mkdir()
         victim = directory.with_name("victim")
         victim.write_text("untouched")
@@ -87,7 +87,7 @@ class TestWrite:
 
     @needs_root
     def test_reader(self, directory: Path) -> None:
-        """One other user can read it if asked for, without owning it; nobody else can."""
+        """One other user can read the file on request, without owning it; no third user can."""
         directory.parent.chmod(0o711)
         path = cdi_directory.write(directory, DEVICE, CONTENT, reader=2601)
         assert path.stat().st_uid == 0
@@ -96,21 +96,21 @@ class TestWrite:
         assert read_as(NOBODY, path).endswith("Permission denied\n")
 
     def test_not_permitted(self) -> None:
-        """Who may not write there is told what to do."""
+        """A caller without write permission gets a hint."""
         with pytest.raises(NotPermittedError) as refused:
-            cdi_directory.write(Path("/sys/cdi"), DEVICE, CONTENT)  # where not even root makes a directory
+            cdi_directory.write(Path("/sys/cdi"), DEVICE, CONTENT)  # not even root can make a directory there
         assert "--cdi-spec-dir" in refused.value.hint
 
 
 class TestDevices:
-    """Which files are known as mpsctl's own."""
+    """The files that count as mpsctl's own."""
 
     def test_none(self, directory: Path) -> None:
-        """Where there is no directory there are no devices."""
+        """A missing directory has no devices."""
         assert list(cdi_directory.devices(directory)) == []
 
     def test_others(self, directory: Path) -> None:
-        """Files of other programs, links, FIFOs and directories are not among them, whatever their name."""
+        """Files of other programs, links, FIFOs and directories do not count, whatever their names."""
         path = cdi_directory.write(directory, DEVICE, CONTENT)
         (directory / "nvidia.json").write_bytes(CONTENT)
         (directory / "mpsd-lease_lease-1.json").write_text('{"kind": "mpsd/lease"}')
@@ -121,7 +121,7 @@ class TestDevices:
 
     @needs_root
     def test_of_another_user(self, directory: Path) -> None:
-        """Nor is one that belongs to another user."""
+        """A file that belongs to another user does not count."""
         path = cdi_directory.write(directory, DEVICE, CONTENT)
         os.chown(path, NOBODY, NOBODY)
         assert list(cdi_directory.devices(directory)) == []

@@ -1,4 +1,4 @@
-"""Control groups as the kernel has them, of each hierarchy that is mounted here: opened, known, asked and found."""
+"""Control groups in the kernel, in each hierarchy that is mounted here: opened, identified, queried and found."""
 
 import ast
 import os
@@ -48,7 +48,7 @@ class TestGroup:
     """A control group."""
 
     def test_processes(self, hierarchy: str) -> None:
-        """It has those of the groups below it."""
+        """Its processes include those of the groups below it."""
         with control_group(hierarchy, "top") as top, opened(top) as group:
             assert group.group.inode == top.stat().st_ino
             assert not group.is_populated()
@@ -61,7 +61,7 @@ class TestGroup:
             assert not group.is_removed()
 
     def test_removed(self, hierarchy: str) -> None:
-        """It is removed for good, whatever gets its name."""
+        """A removed group stays removed, even if a new group has its name."""
         with control_group(hierarchy, "gone") as path, opened(path) as group:
             path.rmdir()
             assert group.is_removed()
@@ -75,7 +75,7 @@ class TestGroup:
                 assert group.owners() == set()
 
     def test_owners(self, hierarchy: str) -> None:
-        """It is whose its directory is, and its list of processes."""
+        """Its owners are those of its directory and of its list of processes."""
         with control_group(hierarchy, "owned") as path, opened(path) as group:
             assert group.owners() == {0}
             os.chown(path, 2721, 0)
@@ -84,7 +84,7 @@ class TestGroup:
             assert group.owners() == {2721}
 
     def test_cpu_time(self, hierarchy: str) -> None:
-        """Where it is counted, it grows with each process that comes, also with one that is gone, in a group below."""
+        """Where CPU time is counted, it includes each process in a group below, also ended ones."""
         with control_group(hierarchy, "ran") as path, opened(path) as group:
             before = group.cpu_time()
             assert before == (0 if hierarchy == "cgroup2" else None)
@@ -93,11 +93,11 @@ class TestGroup:
             assert before is None or (group.cpu_time() or 0) > before
 
     def test_of_process(self, hierarchy: str) -> None:
-        """It is found by a process that is in it, and not by one at the top."""
+        """A group is found by a process in it, and not by a process at the top."""
         with control_group(hierarchy, "mine") as path, inside(path) as process:
             found = named_groups.of_process(process.pid)
             try:
-                # A process is in a group of each hierarchy; of those that make groups, systemd's comes first.
+                # A process is in a group of each hierarchy; among those that make groups, systemd's comes first.
                 assert found.group.inode == path.stat().st_ino or found.group.hierarchy not in {hierarchy, ""}
             finally:
                 found.close()
@@ -107,7 +107,7 @@ class TestGroup:
 
 @needs_root
 def test_more_than_are_looked_into() -> None:
-    """A group of version 1 with more groups below it than are looked into is taken to have processes."""
+    """A group of version 1 with more groups below it than mpsd reads counts as having processes."""
     with control_group("pids", "many") as path, opened(path) as group:
         below = [path / f"g{number}" for number in range(control_groups.MOST_GROUPS)]
         for each in below:
@@ -123,7 +123,7 @@ def test_more_than_are_looked_into() -> None:
 
 @contextmanager
 def descriptors_left(number: int) -> Iterator[None]:
-    """Leave this process so many descriptors."""
+    """Leave this process only so many descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
     files = []
@@ -142,7 +142,7 @@ def descriptors_left(number: int) -> Iterator[None]:
 
 @needs_root
 def test_descriptors_used_up() -> None:
-    """Where there is no descriptor left, nothing is said of a group: it is not taken to be empty."""
+    """Without a free descriptor, nothing is known about a group: it does not count as empty."""
     with (
         control_group("cgroup2", "full") as path,
         opened(path) as group,
@@ -155,7 +155,7 @@ def test_descriptors_used_up() -> None:
 @needs_root
 @pytest.mark.parametrize("find", ["path", "process", "unit", "units"])
 def test_nothing_is_left_open(find: str) -> None:
-    """However many descriptors there are for it, a group that is looked for is opened once or not at all."""
+    """A search for a group leaves no descriptor open, however few are free."""
     units = ["s.slice", "s.slice/train.service", *(("t.slice", "t.slice/train.service") if find == "units" else ())]
     with (
         control_group("name=systemd", "both") as path,
@@ -187,7 +187,7 @@ def test_nothing_is_left_open(find: str) -> None:
     ["/", "//", "/.", "/sys/fs/cgroup", "/../etc", "/a/../../etc", "etc", "", "/no/such/group", "/" + "a/" * 3000],
 )
 def test_no_group(path: str) -> None:
-    """What is none is refused, with what to name."""
+    """A path that is no group is refused, with a hint on what to name."""
     with pytest.raises(InvalidRequestError) as refusal:
         named_groups.named(path)
     assert refusal.value.hint
@@ -215,7 +215,7 @@ def test_part_of_a_hierarchy(root: str, path: str, below: str | None) -> None:
 
 @needs_root
 def test_mounts_of_any_name(short_tmp: Path) -> None:
-    """What somebody else's mount is called, with all that may pass for the end of a line, hides no hierarchy."""
+    """Foreign mounts hide no hierarchy, whatever line ends their names contain."""
     script = "import sys; from mpsd.system import control_groups; print(control_groups.hierarchies())"
     apart = ["unshare", "--mount", "--propagation", "private", "sh", "-ec"]
     told = []
@@ -252,7 +252,7 @@ print([
 
 @needs_root
 def test_only_a_part_is_mounted(short_tmp: Path) -> None:
-    """Where a part of a hierarchy is mounted, a group in it keeps its path, and no other is seen."""
+    """Where a part of a hierarchy is mounted, a group in it keeps its path, and no other group is visible."""
     with (
         control_group("name=systemd", "part") as part,
         control_group("name=systemd", f"{part.name}/in.slice") as within,
@@ -282,13 +282,13 @@ def test_only_a_part_is_mounted(short_tmp: Path) -> None:
 
 @needs_root
 def test_in_a_cgroup_namespace() -> None:
-    """In a control group namespace with the node's hierarchies, a group is named as on the node."""
+    """In a control group namespace with the node's hierarchies, a group has the same name as on the node."""
     with (
         control_group("name=systemd", "apart") as own,
         control_group("name=systemd", "named") as path,
         inside(path) as process,
     ):
-        # A shell that joins first, since a namespace begins at the group of whoever makes it.
+        # A shell joins the group first, since a namespace begins at the group of its creator.
         script = [*joins(own), "unshare", "--cgroup", sys.executable, "-c", _PART, f"/{path.name}", str(path)]
         done = subprocess.run([*script, str(process.pid)], check=True, capture_output=True, timeout=60, text=True)
         by_path, by_mount, _, by_process, around = ast.literal_eval(done.stdout)
@@ -302,7 +302,7 @@ class TestUnits:
 
     @pytest.mark.parametrize("hierarchy", ["name=systemd", "cgroup2"])
     def test_in_slices(self, hierarchy: str) -> None:
-        """A unit is found in a slice of root's, wherever that is; its suffix may be left out."""
+        """A unit is found in a slice of root, at any depth; its suffix may be omitted."""
         with made(hierarchy, "t.slice", "t.slice/t-a.slice", "t.slice/t-a.slice/train.service") as (*_, unit):
             for name in ("train", "train.service"):
                 found = named_groups.of_unit(name, 0)
@@ -310,7 +310,7 @@ class TestUnits:
                 found.close()
 
     def test_delegated(self) -> None:
-        """A unit whose own control group systemd gave to its user (Delegate=) is the unit."""
+        """A unit stays the unit when systemd gave its control group to its user (Delegate=)."""
         with made("name=systemd", "t.slice", "t.slice/train.service") as (*_, unit):
             os.chown(unit, 2721, 0)
             found = named_groups.of_unit("train", 0)
@@ -318,7 +318,7 @@ class TestUnits:
             found.close()
 
     def test_given_slice(self) -> None:
-        """In a slice that was given to a user, any group may be that user's: the unit is none."""
+        """In a slice that was given to a user, any group may be that user's, so none counts as a unit."""
         with made("name=systemd", "t.slice", "t.slice/train.service") as (top, _):
             os.chown(top, 2721, 0)
             with pytest.raises(InvalidRequestError, match="does not run"):
@@ -333,13 +333,13 @@ class TestUnits:
         ],
     )
     def test_elsewhere(self, groups: tuple[str, ...]) -> None:
-        """A group of its name that somebody made elsewhere is not the unit."""
+        """A group with the unit's name that a user made elsewhere is not the unit."""
         with made("name=systemd", *groups), pytest.raises(InvalidRequestError) as refusal:
             named_groups.of_unit("train", 0)
         assert refusal.value.limit == "unit"
 
     def test_of_another(self) -> None:
-        """A slice that is not root's has no unit of the system; and a user's own has, for that user."""
+        """A slice that does not belong to root has no system units; for its own user, a user's slice has units."""
         top = ("user.slice", "user.slice/user-2721.slice", "user.slice/user-2721.slice/user@2721.service")
         with made("name=systemd", *top, f"{top[-1]}/train.service") as (*_, unit):
             os.chown(unit, 2721, 0)
@@ -350,13 +350,13 @@ class TestUnits:
             found.close()
 
     def test_several(self) -> None:
-        """Of two with one name, neither is taken."""
+        """When two units have the same name, neither is chosen."""
         groups = ("s.slice", "s.slice/train.service", "t.slice", "t.slice/train.service")
         with made("name=systemd", *groups), pytest.raises(InvalidRequestError, match="several"):
             named_groups.of_unit("train", 0)
 
     def test_too_many(self) -> None:
-        """A user who has made more groups than are looked at is told so, and to name the one; and so for slices."""
+        """Too many groups or slices of a user are refused, with the hint to name the group by its path."""
         top = ("user.slice", "user.slice/user-2721.slice", "user.slice/user-2721.slice/user@2721.service")
         for most, suffix in ((named_groups.MOST_ENTRIES, ""), (named_groups.MOST_ENTRIES // 32, ".slice")):
             others = (f"{top[-1]}/g{number}{suffix}" for number in range(most))
@@ -373,7 +373,7 @@ class TestUnits:
 
 @contextmanager
 def made(hierarchy: str, *names: str) -> Iterator[list[Path]]:
-    """Make control groups of exactly these names, from the top of a hierarchy, and remove them."""
+    """Make control groups with exactly these names, from the top of a hierarchy, and remove them."""
     with control_group(hierarchy, "probe") as probe:
         top = probe.parent
     paths = [top / name for name in names]

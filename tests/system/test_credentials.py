@@ -1,4 +1,4 @@
-"""Who is at the other end of a unix socket, as the kernel says."""
+"""The process and user at the other end of a unix socket, as the kernel reports them."""
 
 import contextlib
 import os
@@ -38,7 +38,7 @@ sys.stdin.read()
 def called(
     directory: Path, uid: int = -1, groups: tuple[int, ...] = ()
 ) -> Iterator[tuple[socket.socket, "subprocess.Popen[str]"]]:
-    """Give a connection that another process made, and that process, which lives until its input ends."""
+    """Yield a connection of another process, and that process, which lives until its input ends."""
     path = directory / "listening"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(os.fspath(path))
@@ -61,14 +61,14 @@ def called(
 
 
 def test_own_process(short_tmp: Path) -> None:
-    """The caller is who connected: this user, and that process."""
+    """The peer is the process that connected, with its user."""
     with called(short_tmp) as (connection, process):
         assert credentials.peer_credentials(connection) == PeerCredentials(os.geteuid(), os.getegid(), process.pid)
 
 
 @needs_root
 def test_another_user(short_tmp: Path) -> None:
-    """Its uid and gid are those that it had when it connected, and its groups those that it was in."""
+    """The peer's uid, gid and groups are those at the moment of its connection."""
     with called(short_tmp, NOBODY, (1, 2)) as (connection, process):
         who = credentials.peer_credentials(connection)
         assert who == PeerCredentials(NOBODY, NOBODY, process.pid)
@@ -78,14 +78,14 @@ def test_another_user(short_tmp: Path) -> None:
 @needs_root
 @pytest.mark.parametrize("count", [0, 64, 65, 300, 1000, 65536])
 def test_every_group(short_tmp: Path, count: int) -> None:
-    """A caller in more groups than one question has room for is known by each of them, up to what the kernel knows."""
+    """A peer in more groups than one query has room for has all of them, up to the kernel's limit."""
     with called(short_tmp, 54321, tuple(range(100000, 100000 + count))) as (connection, _):
         found = credentials.groups(connection, credentials.peer_credentials(connection))
         assert found == {54321, *range(100000, 100000 + count)}
 
 
 def test_groups_that_cannot_be_read() -> None:
-    """Who is in which groups is never guessed: without the kernel's word the caller is refused, with a way out."""
+    """Groups are never guessed: without the kernel's answer the peer is refused, with a hint."""
     with socket.socket(socket.AF_UNIX) as nobody_s, pytest.raises(NotPermittedError) as refused:
         credentials.groups(nobody_s, PeerCredentials(0, 0, 0))
     assert "cannot be read" in refused.value.detail
@@ -93,10 +93,10 @@ def test_groups_that_cannot_be_read() -> None:
 
 
 class TestNames:
-    """What the names in a configuration stand for."""
+    """The meaning of names in a configuration."""
 
     def test_look_up(self) -> None:
-        """Users and groups are two databases, and what neither has is told, whatever characters it has."""
+        """Users and groups are separate databases; an unknown name is reported, whatever its characters."""
         found = credentials.look_up(["root", "%root", "%no-such", "no-such", "\udcff", "a\0b"])
         assert (found.uids, found.gids) == ({"root": 0}, {"root": 0})
         assert found.unknown == ("%no-such", "no-such", "\udcff", "a\0b")
@@ -110,7 +110,7 @@ class TestNames:
 
 
 def test_process_is_watched(short_tmp: Path) -> None:
-    """The process that connected is watched by a descriptor that no child inherits, and its end is seen."""
+    """mpsd watches the connected process by a descriptor that no child inherits, and sees its end."""
     with called(short_tmp) as (connection, process):
         watched = credentials.process_of(connection, credentials.peer_credentials(connection))
         assert watched is not None
@@ -122,7 +122,7 @@ def test_process_is_watched(short_tmp: Path) -> None:
 
 
 def test_process_that_is_gone(short_tmp: Path) -> None:
-    """A caller that is gone, though its connection is still open, is nobody that could be watched."""
+    """A peer that has ended, though its connection is still open, cannot be watched."""
     with called(short_tmp) as (connection, process):
         who = credentials.peer_credentials(connection)
         process.kill()
@@ -133,18 +133,18 @@ def test_process_that_is_gone(short_tmp: Path) -> None:
 
 
 class TestWithoutPeerPidfd:
-    """Where the kernel gives no pidfd of the peer, as none does before 6.5, and none for a socket that has no peer."""
+    """Kernels without a pidfd of the peer (before 6.5), and sockets without a peer."""
 
     @pytest.fixture
     def connection(self) -> Iterator[socket.socket]:
-        """Give a socket that the kernel knows no peer of."""
+        """Yield a socket without a peer in the kernel."""
         with socket.socket(socket.AF_UNIX) as connection:
             with pytest.raises(OSError, match=r"No data available|Protocol not available|Invalid argument"):
                 connection.getsockopt(socket.SOL_SOCKET, credentials._SO_PEERPIDFD)
             yield connection
 
     def test_by_pid(self, connection: socket.socket) -> None:
-        """The process of the credentials is watched by its pid."""
+        """The process in the credentials is watched by its pid."""
         process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
         try:
             watched = credentials.process_of(connection, PeerCredentials(0, 0, process.pid))
@@ -156,7 +156,7 @@ class TestWithoutPeerPidfd:
         assert credentials.process_of(connection, PeerCredentials(0, 0, process.pid)) is None
 
     def test_pid_of_another(self, connection: socket.socket) -> None:
-        """A process that started after the connection was accepted is another, which has the caller's pid by now."""
+        """A process that started after the connection was accepted is another one that reuses the peer's pid."""
         accepted = clock.since_boot() - 1
         process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
         try:
@@ -168,5 +168,5 @@ class TestWithoutPeerPidfd:
             process.communicate()
 
     def test_not_visible(self, connection: socket.socket) -> None:
-        """A process outside mpsd's pid namespace has pid 0, which is nobody's."""
+        """A process outside mpsd's pid namespace has pid 0, which identifies no process."""
         assert credentials.process_of(connection, PeerCredentials(0, 0, 0)) is None

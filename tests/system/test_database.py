@@ -1,4 +1,4 @@
-"""The stores: what is in them is what was written, or they are set aside whole; and a full disk still takes an end."""
+"""A store contains exactly what was written, or it is set aside whole; a full disk still accepts an end."""
 
 import itertools
 import os
@@ -30,13 +30,13 @@ LASTING = pytest.mark.parametrize("lasting", [False, True], ids=["leases", "hist
 
 
 def names(database: Database) -> list[object]:
-    """Return what is in the store."""
+    """Return the rows of the store."""
     return [name for (name,) in database.rows("SELECT name FROM things ORDER BY name")]
 
 
 def filled(path: Path, *, lasting: bool = False) -> list[object]:
-    """Make a store of 40 rows, as mpsd leaves it when it dies at once, and return what is in it."""
-    # It is copied while it is open: nothing is tidied up, as nothing is after SIGKILL.
+    """Make a store of 40 rows, as a killed mpsd leaves it, and return the rows."""
+    # The copy is made while the store is open, so that nothing is cleaned up, as after SIGKILL.
     away = path.with_name("away")
     away.mkdir()
     with closing(Database(away / path.name, [FIRST], lasting=lasting)) as database:
@@ -51,7 +51,7 @@ def filled(path: Path, *, lasting: bool = False) -> list[object]:
 
 @LASTING
 def test_survives(tmp_path: Path, *, lasting: bool) -> None:
-    """What was committed is there after a death at any moment, and nobody else can read it."""
+    """Committed rows survive a death at any moment, and no other user can read them."""
     path = tmp_path / "store.db"
     written = filled(path, lasting=lasting)
     with closing(Database(path, [FIRST], lasting=lasting)) as database:
@@ -61,35 +61,35 @@ def test_survives(tmp_path: Path, *, lasting: bool) -> None:
 
 
 def other_program(path: Path) -> None:
-    """Put a database of another program there."""
+    """Write a database of another program there."""
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript("CREATE TABLE theirs (x); INSERT INTO theirs VALUES (1)")
 
 
 def newer(path: Path) -> None:
-    """Put a store there that a later mpsd made."""
+    """Write a store there that a later mpsd made."""
     Database(path, [FIRST, SECOND]).close()
 
 
 def random_bytes(path: Path) -> None:
-    """Put noise there."""
+    """Write random bytes there."""
     path.write_bytes(random.Random(1).randbytes(20_000))
 
 
 def text(path: Path) -> None:
-    """Put a text there."""
+    """Write a text there."""
     path.write_text("this is no database\n" * 100)
 
 
 def truncated(path: Path) -> None:
-    """Put half of a store there."""
+    """Write half of a store there."""
     filled(path)
     os.truncate(path, path.stat().st_size // 2)
 
 
 @pytest.mark.parametrize("damage", [other_program, newer, random_bytes, text, truncated])
 def test_set_aside(tmp_path: Path, damage: object) -> None:
-    """What cannot be used is set aside whole, byte for byte, with the reason, and a new store is begun."""
+    """An unusable file is set aside whole, byte for byte, with the reason, and a new store is created."""
     path = tmp_path / "store.db"
     for number in (1, 2):
         path.unlink(missing_ok=True)
@@ -107,7 +107,7 @@ def test_set_aside(tmp_path: Path, damage: object) -> None:
 @LASTING
 @pytest.mark.slow
 def test_bit_flips(tmp_path: Path, *, lasting: bool) -> None:
-    """No flipped bit anywhere in the file is believed: the rows are as written, or the store is set aside."""
+    """A flipped bit in the file is never accepted: the rows are as written, or the store is set aside."""
     source = tmp_path / "source" / "store.db"
     source.parent.mkdir()
     written = filled(source)
@@ -126,7 +126,7 @@ def test_bit_flips(tmp_path: Path, *, lasting: bool) -> None:
 
 
 def test_companions_go_along(tmp_path: Path) -> None:
-    """What SQLite keeps beside a file is set aside with it, and is not taken for the next file's."""
+    """SQLite's companion files are set aside with their file, and not used for the next one."""
     path = tmp_path / "store.db"
     filled(path)
     assert Path(f"{path}-journal").exists()
@@ -136,7 +136,7 @@ def test_companions_go_along(tmp_path: Path) -> None:
 
 
 def test_migrates(tmp_path: Path) -> None:
-    """A store of an older version is brought to the newest, step by step, and keeps what is in it."""
+    """A store of an older version is migrated to the newest, step by step, and keeps its rows."""
     path = tmp_path / "store.db"
     written = filled(path)
     with closing(Database(path, [FIRST, SECOND])) as database:
@@ -148,7 +148,7 @@ def test_migrates(tmp_path: Path) -> None:
 
 
 def test_a_step_is_done_wholly_or_not_at_all(tmp_path: Path) -> None:
-    """A migration that fails in its middle leaves the old version, whole, in what is set aside."""
+    """A migration that fails midway leaves the old version complete in the file that is set aside."""
     path = tmp_path / "store.db"
     written = filled(path)
     with pytest.raises(ConfigurationError, match="nowhere"):
@@ -159,7 +159,7 @@ def test_a_step_is_done_wholly_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_in_use(tmp_path: Path) -> None:
-    """A store that somebody else has open is neither set aside nor touched: mpsd says so and does not start."""
+    """A store that another process has open is neither set aside nor touched: mpsd says so and does not start."""
     path = tmp_path / "store.db"
     written = filled(path)
     with closing(sqlite3.connect(path)) as other:
@@ -172,7 +172,7 @@ def test_in_use(tmp_path: Path) -> None:
 
 
 def test_nothing_of_a_commit_that_fails(tmp_path: Path) -> None:
-    """A commit is done wholly or not at all."""
+    """A commit is atomic."""
     with closing(Database(tmp_path / "store.db", [FIRST])) as database:
         with pytest.raises(StorageError):
             database.commit([(PUT, ("a",)), (PUT, ("b",)), (PUT, ("a",))])
@@ -186,14 +186,14 @@ def test_nothing_of_a_commit_that_fails(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small(short_tmp: Path) -> Iterator[Path]:
-    """Give a file system of 1 MiB."""
+    """Yield a file system of 1 MiB."""
     with mounted(short_tmp, "1m"):
         yield short_tmp
 
 
 @as_root
 def test_full_disk(small: Path) -> None:
-    """On a full disk nothing is added, what is needed still finds room for long, and all is well when there is room."""
+    """On a full disk nothing is added, needed rows still fit for long, and all works when there is space."""
     with closing(Database(small / "store.db", [FIRST], ballast=256 * 1024)) as database:
         database.commit([(PUT, (f"{number:03}-{'x' * 200}",)) for number in range(200)])
         assert database.has_room()
@@ -205,7 +205,7 @@ def test_full_disk(small: Path) -> None:
         assert len(before) == 200
         for name in before[:150]:
             database.commit([("DELETE FROM things WHERE name = ?", (name,))], needed=True)
-        # What is needed may even grow, for as long as there is ballast for it; what is not may not use that.
+        # Needed rows may even grow as long as there is ballast for them; other rows may not use the ballast.
         database.commit([(PUT, (f"needed-{number}-{'x' * 200}",)) for number in range(300)], needed=True)
         with pytest.raises(StorageError):
             database.commit([(PUT, ("not needed",))])
@@ -236,7 +236,7 @@ except StorageError:
 
 
 def test_file_size_limit(tmp_path: Path) -> None:
-    """A limit on the size of files is as a full disk is: nothing is added, and an end finds its way."""
+    """A file size limit has the effect of a full disk: nothing is added, but an end is stored."""
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[1] == resource.RLIM_INFINITY
     done = subprocess.run(
         [sys.executable, "-c", _LIMITED, tmp_path / "store.db", FIRST], capture_output=True, text=True, check=False
@@ -256,7 +256,7 @@ def counter(path: Path) -> Iterator[Counter]:
 
 
 def test_counter(tmp_path: Path) -> None:
-    """It knows the last number again, and that it is certain of it."""
+    """A reopened counter knows its last number, and that the number is certain."""
     path = tmp_path / "last"
     for last in (0, 3, 17):
         with counter(path) as opened:
@@ -267,7 +267,7 @@ def test_counter(tmp_path: Path) -> None:
 
 
 def test_counter_that_was_torn(tmp_path: Path) -> None:
-    """A note that was only half written leaves the one before it."""
+    """A half-written record leaves the record before it in force."""
     path, after = tmp_path / "last", tmp_path / "after"
     with counter(path) as opened:
         opened.note(41)
@@ -282,7 +282,7 @@ def test_counter_that_was_torn(tmp_path: Path) -> None:
 
 
 def test_counter_that_is_damaged(tmp_path: Path) -> None:
-    """One that cannot be read is not certain of anything; one of another boot is not, unless it ended in order."""
+    """A damaged counter is not certain of its number; one of another boot is certain only if it was closed in order."""
     path = tmp_path / "last"
     path.write_bytes(b"noise")
     with counter(path) as opened:

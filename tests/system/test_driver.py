@@ -1,4 +1,4 @@
-"""Where NVIDIA's driver is found: roots as the container toolkit, the GPU operator and GKE make them."""
+"""The search for NVIDIA's driver, in roots as the container toolkit, the GPU operator and GKE make them."""
 
 import ctypes
 import subprocess
@@ -17,7 +17,7 @@ CONTROL, SERVER = "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"
 def make(
     root: Path, programs: str, libraries: str | None = None, *, names: tuple[str, ...] = (CONTROL, SERVER)
 ) -> Path:
-    """Make a root with programs, and with libraries if a place for them is named."""
+    """Make a root with programs, and with libraries if their directory is given."""
     (root / programs).mkdir(parents=True, exist_ok=True)
     for name in names:
         (root / programs / name).write_text("#!/bin/sh\n")
@@ -31,7 +31,7 @@ def make(
 
 @pytest.fixture(autouse=True)
 def _no_driver_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Take this machine's own driver, should it have one, out of sight."""
+    """Hide this machine's own driver, if it has one."""
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
 
@@ -49,7 +49,7 @@ class TestHere:
         assert found.facts()["nvml"] == f"{LIBRARY}, found by the dynamic loader"
 
     def test_of_another_distribution(self, tmp_path: Path) -> None:
-        """Libraries that CDI has put where the host has them are found where this system's loader does not look."""
+        """Libraries in the host's directories, where CDI puts them, are found where this system's loader skips them."""
         make(tmp_path, "bin")
         (tmp_path / "here").mkdir()
         here = make(tmp_path / "here", "usr/bin", "usr/lib64")
@@ -59,10 +59,10 @@ class TestHere:
         except OSError:
             assert (found.control, found.libraries) == (tmp_path / "bin" / CONTROL, here / "usr/lib64")
         else:
-            assert found.libraries is None  # a machine with a driver of its own
+            assert found.libraries is None  # a machine with its own driver
 
     def test_by_path(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A path is that program and no other."""
+        """A path means exactly that program."""
         make(tmp_path, "bin")
         make(tmp_path, "opt", names=(CONTROL,))
         found = driver.find(str(tmp_path / "opt" / CONTROL))
@@ -71,14 +71,14 @@ class TestHere:
         assert driver.find(f"./opt/{CONTROL}").control == tmp_path / "opt" / CONTROL
 
     def test_no_server(self, tmp_path: Path) -> None:
-        """A server that is not there is told: no client would get one."""
+        """A missing server is reported, since no client would get one."""
         make(tmp_path, "bin", names=(CONTROL,))
         found = driver.find(CONTROL)
         assert found.server is None
         assert found.facts()["server"] == f"not found: {SERVER}"
 
     def test_none(self, tmp_path: Path) -> None:
-        """Where there is none, the refusal says where it was looked for, and the ways out."""
+        """Without a driver, the refusal lists the directories that were searched, and the remedies."""
         with pytest.raises(ConfigurationError) as refused:
             driver.find(CONTROL, roots=[tmp_path / "driver"])
         assert str(tmp_path / "driver") in refused.value.detail
@@ -89,7 +89,7 @@ class TestHere:
 
 
 class TestRoot:
-    """A driver in a root of its own, as of a driver container."""
+    """A driver in its own root, as in a driver container."""
 
     @pytest.mark.parametrize(
         ("programs", "libraries"),
@@ -101,7 +101,7 @@ class TestRoot:
         ],
     )
     def test_found(self, tmp_path: Path, programs: str, libraries: str) -> None:
-        """Its programs and its libraries are found, in the first root that has any."""
+        """Its programs and its libraries are found in the first root that has any."""
         root = make(tmp_path / "driver", programs, libraries)
         later = make(tmp_path / "later", programs, libraries)
         found = driver.find(CONTROL, roots=[tmp_path / "not there", root, later])
@@ -114,7 +114,7 @@ class TestRoot:
         }
 
     def test_setting(self, tmp_path: Path) -> None:
-        """The setting overrides what is here and where it would be looked for, and a server may lie elsewhere in it."""
+        """The setting overrides both this system and the usual roots; the server may be in another directory of it."""
         make(tmp_path, "bin")
         root = make(tmp_path / "driver", "usr/bin", "usr/lib64", names=(CONTROL,))
         make(root, "usr/sbin", names=(SERVER,))
@@ -127,10 +127,10 @@ class TestRoot:
 
 
 class TestLink:
-    """The driver's libraries are linked to, and nothing else of its root, whose C library would not fit."""
+    """Only the driver's libraries are linked, not the rest of its root, whose C library would not fit."""
 
     def test_links(self, tmp_path: Path) -> None:
-        """They are there, follow an upgrade, and are left alone where they are right."""
+        """Missing links are made, links follow an upgrade, and correct links are left alone."""
         root = make(tmp_path / "driver", "usr/bin", "usr/lib64")
         found = driver.find(CONTROL, root)
         links = tmp_path / "links"
@@ -145,20 +145,20 @@ class TestLink:
         assert (links / "libcuda.so.1").readlink() == root / "usr/lib64/libcuda.so.1"
 
     def test_none_needed(self, tmp_path: Path) -> None:
-        """A driver that the loader finds needs none."""
+        """A driver that the loader finds needs no links."""
         make(tmp_path, "bin")
         driver.link(driver.find(CONTROL), tmp_path / "links")
         assert not (tmp_path / "links").exists()
 
     def test_in_the_way(self, tmp_path: Path) -> None:
-        """What is no link of mpsd's is not removed, and refused."""
+        """A file that is no link of mpsd's is not removed; mpsd refuses to continue."""
         found = driver.find(CONTROL, make(tmp_path / "driver", "usr/bin", "usr/lib64"))
         (tmp_path / "links" / "a").mkdir(parents=True)
         with pytest.raises(ConfigurationError, match="cannot link"):
             driver.link(found, tmp_path / "links")
 
     def test_environment(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A control daemon gets them first, and what mpsd has itself."""
+        """A control daemon searches these libraries first, then mpsd's own search path."""
         monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
         assert process.environment({}, libraries=tmp_path)["LD_LIBRARY_PATH"] == f"{tmp_path}:/mine"
         monkeypatch.delenv("LD_LIBRARY_PATH")
@@ -166,7 +166,7 @@ class TestLink:
 
 
 def test_nvml_of_a_root(nvml: FakeNvml) -> None:
-    """NVML is taken from where the driver was found, where the loader would not find it."""
+    """NVML is loaded from the driver that was found, even if the loader would not find it there."""
     nvml.show("driver 535.0")
     program = (
         "import asyncio, sys; from pathlib import Path; from mpsd.system.gpu import NvmlGpus\n"

@@ -1,4 +1,4 @@
-"""The event loop's timers, as those rely on them who wait for a moment."""
+"""The timers of the event loop, as their users rely on them."""
 
 import subprocess
 import sys
@@ -43,14 +43,14 @@ except ConfigurationError as error:
 
 
 def test_no_descriptor() -> None:
-    """Where it cannot be made, that is said as any other trouble at a start."""
+    """A timer that cannot be made is reported like any other failure at the start."""
     done = subprocess.run([sys.executable, "-c", _NO_DESCRIPTOR], capture_output=True, text=True, check=True)
     assert done.stdout == "cannot create an event loop: Too many open files\n"
     assert "never awaited" not in done.stderr
 
 
 def test_never_early() -> None:
-    """Nobody is woken before its time, and who waits for one moment after the other is woken once for each."""
+    """No timer fires early, and consecutive waits are each woken once."""
     done = subprocess.run([sys.executable, "-c", _SLEEPS], capture_output=True, text=True, check=True)
     early, woken = done.stdout.split()
     assert float(early) <= 0

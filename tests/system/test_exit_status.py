@@ -1,4 +1,4 @@
-"""How a process ended that is no child of mpsd: as the kernel tells it, before and after its parent has reaped it."""
+"""How a process ended that is no child of mpsd: the kernel's answer before and after its parent has reaped it."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ ENDS: Final = {
 
 @pytest.mark.parametrize("script", ENDS)
 def test_zombie(script: str) -> None:
-    """As long as nobody has reaped it, its status is known, and so what it was."""
+    """The status of a zombie is known, and its signal too."""
     returncode, name, words = ENDS[script]
     with subprocess.Popen(["sh", "-c", f"read go; {script}"], stdin=subprocess.PIPE, cwd="/") as child:
         ticks = proc.start_ticks(child.pid)
@@ -38,7 +38,7 @@ def test_zombie(script: str) -> None:
 
 @pytest.mark.parametrize("script", ENDS)
 def test_reaped(script: str) -> None:
-    """Once it was reaped, a kernel from 6.15 on tells it, and an older one nothing."""
+    """After the process was reaped, the status is known from kernel 6.15 on, and unknown before."""
     child = subprocess.Popen(["sh", "-c", f"read go; {script}"], stdin=subprocess.PIPE, cwd="/")
     pidfd = os.pidfd_open(child.pid)
     try:
@@ -53,7 +53,7 @@ def test_reaped(script: str) -> None:
 
 
 def test_unknown() -> None:
-    """What nobody knows is said, and is no signal."""
+    """An unknown status is described as unknown, and is no signal."""
     assert exit_status.signal_of(None) is None
     assert "not known" in exit_status.describe(None)
 

@@ -1,4 +1,4 @@
-"""What mpsd reads through NVML: with the real pynvml, in a process of its own, and a driver that is a text file."""
+"""Reading through NVML: with the real pynvml, in a separate process, and a driver that is a text file."""
 
 import os
 import subprocess
@@ -61,13 +61,13 @@ def _fault(function: str, result: int, gpu: int = -1) -> str:
 
 
 def test_inventory_is_what_nvml_says(nvml: FakeNvml, gpus: Child) -> None:
-    """Each GPU comes with its own figures, and MIG mode is the present one (the fake's pending one is always on)."""
+    """Each GPU has its own figures; the MIG mode is the current one (the fake's pending one is always on)."""
     nvml.show(*_NODE)
     assert gpus.inventory() == Inventory((_FIRST_GPU, _SECOND_GPU))
 
 
 def test_reserve_of_the_driver_is_not_in_use(nvml: FakeNvml, gpus: Child) -> None:
-    """What the driver keeps for itself is told of each GPU by itself, and counts as used by nobody."""
+    """The driver's reserve is reported for each GPU, and counts as used by no process."""
     reserves = {_FIRST_UUID: 1_000_000, _SECOND_UUID: 2_000_000}
     nvml.show(_DRIVER, *(f"gpu {uuid} 9.0 0 {_TOTAL} {reserve} {_USED} G" for uuid, reserve in reserves.items()))
     inventory = gpus.inventory()
@@ -76,7 +76,7 @@ def test_reserve_of_the_driver_is_not_in_use(nvml: FakeNvml, gpus: Child) -> Non
 
 
 def test_driver_is_opened_once(nvml: FakeNvml, gpus: Child) -> None:
-    """Two who ask for the first inventory at the same time, and all who ask later, share one opening."""
+    """Two concurrent requests for the first inventory, and all later ones, share one opening of the driver."""
     nvml.show(*_NODE)
     asked = {gpus.ask("inventory"), gpus.ask("inventory")}
     assert dict(gpus.answer() for _ in asked) == dict.fromkeys(asked, Inventory((_FIRST_GPU, _SECOND_GPU)))
@@ -85,14 +85,14 @@ def test_driver_is_opened_once(nvml: FakeNvml, gpus: Child) -> None:
 
 
 def test_gpu_without_mig_mode_is_not_in_it(nvml: FakeNvml, gpus: Child) -> None:
-    """NVML answers NOT_SUPPORTED for a GPU that knows no MIG, which means that it is off."""
+    """NVML answers NOT_SUPPORTED for a GPU without MIG, which means that MIG is off."""
     nvml.show(_DRIVER, _FIRST.replace(" 9.0 0 ", " 7.0 -1 "))
     (gpu,) = gpus.inventory().gpus
     assert (gpu.compute_capability, gpu.mig) == ((7, 0), False)
 
 
 def test_usage_counts_each_process_once(nvml: FakeNvml, gpus: Child) -> None:
-    """Who is in both lists counts once, at the larger figure, and as a client of MPS."""
+    """A process in both lists counts once, at the larger figure, and as a client of MPS."""
     nvml.show(
         *_NODE,
         "process 0 Compute 100 1000",
@@ -112,7 +112,10 @@ def test_usage_counts_each_process_once(nvml: FakeNvml, gpus: Child) -> None:
 
 
 def test_process_of_unknown_size_is_unknown_alone(nvml: FakeNvml, gpus: Child) -> None:
-    """It is listed, not left out nor taken for one that holds nothing; all else is known."""
+    """A process of unknown size is listed; it is neither omitted nor counted as holding nothing.
+
+    Other figures are known.
+    """
     nvml.show(
         *_NODE,
         "process 0 Compute 100 -1",
@@ -132,7 +135,7 @@ def test_process_of_unknown_size_is_unknown_alone(nvml: FakeNvml, gpus: Child) -
 
 
 def test_process_is_known_when_either_list_knows_it(nvml: FakeNvml, gpus: Child) -> None:
-    """Of a process in both lists, the figure counts that there is, whichever list has it; two unknowns are one."""
+    """For a process in both lists, the known figure counts, whichever list has it; two unknown figures stay unknown."""
     nvml.show(
         *_NODE,
         "process 0 Compute 100 -1",
@@ -180,7 +183,7 @@ def test_activity_that_is_not_told(nvml: FakeNvml, gpus: Child, result: int) -> 
 
 
 def test_usage_goes_by_uuid(nvml: FakeNvml, gpus: Child) -> None:
-    """When the driver counts its GPUs anew, no GPU is taken for another."""
+    """When the driver renumbers its GPUs, no GPU is mistaken for another."""
     nvml.show(*_NODE)
     first, _ = gpus.inventory().gpus
     nvml.show(_DRIVER, _SECOND, _FIRST)
@@ -190,9 +193,9 @@ def test_usage_goes_by_uuid(nvml: FakeNvml, gpus: Child) -> None:
 
 
 def test_drivers_before_510(nvml: FakeNvml, gpus: Child) -> None:
-    """A driver without MIG, and with the first version of the memory figures only, is read all the same.
+    """A driver without MIG, and with the first version of the memory figures only, can be read too.
 
-    It tells of no reserve, which is 0 then and counts as used.
+    It reports no reserve, which is 0 then and counts as used.
     """
     missing = (_fault(name, _FUNCTION_NOT_FOUND) for name in ("nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetMigMode"))
     nvml.show(_DRIVER, _FIRST, *missing)
@@ -202,7 +205,7 @@ def test_drivers_before_510(nvml: FakeNvml, gpus: Child) -> None:
 
 
 def test_either_version_of_the_process_lists_will_do(nvml: FakeNvml, gpus: Child) -> None:
-    """Version 2 is asked first, as version 3 is not the same in every driver; 3 only where there is no 2."""
+    """Version 2 is tried first, since version 3 differs between drivers; 3 is used only where there is no 2."""
     processes = ("process 0 Compute 100 1000", "process 0 MPSCompute 101 2000")
     nvml.show(_DRIVER, _FIRST, *processes)
     (gpu,) = gpus.inventory().gpus
@@ -219,7 +222,7 @@ def test_either_version_of_the_process_lists_will_do(nvml: FakeNvml, gpus: Child
 
 
 def test_compute_mode(nvml: FakeNvml, gpus: Child) -> None:
-    """It is read with the usage, in each of NVML's values, and set on the one GPU that is meant, found by its UUID."""
+    """The mode is read with the usage, in each of NVML's values, and set on the GPU with the given UUID only."""
     nvml.show(_DRIVER, _FIRST, _SECOND.replace(" 8.0 1 ", " 8.0 0 "))
     first, second = gpus.inventory().gpus
     nvml.show(_DRIVER, _SECOND.replace(" 8.0 1 ", " 8.0 0 "), _FIRST)
@@ -232,7 +235,7 @@ def test_compute_mode(nvml: FakeNvml, gpus: Child) -> None:
 
 
 def test_recovery(nvml: FakeNvml, gpus: Child) -> None:
-    """What a GPU needs is read where it tells; where this GPU, or the driver, does not, nobody knows."""
+    """The recovery action is read where the GPU and the driver report it; otherwise it is unknown."""
     nvml.show(*_NODE, "recovery 0 4")
     first, second = gpus.inventory().gpus
     assert gpus.usage(first) == Known(GpuUsage(_USED, recovery=4))
@@ -242,7 +245,7 @@ def test_recovery(nvml: FakeNvml, gpus: Child) -> None:
 
 
 def test_compute_mode_of_another_kind(nvml: FakeNvml, gpus: Child) -> None:
-    """A GPU without any, and one in a mode that came after this was written, have none that is known."""
+    """A GPU without a compute mode, and one in a mode that is newer than this code, have an unknown mode."""
     nvml.show(*_NODE)
     first, second = gpus.inventory().gpus
     nvml.show(*_NODE, _fault("nvmlDeviceGetComputeMode", _NOT_SUPPORTED, gpu=0))
@@ -260,7 +263,7 @@ def test_compute_mode_of_another_kind(nvml: FakeNvml, gpus: Child) -> None:
     ],
 )
 def test_compute_mode_that_is_refused(nvml: FakeNvml, gpus: Child, result: int, because: str, remedy: str) -> None:
-    """A driver that refuses to change it is an error that says why and what to do; it is as it was."""
+    """When the driver refuses the change, the error has the reason and a remedy, and the mode is unchanged."""
     nvml.show(*_NODE)
     first, _ = gpus.inventory().gpus
     nvml.show(*_NODE, _fault("nvmlDeviceSetComputeMode", result))
@@ -271,7 +274,7 @@ def test_compute_mode_that_is_refused(nvml: FakeNvml, gpus: Child, result: int, 
 
 
 def test_compute_mode_under_mig(nvml: FakeNvml, gpus: Child) -> None:
-    """A GPU with MIG on has the mode that it has."""
+    """A GPU with MIG on has its ordinary mode."""
     nvml.show(*_NODE)
     _, second = gpus.inventory().gpus
     with pytest.raises(ComputeModeError, match="GPU 1 cannot be set to exclusive-process: NVML: Not Supported"):
@@ -279,7 +282,7 @@ def test_compute_mode_under_mig(nvml: FakeNvml, gpus: Child) -> None:
 
 
 def test_compute_mode_of_a_lost_gpu(nvml: FakeNvml, gpus: Child) -> None:
-    """What could not be done, or not in time, is unknown: it may come about when a call that hangs comes back."""
+    """A change that failed or timed out is unknown: it may take effect when a hanging call returns."""
     nvml.show(*_NODE)
     first, _ = gpus.inventory().gpus
     nvml.show(*_NODE, _fault("nvmlDeviceSetComputeMode", _GPU_IS_LOST))
@@ -299,7 +302,10 @@ def test_compute_mode_of_a_lost_gpu(nvml: FakeNvml, gpus: Child) -> None:
 
 
 def test_faults(nvml: FakeNvml, gpus: Child) -> None:
-    """Faults are told as soon as they come, once each, with their GPU; what came together is told together."""
+    """Faults are reported as soon as they come, once each, with their GPU.
+
+    Simultaneous faults are reported together.
+    """
     nvml.show(*_NODE)
     gpus.inventory()
     gpus.do("patience", _HOUR)
@@ -313,7 +319,7 @@ def test_faults(nvml: FakeNvml, gpus: Child) -> None:
 
 
 def test_no_faults(nvml: FakeNvml, gpus: Child) -> None:
-    """Where nothing comes within the time, that is what is known; readings are taken meanwhile."""
+    """No fault within the time is a known result; readings continue meanwhile."""
     nvml.show(*_NODE)
     first, _ = gpus.inventory().gpus
     gpus.do("patience", 0.01)
@@ -324,7 +330,7 @@ def test_no_faults(nvml: FakeNvml, gpus: Child) -> None:
 
 
 def test_a_storm_of_faults(nvml: FakeNvml, gpus: Child) -> None:
-    """However many come at a time, each is told, some dozens in one answer."""
+    """In a storm every fault is reported, some dozens in one answer."""
     nvml.show(*_NODE, *(f"xid {number % 2} {number}" for number in range(100)))
     gpus.inventory()
     first, second = gpus.do("faults"), gpus.do("faults")
@@ -335,14 +341,14 @@ def test_a_storm_of_faults(nvml: FakeNvml, gpus: Child) -> None:
 
 
 def test_gpu_that_reports_nothing(nvml: FakeNvml, gpus: Child) -> None:
-    """A GPU that cannot be read, or knows no such reports, is not listened to; the others are."""
+    """A GPU that cannot be read, or has no fault reports, is left out; the others are listened to."""
     nvml.show(*_NODE, _fault(_BY_INDEX, _GPU_IS_LOST, gpu=0), "xid 0 79", "xid 1 31")
     gpus.inventory()
     assert gpus.do("faults") == Known((GpuFault(_SECOND_UUID, 31),))
 
 
 def test_faults_that_cannot_be_read(nvml: FakeNvml, gpus: Child) -> None:
-    """That is unknown, at once, before the driver is open and when NVML fails; and it passes."""
+    """Faults are unknown, at once, before the driver is open and when NVML fails; this passes."""
     nvml.show(*_NODE, "xid 0 31")
     assert gpus.do("faults") == Unknown("NVML: Uninitialized")
     gpus.inventory()
@@ -353,7 +359,7 @@ def test_faults_that_cannot_be_read(nvml: FakeNvml, gpus: Child) -> None:
 
 
 def test_waiting_for_faults_that_hangs(nvml: FakeNvml, gpus: Child) -> None:
-    """It takes nothing with it but the faults: readings are taken, and the process ends in good order."""
+    """A hanging wait for faults affects faults only: readings continue, and the process ends in good order."""
     nvml.show(*_NODE)
     first, _ = gpus.inventory().gpus
     nvml.show(*_NODE, _fault("nvmlEventSetWait_v2", _HANG))
@@ -370,7 +376,7 @@ def test_waiting_for_faults_that_hangs(nvml: FakeNvml, gpus: Child) -> None:
 
 
 def test_lost_gpu_is_unknown_alone(nvml: FakeNvml, gpus: Child) -> None:
-    """A GPU that fell off the bus is unknown with NVML's reason, the others are as they were, and it may come back."""
+    """A GPU that fell off the bus is unknown with NVML's reason; the others are unaffected, and it may return."""
     nvml.show(*_NODE, _fault(_BY_INDEX, _GPU_IS_LOST, gpu=0))
     assert gpus.inventory() == Inventory((_SECOND_GPU,), {0: Unknown("NVML: GPU is lost")})
     nvml.show(*_NODE)
@@ -388,7 +394,7 @@ def test_lost_gpu_is_unknown_alone(nvml: FakeNvml, gpus: Child) -> None:
     ],
 )
 def test_usage_is_unknown_when_any_part_is(nvml: FakeNvml, gpus: Child, function: str) -> None:
-    """There is no half of a reading, whichever call fails, and nothing that could pass for an idle GPU."""
+    """A reading is complete or unknown, whichever call fails: no result can be mistaken for an idle GPU."""
     nvml.show(*_NODE)
     first, _ = gpus.inventory().gpus
     nvml.show(*_NODE, _fault(function, _GPU_IS_LOST))
@@ -398,7 +404,7 @@ def test_usage_is_unknown_when_any_part_is(nvml: FakeNvml, gpus: Child, function
 
 
 def test_all_calls_are_made_on_one_thread(nvml: FakeNvml, gpus: Child) -> None:
-    """Not one call is made where the event loop runs, not even the one that names an error pynvml does not know."""
+    """No call runs on the thread of the event loop, not even the one that names an error unknown to pynvml."""
     not_ready = 27
     nvml.show(*_NODE, _fault(_BY_INDEX, not_ready, gpu=1))
     inventory = gpus.inventory()
@@ -408,14 +414,14 @@ def test_all_calls_are_made_on_one_thread(nvml: FakeNvml, gpus: Child) -> None:
     wait_until(lambda: "nvmlShutdown" in nvml.functions(), what="close to let go of the driver")
     assert "nvmlErrorString" in nvml.functions()
     (thread,) = {thread for thread, _ in nvml.calls()}
-    assert thread != gpus.process.pid  # which is the id of its main thread
+    assert thread != gpus.process.pid  # the pid is the id of its main thread
 
 
 # -- when a call hangs -------------------------------------------------------------------------------------------------
 
 
 def test_event_loop_goes_on_while_a_call_hangs(nvml: FakeNvml, gpus: Child) -> None:
-    """Others are served while NVML is not, and what was asked is answered when the call comes back."""
+    """Other work continues while NVML hangs, and pending requests are answered when the call returns."""
     nvml.show(*_NODE)
     first, _ = gpus.inventory().gpus
     gpus.do("deadline", _HOUR)
@@ -428,9 +434,9 @@ def test_event_loop_goes_on_while_a_call_hangs(nvml: FakeNvml, gpus: Child) -> N
 
 
 def test_hanging_gpu_makes_unknown_what_could_not_be_read(nvml: FakeNvml, gpus: Child) -> None:
-    """What was read before the hang is known, what comes after it is not, and all is once the call has come back."""
+    """Values that were read before the hang are known, later ones are not, and all are once the call has returned."""
     nvml.show(*_NODE, _FIRST, _fault(_BY_INDEX, _HANG, gpu=1))
-    gpus.do("deadline", 2.0)  # which the first GPU must make, on however busy a machine
+    gpus.do("deadline", 2.0)  # the first GPU must meet this deadline, even on a busy machine
     inventory = gpus.inventory()
     assert inventory.gpus == (_FIRST_GPU,)
     assert inventory.unknown == {
@@ -443,7 +449,7 @@ def test_hanging_gpu_makes_unknown_what_could_not_be_read(nvml: FakeNvml, gpus: 
 
 
 def test_nobody_waits_for_a_thread_that_is_stuck(nvml: FakeNvml, gpus: Child) -> None:
-    """Once a call has overrun, later requests are answered at once, whatever their deadline, until it comes back."""
+    """After a call has overrun, later requests are answered at once, whatever their deadline, until it returns."""
     nvml.show(*_NODE)
     first, second = gpus.inventory().gpus
     nvml.show(*_NODE, _fault(_BY_UUID, _HANG))
@@ -459,7 +465,7 @@ def test_nobody_waits_for_a_thread_that_is_stuck(nvml: FakeNvml, gpus: Child) ->
 
 
 def test_requests_that_nobody_waits_for_are_dropped(nvml: FakeNvml, gpus: Child) -> None:
-    """What queued up behind a hang and was given up is not done when the hang is over: it would delay the living."""
+    """Requests that were abandoned during a hang are not executed afterwards: they would delay live ones."""
     nvml.show(*_NODE)
     first, _ = gpus.inventory().gpus
     nvml.show(*_NODE, _fault(_BY_UUID, _HANG))
@@ -474,13 +480,14 @@ def test_requests_that_nobody_waits_for_are_dropped(nvml: FakeNvml, gpus: Child)
 
 
 def test_few_requests_wait(nvml: FakeNvml, gpus: Child) -> None:
-    """However many ask within the deadline, no more than 64 wait; the others are told so, and the 64 are answered."""
+    """At most 64 requests wait within the deadline and are answered; the others are refused with that reason."""
     nvml.show(*_NODE)
     first, _ = gpus.inventory().gpus
     gpus.do("deadline", _HOUR)
     nvml.show(*_NODE, _fault(_BY_UUID, _HANG))
     gpus.ask("usage", first)
-    wait_until(lambda: _BY_UUID in nvml.functions(), what="the call to hang")  # so that all before it is served
+    # So that all requests before it have been served.
+    wait_until(lambda: _BY_UUID in nvml.functions(), what="the call to hang")
     for _ in range(69):
         gpus.ask("usage", first)
     too_many = Unknown("NVML is overloaded: 64 requests are waiting for it")
@@ -490,7 +497,7 @@ def test_few_requests_wait(nvml: FakeNvml, gpus: Child) -> None:
 
 
 def test_hanging_call_does_not_keep_the_process(nvml: FakeNvml, gpus: Child) -> None:
-    """A process whose work is done ends by itself, in good order, while a call still hangs."""
+    """A process that has finished ends by itself, in good order, while a call still hangs."""
     nvml.show(*_NODE)
     first, _ = gpus.inventory().gpus
     nvml.show(*_NODE, _fault(_BY_UUID, _HANG))
@@ -501,7 +508,7 @@ def test_hanging_call_does_not_keep_the_process(nvml: FakeNvml, gpus: Child) -> 
 
 
 def test_hang_before_the_first_inventory(nvml: FakeNvml, gpus: Child) -> None:
-    """When not even the number of GPUs is known, that is an error, not a node without GPUs; and it passes."""
+    """When not even the number of GPUs is known, the result is an error, not a node without GPUs; it passes."""
     nvml.show(*_NODE, _fault("nvmlInitWithFlags", _HANG))
     gpus.do("opening", 0.2)
     with pytest.raises(GpuUnknownError, match=r"did not answer within 0\.2 s") as refused:
@@ -511,17 +518,17 @@ def test_hang_before_the_first_inventory(nvml: FakeNvml, gpus: Child) -> None:
         gpus.inventory()
     gpus.do("opening", _HOUR)
     nvml.show(*_NODE)
-    # Their number is known a moment before the thread is free, and in that moment each GPU is unknown by itself.
+    # The number of GPUs is known a moment before the thread is free; in that moment each GPU is unknown by itself.
     wait_until(lambda: not gpus.inventory().unknown, what="NVML to come back", not_yet=(GpuUnknownError,))
     assert gpus.inventory() == Inventory((_FIRST_GPU, _SECOND_GPU))
     assert nvml.functions().count("nvmlInitWithFlags") == 1
 
 
 def test_opening_has_a_deadline_of_its_own(nvml: FakeNvml, gpus: Child) -> None:
-    """The driver may take longer to open than a reading may take, and a reading longer than the opening."""
+    """Opening the driver and reading have separate deadlines, and either may be the longer one."""
     nvml.show(*_NODE, _fault("nvmlInitWithFlags", _HANG))
     gpus.do("opening", _HOUR)
-    gpus.do("deadline", 0.0)  # a request with no time at all would be answered before anything that is asked later
+    gpus.do("deadline", 0.0)  # a request without any time would be answered before later requests
     asked = gpus.ask("inventory")
     wait_until(lambda: "nvmlInitWithFlags" in nvml.functions(), what="the opening to hang")
     gpus.do("deadline", _HOUR)
@@ -547,9 +554,9 @@ def test_opening_has_a_deadline_of_its_own(nvml: FakeNvml, gpus: Child) -> None:
     ],
 )
 def test_node_without_a_driver(nvml: FakeNvml, gpus: Child, faults: list[str], because: str, opened: int) -> None:
-    """Each way of having no GPU is one error that says which it is, and how to see mpsd without one; it may pass.
+    """Each cause of having no GPU is one error that names the cause and the simulation, and it may pass.
 
-    A driver that was opened for nothing is let go of, or it would not look for GPUs anew the next time.
+    A driver that was opened without result is closed; otherwise it would not look for GPUs again.
     """
     nvml.show(_DRIVER, *faults)
     with pytest.raises(NoDriverError, match=because) as refused:
@@ -561,7 +568,7 @@ def test_node_without_a_driver(nvml: FakeNvml, gpus: Child, faults: list[str], b
 
 
 def test_node_without_the_library(nvml: FakeNvml, tmp_path: Path) -> None:
-    """A library that cannot be loaded is the same error: it is what a container without its GPUs looks like."""
+    """A library that cannot be loaded raises the same error, as in a container without its GPUs."""
     (tmp_path / LIBRARY).write_text("no library\n", encoding="utf-8")
     with child({**nvml.variables, "LD_LIBRARY_PATH": str(tmp_path)}) as gpus:
         with pytest.raises(NoDriverError, match=r"libnvidia-ml\.so\.1 cannot be loaded") as refused:
@@ -570,7 +577,7 @@ def test_node_without_the_library(nvml: FakeNvml, tmp_path: Path) -> None:
 
 
 def test_simulated_node_does_not_pay_for_nvml() -> None:
-    """Importing the module imports no pynvml; only a source of NVML's does."""
+    """Importing the module does not import pynvml; only an NVML source does."""
     program = "import sys, mpsd.system.gpu; sys.exit('pynvml' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     assert subprocess.run([sys.executable, "-c", program], env=environment, check=False).returncode == 0
@@ -580,14 +587,14 @@ def test_simulated_node_does_not_pay_for_nvml() -> None:
 
 
 def test_nvml_is_a_gpu_source() -> None:
-    """What the supervisor is given is a GpuSource, as mypy sees it; each method is there at run time, too."""
+    """The supervisor's source is a GpuSource for mypy, and has each method at run time, too."""
     source: type[GpuSource] = NvmlGpus
     assert {name for name in vars(GpuSource) if not name.startswith("_")} <= set(vars(source))
 
 
 @pytest.mark.gpu
 def test_real_driver() -> None:
-    """NVIDIA's own library answers every call that mpsd makes: inventory, usage of each GPU, and faults, all known."""
+    """NVIDIA's own library answers every call of mpsd: inventory, usage of each GPU, and faults, all known."""
     with child({}) as gpus:
         inventory = gpus.inventory()
         assert inventory.gpus

@@ -1,4 +1,4 @@
-"""What a container lacks is seen from within it; these are made of namespaces, without a container engine."""
+"""mpsd detects from within what a container lacks; the tests make containers of namespaces, without an engine."""
 
 import json
 import os
@@ -31,7 +31,7 @@ sys.stdin.read()
 
 
 def missing(prefix: Sequence[str], config: str = "") -> dict[str, tuple[str, str]]:
-    """Return what is missing to a process that is started so: the reason and the remedy, by name."""
+    """Return what is missing to a process that this command starts: reason and remedy by name."""
     done = subprocess.run(
         [*prefix, sys.executable, "-c", LOOK, config],
         capture_output=True, text=True, check=False, timeout=30, env={**os.environ, "PYTHONPATH": ROOT},
@@ -42,20 +42,20 @@ def missing(prefix: Sequence[str], config: str = "") -> dict[str, tuple[str, str
 
 @needs_root
 class TestMissing:
-    """What mpsd says that it cannot do."""
+    """The functions that mpsd reports as unavailable."""
 
     def test_own_pid_namespace(self) -> None:
-        """Without the host's pid namespace its callers are nobody."""
+        """Without the host's pid namespace mpsd cannot identify its callers."""
         found = missing(["unshare", "--pid", "--fork", "--mount-proc"])
         assert "hostPID: true" in found["pid namespace"][1]
 
     def test_own_user_namespace(self) -> None:
-        """Without the host's user namespace many uids are one."""
+        """Without the host's user namespace several uids look the same."""
         found = missing(["unshare", "--user", "--map-root-user"])
         assert "65534" in found["user namespace"][0]
 
     def test_own_root(self) -> None:
-        """A runtime directory on the container's own root is told, and one on a volume is not."""
+        """A runtime directory on the container's own root is reported; one on a volume is not."""
         make = "mount -t tmpfs none /mnt; cd /mnt; mkdir lower upper work root;"
         make += " mount -t overlay -o lowerdir=lower,upperdir=upper,workdir=work none root;"
         make += " for each in /*; do case $each in /mnt) continue; esac;"
@@ -68,7 +68,7 @@ class TestMissing:
         assert "runtime directory" not in missing([], '[paths]\nruntime_dir = "/own/run"\n')
 
     def test_capabilities(self) -> None:
-        """Each that is missing is named, with what fails; two of them only where a setting needs them."""
+        """Each missing capability is named, with what fails without it; two of them only where a setting needs them."""
         bounded = ["setpriv", "--bounding-set=-all,+setuid,+setgid,+setpcap,+sys_ptrace", "--inh-caps=-all"]
         here = missing([])
         assert set(missing(bounded)) - set(here) == {"CAP_KILL"}
@@ -77,7 +77,7 @@ class TestMissing:
         assert set(missing(bounded, config)) - set(here) == {"CAP_KILL", "CAP_CHOWN", "CAP_SYS_ADMIN"}
 
     def test_giving_less(self) -> None:
-        """It is told where control daemons have more than they need because mpsd cannot take it away."""
+        """mpsd reports when control daemons have more capabilities than they need because it cannot remove them."""
         setpriv = ["setpriv", "--inh-caps=-all", "--bounding-set"]
         assert "CAP_SETPCAP" in missing([*setpriv, "-setpcap"])
         assert "CAP_SETPCAP" not in missing([*setpriv, "-setpcap"], '[daemon]\nusers = "many"\n')
@@ -86,14 +86,14 @@ class TestMissing:
         assert "CAP_SETPCAP" not in missing([*setpriv, f"{kept},+sys_ptrace,+setpcap"])
 
     def test_any_other_user(self) -> None:
-        """An mpsd that is not root's serves its own uid, and misses no capability."""
+        """An mpsd that is not root serves its own uid, and needs no capability."""
         found = missing(["setpriv", "--reuid=65534", "--clear-groups"])
         assert not [name for name in found if name.startswith("CAP_")]
 
 
 @needs_root
 class TestHidden:
-    """What another process finds under a path."""
+    """The directories that a path leads to for another process."""
 
     @pytest.fixture
     def directories(self, short_tmp: Path) -> list[Path]:
@@ -104,7 +104,7 @@ class TestHidden:
         return made
 
     def hidden(self, script: str, directories: list[Path]) -> list[Path]:
-        """Return what is hidden from a process that has mounted things so."""
+        """Return which directories are hidden from a process after these mounts."""
         command = ["unshare", "--mount", "--propagation", "private", "sh", "-ec", f'{script}; exec "$@"', "sh"]
         with subprocess.Popen(
             [*command, sys.executable, "-c", MOUNTED], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -117,12 +117,12 @@ class TestHidden:
                 child.communicate(timeout=10)
 
     def test_nothing(self, directories: list[Path]) -> None:
-        """Nothing is hidden from a process of this file system, nor where all of it is mounted elsewhere, too."""
+        """Nothing is hidden from a process in this file system, or where the whole of it is also mounted elsewhere."""
         assert host_environment.hidden(os.getpid(), directories) == []
         assert self.hidden("true", directories) == []
 
     def test_one(self, directories: list[Path]) -> None:
-        """What something else is mounted over is, and what was mounted back into it is not."""
+        """A directory with a foreign mount over it is hidden; one that was mounted back is not."""
         first, second = directories
         run = first.parent
         script = (
@@ -131,7 +131,7 @@ class TestHidden:
         assert self.hidden(script, directories) == [first]
 
     def test_another_root(self, directories: list[Path], short_tmp: Path) -> None:
-        """A process that has changed its root finds nothing there, though it is in mpsd's own mount namespace."""
+        """For a process that has changed its root all are hidden, though it is in mpsd's own mount namespace."""
         command = [sys.executable, "-c", f"import os, sys; os.chroot({str(short_tmp)!r}){MOUNTED}"]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
             assert child.stdout is not None
@@ -141,14 +141,14 @@ class TestHidden:
             child.communicate(timeout=10)
 
     def test_not_there_yet(self, directories: list[Path]) -> None:
-        """A directory that is to be made is hidden where its nearest parent is, and nowhere else."""
+        """A directory that does not exist yet is hidden where its nearest parent is, and nowhere else."""
         run = directories[0].parent
         to_come = run / "mps" / "gpu0"
         assert self.hidden(f"mount -t tmpfs none {run}", [to_come]) == [to_come]
         assert self.hidden("mount -t tmpfs none /mnt", [to_come]) == []
 
     def test_not_to_be_told(self, directories: list[Path], short_tmp: Path) -> None:
-        """What a process that is gone found, and what is behind a link: neither is hidden."""
+        """Neither directories of an ended process nor those behind a link are reported as hidden."""
         first, _ = directories
         (short_tmp / "link").symlink_to(first)
         assert self.hidden(f"mount -t tmpfs none {first}", [short_tmp / "link"]) == []
@@ -158,21 +158,21 @@ class TestHidden:
 
 
 def test_cgroup_namespace() -> None:
-    """From a cgroup namespace the host's root group looks like `/../..`, and is no group that tells anything."""
+    """In a cgroup namespace the host's root group looks like `/../..`, and identifies no group."""
     assert proc._within("/../..") == ""
     assert proc._within("/") == ""
     assert proc._within("/../other") == "/../other"
 
 
 def test_what_cannot_be_told_is_not_kept() -> None:
-    """A process of which it cannot be told where its paths lead is let pass, and looked at again the next time."""
+    """A process whose paths cannot be resolved is accepted, and checked again the next time."""
     assert host_environment.sees_alike(os.getpid()) == Known(value=True)
     with subprocess.Popen(["sleep", "infinity"]) as child:
         seen = process.find(child.pid)
         assert seen is not None
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert isinstance(host_environment.sees_alike(child.pid), Unknown)  # what has ended has no root any more
+        assert isinstance(host_environment.sees_alike(child.pid), Unknown)  # an ended process has no root any more
         assert seen.sees_alike()
         assert not seen._alike
         seen.close()
@@ -181,7 +181,7 @@ def test_what_cannot_be_told_is_not_kept() -> None:
 @pytest.mark.root("mount a file system")
 @pytest.mark.parametrize("name", ["a\rb", "a\u2028b", "a\x0cb", "a\x85b", "a b - tmpfs c"])
 def test_mounts_with_odd_names(short_tmp: Path, name: str) -> None:
-    """Where others have mounted something decides nothing, whatever is in its name."""
+    """Foreign mounts decide nothing, whatever their names contain."""
     (short_tmp / name).mkdir()
     script = 'mount -t tmpfs none "$0" && exec "$@"'
     asks = "import pathlib; from mpsd.system import host_environment as h; print(h.file_system(pathlib.Path('/proc')))"

@@ -1,4 +1,4 @@
-"""News of a directory's files: each change is told, a storm of them is told once, and whatever happens is survived."""
+"""Notifications about the files of a directory: each change is reported, a storm once, and every fault is survived."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ _QUEUE: Final = Path("/proc/sys/fs/inotify/max_queued_events")
 
 
 class Watched:
-    """A directory, and how often something was told of it."""
+    """A directory, and how often a change in it was reported."""
 
     def __init__(self, directory: Path) -> None:
         self.file = directory / "control.log"
@@ -33,7 +33,7 @@ class Watched:
             file.write(text)
 
     async def hears(self, what: str) -> None:
-        """Wait until something is told, and until nothing more is: files are opened, written and closed one by one."""
+        """Wait for a notification, and until no more come: files are opened, written and closed one by one."""
         await eventually(lambda: self.told, what=f"{what} to be told")
         self.told = 0
 
@@ -53,7 +53,7 @@ def watching(directory: Path, test: Callable[[Watched], Awaitable[None]]) -> Non
 
 
 def test_what_is_told(tmp_path: Path) -> None:
-    """What is written, truncated, created or moved there is told, for each file."""
+    """Writing, truncating, creating or moving any file there is reported."""
 
     async def test(watched: Watched) -> None:
         watched.say()
@@ -72,7 +72,7 @@ def test_what_is_told(tmp_path: Path) -> None:
 
 
 def test_a_storm_is_told_once(tmp_path: Path) -> None:
-    """However often something is written before anybody has time to look, it is told once."""
+    """Several writes before the watcher runs are reported once."""
 
     async def test(watched: Watched) -> None:
         for number in range(1000):
@@ -87,12 +87,12 @@ def test_a_storm_is_told_once(tmp_path: Path) -> None:
 
 
 def test_more_than_the_kernel_keeps(tmp_path: Path) -> None:
-    """When the kernel had to forget some of it, that is told like anything else, and so is what comes after."""
+    """A notification is sent also when the kernel's queue has overflowed, and again for later changes."""
     files = [(tmp_path / name).open("wb", buffering=0) for name in "ab"]
 
     async def test(watched: Watched) -> None:
         for _ in range(int(_QUEUE.read_text()) // 2 + 10):
-            for file in files:  # in turn, since the same news twice in a row is kept once
+            for file in files:  # in rotation, since the kernel merges two equal notifications in a row
                 file.write(b"x")
         await watched.hears("what is left of it")
         watched.say()
@@ -107,9 +107,9 @@ def test_more_than_the_kernel_keeps(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("held", [False, True])
 def test_directory_that_comes_back(tmp_path: Path, held: bool) -> None:  # noqa: FBT001 - a case of two
-    """A directory that was removed and made again is watched again, also when somebody has a file of the old one open.
+    """A directory that was removed and made again is watched again, also while a file of the old one is open.
 
-    Whatever happens in the old one is told no more.
+    Changes in the old directory are no longer reported.
     """
     directory = tmp_path / "log"
     directory.mkdir()
@@ -140,7 +140,7 @@ def test_directory_that_comes_back(tmp_path: Path, held: bool) -> None:  # noqa:
 
 
 def test_directory_that_is_not_there_yet(tmp_path: Path) -> None:
-    """A watch on nothing fails, leaves nothing behind, and can be begun later; a file is no directory."""
+    """A watch on a missing directory fails, leaves nothing behind, and can start later; a file is no directory."""
     directory = tmp_path / "log"
 
     async def test() -> None:
@@ -164,7 +164,7 @@ def test_directory_that_is_not_there_yet(tmp_path: Path) -> None:
 
 
 def test_no_descriptor_left(tmp_path: Path) -> None:
-    """Where there is no descriptor to watch by, that is said, and the watch can be begun when there is one again."""
+    """Without a free descriptor the watch reports an error, and can start once there is one."""
 
     async def test() -> None:
         watched = Watched(tmp_path)
@@ -186,7 +186,7 @@ def test_no_descriptor_left(tmp_path: Path) -> None:
 
 
 def test_after_the_end(tmp_path: Path) -> None:
-    """Nothing is told once the watch is closed, not even what came just before; and it can be closed twice."""
+    """Nothing is reported after the watch is closed, not even earlier changes; closing it twice is safe."""
 
     async def test(watched: Watched) -> None:
         watched.say()

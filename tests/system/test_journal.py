@@ -1,4 +1,4 @@
-"""Entries for the journal: every byte of a value arrives, none of them forges a field, and no trouble is mpsd's."""
+"""Entries for the journal: every byte of a value arrives, no value forges a field, and errors do not stop mpsd."""
 
 import os
 import select
@@ -18,7 +18,7 @@ from mpsd.system.journal import Journal, is_behind
 
 
 class Heard:
-    """A socket in the place of the journal's."""
+    """A socket in place of the journal's."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -28,7 +28,7 @@ class Heard:
         self._socket.settimeout(5)
 
     def entry(self) -> dict[str, str]:
-        """Return the next entry's fields, as the protocol has them."""
+        """Return the fields of the next entry, decoded from the protocol."""
         data, fields = self._socket.recv(1 << 20), {}
         while data:
             head, _, data = data.partition(b"\n")
@@ -40,18 +40,18 @@ class Heard:
         return fields
 
     def waits(self) -> bool:
-        """Tell whether there is an entry to read."""
+        """Return whether there is an entry to read."""
         return bool(select.select([self._socket], [], [], 0)[0])
 
     def close(self) -> None:
-        """Hear no more."""
+        """Stop receiving."""
         self.journal.close()
         self._socket.close()
 
 
 @pytest.fixture
 def heard(short_tmp: Path) -> Iterator[Heard]:
-    """Give such a socket."""
+    """Yield such a socket."""
     heard = Heard(short_tmp / "journal")
     yield heard
     heard.close()
@@ -63,7 +63,7 @@ def logger(heard: Heard, form: LogFormat = LogFormat.AUTO, stream: TextIO = sys.
 
 
 def test_fields(heard: Heard) -> None:
-    """An event has its id and its priority, and each fact a field of its own beside the text for people."""
+    """An event has its id and its priority, and each fact as a field beside the readable text."""
     logger(heard).warning(
         EventName.VIOLATION, lease="lease-1", daemon="gpu0", pid=7, because="it holds more", kinds=["a", "b"]
     )
@@ -82,7 +82,7 @@ def test_fields(heard: Heard) -> None:
 
 
 def test_nothing_is_forged(heard: Heard) -> None:
-    """What others chose makes no field and moves no cursor."""
+    """Values that others chose create no field and move no cursor."""
     logger(heard).info(EventName.FOREIGN_COMMAND, command="x\nPRIORITY=0\x1b[2J\u202e")
     entry = heard.entry()
     assert entry["PRIORITY"] == "6"
@@ -91,7 +91,7 @@ def test_nothing_is_forged(heard: Heard) -> None:
 
 
 def test_lines(heard: Heard) -> None:
-    """A value of several lines, as a defect's traceback is, arrives as it is."""
+    """A value of several lines, such as a traceback, arrives unchanged."""
     log = logger(heard)
     log.defect(EventName.API_DEFECT, ZeroDivisionError("a\nb"), path="/x")
     entry = heard.entry()
@@ -100,7 +100,7 @@ def test_lines(heard: Heard) -> None:
 
 
 def test_long_values(heard: Heard) -> None:
-    """A value is cut where it would fill the datagram, and the others are whole."""
+    """A value is cut where it would fill the datagram; the other values are complete."""
     logger(heard).info(EventName.FOREIGN_COMMAND, command="ä" * 1_000_000, daemon="gpu0")
     entry = heard.entry()
     assert entry["MPSD_COMMAND"].endswith("ä...")
@@ -109,7 +109,7 @@ def test_long_values(heard: Heard) -> None:
 
 
 def test_explicit_form_decides(heard: Heard) -> None:
-    """With a form that was asked for, lines go to the stream, journal or not."""
+    """With an explicit format, lines are written to the stream, journal or not."""
     with TemporaryFile("w+", encoding="utf-8") as stream:
         logger(heard, LogFormat.JSON, stream).info(EventName.GPU_FOUND, index=0)
         stream.seek(0)
@@ -117,7 +117,7 @@ def test_explicit_form_decides(heard: Heard) -> None:
 
 
 def test_journal_is_gone(short_tmp: Path) -> None:
-    """Without a journal, or with one that takes nothing, lines are lost, and nothing else."""
+    """Without a journal, or with one that accepts nothing, only the lines are lost."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as deaf:
         deaf.bind(f"{short_tmp}/deaf")
         for name in ("nobody", "deaf"):
@@ -128,7 +128,7 @@ def test_journal_is_gone(short_tmp: Path) -> None:
 
 
 def test_what_was_lost_is_told(heard: Heard) -> None:
-    """After entries that the journal did not take, the next one that it takes is preceded by how many were lost."""
+    """After entries that the journal did not accept, the next accepted one is preceded by the number lost."""
     log = logger(heard)
     while not log.lost:
         log.info(EventName.GPU_FOUND, index=0)
@@ -143,7 +143,7 @@ def test_what_was_lost_is_told(heard: Heard) -> None:
 
 
 def test_behind(short_tmp: Path) -> None:
-    """Only the very stream that the variable names is the journal's: it may have been inherited."""
+    """Only the very stream that the variable names is the journal's, since the variable may have been inherited."""
     with (short_tmp / "stderr").open("w") as stream:
         found = os.fstat(stream.fileno())
         assert is_behind(stream.fileno(), f"{found.st_dev}:{found.st_ino}")

@@ -1,4 +1,4 @@
-"""The control daemon's log: followed line by line, and shortened under whoever writes it, without a line lost."""
+"""The control daemon's log: followed line by line, and shortened while it is written, without losing a line."""
 
 import os
 import tempfile
@@ -18,7 +18,7 @@ _BLOCK: Final = 4096
 
 @pytest.fixture(params=["disk", "memory"])
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """Give a directory on the file system at hand, and one in memory, which punches holes and cannot collapse."""
+    """Yield a directory on the default file system, and one in memory, which punches holes and cannot collapse."""
     if request.param == "disk":
         yield tmp_path
         return
@@ -30,13 +30,13 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 
 class Writer:
-    """Writes as a control daemon does: through a descriptor that stays open, each line at whatever is the end then."""
+    """Writes like a control daemon: through a descriptor that stays open, each line at the current end."""
 
     def __init__(self, path: Path) -> None:
         self.descriptor = open_for_daemon(path)
 
     def __enter__(self) -> Self:
-        """Use it."""
+        """Return itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -50,7 +50,7 @@ class Writer:
 
 
 def test_what_is_added_is_read_once(tmp_path: Path) -> None:
-    """A follower reads what was added since the last time, and nothing of what was there before it."""
+    """A follower reads lines that were added since its last reading, and none from before its start."""
     path = tmp_path / "control.log"
     with Writer(path) as writer:
         writer.say("before")
@@ -64,7 +64,7 @@ def test_what_is_added_is_read_once(tmp_path: Path) -> None:
 
 
 def test_file_that_comes_later(tmp_path: Path) -> None:
-    """A log that is not there yet has nothing to read, and is read from its beginning when it comes."""
+    """A missing log has nothing to read, and is read from its beginning when it appears."""
     path = tmp_path / "control.log"
     follower = LogFollower(path)
     assert follower.read() == []
@@ -75,7 +75,7 @@ def test_file_that_comes_later(tmp_path: Path) -> None:
 
 
 def test_half_a_line_waits(tmp_path: Path) -> None:
-    """A line is read when it is whole, bytes that are no text included."""
+    """A line is read when it is complete, bytes that are no text included."""
     path = tmp_path / "control.log"
     with Writer(path) as writer:
         follower = LogFollower(path)
@@ -88,7 +88,7 @@ def test_half_a_line_waits(tmp_path: Path) -> None:
 
 
 def test_line_without_an_end(tmp_path: Path) -> None:
-    """A line longer than anything that anybody writes does not keep the follower from going on."""
+    """A line longer than any real one does not stop the follower."""
     path = tmp_path / "control.log"
     with Writer(path) as writer:
         follower = LogFollower(path)
@@ -99,7 +99,7 @@ def test_line_without_an_end(tmp_path: Path) -> None:
 
 
 def test_more_than_one_reading_takes(tmp_path: Path) -> None:
-    """Where more was added than one reading takes, that is known, so that nobody waits before the next one."""
+    """When more was added than one reading takes, the follower knows, so that the next reading does not wait."""
     path = tmp_path / "control.log"
     with Writer(path) as writer:
         follower = LogFollower(path)
@@ -113,7 +113,7 @@ def test_more_than_one_reading_takes(tmp_path: Path) -> None:
 
 
 def test_what_looks_like_an_end_of_a_line(tmp_path: Path) -> None:
-    """A line ends where the daemon ends it, and nowhere else: nobody can forge one by what it says in another."""
+    """A line ends only where the daemon ends it: no text in a line can forge another line."""
     path = tmp_path / "control.log"
     with Writer(path) as writer:
         follower = LogFollower(path)
@@ -123,7 +123,7 @@ def test_what_looks_like_an_end_of_a_line(tmp_path: Path) -> None:
 
 
 def test_truncated(directory: Path) -> None:
-    """A log that was truncated is read from its beginning; the writer's next line stands there, without a hole."""
+    """A truncated log is read from its beginning; the writer's next line is there, without a hole."""
     path = directory / "control.log"
     with Writer(path) as writer:
         follower = LogFollower(path)
@@ -137,7 +137,7 @@ def test_truncated(directory: Path) -> None:
 
 @pytest.mark.parametrize("grown", [0, 1, 5000])
 def test_truncated_and_written_again(directory: Path, grown: int) -> None:
-    """It is also read from its beginning when it has grown past its former size before anybody looked."""
+    """It is read from its beginning also when it has grown past its former size before the next reading."""
     path = directory / "control.log"
     with Writer(path) as writer:
         follower = LogFollower(path)
@@ -145,7 +145,7 @@ def test_truncated_and_written_again(directory: Path, grown: int) -> None:
         assert len(follower.read()) == 22
         size = path.stat().st_size
         os.truncate(path, 0)
-        # As many bytes as were read, and more; just as many in one more line cannot be told from nothing at all.
+        # As many bytes as were read, and more; exactly as many in one more line cannot be distinguished from no change.
         lines = [f"{number:099d}" for number in range(-(-size // 100) + grown)]
         writer.say(*lines)
         seen = follower.read()
@@ -155,7 +155,7 @@ def test_truncated_and_written_again(directory: Path, grown: int) -> None:
 
 
 def test_replaced(directory: Path) -> None:
-    """A log in the place of the one before is read from its beginning, also where it has got that one's inode."""
+    """A log that replaced another is read from its beginning, also when it has the same inode."""
     path = directory / "control.log"
     with Writer(path) as writer:
         writer.say("of old")
@@ -173,7 +173,7 @@ def test_replaced(directory: Path) -> None:
 
 
 def test_goes_on(directory: Path) -> None:
-    """Another follower goes on where one was: what was written meanwhile is read once, and nothing else."""
+    """Another follower continues at the first one's position: it reads the lines written meanwhile, once."""
     path = directory / "control.log"
     with Writer(path) as writer:
         first = LogFollower(path)
@@ -188,7 +188,7 @@ def test_goes_on(directory: Path) -> None:
 
 
 def test_goes_on_in_a_log_that_was_shortened(directory: Path) -> None:
-    """It finds its place in a log that was shortened, also when the one before died before it could note that."""
+    """It finds its place in a shortened log, also when the first follower died before it recorded that."""
     path = directory / "control.log"
     with Writer(path) as writer:
         first = LogFollower(path)
@@ -205,7 +205,7 @@ def test_goes_on_in_a_log_that_was_shortened(directory: Path) -> None:
 
 
 def test_goes_on_in_another_log(directory: Path) -> None:
-    """A log that is not the one that was read is read from its beginning, however much it looks like that one."""
+    """A log that is not the one that was read is read from its beginning, however similar it is."""
     path = directory / "control.log"
     with Writer(path) as writer:
         first = LogFollower(path)
@@ -218,7 +218,7 @@ def test_goes_on_in_another_log(directory: Path) -> None:
 
 
 def test_log_that_nobody_appends_to(tmp_path: Path) -> None:
-    """A log of which it is not known that it is appended to gets a hole, and keeps its length."""
+    """A log that is perhaps not opened for appending gets a hole, and keeps its length."""
     path = tmp_path / "server.log"
     with path.open("wb", buffering=0) as log:
         follower = LogFollower(path, collapses=False)
@@ -231,7 +231,7 @@ def test_log_that_nobody_appends_to(tmp_path: Path) -> None:
 
 
 def test_log_is_appended_to(tmp_path: Path) -> None:
-    """A log is opened to append, is not inherited by others, and not for strangers; a link is not followed."""
+    """A log is opened for appending, not inherited, and closed to other users; a link is not followed."""
     path = tmp_path / "control.log"
     path.write_bytes(b"of the one before\n")
     with Writer(path) as writer:
@@ -253,7 +253,7 @@ def taken(path: Path) -> int:
 
 
 def test_kept_within(directory: Path) -> None:
-    """A log is kept within its size, by its older lines, and every line is read once and in order."""
+    """A log stays within its size by dropping older lines, and every line is read once and in order."""
     path = directory / "control.log"
     limit, seen, said = 16 * _BLOCK, list[str](), list[str]()
     with Writer(path) as writer:
@@ -266,7 +266,7 @@ def test_kept_within(directory: Path) -> None:
             follower.keep_within(limit)
             assert taken(path) <= limit + _BLOCK
         assert seen == said
-        # What is left is the newest half of it, as it was written.
+        # The newest half of it is left, as it was written.
         assert path.read_bytes().endswith(f"{said[-1]}\n".encode())
         left = [line for line in path.read_text().lstrip("\0").splitlines()[1:] if line]
         assert left == [line for line in seen if line in set(left)]
@@ -274,7 +274,7 @@ def test_kept_within(directory: Path) -> None:
 
 
 def test_unread_lines_are_kept(directory: Path) -> None:
-    """Lines that were not read yet are never given up, however large the log is."""
+    """Unread lines are never dropped, however large the log is."""
     path = directory / "control.log"
     with Writer(path) as writer:
         follower = LogFollower(path)
@@ -287,7 +287,7 @@ def test_unread_lines_are_kept(directory: Path) -> None:
 
 
 def test_nothing_to_give_up(tmp_path: Path) -> None:
-    """A log within its size is left as it is."""
+    """A log within its size is not changed."""
     path = tmp_path / "control.log"
     with Writer(path) as writer:
         follower = LogFollower(path)
@@ -298,7 +298,7 @@ def test_nothing_to_give_up(tmp_path: Path) -> None:
 
 
 def test_log_of_one_block(tmp_path: Path) -> None:
-    """A file ends in a block that is not whole, which cannot be given up, and is no error."""
+    """A file ends in an incomplete block, which cannot be freed; that is no error."""
     path = tmp_path / "control.log"
     with Writer(path) as writer:
         follower = LogFollower(path)
@@ -308,7 +308,7 @@ def test_log_of_one_block(tmp_path: Path) -> None:
 
 
 def test_link_in_its_place(tmp_path: Path) -> None:
-    """A log that somebody replaced by a link is not shortened: what it leads to is somebody else's."""
+    """A link in place of the log is not shortened: its target belongs to another program."""
     path, victim = tmp_path / "control.log", tmp_path / "victim"
     with Writer(path) as writer:
         follower = LogFollower(path)
@@ -336,9 +336,10 @@ _STEPS: Final = st.lists(
 
 @given(_STEPS)
 def test_any_order(steps: list[tuple[str, int]]) -> None:
-    """In whatever order is written, read, shortened and begun anew: every line is read once, in order, and whole.
+    """In any order of writing, reading, shortening and replacing, every line is read once, in order, and whole.
 
-    What is noted is where a reading ended, and not what the shortening after it made of that: the worst moment to die.
+    The recorded position is the end of a reading, not what the following shortening made of it: the worst moment to
+    die.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "control.log"
@@ -363,7 +364,7 @@ def test_any_order(steps: list[tuple[str, int]]) -> None:
 
 
 def test_position_far_beyond_the_end(tmp_path: Path) -> None:
-    """A stored position that no file can have, as damage may leave it, is no place: the log is read from its start."""
+    """A stored position beyond any file, as damage may leave it, is ignored: the log is read from its start."""
     path = tmp_path / "log"
     path.write_text("line\n")
     for offset in (2**62, 6, -1):

@@ -1,4 +1,4 @@
-"""New processes are found by their numbers, each several times, and those that were there before are not."""
+"""New processes are found by their pids, each several times; older processes are not."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from tests.harness import wait_until
 
 
 def finder(new: NewProcesses, wanted: set[int]) -> Callable[[], bool]:
-    """Return what looks until all of these were found; others of the machine may come meanwhile."""
+    """Return a function that looks until all of these are found; the machine may start others meanwhile."""
     found = list[int]()
 
     def look() -> bool:
@@ -24,7 +24,7 @@ def finder(new: NewProcesses, wanted: set[int]) -> Callable[[], bool]:
 
 
 def test_found() -> None:
-    """Each process that has come since is found, however many they are; one that was there before is not."""
+    """Each process started since then is found, however many; an older one is not."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as before:
         new = NewProcesses()
         there = [subprocess.Popen(["cat"], stdin=subprocess.PIPE) for _ in range(80)]
@@ -36,7 +36,7 @@ def test_found() -> None:
 
 
 def test_found_again() -> None:
-    """A process is found again once it has executed its program: only then it has that program's environment."""
+    """A process is found again after it has executed its program: only then it has that program's environment."""
     new = NewProcesses()
     script = 'read go; exec env LATE=1 sh -c "echo there; read over"'
     with subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as late:
@@ -52,7 +52,7 @@ def test_found_again() -> None:
 
 
 def test_threads_are_told_apart() -> None:
-    """A thread has a number, too, and may be found; the process table knows it for one."""
+    """A thread also has a number and may be found; the process table recognises it as a thread."""
     new, done = NewProcesses(), threading.Event()
     thread = threading.Thread(target=done.wait)
     thread.start()

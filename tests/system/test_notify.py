@@ -1,4 +1,4 @@
-"""What a service manager hands over is taken once, and nonsense is refused; what it is told gets there, in time."""
+"""A service manager's variables are taken once, invalid ones are refused, and notifications arrive in time."""
 
 import os
 import socket
@@ -11,7 +11,7 @@ from mpsd.system.notify import ServiceManager
 
 
 def test_everything_is_taken(short_tmp: Path) -> None:
-    """The variables are gone from the environment; those that were meant for another process are not believed."""
+    """The variables are removed from the environment; those for another process are ignored."""
     own = {"NOTIFY_SOCKET": f"{short_tmp}/x", "WATCHDOG_USEC": "2000000", "WATCHDOG_PID": str(os.getpid())}
     handed = {"LISTEN_FDS": "0", "LISTEN_PID": str(os.getpid()), "LISTEN_FDNAMES": ""}
     environ = {**own, **handed, "PATH": "/bin"}
@@ -27,7 +27,7 @@ def test_everything_is_taken(short_tmp: Path) -> None:
 
 
 def test_nobody(short_tmp: Path) -> None:
-    """Outside of any service manager there is nobody to tell, and nothing to watch."""
+    """Without a service manager there are no notifications, and there is no watchdog."""
     manager = ServiceManager.take({})
     assert not manager.listens
     assert manager.watchdog is None
@@ -45,18 +45,21 @@ def test_nobody(short_tmp: Path) -> None:
     ],
 )
 def test_nonsense(environ: dict[str, str]) -> None:
-    """What cannot be meant is refused, with the variable."""
+    """An invalid variable is refused by name."""
     with pytest.raises(ConfigurationError):
         ServiceManager.take(environ)
 
 
 def test_busy_manager(short_tmp: Path) -> None:
-    """What it did not take is told with the next, of each thing the latest; an old sign of life is not."""
+    """Notifications that a busy manager did not accept are sent with the next one: of each kind the latest.
+
+    An old sign of life is dropped.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ears:
         ears.bind(f"{short_tmp}/notify")
         ears.setblocking(False)
         manager = ServiceManager(f"{short_tmp}/notify")
-        for number in range(1000):  # more than the kernel keeps for it
+        for number in range(1000):  # more than the kernel buffers for it
             manager.notify(f"STATUS={number}")
         manager.notify("READY=1", "STATUS=latest", "WATCHDOG=1")
         heard = []

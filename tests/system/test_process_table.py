@@ -1,4 +1,4 @@
-"""What the kernel says of other processes, and what they call themselves."""
+"""The kernel's facts about other processes, and the names that processes give themselves."""
 
 import concurrent.futures
 import contextlib
@@ -27,7 +27,7 @@ WAITS = "print(flush=True); import sys; sys.stdin.read()"
 
 @contextlib.contextmanager
 def running(name: str, *arguments: str, pipe_directory: Path, **options: str) -> Iterator["subprocess.Popen[str]"]:
-    """Run a process that is called so, as /proc has it, with this pipe directory in its environment."""
+    """Run a process with this name in /proc, and this pipe directory in its environment."""
     process = subprocess.Popen(
         [name, "-c", WAITS, *arguments],
         executable=sys.executable,
@@ -59,13 +59,13 @@ def running(name: str, *arguments: str, pipe_directory: Path, **options: str) ->
     ],
 )
 def test_parts(tmp_path: Path, name: str, arguments: list[str], part: ProgramKind | None) -> None:
-    """A process is a control daemon, a front-end or a server by its name and its arguments, or none of them."""
+    """A process is a control daemon, a front-end, a server or none of them, by its name and its arguments."""
     with running(name, *arguments, pipe_directory=tmp_path) as process:
         assert process_table.kind_of(process_table.arguments_of(process.pid), PROGRAM) is part
 
 
 def test_program_of_another_name() -> None:
-    """The control program in use is known by whatever it is called; a script's name stands behind its interpreter's."""
+    """The control program in use is recognised under any name; a script's name is behind its interpreter's."""
     assert process_table.kind_of(("/opt/simulator/control", "-c", "-f"), PROGRAM) is None
     assert process_table.kind_of(("/opt/x/control", "-c", "-f"), ("/opt/x/control", "-c")) is ProgramKind.DAEMON
     assert process_table.kind_of(("/bin/sh", "-f"), PROGRAM) is None
@@ -74,7 +74,7 @@ def test_program_of_another_name() -> None:
 
 
 def test_what_is_known_of_it(tmp_path: Path) -> None:
-    """What the kernel says is told: identity, uid, executable, arguments, parent, CUDA's part of the environment."""
+    """The kernel's facts are returned: identity, uid, executable, arguments, parent, CUDA's part of the environment."""
     variables = {"CUDA_VISIBLE_DEVICES": "GPU-1", "CUDA_MPS_LOG_DIRECTORY": "/log", "SECRET": "x"}
     with running("nvidia-cuda-mps-control", "-f", pipe_directory=tmp_path, **variables) as process:
         each = process_table.details(process.pid)
@@ -88,7 +88,7 @@ def test_what_is_known_of_it(tmp_path: Path) -> None:
             "CUDA_VISIBLE_DEVICES": "GPU-1",
             "CUDA_MPS_LOG_DIRECTORY": "/log",
         }
-        # To the tick of the kernel's clock, which is a hundredth of a second, and however busy this machine is.
+        # The start is exact to a hundredth of a second, the kernel's tick; the bound allows for a busy machine.
         assert abs(each.started - datetime.now(UTC)) < timedelta(minutes=1)
         process.kill()
         wait_until(lambda: (look := look_at(process.pid)) is not None and look.zombie, what="it to end")
@@ -96,7 +96,7 @@ def test_what_is_known_of_it(tmp_path: Path) -> None:
 
 
 def test_which_program_it_runs(tmp_path: Path) -> None:
-    """A program is known by device and inode, whatever a process calls itself; of a script its interpreter counts."""
+    """A program is identified by device and inode, whatever its process's name; for a script, by its interpreter."""
     script = tmp_path / "script"
     script.write_text(f"#!{sys.executable} -I\n{WAITS}\n")
     copy = tmp_path / "copy"
@@ -110,7 +110,7 @@ def test_which_program_it_runs(tmp_path: Path) -> None:
 
 
 def test_sessions(tmp_path: Path) -> None:
-    """Who was born in a session is found by its leader, dead or alive, and nobody else; nor does a reused pid count."""
+    """Processes of a session are found by its leader, dead or alive; other processes and a reused pid do not count."""
     script = "sleep 600 >/dev/null & echo $!; read line"
     leader = subprocess.Popen(
         ["sh", "-c", script], start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -132,7 +132,7 @@ def test_sessions(tmp_path: Path) -> None:
 
 
 def test_leader_with() -> None:
-    """A process is found by a variable that it alone has, if it leads its session."""
+    """A process with a unique variable is found if it leads its session."""
     command = [sys.executable, "-I", "-S", "-c", WAITS]
     options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": {"TOKEN": "abc"}}
     with subprocess.Popen(command, **options) as member:  # type: ignore[call-overload]
@@ -144,7 +144,7 @@ def test_leader_with() -> None:
 
 
 def test_started_with() -> None:
-    """Who was started with a value of a variable is found among others, if it is of the uid that the value is of."""
+    """Processes started with a value of a variable are found among others, if they have the uid of that value."""
     own, bare = os.getuid(), {"PATH": os.environ["PATH"]}
     with (
         subprocess.Popen(["cat"], stdin=subprocess.PIPE, env={**bare, "MARK": "mine"}) as mine,
@@ -161,7 +161,7 @@ def test_started_with() -> None:
 
 
 def test_threads() -> None:
-    """The number of a thread is known as such; that of a process, and of nobody, is not."""
+    """The number of a thread is recognised as such; that of a process, or of none, is not."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         thread = pool.submit(threading.get_native_id).result()
         assert process_table.process_of_thread(thread) == os.getpid()
@@ -171,7 +171,7 @@ def test_threads() -> None:
 
 @pytest.mark.parametrize("line", ["Uid:\t7\t7\t7", "Tgid:\t1", "NSpid:\t5\t6"])
 def test_names_with_line_ends(line: str) -> None:
-    """A process may call itself what looks like a line of its /proc/PID/status, and is known by the real one."""
+    """A process's name may imitate a line of its /proc/PID/status; the real line counts."""
     name = f"import sys; open('/proc/self/comm', 'w', newline='').write(sys.argv[1]); {WAITS}"
     with subprocess.Popen(
         [sys.executable, "-c", name, f"\r{line}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -189,7 +189,7 @@ def test_names_with_line_ends(line: str) -> None:
 
 
 def test_facts_about_one_process() -> None:
-    """A process's uid, name and start are told, and that there is none is told as well."""
+    """A process's uid, name and start are returned, or that there is no such process."""
     assert process_table.uid_of(os.getpid()) == os.geteuid() == process_table.own_uid()
     assert process_table.command_of(os.getpid())
     gone = subprocess.Popen(["true"])
@@ -200,7 +200,7 @@ def test_facts_about_one_process() -> None:
 
 @pytest.mark.root("be another user")
 def test_process_that_may_not_be_looked_at(tmp_path: Path) -> None:
-    """To one who may not read its environment, nothing is known of another user's process; it is no error either."""
+    """For a caller that may not read its environment, another user's process is unknown, without an error."""
     program = (
         "import os, sys; from pathlib import Path; import psutil; from mpsd.system import process_table;"
         "os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534);"
@@ -224,7 +224,7 @@ ctypes.CDLL(None).pthread_exit(None)
 
 
 def test_live_ticks() -> None:
-    """A process that has ended and was not reaped lives no more; one whose first thread alone has ended does."""
+    """A zombie is not alive; a process whose first thread alone has ended is."""
     ended = subprocess.Popen(["true"])
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
     assert proc.start_ticks(ended.pid) is not None

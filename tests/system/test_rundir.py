@@ -1,4 +1,4 @@
-"""The directories that mpsd writes to, its lock and its socket: each with its final mode, and nobody else's."""
+"""The directories that mpsd writes to, its lock and its socket: each has its final mode, and belongs to mpsd alone."""
 
 import contextlib
 import errno
@@ -24,7 +24,7 @@ needs_root = pytest.mark.root("give a file away")
 
 @pytest.fixture
 def settings(short_tmp: Path) -> Settings:
-    """Return settings under a directory of this test's own."""
+    """Return settings with directories of this test."""
     return Settings().under(short_tmp / "root")
 
 
@@ -45,14 +45,14 @@ class TestClaim:
     """The claim on the runtime directory."""
 
     def test_directories(self, settings: Settings, run_dir: RunDir) -> None:
-        """Each directory is there, for every uid to pass and for mpsd to write, whatever the umask says."""
+        """Each directory exists; every uid may traverse it and mpsd may write, whatever the umask."""
         assert run_dir.daemons == settings.paths.runtime_dir / "mps"
         for path in (settings.paths.runtime_dir, settings.paths.state_dir, settings.paths.log_dir):
             assert mode(path) == 0o755
         assert mode(settings.paths.runtime_dir / "mpsd.lock") == 0o600
 
     def test_umask(self, settings: Settings) -> None:
-        """The umask of whoever starts mpsd neither closes nor opens anything."""
+        """The umask with which mpsd starts neither closes nor opens a directory."""
         before = os.umask(0o077)
         try:
             run_dir = RunDir.claim(settings)
@@ -65,7 +65,7 @@ class TestClaim:
         assert mode(paths.pipe_directory) == 0o700
 
     def test_second_claim(self, settings: Settings) -> None:
-        """A second claim is refused for as long as the first holds, with how to see who has it; then it is granted."""
+        """A second claim is refused while the first holds, with how to find its holder; then it succeeds."""
         first = RunDir.claim(settings)
         with pytest.raises(AlreadyRunningError) as refused:
             RunDir.claim(settings)
@@ -81,9 +81,9 @@ class TestClaim:
         RunDir.claim(settings).close()
 
     def test_between_fork_and_exec(self, settings: Settings) -> None:
-        """A child that an earlier mpsd forked as it was killed has the lock for a moment, which is no second mpsd."""
+        """A child that a killed mpsd has just forked holds the lock for a moment, and is no second mpsd."""
         first = RunDir.claim(settings)
-        lock = os.dup(first._lock)  # as the child has it, whose exec is yet to come
+        lock = os.dup(first._lock)  # like the child before its exec
         first.close()
         second = threading.Timer(0.05, os.close, [lock])
         second.start()
@@ -91,11 +91,11 @@ class TestClaim:
         second.join()
 
     def test_lock_is_not_inherited(self, run_dir: RunDir) -> None:
-        """No child of mpsd holds the lock on, after mpsd has let it go."""
+        """No child of mpsd keeps the lock after mpsd has released it."""
         assert not os.get_inheritable(run_dir._lock)
 
     def test_lock_that_is_a_link(self, settings: Settings, short_tmp: Path) -> None:
-        """A lock that somebody made a symbolic link is not followed."""
+        """A lock that was replaced by a symbolic link is not followed."""
         settings.paths.runtime_dir.mkdir(parents=True)
         (settings.paths.runtime_dir / "mpsd.lock").symlink_to(short_tmp / "elsewhere")
         with pytest.raises(ConfigurationError, match=r"mpsd\.lock is a symbolic link"):
@@ -104,24 +104,27 @@ class TestClaim:
 
 
 class TestDirectories:
-    """Directories that are there already."""
+    """Directories that exist already."""
 
     def test_link(self, settings: Settings, short_tmp: Path) -> None:
-        """A symbolic link in the place of a directory is refused."""
+        """A symbolic link in place of a directory is refused."""
         settings.paths.runtime_dir.parent.mkdir()
         settings.paths.runtime_dir.symlink_to(short_tmp)
         with pytest.raises(ConfigurationError, match="symbolic link"):
             RunDir.claim(settings)
 
     def test_file(self, settings: Settings) -> None:
-        """So is a file."""
+        """A file in place of a directory is refused."""
         settings.paths.runtime_dir.parent.mkdir()
         settings.paths.runtime_dir.write_bytes(b"")
         with pytest.raises(ConfigurationError, match="not private to mpsd"):
             RunDir.claim(settings)
 
     def test_writable_for_everybody(self, settings: Settings) -> None:
-        """And a directory that everybody may write to, also a sticky one: a stranger could put a socket there."""
+        """A directory that all users may write to, even a sticky one, is refused.
+
+        A stranger could put a socket there.
+        """
         settings.paths.runtime_dir.mkdir(parents=True)
         for each in (0o777, 0o1777, 0o757):
             settings.paths.runtime_dir.chmod(each)
@@ -132,21 +135,21 @@ class TestDirectories:
 
     @needs_root
     def test_of_another_user(self, settings: Settings) -> None:
-        """And one that belongs to another user."""
+        """A directory that belongs to another user is refused."""
         settings.paths.runtime_dir.mkdir(parents=True)
         os.chown(settings.paths.runtime_dir, 65534, 65534)
         with pytest.raises(ConfigurationError, match="belongs to another user"):
             RunDir.claim(settings)
 
     def test_what_an_operator_chose(self, settings: Settings) -> None:
-        """A directory that is there and mpsd's own keeps the mode that its operator gave it."""
+        """An existing directory of mpsd's user keeps the mode that its operator gave it."""
         settings.paths.runtime_dir.mkdir(parents=True)
         settings.paths.runtime_dir.chmod(0o711)
         RunDir.claim(settings).close()
         assert mode(settings.paths.runtime_dir) == 0o711
 
     def test_cannot_be_made(self, settings: Settings, short_tmp: Path) -> None:
-        """A directory that cannot be made is refused with the reason and what to give instead."""
+        """A directory that cannot be made is refused with the reason and an alternative."""
         (short_tmp / "file").write_bytes(b"")
         with pytest.raises(ConfigurationError) as refused:
             RunDir.claim(settings.under(short_tmp / "file"))
@@ -155,15 +158,15 @@ class TestDirectories:
 
 
 class TestCheck:
-    """What is refused before anything is made."""
+    """The cases that are refused before anything is created."""
 
     def at(self, length: int, name: str) -> Settings:
-        """Return settings whose longest path of this name has so many bytes."""
+        """Return settings whose longest path with this name has so many bytes."""
         start = "/tmp/"
         return Settings().under(Path(start + "x" * (length - len(start) - len(f"/run/{name}"))))
 
     def test_control_socket(self) -> None:
-        """A control daemon's socket may have 106 bytes, and not one more, by the longest name of a daemon."""
+        """A control daemon's socket may have 106 bytes, and not one more, with the longest name of a daemon."""
         for names, longest in (
             (["gpu0"], "mps/gpu0/control_privileged"),
             (["gpu0", "gpu10"], "mps/gpu10/control_privileged"),
@@ -174,13 +177,13 @@ class TestCheck:
             assert refused.value.limit == "paths.runtime_dir"
 
     def test_bytes_are_counted(self) -> None:
-        """It is bytes that count, and not letters."""
+        """Bytes count, not characters."""
         settings = Settings().under(Path("/tmp/" + "ü" * 40))
         with pytest.raises(ConfigurationError, match="bytes"):
             rundir.check(settings, ["gpu0"], private=True)
 
     def test_own_socket(self) -> None:
-        """mpsd's own socket may have 107."""
+        """mpsd's own socket may have 107 bytes."""
         for length in (107, 108):
             socket_path = Path("/tmp/" + "s" * (length - 5))
             settings = replace(Settings(), api=replace(Settings().api, socket=socket_path))
@@ -191,12 +194,15 @@ class TestCheck:
                     rundir.check(settings, ["gpu0"], private=True)
 
     def test_nothing_is_made(self, settings: Settings) -> None:
-        """A check makes nothing."""
+        """A check creates nothing."""
         rundir.check(settings, ["gpu0"], private=True)
         assert not settings.paths.runtime_dir.parent.exists()
 
     def test_closed_to_others(self, short_tmp: Path) -> None:
-        """The first directory on the way that another uid cannot pass is found; what is not there closes nothing."""
+        """The first directory of a path that another uid cannot traverse is found.
+
+        Missing directories close nothing.
+        """
         below = short_tmp / "a" / "b"
         below.mkdir(parents=True)
         for path in (short_tmp, below.parent, below):
@@ -210,10 +216,10 @@ class TestCheck:
 
 
 class TestSocket:
-    """The socket, which is published and not created."""
+    """The socket is published under its name when it is ready."""
 
     def test_published(self, short_tmp: Path) -> None:
-        """It listens under its name with its mode, and nothing lies beside it."""
+        """The socket listens under its name with its mode, and no temporary file is left."""
         path = short_tmp / "mpsd.sock"
         with rundir.publish(path, 0o640, "") as listener:
             assert mode(path) == 0o640
@@ -228,7 +234,7 @@ class TestSocket:
         assert list(short_tmp.iterdir()) == []
 
     def test_it_is_never_seen_with_another_mode(self, short_tmp: Path) -> None:
-        """However often one looks, the socket is not there, or there with its final mode."""
+        """At any moment the socket is missing, or visible with its final mode."""
         path, seen, over = short_tmp / "mpsd.sock", set[int](), threading.Event()
 
         def look() -> None:
@@ -251,7 +257,7 @@ class TestSocket:
 
     @pytest.mark.parametrize("what", ["socket", "file", "link"])
     def test_what_lay_there(self, short_tmp: Path, what: str) -> None:
-        """What lay there is replaced, and a link is not followed."""
+        """An old file in its place is replaced, and a link is not followed."""
         path, victim = short_tmp / "mpsd.sock", short_tmp / "victim"
         victim.write_bytes(b"precious")
         match what:
@@ -268,13 +274,13 @@ class TestSocket:
         assert victim.read_bytes() == b"precious"
 
     def test_unknown_group(self, short_tmp: Path) -> None:
-        """With a group that is not there the socket has mpsd's own, and gives nobody else access."""
+        """With an unknown group the socket has mpsd's own, and gives no other user access."""
         path = short_tmp / "mpsd.sock"
         rundir.publish(path, 0o660, "no-such-group").close()
         assert path.stat().st_gid == os.getegid()
 
     def test_directory_in_its_place(self, short_tmp: Path) -> None:
-        """Nor is anything left where the socket cannot take its place."""
+        """No file is left when the socket cannot take its place either."""
         (short_tmp / "mpsd.sock").mkdir()
         with pytest.raises(ConfigurationError, match=os.strerror(errno.EISDIR)):
             rundir.publish(short_tmp / "mpsd.sock", 0o660, "")

@@ -1,4 +1,4 @@
-"""Who listens at a path, and who is connected there, as the kernel has it."""
+"""The sockets that listen at a path, and those that are connected there, in the kernel's tables."""
 
 import contextlib
 import os
@@ -18,16 +18,16 @@ def inode(of: socket.socket) -> int:
 
 @contextlib.contextmanager
 def unix(kind: socket.SocketKind) -> Iterator[socket.socket]:
-    """Give a unix socket."""
+    """Yield a unix socket."""
     with socket.socket(socket.AF_UNIX, kind) as made:
         yield made
 
 
 @pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_SEQPACKET])
 def test_listener_and_peer(short_tmp: Path, kind: socket.SocketKind) -> None:
-    """The one that listens and the one that is connected are told apart, and each is found as the process that it is.
+    """The listening and the connected socket are distinguished, and each is found as its process.
 
-    The listener sees nothing of it.
+    The queries do not connect to the listener.
     """
     path = short_tmp / "s"
     with unix(kind) as listener, unix(kind) as peer:
@@ -47,7 +47,7 @@ def test_listener_and_peer(short_tmp: Path, kind: socket.SocketKind) -> None:
 
 
 def test_name_is_no_evidence(short_tmp: Path) -> None:
-    """Who bound a socket at this path that is not there any more, or is at another one of this name, does not count."""
+    """A socket that was bound to this path and then removed or replaced does not count."""
     path = short_tmp / "s"
     with unix(socket.SOCK_STREAM) as old, unix(socket.SOCK_STREAM) as new:
         old.bind(os.fspath(path))
@@ -62,7 +62,7 @@ def test_name_is_no_evidence(short_tmp: Path) -> None:
 
 
 def test_many(short_tmp: Path) -> None:
-    """One is found among more than fit into one message of the kernel."""
+    """A socket is found among more than fit into one message of the kernel."""
     with contextlib.ExitStack() as open_sockets:
         made = [open_sockets.enter_context(unix(socket.SOCK_STREAM)) for _ in range(700)]
         for number, each in enumerate(made):

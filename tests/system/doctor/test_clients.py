@@ -1,4 +1,4 @@
-"""What doctor sees of the processes that have leases: real ones, and control groups as files."""
+"""Doctor's readers of processes with leases: real processes, and control groups as files."""
 
 import os
 from pathlib import Path
@@ -18,7 +18,7 @@ def group(root: Path, path: str, **files: str) -> Path:
 
 
 def test_the_nearest_limit_counts(tmp_path: Path) -> None:
-    """The nearest group with a limit is the one that counts, in either version of control groups."""
+    """The nearest group with a limit counts, in either version of control groups."""
     first, second = tmp_path / "memory", tmp_path
     top = group(second, "pod", memory_max="1048576", memory_current="4096")
     group(second, "pod/a", memory_max="max", memory_current="1")
@@ -31,13 +31,13 @@ def test_the_nearest_limit_counts(tmp_path: Path) -> None:
 
 
 def test_no_path_of_another_namespace(tmp_path: Path) -> None:
-    """A group that is outside the namespace of who asks is no path here."""
+    """A group outside the caller's namespace has no path here."""
     group(tmp_path, "secret", memory_max="1")
     assert memory_group("0::/../secret\n", tmp_path / "memory", tmp_path / "x") is None
 
 
 def test_a_process() -> None:
-    """A process is seen with its arguments and the variables that matter; one that is gone is left out."""
+    """A process is read with its arguments and the relevant variables; an ended one is left out."""
     seen = look(os.getpid(), "lease-1", gpu="GPU-1", granted=7, client=False)
     assert seen is not None
     assert (seen.pid, seen.lease, seen.gpu, seen.granted, seen.client) == (os.getpid(), "lease-1", "GPU-1", 7, False)

@@ -1,4 +1,4 @@
-"""How doctor's readers read: real files, sockets, processes, and what other programs print."""
+"""Doctor's readers: real files, sockets, processes, and the output of other programs."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ STAMP = "[2026-11-21 10:00:00.000 {} {}] {}\n"
 
 @pytest.fixture
 def settings(short_tmp: Path) -> Settings:
-    """Give settings below a directory of this test's own."""
+    """Return settings below a directory of this test."""
     return Settings().under(short_tmp)
 
 
@@ -36,7 +36,7 @@ def settings(short_tmp: Path) -> Settings:
 
 
 def test_kernel_log(tmp_path: Path) -> None:
-    """Each reading is a record: what stands before its text, and lines that continue it, are no part of that."""
+    """Each read returns one record: the prefix of its text, and continuation lines, are no part of the text."""
     fifo = tmp_path / "kmsg"
     os.mkfifo(fifo)
     assert machine.kernel_log(fifo) == Known(())
@@ -52,7 +52,7 @@ def test_kernel_log(tmp_path: Path) -> None:
 
 @pytest.mark.root("read the kernel's log")
 def test_the_kernels_own_log() -> None:
-    """The real one is read to its end, and does not wait for more."""
+    """The real kernel log is read to its end, without waiting for more."""
     log = machine.kernel_log(Path("/dev/kmsg"))
     assert isinstance(log, Known)
     assert log.value
@@ -61,7 +61,7 @@ def test_the_kernels_own_log() -> None:
 
 
 def test_audit_log(tmp_path: Path) -> None:
-    """auditd's own stamps tell how old a line is; what has none is none of its lines."""
+    """auditd's own timestamps give the age of a line; a line without one is none of auditd's."""
     path = tmp_path / "audit.log"
     assert machine.audit_log(path) == Known(())
     path.write_text(f"half a li\ntype=AVC msg=audit({time.time() - 100:.3f}:7): avc:  denied\n")
@@ -76,7 +76,7 @@ def test_audit_log(tmp_path: Path) -> None:
 
 
 def test_this_machine() -> None:
-    """What it says of this machine is what the machine says itself."""
+    """The facts about this machine agree with those of its own tools."""
     host = machine.look({"CUDA_X": "1"})
     found = os.statvfs("/dev/shm")
     assert isinstance(host.shared_memory, Known)
@@ -92,7 +92,7 @@ def test_this_machine() -> None:
 
 
 def test_process(tmp_path: Path) -> None:
-    """What /proc says of a process of MPS is told."""
+    """The facts of /proc about a process of MPS are returned."""
     with running("nvidia-cuda-mps-control", "-f", pipe_directory=tmp_path, CUDA_X="1", OTHER="2") as control:
         found = proc.processes(PROGRAM, tmp_path)
         assert isinstance(found, Known)
@@ -107,7 +107,7 @@ def test_process(tmp_path: Path) -> None:
 
 @pytest.mark.root("run a process as another user")
 def test_lookalikes(short_tmp: Path) -> None:
-    """Another user's process is what it looks like by what it runs, or by its parent; otherwise it only looks so."""
+    """Another user's process counts by the program that it runs, or by its parent; otherwise it is a look-alike."""
     short_tmp.chmod(0o755)
     control = short_tmp / "nvidia-cuda-mps-control"
     control.write_bytes(Path("/usr/bin/tail").read_bytes())
@@ -137,7 +137,7 @@ def test_lookalikes(short_tmp: Path) -> None:
 
 
 def test_program_that_was_replaced(short_tmp: Path) -> None:
-    """A process whose program is another file by now is known by the kernel's word."""
+    """A process whose program file was replaced is recognised by the kernel's record."""
     program = short_tmp / "nvidia-cuda-mps-server"
     program.write_bytes(Path("/bin/sleep").read_bytes())
     program.chmod(0o755)
@@ -171,7 +171,7 @@ def test_program_that_was_replaced(short_tmp: Path) -> None:
     ],
 )
 def test_what_is_an_mpsd(arguments: str, *, is_one: bool) -> None:
-    """A process is an mpsd by what it was started as."""
+    """A process is an mpsd by the arguments that it was started with."""
     assert proc.is_mpsd(arguments.split()) is is_one
 
 
@@ -179,7 +179,7 @@ def test_what_is_an_mpsd(arguments: str, *, is_one: bool) -> None:
 
 
 def test_pipe_directories(settings: Settings) -> None:
-    """Only what control daemons make counts, and a socket that is listened on is known without a connection."""
+    """Only directories that control daemons make count, and a listening socket is detected without connecting."""
     directory = settings.paths.runtime_dir / "mps" / "gpu0"
     directory.mkdir(parents=True)
     (directory / "notes").touch()
@@ -200,7 +200,7 @@ def test_pipe_directories(settings: Settings) -> None:
 
 @pytest.mark.parametrize("name", ["a\nb: c d zz e f g h", "a\rb: c d zz e f g h", "a\u2028b: c d zz e f g h"])
 def test_sockets_with_odd_names(short_tmp: Path, name: str) -> None:
-    """A socket whose path has line ends in it hides no other, and is no reason to fail."""
+    """A socket whose path contains line ends hides no other, and causes no failure."""
     with socket.socket(socket.AF_UNIX) as odd, socket.socket(socket.AF_UNIX) as other:
         odd.bind(f"{short_tmp}/{name}")
         odd.listen()
@@ -210,7 +210,7 @@ def test_sockets_with_odd_names(short_tmp: Path, name: str) -> None:
 
 
 def test_directories(settings: Settings) -> None:
-    """Where one is not there, that is told of the file system that it will be on; what mpsd would refuse is named."""
+    """For a missing directory its future file system is reported; a directory that mpsd would refuse is named."""
     runtime, _, _ = disk.look(settings, private=True).directories
     assert (runtime.exists, runtime.there) == (False, settings.paths.runtime_dir.parent)
     assert runtime.file_system
@@ -234,7 +234,7 @@ def test_closed_directory(settings: Settings) -> None:
 
 
 def test_logs(settings: Settings) -> None:
-    """Servers that could not start count up to the end of the log; one that could ends the count."""
+    """Servers that could not start are counted up to the end of the log; a successful start resets the count."""
     directory = settings.paths.log_dir / "gpu0"
     directory.mkdir(parents=True)
     failed = [STAMP.format("Server", pid, "MPS server failed to start") for pid in (7, 8)]
@@ -255,7 +255,7 @@ def test_logs(settings: Settings) -> None:
 
 
 def test_clients_of_another_uid_that_wait(settings: Settings) -> None:
-    """Who waits for a server of his own is told while he lives; once his server is ready he waits no more."""
+    """A client that waits for a server of its user is reported while it lives, until that server is ready."""
     log = settings.paths.log_dir / "gpu0" / "control.log"
     log.parent.mkdir(parents=True)
     arrived = "NEW CLIENT {} from user {}: Server is not ready, push client to pending list"
@@ -273,7 +273,7 @@ def test_clients_of_another_uid_that_wait(settings: Settings) -> None:
 
 
 def test_what_was_set_aside(settings: Settings) -> None:
-    """A store that mpsd could not understand is named once, and not with each of its companions."""
+    """A store that mpsd could not read is named once, without its companion files."""
     settings.paths.state_dir.mkdir(parents=True)
     for name in ("history.set-aside-1", "history.set-aside-1-wal", "history.db"):
         (settings.paths.state_dir / name).touch()
@@ -281,7 +281,7 @@ def test_what_was_set_aside(settings: Settings) -> None:
 
 
 def test_clock_that_was_set_back(settings: Settings) -> None:
-    """The file that was written furthest in the future is told, with how far."""
+    """The file with the write time furthest in the future is reported, with the difference."""
     settings.paths.state_dir.mkdir(parents=True)
     path = settings.paths.state_dir / "history.db"
     path.touch()
@@ -296,7 +296,7 @@ def test_clock_that_was_set_back(settings: Settings) -> None:
 
 
 def test_socket(short_tmp: Path) -> None:
-    """A socket that nobody listens on, one that somebody does, what is none, and nothing at all are told apart."""
+    """A socket without a listener, one with a listener, another kind of file, and no file are distinguished."""
     path = short_tmp / "s"
     assert service.look_at_socket(path).kind is None
     path.touch()
@@ -313,7 +313,7 @@ def test_socket(short_tmp: Path) -> None:
 
 
 def test_tasks() -> None:
-    """The control group's own count is told, where it can be seen."""
+    """The control group's own count is reported, where it is visible."""
     tasks = service.tasks(os.getpid())
     match tasks:
         case Known(value):
@@ -324,7 +324,7 @@ def test_tasks() -> None:
 
 
 def test_what_mpsd_was_told() -> None:
-    """Its own arguments say which files are its; a relative path is one of its own directory."""
+    """mpsd's own arguments name its files; a relative path is relative to its own directory."""
     socket = Path("/tmp/mpsd-demo-x/run/mpsd.sock")
     arguments_of = service.arguments_of(
         os.getpid(), ("mpsd", "run", "--root", "/r", "--config=c.toml", "--control", "prog"), socket
@@ -340,7 +340,7 @@ def test_what_mpsd_was_told() -> None:
 
 
 def test_units() -> None:
-    """What systemctl prints is read unit by unit; one that systemd does not know is none."""
+    """The output of systemctl is read unit by unit; a unit unknown to systemd is left out."""
     printed = "Id=mpsd.service\nLoadState=loaded\nActiveState=active\n\nId=mpsd.socket\nLoadState=not-found\n"
     assert service.read_units(printed) == {
         "mpsd.service": {"Id": "mpsd.service", "LoadState": "loaded", "ActiveState": "active"}
@@ -352,7 +352,7 @@ def test_units() -> None:
 
 
 def test_package_of_the_control_program(tmp_path: Path) -> None:
-    """dpkg's own lists say which package a program is of, and of which version; without them nobody guesses."""
+    """dpkg's own lists give the package and version of a program; without them the result is unknown."""
     program = tmp_path / "nvidia-cuda-mps-control"
     program.touch()
     assert gpus.package_of(program, tmp_path) is None
@@ -367,7 +367,7 @@ def test_package_of_the_control_program(tmp_path: Path) -> None:
 
 
 def test_library(tmp_path: Path) -> None:
-    """The version of CUDA's library is in the name of the file that its link leads to."""
+    """The version of CUDA's library is in the name of its link's target."""
     assert gpus.library(None, [tmp_path]) is None
     (tmp_path / "libcuda.so.1").touch()
     assert gpus.library(tmp_path) is None
@@ -385,7 +385,7 @@ async def _mend(settings: Settings, means: Means, *targets: str) -> list[str]:
 
 
 def test_mending_is_told_and_done_once(settings: Settings) -> None:
-    """What was done is a line of the log; what is not there any more is nothing."""
+    """Each fix is a line of the log; fixing a missing file does nothing."""
     stale = settings.paths.runtime_dir / "mps" / "gpu0" / "control"
     stale.parent.mkdir(parents=True)
     stale.touch()
@@ -398,7 +398,7 @@ def test_mending_is_told_and_done_once(settings: Settings) -> None:
 
 
 def test_what_somebody_has_by_now_is_not_removed(settings: Settings) -> None:
-    """A control daemon that came after the node was looked at keeps its files."""
+    """A control daemon that came after doctor looked at the node keeps its files."""
     directory = settings.paths.runtime_dir / "mps" / "gpu0"
     directory.mkdir(parents=True)
     (directory / "log").touch()
@@ -408,7 +408,7 @@ def test_what_somebody_has_by_now_is_not_removed(settings: Settings) -> None:
 
 
 def test_not_while_an_mpsd_runs(settings: Settings) -> None:
-    """Whoever has the lock may be about to start a control daemon there."""
+    """No file is removed while an mpsd holds the lock: it may be about to start a control daemon there."""
     stale = settings.paths.runtime_dir / "mps" / "gpu0" / "control"
     stale.parent.mkdir(parents=True)
     stale.touch()
@@ -423,7 +423,7 @@ def test_not_while_an_mpsd_runs(settings: Settings) -> None:
 
 
 def test_what_cannot_be_written_down_is_not_done(settings: Settings) -> None:
-    """Nobody would know of it afterwards."""
+    """A fix that cannot be logged is not carried out, since it would leave no trace."""
     stale = settings.paths.runtime_dir / "mps" / "gpu0" / "control"
     stale.parent.mkdir(parents=True)
     stale.touch()
@@ -434,7 +434,7 @@ def test_what_cannot_be_written_down_is_not_done(settings: Settings) -> None:
 
 
 def test_only_servers_shared_memory_is_removed(settings: Settings) -> None:
-    """A name that is another uid's, or no server's, is left alone."""
+    """A name of another uid, or one that no server uses, is left alone."""
     path = Path(f"/dev/shm/cuda.shm.{os.geteuid() + 1}.1.{os.getpid()}")
     path.touch()
     try:
@@ -445,7 +445,7 @@ def test_only_servers_shared_memory_is_removed(settings: Settings) -> None:
 
 
 def test_settings_to_go_by() -> None:
-    """A running mpsd's own count for more than the file's, and the file's for more than none."""
+    """A running mpsd's settings precede those of the file, and these precede the defaults."""
     one, other = Settings(), replace(Settings(), quota={})
     assert service.in_force(Known(one), Known(other)) is one
     assert service.in_force(Unknown("silent"), Known(other)) is other
